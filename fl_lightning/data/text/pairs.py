@@ -64,10 +64,11 @@ def encode_pairs(
     place.
 
     Args:
-        pairs: the pairs. tokenizer: makes the tokens; prompt and answers are encoded apart.
-        context: T, the largest number of positions. too_long: what is done with a pair of more
-        positions. refuse: an error; cut: the beginning of its
-            prompt is left out, and the end of an answer where that is not enough.
+        pairs: the pairs.
+        tokenizer: makes the tokens; prompt and answers are encoded apart.
+        context: T, the largest number of positions.
+        too_long: what is done with a pair of more positions. refuse: an error; cut: the beginning
+            of its prompt is left out, and the end of an answer where that is not enough.
         places: where each pair stands, for the message; None: its number.
 
     Raises:

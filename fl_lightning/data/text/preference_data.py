@@ -182,14 +182,15 @@ class PreferenceFiles(PreferenceData):
     validation or test.
 
     Args:
-        train: the ``.jsonl`` file. test: a file of the same kind; null: ``test_fraction`` of the
-        prompts of ``train``. test_fraction: share of the prompts that becomes the test set if there
-        is no ``test``, in (0, 1). client: key of a line that says whose it is; it is its group too.
-        Null: all lines are of one, and a
-            partition such as IID() deals them out.
-        num_clients: number of clients; 0: as many as the lines name. too_long: what is done with a
-        pair longer than the context; refuse: an error; cut: the beginning of
-            its prompt is left out.
+        train: the ``.jsonl`` file.
+        test: a file of the same kind; null: ``test_fraction`` of the prompts of ``train``.
+        test_fraction: share of the prompts that becomes the test set if there is no ``test``, in
+            (0, 1).
+        client: key of a line that says whose it is; it is its group too. Null: all lines are of
+            one, and a partition such as IID() deals them out.
+        num_clients: number of clients; 0: as many as the lines name.
+        too_long: what is done with a pair longer than the context; refuse: an error; cut: the
+            beginning of its prompt is left out, and the end of an answer where that is not enough.
         settings: those of :class:`PreferenceData`.
     """
 
