@@ -467,6 +467,13 @@ def test_what_does_not_go_together_is_refused():
     assert chosen_rule(Stack(resend=True)).resend
 
 
+@pytest.mark.parametrize("rule", ["stack", "product", "alternate", "padded"])
+def test_rules_that_make_both_factors_refuse_a_frozen_one(rule, tmp_path):
+    """Their A would be lost: what they made of B alone was another model, or the run had no A to read."""
+    with refused(f"--model.adapter_average {rule} with layers.0", "frozen_a"):
+        fitted(tmp_path, rule, rank=[1, 2] if rule == "padded" else 2, ffa=True)
+
+
 def test_a_network_without_two_factors_is_refused(tmp_path):
     with refused("--model.adapter_average factors with a Llama without LoRA", "llama_tiny"):
         fitted(tmp_path, "factors", rank=0)

@@ -73,6 +73,8 @@ class AdapterAverage(Recorded):
     """Whether messages hold something else than all values of ``layout``."""
     takes_ranks: bool = False
     """Whether clients may have adapters of different ranks."""
+    needs_both: bool = False
+    """Whether it makes, or trains, A as well as B, so that neither may be frozen."""
     replaces_adapters: bool = False
     """Whether each round starts from new adapters, so that the server has none to step with."""
     personal: str | None = None
@@ -106,7 +108,7 @@ class AdapterAverage(Recorded):
             clients: number of the federation's clients.
 
         Raises:
-            InputError: the network has no adapters of two factors, or the rule does not fit them.
+            InputError: the network has no adapters of two factors, or others than the rule takes.
         """
         self.pairs = self._pairs(method)
         own = list(getattr(method.network, "client_ranks", ()))
@@ -117,11 +119,18 @@ class AdapterAverage(Recorded):
             "it averages factors of one rank",
             "write --model.adapter_average product, stack or padded, or one rank",
         )
+        require(
+            not self.frozen or not (self.needs_both or self.ranks),
+            f"--model.adapter_average {self.name} with {next(iter(self.frozen), '')} frozen",
+            "both factors are made anew, and what is frozen stays",
+            "write --model.network.adapter lora, or --model.adapter_average frozen_a",
+        )
         self.parts = {rank: values_of_rank(method.layout, self.pairs, rank) for rank in {*self.ranks}}
         return {}
 
     def _pairs(self, method: Averaging) -> list[FactorNames]:
         """Return the layers whose factors travel, both or the one that is not frozen."""
+        self.frozen: dict[str, Tensor] = {}
         if not self.name:
             return []
         pairs, travels = factor_pairs(method.network), method.layout.shapes
@@ -183,9 +192,8 @@ class AdapterAverage(Recorded):
             return sent.float()
         fits = [part for part in self.parts.values() if int(part.sum()) == sent.numel()]
         if not fits:
-            raise PayloadError(
-                f"weights of {sent.numel()} values", "no rank of this run has so many", "use one network"
-            )
+            given = f"weights of {sent.numel()} values"
+            raise PayloadError(given, "no rank of this run has so many", "use one network")
         return spread(sent.float(), fits[0])
 
     # The server

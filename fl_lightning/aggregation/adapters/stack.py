@@ -29,6 +29,7 @@ class Stack(AdapterAverage):
     """
 
     name = "stack"
+    needs_both = True
     is_linear = False
     own_messages = True
     takes_ranks = True
