@@ -75,6 +75,8 @@ class AdapterAverage(Recorded):
     """Whether clients may have adapters of different ranks."""
     needs_both: bool = False
     """Whether it makes, or trains, A as well as B, so that neither may be frozen."""
+    moves_base: bool = False
+    """Whether it writes the frozen weights of the adapted layers."""
     replaces_adapters: bool = False
     """Whether each round starts from new adapters, so that the server has none to step with."""
     personal: str | None = None
@@ -90,8 +92,7 @@ class AdapterAverage(Recorded):
 
     @property
     def sends_parts(self) -> bool:
-        """Whether a client starts from, or sends, something else than all weights as the server has
-        them."""
+        """Whether a client starts from, or sends, something else than all of the server's weights."""
         return self.own_messages or bool(self.ranks)
 
     # The network
@@ -133,8 +134,8 @@ class AdapterAverage(Recorded):
         self.frozen: dict[str, Tensor] = {}
         if not self.name:
             return []
-        pairs, travels = factor_pairs(method.network), method.layout.shapes
-        found = [pair for pair in pairs if pair.a in travels or pair.b in travels]
+        travels = method.layout.shapes
+        found = [pair for pair in factor_pairs(method.network) if {pair.a, pair.b} & travels.keys()]
         require(
             found,
             f"--model.adapter_average {self.name} with a {type(method.network).__name__} without LoRA",
@@ -209,8 +210,7 @@ class AdapterAverage(Recorded):
         return bool(self.name)
 
     def whole(self, method: Averaging, mean: Tensor) -> Tensor:
-        """Return a vector of ``layout`` whose moving values are the mean of what the clients
-        trained."""
+        """Return a vector of ``layout`` whose moving values are the mean of the clients'."""
         half = self.moving(method)
         if half is None:
             return mean

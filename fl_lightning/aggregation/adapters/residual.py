@@ -35,6 +35,7 @@ class Residual(AdapterAverage):
     """
 
     name = "residual"
+    moves_base = True
     is_linear = False
     own_messages = True
 

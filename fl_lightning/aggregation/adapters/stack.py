@@ -29,6 +29,7 @@ class Stack(AdapterAverage):
     """
 
     name = "stack"
+    moves_base = True
     needs_both = True
     is_linear = False
     own_messages = True
