@@ -72,19 +72,21 @@ def encode_pairs(
         places: where each pair stands, for the message; None: its number.
 
     Raises:
-        InputError: a pair is too long.
+        InputError: a pair is too long, or nothing stands before its answers.
     """
     rows: list[list[tuple[list[int], int]]] = [[], []]
     preferred, cut = [], 0
     for number, pair in enumerate(pairs):
         start = [] if tokenizer.bos is None else [tokenizer.bos]
-        prompt = tokenizer.encode(pair.prompt)
+        prompt, place = tokenizer.encode(pair.prompt), places[number] if places else f"pair {number + 1}"
+        begins = "the prompt is empty, and this tokenizer has no token that begins a text"
+        require(start or prompt, place, begins, "write a prompt, or use a tokenizer with a BOS token")
         answers = [[*tokenizer.encode(text), tokenizer.eos] for text in pair[1:]]
         extra = len(start) + len(prompt) + max(map(len, answers)) - 1 - context
         if extra > 0:
             require(
                 too_long == "cut",
-                places[number] if places else f"pair {number + 1}",
+                place,
                 f"it takes {context + extra} tokens of a context of {context}",
                 f"write context: {context + extra}, or too_long: cut",
             )

@@ -21,7 +21,7 @@ from fl_lightning.data.base import NumClients
 from fl_lightning.data.text import preferences
 from fl_lightning.data.text.federation import TextData, TextExamples
 from fl_lightning.data.text.pairs import AnswerPair, encode_pairs
-from fl_lightning.data.text.records import SURROGATE, json_records, read_text
+from fl_lightning.data.text.records import SURROGATE, json_records, name_under, read_text
 from fl_lightning.data.text.tokens import TooLong
 from fl_lightning.errors import require
 from fl_lightning.rng import key
@@ -249,7 +249,8 @@ class PreferenceFiles(PreferenceData):
                 "chosen and rejected are two different answers, and none is empty",
                 "remove the line",
             )
-            found.append((pair, place, str(entry[self.client_key]) if self.client_key else "all"))
+            who = name_under(self.client_key, entry, place) if self.client_key else "all"
+            found.append((pair, place, who))
         return found
 
     def _examples(
