@@ -321,6 +321,9 @@ def _adapter_average(run: Run) -> Iterator[Refusal]:
     if method.server_optimizer is not None and rule.replaces_adapters:
         why = "each round starts from new adapters, and there is nothing to step from"
         yield f"{given} --model.server_optimizer", why, "write --model.adapter_average residual"
+    if rule.moves_base and method.terms_read("previous_features"):
+        why = "its term compares with the client's model of another round, whose frozen weights were others"
+        yield f"{given} --model {run.name}", why, "write --model.adapter_average product"
     if method.personal is not None and method.personal != rule.personal and rule.personal is not None:
         why = f"it keeps {rule.personal} on clients by itself"
         yield f"{given} --model.personal {method.personal}", why, "leave personal out"

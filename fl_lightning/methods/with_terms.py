@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from fl_lightning.aggregation.adapters import AdapterAverage
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import MisuseError
@@ -38,6 +39,7 @@ class WithTerms(LightningModule):
     own: Layout
     task: Task
     terms: list[Term]
+    adapters: AdapterAverage
     trained_names: Sequence[str]
     has_received: bool
     """Whether terms know what the client received."""
@@ -82,7 +84,8 @@ class WithTerms(LightningModule):
             self.received_weights = torch.cat([trained[name].reshape(-1) for name in self.anchored.shapes])
         for frozen in self._frozen_networks():
             held, own = tensors_of(frozen), tensors_of(self.network)
-            for name in (*self.layout.shapes, *self.own.shapes):
+            moved = [pair.base for pair in self.adapters.pairs] if self.adapters.moves_base else []
+            for name in (*self.layout.shapes, *self.own.shapes, *moved):
                 held[name].copy_(own[name])
         self.has_received = bool(self.active_terms())
 

@@ -20,7 +20,7 @@ from fl_lightning.aggregation.adapters.moving_base import BaseChange
 from fl_lightning.aggregation.exact_sum import ExactSum
 from fl_lightning.compatibility import Run, check_run
 from fl_lightning.conformance.bench import prepare_data
-from fl_lightning.methods import SCAFFOLD, FedAvg, Krum, QFedAvg, ServerAdam, ServerSGD
+from fl_lightning.methods import MOON, SCAFFOLD, FedAvg, FedNTD, Krum, QFedAvg, ServerAdam, ServerSGD
 from fl_lightning.models.adapters import adapter_layers, add_lora
 from fl_lightning.privacy import ClientPrivacy
 from fl_lightning.privacy.secure import SecureSum
@@ -454,7 +454,7 @@ def test_what_does_not_go_together_is_refused():
     check("product", QFedAvg)
     with refused("--model.adapter_average residual with --model QFedAvg", "FedAvg"):
         check("residual", QFedAvg)
-    for name in ("FedProx", "FedNTD", "FedSAM", "FedAdam", "MOON", "FedACG"):
+    for name in ("FedProx", "FedNTD", "FedSAM", "FedAdam", "FedACG"):
         check("residual", getattr(methods, name))
     with refused("--model.adapter_average product with --model.average Krum", "leave average out"):
         check("product", average=Krum())
@@ -467,8 +467,30 @@ def test_what_does_not_go_together_is_refused():
     assert chosen_rule(Stack(resend=True)).resend
 
 
+@pytest.mark.parametrize("rule", ["stack", "product", "alternate", "padded"])
+def test_rules_that_make_both_factors_refuse_a_frozen_one(rule, tmp_path):
+    """Their A would be lost: what they made of B alone was another model, or the run had no A to read."""
+    with refused(f"--model.adapter_average {rule} with layers.0", "frozen_a"):
+        fitted(tmp_path, rule, rank=[1, 2] if rule == "padded" else 2, ffa=True)
+
+
 def test_a_network_without_two_factors_is_refused(tmp_path):
     with refused("--model.adapter_average factors with a Llama without LoRA", "llama_tiny"):
         fitted(tmp_path, "factors", rank=0)
     with refused("--model.personal", "share_a"):
         fitted(tmp_path, "product", settings={"personal": "*lora_B.*"})
+
+
+@pytest.mark.parametrize("rule", ["residual", "stack"])
+def test_terms_read_the_model_that_was_received_on_a_base_that_moves(rule, tmp_path):
+    """Its copy that a term compares with has the moved base; a client's model of another round is no such copy."""
+    method, _ = fitted(tmp_path, rule, cls=FedNTD)
+    method.round, client = 3, prepare_data(records(generate=False)).client(1)
+    client.state.clear()
+    method.adapters.resend = method.adapters.base.resend = True
+    method.receive(method.broadcast(client), client)
+    received, held = method.network.state_dict(), method.received_network.state_dict()
+    assert method.adapters.base_moved(method)
+    assert all(held[name].equal(received[name]) for name in received)
+    with refused(f"--model.adapter_average {rule} with --model MOON", "product"):
+        fitted(tmp_path, rule, cls=MOON)

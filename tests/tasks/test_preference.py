@@ -98,6 +98,15 @@ def test_what_is_too_long_is_refused_or_cut_where_it_begins():
     assert not bytes(token for token in tokens if token < 256).decode().startswith("long")
 
 
+def test_an_answer_has_something_before_it():
+    """Else its first token has no position to be told from; BOS is enough."""
+    empty, bare = [PAIRS[0], AnswerPair("", "yes", "no")], ByteTokenizer()
+    assert encode_pairs(empty, bare, context=8).length.tolist() == [6, 4]
+    bare.bos = None
+    with refused("pair 2", "BOS"):
+        encode_pairs(empty, bare, context=8)
+
+
 def test_clusters_prefer_opposite_answers_to_the_same_prompts():
     """What they agree on is equal, and half is neither: no pair of a test prompt is trained on."""
     of_clusters = [preferences.test_pairs(0, cluster, 64, 0.5) for cluster in (0, 1)]
@@ -195,9 +204,12 @@ def test_json_lines_of_ones_own(tmp_path):
         ({"prompt": "p", "chosen": "a"}, "line 1"),
         ({"prompt": "p", "chosen": "a", "rejected": "a"}, "line 1"),
         ({"prompt": 3, "chosen": "a", "rejected": "b"}, "line 1"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "who": None}, "line 1"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "who": "\ud800"}, "line 1"),
     ):
         with refused(given):
-            PreferenceFiles(str(write(tmp_path / "bad.jsonl", [line])), context=32).setup()
+            bad = str(write(tmp_path / "bad.jsonl", [line]))
+            PreferenceFiles(bad, context=32, client="who" if "who" in line else None).setup()
 
 
 def test_what_reads_tokens_one_by_one_is_refused(tmp_path):

@@ -32,6 +32,7 @@ class Alternate(AdapterAverage):
     """
 
     name = "alternate"
+    needs_both = True
     own_messages = True
     not_summed = frozenset({SERVED})
 

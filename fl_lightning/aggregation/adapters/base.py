@@ -73,6 +73,10 @@ class AdapterAverage(Recorded):
     """Whether messages hold something else than all values of ``layout``."""
     takes_ranks: bool = False
     """Whether clients may have adapters of different ranks."""
+    needs_both: bool = False
+    """Whether it makes, or trains, A as well as B, so that neither may be frozen."""
+    moves_base: bool = False
+    """Whether it writes the frozen weights of the adapted layers."""
     replaces_adapters: bool = False
     """Whether each round starts from new adapters, so that the server has none to step with."""
     personal: str | None = None
@@ -88,8 +92,7 @@ class AdapterAverage(Recorded):
 
     @property
     def sends_parts(self) -> bool:
-        """Whether a client starts from, or sends, something else than all weights as the server has
-        them."""
+        """Whether a client starts from, or sends, something else than all of the server's weights."""
         return self.own_messages or bool(self.ranks)
 
     # The network
@@ -106,7 +109,7 @@ class AdapterAverage(Recorded):
             clients: number of the federation's clients.
 
         Raises:
-            InputError: the network has no adapters of two factors, or the rule does not fit them.
+            InputError: the network has no adapters of two factors, or others than the rule takes.
         """
         self.pairs = self._pairs(method)
         own = list(getattr(method.network, "client_ranks", ()))
@@ -117,15 +120,22 @@ class AdapterAverage(Recorded):
             "it averages factors of one rank",
             "write --model.adapter_average product, stack or padded, or one rank",
         )
+        require(
+            not self.frozen or not (self.needs_both or self.ranks),
+            f"--model.adapter_average {self.name} with {next(iter(self.frozen), '')} frozen",
+            "both factors are made anew, and what is frozen stays",
+            "write --model.network.adapter lora, or --model.adapter_average frozen_a",
+        )
         self.parts = {rank: values_of_rank(method.layout, self.pairs, rank) for rank in {*self.ranks}}
         return {}
 
     def _pairs(self, method: Averaging) -> list[FactorNames]:
         """Return the layers whose factors travel, both or the one that is not frozen."""
+        self.frozen: dict[str, Tensor] = {}
         if not self.name:
             return []
-        pairs, travels = factor_pairs(method.network), method.layout.shapes
-        found = [pair for pair in pairs if pair.a in travels or pair.b in travels]
+        travels = method.layout.shapes
+        found = [pair for pair in factor_pairs(method.network) if {pair.a, pair.b} & travels.keys()]
         require(
             found,
             f"--model.adapter_average {self.name} with a {type(method.network).__name__} without LoRA",
@@ -183,9 +193,8 @@ class AdapterAverage(Recorded):
             return sent.float()
         fits = [part for part in self.parts.values() if int(part.sum()) == sent.numel()]
         if not fits:
-            raise PayloadError(
-                f"weights of {sent.numel()} values", "no rank of this run has so many", "use one network"
-            )
+            given = f"weights of {sent.numel()} values"
+            raise PayloadError(given, "no rank of this run has so many", "use one network")
         return spread(sent.float(), fits[0])
 
     # The server
@@ -201,8 +210,7 @@ class AdapterAverage(Recorded):
         return bool(self.name)
 
     def whole(self, method: Averaging, mean: Tensor) -> Tensor:
-        """Return a vector of ``layout`` whose moving values are the mean of what the clients
-        trained."""
+        """Return a vector of ``layout`` whose moving values are the mean of the clients'."""
         half = self.moving(method)
         if half is None:
             return mean

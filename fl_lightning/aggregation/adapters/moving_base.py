@@ -118,10 +118,11 @@ class MovingBase:
     """The frozen weights of the adapted layers, and what a run has added to them.
 
     Args:
-        pairs: the adapted layers. network: whose frozen weights are those of the start. clients:
-        number of the federation's clients. resend: whether a client is sent the whole change in
-        every round; else that of the last round alone,
-            where it kept what came before.
+        pairs: the adapted layers.
+        network: whose frozen weights are those of the start.
+        clients: number of the federation's clients.
+        resend: whether a client is sent the whole change in every round; else that of the last
+            round alone, where it kept what came before.
     """
 
     def __init__(

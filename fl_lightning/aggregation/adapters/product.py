@@ -23,6 +23,7 @@ class Product(AdapterAverage):
     """
 
     name = "product"
+    needs_both = True
     is_linear = False
     refines = True
     takes_ranks = True

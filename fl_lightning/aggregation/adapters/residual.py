@@ -28,15 +28,14 @@ class Residual(AdapterAverage):
 
     Args:
         rank: largest rank of R in a round, at least 1; what a truncated singular value
-        decomposition cuts off
-            is lost. Null: R as it is.
+            decomposition cuts off is lost. Null: R as it is.
         resend: whether clients are sent the whole change of the base in every round. Else a client
-        that took
-            part in the round that changed it last gets that round's alone, and keeps what came
-            before.
+            that took part in the round that changed it last gets that round's alone, and keeps
+            what came before.
     """
 
     name = "residual"
+    moves_base = True
     is_linear = False
     own_messages = True
 

@@ -46,8 +46,12 @@ class Solve(AdapterAverage):
     def refined(self, mean: Tensor, vectors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
         of_clients = [self.pairs_in(self.layout, vector) for vector in vectors]
         made = [
-            self._nearer(algebra.stacked([pairs[number] for pairs in of_clients], shares), start)
-            for number, start in enumerate(self.pairs_in(self.layout, mean))
+            start
+            if {*names[:2]} & {*self.frozen}  # the mean of the other factor is exact, and one stays
+            else self._nearer(algebra.stacked([pairs[number] for pairs in of_clients], shares), start)
+            for number, (names, start) in enumerate(
+                zip(self.pairs, self.pairs_in(self.layout, mean), strict=True)
+            )
         ]
         return packed(self.layout, mean, self.pairs, made)
 

@@ -29,6 +29,8 @@ class Stack(AdapterAverage):
     """
 
     name = "stack"
+    moves_base = True
+    needs_both = True
     is_linear = False
     own_messages = True
     takes_ranks = True

@@ -64,26 +64,29 @@ def encode_pairs(
     place.
 
     Args:
-        pairs: the pairs. tokenizer: makes the tokens; prompt and answers are encoded apart.
-        context: T, the largest number of positions. too_long: what is done with a pair of more
-        positions. refuse: an error; cut: the beginning of its
-            prompt is left out, and the end of an answer where that is not enough.
+        pairs: the pairs.
+        tokenizer: makes the tokens; prompt and answers are encoded apart.
+        context: T, the largest number of positions.
+        too_long: what is done with a pair of more positions. refuse: an error; cut: the beginning
+            of its prompt is left out, and the end of an answer where that is not enough.
         places: where each pair stands, for the message; None: its number.
 
     Raises:
-        InputError: a pair is too long.
+        InputError: a pair is too long, or nothing stands before its answers.
     """
     rows: list[list[tuple[list[int], int]]] = [[], []]
     preferred, cut = [], 0
     for number, pair in enumerate(pairs):
         start = [] if tokenizer.bos is None else [tokenizer.bos]
-        prompt = tokenizer.encode(pair.prompt)
+        prompt, place = tokenizer.encode(pair.prompt), places[number] if places else f"pair {number + 1}"
+        begins = "the prompt is empty, and this tokenizer has no token that begins a text"
+        require(start or prompt, place, begins, "write a prompt, or use a tokenizer with a BOS token")
         answers = [[*tokenizer.encode(text), tokenizer.eos] for text in pair[1:]]
         extra = len(start) + len(prompt) + max(map(len, answers)) - 1 - context
         if extra > 0:
             require(
                 too_long == "cut",
-                places[number] if places else f"pair {number + 1}",
+                place,
                 f"it takes {context + extra} tokens of a context of {context}",
                 f"write context: {context + extra}, or too_long: cut",
             )

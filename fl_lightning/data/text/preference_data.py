@@ -21,7 +21,7 @@ from fl_lightning.data.base import NumClients
 from fl_lightning.data.text import preferences
 from fl_lightning.data.text.federation import TextData, TextExamples
 from fl_lightning.data.text.pairs import AnswerPair, encode_pairs
-from fl_lightning.data.text.records import SURROGATE, json_records, read_text
+from fl_lightning.data.text.records import SURROGATE, json_records, name_under, read_text
 from fl_lightning.data.text.tokens import TooLong
 from fl_lightning.errors import require
 from fl_lightning.rng import key
@@ -182,14 +182,15 @@ class PreferenceFiles(PreferenceData):
     validation or test.
 
     Args:
-        train: the ``.jsonl`` file. test: a file of the same kind; null: ``test_fraction`` of the
-        prompts of ``train``. test_fraction: share of the prompts that becomes the test set if there
-        is no ``test``, in (0, 1). client: key of a line that says whose it is; it is its group too.
-        Null: all lines are of one, and a
-            partition such as IID() deals them out.
-        num_clients: number of clients; 0: as many as the lines name. too_long: what is done with a
-        pair longer than the context; refuse: an error; cut: the beginning of
-            its prompt is left out.
+        train: the ``.jsonl`` file.
+        test: a file of the same kind; null: ``test_fraction`` of the prompts of ``train``.
+        test_fraction: share of the prompts that becomes the test set if there is no ``test``, in
+            (0, 1).
+        client: key of a line that says whose it is; it is its group too. Null: all lines are of
+            one, and a partition such as IID() deals them out.
+        num_clients: number of clients; 0: as many as the lines name.
+        too_long: what is done with a pair longer than the context; refuse: an error; cut: the
+            beginning of its prompt is left out, and the end of an answer where that is not enough.
         settings: those of :class:`PreferenceData`.
     """
 
@@ -248,7 +249,8 @@ class PreferenceFiles(PreferenceData):
                 "chosen and rejected are two different answers, and none is empty",
                 "remove the line",
             )
-            found.append((pair, place, str(entry[self.client_key]) if self.client_key else "all"))
+            who = name_under(self.client_key, entry, place) if self.client_key else "all"
+            found.append((pair, place, who))
         return found
 
     def _examples(

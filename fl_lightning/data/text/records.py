@@ -50,13 +50,25 @@ def json_records(path: Path, text: str) -> Iterator[tuple[dict[str, Any], str]]:
             raise InputError(
                 place, f"it is not JSON ({reason})", "write one JSON object a line, without line breaks"
             ) from None
-        require(
-            isinstance(entry, dict),
-            place,
-            "it is no JSON object",
-            'write {"task_name": ..., "definition": ...}',
-        )
+        require(isinstance(entry, dict), place, "it is no JSON object", 'write {"KEY": VALUE, ...}')
         yield entry, place
+
+
+def name_under(key: str, entry: Mapping[str, Any], place: str) -> str:
+    """Return the client or group that a line names.
+
+    Args:
+        key: under which.
+        entry: values by name; it has the key.
+        place: where it stands, for messages.
+
+    Raises:
+        InputError: it is null, or holds half a character, which no file of a run can.
+    """
+    require(entry[key] is not None, place, f"the value of {key} is null", "say whose it is")
+    name = str(entry[key])
+    require(not SURROGATE.search(name), place, f"the value of {key} is no text", "write another name")
+    return name
 
 
 def checked_record(entry: Mapping[str, Any], place: str, *more: str) -> Record:

@@ -14,7 +14,7 @@ import torch
 from fl_lightning.config.constraints import path_to, within
 from fl_lightning.data.partition import check_memory
 from fl_lightning.data.text.federation import TextData, TextExamples
-from fl_lightning.data.text.records import checked_record, json_records, prompt_place, read_text
+from fl_lightning.data.text.records import checked_record, json_records, name_under, prompt_place, read_text
 from fl_lightning.data.text.tokens import (
     Record,
     Sequences,
@@ -268,9 +268,7 @@ def record_lines(path: Path, text: str, client_key: str | None, group_key: str |
     """
     for entry, place in json_records(path, text):
         record = checked_record(entry, place, *filter(None, (client_key, group_key)))
-        for name in filter(None, (client_key, group_key)):
-            require(entry[name] is not None, place, f"the value of {name} is null", "say whose it is")
-        names = [str(entry[name]) if name else path.name for name in (client_key, group_key)]
+        names = [name_under(key, entry, place) if key else path.name for key in (client_key, group_key)]
         yield Line(record, place, *names)
 
 

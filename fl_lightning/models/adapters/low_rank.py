@@ -14,8 +14,11 @@ class LowRankLayer(NamedTuple):
 
     Args:
         base: the frozen layer, whose weight is ``[out, in]``, or ``[in, out]`` where it is
-        ``transposed``. a: A ``[r, in]``. b: B ``[out, r]``. scaling: c = alpha / r. transposed:
-        whether the base is of the kind of GPT-2's layers, ``Conv1D`` of transformers.
+            ``transposed``.
+        a: A ``[r, in]``.
+        b: B ``[out, r]``.
+        scaling: c = alpha / r.
+        transposed: whether the base is of the kind of GPT-2's layers, ``Conv1D`` of transformers.
     """
 
     base: nn.Module
