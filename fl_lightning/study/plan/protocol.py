@@ -21,7 +21,7 @@ WATCHERS = frozenset(
     {
         *("AccuracyBytesFigure", "BitWidthFigure", "ClientAccuracyFigure", "ConfusionMatrix", "ExpertFigure"),
         *("FeatureMap", "LossLandscape", "OptionFigure", "PartitionFigure", "RelevanceFigure"),
-        *("Calibration", "GradientNorms", "Profile", "ProgressBar", "TrainingCost"),
+        *("Calibration", "GradientNorms", "Profile", "ProgressBar", "TimelineFigure", "TrainingCost"),
     }
 )
 """The project's callbacks that measure and draw and change no result, by the names of their classes. They are
