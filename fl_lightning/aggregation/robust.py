@@ -96,13 +96,8 @@ class Bulyan(Average):
     def __call__(self, vectors: Sequence[Tensor], shares: Sequence[float], start: Tensor) -> Tensor:
         require_uploads(self, len(vectors), 4 * self.f + 3, "4f + 3")
         chosen = [vectors[position] for position in self.chosen(squared_distances(vectors))]
-        kept, middle = len(vectors) - 4 * self.f, slice((len(chosen) - 1) // 2, len(chosen) // 2 + 1)
-        means = []
-        for chunk in chunks(chosen):
-            median = in_order(chunk)[middle].mean(dim=0)
-            nearest = places_in_order((chunk - median).abs_())[:kept]
-            means.append(in_order(chunk.gather(0, nearest)).mean(dim=0))
-        return torch.cat(means).to(torch.float32)
+        kept = len(vectors) - 4 * self.f
+        return torch.cat([around_median(chunk, kept) for chunk in chunks(chosen)]).to(torch.float32)
 
     def chosen(self, distances: Tensor) -> list[int]:
         """Return the positions of the m - 2f updates in the order in which they are chosen."""
@@ -110,6 +105,26 @@ class Bulyan(Average):
         for _ in range(len(distances) - 2 * self.f):
             chosen.append(left.pop(ranked(distances[left][:, left], self.f)[0]))
         return chosen
+
+
+def around_median(rows: Tensor, kept: int) -> Tensor:
+    """Return of each column of ``rows`` ``[K, P]`` the mean of the ``kept`` values nearest to its median.
+
+    They are neighbours in ascending order, so one sort is enough. Where a value on the left and one on the
+    right are as near and only one is kept, it is that of the smaller row.
+    """
+    values = in_order(rows)
+    middle = slice((len(rows) - 1) // 2, len(rows) // 2 + 1)
+    median = values[middle].mean(dim=0)
+    left, right = median - values[: len(rows) - kept], values[kept:] - median
+    first = (left > right).sum(dim=0)  # the one on the right takes the place of the one on the left
+    mean = values.gather(0, first + torch.arange(kept)[:, None]).mean(dim=0)
+    tied = (left == right).any(dim=0)
+    if bool(tied.any()):
+        some = rows[:, tied]
+        nearest = places_in_order((some - median[tied]).abs_())[:kept]
+        mean[tied] = in_order(some.gather(0, nearest)).mean(dim=0)
+    return mean
 
 
 class GeometricMedian(Average):

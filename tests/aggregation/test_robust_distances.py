@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import statistics
 
 import pytest
 import torch
@@ -209,6 +210,17 @@ def test_distances_of_close_models_are_exact_where_the_gram_matrix_cancels():
 
 
 # What others got wrong is seen in the golden files
+
+
+@pytest.mark.parametrize(("clients", "kept"), [(4, 4), (5, 3), (6, 2), (7, 3), (9, 1)])
+def test_the_nearest_to_the_median_are_those_of_a_look_at_each(clients, kept):
+    """With many equal values and equal distances, which go to the smaller row."""
+    rows = torch.randint(-3, 4, (clients, 300), generator=torch.manual_seed(clients)).double()
+    found = robust.around_median(rows, kept).tolist()
+    for column, mean in zip(rows.T.tolist(), found, strict=True):
+        middle = statistics.median(column)
+        nearest = sorted(range(clients), key=lambda row: (abs(column[row] - middle), row))[:kept]
+        assert mean == pytest.approx(statistics.fmean(column[row] for row in nearest), abs=1e-12)
 
 
 def wrong_bulyan_once() -> type:
