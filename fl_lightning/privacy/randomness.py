@@ -43,15 +43,17 @@ class SystemGenerator:
         return np.maximum(drawn, 1).astype(np.int64)
 
     def choice(
-        self, values: Sequence[int] | np.ndarray, size: int, *, replace: bool, shuffle: bool
+        self, values: int | Sequence[int] | np.ndarray, size: int, *, replace: bool, shuffle: bool
     ) -> np.ndarray:
         """Return some of the values, each set of so many with the same probability.
 
         Args:
+            values: or a number n: 0 to n - 1.
             replace: must be false, as no value is drawn twice.
             shuffle: whether their order is random too; it is in any case.
         """
         assert not replace
+        values = range(values) if isinstance(values, int) else values
         return np.asarray(values)[SystemRandom().sample(range(len(values)), size)]
 
     def _exponential(self, size: int) -> np.ndarray:
