@@ -29,7 +29,7 @@ import torch
 from workload import WORKLOADS
 from workload_ours import Tensors
 
-from fl_lightning import hooks, loop, uploads
+from fl_lightning import hooks, loop, orders, uploads
 from fl_lightning.aggregation.plain import PlainSum
 from fl_lightning.cli.parser import FederatedCLI
 from fl_lightning.engines.stacked import batched
@@ -145,7 +145,7 @@ def instrument(shares: Shares, trainer: Any, method: Any) -> None:
     # for a stack at once
     shares.wrap("encode", next(owner for owner in type(method).__mro__ if "upload" in vars(owner)), "upload")
     shares.wrap("encode", batched, "default_uploads")
-    shares.wrap("encode", loop, "encode_broadcast")
+    shares.wrap("encode", orders, "encode_broadcast")
     shares.wrap("encode", Payload, "to_bytes")
     shares.wrap("decode", method, "receive")
     Payload.from_bytes = classmethod(shares.of("decode", Payload.from_bytes.__func__))  # type: ignore[method-assign, attr-defined]

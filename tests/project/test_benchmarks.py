@@ -46,6 +46,8 @@ TRIED_ELSEWHERE = {
     "scale": "point by point, by scale_point",
 }
 NEEDS = {"deploy": "flwr", "secure_sum": "Crypto"}
+LONG = {"attacks", "language_engines", "shipped_tables", "startup", "word_list", "workloads"}
+"""Tried with ``-m slow`` alone: they take a quarter to two minutes in their shortest form."""
 MAY_FAIL = {"shipped_tables": "tables measured in a blink are too far off, and it says so"}
 
 
@@ -55,8 +57,9 @@ def test_every_script_is_tried():
 
 
 @pytest.mark.slow
-@pytest.mark.essential
-@pytest.mark.parametrize("name", SHORTEST)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in LONG else pytest.mark.essential) for name in SHORTEST]
+)
 def test_the_shortest_form_ends(name, tmp_path):
     if (package := NEEDS.get(name)) and find_spec(package) is None:
         pytest.skip(f"it needs {package}")
