@@ -403,6 +403,8 @@ def test_workers_and_stacks_of_clients_leave_the_same(rule, tmp_path):
     torch.testing.assert_close(deployed_weights(stacked), deployed_weights(one), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 @pytest.mark.parametrize("rule", sorted({*RULES} - {"stack"}))
 def test_a_server_optimiser_steps_with_what_the_rule_makes(rule, tmp_path):
     plain, _ = fitted(tmp_path, rule, max_rounds=3)

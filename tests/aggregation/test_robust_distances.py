@@ -376,6 +376,8 @@ def fit(average, folder, rounds, **settings):
     return method
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 @pytest.mark.parametrize("average", [CenteredClipping(0.2), FLTrust(3)], ids=["CenteredClipping", "FLTrust"])
 def test_what_guides_an_average_survives_a_resume(average, tmp_path):
     whole = fit(average, tmp_path / "whole", 3)

@@ -86,6 +86,8 @@ def printed_by_a_new_process(lines: list[str], folder: Path) -> tuple[list[str],
     return done.stdout.splitlines(), done.stderr.splitlines()
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_a_new_process_refuses_without_torch(tmp_path):
     """The first call of a command imports torch and describes the command; from then on no slip does."""
     first = [SLIPS[0]]

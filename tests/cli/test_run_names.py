@@ -52,6 +52,8 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_folders_and_mlflow_have_the_name(tmp_path, monkeypatch):
     """And MLflow's page shows method and seed in a column that it shows unasked, and first the primary metric
     and the loss; also of a run that ``track`` brings in."""

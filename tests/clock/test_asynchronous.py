@@ -112,7 +112,9 @@ class Simulated:
         return self.flights.collect(self.context, self.version, self.train, self.draw, self.seconds)
 
 
-@pytest.mark.parametrize(("M", "K"), [(10, 5), (30, 10), (7, 1)])
+@pytest.mark.parametrize(
+    ("M", "K"), [(10, 5), *(pytest.param(*few, marks=pytest.mark.slow) for few in ((30, 10), (7, 1)))]
+)
 def test_the_mean_staleness_is_m_minus_1_by_k(M, K):
     """The long-run mean, of any law of durations without ties: M - 1 others arrive while one is at work."""
     simulated = Simulated(200, FedBuff(M, K, Constant()))
@@ -338,6 +340,8 @@ def test_a_trial_run_has_two_at_work(tmp_path):
     assert started.clients[1] >= 5
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 @pytest.mark.parametrize("name", OF_IMAGES)
 def test_a_method_says_whether_its_clients_keep_anything(tmp_path, name):
     """What is found after a round is declared, so that it is refused before the first."""

@@ -491,6 +491,8 @@ def test_the_population_of_phones_is_what_its_script_makes(monkeypatch):
     assert len(devices.content_sha256) == 64
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_few_of_many_are_drawn_as_from_those_that_are_online(tmp_path):
     """One by one, without a look at all: every one of the third that is online and free is as likely."""
     online = trace(tmp_path, [[0, 100]], [[5, 6]], [[7, 9]])

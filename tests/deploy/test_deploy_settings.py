@@ -172,6 +172,8 @@ def test_a_key_that_cannot_be_read_is_no_wrong_key(tmp_path):
         fleet._keys(tmp_path / "key")
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_sigterm_ends_a_node(tmp_path):
     """Its own program was started by nobody else, so that its exit code says how it ended."""
     path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"

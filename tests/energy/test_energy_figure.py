@@ -68,6 +68,8 @@ def test_points_and_budgets_by_hand(tmp_path):
     assert list(budgets(comparison).values()) == pytest.approx([1.5 * share * HIGH for share in BUDGETS])
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_the_figure_has_a_panel_for_each_quality_and_scope_and_its_budgets(tmp_path):
     make_runs(tmp_path / "runs")
     figure = quality_over_joules(comparison_of(tmp_path / "runs"))

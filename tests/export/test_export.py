@@ -79,6 +79,8 @@ def of_timm(tmp_path_factory: pytest.TempPathFactory) -> FederatedTrainer:
     return run(FedAvg(network="mobilenetv3_small_050"), images(), folder, max_rounds=1, workers=1)
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_safetensors_are_loaded_without_the_package(of_timm: FederatedTrainer, tmp_path: Path):
     """timm and safetensors alone rebuild the global model, statistics of BatchNorm included."""
     inputs, expected = answers(of_timm)
@@ -568,6 +570,8 @@ def test_the_best_checkpoint_is_that_of_its_round(tmp_path: Path):
     assert found["best"][1] != found["last"][1]
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_the_commands_of_the_page(bare_directory: Path, capsys: pytest.CaptureFixture[str]):
     """After a run of one round in place of the real one, by its name; a trainer in Python gives the same files."""
     page = DOCS / "howto" / "export.md"

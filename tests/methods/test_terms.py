@@ -196,6 +196,8 @@ class WithServersHalf(FedAvg):
         self.server["weights"] = mean
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_the_dynamic_term_is_the_clients_half_of_feddyn(tmp_path):
     settings = {"max_rounds": 6, "participation": 0.5}
     whole, _ = fitted(FedDyn(alpha=0.2, optimizer=optimizer()), tmp_path / "whole", **settings)

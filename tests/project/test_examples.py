@@ -157,6 +157,8 @@ def test_own_method_refuses_bad_input(in_examples):
         OwnMomentum(beta=1.5)
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_own_method_passes_the_kit(in_examples):
     from own_method import OwnMomentum
 

@@ -80,6 +80,8 @@ def ranked(*more: str) -> int:
     return main([*args, "--settings", "{model.init_args.mu: 0.5}", *more])
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_a_third_method_alone_is_ranked_as_in_one_sweep_of_all_and_nothing_is_trained_twice(
     published, capsys
 ):
