@@ -41,6 +41,8 @@ Refusal = tuple[str, str, str]
 
 OWNS_ONE = "it is the name of a server optimiser, and has no other"
 SQUARES_UNKNOWN = "a message is clipped as a whole, and the square of a length is then none any more"
+UNSEEN = "it changes uploads knowing those of others, and nobody sees one by itself"
+MASKED_TO_THE_END = "who masks an upload is needed until the end of the round"
 SINGLE_UPLOADS: dict[Feature, tuple[tuple[str, ...], str]] = {
     "secure_sum": (
         ("aggregate", "add_up", "bounded_weights"),
@@ -404,10 +406,17 @@ def _privacy(run: Run) -> Iterator[Refusal]:
     yield from _seen_uploads(run, given)
 
 
-def _seen_uploads(run: Run, given: str) -> Iterator[Refusal]:
+def _seen_uploads(run: Run, given: str, rule: str = UNSEEN) -> Iterator[Refusal]:
     for callback in filter(sees_uploads, run.callbacks):
-        rule = "it changes uploads knowing those of others, and nobody sees one by itself"
         yield f"{given} {type(callback).__name__}", rule, "write attack: sign_flip, or leave it out"
+
+
+def _protected(run: Run, given: str, *, masks: str, noise: str) -> Iterator[Refusal]:
+    """Yield that something goes neither with masked uploads nor with noisy ones, and why."""
+    if run.masks is not None:
+        yield f"{given} trainer.secure_sum", masks, "leave one of them out"
+    if run.privacy is not None:
+        yield f"{given} trainer.privacy", noise, "leave one of them out"
 
 
 def _attack(run: Run) -> Iterator[Refusal]:
@@ -436,15 +445,11 @@ def _late_clients(run: Run) -> Iterator[Refusal]:
     if not run.has_clock:
         instead = "write --trainer.clock.devices LogNormalDevices, or leave it out"
         yield given, "it goes by a clock, and there is none", instead
-    for callback in filter(sees_uploads, run.callbacks) if run.rounds.has_versions else ():
+    if run.rounds.has_versions:
         rule = "it changes uploads knowing those of a round, and these arrive one by one"
-        yield f"{given} with {type(callback).__name__}", rule, "write attack: sign_flip, or leave it out"
-    if run.masks is not None:
-        rule = "who masks an upload is needed until the end of the round"
-        yield f"{given} with trainer.secure_sum", rule, "leave one of them out"
-    if run.privacy is not None:
-        rule = "epsilon is accounted for uniform cohorts, and who is in time depends on the clients"
-        yield f"{given} with trainer.privacy", rule, "leave one of them out"
+        yield from _seen_uploads(run, f"{given} with", rule)
+    noise = "epsilon is accounted for uniform cohorts, and who is in time depends on the clients"
+    yield from _protected(run, f"{given} with", masks=MASKED_TO_THE_END, noise=noise)
 
 
 # Who talks to whom
@@ -458,18 +463,14 @@ def _topology(run: Run) -> Iterator[Refusal]:
     with_model = f"{given} with --model {run.name}"
     if run.deployed:
         yield f"{given} in a deployment", "its clients talk to one server", "leave it out, or simulate it"
-    if run.masks is not None:
-        rule = "masks hide uploads from one server that adds them all up, and here there is none"
-        yield f"{given} with trainer.secure_sum", rule, "leave one of them out"
-    if run.privacy is not None:
-        rule = "noise is accounted for one sum a round, and here there are several"
-        yield f"{given} with trainer.privacy", rule, "leave one of them out"
+    masks = "masks hide uploads from one server that adds them all up, and here there is none"
+    noise = "noise is accounted for one sum a round, and here there are several"
+    yield from _protected(run, f"{given} with", masks=masks, noise=noise)
     if run.rounds is not None and run.rounds.goes_by_clock:
         rule = "its nodes average what has arrived once everybody is done"
         yield f"{given} with --trainer.rounds {type(run.rounds).__name__}", rule, "write Synchronous"
-    for callback in filter(sees_uploads, run.callbacks):
-        rule = "it changes uploads knowing those that one server gets, and here there are several"
-        yield f"{given} with {type(callback).__name__}", rule, "write attack: sign_flip, or leave it out"
+    rule = "it changes uploads knowing those that one server gets, and here there are several"
+    yield from _seen_uploads(run, f"{given} with", rule)
     if why := why_not(method, "topology"):
         yield with_model, why, f"take one of {', '.join(methods_with('topology'))}"
     if method.server_optimizer is not None:
@@ -509,12 +510,8 @@ def _availability(run: Run) -> Iterator[Refusal]:
     if not run.availability:
         return
     given = f"--trainer.clock.availability {run.availability} with"
-    if run.masks is not None:
-        rule = "who masks an upload is needed until the end of the round"
-        yield f"{given} trainer.secure_sum", rule, "leave one of them out"
-    if run.privacy is not None:
-        rule = "epsilon is accounted for cohorts that are drawn from all clients"
-        yield f"{given} trainer.privacy", rule, "leave one of them out"
+    noise = "epsilon is accounted for cohorts that are drawn from all clients"
+    yield from _protected(run, given, masks=MASKED_TO_THE_END, noise=noise)
 
 
 def _sampler(run: Run) -> Iterator[Refusal]:
@@ -531,12 +528,9 @@ def _sampler(run: Run) -> Iterator[Refusal]:
     if run.topology is not None and run.topology.has_nodes:
         rule = "it compares clients by the losses of one server's model, and here nodes have their own"
         yield f"{given} with --trainer.topology {type(run.topology).__name__}", rule, "leave one of them out"
-    if run.masks is not None:
-        rule = "the server learns single clients' losses, and is to learn a sum alone"
-        yield f"{given} with trainer.secure_sum", rule, "leave one of them out"
-    if run.privacy is not None:
-        rule = "epsilon is accounted for uniform cohorts and for what uploads tell, and losses tell more"
-        yield f"{given} with trainer.privacy", rule, "leave one of them out"
+    masks = "the server learns single clients' losses, and is to learn a sum alone"
+    noise = "epsilon is accounted for uniform cohorts and for what uploads tell, and losses tell more"
+    yield from _protected(run, f"{given} with", masks=masks, noise=noise)
     if run.deployed:
         yield f"{given} in a deployment", "nodes are asked for no losses", "leave it out"
 

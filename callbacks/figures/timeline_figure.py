@@ -27,7 +27,8 @@ LOOKS = {
     "rejected": ("rejected", ORANGE, "xxxx"),
     "asked": ("asked for its loss, not taken", SKY, "...."),
 }
-"""By status in the ledger: its words, its colour and its pattern."""
+"""How the chart shows a client's work, by the status that the ledger gives it: the words in the legend, the
+colour of the bar, and its pattern."""
 
 Bar = Sequence[Any]
 """Round, client, status, start and end of its work in virtual seconds."""

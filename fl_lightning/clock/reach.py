@@ -15,7 +15,8 @@ from fl_lightning.wire import LedgerEntry
 
 NOBODY = np.empty(0, np.int64)
 MANY, FEW, TRIES = 1000, 4, 32
-"""Of more clients than ``MANY``, up to ``FEW`` are looked for by ``TRIES`` draws before all are looked at."""
+"""How up to ``FEW`` online clients are found among more than ``MANY``: at most ``TRIES`` clients are drawn
+and asked whether they are online, one by one, before the availability of all is computed."""
 
 
 @dataclass(frozen=True)

@@ -117,8 +117,8 @@ class LocalStep:
 
     @cached_property
     def shift(self) -> Mapping[str, Tensor]:
-        """By how much all local rounds of the client that counted have moved ``trained_weights``, the sum of
-        their updates, without gradient; zeros before the first one."""
+        """The sum of this client's updates, weights after minus weights before its local steps, over all
+        earlier rounds in which its upload counted; by name, without gradient, zeros before the first one."""
         return self._shift()
 
     @cached_property
