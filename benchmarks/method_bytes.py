@@ -22,7 +22,13 @@ ON_ADAPTERS = "lora_default"
 """FedAvg's configuration on adapters, which methods of language models are compared with."""
 OF_LANGUAGE = {"FedVEMoE", "HEST", "FedAdaLoRA"}
 ROUNDS = 2
-FEW = {"max_rounds": str(ROUNDS), "participation": "0.05", "callbacks": "[]", "logger": "false"}
+FEW = {
+    "max_rounds": str(ROUNDS),
+    "eval_every": str(ROUNDS),
+    "participation": "0.05",
+    "callbacks": "[]",
+    "logger": "false",
+}
 
 
 def method_bytes(config: str, folder: Path) -> tuple[float, float]:

@@ -5,6 +5,8 @@ Both data sets are the same in every run.
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import torch
 from torch.nn.functional import interpolate
@@ -22,8 +24,14 @@ def _to_uint8(values: torch.Tensor) -> np.ndarray:
 def digits() -> tuple[Arrays, Arrays]:
     """Return 1 797 scanned digits (8x8, 17 grey levels), enlarged to 32x32, uint8 ``[N, 1, 32, 32]``.
 
-    Of every class, 80 % are training and 20 % are test images.
+    Of every class, 80 % are training and 20 % are test images. The arrays are the caller's own.
     """
+    (images, labels), (test_images, test_labels) = _digits()
+    return (images.copy(), labels.copy()), (test_images.copy(), test_labels.copy())
+
+
+@cache  # a sweep reads them for every cell, and scikit-learn parses a text file
+def _digits() -> tuple[Arrays, Arrays]:
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)

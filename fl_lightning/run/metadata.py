@@ -10,6 +10,7 @@ import platform
 import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,11 @@ def round_times(metadata: Mapping[str, Any], history: Sequence[Mapping[str, floa
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that can change a result, by name."""
+    return dict(_versions())
+
+
+@cache  # they are read from the files of every package, and stay what was imported
+def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

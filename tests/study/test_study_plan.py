@@ -277,9 +277,9 @@ def test_a_study_of_the_project_can_be_judged_and_its_ends_resolve(path):
 @pytest.mark.essential
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_every_cell_of_every_study_of_the_project_resolves_to_another_run(path, tmp_path):
-    """Of two seeds: the others differ from these in their number alone."""
+    """Of one seed: the others differ from these in their number alone."""
     study = Study.read(path)
-    cells = StudyCells.plan(replace(study, seeds=study.seeds[:2], until=None), tmp_path, cli.resolve)
+    cells = StudyCells.plan(replace(study, seeds=study.seeds[:1], until=None), tmp_path, cli.resolve)
     assert len({record.hash for record in cells}) == len(cells.states) > 0
     assert list(tmp_path.iterdir()) == []
 
