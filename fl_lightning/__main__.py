@@ -5,17 +5,15 @@ Torch is imported only when a command runs.
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from errno import EDQUOT, ENOSPC, EROFS
 from typing import Any
 
 from fl_lightning.cli.commands import TRACEBACK_VARIABLE, answer_quickly
 from fl_lightning.errors import InputError, RunStopped
+from fl_lightning.support.imports import import_quickly
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,10 +29,7 @@ def main(argv: list[str] | None = None) -> int:
             from fl_lightning.cli.early import refuse_early  # imports yaml, which --help does without
 
             refuse_early(argv[0], argv[1:])
-            # idle threads that spin would cost many times what they save on a busy machine
-            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-            with garbage_collection_off():
-                from fl_lightning.cli.parser import run
+            run = import_quickly("fl_lightning.cli.parser").run
 
             run(argv[0], argv[1:], describe=describe)
     except InputError as error:
@@ -86,21 +81,6 @@ def _one_line(error: Exception, message: str, *, code: int) -> int:
         show_exception(type(error), error, error.__traceback__)
     sys.stderr.write(f"fl_lightning: error: {' '.join(redact(message).split())}\n")
     return code
-
-
-@contextmanager
-def garbage_collection_off() -> Iterator[None]:
-    """Return a context without garbage collection, for imports.
-
-    They make 700 000 objects that stay. Searching them for garbage would take a quarter of the imports' time.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.unfreeze()  # the objects now belong to the oldest generation, which the next collection skips
-        gc.enable()
 
 
 def _wait_for_rank_zero() -> None:

@@ -105,6 +105,12 @@ def prepare() -> None:
     logging.getLogger("lightning.pytorch.loggers.mlflow").setLevel(logging.ERROR)
 
 
+def prepare_with_database() -> None:
+    """Prepare, and import what MLflow otherwise imports when it opens a database."""
+    prepare()
+    import mlflow.store.tracking.sqlalchemy_store  # noqa: F401
+
+
 def connect(uri: str) -> Any:
     """Return an ``MlflowClient`` of a store."""
     prepare()

@@ -19,9 +19,10 @@ import yaml
 from places import ROOT
 from refusals import know_installed_classes_alone
 
-from fl_lightning.__main__ import garbage_collection_off, main
+from fl_lightning.__main__ import main
 from fl_lightning.cli import commands
 from fl_lightning.errors import InputError
+from fl_lightning.support.imports import garbage_collection_off
 from fl_lightning.trainer import FederatedTrainer
 
 BASE = """\

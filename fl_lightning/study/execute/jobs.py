@@ -16,9 +16,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from fl_lightning.errors import InputError
 from fl_lightning.run.interrupts import Interrupts
+from fl_lightning.study.execute.fork_server import ForkedJob, ForkServer
 from fl_lightning.support.disk import open_own
 from fl_lightning.support.redaction import redact_arguments
 
@@ -80,6 +82,61 @@ def fit_arguments(
     return ["fit", *args, *flags, *([] if logger else ["--trainer.logger=false"])]
 
 
+class StartedJob:
+    """A job in a process that was started for it.
+
+    Args:
+        command: the program and its arguments.
+        environment: its variables.
+        held: file descriptors that it keeps open.
+        log: the file that its output goes to.
+    """
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], held: Sequence[int], log: IO[bytes]
+    ) -> None:
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=dict(environment),
+            start_new_session=True,
+            pass_fds=held,
+        )
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code, minus the signal's number if one ended it; None while it runs."""
+        return self.process.returncode
+
+    def poll(self) -> int | None:
+        """Return its exit code, None while it runs."""
+        return None if self.process.poll() is None else self._ended()
+
+    def wait(self, timeout: float) -> int:
+        """Return its exit code once it has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs after so many seconds.
+        """
+        self.process.wait(timeout)
+        return self._ended()
+
+    def terminate(self) -> None:
+        """Tell it to stop."""
+        self.process.terminate()
+
+    def kill(self) -> None:
+        """End it and all processes of its session."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+
+    def _ended(self) -> int:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        return int(self.process.returncode)
+
+
 @dataclass
 class RunningJob:
     """A job at work.
@@ -93,7 +150,7 @@ class RunningJob:
     """
 
     job: Job
-    process: subprocess.Popen[bytes]
+    process: StartedJob | ForkedJob
     slot: int
     since: float = field(default_factory=time.monotonic)
 
@@ -104,14 +161,20 @@ class Pool:
     Args:
         slots: the environment variables of each slot.
         held: file descriptors that every process keeps open.
-        program: the program that is started with the arguments of each job.
+        program: the program that is started with the arguments of each job, if it is not this one. This
+            one's jobs are forked where that is safe, on Linux, and started elsewhere.
     """
 
     def __init__(
-        self, slots: Sequence[Mapping[str, str]], held: Sequence[int] = (), program: Sequence[str] = PROGRAM
+        self,
+        slots: Sequence[Mapping[str, str]],
+        held: Sequence[int] = (),
+        program: Sequence[str] | None = None,
     ) -> None:
-        self.slots, self.held, self.program = slots, held, program
+        self.slots, self.held = slots, held
+        self.program = PROGRAM if program is None and sys.platform != "linux" else program
         self.running: list[RunningJob] = []
+        self.servers: dict[frozenset[tuple[str, str]], ForkServer] = {}
 
     def run(
         self,
@@ -165,23 +228,20 @@ class Pool:
         with open_own(job.log, "ab") as log:
             log.write(f"$ python -m fl_lightning {shlex.join(redact_arguments(job.args))}\n".encode())
             log.flush()
-            process = subprocess.Popen(
-                [*self.program, *job.args],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **self.slots[slot], **job.environment},
-                start_new_session=True,
-                pass_fds=self.held,
-            )
-        return RunningJob(job, process, slot)
+            environment = {**os.environ, **self.slots[slot], **job.environment}
+            if self.program is not None:
+                started = StartedJob([*self.program, *job.args], environment, self.held, log)
+                return RunningJob(job, started, slot)
+            key = frozenset(environment.items())
+            if key not in self.servers:
+                self.servers[key] = ForkServer(environment, self.held, log)
+            return RunningJob(job, self.servers[key].start(job.args, job.log), slot)
 
     def _collect(self, following: deque[Job], ended: Callable[[RunningJob, int], Job | None]) -> None:
         for running in list(self.running):
             code = running.process.poll()
             if code is not None:
                 self.running.remove(running)
-                _close(running)
                 if job := ended(running, code):
                     following.appendleft(job)
 
@@ -193,15 +253,12 @@ class Pool:
             try:
                 running.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                os.killpg(running.process.pid, signal.SIGKILL)
-                running.process.wait()
-            _close(running)
+                running.process.kill()
+                running.process.wait(STOP_SECONDS)
         self.running.clear()
-
-
-def _close(running: RunningJob) -> None:
-    assert running.process.stdin is not None
-    running.process.stdin.close()
+        for server in self.servers.values():
+            server.close()
+        self.servers.clear()
 
 
 def cores() -> int:
