@@ -45,6 +45,8 @@ class Devices(Recorded, ABC):
     """The devices of all clients: a pure function of the seed, the round and the client."""
 
     settings_shown = ("--trainer.clock.devices.{name} {value}",) * 2
+    lasting: bool = True
+    """Whether a client has the same device in all rounds."""
 
     @abstractmethod
     def seconds(self, seed: int, round: int, client: int, examples: int) -> float:
@@ -111,6 +113,8 @@ class DrawnDevices(Devices):
         floor: least seconds, 0 or more.
         per: ``client``: the whole round of a client takes so long; ``example``: each of its examples does.
     """
+
+    lasting = False
 
     def __init__(
         self,
