@@ -13,7 +13,7 @@ from fl_lightning.orders import asked_steps
 
 class SlowClients(Meter):
     """Adds ``val/<primary>_slowest_decile`` to every evaluated round of a run in virtual time: the mean of
-    the primary metric over the slowest tenth of the clients, to be read beside that of all, ``val/<primary>``.
+    the primary metric over the slowest tenth of the clients, to be read beside that of all clients.
 
     A client is as slow as its whole round would be: latency, its trained weights in float32 down and up, and
     all its local steps, in the clock's seconds. Neither who was ever drawn nor what a method sends changes
