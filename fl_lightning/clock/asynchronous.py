@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import abstractmethod
+from bisect import insort
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
@@ -199,18 +200,20 @@ class Flight:
     offline: bool = False
 
     @classmethod
-    def of(cls, entry: LedgerEntry, version: int) -> Flight:
+    def of(cls, entry: LedgerEntry, version: int, *, offline: bool) -> Flight:
         """Return the flight of an entry with times, of a client that starts from a version."""
         assert entry.started is not None
         assert entry.ended is not None
         sizes = entry.download, entry.upload, entry.wasted
-        return cls(entry.ended, entry.client, version, entry.started, entry.status, *sizes)
+        return cls(entry.ended, entry.client, version, entry.started, entry.status, *sizes, offline)
 
     def entry(self, round: int) -> LedgerEntry:
         """Return the ledger's entry of an upload that arrives in a round."""
         sizes = self.download, self.upload, self.wasted
         return LedgerEntry(round, self.client, self.status, *sizes, self.started, self.ended)
 
+
+IN_ORDER = attrgetter("ended", "client")
 
 Seconds = Callable[[Mapping[int, int], LedgerEntry], float]
 """How long a client takes, of examples by id and its bytes."""
@@ -257,9 +260,9 @@ class Flights:
         found, gone, draws, rounds = Trained(), set[int](), 0, self.rounds
         while len(found.uploads) < rounds.buffer:
             if not (self.flying and self.flying[0].ended <= self.now):
-                free = Pool(context.data.active).without(gone | {flight.client for flight in self.flying})
                 vacant, asked, later = rounds.concurrency - len(self.flying), list[int](), math.inf
                 if vacant > 0:
+                    free = Pool(context.data.active).without(gone | {one.client for one in self.flying})
                     asked, draws, later = reach.draw_online(free, vacant, self.now, draw, draws)
                 if asked:
                     self._start(context, round, train(asked), seconds, found, reach)
@@ -309,8 +312,7 @@ class Flights:
                 sent = started.uploads[id]
                 upload, examples = sent.tensor("weights"), sent.tensor("examples")
                 context.states[id] = {WEIGHTS: upload, START: weights, EXAMPLES: examples}
-            self.flying.append(replace(Flight.of(entry, round - 1), offline=lost is not None))
-        self.flying.sort(key=attrgetter("ended", "client"))
+            insort(self.flying, Flight.of(entry, round - 1, offline=lost is not None), key=IN_ORDER)
 
     def _land(self, context: Any, round: int, flight: Flight, found: Trained) -> None:
         """Take what arrives into a version."""

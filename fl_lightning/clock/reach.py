@@ -104,7 +104,7 @@ class Reach:
         for _ in range(TRIES if len(pool) > MANY and count <= FEW else 0):
             (one,) = draw(pool, 1, number)
             number += 1
-            if one not in found and len(self.online([one], at)[0]):
+            if one not in found and self._span(one, at)[0] <= at:
                 found.append(int(one))
             if len(found) == count:
                 return found, number, math.inf
@@ -143,7 +143,7 @@ class Reach:
         begin, end = entry.started, entry.ended
         if self.clock.reached.is_always or begin is None or end is None:
             return None
-        until = float(self.clock.reached.spans(self.seed, np.array([entry.client]), begin)[1][0])
+        until = self._span(entry.client, begin)[1]
         if end <= until:
             return None
         rate = self.clock.line(entry.client).up
@@ -151,3 +151,8 @@ class Reach:
         unsent = entry.upload if math.isinf(rate) else math.ceil(min(rate * late, entry.upload))
         sent = entry.upload - unsent
         return replace(entry, status="lost", upload=sent, wasted=sent, ended=until)
+
+    def _span(self, client: int, at: float) -> tuple[float, float]:
+        """Return start and end of a client's first time online that ends after ``at``."""
+        start, end = self.clock.reached.spans(self.seed, np.array([client]), at)
+        return float(start[0]), float(end[0])
