@@ -178,6 +178,29 @@ def test_a_round_with_too_few_is_void_and_a_run_is_continued_in_its_time(tmp_pat
     assert weights(again) == simulated_without("fedavg", tmp_path, {2: {*range(8)}}, *SMALL, words[-2])
 
 
+@pytest.mark.slow
+@pytest.mark.essential
+def test_a_simulation_with_the_devices_of_a_deployment_has_its_seconds(tmp_path, monkeypatch):
+    """Where each client has a node. What is measured in the first round says how long the others take."""
+    paced = Paced(tmp_path, monkeypatch, {2: (1.0, 2.0, 3.0, 40.0)})
+    words = [*SMALL, "--data.num_clients=4", "--trainer.participation=1.0"]
+    cli = deployed("fedavg", tmp_path, paced, *words, deadline(30.0))
+    table = cli.trainer.run_dir / "devices.csv"
+    ledger = [row for row in rows(cli, "ledger.csv") if row["round"] == "1"]
+    with table.open() as file:
+        for row, sent in zip(csv.DictReader(file), ledger, strict=True):
+            examples = len(cli.trainer.data.client(int(row["client"])).train)
+            size = int(sent["download"]) + int(sent["upload"])
+            took = float(row["seconds_per_example"]) * examples + size / float(row["down"])
+            assert (row["client"], row["up"]) == (sent["client"], row["down"])
+            assert took == pytest.approx(float(sent["ended"]), rel=1e-4)
+    devices = f"--trainer.clock.devices={{class_path: DeviceTable, init_args: {{path: {table}}}}}"
+    alike = command_line("fedavg", tmp_path / "simulated", *words, devices, deadline(30.0))
+    alike.start()
+    assert column(cli, "clock/round_seconds") == pytest.approx([4.0, 30.0, 4.0])
+    assert column(alike, "clock/round_seconds") == pytest.approx([4.0] * 3, rel=1e-4)
+
+
 def test_what_has_no_place_in_a_deployment(tmp_path):
     with refused("--trainer.rounds FedBuff in a deployment", "OverSelection"):
         check_run(Run(FedAvg(), rounds=FedBuff(), deployed=True))

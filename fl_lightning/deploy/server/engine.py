@@ -135,10 +135,11 @@ class RemoteEngine(Engine):
         for node, answer in self.roster.exchange(messages, seconds):
             silent.discard(node)
             beside.append(max(0.0, time.monotonic() - started - seconds_of(answer)))
-            for result in self._results(node, answer, by_id):
-                found[result.client.id] = result
-                if wall is not None:
-                    wall.note(result.client.id)
+            results = list(self._results(node, answer, by_id))
+            found |= {result.client.id: result for result in results}
+            if wall is not None:
+                alone = sum(self.roster.node_of.get(id) == node for id in by_id) == 1
+                wall.note([one.client.id for one in results], seconds_of(answer) if alone else None)
             if len(found) >= enough:
                 break
         self.mail.traffic.answers += len(beside)

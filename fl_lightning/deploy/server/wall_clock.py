@@ -10,13 +10,16 @@ from typing import Any
 from fl_lightning.clock import Clock, Rounds, SameDevice, Timing
 from fl_lightning.clock.timing import ANSWERED, only_used
 from fl_lightning.clock.trained import Draw, Train, Trained
-from fl_lightning.hooks import RoundRecord
+from fl_lightning.hooks import Context, RoundRecord
 from fl_lightning.rng import stream
+from fl_lightning.support import disk
 from fl_lightning.trainer import FederatedTrainer
 from fl_lightning.wire import LedgerEntry
 
 now = time.monotonic
 """Seconds of a clock that is never set back."""
+LEAST_SECONDS = 1e-3
+"""That messages are taken to be on their way at least."""
 
 
 class WallTiming(Timing):
@@ -29,10 +32,16 @@ class WallTiming(Timing):
     Args:
         rounds: who is used and when a round ends.
 
+    What a client's first round has taken is kept, where its node had no other client in that round:
+    ``devices.csv`` in the run directory is a table for ``trainer.clock.devices``, by which a simulation has
+    about the seconds of this deployment. A node says how long it has computed; the rest is taken for its
+    line's, which has one rate for both directions.
+
     Attributes:
         arrived: seconds of the round at which each upload was there, by client id.
         silent: ids of clients that were asked and whose node has not answered by the end of the round.
         length: seconds of the round.
+        devices: what was measured, by client id: seconds of an example, and bytes per second.
     """
 
     is_measured = True
@@ -40,15 +49,39 @@ class WallTiming(Timing):
     def __init__(self, rounds: Rounds) -> None:
         super().__init__(Clock(devices=SameDevice()), rounds)
         self.arrived, self.silent, self.length = dict[int, float](), set[int](), 0.0
+        self.devices, self._computed = dict[int, tuple[float, float]](), dict[int, float]()
         self._start = 0.0
+
+    def on_check(self, context: Context) -> None:
+        super().on_check(context)
+        self.devices = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"devices": {str(id): [*one] for id, one in self.devices.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        found = state.get("devices", {}).items()
+        self.devices = {int(id): (seconds, rate) for id, (seconds, rate) in found}
 
     def begin(self) -> None:
         """Begin a round: its first order is sent now."""
-        self.arrived, self.silent, self.length, self._start = {}, set(), 0.0, now()
+        self._forget()
+        self._start = now()
 
-    def note(self, client: int) -> None:
-        """Note that a client's upload is there."""
-        self.arrived[client] = now() - self._start
+    def note(self, clients: Collection[int], computed: float | None) -> None:
+        """Note that the uploads of a node's clients are there.
+
+        Args:
+            clients: their ids.
+            computed: seconds that the node has computed for its only client; None: it had others too.
+        """
+        self.arrived |= dict.fromkeys(clients, now() - self._start)
+        if computed is not None:
+            self._computed |= dict.fromkeys(clients, computed)
+
+    def _forget(self) -> None:
+        self.arrived, self.silent, self.length, self._computed = {}, set(), 0.0, {}
 
     def close(self, silent: Collection[int]) -> None:
         """End the round, without those whose node has not answered."""
@@ -56,7 +89,7 @@ class WallTiming(Timing):
 
     def collect(self, context: Any, round: int, train: Train, draw: Draw) -> Trained:
         """Return what a round is made of. Late uploads are lost, whether they are here by now or not."""
-        self.arrived, self.silent, self.length = {}, set(), 0.0
+        self._forget()
         trained = train(draw(context.data.active, context.invited, 0))
         answered = {
             one.client.id: self.arrived[one.client.id]
@@ -82,6 +115,7 @@ class WallTiming(Timing):
         self, context: Any, trained: Trained, entries: Sequence[LedgerEntry], record: RoundRecord
     ) -> list[LedgerEntry]:
         begin, self.now = self.now, self.now + self.length
+        self._measure(context, trained, entries)
         record.metrics |= {
             "clock/seconds": self.now,
             "clock/round_seconds": self.length,
@@ -94,6 +128,21 @@ class WallTiming(Timing):
             else one
             for one in entries
         ]
+
+    def _measure(self, context: Any, trained: Trained, entries: Sequence[LedgerEntry]) -> None:
+        """Note what clients took that are measured for the first time, and write the table."""
+        new = [one for one in entries if one.client in self._computed and one.client not in self.devices]
+        for one in new:
+            computed = self._computed[one.client]
+            on_its_way = max(self.arrived[one.client] - computed, LEAST_SECONDS)
+            seconds = computed / max(trained.examples.get(one.client, 0), 1)
+            self.devices[one.client] = seconds, (one.download + one.upload) / on_its_way
+        if new:
+            rows = [
+                f"{id},{one:.6g},{rate:.6g},{rate:.6g}" for id, (one, rate) in sorted(self.devices.items())
+            ]
+            table = "\n".join(["client,seconds_per_example,down,up", *rows, ""])
+            disk.replace(context.run_dir / "devices.csv", table.encode())
 
     def _idle(self) -> float:
         """Return the share of the round in which those that were asked had answered already."""
