@@ -7,6 +7,7 @@ import csv
 from pathlib import Path
 
 import pytest
+from clocked import Loses, column, rows
 from deploy_transports import InProcess
 from refusals import refused
 from test_deploy import command_line, deployed, nodes_in, weights
@@ -16,7 +17,6 @@ from fl_lightning.compatibility import Run, check_run
 from fl_lightning.deploy.protocol.messages import Message
 from fl_lightning.deploy.server import wall_clock
 from fl_lightning.deploy.server.wall_clock import WallTiming, measure_time
-from fl_lightning.hooks import Stressor
 from fl_lightning.methods import FedAvg
 
 SMALL = [
@@ -66,28 +66,9 @@ class Paced(InProcess):
             self.closed_early += left
 
 
-class Loses(Stressor):
-    """Loses the uploads of these clients by round, after they have trained."""
-
-    def __init__(self, late: dict[int, set[int]]) -> None:
-        self.late = late
-
-    def change_upload(self, upload, *, client, round, context):
-        return None if client.id in self.late.get(round, ()) else upload
-
-
-def rows(cli, name: str) -> list[dict[str, str]]:
-    with (cli.trainer.run_dir / name).open() as file:
-        return list(csv.DictReader(file))
-
-
-def column(cli, name: str) -> list[float]:
-    return [float(row[name]) for row in rows(cli, "metrics.csv")]
-
-
 def lost(cli) -> dict[int, set[int]]:
     found: dict[int, set[int]] = {}
-    for row in rows(cli, "ledger.csv"):
+    for row in rows(cli.trainer, "ledger.csv"):
         if row["status"] == "lost":
             found.setdefault(int(row["round"]), set()).add(int(row["client"]))
     return found
@@ -109,13 +90,13 @@ def test_the_first_that_answer_are_used_and_nobody_else_is_waited_for(tmp_path, 
     cli = deployed(config, tmp_path, paced, *SMALL, FIRST)
     late = lost(cli)
     assert [len(late[round]) for round in (1, 2, 3)] == [2, 2, 2]
-    assert column(cli, "clients/late") == [2.0] * 3
-    assert column(cli, "clients/trained") == [4.0] * 3
+    assert column(cli.trainer, "clients/late") == [2.0] * 3
+    assert column(cli.trainer, "clients/trained") == [4.0] * 3
     assert paced.closed_early > 0
     assert weights(cli) == simulated_without(config, tmp_path, late, *SMALL, "--trainer.participation=0.75")
-    lengths = column(cli, "clock/round_seconds")
-    assert column(cli, "clock/seconds") == pytest.approx([sum(lengths[: n + 1]) for n in range(3)])
-    for row in rows(cli, "ledger.csv"):
+    lengths = column(cli.trainer, "clock/round_seconds")
+    assert column(cli.trainer, "clock/seconds") == pytest.approx([sum(lengths[: n + 1]) for n in range(3)])
+    for row in rows(cli.trainer, "ledger.csv"):
         begun = sum(lengths[: int(row["round"]) - 1])
         node = int(row["client"]) % 4
         after = (4.0, 3.0, 2.0, 1.0)[node] if row["round"] == "2" else node + 1.0
@@ -126,7 +107,9 @@ def test_the_first_that_answer_are_used_and_nobody_else_is_waited_for(tmp_path, 
             assert int(row["upload"]) > 0
         else:
             assert (row["status"], row["upload"], row["ended"]) == ("lost", "0", "")
-    assert column(cli, "clock/idle")[0] == pytest.approx(idle_of(rows(cli, "ledger.csv"), lengths[0]))
+    assert column(cli.trainer, "clock/idle")[0] == pytest.approx(
+        idle_of(rows(cli.trainer, "ledger.csv"), lengths[0])
+    )
 
 
 def idle_of(ledger: list[dict[str, str]], length: float) -> float:
@@ -141,8 +124,8 @@ def test_who_answers_after_the_deadline_is_lost(tmp_path, monkeypatch):
     every = "--trainer.participation=1.0"
     cli = deployed("scaffold", tmp_path, paced, *SMALL, every, deadline(4.5))
     assert lost(cli) == {1: {3, 7}, 3: {0, 4}}
-    assert column(cli, "clients/late") == [2.0, 0.0, 2.0]
-    assert column(cli, "clock/round_seconds") == pytest.approx([4.5, 4.0, 4.5])
+    assert column(cli.trainer, "clients/late") == [2.0, 0.0, 2.0]
+    assert column(cli.trainer, "clock/round_seconds") == pytest.approx([4.5, 4.0, 4.5])
     assert paced.waits == [4.5] * 3
     assert weights(cli) == simulated_without("scaffold", tmp_path, lost(cli), *SMALL, every)
 
@@ -160,7 +143,7 @@ def test_an_answer_that_is_seen_after_the_deadline_is_late_and_wasted(tmp_path, 
     paced = Slow(tmp_path, monkeypatch, {1: (1.0,) * 4, 2: (1.0, 1.0, 1.0, 3.0)})
     cli = deployed("fedavg", tmp_path, paced, *SMALL, *every, deadline(2.5))
     assert lost(cli) == {2: {3, 7}}
-    wasted = [row for row in rows(cli, "ledger.csv") if row["status"] == "lost"]
+    wasted = [row for row in rows(cli.trainer, "ledger.csv") if row["status"] == "lost"]
     assert all(row["wasted"] == row["upload"] != "0" for row in wasted)
 
 
@@ -171,10 +154,10 @@ def test_a_round_with_too_few_is_void_and_a_run_is_continued_in_its_time(tmp_pat
     words = [*SMALL, "--trainer.participation=1.0", deadline(4.5, least=3)]
     cli = deployed("fedavg", tmp_path, paced, *words, "--trainer.max_rounds=2")
     assert len(lost(cli)[2]) == 8
-    assert column(cli, "clients/late") == [0.0, 6.0]
+    assert column(cli.trainer, "clients/late") == [0.0, 6.0]
     path = f"--ckpt_path={cli.trainer.run_dir}"
     again = deployed("fedavg", tmp_path, paced, *words, path, "--trainer.allow_changed=true")
-    assert column(again, "clock/seconds") == pytest.approx([4.0, 8.5, 12.5])
+    assert column(again.trainer, "clock/seconds") == pytest.approx([4.0, 8.5, 12.5])
     assert weights(again) == simulated_without("fedavg", tmp_path, {2: {*range(8)}}, *SMALL, words[-2])
 
 
@@ -186,7 +169,7 @@ def test_a_simulation_with_the_devices_of_a_deployment_has_its_seconds(tmp_path,
     words = [*SMALL, "--data.num_clients=4", "--trainer.participation=1.0"]
     cli = deployed("fedavg", tmp_path, paced, *words, deadline(30.0))
     table = cli.trainer.run_dir / "devices.csv"
-    ledger = [row for row in rows(cli, "ledger.csv") if row["round"] == "1"]
+    ledger = [row for row in rows(cli.trainer, "ledger.csv") if row["round"] == "1"]
     with table.open() as file:
         for row, sent in zip(csv.DictReader(file), ledger, strict=True):
             examples = len(cli.trainer.data.client(int(row["client"])).train)
@@ -197,8 +180,8 @@ def test_a_simulation_with_the_devices_of_a_deployment_has_its_seconds(tmp_path,
     devices = f"--trainer.clock.devices={{class_path: DeviceTable, init_args: {{path: {table}}}}}"
     alike = command_line("fedavg", tmp_path / "simulated", *words, devices, deadline(30.0))
     alike.start()
-    assert column(cli, "clock/round_seconds") == pytest.approx([4.0, 30.0, 4.0])
-    assert column(alike, "clock/round_seconds") == pytest.approx([4.0] * 3, rel=1e-4)
+    assert column(cli.trainer, "clock/round_seconds") == pytest.approx([4.0, 30.0, 4.0])
+    assert column(alike.trainer, "clock/round_seconds") == pytest.approx([4.0] * 3, rel=1e-4)
 
 
 def test_what_has_no_place_in_a_deployment(tmp_path):
