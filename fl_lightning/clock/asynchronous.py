@@ -257,16 +257,16 @@ class Flights:
             train, draw, seconds: train clients, choose them, and say how long they take.
             reach: who is online.
         """
-        found, gone, draws, rounds = Trained(), set[int](), 0, self.rounds
+        found, draws, rounds = Trained(), 0, self.rounds
+        free = Pool(context.data.active).without([flight.client for flight in self.flying])
         while len(found.uploads) < rounds.buffer:
             if not (self.flying and self.flying[0].ended <= self.now):
                 vacant, asked, later = rounds.concurrency - len(self.flying), list[int](), math.inf
                 if vacant > 0:
-                    free = Pool(context.data.active).without(gone | {one.client for one in self.flying})
                     asked, draws, later = reach.draw_online(free, vacant, self.now, draw, draws)
                 if asked:
                     self._start(context, round, train(asked), seconds, found, reach)
-                    gone |= {*asked} - {flight.client for flight in self.flying}  # these never began
+                    free = free.without(asked)  # they are at work, or have never begun
                     continue
                 if later < (self.flying[0].ended if self.flying else math.inf):
                     self.now = later
@@ -275,7 +275,6 @@ class Flights:
                     break
             flight = self.flying.pop(0)
             self.now = max(self.now, flight.ended)
-            gone.add(flight.client)
             self._land(context, round, flight, found)
         context.method.cohort = rounds.buffer  # who started last is not known to a run that is continued
         return found

@@ -49,6 +49,11 @@ class Availability(Recorded, ABC):
             at: virtual seconds, 0 or more.
         """
 
+    def span(self, seed: int, client: int, at: float) -> tuple[float, float]:
+        """Return one client's first time online that ends after ``at``."""
+        start, end = self.spans(seed, np.array([client]), at)
+        return float(start[0]), float(end[0])
+
     def check(self, seed: int, clients: np.ndarray) -> None:
         """Refuse a federation that this does not fit.
 
@@ -109,6 +114,13 @@ class Diurnal(Availability):
             made = self._made = _Renewals(self, seed, max(size, 0 if made is None else len(made.start)))
         made.advance(at, clients)
         return made.start[clients], made.end[clients]
+
+    def span(self, seed: int, client: int, at: float) -> tuple[float, float]:
+        made = self._made
+        known = made is not None and made.seed == seed and client < len(made.end) and at >= made.at
+        if made is None or not known or made.end[client] <= at:
+            return super().span(seed, client, at)
+        return float(made.start[client]), float(made.end[client])
 
     def returns(self, zone: np.ndarray, left: np.ndarray, waits: np.ndarray) -> np.ndarray:
         """Return when clients that went offline come back: the integral of their rate from then on is

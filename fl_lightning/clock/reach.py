@@ -35,8 +35,9 @@ class Pool:
         """Return the same without more clients, which it has or not."""
         others = np.array(sorted(some), np.int64)
         places = np.minimum(np.searchsorted(self.clients, others), len(self.clients) - 1)
-        gone = places[self.clients[places] == others]
-        return Pool(self.clients, np.union1d(self.missing, gone) if len(self.missing) else gone)
+        missing = np.concatenate([self.missing, places[self.clients[places] == others]])
+        missing.sort()
+        return Pool(self.clients, missing if (missing[1:] > missing[:-1]).all() else np.unique(missing))
 
     def __len__(self) -> int:
         return len(self.clients) - len(self.missing)
@@ -154,5 +155,4 @@ class Reach:
 
     def _span(self, client: int, at: float) -> tuple[float, float]:
         """Return start and end of a client's first time online that ends after ``at``."""
-        start, end = self.clock.reached.spans(self.seed, np.array([client]), at)
-        return float(start[0]), float(end[0])
+        return self.clock.reached.span(self.seed, client, at)
