@@ -298,13 +298,11 @@ class Flights:
             if id not in started.examples:
                 found.receipts.append(receipt)
                 continue
-            require(
-                not receipt.client.state,
-                f"--trainer.rounds {type(self.rounds).__name__} with --model {type(method).__name__}",
-                "its clients keep something between rounds, which a stale upload would not fit",
-                "write --model FedAvg",
-            )
-            entry = replace(entry, started=self.now, ended=self.now + seconds(started.examples, entry))
+            if receipt.client.state:
+                given = f"--trainer.rounds {type(self.rounds).__name__} with --model {type(method).__name__}"
+                rule = "its clients keep something between rounds, which a stale upload would not fit"
+                raise InputError(given, rule, "write --model FedAvg")
+            entry = entry.timed(self.now, self.now + seconds(started.examples, entry))
             lost = reach.lost(entry)
             entry = lost or entry
             if id in started.uploads and entry.status == "trained":
