@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import csv
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -172,6 +173,9 @@ def main() -> None:
         "--methods", nargs="+", default=["fedavg", "qfedavg"], help="the first one calibrates"
     )
     asked = parser.parse_args()
+    if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
+        print("network namespaces with shaped lines need root, ip and tc: nothing was measured")
+        return
     devices = Path()
     with machines(asked.rates) as names, tempfile.TemporaryDirectory() as work:
         for config in asked.methods:
