@@ -20,6 +20,7 @@ from callbacks.meters.factor_error import FactorError
 from callbacks.meters.gradient_norms import GradientNorms
 from callbacks.meters.profile import Profile
 from callbacks.meters.progress_bar import ProgressBar
+from callbacks.meters.slow_clients import SlowClients
 from callbacks.meters.training_cost import TrainingCost
 from callbacks.stressors.byzantine_clients import ByzantineClients
 from callbacks.stressors.label_noise import LabelNoise
@@ -69,6 +70,7 @@ __all__ = [
     "ProgressBar",
     "RelevanceFigure",
     "SecureDropout",
+    "SlowClients",
     "StragglerDropout",
     "TimelineFigure",
     "TrainingCost",

@@ -98,10 +98,12 @@ class Run:
         return found if timing is None else found.timed(timing)
 
     def timed(self, timing: Any) -> Run:
-        """Return the same with a clock, a :class:`fl_lightning.clock.Timing`."""
-        reached = timing.clock.reached
-        name = "" if reached.is_always else type(reached).__name__
-        return replace(self, rounds=timing.rounds, has_clock=True, availability=name)
+        """Return the same with virtual or measured time, a :class:`fl_lightning.clock.Timing`."""
+        reached, measured = timing.clock.reached, timing.is_measured
+        name, deployed = "" if reached.is_always else type(reached).__name__, self.deployed or measured
+        return replace(
+            self, rounds=timing.rounds, has_clock=not measured, availability=name, deployed=deployed
+        )
 
     @property
     def name(self) -> str:
@@ -440,9 +442,10 @@ def _late_clients(run: Run) -> Iterator[Refusal]:
     if run.rounds is None or not run.rounds.goes_by_clock:
         return
     given = f"--trainer.rounds {type(run.rounds).__name__}"
-    if run.deployed:
-        yield f"{given} in a deployment", "it goes by virtual time", "write --min_nodes and --round_seconds"
-    if not run.has_clock:
+    if run.deployed and run.rounds.has_versions:
+        rule = "its clients start one by one, and nodes are asked a round at a time"
+        yield f"{given} in a deployment", rule, "write --trainer.rounds OverSelection, or Deadline"
+    if not run.has_clock and not run.deployed:
         instead = "write --trainer.clock.devices LogNormalDevices, or leave it out"
         yield given, "it goes by a clock, and there is none", instead
     if run.rounds.has_versions:
@@ -633,7 +636,8 @@ ROWS = (
     Row(
         "late clients",
         "`OverSelection`, `Deadline`, `FedBuff` and `FedAsync` go by a clock, and the server may leave out "
-        "single uploads; the last two need clients that send weights alone and keep nothing.",
+        "single uploads; the last two need clients that send weights alone and keep nothing, and no "
+        "deployment.",
         _late_clients,
     ),
     Row(

@@ -33,17 +33,29 @@ def stream(seed: int, purpose: str, round: int = 0, client: int = 0) -> np.rando
     return np.random.Generator(np.random.Philox(_Key(key(seed, purpose, round, client))))  # type: ignore[arg-type]
 
 
+class Streams:
+    """:func:`stream` in half the time: one generator that is set anew, and is valid until then."""
+
+    def __init__(self) -> None:
+        self._generator = stream(0, "")
+        self._state = self._generator.bit_generator.state
+
+    def stream(self, seed: int, purpose: str, round: int = 0, client: int = 0) -> np.random.Generator:
+        """Return NumPy's generator for one purpose in one round for one client."""
+        words = np.frombuffer(key(seed, purpose, round, client), dtype="<u8")
+        self._state["state"]["key"] = words
+        self._generator.bit_generator.state = self._state
+        return self._generator
+
+
 def streams(seed: int, purpose: str, clients: Iterable[int]) -> Iterator[np.random.Generator]:
     """Yield :func:`stream` of each client, in half the time.
 
     A generator is valid until the next one is requested.
     """
-    generator = stream(seed, purpose)
-    bits, state = generator.bit_generator, generator.bit_generator.state
+    reused = Streams()
     for client in clients:
-        state["state"]["key"] = np.frombuffer(key(seed, purpose, client=client), dtype="<u8")
-        bits.state = state
-        yield generator
+        yield reused.stream(seed, purpose, client=client)
 
 
 class _Key(ISeedSequence):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import abstractmethod
+from bisect import insort
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
@@ -199,18 +200,20 @@ class Flight:
     offline: bool = False
 
     @classmethod
-    def of(cls, entry: LedgerEntry, version: int) -> Flight:
+    def of(cls, entry: LedgerEntry, version: int, *, offline: bool) -> Flight:
         """Return the flight of an entry with times, of a client that starts from a version."""
         assert entry.started is not None
         assert entry.ended is not None
         sizes = entry.download, entry.upload, entry.wasted
-        return cls(entry.ended, entry.client, version, entry.started, entry.status, *sizes)
+        return cls(entry.ended, entry.client, version, entry.started, entry.status, *sizes, offline)
 
     def entry(self, round: int) -> LedgerEntry:
         """Return the ledger's entry of an upload that arrives in a round."""
         sizes = self.download, self.upload, self.wasted
         return LedgerEntry(round, self.client, self.status, *sizes, self.started, self.ended)
 
+
+IN_ORDER = attrgetter("ended", "client")
 
 Seconds = Callable[[Mapping[int, int], LedgerEntry], float]
 """How long a client takes, of examples by id and its bytes."""
@@ -254,16 +257,16 @@ class Flights:
             train, draw, seconds: train clients, choose them, and say how long they take.
             reach: who is online.
         """
-        found, gone, draws, rounds = Trained(), set[int](), 0, self.rounds
+        found, draws, rounds = Trained(), 0, self.rounds
+        free = Pool(context.data.active).without([flight.client for flight in self.flying])
         while len(found.uploads) < rounds.buffer:
             if not (self.flying and self.flying[0].ended <= self.now):
-                free = Pool(context.data.active).without(gone | {flight.client for flight in self.flying})
                 vacant, asked, later = rounds.concurrency - len(self.flying), list[int](), math.inf
                 if vacant > 0:
                     asked, draws, later = reach.draw_online(free, vacant, self.now, draw, draws)
                 if asked:
                     self._start(context, round, train(asked), seconds, found, reach)
-                    gone |= {*asked} - {flight.client for flight in self.flying}  # these never began
+                    free = free.without(asked)  # they are at work, or have never begun
                     continue
                 if later < (self.flying[0].ended if self.flying else math.inf):
                     self.now = later
@@ -272,7 +275,6 @@ class Flights:
                     break
             flight = self.flying.pop(0)
             self.now = max(self.now, flight.ended)
-            gone.add(flight.client)
             self._land(context, round, flight, found)
         context.method.cohort = rounds.buffer  # who started last is not known to a run that is continued
         return found
@@ -296,21 +298,18 @@ class Flights:
             if id not in started.examples:
                 found.receipts.append(receipt)
                 continue
-            require(
-                not receipt.client.state,
-                f"--trainer.rounds {type(self.rounds).__name__} with --model {type(method).__name__}",
-                "its clients keep something between rounds, which a stale upload would not fit",
-                "write --model FedAvg",
-            )
-            entry = replace(entry, started=self.now, ended=self.now + seconds(started.examples, entry))
+            if receipt.client.state:
+                given = f"--trainer.rounds {type(self.rounds).__name__} with --model {type(method).__name__}"
+                rule = "its clients keep something between rounds, which a stale upload would not fit"
+                raise InputError(given, rule, "write --model FedAvg")
+            entry = entry.timed(self.now, self.now + seconds(started.examples, entry))
             lost = reach.lost(entry)
             entry = lost or entry
             if id in started.uploads and entry.status == "trained":
                 sent = started.uploads[id]
                 upload, examples = sent.tensor("weights"), sent.tensor("examples")
                 context.states[id] = {WEIGHTS: upload, START: weights, EXAMPLES: examples}
-            self.flying.append(replace(Flight.of(entry, round - 1), offline=lost is not None))
-        self.flying.sort(key=attrgetter("ended", "client"))
+            insort(self.flying, Flight.of(entry, round - 1, offline=lost is not None), key=IN_ORDER)
 
     def _land(self, context: Any, round: int, flight: Flight, found: Trained) -> None:
         """Take what arrives into a version."""

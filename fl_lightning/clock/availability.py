@@ -22,6 +22,8 @@ BISECTIONS, NEWTON_STEPS = 12, 6
 """Halvings of the time in which a client comes online, and steps of Newton's rule from there."""
 
 LEAST_SLOPE = 1e-6
+FEW = 8
+"""Clients that are looked at by themselves, where others may have come or gone since all were looked at."""
 
 Spans = tuple[np.ndarray, np.ndarray]
 """Start and end of one time online of each client, float64 ``[K]``."""
@@ -46,6 +48,11 @@ class Availability(Recorded, ABC):
             clients: ids, int64 ``[K]``.
             at: virtual seconds, 0 or more.
         """
+
+    def span(self, seed: int, client: int, at: float) -> tuple[float, float]:
+        """Return one client's first time online that ends after ``at``."""
+        start, end = self.spans(seed, np.array([client]), at)
+        return float(start[0]), float(end[0])
 
     def check(self, seed: int, clients: np.ndarray) -> None:
         """Refuse a federation that this does not fit.
@@ -105,8 +112,15 @@ class Diurnal(Availability):
         made, size = self._made, int(clients.max(initial=-1)) + 1
         if made is None or made.seed != seed or size > len(made.start) or at < made.at:
             made = self._made = _Renewals(self, seed, max(size, 0 if made is None else len(made.start)))
-        made.advance(at)
+        made.advance(at, clients)
         return made.start[clients], made.end[clients]
+
+    def span(self, seed: int, client: int, at: float) -> tuple[float, float]:
+        made = self._made
+        known = made is not None and made.seed == seed and client < len(made.end) and at >= made.at
+        if made is None or not known or made.end[client] <= at:
+            return super().span(seed, client, at)
+        return float(made.start[client]), float(made.end[client])
 
     def returns(self, zone: np.ndarray, left: np.ndarray, waits: np.ndarray) -> np.ndarray:
         """Return when clients that went offline come back: the integral of their rate from then on is
@@ -136,14 +150,15 @@ class Diurnal(Availability):
 
 
 class _Renewals:
-    """The times online of the clients 0 .. N - 1 that are the first to end after a time, which only advances.
+    """The times online of the clients 0 .. N - 1 that are the first to end after a time, which only advances;
+    of some clients those of an earlier time.
 
     The n-th time online of all clients is drawn from one stream, client by client, so that a client's times
     do not depend on how many clients there are.
     """
 
     def __init__(self, law: Diurnal, seed: int, clients: int) -> None:
-        self.law, self.seed, self.at, self.next_end = law, seed, 0.0, 0.0
+        self.law, self.seed, self.at, self.next_end, self.all_until = law, seed, 0.0, 0.0, 0.0
         first = stream(seed, "clock/diurnal").random((clients, 2))
         self.zone = np.floor(first[:, 0] * law.zones) / law.zones
         self.number = np.zeros(clients, np.int64)
@@ -152,19 +167,31 @@ class _Renewals:
         self.start = np.where(there, 0.0, law.returns(self.zone, np.zeros(clients), draws[:, 0]))
         self.end = self.start + law.online * draws[:, 1]
 
-    def advance(self, at: float) -> None:
-        """Go on until every time online ends after ``at``."""
+    def advance(self, at: float, asked: np.ndarray) -> None:
+        """Go on until every time online of the clients that are asked for ends after ``at``.
+
+        Few are looked at by themselves: of 100 000 clients one comes or goes every few milliseconds, so all
+        would have to be looked at for each of them. All go on when many are asked for, and from time to time,
+        so that no draws are kept for long.
+
+        Args:
+            at: virtual seconds, not before those of an earlier call.
+            asked: ids.
+        """
         self.at = at
         if at < self.next_end:
             return
-        while (past := np.flatnonzero(self.end <= at)).size:
+        few = len(asked) <= FEW and at < self.all_until
+        while (past := asked[self.end[asked] <= at] if few else np.flatnonzero(self.end <= at)).size:
             self.number[past] += 1
             for number in np.unique(self.number[past]):
                 who = past[self.number[past] == number]
                 draws = self._drawn(int(number))[who]
                 self.start[who] = self.law.returns(self.zone[who], self.end[who], draws[:, 0])
                 self.end[who] = self.start[who] + self.law.online * draws[:, 1]
-        self.next_end = float(self.end.min(initial=np.inf))
+        if few:
+            return
+        self.next_end, self.all_until = float(self.end.min(initial=np.inf)), at + self.law.online
         for number in [one for one in self._draws if one < self.number.min(initial=0)]:
             del self._draws[number]
 

@@ -17,7 +17,7 @@ from fl_lightning.config.constraints import within
 from fl_lightning.config.packaged import configs_folder
 from fl_lightning.config.recorded import Recorded
 from fl_lightning.errors import InputError, require
-from fl_lightning.rng import stream
+from fl_lightning.rng import Streams, stream
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -45,6 +45,8 @@ class Devices(Recorded, ABC):
     """The devices of all clients: a pure function of the seed, the round and the client."""
 
     settings_shown = ("--trainer.clock.devices.{name} {value}",) * 2
+    lasting: bool = True
+    """Whether a client has the same device in all rounds."""
 
     @abstractmethod
     def seconds(self, seed: int, round: int, client: int, examples: int) -> float:
@@ -93,10 +95,10 @@ class LogNormalDevices(Devices):
     """
 
     def __init__(self, mean: Annotated[float, MEAN] = 0.005, sigma: Annotated[float, SPREAD] = 0.6) -> None:
-        self.mean, self.sigma = mean, sigma
+        self.mean, self.sigma, self._streams = mean, sigma, Streams()
 
     def seconds(self, seed: int, round: int, client: int, examples: int) -> float:
-        normal = stream(seed, "clock/device", client=client).standard_normal()
+        normal = self._streams.stream(seed, "clock/device", client=client).standard_normal()
         return self.mean * math.exp(self.sigma * normal - self.sigma**2 / 2) * examples
 
 
@@ -111,6 +113,8 @@ class DrawnDevices(Devices):
         floor: least seconds, 0 or more.
         per: ``client``: the whole round of a client takes so long; ``example``: each of its examples does.
     """
+
+    lasting = False
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -13,7 +14,6 @@ from fl_lightning.clock.trained import Draw
 from fl_lightning.errors import RunStopped
 from fl_lightning.wire import LedgerEntry
 
-NOBODY = np.empty(0, np.int64)
 MANY, FEW, TRIES = 1000, 4, 32
 """How up to ``FEW`` online clients are found among more than ``MANY``: at most ``TRIES`` clients are drawn
 and asked whether they are online, one by one, before the availability of all is computed."""
@@ -23,28 +23,48 @@ and asked whether they are online, one by one, before the availability of all is
 class Pool:
     """The clients of a federation without some of them, as a sequence of ids that is not made.
 
+    Few ids are looked for one by one, in lists: after each arrival a client is drawn and left out, and one
+    call of NumPy's would cost more than both.
+
     Args:
         clients: sorted ids.
         missing: places in ``clients`` of those that are left out, sorted.
     """
 
     clients: np.ndarray
-    missing: np.ndarray = field(default_factory=lambda: NOBODY)
+    missing: list[int] = field(default_factory=list)
 
     def without(self, some: Collection[int]) -> Pool:
         """Return the same without more clients, which it has or not."""
-        others = np.array(sorted(some), np.int64)
-        places = np.minimum(np.searchsorted(self.clients, others), len(self.clients) - 1)
-        gone = places[self.clients[places] == others]
-        return Pool(self.clients, np.union1d(self.missing, gone) if len(self.missing) else gone)
+        if len(some) > FEW:
+            others = np.array(sorted(some), np.int64)
+            places = np.minimum(np.searchsorted(self.clients, others), len(self.clients) - 1)
+            gone = places[self.clients[places] == others].tolist()
+            return Pool(self.clients, sorted({*self.missing, *gone}))
+        missing, last = [*self.missing], len(self.clients) - 1
+        for id in some:
+            place = min(int(self.clients.searchsorted(id)), last)
+            at = bisect_left(missing, place)
+            if self.clients[place] == id and missing[at : at + 1] != [place]:
+                missing.insert(at, place)
+        return Pool(self.clients, missing)
 
     def __len__(self) -> int:
         return len(self.clients) - len(self.missing)
 
     def __getitem__(self, places: np.ndarray) -> np.ndarray:
         """Return the ids at some places of the sequence."""
-        before = self.missing - np.arange(len(self.missing))  # ids that are left, below each missing one
-        return self.clients[places + np.searchsorted(before, places, side="right")]
+        missing = self.missing
+        if np.size(places) > FEW or not np.ndim(places):
+            before = np.array(missing, np.int64) - np.arange(len(missing))  # ids that are left, below each
+            return self.clients[places + np.searchsorted(before, places, side="right")]
+        numbers = range(len(missing))
+        return self.clients[
+            [
+                place + bisect_right(numbers, place, key=lambda number: missing[number] - number)
+                for place in places.tolist()
+            ]
+        ]
 
     @property
     def ids(self) -> np.ndarray:
@@ -104,7 +124,7 @@ class Reach:
         for _ in range(TRIES if len(pool) > MANY and count <= FEW else 0):
             (one,) = draw(pool, 1, number)
             number += 1
-            if one not in found and len(self.online([one], at)[0]):
+            if one not in found and self._span(one, at)[0] <= at:
                 found.append(int(one))
             if len(found) == count:
                 return found, number, math.inf
@@ -143,7 +163,7 @@ class Reach:
         begin, end = entry.started, entry.ended
         if self.clock.reached.is_always or begin is None or end is None:
             return None
-        until = float(self.clock.reached.spans(self.seed, np.array([entry.client]), begin)[1][0])
+        until = self._span(entry.client, begin)[1]
         if end <= until:
             return None
         rate = self.clock.line(entry.client).up
@@ -151,3 +171,7 @@ class Reach:
         unsent = entry.upload if math.isinf(rate) else math.ceil(min(rate * late, entry.upload))
         sent = entry.upload - unsent
         return replace(entry, status="lost", upload=sent, wasted=sent, ended=until)
+
+    def _span(self, client: int, at: float) -> tuple[float, float]:
+        """Return start and end of a client's first time online that ends after ``at``."""
+        return self.clock.reached.span(self.seed, client, at)

@@ -44,6 +44,15 @@ class Rounds(Recorded, ABC):
         """Return how many clients are asked where ``cohort`` are wanted."""
         return cohort
 
+    def patience(self, cohort: int) -> tuple[float, float]:
+        """Return the seconds after which, and the number of uploads at which, a round on real machines is
+        over, whoever is still at work.
+
+        Args:
+            cohort: how many are wanted.
+        """
+        return math.inf, math.inf
+
     def check(self, context: Any) -> None:
         """Refuse a run that cannot have such rounds.
 
@@ -104,6 +113,9 @@ class OverSelection(Rounds):
     def invited(self, cohort: int) -> int:
         return math.ceil(self.factor * cohort - 1e-9)
 
+    def patience(self, cohort: int) -> tuple[float, float]:
+        return math.inf, cohort
+
     def end(
         self,
         answered: Mapping[int, float],
@@ -138,6 +150,9 @@ class Deadline(Rounds):
         least: Annotated[int, at_least(1)] = 1,
     ) -> None:
         self.seconds, self.least = seconds, least
+
+    def patience(self, cohort: int) -> tuple[float, float]:
+        return self.seconds, math.inf
 
     def check(self, context: Any) -> None:
         """Refuse rounds that are void whoever returns."""

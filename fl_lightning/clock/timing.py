@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
 from typing import Any
 
+from fl_lightning.aggregation.base import Receipt
 from fl_lightning.clock.asynchronous import IN_FLIGHT, Asynchronous, Flight, Flights
 from fl_lightning.clock.clock import Clock
 from fl_lightning.clock.devices import DeviceTable
@@ -33,6 +34,8 @@ class Timing(Meter):
         staleness: of each upload that counted in the last round, if rounds are versions.
     """
 
+    is_measured: bool = False
+    """Whether time is that of this machine, in a deployment."""
     most_clients: int | None = None
     """Clients at work at most in a trial run; None: as many as the rounds have."""
 
@@ -114,17 +117,8 @@ class Timing(Meter):
             self.ending = replace(
                 self.ending, seconds=max([self.lead, *(end - self.began for end in offline)])
             )
-        left_out = valid - self.ending.used
-        return replace(
-            trained,
-            receipts=[
-                replace(one, entry=one.entry.unused(), examples=0) if one.client.id in left_out else one
-                for one in receipts
-            ],
-            uploads={id: upload for id, upload in trained.uploads.items() if id in self.ending.used},
-            late=self.ending.late,
-            offline=len(offline),
-        )
+        used = only_used(trained, receipts, self.ending.used)
+        return replace(used, late=self.ending.late, offline=len(offline))
 
     def ask(self, context: Any, entries: Sequence[LedgerEntry]) -> list[LedgerEntry]:
         """Return the entries of clients that are asked for their loss, with times.
@@ -210,3 +204,23 @@ class Timing(Meter):
         down = 0 if id in self.answers else entry.download
         took = self.clock.seconds(seed, entry.round, id, examples=examples[id], down=down, up=up)
         return took + self.lead if id in self.answers else took
+
+
+def only_used(trained: Trained, receipts: Sequence[Receipt], used: Collection[int]) -> Trained:
+    """Return what a round is made of where the uploads of some clients alone are used.
+
+    Args:
+        trained: what came of its clients.
+        receipts: the same, as far as it is known by now.
+        used: ids of the clients whose uploads count.
+    """
+    return replace(
+        trained,
+        receipts=[
+            one
+            if one.client.id in used or one.entry.status != "trained"
+            else replace(one, entry=one.entry.unused(), examples=0)
+            for one in receipts
+        ],
+        uploads={id: upload for id, upload in trained.uploads.items() if id in used},
+    )

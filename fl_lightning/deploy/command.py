@@ -23,6 +23,7 @@ from fl_lightning.deploy.server.census import stand_in
 from fl_lightning.deploy.server.deployable import check_deployable
 from fl_lightning.deploy.server.job import outcome_of, write_job
 from fl_lightning.deploy.server.roster import RoundRules
+from fl_lightning.deploy.server.wall_clock import measure_time
 from fl_lightning.errors import InputError, RunStopped, require, require_choice
 from fl_lightning.run.interrupts import Interrupts
 from fl_lightning.run.resume import find_start
@@ -124,6 +125,7 @@ def deploy(cli: Any) -> None:
     )
     if settings.own_data:
         cli.trainer.deal = stand_in
+    measure_time(cli.trainer)
     # what the server would refuse is refused here, in one line, before anything starts
     check_deployable(cli.trainer.prepare(cli.model, cli.datamodule, seed=cli.config["seed_everything"]))
     if ckpt_path := cli.config_init["ckpt_path"]:

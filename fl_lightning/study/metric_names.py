@@ -113,7 +113,7 @@ CLASSIFICATION = TaskMetrics()
 LAST5 = re.compile(r"final/last5_(?!val_)(\w+)")
 FORMS = re.compile(
     r"(?:final/(?:last5_val_|last5_|best_val_test_|best_val_|auc_)?|.*/|)"
-    r"(.*?)(?:_std_corrected|_std|_worst_decile_min5|_worst_decile)?"
+    r"(.*?)(?:_std_corrected|_std|_worst_decile_min5|_worst_decile|_slowest_decile)?"
 )
 """The forms that a metric of a task has in the rounds, at the end of a run and over clients."""
 
@@ -173,6 +173,8 @@ def task_columns(task: TaskMetrics = CLASSIFICATION) -> list[Column]:
         f"val/{primary}_worst_decile_min5": f"worst decile of {few}",
         f"val/{primary}_std": f"std over clients{noise}",
         f"val/{primary}_worst_decile": f"worst decile of clients{noise}",
+        f"val/{primary}_slowest_decile": "slowest decile of clients",
+        f"val/{primary}": f"{name}, mean over clients",
     }
     short = {
         f"final/last5_{primary}": f"{name}, last five",
@@ -299,6 +301,8 @@ def headline(
     others = [name.replace("val/", "test/", 1) for name in validated if name != f"val/{primary}"]
     spread = [f"val/{primary}_std_corrected", *([] if task.has_client_noise else [f"val/{primary}_std"])]
     of_clients = [*spread, f"val/{primary}_worst_decile_min5", "val/clients_min5"]
+    if (slow := f"val/{primary}_slowest_decile") in measured:
+        of_clients += [f"val/{primary}", slow]
     of_model = ["corrupted/accuracy", "fgsm/accuracy", "pgd/accuracy", "bits/average", *OF_EXPERTS]
     of_model += ["average/factor_error", *OF_ENERGY]
     of_task = [metric, *selected, f"final/auc_{primary}", f"personal/{primary}", f"global/{primary}", *others]

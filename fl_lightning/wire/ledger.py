@@ -43,6 +43,11 @@ class LedgerEntry:
         values = {name: getattr(self, name) for name in self.__slots__}
         return {name: value for name, value in values.items() if value is not None}
 
+    def timed(self, started: float, ended: float) -> LedgerEntry:
+        """Return the entry of a client that was at work between these virtual seconds."""
+        sizes = self.download, self.upload, self.wasted
+        return LedgerEntry(self.round, self.client, self.status, *sizes, started, ended)
+
     def with_upload(self, more: Payload | None) -> LedgerEntry:
         """Return the entry of a client that sends something beside its upload, if it sends anything."""
         if more is None or self.status == "dropped":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 import torch
+from clocked import Loses, column, rows
 from ranked import result
 from refusals import refused
 from ten import SMALL
@@ -40,15 +40,6 @@ LINES = Lines(down=2e6, up=1e6, latency=0.25)
 def trained(folder: Path, method=FedAvg, **settings):
     settings = {"participation": 0.5, "local_epochs": 2, "max_rounds": 4, **settings}
     return run(method(network=SMALL, optimizer=sgd(0.1)), images(), folder, **settings)
-
-
-def rows(trainer, name: str) -> list[dict[str, str]]:
-    with (trainer.run_dir / name).open() as file:
-        return list(csv.DictReader(file))
-
-
-def column(trainer, name: str) -> list[float]:
-    return [float(row[name]) for row in rows(trainer, "metrics.csv")]
 
 
 def same_training(one, other) -> bool:
@@ -166,16 +157,6 @@ def test_a_device_without_a_time_is_a_bug(tmp_path):
 
     with refused("Wrong.seconds gave nan", kind=MisuseError):
         trained(tmp_path, clock=Clock(devices=Wrong()))
-
-
-class Loses(Stressor):
-    """Loses the uploads of these clients by round, after they have trained."""
-
-    def __init__(self, late: dict[int, set[int]]) -> None:
-        self.late = late
-
-    def change_upload(self, upload, *, client, round, context):
-        return None if client.id in self.late.get(round, ()) else upload
 
 
 @pytest.mark.parametrize("rounds", [OverSelection(1.5), Deadline(0.9)], ids=["over-selection", "deadline"])

@@ -14,6 +14,7 @@ FOLDER = ROOT / "benchmarks"
 SHORTEST = {
     "adapters": "--repeats 1 --rows 2 --length 16",
     "attacks": "--seeds 1 --rounds 1",
+    "calibrated_clock": "--rounds 2 --rates 8 8 --methods fedavg",
     "clock_cost": "--rounds 2 --repeats 1 --clients 20 --cohort 4",
     "confidence_sequences": "--sequences 20 --values 20",
     "deploy": "--nodes 1 --rounds 2",
@@ -45,8 +46,16 @@ TRIED_ELSEWHERE = {
     "method_bytes": "by test_method_table, with all configurations",
     "scale": "point by point, by scale_point",
 }
-NEEDS = {"deploy": "flwr", "secure_sum": "Crypto"}
-LONG = {"attacks", "language_engines", "shipped_tables", "startup", "word_list", "workloads"}
+NEEDS = {"calibrated_clock": "flwr", "deploy": "flwr", "secure_sum": "Crypto"}
+LONG = {
+    "attacks",
+    "calibrated_clock",
+    "language_engines",
+    "shipped_tables",
+    "startup",
+    "word_list",
+    "workloads",
+}
 """Tried with ``-m slow`` alone: they take a quarter to two minutes in their shortest form."""
 MAY_FAIL = {"shipped_tables": "tables measured in a blink are too far off, and it says so"}
 

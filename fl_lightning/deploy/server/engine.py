@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from fl_lightning.deploy.server.deployable import check_deployable
 from fl_lightning.deploy.server.evaluating import ask_nodes, is_measured_on_nodes
 from fl_lightning.deploy.server.lost import LostStates
 from fl_lightning.deploy.server.roster import Roster, RoundRules
+from fl_lightning.deploy.server.wall_clock import WallTiming
 from fl_lightning.engines import ClientResult, ClientTask, Engine
 from fl_lightning.engines.base import ClientSums, Units
 from fl_lightning.errors import InputError
@@ -125,17 +127,29 @@ class RemoteEngine(Engine):
         found: dict[int, ClientResult] = {}
         by_id = {task.client.id: task for task in tasks}
         silent, beside, started = set(messages), list[float](), time.monotonic()
-        for node, answer in self.roster.exchange(messages, self.rules.round_seconds):
+        wall, seconds, enough = self._wall, self.rules.round_seconds, math.inf
+        if wall is not None:
+            longest, enough = wall.rounds.patience(self.fed.cohort_size)
+            seconds = min(seconds, longest)
+            wall.begin()
+        for node, answer in self.roster.exchange(messages, seconds):
             silent.discard(node)
             beside.append(max(0.0, time.monotonic() - started - seconds_of(answer)))
-            for result in self._results(node, answer, by_id):
-                found[result.client.id] = result
+            results = list(self._results(node, answer, by_id))
+            found |= {result.client.id: result for result in results}
+            if wall is not None:
+                alone = sum(self.roster.node_of.get(id) == node for id in by_id) == 1
+                wall.note([one.client.id for one in results], seconds_of(answer) if alone else None)
+            if len(found) >= enough:
+                break
         self.mail.traffic.answers += len(beside)
         self.mail.traffic.beside_training.append(fmean(beside) if beside else 0.0)
+        node_of, lost = self.roster.node_of, "dropped" if wall is None else "late"
         for node in sorted(silent):
             name = self.roster.name(node)
-            log.warning("round %d: no answer of node %s: its clients count as dropped", tasks[0].round, name)
-        node_of = self.roster.node_of
+            log.warning("round %d: no answer of node %s: its clients count as %s", tasks[0].round, name, lost)
+        if wall is not None:
+            wall.close([id for id in by_id if node_of.get(id) in silent])
         asked = {id for id in by_id if node_of.get(id) in messages}
         self.lost.after_round(asked, self.refused, found.keys(), node_of.keys())
         for task in tasks:
@@ -145,6 +159,11 @@ class RemoteEngine(Engine):
             else:
                 sent = len(task.message) if self.roster.node_of.get(id) in messages else 0
                 yield ClientResult(task.client, b"", {}, {}, 0, status="dropped", download=sent)
+
+    @property
+    def _wall(self) -> WallTiming | None:
+        """The time of rounds that leave late clients out; None: they wait for ``round_seconds``."""
+        return self.fed.timing if isinstance(self.fed.timing, WallTiming) else None
 
     def acknowledge(self, round: int, clients: Sequence[int]) -> None:
         self.since.update(dict.fromkeys(clients, round))

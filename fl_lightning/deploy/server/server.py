@@ -12,6 +12,7 @@ from fl_lightning.deploy.protocol.mail import Transport
 from fl_lightning.deploy.server.census import Census
 from fl_lightning.deploy.server.engine import RemoteEngine
 from fl_lightning.deploy.server.roster import RoundRules
+from fl_lightning.deploy.server.wall_clock import measure_time
 from fl_lightning.federation import Federation
 from fl_lightning.privacy import Randomness, from_system
 from fl_lightning.trainer import FederatedTrainer
@@ -38,6 +39,7 @@ def deploy_over(
         on_begin: is called with the run directory before the first round.
         randomness: what the server's noise and the cohorts of a private run are drawn from.
     """
+    measure_time(trainer)
     sent = config_for_nodes(config)
     if own_data:
         in_clear = trainer.secure_sum is None and trainer.privacy is None

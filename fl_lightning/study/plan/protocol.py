@@ -21,7 +21,8 @@ WATCHERS = frozenset(
     {
         *("AccuracyBytesFigure", "BitWidthFigure", "ClientAccuracyFigure", "ConfusionMatrix", "ExpertFigure"),
         *("FeatureMap", "LossLandscape", "OptionFigure", "PartitionFigure", "RelevanceFigure"),
-        *("Calibration", "GradientNorms", "Profile", "ProgressBar", "TimelineFigure", "TrainingCost"),
+        *("Calibration", "GradientNorms", "Profile", "ProgressBar", "SlowClients"),
+        *("TimelineFigure", "TrainingCost"),
     }
 )
 """The project's callbacks that measure and draw and change no result, by the names of their classes. They are
