@@ -14,7 +14,9 @@ from fl_lightning.study.report import tables
 from fl_lightning.study.report.comparison import Comparison, Difference, Levels, name_of
 from fl_lightning.study.report.document import provenance
 from fl_lightning.study.report.judging import DECISIONS
-from fl_lightning.study.report.places import places_table, proposed_table
+from fl_lightning.study.report.overall import overall_table, proposed_table
+from fl_lightning.study.report.pareto import pareto_table
+from fl_lightning.study.report.places import places_table
 from fl_lightning.study.report.registered import NOT_REGISTERED, RegistrationReport
 from fl_lightning.study.report.transfer_tables import how_to_read as how_to_read_transfer
 from fl_lightning.study.report.transfer_tables import transfer_tables
@@ -83,8 +85,10 @@ def _parts(
     for levels in comparison.levels:
         yield _section(tables.results(comparison, levels))
     yield _section(proposed_table(comparison))
+    yield _section(overall_table(comparison))
     for levels in comparison.levels:
         yield _section(places_table(comparison, levels))
+    yield _section(pareto_table(comparison))
     for levels in comparison.levels:
         yield _section(tables.bits(comparison, levels))
     yield f"Primary metric: `{study.metric}`; selection: `{study.selection}`. {_setup(comparison)}"
