@@ -10,6 +10,7 @@ from typing import Any
 
 from fl_lightning.study.metric_names import seeds
 from fl_lightning.study.plan.selection import ACCURACY
+from fl_lightning.study.plan.tuned import TunedRecord
 from fl_lightning.study.report import tables
 from fl_lightning.study.report.comparison import Comparison, Difference, Levels, name_of
 from fl_lightning.study.report.document import provenance
@@ -210,16 +211,22 @@ def _gap(gap: Difference | None) -> str:
 
 def _tuned(comparison: Comparison) -> Iterator[str]:
     """Yield which settings ``tune`` chose, and how."""
-    record = comparison.study.tuned
-    if record is None:
+    found = comparison.study.tuned
+    if found is None:
         return
     yield "## Settings that tune chose"
-    yield (
+    for level, record in found.parts:
+        yield f"### At {level}" if level else ""
+        yield _how_tuned(record)
+        yield tables.tuned(record).markdown()
+
+
+def _how_tuned(record: TunedRecord) -> str:
+    return (
         f"Chosen for each method by `{record.metric}` ({record.direction}d), of {record.trials} trials over "
         f"the same values at seed {record.seed}, on {record.date}; search `{Path(record.search).name}`, "
         f"SHA-256 {record.search_sha256[:16]}. The test set chose nothing."
     )
-    yield tables.tuned(record).markdown()
 
 
 def _setup(comparison: Comparison) -> str:
