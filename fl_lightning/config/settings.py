@@ -71,6 +71,9 @@ NEUTRAL_VALUES = {
     "data.init_args.metrics": None,
     "data.init_args.primary": None,
     "data.init_args.feature_skew": None,
+    "data.init_args.local_test_fraction": 0.0,
+    "data.init_args.moments": None,
+    "data.init_args.partition.init_args.drawn_at": None,
 }
 """Settings that came after version 0.1.0, by pattern, with the value that runs of that version had."""
 NEUTRAL_VALUES_OF_CLASS: dict[str, dict[str, Any]] = {

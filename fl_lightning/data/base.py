@@ -83,6 +83,10 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
     own_setting = "train"
     """The setting that names a node's own examples, where a deployment trains on the nodes' data."""
 
+    test_holdings: Holdings | None = None
+    """The examples that each client is tested on, where clients have test sets of their own, which together
+    are the test set; None: the data have one test set, of which nobody knows whose it is."""
+
     apart: bool = False
     """Whether clients are on other machines, with their examples."""
     continued: bool = False
@@ -115,8 +119,8 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
 
     @property
     def content_sha256(self) -> str:
-        """SHA-256 of all examples, by which a run that is continued knows its data again; empty where the
-        name of the data set says which they are."""
+        """SHA-256 of all examples, by which a run that is continued, and one that is paired with published
+        runs, knows its data again; empty where the data do not say."""
         return ""
 
     def form(self) -> Form:
@@ -205,7 +209,7 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
             "the file deals out all training examples, and no client may hold public ones",
             "write public_examples: 0, or a public_dataset",
         )
-        holdings = make_holdings(self.partition, group if own is None else group[own], self.num_clients, seed)
+        holdings = self.deal(group if own is None else group[own], seed)
         holdings, marked = holdings.of_examples(own), self.train_held_out
         if not holdings.divided:
             holdings = (
@@ -224,6 +228,18 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
             "a client holds public examples"
         )
         self.move(torch.device(device))
+
+    def deal(self, group: np.ndarray, seed: int) -> Holdings:
+        """Return the training and validation examples of each client.
+
+        Args:
+            group: what the partition goes by, int64 ``[N]``.
+            seed: seed of the run.
+
+        Raises:
+            InputError: the partition refuses the data.
+        """
+        return make_holdings(self.partition, group, self.num_clients, seed)
 
     def distribute_apart(self, holdings: Holdings, seed: int, device: torch.device) -> None:
         """Take holdings in which clients of other machines have examples that are not here; call it in the
@@ -338,8 +354,12 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
 
     @cached_property
     def partition_hash(self) -> str:
-        """SHA-256 over the training and validation indices of every client and over their numbers."""
-        return self._holdings.sha256()
+        """SHA-256 over the training and validation indices of every client and over their numbers; where
+        clients have test sets of their own, over the indices of these too."""
+        found = self._holdings.sha256()
+        if self.test_holdings is None:
+            return found
+        return hashlib.sha256(f"{found} {self.test_holdings.sha256()}".encode()).hexdigest()
 
     def partition_summary(self) -> dict[str, Any]:
         """Return the content of ``partition.json``.
@@ -356,6 +376,8 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
             "sha256": self.partition_hash,
             **summarise_clients(self._holdings, self.train_group.cpu().numpy(), self.num_groups),
         }
+        if self.test_holdings is not None:
+            summary["test"] = {"sizes": self.test_holdings.sizes.tolist()}
         if len(self.public):
             digest = hashlib.sha256(self.public.astype("<i8").tobytes()).hexdigest()
             summary["public"] = {

@@ -78,13 +78,14 @@ class Holdings:
         """Return holdings of the examples ``examples[index]``; None: these holdings themselves."""
         return self if examples is None else replace(self, index=examples[self.index])
 
-    def hold_out(self, fraction: float, seed: int) -> Holdings:
+    def hold_out(self, fraction: float, seed: int, purpose: str = "validation") -> Holdings:
         """Draw the validation examples of each client and return the new holdings.
 
         Args:
             fraction: share of each client's examples, rounded. A client with two or more examples gives at
                 least one if the share is positive, and never all of them.
             seed: seed of the run.
+            purpose: name of the random stream.
         """
         n = self.sizes
         held_out = (
@@ -95,9 +96,7 @@ class Holdings:
         chosen = np.zeros(len(self.index), bool)
         position, drawn = np.arange(n.max(initial=0)), held_out.nonzero()[0]
         places = zip(*(array[drawn].tolist() for array in (self.starts, n, held_out)), strict=True)
-        for (start, size, first), rng in zip(
-            places, streams(seed, "validation", drawn.tolist()), strict=True
-        ):
+        for (start, size, first), rng in zip(places, streams(seed, purpose, drawn.tolist()), strict=True):
             chosen[start + rng.permutation(position[:size])[:first]] = True
         index = np.concatenate([self._in_order(block, chosen) for block in self.blocks()])
         return Holdings(index, self.starts, held_out)
@@ -111,6 +110,12 @@ class Holdings:
         owner, marked = np.repeat(np.arange(len(self)), self.sizes), held_out[self.index]
         order = np.lexsort((self.index, ~marked, owner))
         return Holdings(self.index[order], self.starts, np.bincount(owner[marked], minlength=len(self)))
+
+    def without_held_out(self) -> Holdings:
+        """Return holdings of the other examples, of which none is held out."""
+        kept = np.ones(len(self.index), bool)
+        kept[_ranges(self.starts[:-1], self.held_out)] = False
+        return Holdings.of_sizes(self.index[kept], self.sizes - self.held_out)
 
     def _in_order(self, clients: slice, first: np.ndarray) -> np.ndarray:
         """Return the examples of ``clients``: for each client those marked in ``first``, then the others.

@@ -15,19 +15,21 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fl_lightning.config.constraints import Constraint, within
-from fl_lightning.data.arrays import channel_moments
+from fl_lightning.data.arrays import channel_moments, sha256_of
 from fl_lightning.data.base import BatchSize, FederatedData, NumClients, PublicExamples, ValFraction
 from fl_lightning.data.example_batches import Split
 from fl_lightning.data.feature_skew import FeatureSkew
 from fl_lightning.data.form import Form
 from fl_lightning.data.holdings import Holdings
+from fl_lightning.data.index_file import FromFile
 from fl_lightning.data.local import Arrays
-from fl_lightning.data.partition import Dirichlet, Partition, check_memory
+from fl_lightning.data.partition import Dirichlet, Natural, Partition, check_memory
 from fl_lightning.data.test_owners import deal_test_set
 from fl_lightning.errors import require
 from fl_lightning.metrics.named import MetricFactory
 
 Crop = Literal["none", "pad", "shrink"]
+LOCAL_TEST = within("[0, 1)", "a share in [0, 1)", "write e.g. 0.25, or 0 for the data's own test set")
 
 
 class ImageData(FederatedData):
@@ -49,6 +51,11 @@ class ImageData(FederatedData):
         flip: whether training images are mirrored left to right with probability 1/2.
         public_examples: training images of the public set, drawn by the run's seed; 0: no public set.
         feature_skew: how what clients see differs, such as FeatureNoise or RotatedClients; null: not at all.
+        local_test_fraction: share of each client's images that is its own test set, in [0, 1). Training and
+            test images are then dealt out together, as PFLlib does with 0.25, and the test set is that of
+            all clients. 0: the data's own test set.
+        moments: mean and standard deviation by which pixels in [0, 1] are normalised, such as ``[0.5, 0.5]``;
+            null: those of the training images, by channel.
         metrics: metrics of torchmetrics by class path that are evaluated beside the task's, as ``test/*`` and
             ``val/*``; null: none.
         primary: the metric that selects, of the task's or of ``metrics``; null: the task's primary one.
@@ -85,6 +92,8 @@ class ImageData(FederatedData):
         flip: bool = False,
         public_examples: PublicExamples = 0,
         feature_skew: FeatureSkew | None = None,
+        local_test_fraction: Annotated[float, LOCAL_TEST] = 0.0,
+        moments: tuple[float, float] | None = None,
         metrics: list[MetricFactory] | None = None,
         primary: str | None = None,
     ) -> None:
@@ -109,9 +118,37 @@ class ImageData(FederatedData):
             primary=primary,
         )
         self.crop, self.crop_padding, self.flip = crop, crop_padding, flip
-        self.feature_skew = feature_skew
+        self._digest = ""
+        self.feature_skew, self.local_test_fraction, self.moments = feature_skew, local_test_fraction, moments
+        self._check_local_test()
+        require(
+            moments is None or moments[1] > 0,
+            f"moments={moments}",
+            "pixels are divided by the standard deviation, a positive number",
+            "write e.g. [0.5, 0.5]",
+        )
         self.view_side = crop_size if crop == "shrink" else side
         self.example_shape = (self.channels, self.view_side, self.view_side)
+
+    def _check_local_test(self) -> None:
+        """Refuse what does not go with test sets of the clients' own.
+
+        Raises:
+            InputError: the partition says whose the training images are, or nobody holds some of them.
+        """
+        given, of_training = f"local_test_fraction={self.local_test_fraction}", (FromFile, Natural)
+        require(
+            not (self.local_test_fraction and isinstance(self.partition, of_training)),
+            f"{given} with the partition {type(self.partition).__name__}",
+            "it knows whose the training images are, and nothing of the test images",
+            "write local_test_fraction: 0, or another partition",
+        )
+        require(
+            not (self.local_test_fraction and self.public_examples),
+            f"{given} with public_examples={self.public_examples}",
+            "all images are dealt out to clients",
+            "write public_examples: 0",
+        )
 
     @abstractmethod
     def setup(self, stage: str | None = None) -> None:
@@ -125,13 +162,18 @@ class ImageData(FederatedData):
             test: test images and classes, in the same form.
             public: images of another data set for the public set; None: there are none.
         """
+        self._digest = sha256_of(torch.from_numpy(array) for arrays in (train, test) for array in arrays)
+        moments = self.run_form.moments if self.run_form and self.run_form.moments else None
+        if moments is None and self.moments is not None:
+            moments = [(value,) * self.channels for value in self.moments]
+        self.train_mean, self.train_std = map(tuple, moments or channel_moments(train[0]))
+        if self.local_test_fraction:
+            train = np.concatenate([train[0], test[0]]), np.concatenate([train[1], test[1]])
         self.public_images = None if public is None else torch.from_numpy(public)
         self.train_images, self.train_target = map(torch.from_numpy, train)
         self.test_images, self.test_target = map(torch.from_numpy, test)
-        if self.feature_skew is not None:
+        if self.feature_skew is not None or self.local_test_fraction:
             self._as_read = self.train_images, self.test_images
-        moments = self.run_form.moments if self.run_form and self.run_form.moments else None
-        self.train_mean, self.train_std = map(tuple, moments or channel_moments(train[0]))
         self.move(self.device)
 
     def distribute(self, seed: int, device: torch.device) -> None:
@@ -149,7 +191,23 @@ class ImageData(FederatedData):
         self.train_images = change(self._as_read[0], owner, part="train").to(self.device)
         self.test_images = change(self._as_read[1], deal_test_set(self), part="test").to(self.device)
 
+    def deal(self, group: np.ndarray, seed: int) -> Holdings:
+        if not self.local_test_fraction:
+            return super().deal(group, seed)
+        every = self.partition.with_tests(group, self.num_clients, seed, self.local_test_fraction)
+        index = torch.from_numpy(every.validation()[0])
+        self.test_holdings = Holdings.of_sizes(index.numpy(), every.held_out)
+        self._as_read = self._as_read[0], self._as_read[0][index]
+        self.test_images, self.test_target = self._as_read[1], self.train_target.cpu()[index]
+        return every.without_held_out()
+
     def distribute_apart(self, holdings: Holdings, seed: int, device: torch.device) -> None:
+        require(
+            not self.local_test_fraction,
+            f"local_test_fraction={self.local_test_fraction} where nodes have data of their own",
+            "nobody has all images",
+            "write local_test_fraction: 0",
+        )
         require(
             self.feature_skew is None,
             f"feature_skew={self.feature_skew} where nodes have data of their own",
@@ -160,6 +218,11 @@ class ImageData(FederatedData):
 
     def form(self) -> Form:
         return Form(moments=(self.train_mean, self.train_std))
+
+    @property
+    def content_sha256(self) -> str:
+        """SHA-256 of all training and test images and their classes, as they are read."""
+        return self._digest
 
     def move(self, device: torch.device) -> None:
         """Move the images to the device."""

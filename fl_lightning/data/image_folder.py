@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
-import torch
 from PIL import Image, ImageOps
 
 from fl_lightning.config.constraints import path_to, within
@@ -24,7 +23,6 @@ from fl_lightning.data.arrays import (
     in_test,
     name_from,
     number_names,
-    sha256_of,
 )
 from fl_lightning.data.base import ValFraction
 from fl_lightning.data.form import Form
@@ -101,7 +99,6 @@ class ImageFolder(ImageData):
         )
         self.test_fraction, self.client_folders = test_fraction, client_folders
         self._owner: np.ndarray | None = None
-        self._digest = ""
 
     def prepare_data(self) -> None:
         """Check that the folders hold images.
@@ -146,7 +143,6 @@ class ImageFolder(ImageData):
         if self.count_clients:
             self.num_clients = len(clients)
         held = [self._arrays(files, classes) for files in (train, test)]
-        self._digest = sha256_of(torch.from_numpy(array) for arrays in held for array in arrays)
         self.hold(held[0], held[1])
 
     def _arrays(self, files: Sequence[ImageFile], classes: dict[Any, int]) -> Arrays:
@@ -163,11 +159,6 @@ class ImageFolder(ImageData):
     def train_owner(self) -> np.ndarray | None:
         """The client in whose folder each training image lies, int64 ``[N]``; None without such folders."""
         return self._owner
-
-    @property
-    def content_sha256(self) -> str:
-        """SHA-256 of all images."""
-        return self._digest
 
     def partition_summary(self) -> dict[str, Any]:
         """Return the content of ``partition.json``, with the names of classes and clients and the SHA-256 of

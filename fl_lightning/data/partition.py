@@ -165,6 +165,15 @@ class Partition(Recorded, ABC):
             seed: seed of the run.
         """
 
+    def with_tests(self, labels: np.ndarray, num_clients: int, seed: int, fraction: float) -> Holdings:
+        """Return the examples of each client, of which those for its test are held out.
+
+        Args:
+            labels, num_clients, seed: as of a call.
+            fraction: share of each client's examples that is for its test, in (0, 1).
+        """
+        return make_holdings(self, labels, num_clients, seed).hold_out(fraction, seed, "local_test")
+
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"

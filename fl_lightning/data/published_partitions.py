@@ -7,7 +7,8 @@ is refused here: a loop without end, a class that nobody holds.
 - NIID-Bench: Li, Diao, Chen, He: Federated Learning on Non-IID Data Silos, ICDE 2022; ``partition_data`` in
   ``utils.py`` of Xtra-Computing/NIID-Bench at 61b901a, after its ``--init_seed``.
 - PFLlib: Zhang et al., JMLR 2025; ``separate_data`` in ``dataset/utils/dataset_utils.py`` of TsingZ0/PFLlib
-  at d832e76, which is always at seed 1. It deals out the training and the test images together.
+  at d832e76, which is always at seed 1. It deals out the training and the test images together, and
+  ``split_data`` then takes a quarter of each client's for its test: ``local_test_fraction 0.25`` of the data.
 
 ``N`` examples, ``K`` clients, ``C`` classes.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from fl_lightning.errors import InputError, require
 
 LABELS = within("[1, inf)", "a client has at least one class", "write e.g. 2")
 TEST_SHARE = 0.25  # of each client's examples, by PFLlib
+DRAWN_AT = within("[0, inf)", "a seed is 0 or more", "write 1, which is PFLlib's, or null for the run's")
 
 
 def _generator(seed: int) -> np.random.RandomState:
@@ -46,6 +48,30 @@ def _no_draw(partition: IndexPartition, num_clients: int, min_size: int) -> Inpu
         f"{MAX_DRAWS} draws left a client with fewer than {min_size} examples",
         "write fewer clients, or a larger beta",
     )
+
+
+class DealtOut(NamedTuple):
+    """What the published code deals out.
+
+    Args:
+        owner: client that holds each example, int64 ``[N]``.
+        listed: the examples in the order in which they were dealt out, int64 ``[N]``.
+        rng: the generator, as the draws have left it.
+    """
+
+    owner: np.ndarray
+    listed: np.ndarray
+    rng: np.random.RandomState
+
+    def with_tests(self, num_clients: int, fraction: float) -> Holdings:
+        """Return the holdings with the test examples that PFLlib's ``split_data`` draws next: of each client
+        in turn, the first of its shuffled examples; the others are rounded down."""
+        order = self.listed[np.argsort(self.owner[self.listed], kind="stable")]
+        for_test = np.zeros(len(order), bool)
+        for mine in np.split(order, np.cumsum(np.bincount(self.owner, minlength=num_clients))[:-1]):
+            count = len(mine) - math.floor((1 - fraction) * len(mine))
+            for_test[mine[self.rng.permutation(len(mine))[:count]]] = True
+        return Holdings.by_owner(self.owner, num_clients).hold_out_marked(for_test)
 
 
 class NIIDBenchIID(IndexPartition):
@@ -179,20 +205,29 @@ class NIIDBenchDirichlet(IndexPartition):
         Raises:
             InputError: no draw gave every client its examples.
         """
+        return Holdings.by_owner(self.deal_out(labels, num_clients, seed).owner, num_clients)
+
+    def deal_out(self, labels: np.ndarray, num_clients: int, seed: int) -> DealtOut:
+        """Return what the published code deals out; arguments and errors as of :meth:`holdings`."""
         check_clients(num_clients)
         rng, fewest = _generator(seed), self.fewest(len(labels), num_clients)
         for _ in range(MAX_DRAWS):
-            owner = self._draw(labels, num_clients, rng)
+            members = _members(labels)
+            owner = self._draw(members, num_clients, rng)
             if owner is not None and np.bincount(owner, minlength=num_clients).min() >= fewest:
-                return Holdings.by_owner(owner, num_clients)
+                return DealtOut(owner, np.concatenate(members), rng)
         raise _no_draw(self, num_clients, fewest)
 
-    def _draw(self, labels: np.ndarray, num_clients: int, rng: np.random.RandomState) -> np.ndarray | None:
-        """Draw the owner of every example once; None where the clients with a share are all full."""
-        owner, held = np.empty(len(labels), np.int64), np.zeros(num_clients, np.int64)
-        for members in _members(labels):
+    def _draw(
+        self, by_class: list[np.ndarray], num_clients: int, rng: np.random.RandomState
+    ) -> np.ndarray | None:
+        """Draw the owner of every example once, and shuffle those of each class in place; None where the
+        clients with a share are all full."""
+        total = sum(map(len, by_class))
+        owner, held = np.empty(total, np.int64), np.zeros(num_clients, np.int64)
+        for members in by_class:
             rng.shuffle(members)
-            share = rng.dirichlet(np.repeat(self.beta, num_clients)) * (held < len(labels) / num_clients)
+            share = rng.dirichlet(np.repeat(self.beta, num_clients)) * (held < total / num_clients)
             if not share.sum() > 0:  # the published code divides by zero here
                 return None
             owners = _cut(share / share.sum(), len(members))
@@ -207,17 +242,25 @@ class PFLlibPractical(NIIDBenchDirichlet):
     Args:
         beta: concentration; PFLlib's is 0.1.
         batch_size: examples of a batch, by which the fewest examples of a client are counted.
+        drawn_at: seed of the draws, so that all runs have one partition; PFLlib's is 1. null: the run's.
     """
 
     def __init__(
         self,
         beta: Annotated[float, FINITE_BETA] = 0.1,
         batch_size: Annotated[int, within("[1, inf)", "a batch has at least one example", "write 10")] = 10,
+        drawn_at: Annotated[int | None, DRAWN_AT] = None,
     ) -> None:
-        self.beta, self.batch_size = float(beta), batch_size
+        self.beta, self.batch_size, self.drawn_at = float(beta), batch_size, drawn_at
 
     def fewest(self, total: int, num_clients: int) -> int:
         return _least_samples(self.batch_size, total, num_clients)
+
+    def deal_out(self, labels: np.ndarray, num_clients: int, seed: int) -> DealtOut:
+        return super().deal_out(labels, num_clients, seed if self.drawn_at is None else self.drawn_at)
+
+    def with_tests(self, labels: np.ndarray, num_clients: int, seed: int, fraction: float) -> Holdings:
+        return self.deal_out(labels, num_clients, seed).with_tests(num_clients, fraction)
 
 
 def _least_samples(batch_size: int, total: int, num_clients: int) -> int:
@@ -235,6 +278,7 @@ class PFLlibPathological(IndexPartition):
         classes_per_client: classes of a client.
         balanced: whether those that hold a class have equally many of its examples.
         batch_size: examples of a batch, by which the fewest examples of a class and client are counted.
+        drawn_at: seed of the draws, so that all runs have one partition; PFLlib's is 1. null: the run's.
     """
 
     def __init__(
@@ -242,8 +286,10 @@ class PFLlibPathological(IndexPartition):
         classes_per_client: Annotated[int, LABELS] = 2,
         balanced: bool = False,
         batch_size: Annotated[int, within("[1, inf)", "a batch has at least one example", "write 10")] = 10,
+        drawn_at: Annotated[int | None, DRAWN_AT] = None,
     ) -> None:
-        self.classes_per_client, self.balanced, self.batch_size = classes_per_client, balanced, batch_size
+        self.classes_per_client, self.balanced = classes_per_client, balanced
+        self.batch_size, self.drawn_at = batch_size, drawn_at
 
     def holdings(self, labels: np.ndarray, num_clients: int, seed: int) -> Holdings:
         """Return the examples of each client.
@@ -251,8 +297,15 @@ class PFLlibPathological(IndexPartition):
         Raises:
             InputError: a class finds no client, or has too few examples.
         """
+        return Holdings.by_owner(self.deal_out(labels, num_clients, seed).owner, num_clients)
+
+    def with_tests(self, labels: np.ndarray, num_clients: int, seed: int, fraction: float) -> Holdings:
+        return self.deal_out(labels, num_clients, seed).with_tests(num_clients, fraction)
+
+    def deal_out(self, labels: np.ndarray, num_clients: int, seed: int) -> DealtOut:
+        """Return what the published code deals out; arguments and errors as of :meth:`holdings`."""
         check_clients(num_clients)
-        members, rng = _members(labels), _generator(seed)
+        members, rng = _members(labels), _generator(seed if self.drawn_at is None else self.drawn_at)
         left = np.full(num_clients, self.classes_per_client)
         per_class = math.ceil(num_clients / len(members) * self.classes_per_client)
         least = _least_samples(self.batch_size, len(labels), num_clients) / len(members)
@@ -267,7 +320,7 @@ class PFLlibPathological(IndexPartition):
             )
             owner[examples] = np.repeat(holders, self._sizes(len(examples), len(holders), least, rng))
             left[holders] -= 1
-        return Holdings.by_owner(owner, num_clients)
+        return DealtOut(owner, np.concatenate(members), rng)
 
     def _sizes(self, count: int, holders: int, least: float, rng: np.random.RandomState) -> np.ndarray:
         """Return how many of the ``count`` examples of a class each holder gets."""

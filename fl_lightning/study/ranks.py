@@ -42,7 +42,11 @@ class Place:
 
 
 def places(
-    labels: Sequence[str], values: np.ndarray, higher_is_better: bool = True, sequential: bool = False
+    labels: Sequence[str],
+    values: np.ndarray,
+    higher_is_better: bool = True,
+    sequential: bool = False,
+    least_std: float = 0.0,
 ) -> list[Place]:
     """Return the place of each method, the best first.
 
@@ -51,6 +55,7 @@ def places(
         values: their numbers ``[seeds, k]``, NaN where there is none; each method has one at least.
         higher_is_better: whether more is better.
         sequential: whether p is that of the confidence sequence, which is valid at every look.
+        least_std: standard deviation of a difference by rounding alone, where numbers are discrete.
 
     >>> values = np.array([[0.9, 0.8, 0.1], [0.8, 0.9, 0.3], [0.7, 0.7, 0.1], [0.8, 0.8, 0.2]])
     >>> [(one.label, one.place, one.first, one.last) for one in places("ABC", values)]
@@ -59,7 +64,7 @@ def places(
     good = np.asarray(values, np.float64) * (1 if higher_is_better else -1)
     pairs = list(combinations(range(len(labels)), 2))
     differences = [(found := good[:, a] - good[:, b])[np.isfinite(found)] for a, b in pairs]
-    p = holm([sequence_p(one) if sequential else t_test(one)[1] for one in differences])
+    p = holm([p_of(one, sequential, least_std) for one in differences])
     better = np.zeros((len(labels), len(labels)), bool)  # whether the row is significantly better
     for (a, b), found, corrected in zip(pairs, differences, p, strict=True):
         if corrected < LEVEL:
@@ -80,6 +85,11 @@ def places(
         for i, label in enumerate(labels)
     ]
     return sorted(found_places, key=lambda one: (one.place, one.mean_rank))
+
+
+def p_of(differences: np.ndarray, sequential: bool = False, least_std: float = 0.0) -> float:
+    """Return the two-sided p of paired differences; arguments as of :func:`places`."""
+    return sequence_p(differences, least_std) if sequential else t_test(differences, least_std)[1]
 
 
 def groups(ordered: Sequence[Place]) -> list[tuple[int, int]]:

@@ -230,16 +230,17 @@ def sequence_interval(values: Sequence[float] | np.ndarray, level: float = LEVEL
     return mean - half, mean + half
 
 
-def sequence_p(values: Sequence[float] | np.ndarray) -> float:
+def sequence_p(values: Sequence[float] | np.ndarray, least_std: float = 0.0) -> float:
     """Return the p of a mean of 0 that is valid at every look: it is below a when the interval of level a
     leaves 0 out.
 
     With probability 1 - a, it is never below a after any number of normal values of mean 0. It is NaN for
-    equal values other than 0, and 1 for zeros.
+    equal values other than 0, and 1 for zeros. A standard deviation below ``least_std`` is taken as it.
     """
     x = np.asarray(values, np.float64)
     n = x.size
     mean, std = mean_std(x)
+    std = max(std, least_std)
     if not std > 0:
         return 1.0 if n > 1 and mean == 0 else nan
     r = n / (n - 1) * (mean / std) ** 2
@@ -270,11 +271,12 @@ def bootstrap_interval(values: Sequence[float] | np.ndarray) -> tuple[float, flo
     return float(found.low), float(found.high)
 
 
-def t_test(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
+def t_test(values: Sequence[float] | np.ndarray, least_std: float = 0.0) -> tuple[float, float]:
     """t and its two-sided p against a mean of 0. Equal values: NaN, or t = 0 and p = 1 when all of them are
-    0."""
+    0. A standard deviation below ``least_std``, that of rounding, is taken as it."""
     x = np.asarray(values, np.float64)
     mean, std = mean_std(x)
+    std = max(std, least_std)  # one value has none, and NaN stays
     if not std > 0:
         return (0.0, 1.0) if x.size > 1 and mean == 0 else (nan, nan)
     t = mean / (std / sqrt(x.size))

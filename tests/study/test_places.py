@@ -5,7 +5,8 @@ from __future__ import annotations
 from compared import A, B, C, comparison_of
 from synthetic_runs import make_study
 
-from fl_lightning.study.report.places import critical_difference, places_table, proposed_table
+from fl_lightning.study.report.overall import proposed_table
+from fl_lightning.study.report.places import critical_difference, places_table
 
 
 def test_a_proposed_method_is_placed_by_its_own_comparisons_and_all_methods_by_all_pairs(tmp_path):

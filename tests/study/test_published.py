@@ -16,6 +16,7 @@ from synthetic_runs import make_study
 from fl_lightning.study.plan.published import PublishedStudy, find_published
 from fl_lightning.study.plan.study import Study
 from fl_lightning.study.report.compare import compare
+from fl_lightning.study.results.published import CONTENT_BY_NAME
 
 pytestmark = pytest.mark.usefixtures("figures_only_where_looked_at")
 AXIS = {"grid": GRID["grid"]}
@@ -116,6 +117,19 @@ def test_what_breaks_the_pairing_is_refused_by_its_name(tmp_path, run, keys, nam
     with refused(named):
         compare("mine", tmp_path / "out", tmp_path / "runs")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("dataset", "paired"), [("digits", True), ("cifar10", False)])
+def test_a_report_that_says_no_content_has_that_of_its_name(tmp_path, dataset, paired):
+    """Reports of an earlier release have no SHA-256 of digits, and runs of this one do."""
+    published = publish(tmp_path, THEIRS, run={"dataset": dataset}, **AXIS)
+    content = min(CONTENT_BY_NAME["digits"])
+    own_study(tmp_path, published, run={"content": content, "dataset": dataset})
+    if paired:
+        compare("mine", tmp_path / "out", tmp_path / "runs")
+    else:
+        with refused(f"content of the data {content[:12]}, published: board has unknown"):
+            compare("mine", tmp_path / "out", tmp_path / "runs")
 
 
 def test_other_seeds_levels_and_taken_names_are_refused(tmp_path):

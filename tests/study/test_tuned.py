@@ -177,6 +177,48 @@ def test_a_study_runs_with_what_was_chosen_for_each_method(tmp_path):
     assert f"--{LR}=0.7" in cells["Low-clients=many-seed0"]
 
 
+def test_a_level_has_a_record_of_its_own(tmp_path):
+    """Each is of a search at that level, with a folder of trials of its own; a missing one is refused."""
+    by_level = "tuned: {clients: {few: tuned/few.yaml, many: tuned/many.yaml}}"
+    study = STUDY.replace("tuned: tuned/small.yaml", by_level.replace("{", "{{").replace("}", "}}"))
+    for level, trials in (("few", 3), ("many", 4)):
+        search = SEARCH.replace("trials: 6", f"trials: {trials}") + f"record: tuned/{level}.yaml\n"
+        write(tmp_path, study, search)
+        (tmp_path / f"{level}.yaml").write_text(search)
+        tune(tmp_path)
+        assert (tmp_path / f"{level}-tune").is_dir()
+        written = (tmp_path / "tuned" / f"{level}.yaml").read_text()
+        (tmp_path / "tuned" / f"{level}.yaml").write_text(
+            written.replace("../search.yaml", f"../{level}.yaml").replace(
+                f"{LR}: 0.", f"{LR}: {trials}."
+            )  # values that no other record has
+        )
+    found = Study.read(tmp_path / "study.yaml")
+    records = {level: TunedRecord.read(tmp_path / f"tuned/{level}.yaml") for level in ("few", "many")}
+    assert found.tuned.records == records
+    for cell in found.cells():
+        chosen = records[cell.levels["clients"]].chosen[cell.method].settings[LR]
+        assert [word for word in cell.args if LR in word] == [f"--{LR}={chosen}"]
+    (tmp_path / "small").mkdir()
+    copy = tmp_path / "small" / "study.yaml"
+    copy.write_text(found.to_yaml())
+    assert Study.read(copy, find_configs=False).tuned == found.tuned
+    for label in BEST:
+        for level in ("few", "many"):
+            make_run(tmp_path / "small", label, 0, 0.5, levels={"clients": level})
+    compare("small", tmp_path / "report", tmp_path)
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert text.index("### At clients=few") < text.index("of 3 trials") < text.index("### At clients=many")
+    for old, new, said in (
+        ("few: tuned/few.yaml, ", "", "tuned.clients: few; each level of clients has a record"),
+        ("tuned: {{clients", "tuned: {{skew", "tuned: skew"),
+        ("High: {{}}", "High: {{grid: false}}", "methods.High: grid: false"),
+    ):
+        write(tmp_path, study.replace(old, new))
+        with pytest.raises(InputError, match=f"(?s){said}"):
+            Study.read(tmp_path / "study.yaml")
+
+
 def test_numbers_of_unknown_origin_are_refused(tmp_path):
     def refused(said: str, study: str = STUDY, search: str = SEARCH) -> None:
         write(tmp_path, study, search)

@@ -25,7 +25,7 @@ study: exp2_embedded.yaml
 config: overlays/noise_off.yaml  # optional: the level of the study's grid at which it is tuned
 space_of:                        # optional: settings that one method alone has, beside those of all
   FedMPQKD: {model.alpha: {low: 0.0, high: 1.0}}
-record: tuned/exp2_embedded.yaml # optional; the default has the study's name
+record: tuned/exp2_embedded.yaml # optional; the default has the study's name, and so has the folder of trials
 seed: 1000                       # none of the study's seeds
 """
 
@@ -267,10 +267,12 @@ def _search_of_study(
     foreign = min(set(given.space_of) - set(study.methods), default=None)
     rule, instead = f"the study {study.name} has no such method", f"write one of {', '.join(study.methods)}"
     file.require(foreign is None, f"space_of.{foreign}", rule, instead)
+    record = file.path.parent / (given.record or f"tuned/{study.name}.yaml")
+    name = file.name(record.stem, "record")  # several searches of one study have a folder each
     own = {label: _space(file, each, f"space_of.{label}") for label, each in given.space_of.items()}
     parts = tuple(
         MethodSearch(
-            study=study.name,
+            study=name,
             configs=(*study.configs, *method.configs, *study.overlays, *configs),
             settings={**study.settings, **method.settings, **settings},
             final={},
@@ -280,9 +282,8 @@ def _search_of_study(
         )
         for label, method in study.methods.items()
     )
-    record = file.path.parent / (given.record or f"tuned/{study.name}.yaml")
     return Search(
-        study=study.name, configs=configs, settings=settings, final={}, parts=parts, record=record, **shared
+        study=name, configs=configs, settings=settings, final={}, parts=parts, record=record, **shared
     )
 
 

@@ -59,7 +59,14 @@ from fl_lightning.study.plan.schema import absolute, as_given, entries, entry, s
 from fl_lightning.study.plan.selection import Selection, for_primary, selected_metric, selection_of
 from fl_lightning.study.plan.spec_file import Seed, Share, SpecFile
 from fl_lightning.study.plan.stopping import StoppingRule, check_rule, stopping_rule
-from fl_lightning.study.plan.tuned import TunedRecord, method_hash, tuned_record
+from fl_lightning.study.plan.tuned import (
+    Tuned,
+    TunedByLevel,
+    check_levels,
+    method_hash,
+    tuned_record,
+    tuned_settings,
+)
 from fl_lightning.study.plan.variations import (
     Variation,
     grid_names,
@@ -167,7 +174,7 @@ class Study:
         premises: what must occur for the criteria to be tested, in the same form.
         claimed: figures that were claimed elsewhere; only the report reads them.
         until: the rule by which seeds are added to ``seeds``; None: these are all.
-        tuned: what ``tune`` chose for each method; None: nothing.
+        tuned: what ``tune`` chose for each method, at each level of an axis or at all; None: nothing.
         published: published studies, whose runs are compared with those of this one and are not run again.
         task: the task of the runs; no part of the study file, since it follows from the data.
     """
@@ -264,8 +271,8 @@ class Study:
         default=None,
         read=stopping_rule,
     )
-    tuned: TunedRecord | None = entry(
-        "it is the path of a record of tune",
+    tuned: Tuned | None = entry(
+        "it is the path of a record of tune, or such a path for each level of one axis",
         "tuned/my_study.yaml",
         str | dict[str, Any],
         default=None,
@@ -394,14 +401,10 @@ class Study:
             *self.overlays,
             *(path for level in chosen for path in level.configs),
         ]
-        settings = {**self.settings, **method.settings, **self.tuned_settings(label)}
+        settings = {**self.settings, **method.settings, **tuned_settings(self.tuned, label, levels)}
         for level in chosen:
             settings |= level.settings
         return Cell(label, seed, levels, as_arguments(configs, settings, seed))
-
-    def tuned_settings(self, label: str) -> Mapping[str, Any]:
-        """Return the settings that ``tune`` chose for a method."""
-        return {} if self.tuned is None else self.tuned.chosen[label].settings
 
     def to_yaml(self, path: Callable[[Path], str] = absolute) -> str:
         """Return the study file.
@@ -459,6 +462,8 @@ def _check(file: SpecFile, study: Study) -> None:
     file.require(not (study.published and study.until), "until with published", rule, "leave one of them out")
     if study.until is not None:
         check_rule(study.until, study.seeds, study.criteria, f"{file.path}: ")
+    if isinstance(study.tuned, TunedByLevel):
+        check_levels(file, study.tuned, study)
     if study.tuned is not None:
         hashes = {label: method_hash(one.configs, one.settings) for label, one in study.methods.items()}
         study.tuned.check(f"{file.path}: ", hashes)

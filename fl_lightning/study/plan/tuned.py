@@ -3,6 +3,11 @@
 ``tune`` writes it beside the study, and a study reads it by ``tuned: tuned/my_study.yaml``. The settings of a
 label are layered over those of its method. A record is refused where a method of the study is not in it, or
 where the search or a method was changed after it was made: nobody then knows where its numbers come from.
+
+    tuned: {epochs: {"1": tuned/my_study_e1.yaml, "5": tuned/my_study_e5.yaml}}
+
+reads a record for each level of an axis of the study's grid: each of a search file of its own, whose
+``record`` it is.
 """
 
 from __future__ import annotations
@@ -106,6 +111,11 @@ class TunedRecord:
         """
         return cls.parse(SpecFile(path).load("record of tune"), str(path), path)
 
+    @property
+    def parts(self) -> list[tuple[str, TunedRecord]]:
+        """Each record with the level that it is of; empty: of all."""
+        return [("", self)]
+
     def document(self) -> dict[str, Any]:
         """Return the record as it is written."""
         return {key: value for key, value in asdict(self).items() if key != "path"}
@@ -141,6 +151,62 @@ class TunedRecord:
             )
 
 
+@dataclass(frozen=True)
+class TunedByLevel:
+    """A record for each level of one axis of a study's grid.
+
+    Args:
+        axis: the axis.
+        records: level -> the record of a search at it.
+    """
+
+    axis: str
+    records: Mapping[str, TunedRecord]
+
+    @property
+    def parts(self) -> list[tuple[str, TunedRecord]]:
+        """Each record with the level that it is of."""
+        return [(f"{self.axis}={level}", record) for level, record in self.records.items()]
+
+    def document(self) -> dict[str, Any]:
+        """Return the records as they are written in a study file."""
+        return {self.axis: {level: record.document() for level, record in self.records.items()}}
+
+    def check(self, where: str, methods: Mapping[str, str]) -> None:
+        """Check every record, as :meth:`TunedRecord.check` does."""
+        for record in self.records.values():
+            record.check(where, methods)
+
+
+Tuned = TunedRecord | TunedByLevel
+
+
+def tuned_settings(tuned: Tuned | None, label: str, levels: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return the settings that ``tune`` chose for a method at some levels."""
+    record = tuned.records[levels[tuned.axis]] if isinstance(tuned, TunedByLevel) else tuned
+    return {} if record is None else record.chosen[label].settings
+
+
+def check_levels(file: SpecFile, tuned: TunedByLevel, study: Any) -> None:
+    """Check that there is a record for each level of the axis, and that every method has a level.
+
+    Args:
+        file: the study file.
+        tuned: its records.
+        study: the study; its ``grid`` and ``methods`` are read.
+
+    Raises:
+        InputError: one is missing, or too many.
+    """
+    levels = study.grid[file.one_of(tuned.axis, study.grid, "tuned")]
+    missing = ", ".join([*({*levels} ^ {*tuned.records})])
+    rule = f"each level of {tuned.axis} has a record, and no other: {', '.join(levels)}"
+    file.require(not missing, f"tuned.{tuned.axis}: {missing}", rule, "name a record for each")
+    outside = next((label for label, one in study.methods.items() if not one.in_grid), "")
+    rule = "its runs have no level of the grid, and settings are tuned for each"
+    file.require(not outside, f"methods.{outside}: grid: false", rule, "tune one record for all levels")
+
+
 def method_hash(configs: Sequence[Path], settings: Mapping[str, Any]) -> str:
     """Return the hash of a method's entry in a study: the names of its configurations, and its settings."""
     return _hash({"config": [path.name for path in configs], "settings": dict(settings)})
@@ -155,20 +221,30 @@ def _hash(document: Any) -> str:
     return sha256(json.dumps(document, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def tuned_record(file: SpecFile, given: str | Mapping[str, Any], key: str) -> TunedRecord | None:
-    """Return the record that the entry ``tuned`` of a study file names, or is.
+def tuned_record(file: SpecFile, given: str | Mapping[str, Any], key: str) -> Tuned | None:
+    """Return the record that the entry ``tuned`` of a study file names, or is, or that of each level.
 
     Args:
         file: the study file.
-        given: the path of a record, relative to the study file, or a record.
+        given: the path of a record, relative to the study file, or a record; or axis -> level -> one of
+            these.
         key: of the entry.
 
     Returns:
-        None where the record is not there and need not be.
+        None where a record is not there and need not be.
 
     Raises:
         InputError: it is none.
     """
+    if isinstance(given, Mapping) and len(given) == 1 and isinstance(next(iter(given.values())), Mapping):
+        ((axis, levels),) = given.items()
+        found = {str(level): _record(file, one, f"{key}.{axis}.{level}") for level, one in levels.items()}
+        records = {level: record for level, record in found.items() if record is not None}
+        return TunedByLevel(str(axis), records) if len(records) == len(found) else None
+    return _record(file, given, key)
+
+
+def _record(file: SpecFile, given: str | Mapping[str, Any], key: str) -> TunedRecord | None:
     if isinstance(given, Mapping):
         return TunedRecord.parse(given, f"{file.path}: {key}")
     path = file.path.parent / given

@@ -25,8 +25,8 @@ from fl_lightning.study.report.figures import FIGURES, as_svg, figures
 from fl_lightning.study.report.latex import Layout, tables_tex, timings_tex
 from fl_lightning.study.report.looks import counted
 from fl_lightning.study.report.markdown import answers, criteria_tables, markdown
+from fl_lightning.study.report.overall import proposed_table
 from fl_lightning.study.report.page import page
-from fl_lightning.study.report.places import proposed_table
 from fl_lightning.study.report.registered import NOT_REGISTERED, RegistrationReport, registration_report
 from fl_lightning.study.report.transfer_tables import transfer_tables
 from fl_lightning.study.report.verdicts import check_criteria

@@ -21,6 +21,7 @@ from fl_lightning.study.metric_names import TaskMetrics, is_timing
 from fl_lightning.study.plan.selection import selection_of
 from fl_lightning.study.report import transfer_tables
 from fl_lightning.study.report.comparison import Comparison, Difference, Levels, name_of
+from fl_lightning.study.report.overall import overall
 from fl_lightning.study.report.places import places
 from fl_lightning.study.report.registered import NOT_REGISTERED, RegistrationReport
 from fl_lightning.study.report.verdicts import Verdict, premise_verdicts, verdicts
@@ -62,6 +63,7 @@ def report(comparison: Comparison, registration: RegistrationReport = NOT_REGIST
         **_ranking(comparison, main),
         "aggregated": aggregated(comparison, main),
         "levels": [_level(comparison, levels) for levels in comparison.levels],
+        "overall": [asdict(one) for one in overall(comparison)],
         "other_model": {
             "selection": comparison.other.study.selection,
             "levels": [

@@ -24,6 +24,8 @@ from fl_lightning.study.report.curves import (
     title_of,
 )
 from fl_lightning.study.report.energy_figure import PANELS, quality_over_joules
+from fl_lightning.study.report.overall import MIN_LEVELS, overall_diagram
+from fl_lightning.study.report.pareto import pareto
 from fl_lightning.study.report.places import critical_difference
 from fl_lightning.study.report.transfer_figure import negative_transfer
 from fl_lightning.study.statistics import mean_std
@@ -38,7 +40,7 @@ OUTLIER_RATIO = 5.0
 """A row of differences that reaches so many times as far as the others is an outlier."""
 FIGURES = re.compile(
     r"\w+_over_(rounds|megabytes|seconds|joules)|final_by_method|paired_differences|negative_transfer"
-    r"|critical_difference"
+    r"|critical_difference|pareto"
 )
 """The beginnings of the figures' file names."""
 
@@ -56,8 +58,11 @@ def figures(comparison: Comparison) -> Iterator[tuple[str, Figure | None]]:
         if comparison.pairs:
             yield _file("paired_differences", levels), forest(comparison, levels)
         yield _file("critical_difference", levels), critical_difference(comparison, levels)
+        yield _file("pareto", levels), pareto(comparison, levels)
         if comparison.transfer.alone:
             yield _file("negative_transfer", levels), negative_transfer(comparison, levels)
+    if len(comparison.levels) >= MIN_LEVELS:
+        yield "critical_difference_over_all_settings", overall_diagram(comparison)
     for others in comparison.without_stressor(comparison.levels) if comparison.study.degradation else []:
         yield _file("degradation_over_rounds", others), degradation(comparison, others)
     if any(name in comparison.metrics for name in PANELS):

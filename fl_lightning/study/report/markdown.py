@@ -10,11 +10,14 @@ from typing import Any
 
 from fl_lightning.study.metric_names import seeds
 from fl_lightning.study.plan.selection import ACCURACY
+from fl_lightning.study.plan.tuned import TunedRecord
 from fl_lightning.study.report import tables
 from fl_lightning.study.report.comparison import Comparison, Difference, Levels, name_of
 from fl_lightning.study.report.document import provenance
 from fl_lightning.study.report.judging import DECISIONS
-from fl_lightning.study.report.places import places_table, proposed_table
+from fl_lightning.study.report.overall import overall_table, proposed_table
+from fl_lightning.study.report.pareto import pareto_table
+from fl_lightning.study.report.places import places_table
 from fl_lightning.study.report.registered import NOT_REGISTERED, RegistrationReport
 from fl_lightning.study.report.transfer_tables import how_to_read as how_to_read_transfer
 from fl_lightning.study.report.transfer_tables import transfer_tables
@@ -83,8 +86,10 @@ def _parts(
     for levels in comparison.levels:
         yield _section(tables.results(comparison, levels))
     yield _section(proposed_table(comparison))
+    yield _section(overall_table(comparison))
     for levels in comparison.levels:
         yield _section(places_table(comparison, levels))
+    yield _section(pareto_table(comparison))
     for levels in comparison.levels:
         yield _section(tables.bits(comparison, levels))
     yield f"Primary metric: `{study.metric}`; selection: `{study.selection}`. {_setup(comparison)}"
@@ -206,16 +211,22 @@ def _gap(gap: Difference | None) -> str:
 
 def _tuned(comparison: Comparison) -> Iterator[str]:
     """Yield which settings ``tune`` chose, and how."""
-    record = comparison.study.tuned
-    if record is None:
+    found = comparison.study.tuned
+    if found is None:
         return
     yield "## Settings that tune chose"
-    yield (
+    for level, record in found.parts:
+        yield f"### At {level}" if level else ""
+        yield _how_tuned(record)
+        yield tables.tuned(record).markdown()
+
+
+def _how_tuned(record: TunedRecord) -> str:
+    return (
         f"Chosen for each method by `{record.metric}` ({record.direction}d), of {record.trials} trials over "
         f"the same values at seed {record.seed}, on {record.date}; search `{Path(record.search).name}`, "
         f"SHA-256 {record.search_sha256[:16]}. The test set chose nothing."
     )
-    yield tables.tuned(record).markdown()
 
 
 def _setup(comparison: Comparison) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fl_lightning.figures import BLACK, GREY, RED, legend_outside, new_axes
 from fl_lightning.study.ranks import Place, groups
 from fl_lightning.study.ranks import places as places_of
-from fl_lightning.study.report.comparison import Comparison, Levels, name_of
+from fl_lightning.study.report.comparison import Comparison, Levels
 from fl_lightning.study.report.curves import title_of
 from fl_lightning.study.report.tables import ReportTable, at
 
@@ -34,7 +34,7 @@ def places_table(comparison: Comparison, levels: Levels) -> ReportTable | None:
     if len(found) < MIN_METHODS:
         return None
     rows = [
-        [one.label, _named(one.alike), str(one.place), _ends(one.first, one.last), f"{one.mean_rank:.2f}"]
+        [one.label, named(one.alike), str(one.place), ends_of(one.first, one.last), f"{one.mean_rank:.2f}"]
         for one in found
     ]
     pairs = len(found) * (len(found) - 1) // 2
@@ -46,49 +46,28 @@ def places_table(comparison: Comparison, levels: Levels) -> ReportTable | None:
     return ReportTable.of(f"Places{at(levels)}", header, rows, 2, caption)
 
 
-def proposed_table(comparison: Comparison) -> ReportTable | None:
-    """Return the place of each proposed method at every level, by its own comparisons; None where no method
-    is proposed, or too few are compared."""
-    rows = []
-    for label in comparison.proposed:
-        for levels in comparison.levels:
-            found = {one.label: one for one in places(comparison, levels)}
-            if label not in found or len(found) < MIN_METHODS:
-                continue
-            tests = comparison.differences(comparison.study.metric, levels)
-            tests = [one for one in tests if label in (one.a, one.b)]
-            better, worse = (sum(getattr(one, who) == label for one in tests) for who in ("loser", "winner"))
-            alike = [one.b if one.a == label else one.a for one in tests if one.winner is None]
-            place = f"{found[label].place} of {len(found)}"
-            ends = _ends(1 + better, len(found) - worse)
-            rows.append([label, name_of(levels) or "all", _named(alike), place, ends])
-    if not rows:
-        return None
-    caption = (
-        f"in {comparison.column(comparison.study.metric).title}, by the differences in its table, which are "
-        "corrected for their number (Holm)"
-    )
-    header = ["method", "levels", "cannot be told apart from", "place", "95 % interval"]
-    return ReportTable.of("Place of what is proposed", header, rows, 3, caption)
-
-
-def _named(labels: Sequence[str]) -> str:
+def named(labels: Sequence[str]) -> str:
     return ", ".join(labels) or "none"
 
 
-def _ends(first: int, last: int) -> str:
+def ends_of(first: int, last: int) -> str:
     return str(first) if first == last else f"{first} to {last}"
 
 
 def critical_difference(comparison: Comparison, levels: Levels) -> Figure | None:
     """Draw the mean rank of each method and its interval of places, and bars over those that cannot be told
     apart; None with fewer than three methods, or without a seed that all have."""
-    found = sorted(places(comparison, levels), key=lambda one: (one.mean_rank, one.place))
+    written = comparison.column(comparison.study.metric)
+    title = title_of(f"Mean rank over seeds in {written.title}", levels)
+    return diagram(comparison, places(comparison, levels), title)
+
+
+def diagram(comparison: Comparison, found: Sequence[Place], title: str) -> Figure | None:
+    """Draw places as a critical-difference diagram; None with fewer than three, or without mean ranks."""
+    found = sorted(found, key=lambda one: (one.mean_rank, one.place))
     if len(found) < MIN_METHODS or any(one.mean_rank != one.mean_rank for one in found):
         return None
     bars = groups(found)
-    written = comparison.column(comparison.study.metric)
-    title = title_of(f"Mean rank over seeds in {written.title}", levels)
     size = (7.2, 1.6 + 0.3 * len(found) + 0.12 * len(bars))
     figure, axes = new_axes(title, "rank, 1 is the best", "", size)
     for row, one in enumerate(found):

@@ -215,7 +215,7 @@ def check_comparable(results: Results) -> None:
     groups: dict[tuple[tuple[str, str], ...], list[FinishedRun]] = {}
     alike: dict[tuple[tuple[str, str], ...], list[FinishedRun]] = {}
     for run in results.runs:
-        if run.content:  # runs of before, and data that their name identifies, have none
+        if run.content:  # runs of before, of images known by a name, have none
             alike.setdefault(tuple(run.levels.items()), []).append(run)
         levels = dict(run.levels)
         if axis in levels and levels[axis] in compared:

@@ -1,0 +1,150 @@
+"""Write the page of published figures beside ours, ``docs/results/published.md``:
+
+python docs/published.py                    # from the tables in docs/results/published
+python docs/published.py --runs runs        # after it has read the runs of configs/published in that folder
+
+``figures.csv`` has what was published, ``ours.csv`` the runs, ``costs.csv`` the CPU seconds of a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite
+from pathlib import Path
+
+from fl_lightning.study.plan.study import Study
+from fl_lightning.study.results.run_records import read_folder
+from fl_lightning.study.statistics import mean_std, t_interval
+
+DOCS = Path(__file__).parent
+TABLES, PAGE = DOCS / "results/published", DOCS / "results/published.md"
+CONFIGS = DOCS.parent / "configs/published"
+POINTS = 2.0
+"""A disagreement beyond so many points is named."""
+Row = Mapping[str, str]
+SOURCES = {
+    "niid_bench": (
+        "NIID-Bench",
+        "Li, Diao, Chen and He, Federated Learning on Non-IID Data Silos, ICDE 2022, in the reproduction of "
+        "Flower: the table under *Expected Results* in the README of `baselines/niid_bench` (adap/flower "
+        "at 77068b8), which has the form of Table III of the paper: best round on the test set, mean ± "
+        "standard deviation. The paper's own table was not at hand, so that `quantity` and `noise`, which "
+        "Flower did not run, have no published figure here",
+    ),
+    "pfllib": (
+        "PFLlib",
+        "Zhang et al., PFLlib, JMLR 2025: the first table of the leaderboard in its documentation "
+        "(`docs/benchmark.html` of TsingZ0/PFLlib at d832e76), *pathological* and *practical label skew* on "
+        "FMNIST: best round on the clients' test sets, of FedAvg and FedProx the global model's and of the "
+        "others the clients' own, mean ± standard deviation of three trials",
+    ),
+}
+HEAD = """\
+# Published figures beside ours
+
+This page is made by `python docs/published.py` from the tables in `docs/results/published`.
+
+The studies in `configs/published` are the protocols of the field's benchmarks on Fashion-MNIST: network,
+partition (example by example that of the published code), optimizer, epochs, batch, rounds and normalisation
+of pixels. What is other than published stands at the head of each file. A figure of ours is the mean over
+seeds of the best round on the test set, as published, and its 95 % interval. The test set chooses the round
+there, so that these figures are no estimate of how good a method is; they are here to be compared with
+published ones alone. What was run with fewer rounds says how many, and agrees or disagrees with nothing.
+*N minutes* are what a run of all rounds takes on two cores, by the CPU seconds of a round on a machine in use.
+"""
+
+
+def read(name: str) -> list[dict[str, str]]:
+    with (TABLES / f"{name}.csv").open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def rows_of_runs(root: Path) -> Iterator[dict[str, str]]:
+    """Yield a row for each finished run of the studies, those with fewer rounds (``<study>_short``) too."""
+    for study in SOURCES:
+        for folder in (root / study, root / f"{study}_short"):
+            for record in read_folder(folder) if folder.is_dir() else []:
+                tags, metadata = record.metadata["tags"], record.metadata
+                found = [row["test/accuracy"] for row in record.history if "test/accuracy" in row]
+                if metadata["status"] != "finished" or not found:
+                    continue
+                (axis,) = Study.read(CONFIGS / f"{study}.yaml").grid
+                yield {
+                    "study": study,
+                    "level": str(tags[axis]),
+                    "method": str(tags["label"]),
+                    "seed": str(metadata["seed"]),
+                    "rounds": str(len(record.history)),
+                    "best": f"{max(found):.6f}",
+                    "last": f"{found[-1]:.6f}",
+                }
+
+
+def minutes(study: str, method: str) -> float:
+    """Return the minutes of a run of all rounds on two cores."""
+    (seconds,) = [
+        float(row["seconds"]) for row in read("costs") if (row["study"], row["method"]) == (study, method)
+    ]
+    return seconds * rounds_of(study) / 60 / 2
+
+
+def rounds_of(study: str) -> int:
+    return int(Study.read(CONFIGS / f"{study}.yaml").settings["trainer.max_rounds"])
+
+
+def ours(study: str, runs: Sequence[Row], method: str, published: float | None) -> tuple[str, str]:
+    """Return our figure as it is written, and what there is to say of it."""
+    every = rounds_of(study)
+    if not runs:
+        return "-", f"not run, {minutes(study, method):.0f} minutes on two cores"
+    most = max(int(row["rounds"]) for row in runs)
+    values = [100 * float(row["best"]) for row in runs if int(row["rounds"]) == most]
+    mean, (low, high) = mean_std(values)[0], t_interval(values) if len(values) > 1 else (float("nan"),) * 2
+    shown = f"{mean:.2f}" + (f" [{low:.2f}, {high:.2f}]" if isfinite(low) else "")
+    seeds = f"{len(values)} seed{'s' * (len(values) > 1)}"
+    if most < every:
+        said = (
+            f"{most} of {every} rounds, {seeds}; all take {minutes(study, method):.0f} minutes on two cores"
+        )
+        return shown, said
+    apart = published is not None and abs(mean - published) > POINTS
+    return shown, seeds + (f"; {mean - published:+.1f} points, not explained" if apart and published else "")
+
+
+def page() -> str:
+    """Return the page."""
+    figures, runs, parts = read("figures"), read("ours"), [HEAD]
+    for study, (name, source) in SOURCES.items():
+        parts += [f"## {name}", f"Source: {source}. Study: `configs/published/{study}.yaml`."]
+        lines = ["| setting | method | published (%) | ours (%) | of ours |", "|---|---|---:|---:|---|"]
+        for row in figures:
+            if row["study"] != study:
+                continue
+            key = (study, row["level"], row["method"])
+            mine = [run for run in runs if (run["study"], run["level"], run["method"]) == key]
+            published = f"{row['mean']} ± {row['std']}" if row["mean"] else "-"
+            number, said = ours(study, mine, row["method"], float(row["mean"]) if row["mean"] else None)
+            lines.append(f"| {row['level']} | {row['method']} | {published} | {number} | {said} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=Path, help="folder of runs that ours.csv is made of")
+    given = parser.parse_args()
+    if given.runs is not None:
+        found = [*rows_of_runs(given.runs)]
+        with (TABLES / "ours.csv").open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(
+                file, list(read("ours")[0] if read("ours") else found[0]), lineterminator="\n"
+            )
+            writer.writeheader()
+            writer.writerows(found)
+    PAGE.write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""The page of published figures is generated, says of each figure what was run, and is about studies that are there."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+from places import ROOT
+from scripts import script
+
+from fl_lightning.study.plan.study import Study
+from fl_lightning.study.statistics import t_interval
+
+
+@pytest.fixture
+def published():
+    with script("docs/published") as module:
+        yield module
+
+
+def test_the_page_is_generated(published):
+    assert published.PAGE.read_text() == published.page(), "run python docs/published.py"
+
+
+def test_every_published_figure_is_of_a_cell_of_its_study_and_has_a_cost(published):
+    costs = {(row["study"], row["method"]) for row in published.read("costs")}
+    for name in published.SOURCES:
+        study = Study.read(ROOT / f"configs/published/{name}.yaml")
+        ((_, levels),) = study.grid.items()
+        figures = [row for row in published.read("figures") if row["study"] == name]
+        assert {row["level"] for row in figures} == {*levels}
+        assert {row["method"] for row in figures} == {*study.methods}
+        assert len(figures) == len(levels) * len(study.methods)
+        assert {(name, label) for label in study.methods} <= costs
+
+
+def test_ours_are_the_best_rounds_of_finished_runs_with_their_interval(published, tmp_path, monkeypatch):
+    """Fewer rounds are said and compared with nothing; a disagreement beyond two points is named."""
+    rows = [["study", "level", "method", "seed", "rounds", "best", "last"]]
+    for seed, (start, accuracy) in enumerate([(0.5, 0.9), (0.5, 0.91), (0.95, 0.92)]):
+        for study, rounds in (("niid_bench", 50), ("niid_bench_short", 3)):
+            run = tmp_path / "runs" / study / f"FedAvg-{seed}"
+            run.mkdir(parents=True)
+            tags = {"label": "FedAvg", "partition": {50: "iid", 3: "labels3"}[rounds]}
+            about = {"seed": seed, "status": "finished", "tags": tags}
+            (run / "metadata.json").write_text(json.dumps(about))
+            (run / "config.yaml").write_text("{}")
+            found = [start, *[0.4] * (rounds - 2), accuracy]
+            (run / "metrics.csv").write_text(
+                "round,test/accuracy\n" + "".join(f"{i},{x}\n" for i, x in enumerate(found, 1))
+            )
+    for row in sorted(published.rows_of_runs(tmp_path / "runs"), key=lambda row: (row["level"], row["seed"])):
+        rows.append([*row.values()])
+    assert [row[4:] for row in rows[1:4]] == [
+        ["50", "0.900000", "0.900000"],
+        ["50", "0.910000", "0.910000"],
+        ["50", "0.950000", "0.920000"],
+    ]
+    for name in ("figures", "costs"):
+        (tmp_path / f"{name}.csv").write_text((published.TABLES / f"{name}.csv").read_text())
+    with (tmp_path / "ours.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    monkeypatch.setattr(published, "TABLES", tmp_path)
+    lines = [
+        line
+        for line in published.page().splitlines()
+        if line.startswith(("| iid | FedAvg", "| labels3 | FedAvg"))
+    ]
+    low, high = t_interval([90, 91, 95])
+    assert (
+        lines[0]
+        == f"| iid | FedAvg | 89.23 ± 0.45 | 92.00 [{low:.2f}, {high:.2f}] | 3 seeds; +2.8 points, not explained |"
+    )
+    assert "| 3 of 50 rounds, 3 seeds; all take" in lines[1]
+    assert "points" not in lines[1]
+    assert "not run, " in published.page()
