@@ -11,7 +11,7 @@ HEAD = """\
 
 `fit`, `deploy`, `test`, `check` and the plan of a study check a run with one table. What does not fit is
 refused in one line before anything is created, with exit code 2. Methods have their default settings here.
-`python docs/generated.py` writes this page from that table, `fl_lightning/compatibility.py`.
+`python docs/generated.py` writes this page from that table, `fl_lightning/compatibility/`.
 
 {table}
 

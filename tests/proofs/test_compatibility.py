@@ -293,7 +293,7 @@ def test_what_methods_declared_before_refuses_holds_with_a_warning(name):
 
 
 def test_no_generic_code_asks_for_a_concrete_method():
-    rooms = ["loop.py", "trainer.py", "evaluation.py", "hooks.py", "compatibility.py"]
+    rooms = ["loop.py", "trainer.py", "evaluation.py", "hooks.py", "compatibility"]
     rooms += ["deploy", "probing", "engines", "aggregation", "run", "export", "tracking", "../callbacks"]
     paths = [ROOT / "fl_lightning" / room for room in rooms]
     files = [file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path])]
