@@ -211,6 +211,8 @@ def test_no_configuration_of_the_project_is_refused(fit):
     assert unsure <= len(CONFIGS) // 4
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_a_path_may_be_any_word():
     """A bare word is as good a folder as one with a slash."""
     tried = []
@@ -398,6 +400,8 @@ def refusal_of(function: Callable[[], object]) -> str:
     return ""
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_every_command_can_be_described():
     for command in COMMANDS:
         if not COMMANDS[command].quick and not COMMANDS[command].extra:

@@ -62,10 +62,7 @@ def total(rows, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "optimizer",
-    [pytest.param(name, marks=pytest.mark.essential if name == "momentum" else []) for name in OPTIMIZERS],
-)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_planes_go_because_of_the_regulariser(optimizer, tmp_path):
     """P1 and P2: no plane at 0; the more the larger lambda_b. P3, in short: accuracy at the claimed 0.01."""
     pruned, moved, accuracy = [], [], []

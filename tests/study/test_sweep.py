@@ -162,8 +162,9 @@ def test_killed_and_continued_a_study_is_as_if_never_killed(write, capfd):
 
 
 @pytest.mark.slow
-@pytest.mark.essential
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.essential), (signal.SIGTERM, 143)]
+)
 def test_interrupted_a_sweep_ends_its_cells_with_their_checkpoints(write, capfd, number, code):
     write(STUDY.replace("trainer.max_rounds: 60", "trainer.max_rounds: 100000"))
     before = start("--jobs", "2")
