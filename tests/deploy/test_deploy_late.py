@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from clocked import Loses
 from image_files import damaged, write
 from places import ROOT, SUPPORT
-from test_deploy import ALL, COMMON, Drop
+from test_deploy import ALL, COMMON, Drop, command_line, weights
 from test_deploy import simulated as simulated_here
 from test_deploy_flower import SMALL, finish, metadata_in, node_words, ours, program, superlink, wait_for  # noqa: F401
 
@@ -54,6 +55,39 @@ def test_a_node_that_is_late_is_dropped_and_takes_part_in_the_next_round(superli
     assert [(row["round"], row["client"]) for row in late] == [("2", "1"), ("2", "3")]
     assert all(int(row["download"]) > 1000 and row["upload"] == "0" for row in late)
     assert sorted(found["deployment"]["nodes"].values()) == [[0, 2], [1, 3]]
+
+
+def test_nobody_waits_for_a_node_when_enough_have_answered(superlink, tmp_path):  # noqa: F811
+    """All four clients are asked where two are wanted. From round 2 on the second node says nothing at all, and
+    a round may last ten minutes."""
+    address, programs = superlink
+    never = tmp_path / "never"
+    words = [SUPPORT / "slow_node.py", address, "node1", 1, 2, "certs/ca.crt", "certs/node1", never]
+    start_nodes(address, tmp_path, programs, *words)
+    config = ["--config", ROOT / "configs" / "fedavg.yaml", *COMMON, *ALL[:-1], "--trainer.participation=0.5"]
+    first = "--trainer.rounds={class_path: OverSelection, init_args: {factor: 2.0}}"
+    process, log = (
+        ours(*deploy_words(address, *config, first), cwd=tmp_path, log="deploy.log"),
+        tmp_path / "deploy.log",
+    )
+    programs.append(process)
+    assert finish(process, log) == 0, log.read_text()[-5000:]
+    assert "no answer of node slow: its clients count as late" in log.read_text()
+    (ledger,) = (tmp_path / "deployed").glob("*/*/ledger.csv")
+    late: dict[int, set[int]] = {}
+    for row in csv.DictReader(ledger.read_text().splitlines()):
+        if row["status"] == "lost":
+            late.setdefault(int(row["round"]), set()).add(int(row["client"]))
+    assert late[2] == late[3] == {1, 3}
+    assert len(late[1]) == 2
+    (metrics,) = (tmp_path / "deployed").glob("*/*/metrics.csv")
+    rows = list(csv.DictReader(metrics.read_text().splitlines()))
+    assert [float(row["clients/late"]) for row in rows] == [2.0] * 3
+    assert all(0 < float(row["clock/round_seconds"]) < 300 for row in rows)
+    cli = command_line("fedavg", tmp_path / "simulated", *ALL[:-1])
+    cli.trainer.callbacks.append(Loses(late))
+    cli.start()
+    assert metadata_in(tmp_path / "deployed")["weights_sha256"] == weights(cli)
 
 
 def test_a_node_with_damaged_data_is_refused_by_name(superlink, tmp_path):  # noqa: F811
