@@ -52,7 +52,7 @@ of pixels. What is other than published stands at the head of each file. A figur
 seeds of the best round on the test set, as published, and its 95 % interval. The test set chooses the round
 there, so that these figures are no estimate of how good a method is; they are here to be compared with
 published ones alone. What was run with fewer rounds says how many, and agrees or disagrees with nothing.
-*N minutes* are what a run of all rounds takes on two cores, by the CPU seconds of a round on a machine in use.
+*N minutes* are what a run of all rounds takes on two cores, by CPU seconds of a round on a machine in use.
 """
 
 

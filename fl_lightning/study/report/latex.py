@@ -21,7 +21,6 @@ from fl_lightning.study.plan.selection import ACCURACY
 from fl_lightning.study.report import tables
 from fl_lightning.study.report.comparison import Comparison, Levels, name_of
 from fl_lightning.study.report.overall import overall_table, proposed_table
-from fl_lightning.study.report.pareto import pareto_table
 from fl_lightning.study.report.places import places_table
 from fl_lightning.study.report.tables import ReportTable
 from fl_lightning.study.report.transfer_tables import transfer_tables
@@ -104,9 +103,8 @@ def tables_tex(comparison: Comparison, layout: Layout) -> str:
         parts.append(latex(table, _label(base, "", levels), caption if layout.caption else "", bold))
     if (proposed := proposed_table(comparison)) is not None:
         parts.append(latex(proposed, _label(base, "place")))
-    for name, every in (("overall", overall_table(comparison)), ("pareto", pareto_table(comparison))):
-        if every is not None:
-            parts.append(latex(every, _label(base, name)))
+    if (every := overall_table(comparison)) is not None:
+        parts.append(latex(every, _label(base, "overall")))
     for kind in (places_table, tables.bits, tables.differences):
         for levels in comparison.levels:
             if (found := kind(comparison, levels)) is not None:
