@@ -20,7 +20,14 @@ NETWORK = "model.init_args.network"
 WATCHERS = frozenset(
     {
         *("AccuracyBytesFigure", "BitWidthFigure", "ClientAccuracyFigure", "ConfusionMatrix", "ExpertFigure"),
-        *("FeatureMap", "LossLandscape", "OptionFigure", "PartitionFigure", "RelevanceFigure"),
+        *(
+            "FeatureMap",
+            "LadderFigure",
+            "LossLandscape",
+            "OptionFigure",
+            "PartitionFigure",
+            "RelevanceFigure",
+        ),
         *("Calibration", "GradientNorms", "Profile", "ProgressBar", "TimelineFigure", "TrainingCost"),
     }
 )
