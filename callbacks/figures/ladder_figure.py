@@ -81,20 +81,19 @@ def ladder_figure(
                 Rectangle(place, 0.8, 0.72, facecolor=color, edgecolor=GREY, linestyle="-" if on else ":")
             )
     parts = [name.split(".") for name in branches]
-    left.set_xticks(range(columns), [f"{one[1]}\n{KINDS[one[2]]}" for one in parts], fontsize=8)
-    left.tick_params(axis="x", labelrotation=0 if columns <= 8 else 90)
+    left.set_xticks(range(columns), [f"{one[1]} {KINDS[one[2]]}" for one in parts], fontsize=8, rotation=45)
     names = ["all branches", *(f"level {row}: {missing(levels[row], branches)}" for row in range(1, rows))]
     left.set_yticks(range(rows), names, fontsize=9)
     left.set(xlim=(-0.6, columns - 0.4), ylim=(rows - 0.4, -0.6), xlabel="block and branch")
     left.set_title("filled: computed; empty: left out")
-    right.barh(range(rows), shares, height=0.72, color=GREY)
+    right.barh(range(rows), shares, height=0.72, color=GREY, alpha=0.35)
     for row, share in enumerate(shares):
         text = f"{share:.0%}" + (f", loss {losses[row]:.3f}" if losses else "")
         right.text(0.02, row, text, va="center", fontsize=9)
     for budget in sorted({min(budget, 1.0) for budget in budgets}):
         right.axvline(budget, color=RED, linestyle="--", linewidth=1.2)
         right.text(budget, -0.58, f" budget {budget:g}", color=RED, fontsize=8, va="bottom", ha="center")
-    right.set(xlim=(0, 1.08), xlabel=f"energy of a token, share of the whole network\n{source}")
+    right.set(xlim=(0, 1.08), xlabel=f"energy of a token,\nof the whole network's\n{source}")
     open_frame(left, right)
     return figure
 
