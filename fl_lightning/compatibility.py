@@ -33,7 +33,7 @@ TASKS: tuple[TaskFeature, ...] = get_args(TaskFeature)
 Feature = (
     TaskFeature
     | Literal["module", "received_terms", "secure_sum", "privacy", "attack", "own_data", "server_optimizer"]
-    | Literal["personal", "finetune", "topology", "adapter_average"]
+    | Literal["personal", "finetune", "topology", "adapter_average", "asynchronous"]
 )
 """What a run may have and a method may refuse."""
 Refusal = tuple[str, str, str]
@@ -448,6 +448,8 @@ def _late_clients(run: Run) -> Iterator[Refusal]:
     if run.rounds.has_versions:
         rule = "it changes uploads knowing those of a round, and these arrive one by one"
         yield from _seen_uploads(run, f"{given} with", rule)
+        if why := why_not(run.method, "asynchronous"):
+            yield f"{given} with --model {run.name}", why, "write --trainer.rounds Deadline, or leave it out"
     noise = "epsilon is accounted for uniform cohorts, and who is in time depends on the clients"
     yield from _protected(run, f"{given} with", masks=MASKED_TO_THE_END, noise=noise)
 

@@ -82,6 +82,7 @@ class HESTLadder(Method):
         **no_personal("its clients have budgets of their own, and one ladder"),
         **only("language", "its levels are of sequences of tokens"),
         "module": "it switches the branches of a network",
+        "asynchronous": "what travels depends on the stage, and these uploads are of any round",
         "privacy": "losses of subsets travel beside weights, and noise for both leaves nothing of either",
     }
     counted_metrics = COUNTED

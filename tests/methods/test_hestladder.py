@@ -15,6 +15,8 @@ from tiny_language import adam, fit, records
 from toy import run
 
 from callbacks import LadderFigure
+from fl_lightning.clock import Deadline, FedBuff
+from fl_lightning.compatibility import Run, check_run
 from fl_lightning.energy.budgets.ladder import BranchCosts, all_masks, next_mask, protected_by
 from fl_lightning.energy.budgets.passes import Lengths
 from fl_lightning.energy.switched.branches import SwitchedBlock
@@ -353,6 +355,14 @@ def test_losses_that_cannot_be_are_refused():
 def test_bad_settings_are_refused(settings, said):
     with refused(said):
         built_ladder(**settings)
+
+
+def test_uploads_of_any_round_are_refused():
+    """A client of stage A has no losses for the round in which its upload arrives."""
+    run_of = Run(ladder_of(), rounds=FedBuff(4, 2), has_clock=True)
+    with refused("--trainer.rounds FedBuff with --model HESTLadder", "Deadline"):
+        check_run(run_of)
+    check_run(Run(ladder_of(), rounds=Deadline(1.0), has_clock=True))
 
 
 def test_a_run_has_a_picture_of_its_ladder(tmp_path):
