@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/hest_latency.py [--budget 0.6] [--rounds 10] [--answers 100]
     OMP_NUM_THREADS=1 python benchmarks/hest_latency.py --run hest=DIR --run tabs=DIR --run none=DIR
 
-Each contender is trained for some rounds of configs/hest_default.yaml, or comes from a run directory. Then
+Each contender is trained for some rounds of configs/hest_tokens.yaml, or comes from a run directory. Then
 prompts of the test set are answered one at a time, by each contender in turn and in rotating order, on one
 thread: the switched layers compute the option of each token, and leave out what is off. ``none`` is LoRA with
 all layers at *high*, as in the study; ``merged`` is the same network with W + dW as plain weights, without
@@ -39,7 +39,7 @@ from fl_lightning.models import LlamaTiny
 from fl_lightning.models.adapters import merged_lora
 from fl_lightning.probing.command import choose_checkpoint, load_model
 
-CONFIG = Path(__file__).resolve().parents[1] / "configs" / "hest_default.yaml"
+CONFIG = Path(__file__).resolve().parents[1] / "configs" / "hest_tokens.yaml"
 LORA = [
     "--model.network=LlamaTiny", "--model.network.rank=8", "--model.network.adapter=lora",
     "--model.costs=llama_tiny_lora", "--model.optimizer.init_args.lr=0.004",
@@ -99,7 +99,7 @@ def trained(name: str, options: argparse.Namespace, root: Path) -> Path:
     ]  # fmt: skip
     print(f"training {name} for {options.rounds} rounds", flush=True)
     FederatedCLI("fit", arguments).start()
-    return root / "hest_default" / name
+    return root / "hest_tokens" / name
 
 
 def loaded(run: Path) -> Any:

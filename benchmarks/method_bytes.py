@@ -20,7 +20,7 @@ from generated import rows  # noqa: E402
 
 ON_ADAPTERS = "lora_default"
 """FedAvg's configuration on adapters, which methods of language models are compared with."""
-OF_LANGUAGE = {"FedVEMoE", "HEST", "FedAdaLoRA"}
+OF_LANGUAGE = {"FedVEMoE", "HEST", "HESTLadder", "FedAdaLoRA"}
 ROUNDS = 2
 FEW = {
     "max_rounds": str(ROUNDS),

@@ -9,6 +9,7 @@ from callbacks.figures.client_accuracy_figure import ClientAccuracyFigure
 from callbacks.figures.confusion_matrix import ConfusionMatrix
 from callbacks.figures.expert_figure import ExpertFigure
 from callbacks.figures.feature_map import FeatureMap
+from callbacks.figures.ladder_figure import LadderFigure
 from callbacks.figures.loss_landscape import LossLandscape
 from callbacks.figures.option_figure import OptionFigure
 from callbacks.figures.partition_figure import PartitionFigure
@@ -62,6 +63,7 @@ __all__ = [
     "FeatureMap",
     "GradientNorms",
     "LabelNoise",
+    "LadderFigure",
     "LossLandscape",
     "NewTasks",
     "OptionFigure",

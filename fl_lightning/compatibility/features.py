@@ -16,7 +16,7 @@ TASKS: tuple[TaskFeature, ...] = get_args(TaskFeature)
 Feature = (
     TaskFeature
     | Literal["module", "received_terms", "secure_sum", "privacy", "attack", "own_data", "server_optimizer"]
-    | Literal["personal", "finetune", "topology", "adapter_average"]
+    | Literal["personal", "finetune", "topology", "adapter_average", "asynchronous"]
 )
 """What a run may have and a method may refuse."""
 OWNS_ONE = "it is the name of a server optimiser, and has no other"

@@ -28,6 +28,8 @@ def late_clients(run: Run) -> Iterator[Refusal]:
     if run.rounds.has_versions:
         rule = "it changes uploads knowing those of a round, and these arrive one by one"
         yield from seen_uploads(run, f"{given} with", rule)
+        if why := why_not(run.method, "asynchronous"):
+            yield f"{given} with --model {run.name}", why, "write --trainer.rounds Deadline, or leave it out"
     noise = "epsilon is accounted for uniform cohorts, and who is in time depends on the clients"
     yield from protected(run, f"{given} with", masks=MASKED_TO_THE_END, noise=noise)
 

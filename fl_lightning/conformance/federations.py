@@ -93,6 +93,18 @@ def small_costs() -> CostTable:
     return CostTable("modelled: CPU seconds x 15 W", "made up", "adapter", 12, groups, measured(10, 1))
 
 
+def small_branch_costs() -> CostTable:
+    """Return costs of the branches of :func:`small_llama`, as a + b n millijoules: 4 + 2 n, and
+    everything else 1 + n."""
+
+    def measured(a: float, b: float) -> MeasuredCost:
+        return MeasuredCost(CostLine(1e-3 * a, 1e-3 * b), CostLine(1.5e-3 * a, 1.5e-3 * b))
+
+    options = {"off": measured(0, 0), "int8": measured(4, 2), "high": measured(4, 2)}
+    groups = dict.fromkeys(("layers.0.self_attn", "layers.0.mlp"), options)
+    return CostTable("modelled: CPU seconds x 15 W", "made up", "branch", 12, groups, measured(1, 1))
+
+
 def _overwrite_images(data: Any, index: Tensor) -> None:
     data.train_images[index] = 255 - data.train_images[index]
     data.train_target[index] = other_labels(data.train_target[index], data.num_classes)

@@ -354,5 +354,25 @@ def trained_up(method: Any, upload: Payload) -> int:
     return payload_bytes({**EXAMPLES, "weights": (1, fp32_bytes(_trained_values(method)))})
 
 
+def ladder_down(method: Any, message: Payload) -> int:
+    """Broadcasts of HESTLadder hold the adapter; in stage B two masks of a bit a branch, and in stage C those
+    of all levels."""
+    if not method.has_masks:
+        return trained_down(method, message)
+    levels, branches = method.server["ladder"].shape
+    rows = 2 if method.round < method.plan.first_ladder else levels
+    weights = (1, fp32_bytes(_trained_values(method)))
+    return payload_bytes({"masks": (2, packed_bytes(rows * branches, 1)), "weights": weights})
+
+
+def ladder_up(method: Any, upload: Payload) -> int:
+    """Uploads of HESTLadder hold n_k and the adapter, and in rounds that search a loss in fp32 of the network
+    and of it without each branch."""
+    if not method.searches:
+        return trained_up(method, upload)
+    losses = (1, fp32_bytes(1 + method.server["ladder"].shape[1]))
+    return payload_bytes({**EXAMPLES, "weights": (1, fp32_bytes(_trained_values(method))), "losses": losses})
+
+
 def _trained_values(method: Any) -> int:
     return sum(p.numel() for p in method.network.parameters() if p.requires_grad)

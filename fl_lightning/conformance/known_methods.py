@@ -20,6 +20,7 @@ from fl_lightning.conformance.federations import (
     TEXT,
     TEXT_OF_ADALORA,
     ToyFederation,
+    small_branch_costs,
     small_costs,
 )
 from fl_lightning.conformance.personal import PersonalPath, adapted, alone, ditto, head_beside, mixture
@@ -227,6 +228,18 @@ KNOWN_METHODS: dict[str, dict[str, Any]] = {
         "neutral": {"budget": math.inf},
         "up": formulas.trained_up,
         "down": formulas.trained_down,
+    },
+    "HESTLadder": {
+        "settings": {
+            "costs": small_branch_costs(),
+            "all_on_rounds": 1,
+            "subset_rounds": 2,
+            "levels": 1,
+            "budget": 0.9,
+        },
+        "neutral": {"budget": math.inf},
+        "up": formulas.ladder_up,
+        "down": formulas.ladder_down,
     },
 }
 """What is known of the project's methods, by class name: their ``settings`` and the arguments of

@@ -8,13 +8,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fl_lightning.energy.calibration.branches import calibrate_branches
 from fl_lightning.energy.calibration.calibrate import DEFAULT_CONTEXT, Calibration
 from fl_lightning.energy.calibration.calibrate import calibrate as measure_network
 from fl_lightning.energy.calibration.fitting import MAX_RELATIVE_ERROR
 from fl_lightning.energy.calibration.meters import DEFAULT_WATTS, ModelledMeter, best_meter
 from fl_lightning.energy.calibration.networks import adapted_network
 from fl_lightning.energy.costs import CostTable
-from fl_lightning.energy.options import OPTIONS, PRECISIONS, SCOPES
+from fl_lightning.energy.options import BRANCH, OPTIONS, PRECISIONS, SCOPES
 from fl_lightning.energy.switched.kinds import MERGED
 from fl_lightning.energy.table_files import read_table, shipped_table, to_json
 from fl_lightning.errors import InputError, require, require_choice
@@ -56,7 +57,8 @@ def energy(
             power.
         watts: power of one busy core, for modelled joules.
         seconds: time of the measurement.
-        scope: what off leaves out, adapter or model. Default: model of merged adapters, else adapter.
+        scope: what off leaves out, adapter or model; or branch: the costs of whole residual branches, with
+            adapters merged. Default: model of merged adapters, else adapter.
         high: precision of the option high, float32 or bfloat16.
         context: tokens that a step sees, its own included.
         out: JSON file to write what was measured to.
@@ -82,7 +84,7 @@ def energy(
     require_choice(scope, SCOPES, "--scope")
     require_choice(high, PRECISIONS, "--high")
     require(
-        adapter != MERGED or scope == "model",
+        adapter != MERGED or scope in ("model", BRANCH),
         f"--adapter {MERGED} --scope {scope}",
         "an adapter that is merged into its layer cannot be left out by itself",
         "write --scope model",
@@ -96,7 +98,10 @@ def energy(
         )
     made = adapted_network(network, adapter, rank, targets)
     counter = best_meter("cpu", watts) if meter == "best" else ModelledMeter(watts)
-    found = measure_network(made, counter, seconds, scope, context, high=high)  # type: ignore[arg-type]
+    if scope == BRANCH:
+        found = calibrate_branches(made, counter, seconds, context)
+    else:
+        found = measure_network(made, counter, seconds, scope, context, high=high)  # type: ignore[arg-type]
     print_table(found.table, console)
     print_errors(found, console)
     if out is not None:

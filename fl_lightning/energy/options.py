@@ -9,7 +9,10 @@ OPTIONS = ("off", "int8", "high")
 OFF, INT8, HIGH = range(3)
 Scope: TypeAlias = Literal["adapter", "model"]
 """Whether *off* leaves out the adapter alone or the whole linear layer."""
-SCOPES: tuple[str, ...] = get_args(Scope)
+BRANCH = "branch"
+"""The scope of a table of costs of residual branches, of which *off* is the identity and costs nothing."""
+SCOPES: tuple[str, ...] = (*get_args(Scope), BRANCH)
+"""The scopes that a table of costs can have."""
 HighPrecision: TypeAlias = Literal["float32", "bfloat16"]
 """The precisions that the option ``high`` can be computed in; float32 stands for the network's own."""
 PRECISIONS: tuple[str, ...] = get_args(HighPrecision)

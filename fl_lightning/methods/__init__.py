@@ -59,6 +59,7 @@ from fl_lightning.methods.fedvemoe import FedVEMoE
 from fl_lightning.methods.fedyogi import FedYogi
 from fl_lightning.methods.finetune import FineTune
 from fl_lightning.methods.hest import HEST
+from fl_lightning.methods.hestladder import HESTLadder
 from fl_lightning.methods.lgfedavg import LGFedAvg
 from fl_lightning.methods.local_only import LocalOnly
 from fl_lightning.methods.mofedsam import MoFedSAM
@@ -134,6 +135,7 @@ __all__ = [
     "FineTune",
     "FineTuning",
     "GeometricMedian",
+    "HESTLadder",
     "Krum",
     "LGFedAvg",
     "LabelSmoothing",

@@ -24,19 +24,22 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fl_lightning import rng
 from fl_lightning.aggregation.server_optimizers import SQUARES
 from fl_lightning.aggregation.sums import Addend, Sums
 from fl_lightning.client import Client
 from fl_lightning.config.constraints import within
 from fl_lightning.data import FederatedData
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, require
 from fl_lightning.methods.quantized import QuantizedMethod, encode_layers
+from fl_lightning.methods.supernet import narrower, narrower_loss
 from fl_lightning.quantization import allocate_bits, quantize_and_prune
 from fl_lightning.quantization.allocation import MAX_BITS
 from fl_lightning.quantization.latent import Latent
 from fl_lightning.quantization.layer import Grid, Layer, Representation
 from fl_lightning.quantization.planes import Planes
 from fl_lightning.quantization.uniform import SMALLEST_SCALE, nearest_scale
+from fl_lightning.tasks import ClassRows
 from fl_lightning.wire import Codes, Limit, Payload, PayloadError
 
 GROWTH = 2.5
@@ -70,6 +73,9 @@ class FedMPQ(QuantizedMethod):
         download: what the client is sent: W_t in ``full`` precision, or ``quantised`` at its own bit-widths.
         activation_bits: magnitude bits of the inputs of quantised layers, 1 to 8, or null for full precision.
         quantise_shortcuts: whether 1x1 convolutions on shortcuts are quantised too.
+        supernet: whether each local step also trains narrower allocations, taught by the client's own: 1 bit
+            everywhere, and two at random. The one model then serves every budget below (:meth:`deploy_at`).
+            A step takes four passes. Of ``representation: latent``, and not of FedMPQKD.
         settings: those of every method.
     """
 
@@ -94,9 +100,19 @@ class FedMPQ(QuantizedMethod):
         download: Literal["full", "quantised"] = "full",
         activation_bits: int | None = None,
         quantise_shortcuts: bool = True,
+        supernet: bool = False,
         **settings: Any,
     ) -> None:
         super().__init__(bits, download, activation_bits, quantise_shortcuts, **settings)
+        require(
+            not supernet or (type(self).training_step is FedMPQ.training_step and representation == "latent"),
+            f"--model.supernet true with --model {type(self).__name__} "
+            f"--model.representation {representation}",
+            "other allocations are other grids of the same weights, and the client's own is their teacher",
+            "write --model FedMPQ --model.representation latent",
+        )
+        self.supernet = supernet
+        self.stackable = type(self).stackable and not supernet  # allocations are drawn in Python
         self.lambda_b = lambda_b
         self.prune_threshold = prune_threshold
         self.rounding = rounding
@@ -106,6 +122,12 @@ class FedMPQ(QuantizedMethod):
 
     def build(self, data: FederatedData) -> None:
         super().build(data)
+        require(
+            not self.supernet or (self.module is None and self.task.has_classes),
+            f"--model.supernet true with {'a module' if self.module else type(self.task).__name__}",
+            "narrower allocations learn from logits of classes",
+            "leave supernet out",
+        )
         if any(p.dtype != torch.float32 for p in self.network.parameters() if p.requires_grad):
             raise InputError(
                 f"--model {type(self).__name__} with a network that is not in float32",
@@ -146,6 +168,9 @@ class FedMPQ(QuantizedMethod):
         self.scales, self.pull = (message.tensor(name).to(self.device) for name in ("grid", "pull"))
         flat = [self._in_memory(at, tensors[name]) for at, name in enumerate(self.layers)]
         self.variables = nn.Parameter(self.representation.variables(flat, self.grid))
+        if self.supernet:  # narrower allocations are trained on the grids that they will be deployed on
+            pairs = zip(flat, self.layer_bits, strict=True)
+            self.nearest = [[nearest_scale(each, n) for n in range(1, most + 1)] for each, most in pairs]
         self.remember_received()
 
     @property
@@ -181,11 +206,32 @@ class FedMPQ(QuantizedMethod):
         return self._by_name(weights), penalty
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
-        """``loss = loss_task + loss_bit``; ``loss_bit`` is lambda_b * L_bit, as it enters."""
+        """``loss = loss_task + loss_bit``; ``loss_bit`` is lambda_b * L_bit, as it enters. Of a supernet also
+        ``loss_narrow``, the sum over the narrower allocations of KL(own || narrower)."""
         weights, bit_norm = self.quantized_weights()
         task, student = self.task_and_logits(batch, batch_idx, weights)
         bit = self.lambda_b * bit_norm
-        return self.with_terms({"loss": task + bit, "loss_task": task, "loss_bit": bit}, batch, student)
+        losses = {"loss": task + bit, "loss_task": task, "loss_bit": bit}
+        if self.supernet:
+            narrow = self._narrower_loss(batch, batch_idx, student)
+            losses |= {"loss": losses["loss"] + narrow, "loss_narrow": narrow}
+        return self.with_terms(losses, batch, student)
+
+    def _narrower_loss(self, batch: Any, batch_idx: int, own: Tensor | None) -> Tensor:
+        """Return what a supernet adds to the loss of a step, given the logits of the client's own bits."""
+        assert own is not None, "a module gives no logits"
+        inputs, target = batch
+
+        def rows_at(bits: Sequence[int]) -> ClassRows:
+            layers = [Layer(n, size) for n, size in zip(bits, self.layer_sizes, strict=True)]
+            scales = [known[n - 1] for known, n in zip(self.nearest, bits, strict=True)]
+            grid = Grid(layers, self.scales.new_tensor(scales), self.pull)
+            found, _ = self.representation.quantized(self.variables, grid)
+            within = [each.clamp(-most, most) for each, most in zip(found, scales, strict=True)]
+            return self.task.class_rows(self._logits(inputs, self._by_name(within)), target)
+
+        noise = rng.stream(self.seed, f"allocations/{batch_idx}", self.round)
+        return narrower_loss(self.task.class_rows(own, target), narrower(self.layer_bits, noise), rows_at)
 
     def trained_weights(self) -> dict[str, Tensor]:
         """Return what the clients train, before rounding: its gradient is that of W_q by the identity."""
@@ -337,6 +383,12 @@ class FedMPQ(QuantizedMethod):
         tensors = self.layout.unpack(weights)
         scales = [nearest_scale(tensors[name], n) for name, n in zip(self.layers, bits, strict=True)]
         return self.codec.encode(weights, bits, scales=scales)
+
+    def deploy_at(self, budget: float) -> nn.Module:
+        """Return W_t on the grid at the bit-widths of another budget, in magnitude bits per weight: what a
+        supernet is trained for."""
+        payload = self.quantized(self.allocate(budget), self.evaluated_weights)
+        return self.deployed(self.codec.decode(payload, sender="server"), None)
 
     def allocate(self, budget: float) -> list[int]:
         """Bits of each layer for a budget: uniform before the first aggregation, FedMPQ's rule afterwards."""

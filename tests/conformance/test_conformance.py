@@ -23,6 +23,7 @@ NEUTRAL = {
     "FedKD",
     "FedVEMoE",
     "HEST",
+    "HESTLadder",
 }
 NEUTRAL |= {"FedLC", "MOON", "FedCM", "MoFedSAM", "FedDC", "FedSpeed"}
 NEUTRAL |= {"Ditto", "FedRoD", "APFL", "FedALA"}
@@ -46,7 +47,7 @@ NO_MEAN = {"FineTune", "FedBN", *PARTS_STAY}  # or what is evaluated is not the 
 KEEPS |= {"FedPer", "FedRep", "FedBN", "LGFedAvg"}
 SINGLE_UPLOADS = {"FedKD", "FedMosaic", "LocalOnly", "FedProto"}
 OF_ITS_OWN = {"FedMosaic", "LocalOnly", "Oracle", "FedVEMoE"}
-OF_TEXT = {"FedAdaLoRA", "FedVEMoE", "HEST"}
+OF_TEXT = {"FedAdaLoRA", "FedVEMoE", "HEST", "HESTLadder"}
 ON_THE_QUADRATIC = {
     "known optimum",
     "agreement",
@@ -83,7 +84,7 @@ def test_every_method_conforms(name):
     expected |= (
         ON_THE_QUADRATIC | {"partial participation", "weights by examples"} if name in OF_TEXT else set()
     )
-    starts_apart = {"AQFL", "FedAdaLoRA", "FedKD", "HEST", "SCAFFOLD", "FedDyn", *OF_ITS_OWN}
+    starts_apart = {"AQFL", "FedAdaLoRA", "FedKD", "HEST", "HESTLadder", "SCAFFOLD", "FedDyn", *OF_ITS_OWN}
     starts_apart |= {"FedDC", "FedSpeed", "FedLC", "MOON", *PERSONAL}
     starts_apart |= {"FedBN", *PARTS_STAY}
     expected |= {"same start as declared"} if name in starts_apart else set()

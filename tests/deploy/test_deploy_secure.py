@@ -121,7 +121,11 @@ class Mortal(InProcess):
         ("fedavg", [*IMAGES, "--model.server_optimizer=Extrapolation"]),
         ("qfedavg", [*IMAGES, "--trainer.secure_sum={threshold: 0.6, neighbours: 2}"]),
         ("fedmpq", IMAGES),
-        ("hest_default", TEXTS),
+        ("hest_tokens", TEXTS),
+        (
+            "hest_default",
+            [*TEXTS, "--model.all_on_rounds", "1", "--model.subset_rounds", "2", "--model.levels", "1"],
+        ),
         ("vemoe_default", [*TEXTS, "--model.wire=oblivious", "--model.down=changed"]),
         ("lora_default", [*TEXTS, "--model.adapter_average=alternate"]),
     ],
@@ -159,8 +163,8 @@ def test_a_node_that_dies_leaves_before_the_phase(phase, tmp_path):
 @pytest.mark.essential
 def test_a_dead_node_has_kept_its_states(tmp_path):
     """A client of HEST that trained and whose vector never came goes on from the price that it kept before."""
-    cli = deployed("hest_default", tmp_path, Mortal(tmp_path, [1], "masked"), *TEXTS)
-    assert weights(cli) == simulated("hest_default", tmp_path, *TEXTS, drop=Leave(2, [1], "masked"))
+    cli = deployed("hest_tokens", tmp_path, Mortal(tmp_path, [1], "masked"), *TEXTS)
+    assert weights(cli) == simulated("hest_tokens", tmp_path, *TEXTS, drop=Leave(2, [1], "masked"))
     kept = sorted(path.stem for path in (tmp_path / "node1" / "states").glob("*/client_000001/*.safetensors"))
     assert kept == ["after_000001", "after_000003"]
 

@@ -229,7 +229,7 @@ def test_a_method_of_ones_own_is_refused_where_it_reads_uploads():
 
     assert "aggregate" in why_not(Reads(), "secure_sum")
     assert "aggregate" in why_not(Reads, "secure_sum")
-    others = {"FedAdaLoRA", "FedVEMoE", "HEST"} | OPTIMISED
+    others = {"FedAdaLoRA", "FedVEMoE", "HEST", "HESTLadder"} | OPTIMISED
     assert {*methods_with("secure_sum")} == {*METHODS} - {"NormClipping"} | others
 
 

@@ -6,7 +6,7 @@ import signal
 
 import language_program
 import pytest
-from language_program import KINDS, TABLE, start
+from language_program import KINDS, LADDER, TABLE, start
 from outcomes import differences, outcome
 from ranked import started
 
@@ -48,7 +48,7 @@ def test_killed_and_continued_adapters_are_exact(whole, tmp_path):
 
 def test_two_processes_are_one_on_language_and_on_tables(whole, tmp_path):
     """Of LocalOnly each generates the answers of a part of the clients."""
-    kinds = ("FedAvg", "residual", "alternate", "LocalOnly", "FedVEMoE", "HEST", TABLE)
+    kinds = ("FedAvg", "residual", "alternate", "LocalOnly", "FedVEMoE", "HEST", LADDER, TABLE)
     program = started(tmp_path, "two", *kinds, program=language_program.__file__)
     _, errors = program.communicate(timeout=240)
     assert program.returncode == 0, errors

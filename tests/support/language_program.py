@@ -13,14 +13,16 @@ import numpy as np
 import pandas as pd
 import torch
 from budgeted import costs
+from laddered import branch_costs
 from tiny_language import fit, method_of, records
 from toy import sgd
 
 from callbacks import ExpertFigure, LabelNoise
 from fl_lightning.data import IID, TableData
 from fl_lightning.hooks import Stressor
-from fl_lightning.methods import HEST, FedAvg, FedVEMoE, LocalOnly
+from fl_lightning.methods import HEST, FedAvg, FedVEMoE, HESTLadder, LocalOnly
 
+LADDER = "HESTLadder"
 KINDS = {
     "FedAvg": (FedAvg, False),
     "FFA-LoRA": (FedAvg, True),
@@ -29,6 +31,12 @@ KINDS = {
     "LocalOnly": (LocalOnly, False),
     "FedVEMoE": (partial(FedVEMoE, k_init=2, k_max=3, top_m=3), False),
     "HEST": (partial(HEST, costs=costs(), scope="adapter", budget=[0.6, 0.9]), False),
+    LADDER: (
+        partial(
+            HESTLadder, costs=branch_costs(1), budget=[0.9, 0.8], all_on_rounds=1, subset_rounds=2, levels=1
+        ),
+        False,
+    ),
 }
 TABLE = "table"
 
@@ -48,7 +56,7 @@ class Stops(Stressor):
 def start(
     kind: str, folder: Path, stop_after: int | None = None, number: int = signal.SIGINT, **settings
 ) -> None:
-    """Three rounds of a part of the clients with one or two local steps, evaluated with generated answers.
+    """Three rounds, of a ladder four, of a part of the clients with one or two local steps, evaluated with generated answers.
 
     Args:
         kind: one of ``KINDS``, or ``TABLE``.
@@ -64,7 +72,12 @@ def start(
     else:
         cls, ffa = KINDS[kind]
         data, method = records(), method_of(cls, ffa=ffa)
-    small = {"max_rounds": 3, "participation": 0.75, "checkpoint_every": 1, "local_epochs": 1}
+    small = {
+        "max_rounds": 4 if kind == LADDER else 3,
+        "participation": 0.75,
+        "checkpoint_every": 1,
+        "local_epochs": 1,
+    }
     callbacks = [LabelNoise(round=2, clients=0.5, among="cohort"), stops]
     if isinstance(method, FedVEMoE):
         callbacks.append(ExpertFigure())

@@ -12,6 +12,7 @@ from fl_lightning.energy.budgets.device import Device
 from fl_lightning.energy.budgets.ledger import BatchedEnergyLedger
 
 if TYPE_CHECKING:
+    from fl_lightning.energy.budgets.levels import LevelLedger
     from fl_lightning.energy.budgets.passes import Lengths
 
 COUNTED = frozenset({"energy/clamped", "energy/refused", "energy/over_budget"})
@@ -55,7 +56,7 @@ class Measurements:
         for name in rows[0].sums:
             self._add(name, torch.cat([row.sums[name] for row in rows]))
 
-    def count(self, ledger: BatchedEnergyLedger) -> None:
+    def count(self, ledger: BatchedEnergyLedger | LevelLedger) -> None:
         """Count what a ledger has downgraded and refused."""
         self._add("energy/clamped", ledger.clamped)
         self._add("energy/refused", ledger.refused)

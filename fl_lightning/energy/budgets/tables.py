@@ -10,8 +10,9 @@ from typing import TypeAlias
 from fl_lightning.energy.budgets.device import Device
 from fl_lightning.energy.budgets.passes import Lengths
 from fl_lightning.energy.costs import CostTable, one_label
-from fl_lightning.energy.options import OPTIONS
+from fl_lightning.energy.options import BRANCH, OPTIONS
 from fl_lightning.energy.switched import SwitchedLinear
+from fl_lightning.energy.switched.branches import branch_names
 from fl_lightning.energy.switched.kinds import MERGED, adapter_name
 from fl_lightning.energy.table_files import read_table, shipped_table
 from fl_lightning.errors import InputError, require
@@ -19,6 +20,13 @@ from fl_lightning.models.adapters import LoRALinear, SpectralLinear
 
 DEFAULT_TABLES = {"model": "llama_tiny", "adapter": "llama_tiny_adapter"}
 """Shipped tables of costs of spectral adapters by what *off* leaves out."""
+BRANCH_TABLE = "llama_tiny_branches"
+"""The shipped table of costs of branches."""
+BRANCH_ADVICE = (
+    "calibrate: python -m fl_lightning energy --calibrate true --scope branch --adapter merged "
+    "--out costs.json, and write --model.costs costs.json"
+)
+"""How to make a table of costs of branches, for error messages."""
 Costs: TypeAlias = str | CostTable | None
 """A table, its file or the name of a shipped one; None: the shipped one that is of the adapters."""
 
@@ -74,6 +82,35 @@ def devices_of(
     one_label(table.label for table in tables)  # energy/joules is a mean over devices
     count = math.lcm(len(tables), len(shares))
     return [Device(tables[i % len(tables)], shares[i % len(shares)], whole) for i in range(count)]
+
+
+def branch_devices(costs: Sequence[Costs], shares: Sequence[float], blocks: int) -> list[Device]:
+    """Return the kinds of devices of a network whose branches are switched: device i has table i and
+    budget i, each modulo their number. Budgets are of the whole network.
+
+    Args:
+        costs: tables of costs of branches, one or more; None: the shipped one of ``llama_tiny``.
+        shares: budgets as shares of the cost of all branches, one or more.
+        blocks: of the network.
+
+    Raises:
+        InputError: there is no table, or one is of another scope, network or source of joules.
+    """
+    require(costs, "--model.costs []", "a list has the table of one client or more", "leave it out")
+    tables = []
+    for one in costs:
+        name = one or BRANCH_TABLE
+        table = name if isinstance(name, CostTable) else table_of(name, BRANCH_ADVICE)
+        require(
+            table.scope == BRANCH,
+            f"a ladder of branches with a table of costs of the scope {table.scope}",
+            "a table is of what is left out",
+            BRANCH_ADVICE,
+        )
+        tables.append(table.for_groups(branch_names(blocks), BRANCH_ADVICE).without_useless())
+    one_label(table.label for table in tables)
+    count = math.lcm(len(tables), len(shares))
+    return [Device(tables[i % len(tables)], shares[i % len(shares)], whole=True) for i in range(count)]
 
 
 def table_of(costs: str, advice: str) -> CostTable:

@@ -54,6 +54,8 @@ class Llama(Generating):
 
     reads_tokens = True
     """Declares to ``build_network`` that examples are token ids and outputs are ``[B, T, V]``."""
+    cache_kind: type[KeyValueCache]
+    """What keys and values are kept in while answers are written; a :class:`KeyValueCache`."""
 
     def __init__(
         self, vocab_size: int, width: int = 96, depth: int = 4, heads: int = 4, hidden: int | None = None
@@ -66,7 +68,7 @@ class Llama(Generating):
             "all are 1 or more, and the width is a multiple of 2 * heads",
             "write e.g. width 96, depth 4, heads 4",
         )
-        self.heads, self.hidden = heads, hidden
+        self.heads, self.hidden, self.cache_kind = heads, hidden, KeyValueCache
         self.embed_tokens = nn.Embedding(vocab_size, width)
         self.layers = nn.ModuleList(Block(width, heads, hidden) for _ in range(depth))
         self.norm = nn.RMSNorm(width, NORM_EPSILON)
@@ -117,7 +119,7 @@ class Llama(Generating):
     def continued(
         self, ids: Tensor, lengths: Tensor, max_new_tokens: int, eos: int | None, filler: int
     ) -> Tensor:
-        cache = KeyValueCache()
+        cache = self.cache_kind()
         positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0).expand(len(ids), -1)
         features = self.features(ids, positions, cache)
         last = features[torch.arange(len(ids), device=ids.device), lengths - 1]
@@ -160,17 +162,36 @@ class Attention(nn.Module):
         self.qkv_proj = nn.Linear(width, 3 * width, bias=False)
         self.o_proj = nn.Linear(width, width, bias=False)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], cache: LayerCache | None = None) -> Tensor:
-        """Map features ``[B, T, width]`` to features of this shape."""
+    def forward(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        cache: LayerCache | None = None,
+        written: Tensor | None = None,
+    ) -> Tensor:
+        """Map features ``[B, T, width]`` to features of this shape.
+
+        Args:
+            x: the features.
+            rotary: tables of :func:`rotary_tables`.
+            cache: keys and values of earlier tokens.
+            written: which tokens other tokens may see, bool ``[B, T]``; None: all. A cache that is given with
+                it takes it too.
+        """
         size, length, width = x.shape
         split = self.qkv_proj(x).view(size, length, 3, self.heads, width // self.heads)
         by_head = split.permute(2, 0, 3, 1, 4)  # [3, B, H, T, D]
         query, key = rotated(by_head[:2], *rotary)
         if cache is None:
             visible = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
+            if written is not None:
+                itself = torch.eye(length, dtype=torch.bool, device=x.device)
+                visible = visible & (written[:, None, None, :] | itself)
             seen = attention(query, key, by_head[2], visible)
-        else:
+        elif written is None:
             seen = attention(query, *cache.append(key, by_head[2]))
+        else:
+            seen = attention(query, *cache.append(key, by_head[2], written))
         return self.o_proj(seen.transpose(1, 2).reshape(size, length, width))
 
 
@@ -237,8 +258,10 @@ class LayerCache:
     index: int
     positions: Tensor
 
-    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Add keys and values ``[B, H, T, D]`` at the positions.
+    def append(
+        self, key: Tensor, value: Tensor, written: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Add keys and values ``[B, H, T, D]`` at the positions; of all tokens, whatever ``written`` says.
 
         Returns:
             all keys and values ``[B, H, S, D]``, and which of them each token may see, ``[B, 1, T, S]``.

@@ -20,8 +20,8 @@ NETWORK = "model.init_args.network"
 WATCHERS = frozenset(
     {
         *("AccuracyBytesFigure", "BitWidthFigure", "ClientAccuracyFigure", "ConfusionMatrix", "ExpertFigure"),
-        *("FeatureMap", "LossLandscape", "OptionFigure", "PartitionFigure", "RelevanceFigure"),
-        *("Calibration", "GradientNorms", "Profile", "ProgressBar", "SlowClients"),
+        *("FeatureMap", "LadderFigure", "LossLandscape", "OptionFigure", "PartitionFigure"),
+        *("Calibration", "GradientNorms", "Profile", "ProgressBar", "RelevanceFigure", "SlowClients"),
         *("TimelineFigure", "TrainingCost"),
     }
 )

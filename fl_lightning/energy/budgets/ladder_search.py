@@ -1,0 +1,171 @@
+"""When a federation's ladder is searched, and what the server makes of the losses that its clients report.
+
+Rounds are those of three stages: A, all branches; B, random subsets; C, the ladder. In the first round
+of B the loss without each branch says which are protected, and each of the last K rounds of B adds a
+level.
+
+``G`` branches, ``K`` levels below the full network, ``M`` candidates.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.energy.budgets.device import Device
+from fl_lightning.energy.budgets.ladder import (
+    BranchCosts,
+    all_masks,
+    best_within,
+    next_mask,
+    protected_by,
+    without,
+    without_each,
+)
+
+log = logging.getLogger("fl_lightning")
+
+Search: TypeAlias = Literal["elimination", "random", "enumeration"]
+"""How a ladder is found: by what the next branch loses for its joules; by chance; or of all subsets."""
+
+
+@dataclass(frozen=True)
+class LadderSearch:
+    """The rounds of a search, and its decisions.
+
+    Args:
+        kind: how the ladder is found.
+        first_subsets: the first round of stage B.
+        first_ladder: the first round of stage C.
+        levels: K.
+        budgets: of the clients, as shares.
+    """
+
+    kind: Search
+    first_subsets: int
+    first_ladder: int
+    levels: int
+    budgets: Sequence[float]
+
+    def start(self, branches: int) -> dict[str, Tensor]:
+        """Return what a server knows before the search: ``ladder`` uint8 ``[K + 1, G]``, each level as
+        the last that is known, their losses ``ladder_losses [K + 1]``, and which branches are
+        ``protected``, uint8 ``[G]``."""
+        return {
+            "ladder": torch.ones(self.levels + 1, branches, dtype=torch.uint8),
+            "ladder_losses": torch.zeros(self.levels + 1),
+            "protected": torch.zeros(branches, dtype=torch.uint8),
+        }
+
+    def level_of(self, round: int) -> int:
+        """Return which level a round adds, from 1 to K; 0: none."""
+        level = round - (self.first_ladder - self.levels) + 1
+        return level if 1 <= level <= self.levels else 0
+
+    def asks(self, round: int) -> bool:
+        """Return whether clients report the losses of candidates in a round."""
+        if self.kind == "enumeration":
+            return round in (self.first_subsets, self.first_ladder - 1)
+        return round == self.first_subsets or (self.kind == "elimination" and self.level_of(round) > 0)
+
+    def candidates(self, base: Tensor, round: int) -> Tensor:
+        """Return the masks whose losses are reported in a round, bool ``[M, G]``.
+
+        Args:
+            base: the ladder's last level so far, bool ``[G]``.
+            round: the round.
+        """
+        if self.kind == "enumeration" and round != self.first_subsets:
+            return all_masks(len(base))
+        return without_each(base)
+
+    def lowest_share(self, round: int) -> float:
+        """Return s_t: from 1 to the smallest budget over the first half of stage B, then that."""
+        half = max((self.first_ladder - self.first_subsets) / 2, 1.0)
+        fallen = min((round - self.first_subsets) / half, 1.0)
+        return 1.0 - fallen * (1.0 - min(*self.budgets, 1.0))
+
+    def next_entries(
+        self,
+        known: Mapping[str, Tensor],
+        losses: Tensor | None,
+        round: int,
+        device: Device,
+        noise: np.random.Generator,
+    ) -> dict[str, Tensor]:
+        """Return what a server knows after a round, of the entries of :meth:`start` those that changed.
+
+        Args:
+            known: these entries.
+            losses: of the round's candidates ``[M]``; None where none were asked for.
+            round: the round.
+            device: by whose joules a branch is chosen.
+            noise: what ``random`` draws from.
+        """
+        if round == self.first_subsets:
+            assert losses is not None, "the first round of stage B asks for losses"
+            return {"protected": protected_by(losses).to(torch.uint8)}
+        level = self.level_of(round)
+        if not level or (self.kind == "enumeration" and losses is None):
+            return {}
+        charged = BranchCosts.of(device, "q99")
+        if self.kind == "enumeration":
+            assert losses is not None
+            found = self._best(known, losses, charged)
+        else:
+            found = self._next(known, losses, level, BranchCosts.of(device), charged, noise)
+        share = float(charged.share(found["ladder"][-1:].bool()))
+        if round == self.first_ladder - 1 and share > min(self.budgets):
+            log.warning(
+                "the ladder ends at %.2f of the full network's energy, and sequences under the budget %g are "
+                "refused: write more --model.levels, or a larger budget",
+                share,
+                min(self.budgets),
+            )
+        return found
+
+    def _next(
+        self,
+        known: Mapping[str, Tensor],
+        losses: Tensor | None,
+        level: int,
+        costs: BranchCosts,
+        charged: BranchCosts,
+        noise: np.random.Generator,
+    ) -> dict[str, Tensor]:
+        """Return the ladder with one level more, unless its last fits the smallest budget already."""
+        base, protected = known["ladder"][-1].bool(), known["protected"].bool()
+        free, mask, branch = (base & ~protected).nonzero()[:, 0].tolist(), base, -1
+        if float(charged.share(base.unsqueeze(0))) > min(self.budgets) and free:
+            if losses is None:
+                mask = without(base, free[int(noise.integers(len(free)))])
+            else:
+                mask, branch = next_mask(base, losses, costs.branches, protected)
+        ladder, of_levels = known["ladder"].clone(), known["ladder_losses"].clone()
+        ladder[level:] = mask.to(torch.uint8)
+        if losses is not None:
+            if level == 1:
+                of_levels[0] = losses[0]
+            of_levels[level:] = losses[branch + 1]
+        return {"ladder": ladder, "ladder_losses": of_levels}
+
+    def _best(self, known: Mapping[str, Tensor], losses: Tensor, charged: BranchCosts) -> dict[str, Tensor]:
+        """Return the ladder of the best subset for each budget; it need not be nested."""
+        masks = all_masks(known["ladder"].shape[1])
+        shares, ladder, of_levels = (
+            charged.share(masks),
+            known["ladder"].clone(),
+            known["ladder_losses"].clone(),
+        )
+        of_levels[:] = losses[-1]
+        wanted = sorted({share for share in self.budgets if share < 1}, reverse=True)
+        for level, budget in enumerate(wanted[: self.levels], start=1):
+            best = best_within(shares, losses.double(), budget)
+            ladder[level:], of_levels[level:] = masks[best].to(torch.uint8), losses[best]
+        return {"ladder": ladder, "ladder_losses": of_levels}

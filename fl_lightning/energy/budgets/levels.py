@@ -1,0 +1,137 @@
+"""The budget of a sequence over the levels of a ladder, kept by construction.
+
+Level k costs c_k joules a token, everything included, and level 0 is the best. With ``owed`` tokens to
+come, this one included, and c_K the cheapest,
+
+    room = E_max - spent - c_K (owed - 1)
+
+is what the token may cost now. A sequence is refused where room < c_K; else it takes the level it wishes for,
+or the best one that fits. So ``spent + c_K owed <= E_max`` always holds, and a sequence of n tokens without a
+prompt is refused exactly when c_K n > E_max. A prompt is one step.
+
+Costs are whole units of 2^-40 J, see :mod:`fl_lightning.energy.budgets.ledger`. ``B`` sequences, ``K`` levels
+below the best.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fl_lightning.energy.budgets.choosing import UNLIMITED
+from fl_lightning.energy.budgets.ledger import REFUSED, UNITS_PER_JOULE
+from fl_lightning.energy.budgets.passes import Lengths
+
+
+class LevelLedger:
+    """The budgets of B sequences that are decoded side by side; each is as it would be alone.
+
+    Args:
+        budget: E_max of each sequence in joules, float64 ``[B]``.
+        prompts: units of the prompt of each sequence at each level, int64 ``[B, K + 1]``.
+        costs: units of a token at each level, int64 ``[K + 1]``.
+        owed: tokens that each sequence may have after its prompt, int64 ``[B]``.
+    """
+
+    def __init__(self, budget: Tensor, prompts: Tensor, costs: Tensor, owed: Tensor) -> None:
+        self.budget = (budget.double() * UNITS_PER_JOULE).floor().clamp(max=float(UNLIMITED)).long()
+        self.prompts, self.costs, self.owed = prompts, costs, owed.clone()
+        self.used = torch.zeros_like(owed)
+        self.clamped = torch.zeros_like(owed)
+        self.refused = torch.zeros_like(owed, dtype=torch.bool)
+
+    @property
+    def spent(self) -> Tensor:
+        """Joules that were charged so far, float64 ``[B]``; never above the budget."""
+        return self.used.double() / UNITS_PER_JOULE
+
+    def constant(self) -> Tensor:
+        """Return the best level that each sequence can afford from its first token to its last, int64
+        ``[B]``; where it cannot afford any, the cheapest."""
+        whole = self.prompts + self.owed.unsqueeze(1) * self.costs
+        return _best(whole, self.budget)
+
+    def after_full_prompt(self) -> tuple[Tensor, Tensor]:
+        """Return levels of the prompt and of the tokens after it, int64 ``[B]``: the best for the
+        tokens where the prompt is at level 0, and the constant level for both where that cannot be
+        afforded."""
+        whole = self.prompts[:, :1] + self.owed.unsqueeze(1) * self.costs
+        later, constant = _best(whole, self.budget), self.constant()
+        fits = whole.gather(1, later.unsqueeze(1))[:, 0] <= self.budget
+        return torch.where(fits, 0, constant), torch.where(fits, later, constant)
+
+    def decide_prompts(self, wish: Tensor) -> Tensor:
+        """Choose the levels of the prompts, and charge them.
+
+        Args:
+            wish: levels, int64 ``[B]``.
+
+        Returns:
+            int64 ``[B]``; ``REFUSED`` where a sequence cannot be afforded.
+        """
+        room = self.budget - self.used - self.costs.min() * self.owed
+        return self._take(wish, self.prompts, room, torch.ones_like(self.refused))
+
+    def decide(self, wish: Tensor, active: Tensor) -> Tensor:
+        """Choose the levels of one more token of each sequence, and charge them.
+
+        Args:
+            wish: levels, int64 ``[B]``.
+            active: bool ``[B]``, the sequences that have a token now.
+
+        Returns:
+            int64 ``[B]``; ``REFUSED`` where a sequence has been refused, or is not active. A sequence
+            that has had all its tokens is refused one more.
+        """
+        room = self.budget - self.used - self.costs.min() * (self.owed - 1)
+        room = torch.where(self.owed > 0, room, -1)
+        taken = self._take(wish, self.costs.expand(len(wish), -1), room, active)
+        self.owed -= (taken != REFUSED).long()
+        return taken
+
+    def _take(self, wish: Tensor, costs: Tensor, room: Tensor, active: Tensor) -> Tensor:
+        running = active & ~self.refused
+        allowed = running & (room >= costs.min(1).values)
+        self.refused |= running & ~allowed
+        wished = wish.clamp(0, costs.shape[1] - 1).unsqueeze(1)
+        fits = costs.gather(1, wished)[:, 0] <= room
+        level = torch.where(fits, wished[:, 0], _best(costs, room))
+        self.clamped += (allowed & ~fits).long()
+        self.used += torch.where(allowed, costs.gather(1, level.unsqueeze(1))[:, 0], 0)
+        return torch.where(allowed, level, REFUSED)
+
+
+def _best(costs: Tensor, room: Tensor) -> Tensor:
+    """Return the first level whose cost is within the room, int64 ``[B]``; the cheapest where none is.
+
+    Args:
+        costs: int64 ``[B, K + 1]``.
+        room: int64 ``[B]``.
+    """
+    fits = costs <= room.unsqueeze(1)
+    return torch.where(fits.any(1), fits.long().argmax(1), costs.argmin(1))
+
+
+def levels_of(ledger: LevelLedger, lengths: Lengths, tokens: int, full_prompt: bool) -> tuple[Tensor, Tensor]:
+    """Return the level of each token of sequences that are read, int64 ``[B, T]``, -1 for what is
+    refused; and which sequences are not refused, bool ``[B]``. Padding has a level like the tokens
+    before it, and costs nothing.
+
+    Args:
+        ledger: of the sequences.
+        lengths: of the sequences.
+        tokens: T.
+        full_prompt: whether prompts are at level 0 where that can be afforded.
+    """
+    prompt_wish, wish = ledger.after_full_prompt() if full_prompt else (ledger.constant(),) * 2
+    first = ledger.decide_prompts(prompt_wish)
+    places = torch.arange(tokens)
+    found = torch.where(places < lengths.prompts.unsqueeze(1), first.unsqueeze(1), wish.unsqueeze(1))
+    rows = torch.arange(len(first))
+    for step in range(int(lengths.new.max()) if len(first) else 0):
+        active, place = lengths.new > step, (lengths.prompts + step).clamp(max=tokens - 1)
+        taken = ledger.decide(wish, active)
+        given = taken != REFUSED
+        found[rows[given], place[given]] = taken[given]
+    granted = ~ledger.refused
+    return found.masked_fill(~granted.unsqueeze(1), REFUSED), granted

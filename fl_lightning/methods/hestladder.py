@@ -1,0 +1,304 @@
+"""HESTLadder: adapters of a language model whose residual branches are left out within an energy budget.
+
+    A:  L = CE(full)
+    B:  L = CE(full) + CE(S) + KL(full || S),   S a random subset of branches for each sequence
+    C:  the same with S from the ladder,        full = S_0 > S_1 > ... > S_K
+
+Clients train one adapter for all budgets. First all branches are on, which is FedAvg bit for bit; then every
+step also trains a random subset of the branches, taught by the full network (the sandwich rule and the
+distillation in place of US-Nets, Yu and Huang, ICCV 2019, arXiv 1903.05134). In the last rounds of B the
+clients report what their validation examples lose by each branch, as sums, and the server leaves out one
+branch a round: the ladder. What travels down is the adapter and the masks. Then the adapter is trained on the
+levels that a client's own budget allows.
+
+In use a sequence takes the best level that its budget affords, and a ledger holds it
+(:mod:`fl_lightning.energy.budgets.levels`). Joules are of the network with merged adapters on the client's
+device. Nothing is published under this name: see docs/methods/hestladder.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning import rng
+from fl_lightning.aggregation.sums import Addend, Sums
+from fl_lightning.client import Client
+from fl_lightning.compatibility import no_personal, only
+from fl_lightning.config.constraints import within
+from fl_lightning.data import FederatedData
+from fl_lightning.energy import CostTable
+from fl_lightning.energy.budgets.device import Device
+from fl_lightning.energy.budgets.ladder import LARGEST_LOSS, BranchCosts, distinct, drawn_mask
+from fl_lightning.energy.budgets.ladder_network import EVALUATED_SEQUENCES, LadderNetwork
+from fl_lightning.energy.budgets.ladder_search import LadderSearch, Search
+from fl_lightning.energy.budgets.measuring import COUNTED
+from fl_lightning.energy.budgets.passes import Lengths
+from fl_lightning.energy.budgets.tables import branch_devices, require_reachable
+from fl_lightning.errors import require
+from fl_lightning.methods.base import KnownNetwork, Method
+from fl_lightning.methods.losses import distillation as distilled
+from fl_lightning.metrics.text import IGNORED
+from fl_lightning.wire import Codes, Layout, Limit, Payload, PayloadError
+
+ROUNDS = within("[1, inf)", "a stage has 1 round or more", "leave it out")
+MOST_ENUMERATED = 10
+"""Branches of which all subsets are tried by ``search: enumeration``."""
+
+
+class HESTLadder(Method):
+    """Adapters whose branches are left out by a ladder that the federation finds, within an energy budget.
+
+    Args:
+        network: a ``llama_tiny``, or another Llama of the project's, with adapters or without.
+        budget: E_max of a sequence, as a share of what it costs with all branches, the whole network
+            counted; a list: client i has entry i modulo their number. Infinity for all: FedAvg.
+        costs: file of a table of costs of branches, as ``python -m fl_lightning energy --calibrate true
+            --scope branch`` writes it, or the name of one that comes with the package; a list: client i has
+            entry i modulo their number.
+        all_on_rounds: rounds of stage A, all branches on.
+        subset_rounds: rounds of stage B, random subsets; stage C is what follows.
+        levels: K, most branches that the ladder leaves out: one in each of the last rounds of stage B.
+        search: ``elimination``: the branch whose joules cost the least loss; ``random``: any branch, a
+            baseline; ``enumeration``: of all subsets the best for each budget, a baseline that bounds every
+            ladder and takes 2^G passes over the validation examples.
+        phase: ``all``: a sequence has one level from its first token on; ``answer``: its prompt has all
+            branches where the budget allows that.
+        distillation: weight of KL(full || S).
+        settings: those of every method.
+
+    Raises:
+        InputError: a setting is out of its range.
+    """
+
+    kind = "language models"
+    personalised = True
+    calls_server_optimizer = True
+    refuses = {
+        **no_personal("its clients have budgets of their own, and one ladder"),
+        **only("language", "its levels are of sequences of tokens"),
+        "module": "it switches the branches of a network",
+        "asynchronous": "what travels depends on the stage, and these uploads are of any round",
+        "privacy": "losses of subsets travel beside weights, and noise for both leaves nothing of either",
+    }
+    counted_metrics = COUNTED
+
+    def __init__(
+        self,
+        network: KnownNetwork = "llama_tiny",
+        budget: float | list[float] = 0.8,
+        costs: str | list[str] | CostTable | None = None,
+        all_on_rounds: Annotated[int, ROUNDS] = 10,
+        subset_rounds: Annotated[int, ROUNDS] = 6,
+        levels: Annotated[int, within("[1, inf)", "a ladder has 1 level or more", "leave it out")] = 4,
+        search: Search = "elimination",
+        phase: Literal["all", "answer"] = "all",
+        distillation: Annotated[float, within("[0, inf)", "it is 0 or more", "leave it out")] = 1.0,
+        **settings: Any,
+    ) -> None:
+        super().__init__(network=network, **settings)
+        budgets = list(budget) if isinstance(budget, list) else [budget]
+        unlimited = [math.isinf(share) for share in budgets]
+        require(
+            budgets and all(share > 0 for share in budgets) and all(unlimited) == any(unlimited),
+            f"--model.budget {budget}",
+            "a budget is a positive share of the energy of all branches, for each client or for all",
+            "write --model.budget 0.8, or .inf for none",
+        )
+        require(
+            subset_rounds > levels,
+            f"--model.subset_rounds {subset_rounds} with --model.levels {levels}",
+            "its first round tries every branch, and each of its last ones leaves one out",
+            f"write --model.subset_rounds {levels + 1}, or fewer levels",
+        )
+        self.budget_shares, self.costs, self.phase, self.distillation = budgets, costs, phase, distillation
+        first = all_on_rounds + 1
+        self.plan = LadderSearch(search, first, first + subset_rounds, levels, budgets)
+        self.limited = self.personalised = not any(unlimited)
+        self.shows = frozenset({"ladder"} if self.limited else ())
+        self.client_id = 0
+        self.losses: Tensor | None = None
+
+    def build(self, data: FederatedData) -> None:
+        super().build(data)
+        if not self.limited:
+            return
+        costs = self.costs if isinstance(self.costs, list) else [self.costs]
+        blocks = getattr(self.network, "layers", None)
+        self.devices = branch_devices(costs, self.budget_shares, len(blocks) if blocks is not None else 0)
+        for device in self.devices:
+            require_reachable(device, Lengths.of(data.test_target, data.test_target.shape[1]))
+        self.network = LadderNetwork(self.network, self.devices[0], self.phase == "answer")
+        branches = self.laddered.board.branches
+        require(
+            self.plan.kind != "enumeration" or branches <= MOST_ENUMERATED,
+            f"--model.search enumeration on a network of {branches} branches",
+            f"it tries all subsets of at most {MOST_ENUMERATED} branches",
+            "write --model.search elimination",
+        )
+        self.layout = Layout.of(self.network)
+        self.start_server()
+        self.server |= self.plan.start(branches)
+        self._build_terms(data)
+
+    @property
+    def laddered(self) -> LadderNetwork:
+        """The network at its levels."""
+        assert isinstance(self.network, LadderNetwork), "there is no budget"
+        return self.network
+
+    def device_of(self, client: Client) -> Device:
+        """Return a client's device."""
+        return self.devices[client.id % len(self.devices)]
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether the broadcasts of this round hold masks: in the stages B and C."""
+        return self.limited and self.round >= self.plan.first_subsets
+
+    @property
+    def searches(self) -> bool:
+        """Whether clients report the losses of subsets in this round."""
+        return self.limited and self.plan.asks(self.round)
+
+    # The client's half
+
+    def receive(self, message: Payload, client: Client) -> None:
+        super().receive(message, client)
+        self.losses, self.client_id = None, client.id
+        if self.has_masks:
+            masks = message.codes("masks").values.bool()
+            if self.round < self.plan.first_ladder:
+                self.protected, self.base = masks
+            else:
+                self.levels = masks
+        if self.limited:
+            self.on = self.device_of(client)
+
+    def local_batches(
+        self, data: FederatedData, client: Client, *, epochs: int, labels: Tensor, steps: int
+    ) -> Iterator[Any]:
+        """Yield the batches of the round; where the round searches, find first what the validation examples
+        lose, under the weights that were received."""
+        if self.searches:
+            self.losses = self._validation_losses(data, client)
+        yield from super().local_batches(data, client, epochs=epochs, labels=labels, steps=steps)
+
+    def _validation_losses(self, data: FederatedData, client: Client) -> Tensor:
+        """Return the loss of each candidate on a client's validation examples, or on its first training
+        examples where it has none, in nats a labelled token, float32 ``[M]``."""
+        masks, tokens = self.plan.candidates(self.base, self.round), 0
+        total = torch.zeros(len(masks), dtype=torch.float64)
+        if len(client.val):
+            batches: Iterable[Any] = data.val_batches([client], EVALUATED_SEQUENCES)
+        else:
+            batches = data.train_batches(client, round=self.round, epochs=1, steps=1)
+        for inputs, target, *_ in batches:
+            count = int((target != IGNORED).sum())
+            total += count * self.laddered.losses(inputs, target, masks)
+            tokens += count
+        return (total / max(tokens, 1)).float()
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
+        """Return the loss, the task's with all branches, and in the stages B and C ``loss_subset`` and
+        ``loss_distilled``."""
+        if not self.has_masks:
+            return super().training_step(batch, batch_idx)
+        inputs, target = batch
+        masks = self._drawn(target, batch_idx)
+        full, subset = self.laddered.sandwich(inputs, target, masks)
+        task, part = self.task_loss(full, target), self.task_loss(subset, target)
+        student, teacher = (self.task.class_rows(one, target) for one in (subset, full.detach()))
+        told = self.distillation * distilled(student, teacher.logits, temperature=1.0)
+        losses = {"loss": task + part + told, "loss_task": task, "loss_subset": part, "loss_distilled": told}
+        return self.with_terms(losses, batch, full)
+
+    def _drawn(self, target: Tensor, batch_idx: int) -> Tensor:
+        """Return the subset that each sequence of a local step is trained on, bool ``[B, G]``."""
+        noise = rng.stream(self.seed, f"branches/{batch_idx}", self.round, self.client_id)
+        if self.round < self.plan.first_ladder:
+            costs, lowest = BranchCosts.of(self.on), self.plan.lowest_share(self.round)
+            drawn = [drawn_mask(noise, costs, self.protected, lowest) for _ in range(len(target))]
+            return torch.stack(drawn)
+        levels = distinct(self.levels)
+        network = self.laddered
+        network.run_on(self.on, levels)
+        best = network.ledger(Lengths.of(target, target.shape[1])).constant().tolist()
+        return levels[[int(noise.integers(first, len(levels))) for first in best]]
+
+    def upload(self, client: Client) -> Payload:
+        """Return n_k and the adapter, and where the round searches the losses of the candidates."""
+        entries = {"examples": self.examples_of(client), "weights": self.adapters.sent(self, client)}
+        return Payload(entries if self.losses is None else {**entries, "losses": self.losses})
+
+    def upload_limits(self, client: Client) -> Mapping[str, Limit]:
+        found: dict[str, Limit] = {"examples": (), "weights": (self.adapters.sent_values(self, client),)}
+        if not self.searches:
+            return found
+        candidates = self.plan.candidates(self.server["ladder"][-1].bool(), self.round)
+        return {**found, "losses": (len(candidates),)}
+
+    # The server's half
+
+    def broadcast(self, client: Client) -> Payload:
+        """Return the adapter; in stage B also which branches are protected and the ladder's last level so
+        far, and in stage C the ladder, one bit a branch."""
+        if not self.has_masks:
+            return super().broadcast(client)
+        ladder = self.server["ladder"]
+        in_b = self.round < self.plan.first_ladder
+        masks = torch.stack((self.server["protected"], ladder[-1])) if in_b else ladder
+        return Payload({"masks": Codes(masks.int(), 1), "weights": self.server["weights"]})
+
+    def check(self, upload: Payload, client: Client) -> None:
+        super().check(upload, client)
+        if not self.searches:
+            return
+        losses = upload.tensor("losses")
+        if bool((losses < 0).any()) or float(losses.max()) > LARGEST_LOSS:
+            raise PayloadError(
+                f"losses from {float(losses.min()):.4g} to {float(losses.max()):.4g}",
+                f"a loss lies between 0 and {LARGEST_LOSS:g} nats a token",
+                "send what LadderNetwork.losses returns",
+            )
+
+    def addends(self, upload: Payload, client_id: int, weight: int) -> dict[str, Addend]:
+        """Return FedAvg's addend, and where the round searches the losses of the candidates."""
+        found = super().addends(upload, client_id, weight)
+        if self.searches:
+            found["losses"] = Addend(upload.tensor("losses"), weight, self.largest_weight)
+        return found
+
+    def largest_value(self, name: str) -> float:
+        return LARGEST_LOSS if name == "losses" else super().largest_value(name)
+
+    def next_state(self, sums: Sums) -> None:
+        """Average the adapters; and in the rounds of stage B that search, choose what is protected or the
+        ladder's next level."""
+        super().next_state(sums)
+        if not self.limited:
+            return
+        losses = sums.mean("losses").clamp(0, LARGEST_LOSS) if self.searches else None
+        noise = self.stream("ladder")
+        self.server |= self.plan.next_entries(self.server, losses, self.round, self.devices[0], noise)
+
+    def server_metrics(self) -> dict[str, float]:
+        found = super().server_metrics()
+        if not self.limited:
+            return found
+        ladder = distinct(self.server["ladder"])
+        share = float(BranchCosts.of(self.devices[0]).share(ladder[-1:]))
+        return {**found, "energy/levels": float(len(ladder)), "energy/least_share": share}
+
+    def deploy(self, client: Client | None = None) -> nn.Module:
+        """Return the network at the levels that are known, on a client's device; without a client, on the
+        first device."""
+        super().deploy(client)
+        if self.limited:
+            device = self.devices[0] if client is None else self.device_of(client)
+            self.laddered.run_on(device, self.server["ladder"].bool())
+        return self.network

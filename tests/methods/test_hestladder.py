@@ -1,0 +1,370 @@
+"""HESTLadder on small federations: its stages, what travels, and budgets that are kept."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from laddered import branch_costs, built_ladder, ladder_of, three_blocks, two_blocks
+from refusals import refused
+from tiny_language import adam, fit, records
+from toy import run
+
+from callbacks import LadderFigure
+from fl_lightning.clock import Deadline, FedBuff
+from fl_lightning.compatibility import Run, check_run
+from fl_lightning.energy.budgets.ladder import BranchCosts, all_masks, next_mask, protected_by
+from fl_lightning.energy.budgets.passes import Lengths
+from fl_lightning.energy.switched.branches import SwitchedBlock
+from fl_lightning.methods import FedAvg, HESTLadder
+from fl_lightning.models import LlamaTiny
+from fl_lightning.models.language.llama import Block
+from fl_lightning.privacy.secure.settings import SecureSum
+from fl_lightning.wire import Payload
+
+
+def rows_of(trainer) -> list[dict[str, float]]:
+    with (trainer.run_dir / "metrics.csv").open() as file:
+        return [{name: float(v) for name, v in row.items() if v} for row in csv.DictReader(file)]
+
+
+def ledger_of(trainer) -> str:
+    return (trainer.run_dir / "ledger.csv").read_text()
+
+
+def fedavg() -> FedAvg:
+    return FedAvg(network=two_blocks, optimizer=adam())
+
+
+def some(data, count: int = 6):
+    index = torch.arange(count)
+    return data.inputs("test", index), data.test_target[index]
+
+
+def with_ladder(method, rows):
+    method.server["ladder"] = torch.tensor(rows, dtype=torch.uint8)
+    return method
+
+
+def disturbed(method, size: float = 0.5):
+    draws = torch.Generator().manual_seed(0)
+    weights = method.server["weights"]
+    method.server["weights"] = weights + size * torch.randn(weights.shape, generator=draws)
+    return method
+
+
+LEVELS = [[1, 1, 1, 1], [1, 1, 0, 1], [1, 0, 0, 1]]
+
+
+# Stages
+
+
+def test_ii_stage_a_and_an_infinite_budget_are_fedavg_bit_for_bit(tmp_path):
+    plain = fedavg()
+    ledger = ledger_of(fit(plain, tmp_path / "plain"))
+    for name, settings in {"stage a": {"all_on_rounds": 2}, "no budget": {"budget": math.inf}}.items():
+        method = ladder_of(**settings)
+        assert ledger_of(fit(method, tmp_path / name)) == ledger
+        assert torch.equal(plain.server["weights"], method.server["weights"])
+
+
+def test_ix_the_first_steps_of_stage_b_have_stage_as_minimiser():
+    """At s_t = 1 the gradient is twice FedAvg's: 2 CE and a divergence of nothing from nothing."""
+    method, data = built_ladder(round=2)
+    assert method.plan.lowest_share(method.round) == 1.0
+    disturbed(method)
+    client = data.client(0)
+    method.receive(method.broadcast(client), client)
+    batch = next(iter(data.train_batches(client, round=2, epochs=1)))
+    losses = method.training_step(batch)
+    losses["loss"].backward()
+    twice = [p.grad.clone() for p in method.parameters() if p.requires_grad]
+    method.zero_grad()
+    task, _ = method.task_and_logits(batch, 0)
+    task.backward()
+    for grad, parameter in zip(twice, (p for p in method.parameters() if p.requires_grad), strict=True):
+        assert torch.allclose(grad, 2 * parameter.grad, atol=1e-6)
+    found = {name: float(loss.detach()) for name, loss in losses.items()}
+    assert found["loss_distilled"] == pytest.approx(0, abs=1e-6)
+    assert found["loss_subset"] == pytest.approx(found["loss_task"])
+
+
+def test_the_stages_of_a_run(tmp_path):
+    method = ladder_of(budget=[0.9, 0.6])
+    found = rows_of(fit(method, tmp_path, records(), max_rounds=5))
+    assert "train/loss_subset" not in found[0]
+    assert all("train/loss_subset" in row for row in found[1:])
+    assert [row["energy/levels"] for row in found] == [1, 1, 2, 3, 3]
+    assert all(row["energy/refused"] > 0 for row in found[:2])  # all branches alone cost more than a budget
+    assert found[-1]["energy/refused"] == 0
+    assert all(row["energy/over_budget"] == 0 for row in found)
+    assert 0 < found[-1]["energy/joules"] < 0.9 * found[-1]["energy/joules_high"]
+
+
+def test_the_share_of_what_is_drawn_falls_to_the_smallest_budget():
+    method, _ = built_ladder(all_on_rounds=4, subset_rounds=8, levels=2, budget=[0.9, 0.5])
+    shares = []
+    for round in range(5, 13):
+        method.round = round
+        shares.append(method.plan.lowest_share(method.round))
+    assert shares == pytest.approx([1.0, 0.875, 0.75, 0.625, 0.5, 0.5, 0.5, 0.5])
+
+
+def test_a_client_trains_the_levels_of_its_own_budget():
+    method, data = built_ladder(budget=[1.0, 0.5])
+    with_ladder(method, LEVELS)
+    _, target = some(data, 12)
+    for id, first in ((0, 0), (1, 2)):
+        client = data.client(id)
+        method.receive(method.broadcast(client), client)
+        drawn = torch.stack([method._drawn(target, step) for step in range(8)]).flatten(0, 1)
+        levels = {tuple(mask) for mask in drawn.int().tolist()}
+        assert levels == {tuple(level) for level in LEVELS[first:]}
+
+
+# The ladder
+
+
+def test_clients_report_sums_and_the_server_chooses_by_them(tmp_path):
+    """The server's choice is that of one reader who sees all validation examples at the same weights."""
+    method, data = built_ladder(round=2)
+    disturbed(method)
+    client_ids = [id for id in range(4) if len(data.client(id).val)]
+    uploads, expected, examples = {}, torch.zeros(5, dtype=torch.float64), 0
+    for id in client_ids:
+        client = data.client(id)
+        method.receive(method.broadcast(client), client)
+        list(method.local_batches(data, client, epochs=1, labels=data.labels(client), steps=1))
+        uploads[id] = method.upload(client)
+        method.check(uploads[id], client)
+        assert set(uploads[id]) == {"examples", "weights", "losses"}
+        expected += len(client.train) * uploads[id].tensor("losses").double()
+        examples += len(client.train)
+    expected /= examples
+    method.aggregate(uploads)
+    assert method.server["protected"].bool().tolist() == protected_by(expected).tolist()
+    method.server["protected"].zero_()
+    method.round = 3
+    uploads = {}
+    for id in client_ids:
+        client = data.client(id)
+        method.receive(method.broadcast(client), client)
+        next(iter(method.local_batches(data, client, epochs=1, labels=data.labels(client), steps=1)))
+        uploads[id] = method.upload(client)
+    total = sum(len(data.client(id).train) * u.tensor("losses").double() for id, u in uploads.items())
+    costs = BranchCosts.of(method.devices[0]).branches
+    ones = torch.ones(4, dtype=torch.bool)
+    mask, branch = next_mask(ones, total / examples, costs, ~ones)
+    method.aggregate(uploads)
+    assert method.server["ladder"].bool().tolist() == [ones.tolist(), mask.tolist(), mask.tolist()]
+    assert float(method.server["ladder_losses"][1]) == pytest.approx(float(total[branch + 1] / examples))
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+def test_x_a_planted_slack_is_found_by_the_federation(tmp_path):
+    """Both branches of a block whose outputs are zero go first, and cost nothing. LoRA is not on that block."""
+
+    def padded(vocab_size: int) -> LlamaTiny:
+        network = LlamaTiny(vocab_size)
+        block = Block(96, 4, 256).requires_grad_(False)
+        block.self_attn.o_proj.weight.zero_()
+        block.mlp.down_proj.weight.zero_()
+        network.layers.append(block)
+        return network
+
+    method = HESTLadder(
+        network=padded,
+        optimizer=adam(0.005),
+        costs=branch_costs(5),
+        budget=0.6,
+        all_on_rounds=3,
+        subset_rounds=3,
+        levels=2,
+    )
+    data = records(generate=False, examples_per_client=60, batch_size=16)
+    run(method, data, tmp_path, max_rounds=6, max_local_steps=3, workers=1)
+    ladder, losses = method.server["ladder"].int(), method.server["ladder_losses"]
+    gone = [(1 - row).nonzero()[:, 0].tolist() for row in ladder[:3]]
+    assert gone[0] == []
+    assert gone[1] in ([8], [9])
+    assert gone[2] == [8, 9]
+    assert float(losses[1]) == pytest.approx(float(losses[0]), abs=1e-5)
+
+
+@pytest.mark.parametrize("search", ["random", "enumeration"])
+def test_other_searches_make_a_ladder_that_fits(search, tmp_path):
+    method = ladder_of(search=search, budget=[0.8, 0.6], levels=3, subset_rounds=4)
+    found = rows_of(fit(method, tmp_path, max_rounds=5))[-1]
+    ladder = method.server["ladder"].bool()
+    charged = BranchCosts.of(method.devices[0], "q99").share(ladder)
+    assert ladder[0].all()
+    assert (charged[1:] <= charged[:-1]).all()
+    assert float(charged[-1]) <= 0.6
+    assert found["energy/refused"] == found["energy/over_budget"] == 0
+
+
+def test_enumeration_takes_the_best_of_all_subsets():
+    method, _ = built_ladder(search="enumeration", budget=[0.8, 0.5], round=4)
+    assert method.searches
+    losses = torch.rand(16, generator=torch.Generator().manual_seed(0))
+    method.server |= method.plan.next_entries(method.server, losses, 4, method.devices[0], method.stream("x"))
+    shares = BranchCosts.of(method.devices[0], "q99").share(all_masks(4))
+    for row, budget in ((1, 0.8), (2, 0.5)):
+        assert float(method.server["ladder_losses"][row]) == float(losses[shares <= budget].min())
+
+
+def test_a_ladder_that_ends_above_the_budget_says_so(tmp_path, caplog):
+    method = ladder_of(levels=1, subset_rounds=2, budget=0.3)
+    with caplog.at_level(logging.WARNING, logger="fl_lightning"):
+        found = rows_of(fit(method, tmp_path, max_rounds=4))[-1]
+    assert "the ladder ends at" in caplog.text
+    assert found["energy/refused"] > 0
+    assert found["energy/over_budget"] == 0
+
+
+# Budgets
+
+
+@pytest.mark.parametrize("phase", ["all", "answer"])
+@pytest.mark.parametrize("budget", [0.55, 0.8, 1.0])
+def test_no_sequence_costs_more_than_its_budget(phase, budget):
+    method, data = built_ladder(budget=budget, phase=phase)
+    with_ladder(disturbed(method), LEVELS)
+    network = method.deploy(data.client(0)).eval()
+    inputs, target = some(data)
+    ids = inputs["input_ids"]
+    with torch.no_grad():
+        network.expect(target)
+        network(inputs)
+        lengths = Lengths.of(target, ids.shape[1])
+        mask = torch.arange(ids.shape[1]) < lengths.prompts.unsqueeze(1)
+        network.generate(ids, mask, max_new_tokens=6, eos=257, pad=258)
+    found = network.measured()
+    assert not found["energy/over_budget"].any()
+    assert not found["energy/refused"].any()
+    assert not found["energy/clamped"].any()
+    assert (found["energy/spent"] <= found["energy/granted"]).all()
+    assert (found["energy/joules"] <= budget * found["energy/joules_high"] + 1e-12).all()
+    assert torch.allclose(found["energy/joules_high"], found["energy/granted"] / 1.5 / budget)
+    assert budget < 1 or torch.allclose(found["energy/joules"], found["energy/joules_high"])
+
+
+@pytest.mark.parametrize("phase", ["all", "answer"])
+def test_writing_an_answer_is_reading_it(phase):
+    method, data = built_ladder(budget=0.7, phase=phase)
+    with_ladder(disturbed(method), LEVELS)
+    network = method.deploy(data.client(0)).eval()
+    prompts = some(data, 4)[0]["input_ids"][:, :9]
+    network.expect(torch.zeros(4, 1))
+    answers = network.generate(prompts, None, max_new_tokens=16)
+    written = network.measured()["energy/joules_generated"]
+    whole = torch.cat((prompts, answers), dim=1)
+    labels = torch.full_like(whole, -100)
+    labels[:, 8:-1] = answers
+    network.expect(labels[:, :-1])
+    with torch.no_grad():
+        outputs = network(whole[:, :-1])
+    assert torch.equal(outputs[:, 8:].argmax(-1), answers)
+    assert torch.allclose(network.measured()["energy/joules"], written)
+    options, _ = network.options_of(whole[:, :-1], labels[:, :-1])
+    assert (options[:, :9].min() == 2) == (phase == "answer")
+    assert (options[:, 9:] == 0).any()
+
+
+def test_in_use_adapters_are_merged_and_afterwards_the_base_has_its_bits():
+    method, data = built_ladder(budget=1.0)
+    disturbed(method)
+    network = method.deploy(data.client(0)).eval()
+    layer = network.network.layers[0].mlp.down_proj
+    assert isinstance(network.network.layers[0], SwitchedBlock)
+    before, merged = layer.base_layer.weight.clone(), []
+    layer.register_forward_hook(lambda module, *_: merged.append(module.merged))
+    with torch.no_grad():
+        network(some(data)[0])
+    assert merged == [True]
+    assert torch.equal(layer.base_layer.weight, before)
+
+
+# What travels
+
+
+def test_bytes_by_hand(tmp_path):
+    """Masks are a bit a branch, losses four bytes a candidate; stage A sends what FedAvg sends."""
+    method, data = built_ladder(network=three_blocks, costs=branch_costs(3))
+    client, sizes = data.client(0), {}
+    for round in range(1, 6):
+        method.round = round
+        sent = method.broadcast(client)
+        method.receive(sent, client)
+        list(method.local_batches(data, client, epochs=1, labels=data.labels(client), steps=1))
+        up = method.upload(client)
+        sizes[round] = (sent.nbytes, up.nbytes)
+        assert Payload.from_bytes(sent.to_bytes()).nbytes == sent.nbytes == len(sent.to_bytes())
+        up.require_within(method.upload_limits(client))
+    down, back = sizes[1]
+    entry = Payload({"masks": method.broadcast(client).codes("masks")}).nbytes - Payload({}).nbytes
+    assert sizes[5] == (down + entry, back)
+    losses = Payload({"losses": torch.zeros(7)}).nbytes - Payload({}).nbytes
+    assert sizes[2][1] == sizes[3][1] == sizes[4][1] == back + losses
+    assert losses >= 4 * 7
+
+
+def test_a_secure_run_is_the_plain_one(tmp_path):
+    plain, secret = ladder_of(), ladder_of()
+    settings = {"max_rounds": 5}
+    fit(plain, tmp_path / "plain", **settings)
+    fit(secret, tmp_path / "secret", secure_sum=SecureSum(), **settings)
+    for name, tensor in plain.server.items():
+        assert torch.equal(tensor, secret.server[name]), name
+    assert not plain.server["ladder"][-1].all()
+
+
+def test_losses_that_cannot_be_are_refused():
+    method, data = built_ladder(round=2)
+    client = data.client(0)
+    method.receive(method.broadcast(client), client)
+    list(method.local_batches(data, client, epochs=1, labels=data.labels(client), steps=1))
+    good = method.upload(client)
+    for value in (-1.0, 1e3):
+        wrong = Payload({**{name: good[name] for name in good}, "losses": torch.full((5,), value)})
+        with pytest.raises(Exception, match="losses from"):
+            method.check(wrong, client)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"budget": 0.0}, "--model.budget 0.0"),
+        ({"budget": [0.5, math.inf]}, "--model.budget [0.5, inf]"),
+        ({"budget": 0.05}, "--model.budget 0.05 where the cheapest options cost"),
+        ({"subset_rounds": 2}, "--model.subset_rounds 2 with --model.levels 2"),
+        ({"all_on_rounds": 0}, "--model.all_on_rounds 0"),
+        ({"search": "greedy"}, "--model.search greedy"),
+        ({"phase": "prompt"}, "--model.phase prompt"),
+        ({"costs": []}, "--model.costs []"),
+        ({"costs": "llama_tiny"}, "a ladder of branches with a table of costs of the scope model"),
+        ({"costs": branch_costs(3)}, "a table of 6 groups for a network of 4"),
+        ({"network": "mlp"}, ""),
+    ],
+)
+def test_bad_settings_are_refused(settings, said):
+    with refused(said):
+        built_ladder(**settings)
+
+
+def test_uploads_of_any_round_are_refused():
+    """A client of stage A has no losses for the round in which its upload arrives."""
+    run_of = Run(ladder_of(), rounds=FedBuff(4, 2), has_clock=True)
+    with refused("--trainer.rounds FedBuff with --model HESTLadder", "Deadline"):
+        check_run(run_of)
+    check_run(Run(ladder_of(), rounds=Deadline(1.0), has_clock=True))
+
+
+def test_a_run_has_a_picture_of_its_ladder(tmp_path):
+    fit(ladder_of(), tmp_path, max_rounds=5, callbacks=[LadderFigure()])
+    assert list(Path(tmp_path).rglob("figures/ladder.png"))
