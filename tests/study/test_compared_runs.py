@@ -40,6 +40,20 @@ def test_what_cannot_be_compared_is_refused(tmp_path, capsys, differs, message):
     assert not (tmp_path / "out").exists()
 
 
+def test_versions_of_asynchronous_rounds_may_be_more_than_rounds(tmp_path):
+    """They are made of fewer uploads. The others are still of one number of rounds."""
+    folder = make_study(tmp_path, {"A": A, "B": B, "C": C})
+    for seed in (0, 1):
+        shutil.rmtree(folder / f"B-seed{seed}")
+        make_run(folder, "B", seed, 0.9, rounds=10, **{"clients/staleness": 1.5})
+    words = ["compare", "--study", "study", "--root", str(tmp_path), "--out"]
+    assert main([*words, str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "report.md").exists()
+    shutil.rmtree(folder / "C-seed1")
+    make_run(folder, "C", 1, 0.9, rounds=6)
+    assert main([*words, str(tmp_path / "other")]) == 2
+
+
 def with_checkpoint(run: Path, round: int) -> None:
     """Leave the mark of a table that a checkpoint holds, and the table's second copy."""
     rows = [*csv.DictReader((run / "metrics.csv").read_text().splitlines())][:round]

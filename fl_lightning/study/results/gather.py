@@ -202,7 +202,8 @@ def with_metric(results: Results, metric: str | None) -> Results:
 def check_comparable(results: Results) -> None:
     """Check that what is compared has one data set, one number of rounds and, seed by seed, one partition.
 
-    All runs have one primary metric. Levels of a grid may differ in the rest, since methods are compared
+    Asynchronous rounds are versions of the model, made of fewer uploads, and may be more. All runs have one
+    primary metric. Levels of a grid may differ in the rest, since methods are compared
     within a level; the two levels of a degradation may not, except in the content of the data set.
 
     Raises:
@@ -232,7 +233,8 @@ def check_comparable(results: Results) -> None:
         hint = "a study has one data set; give each its own study"
         _require_one(runs, "data set", lambda run: run.dataset, hint)
         hint = "run them again with the same --trainer.max_rounds"
-        _require_one(runs, "number of rounds", lambda run: str(run.asked_rounds), hint)
+        rounds = [run for run in runs if not run.has_versions]
+        _require_one(rounds, "number of rounds", lambda run: str(run.asked_rounds), hint)
         hint = (
             "give all methods the same data.* settings (FedKD's public set is taken from the training "
             "set: set it for all), name a control of another partition in the study: controls: [LABEL]"
@@ -245,8 +247,8 @@ def check_comparable(results: Results) -> None:
 
 
 def _require_one(runs: list[FinishedRun], what: str, value: Callable[[FinishedRun], str], hint: str) -> None:
-    first = runs[0]
     for run in runs:
+        first = runs[0]
         is_hash = what == "partition" or what.startswith("content")
         both = (value(one)[:12] if is_hash else value(one) for one in (first, run))
         given = f"{first.name} has {what} {next(both)}, {run.name} has {what} {next(both)}"

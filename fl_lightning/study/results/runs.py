@@ -64,6 +64,11 @@ class FinishedRun:
         return int(self.record.settings.get("trainer.max_rounds", self.rounds)) if early else self.rounds
 
     @property
+    def has_versions(self) -> bool:
+        """Whether its rounds are asynchronous: versions of the model, each made of a few uploads."""
+        return any("clients/staleness" in row for row in self.record.history[:1])
+
+    @property
     def last_evaluations(self) -> tuple[int, ...]:
         """The rounds of the last five evaluations on the test set, or of all where there are fewer."""
         name = f"test/{self.task.primary}"
