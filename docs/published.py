@@ -31,7 +31,8 @@ SOURCES = {
         "Flower: the table under *Expected Results* in the README of `baselines/niid_bench` (adap/flower "
         "at 77068b8), which has the form of Table III of the paper: best round on the test set, mean ± "
         "standard deviation. The paper's own table was not at hand, so that `quantity` and `noise`, which "
-        "Flower did not run, have no published figure here",
+        "Flower did not run, have no published figure here. Flower draws its partitions from a generator of "
+        "its own, and one for all seeds; here they are those of NIID-Bench's code",
     ),
     "pfllib": (
         "PFLlib",

@@ -168,5 +168,5 @@ def test_a_method_can_be_ranked_against_the_leaderboard_that_comes_with_the_proj
     """Its protocol is that of the packaged configurations as they are now."""
     monkeypatch.chdir(tmp_path)
     rank("FedAvgM", dry_run=True, resolve=resolve)
-    assert "leaderboard_digits-FedAvgM: 15 cells, 15 to run, 75 rounds" in capsys.readouterr().out
+    assert "leaderboard_digits-FedAvgM: 18 cells, 18 to run, 144 rounds" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())

@@ -35,7 +35,8 @@ class OverallPlace(Place):
     """The place of one method over all settings; ``mean_rank`` is the mean over settings and seeds.
 
     Args:
-        low, high: the 95 % interval of the mean rank over seeds; NaN where it cannot be estimated.
+        low, high: the 95 % interval of the mean rank over seeds, within 1 and the number of methods; NaN
+            where it cannot be estimated.
     """
 
     low: float
@@ -71,7 +72,10 @@ def overall(comparison: Comparison) -> list[OverallPlace]:
         return []
     found = places_of(labels, ranks, False, comparison.is_sequential, _rounding(comparison))
     means = dict(zip(labels, ranks.mean(axis=0).tolist(), strict=True))
-    ends = {label: comparison.interval(ranks[:, place].tolist()) for place, label in enumerate(labels)}
+    ends = {
+        label: np.clip(comparison.interval(ranks[:, place].tolist()), 1, len(labels))
+        for place, label in enumerate(labels)
+    }
     return [
         OverallPlace(
             label=one.label,
@@ -80,8 +84,8 @@ def overall(comparison: Comparison) -> list[OverallPlace]:
             first=one.first,
             last=one.last,
             alike=one.alike,
-            low=ends[one.label][0],
-            high=ends[one.label][1],
+            low=float(ends[one.label][0]),
+            high=float(ends[one.label][1]),
         )
         for one in found
     ]

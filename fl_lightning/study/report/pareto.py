@@ -1,8 +1,8 @@
 """What a method gives for what it costs: the primary metric against megabytes and virtual seconds.
 
 A method is on the front of a cost where no other is at least as good for at most the same cost, and better
-in one of the two, by means over seeds. Seconds are those of a run's clock, which follow from its seed; what
-a computer's clock measured is in no front.
+in one of the two, by means over the seeds that all methods have. Seconds are those of a run's clock, which
+follow from its seed; what a computer's clock measured is in no front.
 """
 
 from __future__ import annotations
@@ -29,12 +29,17 @@ Points = Mapping[str, tuple[float, float]]
 
 
 def points_of(comparison: Comparison, levels: Levels, cost: str) -> Points:
-    """Return cost and quality of each method that has both; empty where all cost the same, or fewer than
-    three have them."""
+    """Return cost and quality of each method that has both, over the seeds that all of them have; empty where
+    all cost the same, or fewer than three have them."""
     quality, costs = comparison.means(comparison.study.metric, levels), comparison.means(cost, levels)
-    found = {label: (costs[label], quality[label]) for label in quality if label in costs}
-    differ = len({round(spent, 9) for spent, _ in found.values()}) > 1
-    return found if differ and len(found) >= MIN_METHODS else {}
+    labels = [label for label in quality if label in costs]
+    tables = [comparison.table(metric, levels)[labels] for metric in (cost, comparison.study.metric)]
+    whole = np.logical_and(*(np.isfinite(table.to_numpy(float)).all(axis=1) for table in tables))
+    if not whole.any() or len(labels) < MIN_METHODS:
+        return {}
+    spent, reached = (table[whole].mean() for table in tables)
+    found = {label: (float(spent[label]), float(reached[label])) for label in labels}
+    return found if len({round(one, 9) for one, _ in found.values()}) > 1 else {}
 
 
 def front(points: Points, higher_is_better: bool = True) -> list[str]:
@@ -66,8 +71,8 @@ def pareto_table(comparison: Comparison) -> ReportTable | None:
         return None
     title = comparison.column(comparison.study.metric).title
     caption = (
-        f"methods that no other beats in {title} for the same cost or less, by means over seeds, "
-        "the cheapest first"
+        f"methods that no other beats in {title} for the same cost or less, by means over the seeds "
+        "that all have, the cheapest first"
     )
     return ReportTable.of("Pareto fronts", ["levels", "cost", "on the front"], rows, 3, caption)
 
@@ -96,7 +101,7 @@ def pareto(comparison: Comparison, levels: Levels) -> Figure | None:
         axes.step(*zip(*line, strict=True), where="post", color=GREY, linewidth=1.2, label="Pareto front")
         for label, (spent, quality) in points.items():
             colour, _, marker = look_of(comparison, label)
-            size = 8 if label in on_front else 5
+            size = 8 if label in on_front else 6
             axes.plot(
                 spent * shown.scale,
                 quality * written.scale,
