@@ -1,0 +1,95 @@
+"""What HESTLadder sends, what it refuses, and its picture."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from laddered import branch_costs, built_ladder, ladder_of, three_blocks
+from refusals import refused
+from tiny_language import fit
+
+from callbacks import LadderFigure
+from fl_lightning.clock import Deadline, FedBuff
+from fl_lightning.compatibility import Run, check_run
+from fl_lightning.privacy.secure.settings import SecureSum
+from fl_lightning.wire import Payload
+
+
+def test_bytes_by_hand(tmp_path):
+    """Masks are a bit a branch, losses four bytes a candidate; stage A sends what FedAvg sends."""
+    method, data = built_ladder(network=three_blocks, costs=branch_costs(3))
+    client, sizes = data.client(0), {}
+    for round in range(1, 6):
+        method.round = round
+        sent = method.broadcast(client)
+        method.receive(sent, client)
+        list(method.local_batches(data, client, epochs=1, labels=data.labels(client), steps=1))
+        up = method.upload(client)
+        sizes[round] = (sent.nbytes, up.nbytes)
+        assert Payload.from_bytes(sent.to_bytes()).nbytes == sent.nbytes == len(sent.to_bytes())
+        up.require_within(method.upload_limits(client))
+    down, back = sizes[1]
+    entry = Payload({"masks": method.broadcast(client).codes("masks")}).nbytes - Payload({}).nbytes
+    assert sizes[5] == (down + entry, back)
+    losses = Payload({"losses": torch.zeros(7)}).nbytes - Payload({}).nbytes
+    assert sizes[2][1] == sizes[3][1] == sizes[4][1] == back + losses
+    assert losses >= 4 * 7
+
+
+def test_a_secure_run_is_the_plain_one(tmp_path):
+    plain, secret = ladder_of(), ladder_of()
+    settings = {"max_rounds": 5}
+    fit(plain, tmp_path / "plain", **settings)
+    fit(secret, tmp_path / "secret", secure_sum=SecureSum(), **settings)
+    for name, tensor in plain.server.items():
+        assert torch.equal(tensor, secret.server[name]), name
+    assert not plain.server["ladder"][-1].all()
+
+
+def test_losses_that_cannot_be_are_refused():
+    method, data = built_ladder(round=2)
+    client = data.client(0)
+    method.receive(method.broadcast(client), client)
+    list(method.local_batches(data, client, epochs=1, labels=data.labels(client), steps=1))
+    good = method.upload(client)
+    for value in (-1.0, 1e3):
+        wrong = Payload({**{name: good[name] for name in good}, "losses": torch.full((5,), value)})
+        with pytest.raises(Exception, match="losses from"):
+            method.check(wrong, client)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"budget": 0.0}, "--model.budget 0.0"),
+        ({"budget": [0.5, math.inf]}, "--model.budget [0.5, inf]"),
+        ({"budget": 0.05}, "--model.budget 0.05 where the cheapest options cost"),
+        ({"subset_rounds": 2}, "--model.subset_rounds 2 with --model.levels 2"),
+        ({"all_on_rounds": 0}, "--model.all_on_rounds 0"),
+        ({"search": "greedy"}, "--model.search greedy"),
+        ({"phase": "prompt"}, "--model.phase prompt"),
+        ({"costs": []}, "--model.costs []"),
+        ({"costs": "llama_tiny"}, "a ladder of branches with a table of costs of the scope model"),
+        ({"costs": branch_costs(3)}, "a table of 6 groups for a network of 4"),
+        ({"network": "mlp"}, ""),
+    ],
+)
+def test_bad_settings_are_refused(settings, said):
+    with refused(said):
+        built_ladder(**settings)
+
+
+def test_uploads_of_any_round_are_refused():
+    """A client of stage A has no losses for the round in which its upload arrives."""
+    run_of = Run(ladder_of(), rounds=FedBuff(4, 2), has_clock=True)
+    with refused("--trainer.rounds FedBuff with --model HESTLadder", "Deadline"):
+        check_run(run_of)
+    check_run(Run(ladder_of(), rounds=Deadline(1.0), has_clock=True))
+
+
+def test_a_run_has_a_picture_of_its_ladder(tmp_path):
+    fit(ladder_of(), tmp_path, max_rounds=5, callbacks=[LadderFigure()])
+    assert list(Path(tmp_path).rglob("figures/ladder.png"))
