@@ -132,6 +132,13 @@ SETTINGS = {
     },
     "TwoClients": {"examples": 64, "noise": 0.3, "batch_size": 8, "val_fraction": 0.5},
 }
+OF_IMAGES = {
+    "feature_skew": None,
+    "local_test_fraction": 0.0,
+    "moments": None,
+    "metrics": None,
+    "primary": None,
+}
 LATER = {
     name: {"metrics": None} if "primary" in had else {"metrics": None, "primary": None}
     for name, had in SETTINGS.items()
@@ -140,8 +147,8 @@ LATER = {
     "InstructionData": {"batch_tokens": None, "metrics": None},
     "TextFiles": {"batch_tokens": None, "generate": False, "primary": "perplexity", "metrics": None},
     "TableData": {"missing": None, "text": None, "metrics": None, "primary": None},
-    "ImageFolder": {"feature_skew": None, "metrics": None, "primary": None},
-    "FederatedImages": {"channels": 3, "feature_skew": None, "metrics": None, "primary": None},
+    "ImageFolder": OF_IMAGES,
+    "FederatedImages": {"channels": 3, **OF_IMAGES},
 }
 """Settings that a class has got since; at these values they are in no hash."""
 

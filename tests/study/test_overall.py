@@ -94,5 +94,5 @@ def test_a_report_has_fronts_and_their_figure(tmp_path):
     (axes,) = pareto(comparison, {}).axes
     assert len(axes.lines) == 5
     compare("study", tmp_path / "out", tmp_path)
-    assert report_of(tmp_path / "out")["overall"] == []
+    assert report_of(tmp_path / "out")["overall"] == {}
     assert "## Pareto fronts" in (tmp_path / "out/report.md").read_text()

@@ -63,7 +63,7 @@ def report(comparison: Comparison, registration: RegistrationReport = NOT_REGIST
         **_ranking(comparison, main),
         "aggregated": aggregated(comparison, main),
         "levels": [_level(comparison, levels) for levels in comparison.levels],
-        "overall": [asdict(one) for one in overall(comparison)],
+        "overall": {one.label: asdict(one) for one in overall(comparison)},
         "other_model": {
             "selection": comparison.other.study.selection,
             "levels": [

@@ -99,17 +99,18 @@ def pareto(comparison: Comparison, levels: Levels) -> Figure | None:
         on_front = front(points, comparison.higher_is_better(comparison.study.metric))
         line = [(points[label][0] * shown.scale, points[label][1] * written.scale) for label in on_front]
         axes.step(*zip(*line, strict=True), where="post", color=GREY, linewidth=1.2, label="Pareto front")
-        for label, (spent, quality) in points.items():
+        for place, (label, (spent, quality)) in enumerate(points.items()):
             colour, _, marker = look_of(comparison, label)
-            size = 8 if label in on_front else 6
+            size = 6 + 2 * (place % 4)  # hollow marks of several sizes: equal points are all seen
             axes.plot(
                 spent * shown.scale,
                 quality * written.scale,
                 marker,
                 color=colour,
                 markersize=size,
-                markeredgecolor="black" if label in on_front else "white",
-                markeredgewidth=0.8,
+                markerfacecolor=colour if label in on_front else "none",
+                markeredgecolor="black" if label in on_front else colour,
+                markeredgewidth=1.4,
                 linestyle="none",
                 label=label,
             )
