@@ -54,14 +54,15 @@ BUDGET_UNITS = 2**16
 class FedMPQ(QuantizedMethod):
     """Every client trains, sends and is sent its own mix of bit-widths.
 
+    In W, the gradient of L_bit is ``pull / c * n_l N_l / (sum n_l) * sign(W) sum_b 2^b p_b / ||p_b|| /
+    sum_b 4^b``, c the step of the grid: behind the task's gradient as far as in the paper's own planes where
+    pull is 1, as it is at the start. ``pull = min(1, (m / s_0)^2) s / m``, m the larger of s and max |W|: a
+    layer that shrinks below what it started with, s_0, is pulled the less.
+
     Args:
         bits: budget in magnitude bits per weight on average, 1 to 8; one number, or one for each client.
         lambda_b: weight of the bit regulariser; 0.01 in the paper, 0.001 in its later configurations,
-            meaningful with this normalisation only. In W, the gradient of L_bit is
-            ``pull / c * n_l N_l / (sum n_l) * sign(W) sum_b 2^b p_b / ||p_b|| / sum_b 4^b``, c the step of
-            the grid: behind the task's gradient as far as in the paper's own planes where pull is 1, as it is
-            at the start. ``pull = min(1, (m / s_0)^2) s / m``, m the larger of s and max |W|: a layer that
-            shrinks below what it started with, s_0, is pulled the less.
+            meaningful with this normalisation only.
         prune_threshold: share of set digits at which a client drops a bit plane, in [0, 1); 0.02 in the
             paper.
         representation: what clients' optimisers step on: ``latent``, W itself, or ``planes``, two for each
@@ -73,9 +74,8 @@ class FedMPQ(QuantizedMethod):
         download: what the client is sent: W_t in ``full`` precision, or ``quantised`` at its own bit-widths.
         activation_bits: magnitude bits of the inputs of quantised layers, 1 to 8, or null for full precision.
         quantise_shortcuts: whether 1x1 convolutions on shortcuts are quantised too.
-        supernet: whether each local step also trains narrower allocations, taught by the client's own: 1 bit
-            everywhere, and two at random. The one model then serves every budget below (:meth:`deploy_at`).
-            A step takes four passes. Of ``representation: latent``, and not of FedMPQKD.
+        supernet: whether each step also trains three narrower allocations, taught by the client's own, so
+            that the one model serves every budget below; of FedMPQ with ``representation: latent`` alone.
         settings: those of every method.
     """
 

@@ -134,6 +134,23 @@ def test_secure_runs_are_the_plain_ones_and_private_ones_never_move():
     assert len(private) == 1
 
 
+def test_what_is_said_of_all_runs_on_equal_devices():
+    """Nobody is late at the deadline: a run with it is the run that waits."""
+    runs = json.loads((RESULTS / "time_embedded" / "report.json").read_text())["runs"]
+    weights = {
+        (run["method"], run["seed"]): run["weights_sha256"]
+        for run in runs
+        if run["levels"]["devices"] == "equal"
+    }
+    late = {one: found for one, found in weights.items() if one[0].endswith(" deadline")}
+    assert {label for label, _ in late} == {
+        f"{method} deadline" for method in ("FedAvg", "FedAdam", "SCAFFOLD", "FedMPQKD")
+    }
+    assert len(late) == 4 * 5
+    for (label, seed), found in late.items():
+        assert weights[label.removesuffix(" deadline"), seed] == found
+
+
 def test_a_wrong_sentence_is_found():
     document = {
         "criteria": [
