@@ -63,7 +63,8 @@ def read(name: str) -> list[dict[str, str]]:
 
 
 def rows_of_runs(root: Path) -> Iterator[dict[str, str]]:
-    """Yield a row for each finished run of the studies, those with fewer rounds (``<study>_short``) too."""
+    """Yield a row for each finished run of the studies, and of copies of them with fewer rounds, whose name
+    is ``<study>_short``."""
     for study in SOURCES:
         for folder in (root / study, root / f"{study}_short"):
             for record in read_folder(folder) if folder.is_dir() else []:
