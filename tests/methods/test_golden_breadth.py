@@ -30,8 +30,8 @@ def pytest_generate_tests(metafunc):
     found = [
         (method, case)
         for method, case in cases_in(folder)
-        if "rule" not in case
-        and ("updates" in case) == (fixture == {"alone"})  # a rule is of test_adapter_averages
+        # a rule is of test_adapter_averages, events are of test_golden_asynchronous
+        if not {"rule", "events"} & {*case} and ("updates" in case) == (fixture == {"alone"})
     ]
     ids = [f"{name}-{case['name']}" for name, case in found]
     metafunc.parametrize(f"name, {fixture.pop()}", found, ids=ids)
@@ -62,7 +62,7 @@ def test_uploads_of_drop_outs_are_lost(name, case, tmp_path):
 
 
 def test_every_adapter_has_its_file():
-    assert set(ADAPTERS) == {method for method, case in cases_in(FILES) if "rule" not in case}
+    assert set(ADAPTERS) == {method for method, case in cases_in(FILES) if not {"rule", "events"} & {*case}}
 
 
 def test_a_difference_is_seen():
