@@ -6,14 +6,18 @@ Torch is imported only when a command runs.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from errno import EDQUOT, ENOSPC, EROFS
-from typing import Any
+from typing import Any, NoReturn
 
 from fl_lightning.cli.commands import TRACEBACK_VARIABLE, answer_quickly
 from fl_lightning.errors import InputError, RunStopped
 from fl_lightning.support.imports import import_quickly
+
+INTERRUPTED = (130, 143)
+"""Exit codes after Ctrl-C and SIGTERM."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -99,6 +103,15 @@ def _show_exception(*error: Any) -> None:
     show_exception(*error)
 
 
+def program(argv: list[str] | None = None) -> NoReturn:
+    """Run one command and end the process, which a second signal after the first does not disturb."""
+    code = main(argv)
+    if code in INTERRUPTED:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
     sys.excepthook = _show_exception
-    sys.exit(main())
+    program()

@@ -33,7 +33,7 @@ with here(Path(sys.argv[1]), sys.argv[2]):
 COMMAND = """
 import gc, os, sys, time
 from pathlib import Path
-from fl_lightning.__main__ import main
+from fl_lightning.__main__ import program
 from fl_lightning.deploy import command
 from fl_lightning.deploy.flower import launch
 def show(words, folder, home):
@@ -43,7 +43,7 @@ def show(words, folder, home):
     time.sleep(120)
 command.launch.require_flower = lambda: None
 launch._show = show
-sys.exit(main(sys.argv[1:]))
+program(sys.argv[1:])
 """
 
 
