@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 import torch
 from laddered import two_blocks
@@ -64,17 +66,16 @@ def test_costs_are_those_of_the_calls(meter):
 
 
 def test_quantiles_charge_a_whole_step_no_less_than_its_own(meter, monkeypatch):
-    """Where every fifth whole step takes twice as long, so is what a ledger charges."""
-    original, calls = meter.joules_of, [0]
+    """Where three of ten measurements take twice as long, so is about what a ledger charges."""
+    original, noise = meter.joules_of, Random(0)
 
     def sometimes(function):
-        calls[0] += 1
-        return original(function) * (2.0 if calls[0] % 5 == 0 else 1.0)
+        return original(function) * (2.0 if noise.random() < 0.3 else 1.0)
 
     monkeypatch.setattr(meter, "joules_of", sometimes)
     table = calibrate_branches(two_blocks(259), meter, seconds=0.05, context=8).table
     for tokens in SHORT:
-        assert table.all_high(tokens, "q99") >= 2 * 14.0 - 1e-9
+        assert table.all_high(tokens, "q99") >= 0.9 * 2 * 14.0
         assert (table.tensors(tokens, "q99")[:, 2] >= table.tensors(tokens)[:, 2]).all()
 
 

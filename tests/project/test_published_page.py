@@ -15,12 +15,12 @@ from fl_lightning.study.statistics import t_interval
 
 @pytest.fixture
 def published():
-    with script("docs/published") as module:
+    with script("docs/published_figures") as module:
         yield module
 
 
 def test_the_page_is_generated(published):
-    assert published.PAGE.read_text() == published.page(), "run python docs/published.py"
+    assert published.PAGE.read_text() == published.page(), "run python docs/published_figures.py"
 
 
 def test_every_published_figure_is_of_a_cell_of_its_study_and_has_a_cost(published):

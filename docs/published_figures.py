@@ -1,7 +1,7 @@
 """Write the page of published figures beside ours, ``docs/results/published.md``:
 
-python docs/published.py                    # from the tables in docs/results/published
-python docs/published.py --runs runs        # after it has read the runs of configs/published in that folder
+python docs/published_figures.py                    # from the tables in docs/results/published
+python docs/published_figures.py --runs runs        # after it has read the runs of configs/published there
 
 ``figures.csv`` has what was published, ``ours.csv`` the runs, ``costs.csv`` the CPU seconds of a round.
 """
@@ -45,7 +45,7 @@ SOURCES = {
 HEAD = """\
 # Published figures beside ours
 
-This page is made by `python docs/published.py` from the tables in `docs/results/published`.
+This page is made by `python docs/published_figures.py` from the tables in `docs/results/published`.
 
 The studies in `configs/published` are the protocols of the field's benchmarks on Fashion-MNIST: network,
 partition (example by example that of the published code), optimizer, epochs, batch, rounds and normalisation
