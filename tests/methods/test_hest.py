@@ -13,7 +13,7 @@ import torch
 from budgeted import GROUPS, built, costs
 from lightning.fabric import Fabric
 from refusals import refused
-from tiny_language import fit, method_of, records
+from tiny_language import fit, method_of, records, written_then_read
 
 from callbacks import OptionFigure
 from fl_lightning.energy import shipped_table
@@ -256,16 +256,7 @@ def test_reading_an_answer_takes_the_options_of_writing_it(controller):
     network, (inputs, target) = method.deploy(data.client(0)).eval(), some(data, 4)
     network.expect(target)
     prompts = ids_of(inputs)[:, :9]
-    answers = network.generate(prompts, None, max_new_tokens=5)
-    written = network.measured()["energy/joules_generated"]
-    whole = torch.cat((prompts, answers), dim=1)
-    labels = torch.full_like(whole, -100)
-    labels[:, 8:-1] = answers
-    network.expect(labels[:, :-1])
-    with torch.no_grad():
-        outputs = network(whole[:, :-1])
-    assert torch.equal(outputs[:, 8:].argmax(-1), answers)
-    assert torch.allclose(network.measured()["energy/joules"], written)
+    written_then_read(network, prompts, max_new_tokens=5)
 
 
 def test_what_a_token_takes_does_not_depend_on_later_tokens():

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 from laddered import branch_costs, built_ladder, ladder_of, two_blocks
-from tiny_language import adam, fit, records
+from tiny_language import adam, fit, records, written_then_read
 from toy import run
 
 from fl_lightning.energy.budgets.ladder import BranchCosts, all_masks, next_mask, protected_by
@@ -254,16 +254,7 @@ def test_writing_an_answer_is_reading_it(phase):
     network = method.deploy(data.client(0)).eval()
     prompts = some(data, 4)[0]["input_ids"][:, :9]
     network.expect(torch.zeros(4, 1))
-    answers = network.generate(prompts, None, max_new_tokens=16)
-    written = network.measured()["energy/joules_generated"]
-    whole = torch.cat((prompts, answers), dim=1)
-    labels = torch.full_like(whole, -100)
-    labels[:, 8:-1] = answers
-    network.expect(labels[:, :-1])
-    with torch.no_grad():
-        outputs = network(whole[:, :-1])
-    assert torch.equal(outputs[:, 8:].argmax(-1), answers)
-    assert torch.allclose(network.measured()["energy/joules"], written)
+    whole, labels = written_then_read(network, prompts, max_new_tokens=16)
     options, _ = network.options_of(whole[:, :-1], labels[:, :-1])
     assert (options[:, :9].min() == 2) == (phase == "answer")
     assert (options[:, 9:] == 0).any()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-from tiny_language import method_of, records, tiny
+from tiny_language import method_of, set_up, tiny
 
 from fl_lightning.energy import CostLine, CostTable, MeasuredCost
 from fl_lightning.energy.switched import add_switches
@@ -31,11 +30,4 @@ def built(data=None, **settings):
     """A method that has been built with a strange controller, and its data."""
     given = {"costs": costs(), "budget": 0.8, "scope": "adapter", **settings}
     method = HEST(**given) if "network" in given else method_of(HEST, **given)
-    data = data or records(generate=False)
-    data.prepare_data()
-    data.setup("fit")
-    data.distribute(0, torch.device("cpu"))
-    torch.manual_seed(0)
-    method.build(data)
-    method.round = 1
-    return method, data
+    return set_up(method, data)

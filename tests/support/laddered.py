@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
-from tiny_language import adam, records
+from tiny_language import adam, set_up
 
 from fl_lightning.energy import CostLine, CostTable, MeasuredCost
 from fl_lightning.energy.options import BRANCH
@@ -46,15 +45,7 @@ def ladder_of(**settings) -> HESTLadder:
 
 def built_ladder(data=None, round: int = 5, **settings):
     """A method that has been built, in a round, and its data."""
-    method = ladder_of(**settings)
-    data = data or records(generate=False)
-    data.prepare_data()
-    data.setup("fit")
-    data.distribute(0, torch.device("cpu"))
-    torch.manual_seed(0)
-    method.build(data)
-    method.round = round
-    return method, data
+    return set_up(ladder_of(**settings), data, round)
 
 
 three_blocks = partial(two_blocks, blocks=3)

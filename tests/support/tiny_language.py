@@ -41,3 +41,32 @@ def fit(method: Method, folder: Path, data: InstructionData | None = None, **set
     """Two rounds of two local steps of all clients."""
     small = {"max_rounds": 2, "max_local_steps": 2, "workers": 1}
     return run(method, data or records(generate=False), folder, **{**small, **settings})
+
+
+def set_up(method, data=None, round=1):
+    """Build a method on data, sentences by default, and return both; it is then in this round."""
+    data = data or records(generate=False)
+    data.prepare_data()
+    data.setup("fit")
+    data.distribute(0, torch.device("cpu"))
+    torch.manual_seed(0)
+    method.build(data)
+    method.round = round
+    return method, data
+
+
+def written_then_read(network, prompts, max_new_tokens):
+    """Have a budgeted network write answers and read them, check that both take as many joules, and return
+    prompts with answers and their labels."""
+    answers = network.generate(prompts, None, max_new_tokens=max_new_tokens)
+    written = network.measured()["energy/joules_generated"]
+    whole = torch.cat((prompts, answers), dim=1)
+    labels = torch.full_like(whole, -100)
+    before = prompts.shape[1] - 1
+    labels[:, before:-1] = answers
+    network.expect(labels[:, :-1])
+    with torch.no_grad():
+        outputs = network(whole[:, :-1])
+    assert torch.equal(outputs[:, before:].argmax(-1), answers)
+    assert torch.allclose(network.measured()["energy/joules"], written)
+    return whole, labels

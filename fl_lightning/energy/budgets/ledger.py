@@ -43,7 +43,34 @@ def whole_units(joules: Tensor | float) -> Tensor:
     return torch.where(limited >= UNLIMITED, UNLIMITED, limited.nan_to_num().long())
 
 
-class BatchedEnergyLedger:
+class Account:
+    """What B sequences may spend, and have spent.
+
+    Args:
+        budget: E_max of each sequence in joules, float64 ``[B]``; infinity: without a limit.
+        owed: tokens that each sequence may still have, int64 ``[B]``.
+
+    Attributes:
+        used: units that were charged so far, int64 ``[B]``.
+        clamped: tokens of each sequence that got less than was wished for, int64 ``[B]``.
+        refused: sequences that were refused, bool ``[B]``.
+    """
+
+    def __init__(self, budget: Tensor, owed: Tensor) -> None:
+        units = (budget.double() * UNITS_PER_JOULE).floor()
+        self.budget = torch.where(units >= UNLIMITED, UNLIMITED, units.nan_to_num(posinf=0.0).long())
+        self.owed = owed.clone()
+        self.used = torch.zeros_like(owed)
+        self.clamped = torch.zeros_like(owed)
+        self.refused = torch.zeros_like(owed, dtype=torch.bool)
+
+    @property
+    def spent(self) -> Tensor:
+        """Joules that were charged so far, float64 ``[B]``; never above the budget."""
+        return self.used.double() / UNITS_PER_JOULE
+
+
+class BatchedEnergyLedger(Account):
     """The budgets of B sequences that are decoded side by side; each is as it would be alone.
 
     Args:
@@ -76,17 +103,7 @@ class BatchedEnergyLedger:
             "a sequence costs less than four million joules",
             "give the costs in joules",
         )
-        units = (budget * UNITS_PER_JOULE).floor()
-        self.budget = torch.where(units >= UNLIMITED, UNLIMITED, units.nan_to_num(posinf=0.0).long())
-        self.owed = owed.clone()
-        self.used = torch.zeros_like(owed)
-        self.clamped = torch.zeros_like(owed)
-        self.refused = torch.zeros_like(owed, dtype=torch.bool)
-
-    @property
-    def spent(self) -> Tensor:
-        """Joules that were charged so far, float64 ``[B]``; never above the budget."""
-        return self.used.double() / UNITS_PER_JOULE
+        super().__init__(budget, owed)
 
     def decide(self, theta: Tensor, price: float | Tensor = 0.0, active: Tensor | None = None) -> Tensor:
         """Choose the options of one token of each sequence, and charge them.

@@ -18,12 +18,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fl_lightning.energy.budgets.choosing import UNLIMITED
-from fl_lightning.energy.budgets.ledger import REFUSED, UNITS_PER_JOULE
+from fl_lightning.energy.budgets.ledger import REFUSED, Account
 from fl_lightning.energy.budgets.passes import Lengths
 
 
-class LevelLedger:
+class LevelLedger(Account):
     """The budgets of B sequences that are decoded side by side; each is as it would be alone.
 
     Args:
@@ -34,16 +33,8 @@ class LevelLedger:
     """
 
     def __init__(self, budget: Tensor, prompts: Tensor, costs: Tensor, owed: Tensor) -> None:
-        self.budget = (budget.double() * UNITS_PER_JOULE).floor().clamp(max=float(UNLIMITED)).long()
-        self.prompts, self.costs, self.owed = prompts, costs, owed.clone()
-        self.used = torch.zeros_like(owed)
-        self.clamped = torch.zeros_like(owed)
-        self.refused = torch.zeros_like(owed, dtype=torch.bool)
-
-    @property
-    def spent(self) -> Tensor:
-        """Joules that were charged so far, float64 ``[B]``; never above the budget."""
-        return self.used.double() / UNITS_PER_JOULE
+        super().__init__(budget, owed)
+        self.prompts, self.costs = prompts, costs
 
     def constant(self) -> Tensor:
         """Return the best level that each sequence can afford from its first token to its last, int64

@@ -196,7 +196,8 @@ class SkippingCache(KeyValueCache):
     """Keys and values of layers that some tokens have skipped; these tokens are not seen there."""
 
     layers: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
-    """By layer: keys and values ``[B, H, S, D]``, and which positions hold some, bool ``[B, S]``."""
+    """What each layer has kept, by its index: keys and values, ``[B, H, S, D]`` each, and which of the S
+    positions hold some, bool ``[B, S]``."""
 
     def of_layer(self, index: int, positions: Tensor) -> SkippingLayerCache:
         return SkippingLayerCache(self, index, positions)
