@@ -12,7 +12,6 @@ from fl_lightning.conformance.federations import other_labels
 from fl_lightning.conformance.verdicts import expect, not_finite
 from fl_lightning.data import FederatedData
 from fl_lightning.engines import ClientResult, ClientTask, SequentialEngine
-from fl_lightning.engines.base import one_thread
 
 CLIENT, EPOCHS = 4, 2
 
@@ -39,8 +38,7 @@ def _result(
     if forget:
         method.server = {name: torch.ones_like(tensor) for name, tensor in method.server.items()}
     engine = SequentialEngine(run.trainer.fabric, method, data)
-    with one_thread(method.device):  # as in a run: the number of threads changes how sums are rounded
-        return engine.train_client(ClientTask(client, 1, run.log.broadcasts[1, CLIENT], **task))
+    return engine.train_client(ClientTask(client, 1, run.log.broadcasts[1, CLIENT], **task))
 
 
 def _upload(bench: Bench, **changes: Any) -> bytes:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from all_methods import METHODS
 
 from fl_lightning import methods
 from fl_lightning.__main__ import main
 from fl_lightning.conformance import method_under_test, run_checks
-from fl_lightning.conformance.checks_wire import broadcast, bytes_on_the_wire, shapes_of_entries
+from fl_lightning.conformance.checks_wire import (
+    broadcast,
+    bytes_on_the_wire,
+    server_reads_uploads_only,
+    shapes_of_entries,
+)
 
 BUDGETS = {"AQFL", "FedMPQ", "FedMPQKD"}
 NEUTRAL = {
@@ -186,3 +192,14 @@ def test_settings_that_it_does_not_know(arguments, capsys):
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "mu" in error
+
+
+def test_a_server_that_distils_is_checked_on_one_thread_as_it_runs():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        (outcome,) = run_checks(method_under_test(methods.FedKD), [server_reads_uploads_only])
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert outcome.verdict == "passed", outcome.detail
