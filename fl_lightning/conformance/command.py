@@ -14,7 +14,7 @@ from fl_lightning import methods
 from fl_lightning.config.near_names import nearest_or_list
 from fl_lightning.conformance.kit import CheckResult, run_checks
 from fl_lightning.conformance.known_methods import method_under_test
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, require
 from fl_lightning.methods import Method, Term
 
 
@@ -33,11 +33,17 @@ def check(
         noise: largest deviation from the known optimum that its rounding may cause.
 
     Raises:
-        InputError: there is no such method, or its constructor refuses the settings.
+        InputError: there is no such method, its clients do not train, or its constructor refuses the settings.
         SystemExit: a check failed; the exit code is 1.
     """
-    given_settings, given_neutral = made_terms(settings), made_terms(neutral)
-    subject = method_under_test(find_method(model), given_settings, given_neutral, noise)
+    given_settings, given_neutral, kind = made_terms(settings), made_terms(neutral), find_method(model)
+    require(
+        not kind.pools_examples,
+        f"--model {model}",
+        "its server trains by itself, and the kit checks what clients train and send",
+        "name a method whose clients train, such as FedAvg",
+    )
+    subject = method_under_test(kind, given_settings, given_neutral, noise)
     for given, made, name in (
         (settings, given_settings, "settings"),
         (neutral, given_neutral, "neutral"),
