@@ -33,7 +33,8 @@ def check(
         noise: largest deviation from the known optimum that its rounding may cause.
 
     Raises:
-        InputError: there is no such method, its clients do not train, or its constructor refuses the settings.
+        InputError: there is no such method, its clients do not train, or its constructor refuses the
+            settings.
         SystemExit: a check failed; the exit code is 1.
     """
     given_settings, given_neutral, kind = made_terms(settings), made_terms(neutral), find_method(model)
