@@ -24,6 +24,12 @@ def resnet20(num_classes: int) -> nn.Module:
     return ResNet20(num_classes)
 
 
+def resnet18(num_classes: int) -> nn.Module:
+    import torchvision
+
+    return torchvision.models.resnet18(num_classes=num_classes)
+
+
 def mobilenetv2(num_classes: int) -> nn.Module:
     import timm
 
@@ -103,6 +109,8 @@ WORKLOADS = {
     "W1": Workload(100, 50, (3, 32, 32), 10, 10, 10, 1, TwoConvolutions, {"lr": 0.1}, 12),
     "W2": Workload(10, 500, (3, 32, 32), 10, 10, 64, 1, resnet20, {"lr": 0.1, "momentum": 0.9}, 3),
     "W3": Workload(100, 500, (3, 28, 28), 100, 8, 64, 2, mobilenetv2, {"lr": 0.05, "momentum": 0.9}, 2),
+    # whose memory counts: 100 uploads of 45 MB
+    "B2": Workload(100, 10, (3, 32, 32), 10, 100, 10, 1, resnet18, {"lr": 0.1}, 2),
     "W4": Workload(1000, 20, (64,), 10, 200, 20, 1, OneHidden, {"lr": 0.1}, 20),
 }
 

@@ -1,6 +1,6 @@
 """Public workloads: fl_lightning, a plain loop and other simulators in turn, A B A B.
 
-python benchmarks/workloads.py [W1 W2 W3 W4] [--repeats 3] [--engines auto sequential batched]
+python benchmarks/workloads.py [W1 W2 W3 B2 W4] [--repeats 3] [--engines auto sequential batched]
         [--peers flower=PYTHON pfl2=PYTHON] [--out FILE]
 
 Each measurement is a process of its own and gives the mean seconds of a round after the first; the figure is
@@ -67,7 +67,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("workloads", nargs="*", help="W1 W2 W3 W4; none: all")
+    parser.add_argument("workloads", nargs="*", help="W1 W2 W3 B2 W4; none: all")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
         "--rounds", type=int, default=0, help="rounds that are timed; 0: the workload's own number"

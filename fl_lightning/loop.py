@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from fl_lightning import evaluation
 from fl_lightning.aggregation.base import Receipt, Round
+from fl_lightning.aggregation.intake import Uploads
 from fl_lightning.aggregation.receiving import declares_shapes
 from fl_lightning.aggregation.server import examples_in
 from fl_lightning.aggregation.undeclared import UndeclaredUploads, reject_odd_ones
@@ -27,8 +28,8 @@ from fl_lightning.methods.terms import require_terms
 from fl_lightning.metrics import Mean
 from fl_lightning.orders import ask, assignments, make_tasks, tell_losses, with_asked
 from fl_lightning.sampling import ServerView
-from fl_lightning.uploads import change_uploads, deliver, receive
-from fl_lightning.wire import Ledger, LedgerEntry, Payload
+from fl_lightning.uploads import change_uploads, deliver, intake, receive
+from fl_lightning.wire import Ledger, LedgerEntry
 
 log = logging.getLogger("fl_lightning")
 T = TypeVar("T")
@@ -81,11 +82,12 @@ def train_cohort(fed: Federation, engine: Engine, round: int, ids: Iterable[int]
     fed.method.cohort = len(cohort)
     tell(fed.callbacks, "on_cohort", cohort, round, fed)
     at_work = [assignment for assignment in cohort if assignment.trains]
-    uploads: dict[int, Payload] = {}
     tasks = make_tasks(fed, round, at_work)
+    declared = not tasks or declares_shapes(fed.method, tasks[0].client)
+    uploads, undeclared = intake(fed, declared), None if declared else UndeclaredUploads()
     fed.method.steps_asked = {task.client.id: task.steps for task in tasks}
     told = tell_losses(fed, tasks) if fed.sampler.reads_losses else {}
-    ended = iter(train_clients(fed, engine, at_work, tasks, uploads))
+    ended = iter(train_clients(fed, engine, at_work, tasks, uploads, undeclared))
     receipts = [
         next(ended) if assignment.trains else dropped(assignment.client, round) for assignment in cohort
     ]
@@ -103,9 +105,10 @@ def train_clients(
     engine: Engine,
     assignments: Sequence[Assignment],
     tasks: Sequence[ClientTask],
-    uploads: dict[int, Payload],
+    uploads: Uploads,
+    undeclared: UndeclaredUploads | None,
 ) -> list[Receipt]:
-    """Train clients, put the uploads that count into ``uploads``, and return what came of each, in the order
+    """Train clients, give the uploads that count to ``uploads``, and return what came of each, in the order
     of the tasks.
 
     Where the server needs sums alone, uploads stay with the process that trained the client: they are
@@ -113,8 +116,6 @@ def train_clients(
     """
     single = fed.aggregation.single
     receipts: dict[int, Receipt] = {}
-    declared = not tasks or declares_shapes(fed.method, tasks[0].client)
-    undeclared = None if declared else UndeclaredUploads()
     # results come one by one, while workers train the clients that follow
     for position, result in enumerate(engine.train(tasks)) if single else engine.train_own(tasks):
         task, client = tasks[position], result.client

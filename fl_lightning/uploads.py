@@ -7,13 +7,14 @@ from dataclasses import replace
 from typing import TypeVar
 
 from fl_lightning.aggregation.base import Receipt
+from fl_lightning.aggregation.intake import Uploads
 from fl_lightning.aggregation.receiving import check_upload, decode_upload
 from fl_lightning.aggregation.undeclared import UndeclaredUploads
 from fl_lightning.client import Assignment, Client
 from fl_lightning.engines import ClientResult, ClientTask
 from fl_lightning.federation import Federation
-from fl_lightning.hooks import stress
-from fl_lightning.wire import LedgerEntry, Payload, PayloadError
+from fl_lightning.hooks import sees_uploads, stress
+from fl_lightning.wire import LedgerEntry, PayloadError
 
 log = logging.getLogger("fl_lightning")
 T = TypeVar("T")
@@ -24,10 +25,10 @@ def receive(
     assignment: Assignment,
     task: ClientTask,
     result: ClientResult,
-    uploads: dict[int, Payload],
+    uploads: Uploads,
     undeclared: UndeclaredUploads | None = None,
 ) -> LedgerEntry:
-    """Decode and check one client's upload, put it into ``uploads`` if it counts, and say what it cost.
+    """Decode and check one client's upload, give it to ``uploads`` if it counts, and say what it cost.
 
     Where uploads do not leave the clients, each of them checks its own and has sent nothing yet.
     """
@@ -46,7 +47,8 @@ def receive(
                 if upload is not decoded:
                     size = upload.nbytes
                 check_upload(fed.method, upload, client, uploads, undeclared)
-                uploads[client.id], status = upload, "trained"
+                uploads.take(client.id, upload)
+                status = "trained"
         except PayloadError as error:
             status = "rejected"
             log.warning("round %d: upload of client %d rejected: %s", task.round, client.id, error)
@@ -55,7 +57,15 @@ def receive(
     return LedgerEntry(task.round, client.id, status, sent, size, wasted)
 
 
-def change_uploads(fed: Federation, round: int, uploads: dict[int, Payload], receipts: list[Receipt]) -> None:
+def intake(fed: Federation, declared: bool) -> Uploads:
+    """Return what takes the uploads of a round: they are kept until it is closed where somebody asks for them
+    again before, a stressor that knows all of them, a clock that leaves late ones out, or the comparison of
+    those whose shapes are not declared."""
+    again = fed.timing is not None or not declared or any(map(sees_uploads, fed.callbacks))
+    return Uploads() if again else fed.aggregation.intake()
+
+
+def change_uploads(fed: Federation, round: int, uploads: Uploads, receipts: list[Receipt]) -> None:
     """Pass the uploads that count through stressors that know all of them, and check what they changed."""
     changed = stress(fed.callbacks, "change_uploads", dict(uploads), round=round, context=fed)
     for position, receipt in enumerate(receipts):

@@ -8,11 +8,12 @@ noise, and :class:`MaskedSum` around one of the two where the server may not see
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from fl_lightning import rng
+from fl_lightning.aggregation.intake import Uploads
 from fl_lightning.aggregation.masked_round import AddUnderMasks
 from fl_lightning.aggregation.private import PrivateAggregation
 from fl_lightning.aggregation.server import SummingServer, examples_in
@@ -101,15 +102,18 @@ class Aggregation(ABC):
         """Return what a client's upload adds to the server's sums, by name."""
         return self.method.addends(upload, client, examples_in(upload))
 
+    def intake(self) -> Uploads:
+        """Return what takes the uploads of a round that begins, where nobody asks for them again before it is
+        closed."""
+        return Uploads()
+
     @abstractmethod
-    def close(
-        self, round: Round, uploads: Mapping[int, Payload], receipts: Sequence[Receipt]
-    ) -> list[LedgerEntry]:
+    def close(self, round: Round, uploads: Uploads, receipts: Sequence[Receipt]) -> list[LedgerEntry]:
         """Make the server's next state, where the round has one, and return the ledger's entries.
 
         Args:
             round: what is closed.
-            uploads: those that count and that this process has, by client id.
+            uploads: those that count and that this process has.
             receipts: one for each client of the cohort, wherever it was trained.
         """
 

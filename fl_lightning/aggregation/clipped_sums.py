@@ -106,16 +106,30 @@ def common_starts(addends: Sequence[Mapping[str, Addend]]) -> dict[str, Tensor]:
     """
     starts: dict[str, Tensor] = {}
     for of_client in addends:
-        for name, addend in of_client.items():
-            if addend.start is None:
-                continue
-            known = starts.setdefault(name, addend.start)
-            if known is not addend.start and not torch.equal(known, addend.start):
-                raise MisuseError(
-                    f"addends {name!r} with different starts",
-                    "a private mean is one start plus the mean of the clients' differences from it",
-                    "give all the same start, or give the reason in refuses['privacy']",
-                )
+        note_starts(starts, of_client)
+    return starts_of_ranks(starts)
+
+
+def note_starts(starts: dict[str, Tensor], addends: Mapping[str, Addend]) -> None:
+    """Take what one client's addends start from into ``starts``, by name.
+
+    Raises:
+        MisuseError: another client starts from something else.
+    """
+    for name, addend in addends.items():
+        if addend.start is None:
+            continue
+        known = starts.setdefault(name, addend.start)
+        if known is not addend.start and not torch.equal(known, addend.start):
+            raise MisuseError(
+                f"addends {name!r} with different starts",
+                "a private mean is one start plus the mean of the clients' differences from it",
+                "give all the same start, or give the reason in refuses['privacy']",
+            )
+
+
+def starts_of_ranks(starts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return what the sums of all ranks start from, also on one without an upload."""
     if world_size() == 1:
         return starts
     names = [of_rank.decode().split("\n") for of_rank in gather_bytes("\n".join(starts).encode())]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fl_lightning.aggregation.base import Aggregation, Receipt, Round
+from fl_lightning.aggregation.intake import Uploads
 from fl_lightning.aggregation.masked_round import MaskedRound
 from fl_lightning.aggregation.plain import PlainSum
 from fl_lightning.aggregation.sums import Addend
@@ -43,9 +44,7 @@ class MaskedSum(Aggregation):
     def addends(self, upload: Payload, client: int, round: int) -> dict[str, Addend]:
         return self.sums.addends(upload, client, round)
 
-    def close(
-        self, round: Round, uploads: Mapping[int, Payload], receipts: Sequence[Receipt]
-    ) -> list[LedgerEntry]:
+    def close(self, round: Round, uploads: Uploads, receipts: Sequence[Receipt]) -> list[LedgerEntry]:
         """Mask what the clients would have uploaded, and add it up. A client counts if it is in the sum.
 
         The round is void where no clients that keep to the rules could have made its sum.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from fl_lightning.aggregation.base import Aggregation, Receipt, Round, examples_of
+from fl_lightning.aggregation.intake import AddedUploads, Uploads
 from fl_lightning.aggregation.server import set_next_state
 from fl_lightning.aggregation.sums import Sums
 from fl_lightning.wire import LedgerEntry, Payload
@@ -14,12 +15,16 @@ from fl_lightning.wire import LedgerEntry, Payload
 class PlainSum(Aggregation):
     """Adds uploads up where their clients were trained, and gives the method the sums over all processes."""
 
-    def close(
-        self, round: Round, uploads: Mapping[int, Payload], receipts: Sequence[Receipt]
-    ) -> list[LedgerEntry]:
+    def intake(self) -> Uploads:
+        return self.method.intake()
+
+    def close(self, round: Round, uploads: Uploads, receipts: Sequence[Receipt]) -> list[LedgerEntry]:
         entries, examples = [receipt.entry for receipt in receipts], examples_of(receipts)
         if examples:
-            sums = self.method.add_up(uploads, examples)
+            if isinstance(uploads, AddedUploads):
+                sums = uploads.added()
+            else:
+                sums = self.method.add_up(uploads, examples)
             sums.merge_ranks()
             return self.taken(sums, round, entries)
         return entries

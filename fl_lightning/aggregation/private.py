@@ -22,8 +22,16 @@ from torch import Tensor
 
 from fl_lightning import rng
 from fl_lightning.aggregation.averages import WEIGHTED_MEAN
-from fl_lightning.aggregation.clipped_sums import COUNT, PrivateSums, clip_addends, common_starts
+from fl_lightning.aggregation.clipped_sums import (
+    COUNT,
+    PrivateSums,
+    clip_addends,
+    common_starts,
+    note_starts,
+    starts_of_ranks,
+)
 from fl_lightning.aggregation.exact_sum import MAX_MAGNITUDE, fraction_bits
+from fl_lightning.aggregation.intake import AddedUploads
 from fl_lightning.aggregation.server import SummingServer
 from fl_lightning.aggregation.sums import Addend, Sums, sums_of
 from fl_lightning.config.overriding import overrides
@@ -55,6 +63,25 @@ SUMS_FILE = "noisy_sums.csv"
 """In the directory of a run whose noise no seed tells: the noisy sums that were begun."""
 EXACT_BITS = 53
 """Integers up to 2^53 are exact in float64."""
+
+
+class ClippedUploads(AddedUploads):
+    """Uploads that are clipped and added up as they come.
+
+    Args:
+        privacy: clips them.
+        method: says what they add, in its present round.
+    """
+
+    def __init__(self, privacy: PrivateAggregation, method: SummingServer) -> None:
+        super().__init__(Sums(WEIGHTED_MEAN, privacy.cohort), self._message)
+        self.privacy, self.method = privacy, method
+        self.starts: dict[str, Tensor] = {}
+
+    def _message(self, upload: Payload, client: int) -> dict[str, Addend]:
+        addends = self.method.addends(upload, client, 1)
+        note_starts(self.starts, addends)
+        return self.privacy.private_addends(self.method, addends, client, self.method.round)
 
 
 class PrivateAggregation(Meter):
@@ -301,7 +328,6 @@ class PrivateAggregation(Meter):
         Raises:
             MisuseError: a stressor has made the cohort larger than the one that is accounted.
         """
-        private = [self.message(method, upload, id, round) for id, upload in uploads.items()]
         if returned == 0:
             if overrides(method, SummingServer, "addends"):
                 log.warning(
@@ -310,8 +336,12 @@ class PrivateAggregation(Meter):
                     round, type(method).__name__,
                 )  # fmt: skip
                 return None
-            private = [self._empty_message(method)]
-        sums = sums_of(private, WEIGHTED_MEAN, self.cohort)
+            sums = sums_of([self._empty_message(method)], WEIGHTED_MEAN, self.cohort)
+        elif isinstance(uploads, ClippedUploads):
+            sums = uploads.added()
+        else:
+            private = [self.message(method, upload, id, round) for id, upload in uploads.items()]
+            sums = sums_of(private, WEIGHTED_MEAN, self.cohort)
         sums.merge_ranks()
         return self.finished(sums, method, uploads, returned, round)
 
@@ -344,6 +374,8 @@ class PrivateAggregation(Meter):
             totals = {name: total + noise[name] for name, total in totals.items()}
         if returned == 0 or (not uploads and world_size() == 1):  # these are on the clients' machines
             starts = dict(method.starts())
+        elif isinstance(uploads, ClippedUploads):
+            starts = starts_of_ranks(uploads.starts)
         else:
             starts = common_starts([method.addends(upload, id, 1) for id, upload in uploads.items()])
         found = PrivateSums(totals, starts, self.cohort, self.deviation("update"))

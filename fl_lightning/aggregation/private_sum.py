@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from fl_lightning.aggregation.base import Receipt, Round, examples_of
+from fl_lightning.aggregation.intake import Uploads
 from fl_lightning.aggregation.plain import PlainSum
-from fl_lightning.aggregation.private import PrivateAggregation
+from fl_lightning.aggregation.private import ClippedUploads, PrivateAggregation
 from fl_lightning.aggregation.server import SummingServer
 from fl_lightning.aggregation.sums import Addend, Sums
 from fl_lightning.privacy import Randomness
@@ -36,9 +37,10 @@ class PrivateSum(PlainSum):
     def addends(self, upload: Payload, client: int, round: int) -> dict[str, Addend]:
         return self.privacy.message(self.method, upload, client, round)
 
-    def close(
-        self, round: Round, uploads: Mapping[int, Payload], receipts: Sequence[Receipt]
-    ) -> list[LedgerEntry]:
+    def intake(self) -> Uploads:
+        return ClippedUploads(self.privacy, self.method)
+
+    def close(self, round: Round, uploads: Uploads, receipts: Sequence[Receipt]) -> list[LedgerEntry]:
         """Make the next state also where nobody returned, which noise hides."""
         entries, returned = [receipt.entry for receipt in receipts], len(examples_of(receipts))
         return self.taken(self.privacy.sums(self.method, uploads, returned, round.number), round, entries)

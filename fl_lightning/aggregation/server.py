@@ -14,6 +14,7 @@ from fl_lightning.aggregation.adapters.base import AS_THEY_ARE, AdapterAverage
 from fl_lightning.aggregation.averages import Average, NoAverageError, capped
 from fl_lightning.aggregation.client_weights import BY_EXAMPLES, ClientWeights, Weighing
 from fl_lightning.aggregation.exact_sum import MAX_MAGNITUDE, largest
+from fl_lightning.aggregation.intake import AddedUploads, Uploads
 from fl_lightning.aggregation.server_optimizers import EVALUATED, SQUARES, ServerOptimizer
 from fl_lightning.aggregation.sums import Addend, Sums, sums_of
 from fl_lightning.client import Client
@@ -150,6 +151,15 @@ class SummingServer:
         addends = [self.addends(upload, id, weights[id]) for id, upload in sorted(uploads.items())]
         average = self.adapters.over(self.average)
         return sums_of(addends, average, max(self.cohort, len(examples)), self.guides())
+
+    def intake(self) -> Uploads:
+        """Return what takes the uploads of a round: they are added up as they come, unless their weights or
+        their average depend on all of them."""
+        average, own = self.adapters.over(self.average), ("add_up", "bounded_weights")
+        if self.max_share < 1 or not average.is_sum or any(overrides(self, SummingServer, n) for n in own):
+            return Uploads()
+        sums = Sums(average, self.cohort)
+        return AddedUploads(sums, lambda upload, id: self.addends(upload, id, examples_in(upload)))
 
     def guides(self) -> Mapping[str, Tensor]:
         """Return the updates that ``average`` goes by in this round, by the name of the sum: ``[P]``; none

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from fl_lightning.aggregation.base import Aggregation, Receipt, Round
+from fl_lightning.aggregation.intake import Uploads
 from fl_lightning.aggregation.server import set_next_state
-from fl_lightning.wire import LedgerEntry, Payload
+from fl_lightning.wire import LedgerEntry
 
 
 class SingleUploads(Aggregation):
@@ -15,9 +16,7 @@ class SingleUploads(Aggregation):
 
     single = True
 
-    def close(
-        self, round: Round, uploads: Mapping[int, Payload], receipts: Sequence[Receipt]
-    ) -> list[LedgerEntry]:
+    def close(self, round: Round, uploads: Uploads, receipts: Sequence[Receipt]) -> list[LedgerEntry]:
         entries = [receipt.entry for receipt in receipts]
         make = partial(self.method.aggregate, uploads)
         if uploads and not set_next_state(self.method, round.number, entries, make):

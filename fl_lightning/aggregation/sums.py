@@ -57,13 +57,14 @@ class Sums:
         self._averaged: dict[str, Tensor] = {}
 
     def add(self, name: str, addends: Sequence[Addend]) -> None:
-        """Add what several uploads add to one sum.
+        """Add what several uploads add to one sum. It can be called again with those of others, where the
+        server's ``average`` is a weighted mean.
 
         Raises:
             MisuseError: the weights are in different units.
         """
-        first = addends[0]
-        if any(addend.most != first.most for addend in addends):
+        first, before = addends[0], self._parts.get(name)
+        if any(addend.most != (before or first).most for addend in addends):
             raise MisuseError(
                 f"addends {name!r} with different largest weights",
                 "the weights of one sum have one unit",
@@ -81,7 +82,8 @@ class Sums:
                 self._averaged[name] = self._average(name, vectors, shares, first.start)
                 return
             vectors = [self.average.bounded(vector, first.start) for vector in vectors]
-        self._parts[name] = Part(vectors, weights, first.most)
+        part = Part(vectors, weights, first.most)
+        self._parts[name] = part if before is None else before.plus(part, self.cohort)
 
     def _average(
         self, name: str, vectors: Sequence[Tensor], shares: Sequence[float], start: Tensor
@@ -197,6 +199,12 @@ class Part:
             return self.merged.mean(self.total_weight)
         return exact_mean(self.vectors, self.shares, self.total_weight, cohort)
 
+    def plus(self, other: Part, cohort: int) -> Part:
+        """Return the sum with vectors of other clients, added up; this one is of no use then."""
+        merged = self.merged or self.exact_sum(cohort)
+        merged.add(other.vectors, other.shares)
+        return Part([], [*self.weights, *other.weights], self.most, merged)
+
     def exact_sum(self, cohort: int, size: int | None = None) -> ExactSum:
         exact = ExactSum(self.size if size is None else size, cohort)
         if self.vectors:
@@ -243,10 +251,16 @@ def sums_of(
     guides: Mapping[str, Tensor] | None = None,
 ) -> Sums:
     """Return the sums of what uploads add."""
-    sums, by_name = Sums(average, cohort, guides), defaultdict(list)
+    sums = Sums(average, cohort, guides)
+    add_all(sums, addends)
+    return sums
+
+
+def add_all(sums: Sums, addends: Sequence[Mapping[str, Addend]]) -> None:
+    """Add what uploads add, by name of the sum."""
+    by_name = defaultdict(list)
     for each in addends:
         for name, addend in each.items():
             by_name[name].append(addend)
     for name, of_one in by_name.items():
         sums.add(name, of_one)
-    return sums

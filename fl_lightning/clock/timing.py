@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from fl_lightning.aggregation.base import Receipt
+from fl_lightning.aggregation.intake import Uploads
 from fl_lightning.clock.asynchronous import IN_FLIGHT, Asynchronous, Flight, Flights
 from fl_lightning.clock.clock import Clock
 from fl_lightning.clock.devices import DeviceTable
@@ -222,5 +223,5 @@ def only_used(trained: Trained, receipts: Sequence[Receipt], used: Collection[in
             else replace(one, entry=one.entry.unused(), examples=0)
             for one in receipts
         ],
-        uploads={id: upload for id, upload in trained.uploads.items() if id in used},
+        uploads=Uploads({id: upload for id, upload in trained.uploads.items() if id in used}),
     )

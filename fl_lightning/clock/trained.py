@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fl_lightning.aggregation.base import Receipt
+from fl_lightning.aggregation.intake import Uploads
 from fl_lightning.client import Assignment
-from fl_lightning.wire import Payload
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Trained:
 
     cohort: list[Assignment] = field(default_factory=list)
     receipts: list[Receipt] = field(default_factory=list)
-    uploads: dict[int, Payload] = field(default_factory=dict)
+    uploads: Uploads = field(default_factory=Uploads)
     examples: dict[int, int] = field(default_factory=dict)
     started: list[Receipt] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)

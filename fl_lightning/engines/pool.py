@@ -41,6 +41,9 @@ from fl_lightning.metrics import Mean
 MIN_SHARED_BYTES = 2**26
 """Bytes of each of a worker's shared memories (one down, two up), at least; only what is used is taken. What
 is larger is piped."""
+AHEAD_BYTES = 2**28
+"""Results come in any order and are handed on in that of the tasks: so many bytes may wait, or the uploads of
+two clients a worker."""
 MAX_WAIT_SECONDS = (
     1.0  # seconds of one wait for an answer, so that a pause of the whole program counts as one of them
 )
@@ -75,7 +78,8 @@ class PoolEngine(Engine):
         return self.engine.units(tasks)
 
     def train(self, tasks: Sequence[ClientTask], units: Units | None = None) -> Iterator[ClientResult]:
-        waiting = self._portions(tasks, self.units(tasks) if units is None else units)
+        ahead = self._ahead(tasks)
+        waiting = self._portions(tasks, self.units(tasks) if units is None else units, ahead)
         done: dict[int, ClientResult] = {}
         busy: dict[Worker, Units] = {}
         given, looked = 0, 0.0
@@ -84,7 +88,7 @@ class PoolEngine(Engine):
                 "the worker processes have ended, or were never started; a round needs them; call start()"
             )
         try:
-            self._hand_out(waiting, tasks, busy)
+            self._hand_out(waiting, tasks, busy, 2 * ahead)
             while given < len(tasks):
                 if (
                     given not in done or monotonic() - looked > POLL_SECONDS
@@ -92,33 +96,45 @@ class PoolEngine(Engine):
                     for worker in self._answering(busy, wait_for_it=given not in done):
                         portion = [at for unit in busy.pop(worker) for at in unit]
                         answer = worker.hear()
-                        self._hand_out(waiting, tasks, busy)  # it goes on while its results are read
+                        self._hand_out(waiting, tasks, busy, given + 2 * ahead)  # while results are read
                         done |= zip(portion, worker.take(answer, [tasks[at] for at in portion]), strict=True)
                     looked = monotonic()
                 if given in done:
                     yield done.pop(given)
                     given += 1
+                    self._hand_out(waiting, tasks, busy, given + 2 * ahead)
         finally:
             if busy:  # someone raised: what they are at is of no use
                 self.close()
 
-    def _hand_out(self, waiting: list[Units], tasks: Sequence[ClientTask], busy: dict[Worker, Units]) -> None:
+    def _hand_out(
+        self, waiting: list[Units], tasks: Sequence[ClientTask], busy: dict[Worker, Units], end: int
+    ) -> None:
+        """Give portions that begin before the task at ``end`` to workers that have none."""
         for worker in self.workers:
-            if waiting and worker not in busy:
+            if waiting and worker not in busy and min(map(min, waiting[0])) < end:
                 busy[worker] = waiting.pop(0)
                 worker.give([[tasks[at] for at in unit] for unit in busy[worker]])
 
-    def _portions(self, tasks: Sequence[ClientTask], units: Units) -> list[Units]:
-        """Return the units in portions, the most work first and each smaller than the one before: so the
-        workers end together with what is left (guided self-scheduling, Polychronopoulos & Kuck, 1987)."""
+    def _ahead(self, tasks: Sequence[ClientTask]) -> int:
+        """Return how many clients may have trained whose turn has not come."""
+        largest = max([1, *(len(task.message) for task in tasks)])
+        return max(2 * self.size, AHEAD_BYTES // largest)
+
+    def _portions(self, tasks: Sequence[ClientTask], units: Units, ahead: int) -> list[Units]:
+        """Return the units in portions, of each ``ahead`` tasks in turn the most work first, and each portion
+        smaller than the one before: so the workers end together with what is left (guided self-scheduling,
+        Polychronopoulos & Kuck, 1987). The uploads of a portion fit into the memory that is shared."""
         efforts = {id(unit): sum(work(tasks[at], self.data.batch_size) for at in unit) for unit in units}
         left, portions, room = sum(efforts.values()), [], 0.0  # type: tuple[float, list[Units], float]
-        for unit in sorted(units, key=lambda unit: (-efforts[id(unit)], unit)):
-            if room <= 0:
+        memory = 0
+        for unit in sorted(units, key=lambda unit: (min(unit) // ahead, -efforts[id(unit)], unit)):
+            size = sum(len(tasks[at].message) for at in unit)
+            if room <= 0 or size > memory:
                 portions.append([])
-                room = left / (2 * self.size)
+                room, memory = left / (2 * self.size), shared_bytes(self.method)
             portions[-1].append(unit)
-            room -= efforts[id(unit)]
+            room, memory = room - efforts[id(unit)], memory - size
             left -= efforts[id(unit)]
         return portions
 
@@ -162,9 +178,7 @@ class Worker:
     def __init__(self, engine: Engine, method: Method, others: Sequence[Worker]) -> None:
         context = multiprocessing.get_context("fork")
         self.pipe, there = context.Pipe()
-        room = MIN_SHARED_BYTES + 2 * sum(
-            tensor.numel() * tensor.element_size() for tensor in method.server.values()
-        )
+        room = shared_bytes(method)
         self.down, self.ups = mmap(-1, room), (mmap(-1, room), mmap(-1, room))
         self.message = b""
         pipes = [self.pipe, *(other.pipe for other in others)]
@@ -321,6 +335,7 @@ def _serve(
             kept = [(_pack(result.state), result.losses, result.steps) for result in results]
             memory = 1 - memory
             answer = Answer(memory, _write(ups[memory], [result.upload for result in results]), kept)
+            results = []  # or they are held until the next portion has been trained
         except Exception as error:
             answer = _sendable(error), "".join(traceback.format_exception(error))
         sys.stdout.flush()
@@ -328,6 +343,12 @@ def _serve(
             pipe.send(answer)
         except OSError:  # the parent is gone
             os._exit(0)
+
+
+def shared_bytes(method: Method) -> int:
+    """Return the bytes of each memory that a worker shares."""
+    state = sum(tensor.numel() * tensor.element_size() for tensor in method.server.values())
+    return MIN_SHARED_BYTES + state
 
 
 def end_with(parent: int) -> None:

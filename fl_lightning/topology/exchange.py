@@ -15,6 +15,7 @@ from statistics import fmean
 import torch
 
 from fl_lightning.aggregation.base import Aggregation, Receipt, Round
+from fl_lightning.aggregation.intake import Uploads
 from fl_lightning.aggregation.server import SHARE_UNITS, SummingServer
 from fl_lightning.aggregation.sums import Addend, Sums, sums_of
 from fl_lightning.client import Client
@@ -104,9 +105,7 @@ class Peers(NodeAggregation):
     def node_of(self, client: int) -> int:
         return client
 
-    def close(
-        self, round: Round, uploads: Mapping[int, Payload], receipts: Sequence[Receipt]
-    ) -> list[LedgerEntry]:
+    def close(self, round: Round, uploads: Uploads, receipts: Sequence[Receipt]) -> list[LedgerEntry]:
         entries, traffic = [receipt.entry for receipt in receipts], Traffic()
         sizes = {entry.client: self._size(entry) for entry in entries}
         present = sorted(uploads)

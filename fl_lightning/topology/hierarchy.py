@@ -8,6 +8,7 @@ from functools import partial
 from typing import Annotated, Any
 
 from fl_lightning.aggregation.base import Aggregation, Receipt, Round
+from fl_lightning.aggregation.intake import Uploads
 from fl_lightning.aggregation.server import SummingServer, examples_in
 from fl_lightning.config.constraints import at_least
 from fl_lightning.data import FederatedData
@@ -83,9 +84,7 @@ class Edges(NodeAggregation):
     def node_of(self, client: int) -> int:
         return self.edges[client]
 
-    def close(
-        self, round: Round, uploads: Mapping[int, Payload], receipts: Sequence[Receipt]
-    ) -> list[LedgerEntry]:
+    def close(self, round: Round, uploads: Uploads, receipts: Sequence[Receipt]) -> list[LedgerEntry]:
         entries = [receipt.entry for receipt in receipts]
         unused = self._average(round, uploads, entries) if uploads else set()
         round.metrics["consensus/distance"] = self.nodes.distance()

@@ -185,7 +185,7 @@ def test_workers_end_with_the_run(tmp_path):
 
 def test_large_messages_go_through_the_pipe(tmp_path, monkeypatch):
     expected, _ = fit(FedAvg(network=SMALL), tmp_path, workers=1)
-    monkeypatch.setattr("fl_lightning.engines.pool.MIN_SHARED_BYTES", -(2**14))
+    monkeypatch.setattr("fl_lightning.engines.pool.shared_bytes", lambda method: 2**12)
     assert same(expected, fit(FedAvg(network=SMALL), tmp_path, workers=2)[0])
 
 
@@ -233,7 +233,7 @@ def test_units_hold_every_order_once():
     for engine in (BatchedEngine(None, method, data), SequentialEngine(None, method, data)):
         assert sorted(at for unit in engine.units(orders) for at in unit) == list(range(180))
     pool = PoolEngine(SequentialEngine(None, method, data), method, data, 2)
-    portions = pool._portions(orders, pool.units(orders))
+    portions = pool._portions(orders, pool.units(orders), pool._ahead(orders))
     assert sorted(at for units in portions for unit in units for at in unit) == list(range(180))
     assert 2 <= len(portions) <= 3 * 2 * 4
 

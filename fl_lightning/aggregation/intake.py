@@ -1,0 +1,54 @@
+"""Uploads of a round as they come: kept until it is closed, or added to the sums and dropped.
+
+Sums of integers depend neither on the order of uploads nor on how many are added at once
+(:mod:`fl_lightning.aggregation.exact_sum`), so both ways give the same bits. What is dropped needs no memory:
+a round then takes the server's state and a few uploads, whatever its cohort.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from fl_lightning.aggregation.sums import Addend, Sums, add_all
+from fl_lightning.wire import Payload
+
+WAITING_UPLOADS, WAITING_BYTES = 2, 2**24
+"""So many uploads, of so many bytes together, are added at once: each time reads and writes the sums."""
+
+
+class Uploads(dict[int, Payload]):
+    """Uploads that count and that this process has, by client id."""
+
+    def take(self, id: int, upload: Payload) -> None:
+        """Take one more client's upload, which has been checked."""
+        self[id] = upload
+
+
+class AddedUploads(Uploads):
+    """Uploads that are added up as they come; ``examples`` stays of each.
+
+    Args:
+        sums: what they are added to.
+        addends: what the upload of a client adds, by name.
+    """
+
+    def __init__(self, sums: Sums, addends: Callable[[Payload, int], Mapping[str, Addend]]) -> None:
+        super().__init__()
+        self.addends, self._sums = addends, sums
+        self._waiting, self._bytes = dict[int, Payload](), 0
+
+    def take(self, id: int, upload: Payload) -> None:
+        self[id] = Payload({"examples": upload.tensor("examples")})
+        self._waiting[id] = upload
+        self._bytes += upload.nbytes
+        if len(self._waiting) >= WAITING_UPLOADS and self._bytes >= WAITING_BYTES:
+            self._add()
+
+    def added(self) -> Sums:
+        """Return the sums over all uploads of this process."""
+        self._add()
+        return self._sums
+
+    def _add(self) -> None:
+        add_all(self._sums, [self.addends(upload, id) for id, upload in self._waiting.items()])
+        self._waiting, self._bytes = {}, 0
