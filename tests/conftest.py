@@ -2,9 +2,11 @@ import logging
 import os
 import signal
 import sys
+from functools import cache
 from pathlib import Path
 
 import hypothesis
+import lightning.fabric.fabric
 import pytest
 import torch
 
@@ -52,6 +54,17 @@ def own_tracking_store():
     os.environ.pop("MLFLOW_TRACKING_URI", None)
     if before is not None:
         os.environ["MLFLOW_TRACKING_URI"] = before
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_starts_and_writes():
+    """No test cuts the power: what a process has written is there for all others without waiting for the
+    disk, forty times a run. And the packages that extend Lightning are looked up once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        extensions = cache(lightning.fabric.fabric._load_external_callbacks)
+        patch.setattr(lightning.fabric.fabric, "_load_external_callbacks", extensions)
+        yield
 
 
 LOG_LEVEL = logging.getLogger("fl_lightning").level
