@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import yaml
 
 from fl_lightning.cli.commands import TRACEBACK_VARIABLE
-from fl_lightning.config.documents import read_document
+from fl_lightning.config.documents import load_yaml, read_document
 from fl_lightning.config.near_names import nearest
 from fl_lightning.config.packaged import configs_folder, layers, without_base
 from fl_lightning.errors import InputError
@@ -157,8 +158,8 @@ def _read_config(path: str) -> str:
             given, f"it cannot be read ({reason})", "write the path of a YAML file that can"
         ) from None
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        yaml.safe_load(text)
+        node = _composed(text)
+        load_yaml(text)
         repeated = [] if node is None else list(_repeated_keys(node))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
@@ -181,6 +182,13 @@ def _read_config(path: str) -> str:
     for key, line in repeated:
         raise InputError(f"{path}, line {line}: {key}", "a key may be given once", "remove one of the two")
     return text
+
+
+@lru_cache(maxsize=64)
+def _composed(text: str) -> yaml.Node | None:
+    """Return the nodes of a YAML text, which nobody changes; a study reads the same few files for each of its
+    cells."""
+    return yaml.compose(text, Loader=yaml.SafeLoader)
 
 
 def _yaml_near(path: Path) -> str:
@@ -270,7 +278,7 @@ def check_kind(texts: Mapping[str, str]) -> None:
         InputError: one is such a file.
     """
     for path, text in texts.items():
-        keys = {*yaml.safe_load(text)}
+        keys = {*load_yaml(text)}
         for key, what, command in (("methods", "a study", "sweep"), ("space", "a search", "tune")):
             if {"study", key} <= keys:
                 raise InputError(
@@ -323,7 +331,7 @@ def dropped_names(args: list[str], texts: Iterable[str], config: Mapping[str, An
     final = _plain(config)
     dropped: dict[str, None] = {}
     for text in texts:
-        dropped.update(dict.fromkeys(_missing(_plain(yaml.safe_load(text)), final)))
+        dropped.update(dict.fromkeys(_missing(_plain(load_yaml(text)), final)))
     for arg in args:
         path = arg.removeprefix("--").partition("=")[0]
         if arg.startswith(("--model.", "--data.")) and not path.endswith((".help", "+")):
@@ -345,7 +353,7 @@ def kept_federation(args: list[str], texts: Iterable[str]) -> str:
     """
     found: dict[str, Any] = {}
     for text in texts:
-        data = (yaml.safe_load(text) or {}).get("data")
+        data = (load_yaml(text) or {}).get("data")
         data = data if isinstance(data, Mapping) else {}
         given = {**data, **(data.get("init_args") or {})}
         found |= {name: given[name] for name in ("num_clients", "partition") if name in given}

@@ -58,7 +58,7 @@ from fl_lightning.cli.messages import constructor_message, explain, explain_null
 from fl_lightning.cli.refusals import CLOSED, UserInput
 from fl_lightning.cli.run_names import overrides
 from fl_lightning.cli.types import Seed, concrete_classes, describe_settings, import_class, settings_of
-from fl_lightning.config.documents import check_size
+from fl_lightning.config.documents import check_size, load_yaml
 from fl_lightning.config.packaged import find_config, with_found_configs
 from fl_lightning.data import FederatedData, FederatedImages
 from fl_lightning.errors import InputError, MisuseError
@@ -193,7 +193,7 @@ class FederatedCLI(LightningCLI):
         for path, action in wrong_nulls(self.config, settings_of(parser)):
             raise explain_null(path, action, given)
         self.config_text = self._resolved_text()
-        dropped = dropped_names(self.args, given.texts.values(), yaml.safe_load(self.config_text))
+        dropped = dropped_names(self.args, given.texts.values(), load_yaml(self.config_text))
         if dropped:
             closed = f"; {CLOSED}" if "model.network" in dropped else ""
             names = ", ".join(dropped)
@@ -236,7 +236,7 @@ class FederatedCLI(LightningCLI):
         """
         trainer: Any = self.trainer
         trainer.config_text = self.config_text
-        trainer.config = yaml.safe_load(self.config_text)
+        trainer.config = load_yaml(self.config_text)
         trainer.command_line = command_line or ["python", "-m", "fl_lightning", self.command, *self.typed]
         trainer.overrides = overrides(trainer.command_line[4:])
         arguments = {name: self.config_init[name] for name in self.command_arguments}
@@ -388,7 +388,7 @@ def named_class(args: list[str], group: str, base: type) -> str:
     named: object = ""
     with suppress(Exception):  # whatever is wrong with it, the parser finds it
         for text in read_configs(args).values():
-            named = class_in(yaml.safe_load(text).get(group)) or named
+            named = class_in(load_yaml(text).get(group)) or named
         for flag, following in zip(args, [*args[1:], ""], strict=True):
             name, equals, value = flag.partition("=")
             if name in (f"--{group}", f"--{group}.class_path"):

@@ -17,6 +17,7 @@ import yaml
 
 from fl_lightning.cli.configs import beside_class_path, line_of, variable_of
 from fl_lightning.config.constraints import Constraint
+from fl_lightning.config.documents import load_yaml
 from fl_lightning.config.near_names import MOST_LISTED, listed, nearest
 from fl_lightning.errors import InputError
 
@@ -123,7 +124,7 @@ class UserInput:
     def beside_class_path(self) -> tuple[str, str] | None:
         """Return the path and the key of the first wrong key beside a ``class_path``; None without one."""
         return next(
-            (found for text in self.texts.values() for found in beside_class_path(yaml.safe_load(text))), None
+            (found for text in self.texts.values() for found in beside_class_path(load_yaml(text))), None
         )
 
     def in_file(self, path: str) -> str:

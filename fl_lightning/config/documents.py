@@ -8,6 +8,7 @@ computed from the parser's events, in time linear in the text.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -18,6 +19,11 @@ MAX_DEPTH = 100  # levels; libyaml overflows the stack of the process at some 10
 MAX_BYTES = 2**20
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def load_yaml(text: str) -> Any:
+    """Return the value of a YAML text, in a tenth of the time of ``yaml.safe_load`` where there is libyaml."""
+    return yaml.load(text, Loader=_Loader)
 
 
 def read_document(path: Path, given: str) -> str:

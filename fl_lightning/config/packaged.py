@@ -194,6 +194,8 @@ def _base_nodes(text: str) -> list[Any]:
     """Return the key ``base`` of a YAML mapping and its value as nodes; nothing where there is none."""
     import yaml
 
+    if "base" not in text and "\\" not in text:
+        return []
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except (yaml.YAMLError, RecursionError):
