@@ -22,7 +22,7 @@ _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def load_yaml(text: str) -> Any:
-    """Return the value of a YAML text, in a tenth of the time of ``yaml.safe_load`` where there is libyaml."""
+    """Return the value of a YAML text; libyaml takes a tenth of the time of ``yaml.safe_load``."""
     return yaml.load(text, Loader=_Loader)
 
 
