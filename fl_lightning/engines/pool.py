@@ -41,7 +41,7 @@ from fl_lightning.metrics import Mean
 MIN_SHARED_BYTES = 2**26
 """Bytes of each of a worker's shared memories (one down, two up), at least; only what is used is taken. What
 is larger is piped."""
-AHEAD_BYTES = 2**28
+AHEAD_BYTES = 2**27
 """Results come in any order and are handed on in that of the tasks: so many bytes may wait, or the uploads of
 two clients a worker."""
 MAX_WAIT_SECONDS = (
@@ -124,7 +124,7 @@ class PoolEngine(Engine):
     def _portions(self, tasks: Sequence[ClientTask], units: Units, ahead: int) -> list[Units]:
         """Return the units in portions, of each ``ahead`` tasks in turn the most work first, and each portion
         smaller than the one before: so the workers end together with what is left (guided self-scheduling,
-        Polychronopoulos & Kuck, 1987). The uploads of a portion fit into the memory that is shared."""
+        Polychronopoulos & Kuck, 1987). Messages of a portion have no more than ``MIN_SHARED_BYTES``."""
         efforts = {id(unit): sum(work(tasks[at], self.data.batch_size) for at in unit) for unit in units}
         left, portions, room = sum(efforts.values()), [], 0.0  # type: tuple[float, list[Units], float]
         memory = 0
@@ -132,7 +132,7 @@ class PoolEngine(Engine):
             size = sum(len(tasks[at].message) for at in unit)
             if room <= 0 or size > memory:
                 portions.append([])
-                room, memory = left / (2 * self.size), shared_bytes(self.method)
+                room, memory = left / (2 * self.size), MIN_SHARED_BYTES
             portions[-1].append(unit)
             room, memory = room - efforts[id(unit)], memory - size
             left -= efforts[id(unit)]

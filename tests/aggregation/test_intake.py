@@ -103,7 +103,7 @@ def test_no_worker_is_far_ahead_of_the_client_whose_turn_it_is(few, tmp_path, mo
     """The first client has nearly all examples, so its results are the last to come; and the memory that
     workers share holds the uploads of one client."""
     monkeypatch.setattr(pool, "AHEAD_BYTES", 1)
-    monkeypatch.setattr(pool, "shared_bytes", lambda method: 1)
+    monkeypatch.setattr(pool, "MIN_SHARED_BYTES", 1)
     waiting, most, portions = 0, 0, []
     taken = pool.Worker.take
 
