@@ -39,6 +39,8 @@ from fl_lightning.models.language.llama import (
 
 PREFIX = "hf:"
 PRECISIONS = ("float32", "bfloat16", "float16")
+PEFT_DEFAULT = "peft-default"
+"""The targets that peft has for an architecture where none are named."""
 
 
 class TransformersLM(Generating):
@@ -54,7 +56,9 @@ class TransformersLM(Generating):
         rank: r of the adapters; 0: no adapters, all weights are trained. A list: client i has entry i modulo
             its length, where ``adapter_average`` takes that.
         alpha: an adapter's factor is alpha / r.
-        targets: ``all-linear``, or names of layers as peft takes them, such as ``[q_proj, v_proj]``.
+        targets: ``all-linear``, all linear layers but the output layer; ``peft-default``, those that peft
+            adapts in this architecture, such as q_proj and v_proj of Llama; or names of layers as peft takes
+            them, such as ``[q_proj, v_proj]``.
         ffa: FFA-LoRA: A is frozen, and B alone is trained and travels; the same as ``adapter: ffa``.
         dtype: precision of the weights. Adapters on a narrower base are float32.
         gguf_file: the file in the folder, where the weights are GGUF.
@@ -357,6 +361,12 @@ def adapt(
         InputError: no layer has a name of ``targets``, or the adapter does not go together with the model.
     """
     if kind in ("svft", "spectral"):
+        require(
+            targets != PEFT_DEFAULT,
+            f"targets={targets!r} with adapter {kind}",
+            "it is no adapter of peft",
+            f"write {ALL_LINEAR}",
+        )
         adapted = _adapt_with_ours(model, kind, rank, targets)
         for head in heads:
             adapted.get_submodule(head).requires_grad_(True)
@@ -387,7 +397,8 @@ def _peft_config(
     """Return peft's settings of a kind of adapter. AdaLoRA's schedule in them is not used."""
     from peft import AdaLoraConfig, LoraConfig
 
-    both: dict[str, Any] = {"lora_alpha": alpha, "target_modules": targets, "bias": "none"}
+    both: dict[str, Any] = {"lora_alpha": alpha, "bias": "none"}
+    both["target_modules"] = None if targets == PEFT_DEFAULT else targets
     both["task_type"] = "SEQ_CLS" if heads else "CAUSAL_LM"
     if heads:
         both["modules_to_save"] = list(heads)
