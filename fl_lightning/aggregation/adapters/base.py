@@ -22,7 +22,7 @@ from fl_lightning.aggregation.averages import Average, RefinedMean
 from fl_lightning.client import Client
 from fl_lightning.config.recorded import Recorded
 from fl_lightning.errors import InputError, require
-from fl_lightning.models.adapters.low_rank import FactorNames, factor_pairs
+from fl_lightning.models.adapters.low_rank import FactorNames, factor_pairs, low_rank_layers
 from fl_lightning.models.tensors import tensors_of
 from fl_lightning.wire import Layout, Payload, PayloadError
 
@@ -196,6 +196,31 @@ class AdapterAverage(Recorded):
             given = f"weights of {sent.numel()} values"
             raise PayloadError(given, "no rank of this run has so many", "use one network")
         return spread(sent.float(), fits[0])
+
+    def round_values(self, network: nn.Module, layout: Layout, cohort: int) -> tuple[float, float]:
+        """Return how many values a client is sent and sends in a round, before anything is bound: of a rule
+        whose rounds differ in a later round, on average.
+
+        Args:
+            network: prepared; its tensors need no values.
+            layout: what travels of it.
+            cohort: clients of a round, K.
+        """
+        ranks = list(getattr(network, "client_ranks", ()))
+        if not ranks:
+            return layout.size, layout.size
+        mean, largest = sum(ranks) / len(ranks), max(ranks)
+        factors = sum(r * (m + n) for r, m, n in self.sides(network))
+        size = layout.size - factors + factors * mean / largest
+        return size, size
+
+    @staticmethod
+    def sides(network: nn.Module) -> list[tuple[int, int, int]]:
+        """Return r, m and n of each adapted layer: A is ``[r, n]``, and B is ``[m, r]``."""
+        return [
+            (*layer.a.shape[:1], len(layer.b), layer.a.shape[1])
+            for layer in low_rank_layers(network).values()
+        ]
 
     # The server
 

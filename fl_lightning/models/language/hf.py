@@ -77,6 +77,8 @@ class TransformersLM(Generating):
     """Declares to ``build_network`` that examples are token ids and outputs are ``[B, T, V]``."""
     pads_prompts_left = True
     """Declares that ``generate`` moves the padding of prompts to their left."""
+    in_4bit = False
+    """Whether the linear layers of the base, but the output layer, have 4 bits."""
 
     def __init__(
         self,
@@ -98,7 +100,8 @@ class TransformersLM(Generating):
         rank = largest_rank(rank, kind)
         check_adapters(name, rank, alpha)
         require_choice(dtype, PRECISIONS, "dtype")
-        if load_in_4bit:
+        self.in_4bit = load_in_4bit
+        if load_in_4bit and not shapes_alone():
             _require_4bit(name, rank, kind)
         model = load(name, dtype, "CausalLM", **_special(gguf_file, load_in_4bit))
         require(
@@ -288,8 +291,14 @@ def _special(gguf_file: str | None, load_in_4bit: bool) -> dict[str, Any]:
     return options
 
 
+def shapes_alone() -> bool:
+    """Return whether networks are made on torch's device ``meta``, without values."""
+    return torch.get_default_device().type == "meta"
+
+
 def load(name: str, dtype: str, kind: Literal["CausalLM", "SequenceClassification"], **options: Any) -> Any:
-    """Return the model of a name or folder.
+    """Return the model of a name or folder; on the device ``meta`` one of its configuration alone, without
+    weights. 4-bit weights are float32 ones there, as everything else is that bitsandbytes leaves.
 
     Args:
         name: name, folder or ``package:NAME``.
@@ -310,6 +319,12 @@ def load(name: str, dtype: str, kind: Literal["CausalLM", "SequenceClassificatio
         logging.set_verbosity_error()
     try:  # a download is worth a bar, the reading of a file is not
         with without_bars() if local else nullcontext():
+            if shapes_alone():
+                wide = options.pop("quantization_config", None) is not None
+                kept = torch.float32 if wide else options["dtype"]
+                options.pop("dtype")
+                config = transformers.AutoConfig.from_pretrained(name, **options)
+                return getattr(transformers, f"AutoModelFor{kind}").from_config(config, dtype=kept)
             return getattr(transformers, f"AutoModelFor{kind}").from_pretrained(name, **options)
     except Exception as error:  # transformers' errors for a bad name have no common type
         text = " ".join(str(error).split())[:200]
