@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tiny_language import adam, fit, records
 from tiny_transformers import BASES, save_base
 
 import fl_lightning
+from fl_lightning.__main__ import main
 from fl_lightning.data.text.tokens import HuggingFaceTokenizer
 from fl_lightning.errors import InputError
 from fl_lightning.methods import FedAvg
@@ -103,3 +105,44 @@ def test_targets_of_peft_are_of_its_adapters_and_of_architectures_that_it_knows(
     base = save_base(tmp_path / "base")
     with pytest.raises(InputError, match="peft-default' with adapter svft; it is no adapter of peft"):
         hf.TransformersLM(258, str(base), targets="peft-default", adapter="svft")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_a_folder_and_lines_of_ones_own_take_two_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As the page on language models says; plain peft then answers otherwise than the base."""
+    peft = pytest.importorskip("peft")
+    import transformers
+
+    monkeypatch.chdir(tmp_path)
+    save_base(tmp_path / "my_model", "Qwen2.5")
+    some = [{"user": f"u{k % 3}", "question": f"{k} + 1", "answer": str(k + 1)} for k in range(40)]
+    (tmp_path / "my_records.jsonl").write_text("\n".join(map(json.dumps, some)))
+    flags = {
+        "model": "FedAvg",
+        "model.network": "hf:my_model",
+        "model.optimizer": "AdamW",
+        "model.optimizer.lr": 0.01,
+        "data": "TextFiles",
+        "data.train": "my_records.jsonl",
+        "data.client": "user",
+        "data.group": "user",
+        "data.columns": "{inputs: question, targets: answer}",
+        "data.constants": "{task_name: sums, definition: Add.}",
+        "data.context": 64,
+        "data.tokenizer": "fl_lightning.data.text.tokens.HuggingFaceTokenizer",
+        "data.tokenizer.name": "my_model",
+        "trainer.max_rounds": 1,
+        "trainer.participation": 1.0,
+        "trainer.logger": "false",
+        "trainer.workers": 1,
+        "trainer.experiment": "mine",
+        "trainer.run_name": "one",
+    }
+    assert main(["fit", *(part for name, value in flags.items() for part in (f"--{name}", str(value)))]) == 0
+    assert main(["export", "runs/mine/one", "--to", "my_adapter"]) == 0
+    base = transformers.AutoModelForCausalLM.from_pretrained("my_model")
+    home, ids = peft.PeftModel.from_pretrained(base, "my_adapter").eval(), torch.arange(2, 30)[None]
+    with torch.no_grad():
+        tuned_logits = home(input_ids=ids).logits
+        with home.disable_adapter():
+            assert not home(input_ids=ids).logits.allclose(tuned_logits, atol=1e-3)

@@ -29,6 +29,19 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "SmolLM2": ("Llama", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
 }
 """Families by name: the class of transformers, and what their configurations have beside sizes."""
+SMOLLM2_135M: dict[str, Any] = {
+    "vocab_size": 49_152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 8192,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0},
+}
+"""The configuration of SmolLM2-135M: 134 515 008 weights."""
 
 
 def tokenizer_of_bytes() -> Any:
