@@ -96,6 +96,14 @@ def test_what_cannot_be_told_is_refused_in_one_line(tmp_path: Path):
     assert "\n" not in str(caught.value)
 
 
+def test_a_deployment_refuses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    pytest.importorskip("flwr")
+    monkeypatch.chdir(tmp_path)
+    config = str(ROOT / "configs" / "lora_default.yaml")
+    assert main(["deploy", "--config", config, "--dry_run", "true"]) == 2
+    assert "write fit in place of deploy" in capsys.readouterr().err
+
+
 def measured(*words: str) -> dict[str, float]:
     """What a process grew by while it trained, and what was forecast; blocks that are freed go back at once,
     so that what the process holds is what tensors take."""
