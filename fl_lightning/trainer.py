@@ -53,6 +53,7 @@ from fl_lightning.privacy import ClientPrivacy
 from fl_lightning.privacy.secure import SecureSum
 from fl_lightning.probing import command as probing
 from fl_lightning.run.directory import check_name
+from fl_lightning.run.dry_run import forecast, show
 from fl_lightning.run.interrupts import Interrupts
 from fl_lightning.run.journal import Journal
 from fl_lightning.run.log import RunLog
@@ -241,12 +242,21 @@ class FederatedTrainer(RunViews):
         self.deal: DealFunction | None = None
 
     def fit(
-        self, method: Method, data: FederatedData, *, seed: int = 0, ckpt_path: str | None = None
+        self,
+        method: Method,
+        data: FederatedData,
+        *,
+        seed: int = 0,
+        ckpt_path: str | None = None,
+        dry_run: bool = False,
     ) -> dict[str, float]:
         """Train and return the ``final/*`` metrics, a dictionary that a notebook shows as a table.
 
         Args:
             ckpt_path: a checkpoint, a run directory, or ``last``, to continue that run.
+            dry_run: print how much memory a client takes and what travels in a round, and return that, from
+                the configuration of the network alone: no weights or data are loaded, and nothing is trained
+                or created.
 
         Raises:
             InputError: the data, the checkpoint or the output folder cannot be used; nothing has been created
@@ -254,6 +264,8 @@ class FederatedTrainer(RunViews):
             RunStopped: a process was lost, the run directory cannot be written any more, or no upload ever
                 counted.
         """
+        if dry_run:
+            return self._forecast(method, data)
         with deterministic(self.deterministic), self.interrupts, self.log_file, trial_run(self, ckpt_path):
             self.method, self.data, self.seed = method, data, seed
             outside = launched_from_outside(self.fabric)
@@ -302,6 +314,12 @@ class FederatedTrainer(RunViews):
                 keeps=not self.fast_dev_run,
             )
             return Results(session.run(launch_as=None if outside else start.name))
+
+    def _forecast(self, method: Method, data: FederatedData) -> dict[str, float]:
+        self.check_settings(method)
+        found = forecast(method, data, participation=self.participation, rounds=self.max_rounds)
+        show(found, method, data, str(self.fabric.strategy.precision.precision))
+        return Results(found.metrics())
 
     def test(
         self,

@@ -93,7 +93,7 @@ def adapter_average(run: Run) -> Iterator[Refusal]:
     given, linear = f"--model.adapter_average {rule.name} with", "write --model.adapter_average frozen_a"
     if why := why_not(method, "adapter_average"):
         yield f"{given} --model {run.name}", why, "leave it out, or write --model FedAvg"
-    own = [hook for hook in MESSAGES if _differs(method, hook)] if rule.own_messages else []
+    own = own_messages_of(method) if rule.own_messages else []
     if own:
         why = f"its messages hold more or less than the weights, and {run.name} has a {own[0]} of its own"
         yield f"{given} --model {run.name}", why, "write --model FedAvg"
@@ -125,6 +125,12 @@ def adapter_average(run: Run) -> Iterator[Refusal]:
     if has_nodes and (rule.refines or rule.own_messages or rule.ranks or not rule.is_linear):
         why = "it remembers, or sends, what one server makes of all adapters, and here nodes have their own"
         yield f"{given} --trainer.topology {type(run.topology).__name__}", why, "leave one of them out"
+
+
+def own_messages_of(method: Any) -> list[str]:
+    """Return the hooks of ``MESSAGES`` that a method has of its own, so that its messages may hold something
+    else than the weights."""
+    return [hook for hook in MESSAGES if _differs(method, hook)]
 
 
 def _differs(method: Any, hook: str) -> bool:

@@ -69,6 +69,7 @@ NEUTRAL_VALUES = {
     "model.init_args.loss": "cross_entropy",
     "data.init_args.batch_tokens": None,
     "data.init_args.metrics": None,
+    "data.init_args.template": "{definition}\n{inputs}\n=",
     "data.init_args.primary": None,
     "data.init_args.feature_skew": None,
     "data.init_args.local_test_fraction": 0.0,
@@ -77,7 +78,12 @@ NEUTRAL_VALUES = {
 }
 """Settings that came after version 0.1.0, by pattern, with the value that runs of that version had."""
 NEUTRAL_VALUES_OF_CLASS: dict[str, dict[str, Any]] = {
-    "TextFiles": {"data.init_args.generate": False, "data.init_args.primary": "perplexity"},
+    "TextFiles": {
+        "data.init_args.generate": False,
+        "data.init_args.primary": "perplexity",
+        "data.init_args.columns": None,
+        "data.init_args.constants": None,
+    },
     "FederatedImages": {"data.init_args.channels": 3},
     "TableData": {"data.init_args.missing": None, "data.init_args.text": None},
 }

@@ -93,6 +93,12 @@ def deploy(cli: Any) -> None:
         InputError: the run cannot be deployed, or Flower is not installed.
         RunStopped: the server's half failed.
     """
+    require(
+        not cli.config_init.get("dry_run"),
+        "deploy --dry_run true",
+        "it tells what a run takes, without nodes",
+        "write fit in place of deploy, and leave --deploy out",
+    )
     launch.require_flower()
     settings: Deployment = cli.config_init["deploy"]
     for name in ("local_nodes", "simulation"):

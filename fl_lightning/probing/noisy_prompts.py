@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.data import TextData
-from fl_lightning.data.text.tokens import PROMPT_END, Tokenizer, padded
+from fl_lightning.data.text.tokens import Tokenizer, padded
 from fl_lightning.evaluation import averages, evaluate_batch
 from fl_lightning.metrics.text import prompts_and_answers
 from fl_lightning.probing.corruptions.typos import NOISES, add_noise
@@ -76,7 +76,7 @@ def noisy_batch(data: TextData, index: Tensor, noise: str, seed: int) -> tuple[d
     rows = []
     for number, prompt, seen, answer in zip(index.tolist(), prompts, mask, answers, strict=True):
         rng = stream(seed, f"typos/{noise}", number)
-        noisy = _noisy_prompt(prompt[seen].tolist(), data.tokenizer, noise, rng)
+        noisy = _noisy_prompt(prompt[seen].tolist(), data.tokenizer, data.prompt_end, noise, rng)
         rows.append(([*noisy, *answer], len(noisy)))
     longest = max(len(row) for row, _ in rows) - 1
     sequences = padded(rows, data.tokenizer.pad, longest, 0).to(data.device)
@@ -84,13 +84,13 @@ def noisy_batch(data: TextData, index: Tensor, noise: str, seed: int) -> tuple[d
 
 
 def _noisy_prompt(
-    ids: Sequence[int], tokenizer: Tokenizer, noise: str, rng: np.random.Generator
+    ids: Sequence[int], tokenizer: Tokenizer, prompt_end: str, noise: str, rng: np.random.Generator
 ) -> list[int]:
     """Return the tokens of a prompt with noise in its words; its end is encoded apart, as in training."""
     start = [tokenizer.bos] if tokenizer.bos is not None and list(ids[:1]) == [tokenizer.bos] else []
     text = tokenizer.decode(ids[len(start) :])
-    head = text.removesuffix(PROMPT_END)
-    end = tokenizer.encode(PROMPT_END) if head != text else []
+    head = text.removesuffix(prompt_end)
+    end = tokenizer.encode(prompt_end) if head != text else []
     return [*start, *tokenizer.encode(add_noise(head, noise, rng)), *end]
 
 

@@ -445,6 +445,31 @@ def test_privacy(rule, tmp_path):
     torch.testing.assert_close(private.server["weights"], plain.server["weights"], rtol=1e-4, atol=1e-5)
 
 
+class Extreme(FedAvg):
+    """Uploads just below the largest values that a server takes: all alike, or of random signs."""
+
+    alike = True
+
+    def upload(self, client):
+        sent = super().upload(client)
+        weights = torch.full_like(sent.tensor("weights"), 1e6)
+        if not self.alike:
+            signs = torch.rand(weights.shape, generator=torch.Generator().manual_seed(client.id)) < 0.5
+            weights = torch.where(signs, weights, -weights)
+        return Payload({"examples": sent.tensor("examples"), "weights": weights})
+
+
+@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize("rule", ["solve", "product"])
+def test_factors_that_nothing_could_send_are_not_made(rule, alike, tmp_path, monkeypatch):
+    """Factors of a product of the largest values would leave their range, and every round would be void."""
+    monkeypatch.setattr(Extreme, "alike", alike)
+    made = fit(method_of(Extreme, adapter_average=rule), tmp_path).method
+    assert 0 < float(made.server["weights"].abs().max()) < 2**20
+    counted = next(tmp_path.rglob("metrics.csv")).read_text()
+    assert "average/factor_error" in counted
+
+
 def test_what_does_not_go_together_is_refused():
     def check(rule, cls=FedAvg, **settings):
         check_run(Run(cls(adapter_average=rule, **settings)))

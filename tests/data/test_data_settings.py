@@ -14,6 +14,7 @@ from fl_lightning.cli.types import settings_of
 from fl_lightning.config.recorded import describe
 from fl_lightning.config.settings import flatten, settings_hash
 from fl_lightning.data import DatasetData, FederatedImages, TableData, TextFiles
+from fl_lightning.data.text.prompts import PLAIN
 
 IN_MEMORY = {
     "test_fraction": 0.2,
@@ -145,7 +146,16 @@ LATER = {
     if name != "TwoClients"
 } | {
     "InstructionData": {"batch_tokens": None, "metrics": None},
-    "TextFiles": {"batch_tokens": None, "generate": False, "primary": "perplexity", "metrics": None},
+    "TextFiles": {
+        "batch_tokens": None,
+        "generate": False,
+        "primary": "perplexity",
+        "metrics": None,
+        "columns": None,
+        "constants": None,
+        "template": PLAIN,
+    },
+    "NaturalInstructions": {"metrics": None, "template": PLAIN},
     "TableData": {"missing": None, "text": None, "metrics": None, "primary": None},
     "ImageFolder": OF_IMAGES,
     "FederatedImages": {"channels": 3, **OF_IMAGES},

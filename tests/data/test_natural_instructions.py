@@ -166,7 +166,7 @@ def test_fields_may_have_columns_of_other_names_and_one_text_for_all(tmp_path, l
     for settings, said in (
         ({"columns": {"answer": "x"}}, r"^columns=\{'answer': 'x'\}"),
         ({"columns": {"inputs": "x"}, "constants": {"inputs": "y"}}, "a field one column or one text"),
-        ({"columns": {"inputs": "nowhere"}}, "line 1; the key inputs is missing"),
+        ({"columns": {"inputs": "nowhere"}}, "line 1; the key nowhere is missing"),
     ):
         with pytest.raises(InputError, match=said):
             data(lines, **settings)

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_lightning.aggregation.adapters.base import AdapterAverage, Averaging
 from fl_lightning.client import Client
 from fl_lightning.models.tensors import tensors_of
-from fl_lightning.wire import Payload, PayloadError
+from fl_lightning.wire import Layout, Payload, PayloadError
 
 KEPT, SERVED = "adapter_factor", "adapter_served"
 """What a client keeps: the factor that its last round left alone, float32. What the server knows:
@@ -49,6 +49,11 @@ class Alternate(AdapterAverage):
             for odd, resting in ((1, a_names), (0, b_names))
         }
         return {**entries, SERVED: torch.zeros(clients, dtype=torch.int64)}
+
+    def round_values(self, network: nn.Module, layout: Layout, cohort: int) -> tuple[float, float]:
+        sides = self.sides(network)  # a half of each layer in turn, both ways; others are sent the whole
+        half = layout.size - sum(r * (m + n) for r, m, n in sides) / 2
+        return half, half
 
     def moving(self, method: Averaging) -> Tensor:
         return self.halves[method.round % 2]

@@ -11,18 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 from fl_lightning.aggregation.adapters import algebra
 from fl_lightning.aggregation.adapters.algebra import Pair
+from fl_lightning.aggregation.adapters.vectors import packed as packed
+from fl_lightning.aggregation.adapters.vectors import spread as spread
+from fl_lightning.aggregation.adapters.vectors import values_of_rank as values_of_rank
 from fl_lightning.aggregation.averages import Average, RefinedMean
 from fl_lightning.client import Client
 from fl_lightning.config.recorded import Recorded
 from fl_lightning.errors import InputError, require
-from fl_lightning.models.adapters.low_rank import FactorNames, factor_pairs
+from fl_lightning.models.adapters.low_rank import FactorNames, factor_pairs, low_rank_layers
 from fl_lightning.models.tensors import tensors_of
 from fl_lightning.wire import Layout, Payload, PayloadError
 
@@ -197,6 +199,31 @@ class AdapterAverage(Recorded):
             raise PayloadError(given, "no rank of this run has so many", "use one network")
         return spread(sent.float(), fits[0])
 
+    def round_values(self, network: nn.Module, layout: Layout, cohort: int) -> tuple[float, float]:
+        """Return how many values a client is sent and sends in a round, before anything is bound: of a rule
+        whose rounds differ in a later round, on average.
+
+        Args:
+            network: prepared; its tensors need no values.
+            layout: what travels of it.
+            cohort: clients of a round, K.
+        """
+        ranks = list(getattr(network, "client_ranks", ()))
+        if not ranks:
+            return layout.size, layout.size
+        mean, largest = sum(ranks) / len(ranks), max(ranks)
+        factors = sum(r * (m + n) for r, m, n in self.sides(network))
+        size = layout.size - factors + factors * mean / largest
+        return size, size
+
+    @staticmethod
+    def sides(network: nn.Module) -> list[tuple[int, int, int]]:
+        """Return r, m and n of each adapted layer: A is ``[r, n]``, and B is ``[m, r]``."""
+        return [
+            (*layer.a.shape[:1], len(layer.b), layer.a.shape[1])
+            for layer in low_rank_layers(network).values()
+        ]
+
     # The server
 
     def moving(self, method: Averaging) -> Tensor | None:
@@ -310,41 +337,3 @@ class _ByRule(RefinedMean):
 
 AS_THEY_ARE = AdapterAverage()
 """No rule: weights are averaged as they are."""
-
-
-def spread(values: Tensor, part: Tensor | None) -> Tensor:
-    """Return a vector of ``layout`` with the values that travelled, and zeros elsewhere.
-
-    Raises:
-        PayloadError: there are more or fewer of them.
-    """
-    if part is None:
-        return values
-    if values.shape != (int(part.sum()),):
-        raise PayloadError(
-            f"weights of shape {tuple(values.shape)}",
-            f"this client has [{int(part.sum())}]",
-            "use one network on both sides",
-        )
-    vector = values.new_zeros(len(part))
-    vector[part] = values
-    return vector
-
-
-def values_of_rank(layout: Layout, pairs: Sequence[FactorNames], rank: int) -> Tensor:
-    """Return which values of a layout an adapter of this rank has: the first rows of A and columns
-    of B, and of other tensors all; bool ``[P]``."""
-    has = {name: torch.ones(shape) for name, shape in layout.shapes.items()}
-    for pair in pairs:
-        has[pair.a][rank:] = 0
-        has[pair.b][:, rank:] = 0
-    return layout.pack(has).bool()
-
-
-def packed(layout: Layout, mean: Tensor, pairs: Sequence[FactorNames], made: Sequence[Pair]) -> Tensor:
-    """Return a vector whose factors are those of ``made``, and all else that of ``mean``, float32
-    ``[P]``."""
-    tensors: dict[str, Any] = layout.unpack(mean)
-    for names, (a, b) in zip(pairs, made, strict=True):
-        tensors |= {names.a: a.to(mean), names.b: b.to(mean)}
-    return layout.pack(tensors)

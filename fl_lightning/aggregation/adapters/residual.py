@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_lightning.aggregation.adapters import algebra
 from fl_lightning.aggregation.adapters.algebra import Pair
@@ -19,7 +19,7 @@ from fl_lightning.aggregation.adapters.base import AdapterAverage, Averaging, Up
 from fl_lightning.aggregation.adapters.moving_base import BaseChange, MovingBase
 from fl_lightning.client import Client
 from fl_lightning.config.constraints import within
-from fl_lightning.wire import Payload
+from fl_lightning.wire import Layout, Payload
 
 
 class Residual(AdapterAverage):
@@ -51,6 +51,13 @@ class Residual(AdapterAverage):
         self.base = MovingBase(self.pairs, method.network, clients, self.resend)
         self.growing = self.base.growing
         return self.base.first_entries()
+
+    def round_values(self, network: nn.Module, layout: Layout, cohort: int) -> tuple[float, float]:
+        down, up = super().round_values(network, layout, cohort)
+        for r, m, n in self.sides(network):
+            rank = min((cohort - 1) * r, self.rank or (cohort - 1) * r)
+            down += min(rank * (m + n), m * n)
+        return down, up
 
     def broadcast(self, method: Averaging, client: Client) -> Payload:
         weights = super().broadcast(method, client)

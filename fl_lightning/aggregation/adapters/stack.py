@@ -17,7 +17,7 @@ from fl_lightning.aggregation.adapters import algebra
 from fl_lightning.aggregation.adapters.base import AdapterAverage, Averaging, Uploaded, packed, values_of_rank
 from fl_lightning.aggregation.adapters.moving_base import BaseChange, MovingBase
 from fl_lightning.client import Client
-from fl_lightning.wire import Payload
+from fl_lightning.wire import Layout, Payload
 
 
 class Stack(AdapterAverage):
@@ -47,6 +47,15 @@ class Stack(AdapterAverage):
         self.base = MovingBase(self.pairs, method.network, clients, self.resend)
         self.growing = self.base.growing
         return self.base.first_entries()
+
+    def round_values(self, network: nn.Module, layout: Layout, cohort: int) -> tuple[float, float]:
+        _, up = super().round_values(network, layout, cohort)
+        sides = self.sides(network)
+        other = layout.size - sum(r * (m + n) for r, m, n in sides)
+        ranks = list(getattr(network, "client_ranks", ())) or [1]
+        share = sum(ranks) / len(ranks) / max(ranks)
+        down = sum(min(cohort * share * r * (m + n), m * n) for r, m, n in sides)
+        return other + down, up
 
     def started(self, method: Averaging, round: int, others: Tensor) -> Tensor:
         """Return the weights that a round starts from, float32 ``[P]``: new adapters, all else as

@@ -24,6 +24,7 @@ from fl_lightning.data.example_batches import Split
 from fl_lightning.data.holdings import Holdings
 from fl_lightning.data.partition import Natural, Partition, check_memory
 from fl_lightning.data.text import instructions
+from fl_lightning.data.text.prompts import PROMPT_END
 from fl_lightning.data.text.records import records_sha256
 from fl_lightning.data.text.token_batches import draw_token_pass, token_batch_sizes
 from fl_lightning.data.text.tokens import ByteTokenizer, Record, Sequences, Tokenizer, encode_records
@@ -96,6 +97,8 @@ class TextData(FederatedData):
     dataset: str
     """Name of the data set."""
     groups: tuple[str, ...] = ()
+    prompt_end: str = PROMPT_END
+    """What separates the inputs of a record from its answer."""
 
     def __init__(
         self,

@@ -17,8 +17,9 @@ from fl_lightning.config.constraints import within
 from fl_lightning.data.base import NumClients
 from fl_lightning.data.hugging_face import load_splits
 from fl_lightning.data.text.federation import TextData, TextExamples
+from fl_lightning.data.text.prompts import PLAIN, Prompt
 from fl_lightning.data.text.records import (
-    checked_record,
+    FieldSources,
     json_records,
     prompt_place,
     read_text,
@@ -35,6 +36,8 @@ CATEGORIES = {
     "rewriting": ["rewrit", "paraphras", "rephras", "reword", "simplif"],
 }
 """The categories by default, with the beginnings of words by which a definition is known."""
+ALL = "all"
+"""The one category where no keywords are given."""
 
 
 class NaturalInstructions(TextData):
@@ -57,7 +60,10 @@ class NaturalInstructions(TextData):
         columns: names of columns or keys that are not those of the fields, by field, such as
             ``{inputs: article, targets: highlights}``; null: those of the fields.
         constants: texts of fields that the data set has no column of, by field; null: none.
-        categories: keywords of each category by its name; null: translation, reasoning, code and rewriting.
+        template: what a network reads, with ``{definition}`` and ``{inputs}`` in their places, see
+            :class:`~fl_lightning.data.text.prompts.Prompt`.
+        categories: keywords of each category by its name; null: translation, reasoning, code and rewriting;
+            {}: all records are of one category, whatever their definitions.
         max_examples: largest number of records of a category that are read of each split, by a hash of their
             prompts; without ``test``, the test records are among them. null: all.
         num_clients: number of clients; fewer than there are categories: the later ones are left out.
@@ -82,6 +88,7 @@ class NaturalInstructions(TextData):
         test_fraction: float = 0.1,
         columns: dict[str, str] | None = None,
         constants: dict[str, str] | None = None,
+        template: str = PLAIN,
         categories: dict[str, list[str]] | None = None,
         max_examples: Annotated[
             int | None,
@@ -99,28 +106,19 @@ class NaturalInstructions(TextData):
             "a share in (0, 1)",
             "write e.g. 0.1, or name a test split",
         )
-        self.constants = dict(constants or {})
-        self.columns = {name: name for name in Record._fields if name not in self.constants}
-        foreign = {*self.constants, *(columns or {})} - {*Record._fields}
-        both = {*self.constants} & {*(columns or {})}
-        require(
-            not foreign and not both,
-            f"columns={columns}, constants={constants}",
-            f"a record has the fields {', '.join(Record._fields)}, and a field one column or one text",
-            "write e.g. columns: {inputs: article, targets: highlights}",
-        )
-        self.columns |= columns or {}
+        self.fields, self.prompt = FieldSources(columns, constants), Prompt(template)
+        self.prompt_end = self.prompt.tail
         self.categories = CATEGORIES if categories is None else categories
         require(
-            self.categories and all(self.categories.values()) and all(map(all, self.categories.values())),
+            all(self.categories.values()) and all(map(all, self.categories.values())),
             f"categories={categories}",
-            "there is a category or more, and each has a keyword or more",
-            "write e.g. {translation: [translat], code: [python, sql]}",
+            "each has a keyword or more",
+            "write e.g. {translation: [translat], code: [python, sql]}, or {} for one of all records",
         )
         super().__init__(num_clients=num_clients, context=context, generate=generate, **settings)
         self.path, self.configuration, self.splits = path, name, (train, test)
         self.test_fraction, self.max_examples, self.too_long = test_fraction, max_examples, too_long
-        self.groups = tuple(self.categories)[:num_clients]
+        self.groups = tuple(self.categories)[:num_clients] or (ALL,)
         self._known: dict[str, str | None] = {}
         self._summary: dict[str, Any] = {}
 
@@ -176,6 +174,8 @@ class NaturalInstructions(TextData):
 
     def category(self, record: Record) -> str | None:
         """Return the name of a record's category; None if it has none that is used."""
+        if not self.categories:
+            return ALL
         definition = record.definition
         if definition not in self._known:
             self._known[definition] = next(
@@ -193,9 +193,9 @@ class NaturalInstructions(TextData):
                 f"{self.path} has a single split",
                 "leave test out",
             )
-            return [((self._fields_of(row), place) for row, place in json_records(path, read_text(path)))]
+            return [json_records(path, read_text(path))]
         named = [split for split in self.splits if split is not None]
-        needed = list(dict.fromkeys(self.columns.values()))
+        needed = list(dict.fromkeys(self.fields.columns.values()))
         found = load_splits(self.path, self.configuration, self.splits, needed)
         return [
             self._rows(split.select_columns(needed), f"{self.path}, {name}")
@@ -203,18 +203,13 @@ class NaturalInstructions(TextData):
         ]
 
     def _rows(self, split: Any, place: str) -> Iterator[tuple[Mapping[str, Any], str]]:
-        return ((self._fields_of(row), f"{place}, row {number}") for number, row in enumerate(split))
-
-    def _fields_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields that a row has, under their names."""
-        named = {name: row[column] for name, column in self.columns.items() if column in row}
-        return self.constants | named
+        return ((row, f"{place}, row {number}") for number, row in enumerate(split))
 
     def _chosen(self, rows: Iterable[tuple[Mapping[str, Any], str]], left_out: Counter[str]) -> list[Record]:
         """Return the records of a split that have a category, at most ``max_examples`` of each."""
         found: dict[str, list[Record]] = {name: [] for name in self.groups}
         for row, place in rows:
-            record = checked_record(row, place)
+            record = self.fields.checked(row, place)
             name = self.category(record)
             if name is None:
                 left_out["of no category"] += 1
@@ -240,7 +235,7 @@ class NaturalInstructions(TextData):
     def _examples(
         self, records: list[Record], group: np.ndarray, owner: np.ndarray, held_out: np.ndarray | None
     ) -> TextExamples:
-        sequences = encode_records(records, self.tokenizer, self.context, self.too_long)
+        sequences = encode_records(records, self.tokenizer, self.context, self.too_long, template=self.prompt)
         return TextExamples(sequences, group, owner, [record.task_name for record in records], held_out)
 
     @property

@@ -172,17 +172,19 @@ class PreferencePairs(PreferenceData):
         return {"seed": self.text_seed, "conflict": self.conflict, "sha256": sha256_of(texts)}
 
 
-PAIRS = path_to("file", "no such file", "write a .jsonl file")
+PAIRS = path_to("file", "no such file", "write a .jsonl or .json file")
 
 
 class PreferenceFiles(PreferenceData):
-    """Preferences of one's own: JSON lines with the texts ``prompt``, ``chosen`` and ``rejected``.
+    """Preferences of one's own: JSON lines with the texts ``prompt``, ``chosen`` and ``rejected``, or a
+    ``.json`` file that is a list of such objects, or an object with the list of each client under its name,
+    which is then the value of the key ``client``.
 
     Equal prompts are never held apart: a hash of the prompt says whether a pair is for training,
     validation or test.
 
     Args:
-        train: the ``.jsonl`` file.
+        train: the ``.jsonl`` or ``.json`` file.
         test: a file of the same kind; null: ``test_fraction`` of the prompts of ``train``.
         test_fraction: share of the prompts that becomes the test set if there is no ``test``, in
             (0, 1).

@@ -33,12 +33,63 @@ def read_text(path: Path) -> str:
     return text
 
 
+class FieldSources:
+    """Where the texts of a record stand in a line or row.
+
+    Args:
+        columns: names of keys or columns that are not those of the fields, by field; None: those of the
+            fields.
+        constants: texts of fields that no key or column has, by field; None: none.
+
+    Raises:
+        InputError: a field is none of a record's, or has a column and a text.
+    """
+
+    def __init__(
+        self, columns: Mapping[str, str] | None = None, constants: Mapping[str, str] | None = None
+    ) -> None:
+        self.constants = dict(constants or {})
+        foreign = {*self.constants, *(columns or {})} - {*Record._fields}
+        both = {*self.constants} & {*(columns or {})}
+        require(
+            not foreign and not both,
+            f"columns={columns}, constants={constants}",
+            f"a record has the fields {', '.join(Record._fields)}, and a field one column or one text",
+            "write e.g. columns: {inputs: article, targets: highlights}",
+        )
+        own = {name: name for name in Record._fields if name not in self.constants}
+        self.columns = own | dict(columns or {})
+
+    def of(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields that a row has, under their names, beside its other values."""
+        named = {name: row[column] for name, column in self.columns.items() if column in row}
+        other = {name: value for name, value in row.items() if name not in Record._fields}
+        return other | self.constants | named
+
+    def checked(self, row: Mapping[str, Any], place: str, *more: str) -> Record:
+        """Return the record of a line or row, as :func:`checked_record` does.
+
+        Raises:
+            InputError: it lacks a key, a value is no text, or there is no answer.
+        """
+        return checked_record(self.of(row), place, *more, columns=self.columns)
+
+
 def json_records(path: Path, text: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the object of each line of a file of JSON lines, with its place for messages.
+    """Yield the objects of a file of JSON with their places for messages: one on each line; those of one
+    list; or those of one object whose values are lists, a client's under its name, which each of them then
+    has as ``client``.
 
     Raises:
         InputError: a line is not JSON, or no object.
     """
+    if (whole := _whole_document(text)) is not None:
+        lists = whole if isinstance(whole, dict) else {None: whole}
+        for name, entries in lists.items():
+            for number, entry in enumerate(entries, 1):
+                place = f"{path}, record {number}" + ("" if name is None else f" of {name}")
+                yield (entry if name is None else {"client": name} | entry), place
+        return
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
@@ -52,6 +103,20 @@ def json_records(path: Path, text: str) -> Iterator[tuple[dict[str, Any], str]]:
             ) from None
         require(isinstance(entry, dict), place, "it is no JSON object", 'write {"KEY": VALUE, ...}')
         yield entry, place
+
+
+def _whole_document(text: str) -> dict[str, list[Any]] | list[Any] | None:
+    """Return the list of objects, or the object of such lists, that a text is as a whole; None: it is
+    something else, such as lines."""
+    if text.lstrip()[:1] not in ("[", "{"):
+        return None
+    try:
+        found = json.loads(text)  # it stops at the second line of JSON lines
+    except (ValueError, RecursionError):
+        return None
+    lists = [*found.values()] if isinstance(found, dict) else [found]
+    objects = all(isinstance(some, list) and all(isinstance(one, dict) for one in some) for some in lists)
+    return found if objects and any(lists) else None
 
 
 def name_under(key: str, entry: Mapping[str, Any], place: str) -> str:
@@ -71,23 +136,29 @@ def name_under(key: str, entry: Mapping[str, Any], place: str) -> str:
     return name
 
 
-def checked_record(entry: Mapping[str, Any], place: str, *more: str) -> Record:
+def checked_record(
+    entry: Mapping[str, Any], place: str, *more: str, columns: Mapping[str, str] | None = None
+) -> Record:
     """Return the record with the texts of a line or row.
 
     Args:
         entry: values by name.
         place: where it stands, for messages.
         more: names that it has to have beside those of a record.
+        columns: how the file calls the fields, for messages, by field; None: as they are called here.
 
     Raises:
         InputError: it lacks a name, a value is no text, or there is no answer.
     """
-    for name in dict.fromkeys([*Record._fields, *more]):
-        require(name in entry, place, f"the key {name} is missing", f'add "{name}": "..."')
+    called = {name: (columns or {}).get(name, name) for name in [*Record._fields, *more]}
+    for name, column in called.items():
+        require(name in entry, place, f"the key {column} is missing", f'add "{column}": "..."')
     for name in Record._fields:
         is_text = isinstance(entry[name], str) and not SURROGATE.search(entry[name])
-        require(is_text, place, f"the value of {name} is no text", f'write "{name}": "..."')
-    require(entry["targets"], place, "targets is empty: there is nothing to learn", "remove the line")
+        column = called[name]
+        require(is_text, place, f"the value of {column} is no text", f'write "{column}": "..."')
+    empty = f"{called['targets']} is empty: there is nothing to learn"
+    require(entry["targets"], place, empty, "remove the line")
     return Record(*(entry[name] for name in Record._fields))
 
 

@@ -14,7 +14,8 @@ import torch
 from fl_lightning.config.constraints import path_to, within
 from fl_lightning.data.partition import check_memory
 from fl_lightning.data.text.federation import TextData, TextExamples
-from fl_lightning.data.text.records import checked_record, json_records, name_under, prompt_place, read_text
+from fl_lightning.data.text.prompts import PLAIN, Prompt
+from fl_lightning.data.text.records import FieldSources, json_records, name_under, prompt_place, read_text
 from fl_lightning.data.text.tokens import (
     Record,
     Sequences,
@@ -51,7 +52,9 @@ class TextFiles(TextData):
     """Text of one's own: JSON lines with instruction records, or plain text that is cut into windows.
 
     A line of a ``.jsonl`` file is an object with the texts ``task_name``, ``definition``, ``inputs`` and
-    ``targets``, the fields of Natural Instructions; other keys may be there. A plain text file (``.txt``,
+    ``targets``, the fields of Natural Instructions; other keys may be there. A ``.json`` file may also be one
+    list of such objects, or one object with the list of each client under its name, which is then the value
+    of the key ``client``. A plain text file (``.txt``,
     ``.md``) is one client and one group; its windows do not overlap in what they predict.
 
     Args:
@@ -65,6 +68,11 @@ class TextFiles(TextData):
         num_clients: number of clients; 0: as many as write in the training files.
         too_long: what is done with a record longer than the context; refuse: an error; cut: the end of its
             inputs is left out, and ``partition.json`` says of how many records.
+        columns: names of keys that are not those of the fields, by field, such as ``{inputs: instruction,
+            targets: response}``; null: those of the fields.
+        constants: texts of fields that no key has, by field; null: none.
+        template: what a network reads, with ``{definition}`` and ``{inputs}`` in their places, see
+            :class:`~fl_lightning.data.text.prompts.Prompt`.
         settings: those of all text, see :class:`~fl_lightning.data.TextData`; ``context`` is the length of a
             window of plain text too.
 
@@ -85,6 +93,9 @@ class TextFiles(TextData):
             int, within("[0, inf)", "a federation has at least one client", "write 0 for those of the files")
         ] = 0,
         too_long: TooLong = "refuse",
+        columns: dict[str, str] | None = None,
+        constants: dict[str, str] | None = None,
+        template: str = PLAIN,
         **settings: Any,
     ) -> None:
         require(
@@ -98,6 +109,8 @@ class TextFiles(TextData):
         self.train_path, self.test_path = Path(train), Path(test) if test else None
         self.test_fraction = test_fraction
         self.client_key, self.group_key, self.too_long = client, group, too_long
+        self.fields, self.prompt = FieldSources(columns, constants), Prompt(template)
+        self.prompt_end = self.prompt.tail
         self._digest = hashlib.sha256()
         self._left_out = 0
 
@@ -164,6 +177,7 @@ class TextFiles(TextData):
                 self.context,
                 self.too_long,
                 [line.place for line in some],
+                template=self.prompt,
             )
             return TextExamples(
                 sequences,
@@ -213,7 +227,7 @@ class TextFiles(TextData):
         return text
 
     def _lines(self, path: Path) -> Iterator[Line]:
-        yield from record_lines(path, self._text(path), self.client_key, self.group_key)
+        yield from record_lines(path, self._text(path), self.client_key, self.group_key, self.fields)
 
     @property
     def text_summary(self) -> dict[str, Any]:
@@ -254,21 +268,25 @@ def text_files(path: Path) -> list[Path]:
     return found
 
 
-def record_lines(path: Path, text: str, client_key: str | None, group_key: str | None) -> Iterator[Line]:
-    """Yield the records of a file of JSON lines; empty lines are passed over.
+def record_lines(
+    path: Path, text: str, client_key: str | None, group_key: str | None, fields: FieldSources
+) -> Iterator[Line]:
+    """Yield the records of a file of JSON; empty lines are passed over.
 
     Args:
         path: the file, for messages and as the name of a client or group.
         text: its content.
         client_key: key that says whose a record is; None: the file's name.
         group_key: key that says a record's group; None: the file's name.
+        fields: where the texts of a record stand.
 
     Raises:
         InputError: a line is not JSON, no object, lacks a key, or a value is no text.
     """
     for entry, place in json_records(path, text):
-        record = checked_record(entry, place, *filter(None, (client_key, group_key)))
-        names = [name_under(key, entry, place) if key else path.name for key in (client_key, group_key)]
+        record = fields.checked(entry, place, *filter(None, (client_key, group_key)))
+        known = fields.of(entry)
+        names = [name_under(key, known, place) if key else path.name for key in (client_key, group_key)]
         yield Line(record, place, *names)
 
 

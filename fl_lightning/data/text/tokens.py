@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -17,29 +17,14 @@ from torch import Tensor
 from fl_lightning.config.packaged import model_folder
 from fl_lightning.config.recorded import Recorded
 from fl_lightning.data.partition import check_memory
+from fl_lightning.data.text.prompts import PLAIN_PROMPT, Prompt
+from fl_lightning.data.text.prompts import PROMPT_END as PROMPT_END
+from fl_lightning.data.text.prompts import Record as Record
+from fl_lightning.data.text.prompts import prompt_of as prompt_of
 from fl_lightning.errors import InputError, require
 from fl_lightning.metrics.text import IGNORED
 
-PROMPT_END = "\n="
-"""What separates the inputs of a record from the answer that is asked for."""
-
 TooLong = Literal["refuse", "cut"]
-
-
-class Record(NamedTuple):
-    """One instruction in the schema of Natural Instructions (Mishra et al. 2022; Wang et al. 2022).
-
-    Args:
-        task_name: name of the task.
-        definition: instruction, the same for all records of a task.
-        inputs: what the instruction is about.
-        targets: the right answer.
-    """
-
-    task_name: str
-    definition: str
-    inputs: str
-    targets: str
 
 
 class Tokenizer(Protocol):
@@ -178,15 +163,6 @@ class Sequences:
         return inputs, self.target[index, :longest]
 
 
-def prompt_of(record: Record) -> str:
-    """Return the text that the network reads before it answers.
-
-    >>> prompt_of(Record("task_larger", "Larger number.", "3 12", "12"))
-    'Larger number.\\n3 12\\n='
-    """
-    return f"{record.definition}\n{record.inputs}{PROMPT_END}"
-
-
 def encode_records(
     records: Sequence[Record],
     tokenizer: Tokenizer,
@@ -194,6 +170,7 @@ def encode_records(
     too_long: TooLong = "refuse",
     places: Sequence[str] | None = None,
     can_cut: bool = True,
+    template: Prompt = PLAIN_PROMPT,
 ) -> Sequences:
     """Return records as sequences: BOS, prompt, answer, EOS. The loss is that of the answer and EOS.
 
@@ -207,6 +184,7 @@ def encode_records(
             is left out, and of its answer too where that is not enough, and ``Sequences.cut`` counts it.
         places: where each record stands, for the message, such as a file and line; None: its number.
         can_cut: whether ``too_long`` is a setting of the data, which the message may propose.
+        template: how the texts of a record become prompt and answer.
 
     Raises:
         InputError: the context is too small for a record, or for any answer.
@@ -214,14 +192,14 @@ def encode_records(
     _check_context(context)
     rows, cut = [], 0
     for number, record in enumerate(records):
-        head = tokenizer.encode(f"{record.definition}\n{record.inputs}")
-        tail, answer = tokenizer.encode(PROMPT_END), [*tokenizer.encode(record.targets), tokenizer.eos]
+        head, tail, answer = map(tokenizer.encode, template.parts(record))
+        answer = [*answer, tokenizer.eos]
         start = [] if tokenizer.bos is None else [tokenizer.bos]
         extra = len(start) + len(head) + len(tail) + len(answer) - 1 - context
         if extra > 0:
             place = places[number] if places else f"record {number + 1}"
             if too_long != "cut":
-                longest = max(_positions(one, tokenizer) for one in records)
+                longest = max(_positions(template.parts(one), tokenizer) for one in records)
                 raise InputError(
                     f"{place} ({record.task_name})",
                     f"it takes {context + extra} tokens of a context of {context}",
@@ -242,10 +220,9 @@ def encode_records(
     return padded(rows, tokenizer.pad, context, cut)
 
 
-def _positions(record: Record, tokenizer: Tokenizer) -> int:
+def _positions(parts: Sequence[str], tokenizer: Tokenizer) -> int:
     """Return the positions that a record takes as :func:`encode_records` writes it."""
-    texts = f"{record.definition}\n{record.inputs}", PROMPT_END, record.targets
-    return sum(len(tokenizer.encode(text)) for text in texts) + (tokenizer.bos is not None)
+    return sum(len(tokenizer.encode(text)) for text in parts) + (tokenizer.bos is not None)
 
 
 def encode_windows(text: str, tokenizer: Tokenizer, context: int) -> Sequences:

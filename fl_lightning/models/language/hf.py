@@ -39,6 +39,8 @@ from fl_lightning.models.language.llama import (
 
 PREFIX = "hf:"
 PRECISIONS = ("float32", "bfloat16", "float16")
+PEFT_DEFAULT = "peft-default"
+"""The targets that peft has for an architecture where none are named."""
 
 
 class TransformersLM(Generating):
@@ -54,7 +56,9 @@ class TransformersLM(Generating):
         rank: r of the adapters; 0: no adapters, all weights are trained. A list: client i has entry i modulo
             its length, where ``adapter_average`` takes that.
         alpha: an adapter's factor is alpha / r.
-        targets: ``all-linear``, or names of layers as peft takes them, such as ``[q_proj, v_proj]``.
+        targets: ``all-linear``, all linear layers but the output layer; ``peft-default``, those that peft
+            adapts in this architecture, such as q_proj and v_proj of Llama; or names of layers as peft takes
+            them, such as ``[q_proj, v_proj]``.
         ffa: FFA-LoRA: A is frozen, and B alone is trained and travels; the same as ``adapter: ffa``.
         dtype: precision of the weights. Adapters on a narrower base are float32.
         gguf_file: the file in the folder, where the weights are GGUF.
@@ -73,6 +77,8 @@ class TransformersLM(Generating):
     """Declares to ``build_network`` that examples are token ids and outputs are ``[B, T, V]``."""
     pads_prompts_left = True
     """Declares that ``generate`` moves the padding of prompts to their left."""
+    in_4bit = False
+    """Whether the linear layers of the base, but the output layer, have 4 bits."""
 
     def __init__(
         self,
@@ -94,7 +100,8 @@ class TransformersLM(Generating):
         rank = largest_rank(rank, kind)
         check_adapters(name, rank, alpha)
         require_choice(dtype, PRECISIONS, "dtype")
-        if load_in_4bit:
+        self.in_4bit = load_in_4bit
+        if load_in_4bit and not shapes_alone():
             _require_4bit(name, rank, kind)
         model = load(name, dtype, "CausalLM", **_special(gguf_file, load_in_4bit))
         require(
@@ -284,8 +291,14 @@ def _special(gguf_file: str | None, load_in_4bit: bool) -> dict[str, Any]:
     return options
 
 
+def shapes_alone() -> bool:
+    """Return whether networks are made on torch's device ``meta``, without values."""
+    return torch.get_default_device().type == "meta"
+
+
 def load(name: str, dtype: str, kind: Literal["CausalLM", "SequenceClassification"], **options: Any) -> Any:
-    """Return the model of a name or folder.
+    """Return the model of a name or folder; on the device ``meta`` one of its configuration alone, without
+    weights. 4-bit weights are float32 ones there, as everything else is that bitsandbytes leaves.
 
     Args:
         name: name, folder or ``package:NAME``.
@@ -306,6 +319,12 @@ def load(name: str, dtype: str, kind: Literal["CausalLM", "SequenceClassificatio
         logging.set_verbosity_error()
     try:  # a download is worth a bar, the reading of a file is not
         with without_bars() if local else nullcontext():
+            if shapes_alone():
+                wide = options.pop("quantization_config", None) is not None
+                kept = torch.float32 if wide else options["dtype"]
+                options.pop("dtype")
+                config = transformers.AutoConfig.from_pretrained(name, **options)
+                return getattr(transformers, f"AutoModelFor{kind}").from_config(config, dtype=kept)
             return getattr(transformers, f"AutoModelFor{kind}").from_pretrained(name, **options)
     except Exception as error:  # transformers' errors for a bad name have no common type
         text = " ".join(str(error).split())[:200]
@@ -357,6 +376,12 @@ def adapt(
         InputError: no layer has a name of ``targets``, or the adapter does not go together with the model.
     """
     if kind in ("svft", "spectral"):
+        require(
+            targets != PEFT_DEFAULT,
+            f"targets={targets!r} with adapter {kind}",
+            "it is no adapter of peft",
+            f"write {ALL_LINEAR}",
+        )
         adapted = _adapt_with_ours(model, kind, rank, targets)
         for head in heads:
             adapted.get_submodule(head).requires_grad_(True)
@@ -387,7 +412,8 @@ def _peft_config(
     """Return peft's settings of a kind of adapter. AdaLoRA's schedule in them is not used."""
     from peft import AdaLoraConfig, LoraConfig
 
-    both: dict[str, Any] = {"lora_alpha": alpha, "target_modules": targets, "bias": "none"}
+    both: dict[str, Any] = {"lora_alpha": alpha, "bias": "none"}
+    both["target_modules"] = None if targets == PEFT_DEFAULT else targets
     both["task_type"] = "SEQ_CLS" if heads else "CAUSAL_LM"
     if heads:
         both["modules_to_save"] = list(heads)

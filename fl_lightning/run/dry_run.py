@@ -1,0 +1,221 @@
+"""``fit --dry_run``: how much memory a client takes and what travels, before weights or data are loaded."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fl_lightning.compatibility.methods import own_messages_of
+from fl_lightning.data import FederatedData
+from fl_lightning.errors import InputError, require
+from fl_lightning.methods import Method
+from fl_lightning.methods.personal import part_of
+from fl_lightning.models import build_network
+from fl_lightning.models.step_memory import StepMemory, batch_of, shapes_alone, step_memory
+from fl_lightning.wire import Layout, Payload
+
+MESSAGE_VECTORS = 4
+"""Vectors of all weights that travel beside the network's own: the server's, its message, what a
+client sends, and that in bytes."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a run will take.
+
+    Args:
+        memory: of a local step of one client whose activations all wait for the backward pass.
+        again: the same with activations that are computed again there; None: the network has no such setting.
+        computes_again: whether the run has that setting.
+        messages: bytes of the vectors that travel, in a client's process.
+        down: bytes that a client is sent in a round.
+        up: bytes that it sends.
+        cohort: clients of a round; 0: it is known once the data are read.
+        rounds: rounds of the run.
+    """
+
+    memory: StepMemory
+    again: StepMemory | None
+    computes_again: bool
+    messages: int
+    down: int
+    up: int
+    cohort: int
+    rounds: int
+
+    def metrics(self) -> dict[str, float]:
+        """Return the forecast by name, in bytes."""
+        found = {f"memory/{name}_bytes": float(size) for name, size in self.memory._asdict().items()}
+        found["memory/messages_bytes"] = float(self.messages)
+        if self.again is not None:
+            found["memory/checkpointed_activations_bytes"] = float(self.again.activations)
+        taken = self.again if self.again is not None and self.computes_again else self.memory
+        found["memory/total_bytes"] = float(taken.total + self.messages)
+        found |= {"comm/client_download_bytes": float(self.down), "comm/client_upload_bytes": float(self.up)}
+        if self.cohort:
+            found["comm/total_bytes"] = float((self.down + self.up) * self.cohort)
+        return found
+
+
+def forecast(method: Method, data: FederatedData, *, participation: float, rounds: int) -> Forecast:
+    """Return what a run will take, from the configuration of its network alone.
+
+    Args:
+        method: the method; it is not built.
+        data: the data; they are not read.
+        participation: share of the clients that a round asks for.
+        rounds: rounds of the run.
+
+    Raises:
+        InputError: what the network sees is known only once the data are read, or the network cannot be made
+            without values.
+    """
+    require(
+        method.module is None,
+        f"--dry_run with the module {type(method.module).__name__}",
+        "a network is made without values from --model.network alone",
+        "leave dry_run out, or write --trainer.fast_dev_run true",
+    )
+    network = _network(method, data)
+    method.adapters.prepare(network)
+    stays = frozenset() if method.personal is None else part_of(network, method.personal)
+    batch = batch_of(data.example_inputs(), _rows(data))
+    optimizer = _optimizer(method)
+    base: Any = getattr(network.train(), "base", None)
+    computes_again = getattr(base, "is_gradient_checkpointing", False)
+    if hasattr(base, "gradient_checkpointing_disable"):
+        base.gradient_checkpointing_disable()
+    memory, again = step_memory(network, batch, optimizer), None
+    if hasattr(base, "gradient_checkpointing_enable"):
+        base.gradient_checkpointing_enable({"use_reentrant": False})
+        again = step_memory(network, batch, optimizer)
+    layout = Layout.of(network, include=lambda name: name not in stays)
+    known = 0 if getattr(data, "count_clients", False) else data.num_clients
+    cohort = max(1, int(participation * known + 0.5)) if known else 0
+    down, up = method.adapters.round_values(network, layout, cohort or 1)
+    width = layout.dtype.itemsize
+    return Forecast(
+        memory,
+        again,
+        computes_again,
+        MESSAGE_VECTORS * 4 * layout.size,
+        round(down * width) + _envelope("weights"),
+        round(up * width) + _envelope("weights", "examples") + 4,
+        cohort,
+        rounds,
+    )
+
+
+def show(found: Forecast, method: Method, data: FederatedData, precision: str) -> None:
+    """Write a forecast to the terminal."""
+    sys.stdout.write("\n".join(_lines(found, method, data, precision)) + "\n")
+
+
+def _lines(found: Forecast, method: Method, data: FederatedData, precision: str) -> Iterator[str]:
+    name = type(method).__name__
+    yield f"{name} in batches of {_rows(data)} examples {list(data.example_shape)}: one client's process"
+    columns = [found.memory] if found.again is None else [found.memory, found.again]
+    rows = {
+        "frozen weights": [one.base for one in columns],
+        "trained weights": [one.trained for one in columns],
+        "gradients": [one.gradients for one in columns],
+        "optimiser": [one.optimizer for one in columns],
+        "activations": [one.activations for one in columns],
+        "messages": [found.messages for _ in columns],
+        "together": [one.total + found.messages for one in columns],
+    }
+    for title, sizes in rows.items():
+        yield f"  {title:<16}" + "".join(f"{size_of(size):>12}" for size in sizes)
+    if found.again is not None:
+        has = "has" if found.computes_again else "does not have"
+        yield f"The second column is with gradient_checkpointing: true, which this run {has}."
+    yield "These are tensors. Python and torch come on top, about 0.5 GB, and what an allocator wastes."
+    if precision != "32-true":
+        yield f"With precision {precision} activations take less than that."
+    if own := own_messages_of(method):
+        yield f"{name} has a {own[0]} of its own; what travels is said as if it were weights."
+    yield f"A client is sent {size_of(found.down)} in a round and sends {size_of(found.up)}."
+    if found.cohort:
+        each = (found.down + found.up) * found.cohort
+        total = f"{size_of(each * found.rounds)} in {found.rounds} rounds"
+        yield f"{found.cohort} clients a round: {size_of(each)}, and {total}."
+    else:
+        yield "How many clients there are is known once the data are read."
+    yield "Clients that are stacked (--trainer.engine batched) have activations each. Nothing was loaded."
+
+
+def size_of(count: float) -> str:
+    """Return a number of bytes in a unit that suits it.
+
+    >>> size_of(54_525_952), size_of(0)
+    ('54.5 MB', '0 B')
+    """
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def _network(method: Method, data: FederatedData) -> nn.Module:
+    shape = getattr(data, "example_shape", None)
+    outputs = getattr(data, "num_classes", 0)
+    require(
+        shape is not None and outputs,
+        f"--dry_run with --data {type(data).__name__}",
+        "how large its examples are, and how many classes it has, is known once it is read",
+        "leave dry_run out, or write --trainer.fast_dev_run true",
+    )
+    method.take_task(data.task)
+    try:
+        with shapes_alone():
+            return build_network(
+                method.network_spec,
+                outputs,
+                shape,  # type: ignore[arg-type]
+                logits=method.logits,
+                task=data.task,
+                inputs=batch_of(data.example_inputs(), 2),
+            )
+    except InputError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"--dry_run with --model.network {method.network_spec}",
+            f"it cannot be made without values ({type(error).__name__}: {reason})",
+            "leave dry_run out, or write --trainer.fast_dev_run true",
+        ) from error
+
+
+def _rows(data: Any) -> int:
+    """Return the examples of the largest batch."""
+    tokens = getattr(data, "batch_tokens", None)
+    return int(data.batch_size if tokens is None else min(data.batch_size, tokens // data.context))
+
+
+def _optimizer(method: Method) -> Any:
+    """Return what makes a client's optimiser of a list of parameters."""
+
+    def made(weights: list[nn.Parameter]) -> Any:
+        holder = nn.Module()
+        holder.weights = nn.ParameterList(weights)
+        own, method.network = getattr(method, "network", None), holder
+        try:
+            return method.configure_optimizers()
+        finally:
+            if own is None:
+                del method.network
+            else:
+                method.network = own
+
+    return made
+
+
+def _envelope(*names: str) -> int:
+    """Return the bytes of a message beside its values."""
+    return len(Payload({name: torch.zeros(1) for name in names}).to_bytes()) - 4 * len(names)

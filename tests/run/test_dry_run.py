@@ -1,0 +1,166 @@
+"""``fit --dry_run``: bytes that travel as the ledger counts them, and memory as a process takes it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from places import ROOT
+from tiny_language import adam, fit, method_of, records
+from tiny_transformers import save_base
+
+from fl_lightning.__main__ import main
+from fl_lightning.data import PreferencePairs
+from fl_lightning.errors import InputError
+from fl_lightning.methods import FedAvg
+from fl_lightning.run.dry_run import forecast
+
+RULES = [
+    None,
+    "factors",
+    "frozen_a",
+    "residual",
+    "stack",
+    "product",
+    "padded",
+    "share_a",
+    "alternate",
+    "solve",
+]
+MARGIN = 0.25
+"""Largest difference of a forecast from what was measured, as a share of the forecast."""
+ENTRIES = 200
+"""Bytes of a message beside its values: names, ranks of layers, n_k."""
+
+
+@pytest.mark.parametrize("rank", [2, [1, 2, 3, 2]])
+@pytest.mark.parametrize("rule", RULES)
+def test_what_travels_is_what_the_ledger_counts(rule: str | None, rank: int | list[int], tmp_path: Path):
+    """In the rounds after the first two, in which a rule's messages are of another form."""
+    if isinstance(rank, list) and rule not in ("stack", "product", "padded"):
+        pytest.skip("it takes one rank")
+    given = {"max_rounds": 4, "participation": 1.0, "max_local_steps": 1}
+    method = partial(method_of, FedAvg, rank=rank, adapter_average=rule)
+    found = forecast(method(), records(generate=False), participation=1.0, rounds=4).metrics()
+    fit(method(), tmp_path, **given)
+    rows = list(csv.DictReader(next(tmp_path.rglob("metrics.csv")).read_text().splitlines()))[2:]
+    for way in ("download", "upload"):
+        counted = sum(float(row[f"comm/{way}_bytes"]) for row in rows) / len(rows) / 4
+        assert abs(found[f"comm/client_{way}_bytes"] - counted) <= 0.02 * counted + ENTRIES, way
+
+
+def test_nothing_is_loaded_or_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    """No weights are read, no data are made, and no folder is there after it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fl_lightning.data.InstructionData.read", None)
+    monkeypatch.setattr("fl_lightning.data.PreferencePairs.read", None)
+    for config, values in (("lora_default", "197 kB"), ("preferences", "197 kB"), ("vemoe_default", "")):
+        assert main(["fit", "--config", str(ROOT / "configs" / f"{config}.yaml"), "--dry_run", "true"]) == 0
+        out = capsys.readouterr().out
+        assert f"A client is sent {values}" in out
+        assert ("of its own; what travels" in out) is (config == "vemoe_default")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pair_has_two_sequences_and_a_frozen_base_no_gradients():
+    plain = forecast(method_of(), records(generate=False, batch_size=8), participation=0.5, rounds=3)
+    pairs = PreferencePairs(num_clients=4, batch_size=8, context=72)
+    two = forecast(method_of(), pairs, participation=0.5, rounds=3)
+    assert two.cohort == plain.cohort == 2
+    assert two.memory.base == plain.memory.base > plain.memory.trained == plain.memory.gradients
+    assert 1.9 < two.memory.activations / plain.memory.activations < 2.1
+    assert plain.memory.optimizer == 2 * plain.memory.trained  # AdamW's moments
+    sgd = FedAvg(network=method_of().network_spec, optimizer=partial(torch.optim.SGD, lr=0.1))
+    whole = forecast(sgd, records(generate=False), participation=1.0, rounds=1)
+    assert whole.memory.optimizer == 0
+
+
+def test_what_cannot_be_told_is_refused_in_one_line(tmp_path: Path):
+    (tmp_path / "a.csv").write_text("x,y\n1,0\n2,1\n")
+    from fl_lightning.data import TableData
+
+    with pytest.raises(InputError, match="is known once it is read; leave dry_run out") as caught:
+        forecast(
+            FedAvg(network="mlp"),
+            TableData(str(tmp_path / "a.csv"), "y", num_clients=2),
+            participation=1,
+            rounds=1,
+        )
+    assert "\n" not in str(caught.value)
+
+
+def test_a_deployment_refuses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    pytest.importorskip("flwr")
+    monkeypatch.chdir(tmp_path)
+    config = str(ROOT / "configs" / "lora_default.yaml")
+    assert main(["deploy", "--config", config, "--dry_run", "true"]) == 2
+    assert "write fit in place of deploy" in capsys.readouterr().err
+
+
+def measured(*words: str) -> dict[str, float]:
+    """What a process grew by while it trained, and what was forecast; blocks that are freed go back at once,
+    so that what the process holds is what tensors take."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", ROOT / "tests" / "support" / "measured_step.py", *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is read from /proc")
+@pytest.mark.slow
+@pytest.mark.essential
+def test_a_process_takes_what_was_forecast():
+    found = measured("llama_tiny", "32", "72")
+    assert found["weights"] == found["memory/base_bytes"] + found["memory/trained_bytes"]
+    added = found["memory/total_bytes"] - found["weights"]
+    assert abs(found["grown"] - added) <= MARGIN * added
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is read from /proc")
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [[], ["gradient_checkpointing=1"], ["dtype=bfloat16"], ["rank=0"]])
+def test_a_process_with_a_model_of_transformers_does_too(words: list[str], tmp_path: Path):
+    sizes = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 6}
+    base = save_base(tmp_path / "base", "SmolLM2", vocab_size=2048, **sizes)
+    found = measured("hf", "16", "128", f"name={base}", *words)
+    assert found["weights"] == found["memory/base_bytes"] + found["memory/trained_bytes"]
+    added = found["memory/total_bytes"] - found["weights"]
+    assert abs(found["grown"] - added) <= MARGIN * added
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_configuration_without_weights_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Where there is no CUDA, 4 bits are forecast all the same, and checkpointing lowers activations."""
+    base = save_base(tmp_path / "base", "Mistral")
+    for file in base.glob("*.safetensors"):
+        file.unlink()
+    from fl_lightning.models.language.hf import TransformersLM
+
+    def of(**settings: object):
+        network = partial(TransformersLM, name=str(base), rank=4, **settings)
+        data = records(generate=False)
+        data.num_classes = 258  # the tokens of this base
+        return forecast(FedAvg(network=network, optimizer=adam()), data, participation=1.0, rounds=1)
+
+    plain, narrow = of(), of(load_in_4bit=True, gradient_checkpointing=True)
+    linear = 2 * (32 * 32 * 2 + 2 * 16 * 32 + 3 * 32 * 48)
+    assert plain.memory.base - narrow.memory.base == linear * 4 - round(linear * 0.5625)
+    assert plain.again is not None
+    assert plain.again.activations < plain.memory.activations
+    assert (
+        narrow.metrics()["memory/activations_bytes"]
+        > narrow.metrics()["memory/checkpointed_activations_bytes"]
+    )
+    assert not plain.computes_again
+    assert narrow.computes_again
