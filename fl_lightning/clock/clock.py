@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from hashlib import sha256
 from typing import Annotated, ClassVar
 
@@ -70,13 +71,16 @@ class Clock:
         found = [self.devices.content_sha256, self.reached.content_sha256]
         return sha256("/".join(found).encode()).hexdigest() if any(found) else ""
 
+    @cached_property
+    def usual_line(self) -> Line:
+        """The line of a client whose own is not known."""
+        network = self.network or Lines()
+        return Line(network.down, network.up, network.latency)
+
     def line(self, client: int) -> Line:
         """Return a client's line."""
-        network = self.network or Lines()
         own = self.devices.line(client)
-        if own is None:
-            return Line(network.down, network.up, network.latency)
-        return Line(own.down, own.up, network.latency)
+        return self.usual_line if own is None else replace(own, latency=self.usual_line.latency)
 
     def seconds(self, seed: int, round: int, client: int, *, examples: int, down: int, up: int) -> float:
         """Return the virtual seconds between the server's broadcast and the end of a client's upload.

@@ -99,7 +99,7 @@ class Timing(Meter):
             id, entry = receipt.client.id, receipt.entry
             if id in trained.examples:
                 took = self.seconds(context.seed, trained.examples, entry)
-                if lost := reach.lost(replace(entry, started=self.began, ended=self.began + took)):
+                if lost := reach.lost(entry.timed(self.began, self.began + took)):
                     receipt, entry = replace(receipt, entry=lost, examples=0), lost
                     offline.append(lost.ended or 0.0)
                 elif entry.status in ANSWERED:
@@ -131,7 +131,7 @@ class Timing(Meter):
         for entry in entries:
             size = len(context.data.client(entry.client).train)
             took = self.seconds(context.seed, {entry.client: size}, entry)
-            entry = replace(entry, started=self.began, ended=self.began + took)
+            entry = entry.timed(self.began, self.began + took)
             if lost := reach.lost(entry):
                 entry = replace(lost, status="asked", upload=0, wasted=0)
             found.append(entry)
@@ -192,10 +192,7 @@ class Timing(Meter):
             answered = [one.client.id for one in trained.receipts if one.entry.status in ANSWERED]
             length = max((took[id] for id in answered), default=length)
         begin, self.now = self.began, self.began + length
-        return [
-            replace(e, started=begin, ended=begin + took[e.client]) if e.client in took else e
-            for e in entries
-        ]
+        return [e.timed(begin, begin + took[e.client]) if e.client in took else e for e in entries]
 
     def seconds(self, seed: int, examples: Mapping[int, int], entry: LedgerEntry) -> float:
         """Return how long a client took, of examples by id and its bytes; one that was asked for its loss has
