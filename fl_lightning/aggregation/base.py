@@ -8,7 +8,7 @@ noise, and :class:`MaskedSum` around one of the two where the server may not see
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -100,6 +100,19 @@ class Aggregation(ABC):
     def addends(self, upload: Payload, client: int, round: int) -> dict[str, Addend]:
         """Return what a client's upload adds to the server's sums, by name."""
         return self.method.addends(upload, client, examples_in(upload))
+
+    def planned(
+        self, round: int, entries: Sequence[LedgerEntry], uploads: Collection[int]
+    ) -> list[LedgerEntry]:
+        """Return the entries of a round with all that clients would send and get if none of them went
+        offline.
+
+        Args:
+            round: its number.
+            entries: with the bytes that clients have exchanged with a server.
+            uploads: ids of the clients whose uploads count.
+        """
+        return [*entries]
 
     @abstractmethod
     def close(

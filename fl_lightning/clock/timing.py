@@ -94,12 +94,14 @@ class Timing(Meter):
         self.answers, self.lead = {}, 0.0
         there, self.began = reach.first_online(context.data.active, self.now)
         trained = train(draw(there, min(context.invited, len(there)), 0))
+        planned = self._planned(context, round, trained)
         receipts, answered, valid, offline = [], {}, set[int](), list[float]()
         for receipt in trained.receipts:
             id, entry = receipt.client.id, receipt.entry
             if id in trained.examples:
-                took = self.seconds(context.seed, trained.examples, entry)
-                if lost := reach.lost(entry.timed(self.began, self.began + took)):
+                full = planned.get(id, entry)
+                took = self.seconds(context.seed, trained.examples, full)
+                if lost := reach.lost(full.timed(self.began, self.began + took)):
                     receipt, entry = replace(receipt, entry=lost, examples=0), lost
                     offline.append(lost.ended or 0.0)
                 elif entry.status in ANSWERED:
@@ -119,6 +121,14 @@ class Timing(Meter):
             )
         used = only_used(trained, receipts, self.ending.used)
         return replace(used, late=self.ending.late, offline=len(offline))
+
+    def _planned(self, context: Any, round: int, trained: Trained) -> dict[int, LedgerEntry]:
+        """Return the entries by which it is decided who goes offline too early, by client id, where somebody
+        may: peers send more than one upload, and to whom does not wait until it is known who is there."""
+        if self.clock.reached.is_always:
+            return {}
+        entries = [receipt.entry for receipt in trained.receipts]
+        return {one.client: one for one in context.aggregation.planned(round, entries, trained.uploads)}
 
     def ask(self, context: Any, entries: Sequence[LedgerEntry]) -> list[LedgerEntry]:
         """Return the entries of clients that are asked for their loss, with times.

@@ -69,10 +69,6 @@ def topology(run: Run) -> Iterator[Refusal]:
         )
     if not peers:
         return
-    if run.availability:
-        rule = "how long a peer is at work depends on the messages of its neighbours, and so on who is there"
-        given_clock = f"--trainer.clock.availability {run.availability}"
-        yield f"{given} with {given_clock}", rule, "leave availability out, or write Hierarchy"
     if method.weigh_by != "clients" or method.max_share != 1:
         rule = "peers weigh alike: what an average is made of is not known any more after the next one"
         yield f"{given} with --model.weigh_by {method.weigh_by}", rule, "write --model.weigh_by clients"

@@ -14,7 +14,7 @@ from toy import run, sgd
 
 from callbacks import ByzantineClients, StragglerDropout
 from fl_lightning import evaluation
-from fl_lightning.clock import Clock, Diurnal, Lines, OverSelection, SameDevice
+from fl_lightning.clock import Clock, Lines, OverSelection, SameDevice
 from fl_lightning.conformance.toy import images
 from fl_lightning.errors import InputError
 from fl_lightning.hooks import Stressor
@@ -209,7 +209,6 @@ REFUSED = {
         {},
         "--trainer.rounds OverSelection",
     ),
-    "offline": ({"clock": Clock(devices=SameDevice(), availability=Diurnal())}, {}, "availability Diurnal"),
     "losses": ({"sampler": PowerOfChoice(3)}, {}, "--trainer.topology"),
     "knowing": ({"callbacks": [ByzantineClients(0.2, "alie")]}, {}, "ByzantineClients"),
     "compared": ({}, AVERAGE, "--model.average TrimmedMean"),
@@ -223,7 +222,7 @@ def test_what_does_not_go_with_peers(case, tmp_path):
     trainer, method, given = REFUSED[case]
     method = FedAvg(**{"network": SMALL, "optimizer": sgd(0.1), "weigh_by": "clients", **method})
     for over in (Gossip(Ring()), Moshpit(2, 3), Hierarchy(2)):
-        if case in ("weighed", "offline") and not over.has_peers:
+        if case == "weighed" and not over.has_peers:
             continue
         with pytest.raises(InputError) as caught:
             run(method, images(), tmp_path, topology=over, **trainer)
