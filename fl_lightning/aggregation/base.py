@@ -101,6 +101,11 @@ class Aggregation(ABC):
         """Return what a client's upload adds to the server's sums, by name."""
         return self.method.addends(upload, client, examples_in(upload))
 
+    def link_of(self, client: int) -> int | None:
+        """Return the ledger's number of the link over which a sum with a client's upload goes on, below 0;
+        None where its upload has arrived once a server has it."""
+        return None
+
     def planned(
         self, round: int, entries: Sequence[LedgerEntry], uploads: Collection[int]
     ) -> list[LedgerEntry]:

@@ -33,7 +33,7 @@ class Lines:
     settings_alone: ClassVar[bool] = True
     """In a configuration it is its settings, without a class path."""
 
-    settings_shown: ClassVar = ("--trainer.clock.network.{name} {value}",) * 2
+    settings_shown: ClassVar = ("--trainer.clock.network.{name} {value}",) * 2  # of clients, or of edges
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -49,11 +49,14 @@ class Clock:
         devices: how long clients compute.
         network: their lines, where ``devices`` does not know them. Default: bytes take no time.
         availability: when they are online. Default: always.
+        edges: the line of each edge server of ``Hierarchy`` to the cloud: ``up`` to it, ``down`` from it, and
+            ``latency`` of a round trip. Default: bytes between them take no time.
     """
 
     devices: Devices
     network: Lines | None = None
     availability: Availability | None = None
+    edges: Lines | None = None
 
     settings_alone: ClassVar[bool] = True
     """In a configuration it is its settings, without a class path."""

@@ -35,7 +35,12 @@ def late_clients(run: Run) -> Iterator[Refusal]:
 
 
 def topology(run: Run) -> Iterator[Refusal]:
-    if run.topology is None or not run.topology.has_nodes:
+    if run.topology is None:
+        return
+    if run.has_edge_lines and (run.topology.has_peers or not run.topology.has_nodes):
+        given = f"--trainer.clock.edges with --trainer.topology {type(run.topology).__name__}"
+        yield given, "these are lines of edge servers, and here are none", "leave it out, or take Hierarchy"
+    if not run.topology.has_nodes:
         return
     method, peers = run.method, run.topology.has_peers
     given = f"--trainer.topology {type(run.topology).__name__}"

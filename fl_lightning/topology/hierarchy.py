@@ -83,6 +83,9 @@ class Edges(NodeAggregation):
     def node_of(self, client: int) -> int:
         return self.edges[client]
 
+    def link_of(self, client: int) -> int:
+        return -1 - self.edges[client]
+
     def close(
         self, round: Round, uploads: Mapping[int, Payload], receipts: Sequence[Receipt]
     ) -> list[LedgerEntry]:

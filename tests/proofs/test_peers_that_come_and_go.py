@@ -12,9 +12,7 @@ from toy import run
 from fl_lightning.clock import Clock, Diurnal, Lines, LogNormalDevices
 from fl_lightning.conformance.toy import images
 from fl_lightning.hooks import Meter, Stressor
-from fl_lightning.methods import FedAvg
 from fl_lightning.topology import Exponential, Gossip, Moshpit, Ring
-from fl_lightning.wire import Payload
 
 ALWAYS = [[0, 100]]
 

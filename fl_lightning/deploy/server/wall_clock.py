@@ -112,8 +112,13 @@ class WallTiming(Timing):
         return replace(only_used(trained, receipts, self.ending.used), late=late)
 
     def end_round(
-        self, context: Any, trained: Trained, entries: Sequence[LedgerEntry], record: RoundRecord
-    ) -> list[LedgerEntry]:
+        self,
+        context: Any,
+        trained: Trained,
+        entries: Sequence[LedgerEntry],
+        record: RoundRecord,
+        links: Sequence[LedgerEntry] = (),
+    ) -> tuple[list[LedgerEntry], list[LedgerEntry]]:
         begin, self.now = self.now, self.now + self.length
         self._measure(context, trained, entries)
         record.metrics |= {
@@ -122,12 +127,11 @@ class WallTiming(Timing):
             "clock/idle": self._idle(),
             "clients/late": float(trained.late),
         }
-        return [
-            replace(one, started=begin, ended=begin + self.arrived[one.client])
-            if one.client in self.arrived
-            else one
+        timed = [
+            one.timed(begin, begin + self.arrived[one.client]) if one.client in self.arrived else one
             for one in entries
         ]
+        return timed, [*links]
 
     def _measure(self, context: Any, trained: Trained, entries: Sequence[LedgerEntry]) -> None:
         """Note what clients took that are measured for the first time, and write the table."""
