@@ -83,7 +83,9 @@ class Clock:
     def line(self, client: int) -> Line:
         """Return a client's line."""
         own = self.devices.line(client)
-        return self.usual_line if own is None else replace(own, latency=self.usual_line.latency)
+        if own is None:
+            return self.usual_line
+        return own if own.latency is not None else replace(own, latency=self.usual_line.latency)
 
     def seconds(self, seed: int, round: int, client: int, *, examples: int, down: int, up: int) -> float:
         """Return the virtual seconds between the server's broadcast and the end of a client's upload.
@@ -106,4 +108,4 @@ class Clock:
                 "a client computes for 0 seconds or more, and not for ever",
                 "return such a number",
             )
-        return line.latency + down / line.down + computing + up / line.up
+        return (line.latency or 0.0) + down / line.down + computing + up / line.up
