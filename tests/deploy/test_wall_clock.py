@@ -29,7 +29,8 @@ def test_one_rate_where_a_probe_is_missing_or_does_not_fit(line):
 
 
 def test_latency_is_of_empty_orders_and_the_rate_of_one_as_large_as_the_rounds(monkeypatch):
-    """The first empty order waits for a look of a node that looks rarely by then; node b answers nothing."""
+    """The first empty order waits for a look of a node that looks rarely by then; node b answers
+    nothing, and is not waited for again."""
     seconds, time, asked = iter([5.0, 0.3, 0.1, 2.3]), [10.0], []
     monkeypatch.setattr(wall_clock, "now", lambda: time[0])
 
@@ -41,10 +42,13 @@ def test_latency_is_of_empty_orders_and_the_rate_of_one_as_large_as_the_rounds(m
 
     timing = WallTiming(Synchronous())
     timing.devices[9] = Measured(1.0, 1.0, 1.0)
-    orders = {"a": (4, bytes(1000)), "b": (5, bytes(2**20)), "known": (9, bytes(10))}
+    orders = {"a": (4, bytes(2**20)), "b": (5, bytes(1000)), "known": (9, bytes(10))}
     timing.measure_lines(orders, exchange, 7.0)
-    assert asked == [{"a": 0, "b": 0}] * 3 + [{"a": 1000, "b": 2**18}]
-    assert timing.lines == {4: Probe(pytest.approx(0.3), pytest.approx(2.0), 1000)}
+    assert asked == [{"a": 0, "b": 0}, {"a": 0}, {"a": 0}, {"a": 2**18}]
+    assert timing.lines == {4: Probe(pytest.approx(0.3), pytest.approx(2.0), 2**18)}
+    timing.devices[4] = timing.devices[5] = timing.devices[9]
+    timing.measure_lines(orders, exchange, 7.0)
+    assert len(asked) == 4
 
 
 def test_an_echo_has_nothing_in_it():

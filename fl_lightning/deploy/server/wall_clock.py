@@ -136,19 +136,20 @@ class WallTiming(Timing):
             seconds: that an answer is waited for at most.
         """
         new = {node: (id, order) for node, (id, order) in orders.items() if id not in self.devices}
-        empty, full = dict[str, list[float]](), dict[str, float]()
-        sizes = {node: min(len(order), MOST_PROBE_BYTES) for node, (_, order) in new.items()}
-        for probe in range(EMPTY_PROBES + 1 if new else 0):
-            parts = {node: bytes(sizes[node] if probe == EMPTY_PROBES else 0) for node in new}
-            began = now()
+        took: dict[str, list[float]] = {node: [] for node in new}
+        for probe in range(EMPTY_PROBES + 1):
+            # a node that was silent once is left alone
+            asked = [node for node, times in took.items() if len(times) == probe]
+            sizes = {node: min(len(new[node][1]), MOST_PROBE_BYTES) for node in asked}
+            parts = {node: bytes(size if probe == EMPTY_PROBES else 0) for node, size in sizes.items()}
             sent = {node: Message({"kind": "echo"}, (part,)).to_bytes() for node, part in parts.items()}
-            for node, _ in exchange(sent, min(seconds, MOST_PROBE_SECONDS)):
-                full[node] = now() - began
-                if probe < EMPTY_PROBES:
-                    empty.setdefault(node, []).append(full.pop(node))
-        for node in full.keys() & empty.keys():
-            latency = median(empty[node])
-            self.lines[new[node][0]] = Probe(latency, full[node] - latency, sizes[node])
+            began = now()
+            for node, _ in exchange(sent, min(seconds, MOST_PROBE_SECONDS)) if sent else ():
+                took[node].append(now() - began)
+        for node, times in took.items():
+            if len(times) > EMPTY_PROBES:
+                latency = median(times[:EMPTY_PROBES])
+                self.lines[new[node][0]] = Probe(latency, times[-1] - latency, sizes[node])
 
     def begin(self) -> None:
         """Begin a round: its first order is sent now."""
