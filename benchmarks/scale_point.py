@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial, wraps
-from itertools import pairwise
+from itertools import islice, pairwise
 from statistics import median
 from typing import Any
 
@@ -78,30 +78,36 @@ class Clock:
         self.inside: list[float] = []
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, measured; of an iterator that it returns, every step."""
+        """``function``, measured; of an iterator that it returns, every step.
+
+        What measuring takes is the measured function's, so that it is not in the phase around it.
+        """
 
         @wraps(function)
         def measured(*arguments: Any, **named: Any) -> Any:
-            with_time = self.call(name, partial(function, *arguments, **named))
-            return self.steps(name, with_time) if isinstance(with_time, Iterator) else with_time
+            started = time.perf_counter()
+            self.inside.append(0.0)
+            try:
+                found = function(*arguments, **named)
+                has_steps = isinstance(found, Iterator)
+            finally:
+                self.end(name, started)
+            return self.steps(name, found) if has_steps else found
 
         return measured
 
     def steps(self, name: str, iterator: Iterator[Any]) -> Iterator[Any]:
-        end = object()
-        while (item := self.call(name, lambda: next(iterator, end))) is not end:
-            yield item
+        following = self.timed(name, lambda: [*islice(iterator, 1)])
+        while item := following():
+            yield item[0]
 
-    def call(self, name: str, function: Callable[[], Any]) -> Any:
-        self.inside.append(0.0)
-        started = time.perf_counter()
-        try:
-            return function()
-        finally:
-            took = time.perf_counter() - started
-            self.seconds[name] += took - self.inside.pop()
-            if self.inside:
-                self.inside[-1] += took
+    def end(self, name: str, started: float) -> None:
+        """Count a call that began then, without what was measured inside it."""
+        inside = self.inside.pop()
+        took = time.perf_counter() - started
+        self.seconds[name] += took - inside
+        if self.inside:
+            self.inside[-1] += took
 
 
 class Watch(Meter):

@@ -64,16 +64,17 @@ def train_round(fed: Federation, engine: Engine, record: RoundRecord) -> None:
     sending = partial(deliver, fed, round)
     closing = Round(round, trained.cohort, sending, engine.add_under_masks, record.metrics, record.named)
     entries = fed.aggregation.close(closing, trained.uploads, trained.receipts)
+    links = closing.links
     keep_states(fed, trained.receipts, entries, holders)
     engine.acknowledge(round, [entry.client for entry in entries if entry.status == "trained"])
     if fed.timing is not None:
-        entries = fed.timing.end_round(fed, trained, entries, record)
+        entries, links = fed.timing.end_round(fed, trained, entries, record, links)
     used = {entry.client for entry in entries if entry.status == "trained"}
     fed.sampler.learn(round, entries, {id: loss for id, loss in trained.losses.items() if id in used})
     entries = with_asked(entries, fed.asked)
-    for entry in (*entries, *closing.links):
+    for entry in (*entries, *links):
         fed.ledger.add(entry)
-    record.metrics |= summarise(fed, entries, losses, closing.links)
+    record.metrics |= summarise(fed, entries, losses, links)
 
 
 def train_cohort(fed: Federation, engine: Engine, round: int, ids: Iterable[int]) -> Trained:

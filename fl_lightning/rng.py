@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
+from struct import unpack
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,22 +36,24 @@ def stream(seed: int, purpose: str, round: int = 0, client: int = 0) -> np.rando
 
 
 class Streams:
-    """:func:`stream` in half the time: one generator that is set anew, and is valid until then."""
+    """:func:`stream` in a third of the time: one generator that is set anew, and is valid until then."""
 
     def __init__(self) -> None:
         self._generator = stream(0, "")
-        self._state = self._generator.bit_generator.state
+        state: dict[str, Any] = dict(self._generator.bit_generator.state)
+        # NumPy reads lists faster than arrays of four values
+        numbers = {"counter": state["state"]["counter"].tolist(), "key": (0, 0)}
+        self._state = state | {"state": numbers, "buffer": state["buffer"].tolist()}
 
     def stream(self, seed: int, purpose: str, round: int = 0, client: int = 0) -> np.random.Generator:
         """Return NumPy's generator for one purpose in one round for one client."""
-        words = np.frombuffer(key(seed, purpose, round, client), dtype="<u8")
-        self._state["state"]["key"] = words
+        self._state["state"]["key"] = unpack("<2Q", key(seed, purpose, round, client))
         self._generator.bit_generator.state = self._state
         return self._generator
 
 
 def streams(seed: int, purpose: str, clients: Iterable[int]) -> Iterator[np.random.Generator]:
-    """Yield :func:`stream` of each client, in half the time.
+    """Yield :func:`stream` of each client, in a third of the time.
 
     A generator is valid until the next one is requested.
     """

@@ -111,7 +111,7 @@ class FederatedTrainer(RunViews):
         privacy: client-level differential privacy, as :class:`fl_lightning.privacy.ClientPrivacy` has it:
             ``noise_multiplier``, ``clip_norm``, ``delta``, ``max_epsilon`` ... Default: none.
         clock: virtual seconds of devices and lines, as :class:`fl_lightning.clock.Clock` has them:
-            ``devices``, ``network``, ``availability``. Default: rounds take no virtual time.
+            ``devices``, ``network``, ``availability``, ``edges``. Default: rounds take no virtual time.
         rounds: ``Synchronous``, ``OverSelection``, ``Deadline``, ``FedBuff`` or ``FedAsync`` of
             :mod:`fl_lightning.clock`; all but the first need a clock, and the last two have a concurrency in
             place of ``participation``. Default: ``Synchronous``.

@@ -26,6 +26,7 @@ LOOKS = {
     "lost": ("lost: late, or offline", RED, "////"),
     "rejected": ("rejected", ORANGE, "xxxx"),
     "asked": ("asked for its loss, not taken", SKY, "...."),
+    "edge": ("edge server: its sum up, the model down", GREY, ""),
 }
 """How the chart shows a client's work, by the status that the ledger gives it: the words in the legend, the
 colour of the bar, and its pattern."""

@@ -8,7 +8,7 @@ noise, and :class:`MaskedSum` around one of the two where the server may not see
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -106,6 +106,24 @@ class Aggregation(ABC):
         """Return what takes the uploads of a round that begins, where nobody asks for them again before it is
         closed."""
         return Uploads()
+
+    def link_of(self, client: int) -> int | None:
+        """Return the ledger's number of the link over which a sum with a client's upload goes on, below 0;
+        None where its upload has arrived once a server has it."""
+        return None
+
+    def planned(
+        self, round: int, entries: Sequence[LedgerEntry], uploads: Collection[int]
+    ) -> list[LedgerEntry]:
+        """Return the entries of a round with all that clients would send and get if none of them went
+        offline.
+
+        Args:
+            round: its number.
+            entries: with the bytes that clients have exchanged with a server.
+            uploads: ids of the clients whose uploads count.
+        """
+        return [*entries]
 
     @abstractmethod
     def close(self, round: Round, uploads: Uploads, receipts: Sequence[Receipt]) -> list[LedgerEntry]:

@@ -118,9 +118,9 @@ class Diurnal(Availability):
     def span(self, seed: int, client: int, at: float) -> tuple[float, float]:
         made = self._made
         known = made is not None and made.seed == seed and client < len(made.end) and at >= made.at
-        if made is None or not known or made.end[client] <= at:
-            return super().span(seed, client, at)
-        return float(made.start[client]), float(made.end[client])
+        if made is not None and known and (end := made.end.item(client)) > at:
+            return made.start.item(client), end
+        return super().span(seed, client, at)
 
     def returns(self, zone: np.ndarray, left: np.ndarray, waits: np.ndarray) -> np.ndarray:
         """Return when clients that went offline come back: the integral of their rate from then on is

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from hashlib import sha256
 from typing import Annotated, ClassVar
 
@@ -32,7 +33,7 @@ class Lines:
     settings_alone: ClassVar[bool] = True
     """In a configuration it is its settings, without a class path."""
 
-    settings_shown: ClassVar = ("--trainer.clock.network.{name} {value}",) * 2
+    settings_shown: ClassVar = ("--trainer.clock.network.{name} {value}",) * 2  # of clients, or of edges
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -48,11 +49,14 @@ class Clock:
         devices: how long clients compute.
         network: their lines, where ``devices`` does not know them. Default: bytes take no time.
         availability: when they are online. Default: always.
+        edges: the line of each edge server of ``Hierarchy`` to the cloud: ``up`` to it, ``down`` from it, and
+            ``latency`` of a round trip. Default: bytes between them take no time.
     """
 
     devices: Devices
     network: Lines | None = None
     availability: Availability | None = None
+    edges: Lines | None = None
 
     settings_alone: ClassVar[bool] = True
     """In a configuration it is its settings, without a class path."""
@@ -70,13 +74,18 @@ class Clock:
         found = [self.devices.content_sha256, self.reached.content_sha256]
         return sha256("/".join(found).encode()).hexdigest() if any(found) else ""
 
+    @cached_property
+    def usual_line(self) -> Line:
+        """The line of a client whose own is not known."""
+        network = self.network or Lines()
+        return Line(network.down, network.up, network.latency)
+
     def line(self, client: int) -> Line:
         """Return a client's line."""
-        network = self.network or Lines()
         own = self.devices.line(client)
         if own is None:
-            return Line(network.down, network.up, network.latency)
-        return Line(own.down, own.up, network.latency)
+            return self.usual_line
+        return own if own.latency is not None else replace(own, latency=self.usual_line.latency)
 
     def seconds(self, seed: int, round: int, client: int, *, examples: int, down: int, up: int) -> float:
         """Return the virtual seconds between the server's broadcast and the end of a client's upload.
@@ -99,4 +108,4 @@ class Clock:
                 "a client computes for 0 seconds or more, and not for ever",
                 "return such a number",
             )
-        return line.latency + down / line.down + computing + up / line.up
+        return (line.latency or 0.0) + down / line.down + computing + up / line.up

@@ -33,12 +33,12 @@ class Line:
 
     Args:
         down, up: bytes per second; infinity: nothing takes time.
-        latency: seconds of a round trip, once a round.
+        latency: seconds of a round trip, once a round; None: those of ``trainer.clock.network``.
     """
 
     down: float = math.inf
     up: float = math.inf
-    latency: float = 0.0
+    latency: float | None = None
 
 
 class Devices(Recorded, ABC):
@@ -144,7 +144,8 @@ class DeviceTable(Devices):
 
     Args:
         path: a CSV or Parquet file of one row for each client, with the columns ``client`` (its id),
-            ``seconds_per_example``, and both or neither of ``down`` and ``up``, in bytes per second.
+            ``seconds_per_example``, and both or neither of ``down`` and ``up``, in bytes per second; with
+            them perhaps ``latency``, in seconds.
             ``configs/devices/phones.csv`` comes with the project.
 
     Raises:
@@ -162,6 +163,7 @@ class DeviceTable(Devices):
         columns = ["client", "seconds_per_example"]
         lines = {"down", "up"} & set(frame.columns)
         columns += ["down", "up"] if lines else []
+        columns += ["latency"] if lines and "latency" in frame.columns else []
         missing = [name for name in columns if name not in frame.columns]
         instead = "write client,seconds_per_example,down,up above the rows"
         require(not missing, path, f"it has no column {', '.join(missing)}", instead)
@@ -195,7 +197,7 @@ class DeviceTable(Devices):
         self.rows = {
             int(row["client"]): (
                 float(row["seconds_per_example"]),
-                Line(float(row["down"]), float(row["up"])) if lines else None,
+                Line(*(float(row[name]) for name in columns[2:])) if lines else None,
             )
             for row in frame.to_dict("records")
         }

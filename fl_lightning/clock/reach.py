@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -19,7 +20,7 @@ MANY, FEW, TRIES = 1000, 4, 32
 and asked whether they are online, one by one, before the availability of all is computed."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pool:
     """The clients of a federation without some of them, as a sequence of ids that is not made.
 
@@ -34,20 +35,27 @@ class Pool:
     clients: np.ndarray
     missing: list[int] = field(default_factory=list)
 
-    def without(self, some: Collection[int]) -> Pool:
-        """Return the same without more clients, which it has or not."""
+    def leave_out(self, some: Collection[int]) -> Pool:
+        """Leave out more clients, which it has or not, and return it."""
         if len(some) > FEW:
             others = np.array(sorted(some), np.int64)
             places = np.minimum(np.searchsorted(self.clients, others), len(self.clients) - 1)
             gone = places[self.clients[places] == others].tolist()
-            return Pool(self.clients, sorted({*self.missing, *gone}))
-        missing, last = [*self.missing], len(self.clients) - 1
+            self.missing = sorted({*self.missing, *gone})
+            return self
+        clients, missing, last = self.clients, self.missing, len(self.clients) - 1
         for id in some:
-            place = min(int(self.clients.searchsorted(id)), last)
+            # most federations have the clients 0, 1, ...; a search would touch memory that no cache has
+            is_at_id = 0 <= id <= last and clients.item(id) == id
+            place = id if is_at_id else min(int(clients.searchsorted(id)), last)
             at = bisect_left(missing, place)
-            if self.clients[place] == id and missing[at : at + 1] != [place]:
+            if clients.item(place) == id and missing[at : at + 1] != [place]:
                 missing.insert(at, place)
-        return Pool(self.clients, missing)
+        return self
+
+    def without(self, some: Collection[int]) -> Pool:
+        """Return the same without more clients, which it has or not."""
+        return Pool(self.clients, [*self.missing]).leave_out(some)
 
     def __len__(self) -> int:
         return len(self.clients) - len(self.missing)
@@ -120,11 +128,11 @@ class Reach:
             return (
                 (list(draw(pool, count, number)), number + 1, math.inf) if count else ([], number, math.inf)
             )
-        found: list[int] = []
+        found, span = list[int](), partial(self.clock.reached.span, self.seed)
         for _ in range(TRIES if len(pool) > MANY and count <= FEW else 0):
             (one,) = draw(pool, 1, number)
             number += 1
-            if one not in found and self._span(one, at)[0] <= at:
+            if one not in found and span(one, at)[0] <= at:
                 found.append(int(one))
             if len(found) == count:
                 return found, number, math.inf
@@ -161,9 +169,9 @@ class Reach:
             entry: with the times at which it starts and would end.
         """
         begin, end = entry.started, entry.ended
-        if self.clock.reached.is_always or begin is None or end is None:
+        if begin is None or end is None:
             return None
-        until = self._span(entry.client, begin)[1]
+        until = self.until(entry.client, begin)
         if end <= until:
             return None
         rate = self.clock.line(entry.client).up
@@ -172,6 +180,8 @@ class Reach:
         sent = entry.upload - unsent
         return replace(entry, status="lost", upload=sent, wasted=sent, ended=until)
 
-    def _span(self, client: int, at: float) -> tuple[float, float]:
-        """Return start and end of a client's first time online that ends after ``at``."""
-        return self.clock.reached.span(self.seed, client, at)
+    def until(self, client: int, at: float) -> float:
+        """Return when a client that is online at ``at`` goes offline."""
+        if self.clock.reached.is_always:
+            return math.inf
+        return self.clock.reached.span(self.seed, client, at)[1]

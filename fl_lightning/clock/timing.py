@@ -95,12 +95,14 @@ class Timing(Meter):
         self.answers, self.lead = {}, 0.0
         there, self.began = reach.first_online(context.data.active, self.now)
         trained = train(draw(there, min(context.invited, len(there)), 0))
+        planned = self._planned(context, round, trained)
         receipts, answered, valid, offline = [], {}, set[int](), list[float]()
         for receipt in trained.receipts:
             id, entry = receipt.client.id, receipt.entry
             if id in trained.examples:
-                took = self.seconds(context.seed, trained.examples, entry)
-                if lost := reach.lost(replace(entry, started=self.began, ended=self.began + took)):
+                full = planned.get(id, entry)
+                took = self.seconds(context.seed, trained.examples, full)
+                if lost := reach.lost(full.timed(self.began, self.began + took)):
                     receipt, entry = replace(receipt, entry=lost, examples=0), lost
                     offline.append(lost.ended or 0.0)
                 elif entry.status in ANSWERED:
@@ -121,6 +123,14 @@ class Timing(Meter):
         used = only_used(trained, receipts, self.ending.used)
         return replace(used, late=self.ending.late, offline=len(offline))
 
+    def _planned(self, context: Any, round: int, trained: Trained) -> dict[int, LedgerEntry]:
+        """Return the entries by which it is decided who goes offline too early, by client id, where somebody
+        may: peers send more than one upload, and to whom does not wait until it is known who is there."""
+        if self.clock.reached.is_always:
+            return {}
+        entries = [receipt.entry for receipt in trained.receipts]
+        return {one.client: one for one in context.aggregation.planned(round, entries, trained.uploads)}
+
     def ask(self, context: Any, entries: Sequence[LedgerEntry]) -> list[LedgerEntry]:
         """Return the entries of clients that are asked for their loss, with times.
 
@@ -132,7 +142,7 @@ class Timing(Meter):
         for entry in entries:
             size = len(context.data.client(entry.client).train)
             took = self.seconds(context.seed, {entry.client: size}, entry)
-            entry = replace(entry, started=self.began, ended=self.began + took)
+            entry = entry.timed(self.began, self.began + took)
             if lost := reach.lost(entry):
                 entry = replace(lost, status="asked", upload=0, wasted=0)
             found.append(entry)
@@ -141,9 +151,15 @@ class Timing(Meter):
         return found
 
     def end_round(
-        self, context: Any, trained: Trained, entries: Sequence[LedgerEntry], record: RoundRecord
-    ) -> list[LedgerEntry]:
-        """Let the round's time pass, and return the ledger's entries with the time of each client.
+        self,
+        context: Any,
+        trained: Trained,
+        entries: Sequence[LedgerEntry],
+        record: RoundRecord,
+        links: Sequence[LedgerEntry] = (),
+    ) -> tuple[list[LedgerEntry], list[LedgerEntry]]:
+        """Let the round's time pass, and return the ledger's entries with the time of each client, and those
+        of links between servers with theirs, where these take any.
 
         Args:
             context: the federation.
@@ -151,12 +167,14 @@ class Timing(Meter):
             entries: what the ledger has of its receipts.
             record: takes ``clock/*``, ``clients/late``, of asynchronous rounds ``clients/staleness``, and
                 where clients come and go ``clients/offline`` and ``comm/wasted_download_bytes``.
+            links: the ledger's entries of what is no client's.
         """
         before = begin = self.now
         self.staleness = trained.staleness
         if self.flights is None:
             begin = self.began
             entries = self._timed(context, trained, entries)
+            links = self._with_edges(context, trained, entries, links)
             spans, slots = [(e.started, e.ended) for e in entries], len(trained.examples)
         else:
             self.now, slots = self.flights.now, self.flights.rounds.concurrency
@@ -180,7 +198,7 @@ class Timing(Meter):
             unused = sum(entry.download for entry in entries if entry.status in ("lost", "rejected"))
             record.metrics["clients/offline"] = float(trained.offline)
             record.metrics["comm/wasted_download_bytes"] = unused
-        return list(entries)
+        return [*entries], [*links]
 
     def _timed(self, context: Any, trained: Trained, entries: Sequence[LedgerEntry]) -> list[LedgerEntry]:
         took = {
@@ -190,12 +208,34 @@ class Timing(Meter):
         }
         length = self.ending.seconds
         if not self.rounds.goes_by_clock:  # the bytes of masks are known by now
-            answered = [one.client.id for one in trained.receipts if one.entry.status in ANSWERED]
-            length = max((took[id] for id in answered), default=length)
+            length = max((took[id] for id in _answered(trained)), default=length)
         begin, self.now = self.began, self.began + length
+        return [e.timed(begin, begin + took[e.client]) if e.client in took else e for e in entries]
+
+    def _with_edges(
+        self,
+        context: Any,
+        trained: Trained,
+        entries: Sequence[LedgerEntry],
+        links: Sequence[LedgerEntry],
+    ) -> list[LedgerEntry]:
+        """Return the entries of links with times, and let the round last until edge servers have the cloud's
+        model. An edge sends its sum once the last of its clients has returned; the cloud waits for all."""
+        line, way = self.clock.edges, context.aggregation
+        sums = [link for link in links if link.status == "edge"]
+        if line is None or not sums:
+            return [*links]
+        ready, answered = {link.client: self.began for link in sums}, _answered(trained)
+        for entry in entries:
+            if entry.client in answered and entry.ended is not None:
+                edge = way.link_of(entry.client)
+                ready[edge] = max(ready[edge], entry.ended)
+        there = max(ready[link.client] + link.upload / line.up for link in sums)
+        ends = {link.client: there + line.latency + link.download / line.down for link in sums}
+        self.now = max(self.now, *ends.values())
         return [
-            replace(e, started=begin, ended=begin + took[e.client]) if e.client in took else e
-            for e in entries
+            link.timed(ready[link.client], ends[link.client]) if link.client in ends else link
+            for link in links
         ]
 
     def seconds(self, seed: int, examples: Mapping[int, int], entry: LedgerEntry) -> float:
@@ -205,6 +245,11 @@ class Timing(Meter):
         down = 0 if id in self.answers else entry.download
         took = self.clock.seconds(seed, entry.round, id, examples=examples[id], down=down, up=up)
         return took + self.lead if id in self.answers else took
+
+
+def _answered(trained: Trained) -> list[int]:
+    """Return the clients whose upload has arrived, whether it counts or not."""
+    return [one.client.id for one in trained.receipts if one.entry.status in ANSWERED]
 
 
 def only_used(trained: Trained, receipts: Sequence[Receipt], used: Collection[int]) -> Trained:

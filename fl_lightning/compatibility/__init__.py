@@ -109,8 +109,7 @@ ROWS = (
         "topology",
         "Edge servers and peers run the server's half of a method, each on sums of what it gets: "
         "`Hierarchy`, `Gossip` and `Moshpit` need a weighted mean, rounds that wait for everybody, "
-        "and no server that remembers updates; peers weigh alike, are always online, and code updates "
-        "for those who stay.",
+        "and no server that remembers updates; peers weigh alike, and code updates for those who stay.",
         rounds.topology,
         ("topology",),
     ),

@@ -35,7 +35,12 @@ def late_clients(run: Run) -> Iterator[Refusal]:
 
 
 def topology(run: Run) -> Iterator[Refusal]:
-    if run.topology is None or not run.topology.has_nodes:
+    if run.topology is None:
+        return
+    if run.has_edge_lines and (run.topology.has_peers or not run.topology.has_nodes):
+        given = f"--trainer.clock.edges with --trainer.topology {type(run.topology).__name__}"
+        yield given, "these are lines of edge servers, and here are none", "leave it out, or take Hierarchy"
+    if not run.topology.has_nodes:
         return
     method, peers = run.method, run.topology.has_peers
     given = f"--trainer.topology {type(run.topology).__name__}"
@@ -69,10 +74,6 @@ def topology(run: Run) -> Iterator[Refusal]:
         )
     if not peers:
         return
-    if run.availability:
-        rule = "how long a peer is at work depends on the messages of its neighbours, and so on who is there"
-        given_clock = f"--trainer.clock.availability {run.availability}"
-        yield f"{given} with {given_clock}", rule, "leave availability out, or write Hierarchy"
     if method.weigh_by != "clients" or method.max_share != 1:
         rule = "peers weigh alike: what an average is made of is not known any more after the next one"
         yield f"{given} with --model.weigh_by {method.weigh_by}", rule, "write --model.weigh_by clients"

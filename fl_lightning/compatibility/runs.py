@@ -34,6 +34,7 @@ class Run:
         topology: of ``trainer.topology``; None: one server.
         availability: the name of what says when clients are online; empty where they always are.
         sampler: of ``trainer.sampler``.
+        has_edge_lines: whether the clock has lines between edge servers and the cloud.
     """
 
     method: Any
@@ -48,6 +49,7 @@ class Run:
     topology: Any = None
     availability: str = ""
     sampler: Any = None
+    has_edge_lines: bool = False
 
     @classmethod
     def of(cls, fed: Context, *, deployed: bool) -> Run:
@@ -62,7 +64,12 @@ class Run:
         reached, measured = timing.clock.reached, timing.is_measured
         name, deployed = "" if reached.is_always else type(reached).__name__, self.deployed or measured
         return replace(
-            self, rounds=timing.rounds, has_clock=not measured, availability=name, deployed=deployed
+            self,
+            rounds=timing.rounds,
+            has_clock=not measured,
+            availability=name,
+            deployed=deployed,
+            has_edge_lines=timing.clock.edges is not None,
         )
 
     @property

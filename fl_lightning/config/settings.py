@@ -51,6 +51,7 @@ NEUTRAL_VALUES = {
     "trainer.gradient_clip_algorithm": "norm",
     "trainer.privacy": None,
     "trainer.clock": None,
+    "trainer.clock.edges": None,
     "trainer.rounds": None,
     "trainer.topology": None,
     "trainer.sampler": None,

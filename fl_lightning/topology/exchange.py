@@ -106,16 +106,10 @@ class Peers(NodeAggregation):
         return client
 
     def close(self, round: Round, uploads: Uploads, receipts: Sequence[Receipt]) -> list[LedgerEntry]:
-        entries, traffic = [receipt.entry for receipt in receipts], Traffic()
-        sizes = {entry.client: self._size(entry) for entry in entries}
-        present = sorted(uploads)
-        heard = self._listeners(round.number, present, [e.client for e in entries if e.upload])
-        for entry in entries:
-            arrives = entry.status in ARRIVED
-            for listener in heard.get(entry.client, ()):
-                traffic.send(entry.client, listener, sizes[entry.client], arrives=arrives)
+        entries, present = [receipt.entry for receipt in receipts], sorted(uploads)
+        traffic = self._traffic(round.number, entries, present)
         if present:
-            self._average(round, uploads, entries, present, traffic)
+            self._average(round, uploads, entries, present)
         round.metrics.update(traffic.metrics(len(self.ids)))
         round.metrics["consensus/distance"] = self.nodes.distance()
         if self.push:
@@ -124,6 +118,39 @@ class Peers(NodeAggregation):
         later = [LedgerEntry(round.number, id, "away", size) for id, size in sorted(traffic.down.items())]
         round.links.extend(entry for entry in later if entry.client not in there)
         return [traffic.entry(entry) for entry in entries]
+
+    def planned(
+        self, round: int, entries: Sequence[LedgerEntry], uploads: Collection[int]
+    ) -> list[LedgerEntry]:
+        traffic = self._traffic(round, entries, sorted(uploads))
+        return [traffic.entry(entry) for entry in entries]
+
+    def _traffic(self, round: int, entries: Sequence[LedgerEntry], present: Sequence[int]) -> Traffic:
+        """Return the messages of a round.
+
+        Who goes offline in mid-exchange, whose entry has times, is sent what the others send, since
+        nobody knows that it will; it is heard by nobody.
+
+        Args:
+            round: its number.
+            entries: what came of each peer that was asked; one of them has one message's bytes.
+            present: ids of those whose upload counts.
+        """
+        traffic, first = Traffic(), (round - 1) * self.averagings
+        gone = [entry.client for entry in entries if entry.ended is not None]
+        heard = self._listeners(first, {*present, *gone}, [e.client for e in entries if e.upload])
+        for entry in entries:
+            if entry.client in gone:
+                traffic.up[entry.client] = entry.upload
+                continue
+            size, arrives = self._size(entry), entry.status in ARRIVED
+            for listener in heard.get(entry.client, ()):
+                traffic.send(entry.client, listener, size, arrives=arrives)
+        for averaging in range(first + 1, first + self.averagings):
+            for listener, row in self._rows(averaging, {*present, *gone}).items():
+                for sender in row.keys() - {listener, *gone}:
+                    traffic.send(sender, listener, Payload(self.nodes.of(sender)).nbytes)
+        return traffic
 
     def _size(self, entry: LedgerEntry) -> int:
         """Return the bytes of one message of a peer: its upload, and what else its readers need."""
@@ -134,13 +161,13 @@ class Peers(NodeAggregation):
         return entry.upload + Payload(beside).nbytes - Payload({}).nbytes if entry.upload else 0
 
     def _listeners(
-        self, round: int, present: Sequence[int], senders: Collection[int]
+        self, averaging: int, present: Collection[int], senders: Collection[int]
     ) -> dict[int, list[int]]:
         """Return who is sent the upload of each sender: those who are there and hear it. Where
         uploads are read with what their sender has sent before, who is away gets them once it is
         back."""
         there = set(self.ids) if self.method.reads_public else {*present}
-        rows = self._rows((round - 1) * self.averagings, {*there, *senders})
+        rows = self._rows(averaging, {*there, *senders})
         found: dict[int, list[int]] = {}
         for listener in sorted(there & rows.keys()):
             for sender in rows[listener].keys() & {*senders}:
@@ -159,7 +186,6 @@ class Peers(NodeAggregation):
         uploads: Mapping[int, Payload],
         entries: Sequence[LedgerEntry],
         present: Sequence[int],
-        traffic: Traffic,
     ) -> None:
         """Make the next state of everybody who is there, and of the mean model."""
         method, nodes, first = self.method, self.nodes, (round.number - 1) * self.averagings
@@ -186,17 +212,14 @@ class Peers(NodeAggregation):
         nodes.put(mean, states)
         self._pass_masses(rows, masses)
         for averaging in range(first + 1, first + self.averagings):
-            self._average_models(averaging, present, traffic)
+            self._average_models(averaging, present)
         masses = self._masses()
         weights = mean_of([nodes.get(id, "weights") for id in self.ids], [masses[id] for id in self.ids])
         nodes.put({"weights": weights}, {})
 
-    def _average_models(self, averaging: int, present: Sequence[int], traffic: Traffic) -> None:
+    def _average_models(self, averaging: int, present: Sequence[int]) -> None:
         nodes, masses = self.nodes, self._masses()
         rows, states = self._rows(averaging, present), {id: nodes.of(id) for id in present}
-        for id, row in rows.items():
-            for sender in row.keys() - {id}:
-                traffic.send(sender, id, Payload(states[sender]).nbytes)
         made: dict[int, State] = {}
         for id, row in rows.items():
             shares = [float(weight) * masses[sender] for sender, weight in row.items()]
@@ -251,7 +274,7 @@ class Traffic:
     def entry(self, entry: LedgerEntry) -> LedgerEntry:
         """Return the ledger's entry of a peer: all that it has sent and received."""
         up = self.up[entry.client]
-        wasted = 0 if entry.status == "trained" else up
+        wasted = 0 if entry.status == "trained" else up  # all of what left before one went offline
         return replace(entry, download=self.down[entry.client], upload=up, wasted=wasted)
 
     def metrics(self, peers: int) -> dict[str, float]:

@@ -84,6 +84,9 @@ class Edges(NodeAggregation):
     def node_of(self, client: int) -> int:
         return self.edges[client]
 
+    def link_of(self, client: int) -> int:
+        return -1 - self.edges[client]
+
     def close(self, round: Round, uploads: Uploads, receipts: Sequence[Receipt]) -> list[LedgerEntry]:
         entries = [receipt.entry for receipt in receipts]
         unused = self._average(round, uploads, entries) if uploads else set()

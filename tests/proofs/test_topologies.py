@@ -4,9 +4,11 @@ it, or on how often it was stopped."""
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 
 import pytest
 import torch
+from clocked import Fixed, Loses
 from ranked import result
 from refusals import refused
 from ten import SMALL, make, same
@@ -14,7 +16,7 @@ from toy import run, sgd
 
 from callbacks import ByzantineClients, StragglerDropout
 from fl_lightning import evaluation
-from fl_lightning.clock import Clock, Diurnal, Lines, OverSelection, SameDevice
+from fl_lightning.clock import Clock, Lines, OverSelection, SameDevice
 from fl_lightning.conformance.toy import images
 from fl_lightning.errors import InputError
 from fl_lightning.hooks import Stressor
@@ -174,6 +176,35 @@ def test_peers_take_virtual_time_by_what_they_send_and_receive(tmp_path):
     assert float(metrics(trainer)[0]["clock/seconds"]) == pytest.approx(max(took))
 
 
+def test_sums_of_edges_take_virtual_time_in_rounds_in_which_edges_meet(tmp_path):
+    """Clients 0 to 2 of edge 0 take 1, 2 and 3 seconds, those of edge 1 take 4, 5 and 9, but 9's upload is lost. A sum
+    takes 2 seconds up and the model 0.5 down, 0.25 are for the round trip: 5 + 2 + 0.25 + 0.5."""
+    settings = {"callbacks": [Loses({1: {5}, 2: {5}})], "weigh_by": "examples", "max_rounds": 2}
+    plain = fit(
+        "FedAvg", tmp_path / "plain", Hierarchy(2), clock=Clock(devices=Fixed(1, 2, 3, 4, 5, 9)), **settings
+    )
+    entries = Ledger.from_csv((plain.run_dir / "ledger.csv").read_text()).entries
+    up, down = entries[-1].upload, entries[-1].download
+    lines = Lines(up=up / 2, down=down / 0.5, latency=0.25)
+    clock = Clock(devices=Fixed(1, 2, 3, 4, 5, 9), edges=lines)
+    timed = fit("FedAvg", tmp_path / "timed", Hierarchy(2), clock=clock, **settings)
+    assert [row["clock/seconds"] for row in metrics(plain)] == ["5.0", "10.0"]
+    assert [row["clock/seconds"] for row in metrics(timed)] == ["5.0", "12.75"]
+    found = Ledger.from_csv((timed.run_dir / "ledger.csv").read_text()).entries
+    assert [(e.client, e.started, e.ended) for e in found[-2:]] == [(-1, 8.0, 12.75), (-2, 10.0, 12.75)]
+    assert [replace(e, started=None, ended=None) for e in found[-2:]] == entries[-2:]
+    assert found[:-2] == entries[:-2]
+    assert shared(timed.method.server, plain.method.server)
+
+
+def test_lines_of_edges_need_edges(tmp_path):
+    clock = Clock(devices=SameDevice(), edges=Lines(up=1e6))
+    with refused("--trainer.clock.edges with --trainer.topology Gossip", "Hierarchy"):
+        fit("FedAvg", tmp_path, Gossip(Ring()), clock=clock)
+    with refused("--trainer.clock.edges with --trainer.topology Star", "Hierarchy"):
+        fit("FedAvg", tmp_path, clock=clock)
+
+
 def test_the_mean_model_and_every_peers_are_evaluated(tmp_path):
     trainer = fit("FedMPQ", tmp_path, Gossip(Ring()), eval_every=2)
     first, last = metrics(trainer)[0], metrics(trainer)[-1]
@@ -209,7 +240,6 @@ REFUSED = {
         {},
         "--trainer.rounds OverSelection",
     ),
-    "offline": ({"clock": Clock(devices=SameDevice(), availability=Diurnal())}, {}, "availability Diurnal"),
     "losses": ({"sampler": PowerOfChoice(3)}, {}, "--trainer.topology"),
     "knowing": ({"callbacks": [ByzantineClients(0.2, "alie")]}, {}, "ByzantineClients"),
     "compared": ({}, AVERAGE, "--model.average TrimmedMean"),
@@ -223,7 +253,7 @@ def test_what_does_not_go_with_peers(case, tmp_path):
     trainer, method, given = REFUSED[case]
     method = FedAvg(**{"network": SMALL, "optimizer": sgd(0.1), "weigh_by": "clients", **method})
     for over in (Gossip(Ring()), Moshpit(2, 3), Hierarchy(2)):
-        if case in ("weighed", "offline") and not over.has_peers:
+        if case == "weighed" and not over.has_peers:
             continue
         with pytest.raises(InputError) as caught:
             run(method, images(), tmp_path, topology=over, **trainer)

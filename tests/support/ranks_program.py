@@ -88,6 +88,7 @@ def fit(name: str, root: Path, method: Method | None = None, **settings):
     clock = Clock(devices=LogNormalDevices(), availability=Diurnal(online=15.0, offline=5.0, day=20.0))
     late |= {"sampler": PowerOfChoice(5), "clock": clock, "max_rounds": 3} if name == "choice" else {}
     late |= {"sampler": Oort(explore=0.5), "clock": clock, "max_rounds": 3} if name == "oort" else {}
+    late |= {"clock": clock} if name in ("push", "ring") else {}
     late |= {"rounds": FedBuff(4, 2), "clock": clock, "max_rounds": 4} if name == "buffered" else {}
     settings = {
         "max_rounds": 2,

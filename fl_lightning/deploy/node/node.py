@@ -117,6 +117,8 @@ class Node:
             if message.kind == "phase":
                 header, parts = self.sums.answer(message)
                 return Message({**header, **self.about}, tuple(parts)).to_bytes()
+            if message.kind == "echo":  # it is answered with nothing, so that the server learns of the line
+                return Message({"kind": "echoed", **self.about}).to_bytes()
             raise MessageError(f"a message of the kind {message.kind!r}, which this version does not know")
         except (ThreePartError, MessageError) as error:
             log.error("refused: %s", error)

@@ -52,9 +52,9 @@ class Message:
     """A message that has been read.
 
     Args:
-        header: its entries. ``kind`` says what it is: ``census``, ``check``, ``train``, ``evaluate`` or
-            ``phase`` to a node, ``counted``, ``checked``, ``trained``, ``kept``, ``evaluated``, ``phase`` or
-            ``refused`` from one.
+        header: its entries. ``kind`` says what it is: ``census``, ``check``, ``train``, ``evaluate``,
+            ``phase`` or ``echo`` to a node, ``counted``, ``checked``, ``trained``, ``kept``, ``evaluated``,
+            ``phase``, ``echoed`` or ``refused`` from one.
         parts: payloads that the header refers to by position.
     """
 

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
@@ -131,6 +131,7 @@ class RemoteEngine(Engine):
         if wall is not None:
             longest, enough = wall.rounds.patience(self.fed.cohort_size)
             seconds = min(seconds, longest)
+            wall.measure_lines(self._of_one_client(messages, by_id), self.roster.exchange, seconds)
             wall.begin()
         for node, answer in self.roster.exchange(messages, seconds):
             silent.discard(node)
@@ -138,7 +139,7 @@ class RemoteEngine(Engine):
             results = list(self._results(node, answer, by_id))
             found |= {result.client.id: result for result in results}
             if wall is not None:
-                alone = sum(self.roster.node_of.get(id) == node for id in by_id) == 1
+                alone = node in self._of_one_client(messages, by_id)
                 wall.note([one.client.id for one in results], seconds_of(answer) if alone else None)
             if len(found) >= enough:
                 break
@@ -159,6 +160,15 @@ class RemoteEngine(Engine):
             else:
                 sent = len(task.message) if self.roster.node_of.get(id) in messages else 0
                 yield ClientResult(task.client, b"", {}, {}, 0, status="dropped", download=sent)
+
+    def _of_one_client(
+        self, messages: Mapping[str, bytes], ids: Collection[int]
+    ) -> dict[str, tuple[int, bytes]]:
+        """Return client and order of the nodes that have one client of a round."""
+        found: dict[str, list[int]] = {}
+        for id in ids:
+            found.setdefault(self.roster.node_of.get(id, ""), []).append(id)
+        return {node: (found[node][0], sent) for node, sent in messages.items() if len(found[node]) == 1}
 
     @property
     def _wall(self) -> WallTiming | None:
