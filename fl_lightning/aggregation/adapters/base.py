@@ -17,9 +17,7 @@ from torch import Tensor, nn
 
 from fl_lightning.aggregation.adapters import algebra
 from fl_lightning.aggregation.adapters.algebra import Pair
-from fl_lightning.aggregation.adapters.vectors import packed as packed
-from fl_lightning.aggregation.adapters.vectors import spread as spread
-from fl_lightning.aggregation.adapters.vectors import values_of_rank as values_of_rank
+from fl_lightning.aggregation.adapters.vectors import spread, values_of_rank
 from fl_lightning.aggregation.averages import Average, RefinedMean
 from fl_lightning.client import Client
 from fl_lightning.config.recorded import Recorded

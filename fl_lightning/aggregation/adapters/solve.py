@@ -15,7 +15,8 @@ from torch import Tensor
 
 from fl_lightning.aggregation.adapters import algebra
 from fl_lightning.aggregation.adapters.algebra import Pair
-from fl_lightning.aggregation.adapters.base import AdapterAverage, Averaging, packed
+from fl_lightning.aggregation.adapters.base import AdapterAverage, Averaging
+from fl_lightning.aggregation.adapters.vectors import packed
 from fl_lightning.config.constraints import within
 
 EXACT_SHARE = 1e-6

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from fl_lightning import rng
 from fl_lightning.aggregation.adapters import algebra
-from fl_lightning.aggregation.adapters.base import AdapterAverage, Averaging, Uploaded, packed, values_of_rank
+from fl_lightning.aggregation.adapters.base import AdapterAverage, Averaging, Uploaded
 from fl_lightning.aggregation.adapters.moving_base import BaseChange, MovingBase
+from fl_lightning.aggregation.adapters.vectors import packed, values_of_rank
 from fl_lightning.client import Client
 from fl_lightning.wire import Layout, Payload
 
