@@ -22,6 +22,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -36,9 +37,14 @@ from fl_lightning.energy.budgets.device import Device
 from fl_lightning.energy.budgets.ladder import LARGEST_LOSS, BranchCosts, distinct, drawn_mask
 from fl_lightning.energy.budgets.ladder_network import EVALUATED_SEQUENCES, LadderNetwork
 from fl_lightning.energy.budgets.ladder_search import LadderSearch, Search
+from fl_lightning.energy.budgets.levels import mixed_levels
 from fl_lightning.energy.budgets.measuring import COUNTED
+from fl_lightning.energy.budgets.network import embedding_of
 from fl_lightning.energy.budgets.passes import Lengths
+from fl_lightning.energy.budgets.regret import RegretController, next_price
 from fl_lightning.energy.budgets.tables import branch_devices, require_reachable
+from fl_lightning.energy.options import Deciding
+from fl_lightning.energy.switched.branches import PARTS
 from fl_lightning.errors import require
 from fl_lightning.methods.base import KnownNetwork, Method
 from fl_lightning.methods.losses import distillation as distilled
@@ -46,6 +52,8 @@ from fl_lightning.metrics.text import IGNORED
 from fl_lightning.wire import Codes, Layout, Limit, Payload, PayloadError
 
 ROUNDS = within("[1, inf)", "a stage has 1 round or more", "leave it out")
+PRICE = "price"
+"""Name of lambda in what a client keeps; it never travels."""
 MOST_ENUMERATED = 10
 """Branches of which all subsets are tried by ``search: enumeration``."""
 
@@ -69,6 +77,10 @@ class HESTLadder(Method):
         phase: ``all``: a sequence has one level from its first token on; ``answer``: its prompt has all
             branches where the budget allows that.
         distillation: weight of KL(full || S).
+        controller: what gets the level of least predicted loss, by a state of the first block, which is then
+            always computed: ``sequence``: each sequence, among the levels that its budget affords; ``step``:
+            each token after the prompt, so that what a budget leaves over is spent; ``none``: a sequence has
+            the best level that its budget affords.
         settings: those of every method.
 
     Raises:
@@ -86,6 +98,8 @@ class HESTLadder(Method):
         "privacy": "losses of subsets travel beside weights, and noise for both leaves nothing of either",
     }
     counted_metrics = COUNTED
+    limited = False
+    deciding: Deciding = "none"
 
     def __init__(
         self,
@@ -98,6 +112,7 @@ class HESTLadder(Method):
         search: Search = "elimination",
         phase: Literal["all", "answer"] = "all",
         distillation: Annotated[float, within("[0, inf)", "it is 0 or more", "leave it out")] = 1.0,
+        controller: Deciding = "none",
         **settings: Any,
     ) -> None:
         super().__init__(network=network, **settings)
@@ -116,8 +131,10 @@ class HESTLadder(Method):
             f"write --model.subset_rounds {levels + 1}, or fewer levels",
         )
         self.budget_shares, self.costs, self.phase, self.distillation = budgets, costs, phase, distillation
-        first = all_on_rounds + 1
-        self.plan = LadderSearch(search, first, first + subset_rounds, levels, budgets)
+        self.deciding, first = controller, all_on_rounds + 1
+        kept = 0 if controller == "none" else len(PARTS)
+        self.plan = LadderSearch(search, first, first + subset_rounds, levels, budgets, kept)
+        self.price = 0.0
         self.limited = self.personalised = not any(unlimited)
         self.shows = frozenset({"ladder"} if self.limited else ())
         self.client_id = 0
@@ -129,10 +146,14 @@ class HESTLadder(Method):
             return
         costs = self.costs if isinstance(self.costs, list) else [self.costs]
         blocks = getattr(self.network, "layers", None)
-        self.devices = branch_devices(costs, self.budget_shares, len(blocks) if blocks is not None else 0)
+        count = len(blocks) if blocks is not None else 0
+        self.devices = branch_devices(costs, self.budget_shares, count, self.deciding)
         for device in self.devices:
             require_reachable(device, Lengths.of(data.test_target, data.test_target.shape[1]))
-        self.network = LadderNetwork(self.network, self.devices[0], self.phase == "answer")
+        controller = None
+        if self.deciding != "none":
+            controller = RegretController(embedding_of(self.network).embedding_dim, self.plan.levels)
+        self.network = LadderNetwork(self.network, self.devices[0], self.phase == "answer", controller)
         branches = self.laddered.board.branches
         require(
             self.plan.kind != "enumeration" or branches <= MOST_ENUMERATED,
@@ -144,6 +165,10 @@ class HESTLadder(Method):
         self.start_server()
         self.server |= self.plan.start(branches)
         self._build_terms(data)
+
+    @property
+    def keeps_state(self) -> bool:
+        return super().keeps_state or (self.limited and self.deciding != "none")
 
     @property
     def laddered(self) -> LadderNetwork:
@@ -178,6 +203,7 @@ class HESTLadder(Method):
                 self.levels = masks
         if self.limited:
             self.on = self.device_of(client)
+            self.price = float(client.state.get(PRICE, torch.zeros(())))
 
     def local_batches(
         self, data: FederatedData, client: Client, *, epochs: int, labels: Tensor, steps: int
@@ -205,33 +231,58 @@ class HESTLadder(Method):
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
         """Return the loss, the task's with all branches, and in the stages B and C ``loss_subset`` and
-        ``loss_distilled``."""
+        ``loss_distilled``; in C with a controller also ``loss_regret``, which trains the controller alone."""
         if not self.has_masks:
             return super().training_step(batch, batch_idx)
         inputs, target = batch
-        masks = self._drawn(target, batch_idx)
-        full, subset = self.laddered.sandwich(inputs, target, masks)
+        noise = rng.stream(self.seed, f"branches/{batch_idx}", self.round, self.client_id)
+        in_b = self.round < self.plan.first_ladder
+        levels = None if in_b else self._drawn_levels(target, noise)
+        masks = self._drawn_subsets(len(target), noise) if levels is None else self.laddered.gates_of(levels)
+        full, subset, states = self.laddered.sandwich(inputs, target, masks)
         task, part = self.task_loss(full, target), self.task_loss(subset, target)
         student, teacher = (self.task.class_rows(one, target) for one in (subset, full.detach()))
         told = self.distillation * distilled(student, teacher.logits, temperature=1.0)
         losses = {"loss": task + part + told, "loss_task": task, "loss_subset": part, "loss_distilled": told}
+        if levels is not None and self.deciding != "none":
+            regret = self._regret_loss(states, target, levels, full, subset)
+            losses |= {"loss": losses["loss"] + regret, "loss_regret": regret}
         return self.with_terms(losses, batch, full)
 
-    def _drawn(self, target: Tensor, batch_idx: int) -> Tensor:
-        """Return the subset that each sequence of a local step is trained on, bool ``[B, G]``."""
-        noise = rng.stream(self.seed, f"branches/{batch_idx}", self.round, self.client_id)
-        if self.round < self.plan.first_ladder:
-            costs, lowest = BranchCosts.of(self.on), self.plan.lowest_share(self.round)
-            drawn = [drawn_mask(noise, costs, self.protected, lowest) for _ in range(len(target))]
-            return torch.stack(drawn)
-        levels = distinct(self.levels)
+    def _regret_loss(
+        self, states: Tensor, target: Tensor, levels: Tensor, full: Tensor, subset: Tensor
+    ) -> Tensor:
+        """Return the loss of the controller, and move the price by what its wishes would spend."""
+        network, tokens = self.laddered, full.shape[1]
+        assert network.controller is not None, "nothing decides"
+        lengths = Lengths.of(target, tokens)
+        self.price = next_price(self.price, *network.spent_by_wishes(states.detach(), lengths))
+        levels = levels[:, :tokens] if levels.dim() == 2 else levels
+        return network.controller.regression(states, target[:, :tokens], levels, full, subset, lengths)
+
+    def _drawn_subsets(self, sequences: int, noise: np.random.Generator) -> Tensor:
+        """Return the subset that each sequence of a step of stage B is trained on, bool ``[B, G]``."""
+        costs, lowest = BranchCosts.of(self.on), self.plan.lowest_share(self.round)
+        drawn = [drawn_mask(noise, costs, self.protected, lowest) for _ in range(sequences)]
+        return torch.stack(drawn)
+
+    def _drawn_levels(self, target: Tensor, noise: np.random.Generator) -> Tensor:
+        """Return the level that each sequence of a step of stage C is trained at, int64 ``[B]``, one that its
+        budget affords; or that of each token, int64 ``[B, T]``, where tokens are decided for."""
         network = self.laddered
-        network.run_on(self.on, levels)
-        best = network.ledger(Lengths.of(target, target.shape[1])).constant().tolist()
-        return levels[[int(noise.integers(first, len(levels))) for first in best]]
+        network.run_on(self.on, self.levels, self.price)
+        lengths = Lengths.of(target, target.shape[1])
+        ledger = network.ledger(lengths)
+        best, count = ledger.constant().tolist(), len(network.levels)
+        drawn = torch.tensor([int(noise.integers(first, count)) for first in best])
+        if network.on.deciding != "step":
+            return drawn
+        return mixed_levels(ledger, lengths, drawn, target.shape[1], noise)
 
     def upload(self, client: Client) -> Payload:
         """Return n_k and the adapter, and where the round searches the losses of the candidates."""
+        if self.limited and self.deciding != "none":
+            client.state[PRICE] = torch.tensor(self.price)
         entries = {"examples": self.examples_of(client), "weights": self.adapters.sent(self, client)}
         return Payload(entries if self.losses is None else {**entries, "losses": self.losses})
 
@@ -295,10 +346,11 @@ class HESTLadder(Method):
         return {**found, "energy/levels": float(len(ladder)), "energy/least_share": share}
 
     def deploy(self, client: Client | None = None) -> nn.Module:
-        """Return the network at the levels that are known, on a client's device; without a client, on the
-        first device."""
+        """Return the network at the levels that are known, on a client's device and at its price; without a
+        client, on the first device at the price 0."""
         super().deploy(client)
         if self.limited:
             device = self.devices[0] if client is None else self.device_of(client)
-            self.laddered.run_on(device, self.server["ladder"].bool())
+            price = 0.0 if client is None else float(client.state.get(PRICE, torch.zeros(())))
+            self.laddered.run_on(device, self.server["ladder"].bool(), price)
         return self.network

@@ -45,6 +45,7 @@ class LadderSearch:
         first_ladder: the first round of stage C.
         levels: K.
         budgets: of the clients, as shares.
+        kept: the first branches that are never left out, because levels are decided by what they compute.
     """
 
     kind: Search
@@ -52,6 +53,7 @@ class LadderSearch:
     first_ladder: int
     levels: int
     budgets: Sequence[float]
+    kept: int = 0
 
     def start(self, branches: int) -> dict[str, Tensor]:
         """Return what a server knows before the search: ``ladder`` uint8 ``[K + 1, G]``, each level as
@@ -60,8 +62,11 @@ class LadderSearch:
         return {
             "ladder": torch.ones(self.levels + 1, branches, dtype=torch.uint8),
             "ladder_losses": torch.zeros(self.levels + 1),
-            "protected": torch.zeros(branches, dtype=torch.uint8),
+            "protected": self._kept(branches).to(torch.uint8),
         }
+
+    def _kept(self, branches: int) -> Tensor:
+        return torch.arange(branches) < self.kept
 
     def level_of(self, round: int) -> int:
         """Return which level a round adds, from 1 to K; 0: none."""
@@ -110,7 +115,8 @@ class LadderSearch:
         """
         if round == self.first_subsets:
             assert losses is not None, "the first round of stage B asks for losses"
-            return {"protected": protected_by(losses).to(torch.uint8)}
+            protected = protected_by(losses)
+            return {"protected": (protected | self._kept(len(protected))).to(torch.uint8)}
         level = self.level_of(round)
         if not level or (self.kind == "enumeration" and losses is None):
             return {}
@@ -157,13 +163,11 @@ class LadderSearch:
 
     def _best(self, known: Mapping[str, Tensor], losses: Tensor, charged: BranchCosts) -> dict[str, Tensor]:
         """Return the ladder of the best subset for each budget; it need not be nested."""
-        masks = all_masks(known["ladder"].shape[1])
-        shares, ladder, of_levels = (
-            charged.share(masks),
-            known["ladder"].clone(),
-            known["ladder_losses"].clone(),
-        )
-        of_levels[:] = losses[-1]
+        every = all_masks(known["ladder"].shape[1])
+        possible = every[:, : self.kept].all(1)
+        masks, losses = every[possible], losses[possible]
+        shares, ladder = charged.share(masks), known["ladder"].clone()
+        of_levels = torch.full_like(known["ladder_losses"], float(losses[-1]))
         wanted = sorted({share for share in self.budgets if share < 1}, reverse=True)
         for level, budget in enumerate(wanted[: self.levels], start=1):
             best = best_within(shares, losses.double(), budget)
