@@ -22,7 +22,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -34,21 +33,20 @@ from fl_lightning.config.constraints import within
 from fl_lightning.data import FederatedData
 from fl_lightning.energy import CostTable
 from fl_lightning.energy.budgets.device import Device
-from fl_lightning.energy.budgets.ladder import LARGEST_LOSS, BranchCosts, distinct, drawn_mask
+from fl_lightning.energy.budgets.gates import next_price as next_gate_price
+from fl_lightning.energy.budgets.ladder import LARGEST_LOSS, BranchCosts, distinct, drawn_masks
 from fl_lightning.energy.budgets.ladder_network import EVALUATED_SEQUENCES, LadderNetwork
 from fl_lightning.energy.budgets.ladder_search import LadderSearch, Search
-from fl_lightning.energy.budgets.levels import mixed_levels
 from fl_lightning.energy.budgets.measuring import COUNTED
 from fl_lightning.energy.budgets.network import embedding_of
 from fl_lightning.energy.budgets.passes import Lengths
 from fl_lightning.energy.budgets.regret import RegretController, next_price
-from fl_lightning.energy.budgets.tables import branch_devices, require_reachable
+from fl_lightning.energy.budgets.tables import branch_devices, budget_shares, require_reachable
 from fl_lightning.energy.options import Deciding
 from fl_lightning.energy.switched.branches import PARTS
 from fl_lightning.errors import require
 from fl_lightning.methods.base import KnownNetwork, Method
 from fl_lightning.methods.losses import distillation as distilled
-from fl_lightning.metrics.text import IGNORED
 from fl_lightning.wire import Codes, Layout, Limit, Payload, PayloadError
 
 ROUNDS = within("[1, inf)", "a stage has 1 round or more", "leave it out")
@@ -73,7 +71,8 @@ class HESTLadder(Method):
         levels: K, most branches that the ladder leaves out: one in each of the last rounds of stage B.
         search: ``elimination``: the branch whose joules cost the least loss; ``random``: any branch, a
             baseline; ``enumeration``: of all subsets the best for each budget, a baseline that bounds every
-            ladder and takes 2^G passes over the validation examples.
+            ladder and takes 2^G passes over the validation examples; ``gates``: the branch of the lowest
+            gate, a baseline whose stage B trains a static gate a branch by gradient.
         phase: ``all``: a sequence has one level from its first token on; ``answer``: its prompt has all
             branches where the budget allows that.
         distillation: weight of KL(full || S).
@@ -116,14 +115,7 @@ class HESTLadder(Method):
         **settings: Any,
     ) -> None:
         super().__init__(network=network, **settings)
-        budgets = list(budget) if isinstance(budget, list) else [budget]
-        unlimited = [math.isinf(share) for share in budgets]
-        require(
-            budgets and all(share > 0 for share in budgets) and all(unlimited) == any(unlimited),
-            f"--model.budget {budget}",
-            "a budget is a positive share of the energy of all branches, for each client or for all",
-            "write --model.budget 0.8, or .inf for none",
-        )
+        budgets = budget_shares(budget, "of all branches", example=0.8)
         require(
             subset_rounds > levels,
             f"--model.subset_rounds {subset_rounds} with --model.levels {levels}",
@@ -135,7 +127,7 @@ class HESTLadder(Method):
         kept = 0 if controller == "none" else len(PARTS)
         self.plan = LadderSearch(search, first, first + subset_rounds, levels, budgets, kept)
         self.price = 0.0
-        self.limited = self.personalised = not any(unlimited)
+        self.limited = self.personalised = not math.isinf(budgets[0])
         self.shows = frozenset({"ladder"} if self.limited else ())
         self.client_id = 0
         self.losses: Tensor | None = None
@@ -153,7 +145,8 @@ class HESTLadder(Method):
         controller = None
         if self.deciding != "none":
             controller = RegretController(embedding_of(self.network).embedding_dim, self.plan.levels)
-        self.network = LadderNetwork(self.network, self.devices[0], self.phase == "answer", controller)
+        full_prompt, gates = self.phase == "answer", self.plan.kind == "gates"
+        self.network = LadderNetwork(self.network, self.devices[0], full_prompt, controller, gates)
         branches = self.laddered.board.branches
         require(
             self.plan.kind != "enumeration" or branches <= MOST_ENUMERATED,
@@ -168,7 +161,12 @@ class HESTLadder(Method):
 
     @property
     def keeps_state(self) -> bool:
-        return super().keeps_state or (self.limited and self.deciding != "none")
+        return super().keeps_state or self.keeps_price
+
+    @property
+    def keeps_price(self) -> bool:
+        """Whether a client has a price of joules."""
+        return self.limited and (self.deciding != "none" or self.plan.kind == "gates")
 
     @property
     def laddered(self) -> LadderNetwork:
@@ -203,7 +201,7 @@ class HESTLadder(Method):
                 self.levels = masks
         if self.limited:
             self.on = self.device_of(client)
-            self.price = float(client.state.get(PRICE, torch.zeros(())))
+            self.price = kept_price(client)
 
     def local_batches(
         self, data: FederatedData, client: Client, *, epochs: int, labels: Tensor, steps: int
@@ -217,17 +215,11 @@ class HESTLadder(Method):
     def _validation_losses(self, data: FederatedData, client: Client) -> Tensor:
         """Return the loss of each candidate on a client's validation examples, or on its first training
         examples where it has none, in nats a labelled token, float32 ``[M]``."""
-        masks, tokens = self.plan.candidates(self.base, self.round), 0
-        total = torch.zeros(len(masks), dtype=torch.float64)
         if len(client.val):
             batches: Iterable[Any] = data.val_batches([client], EVALUATED_SEQUENCES)
         else:
             batches = data.train_batches(client, round=self.round, epochs=1, steps=1)
-        for inputs, target, *_ in batches:
-            count = int((target != IGNORED).sum())
-            total += count * self.laddered.losses(inputs, target, masks)
-            tokens += count
-        return (total / max(tokens, 1)).float()
+        return self.laddered.mean_losses(batches, self.plan.candidates(self.base, self.round)).float()
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
         """Return the loss, the task's with all branches, and in the stages B and C ``loss_subset`` and
@@ -236,52 +228,42 @@ class HESTLadder(Method):
             return super().training_step(batch, batch_idx)
         inputs, target = batch
         noise = rng.stream(self.seed, f"branches/{batch_idx}", self.round, self.client_id)
-        in_b = self.round < self.plan.first_ladder
-        levels = None if in_b else self._drawn_levels(target, noise)
-        masks = self._drawn_subsets(len(target), noise) if levels is None else self.laddered.gates_of(levels)
-        full, subset, states = self.laddered.sandwich(inputs, target, masks)
+        network, levels = self.laddered, None
+        if self.round >= self.plan.first_ladder:
+            network.run_on(self.on, self.levels, self.price)
+            levels = network.drawn_levels(target, noise)
+            masks = network.gates_of(levels)
+        elif network.gates is not None:
+            masks = network.gates.drawn(len(target), noise, self.protected)
+        else:
+            costs, lowest = BranchCosts.of(self.on), self.plan.lowest_share(self.round)
+            masks = drawn_masks(noise, costs, self.protected, lowest, len(target))
+        full, subset, states = network.sandwich(inputs, target, masks)
         task, part = self.task_loss(full, target), self.task_loss(subset, target)
         student, teacher = (self.task.class_rows(one, target) for one in (subset, full.detach()))
         told = self.distillation * distilled(student, teacher.logits, temperature=1.0)
         losses = {"loss": task + part + told, "loss_task": task, "loss_subset": part, "loss_distilled": told}
         if levels is not None and self.deciding != "none":
-            regret = self._regret_loss(states, target, levels, full, subset)
+            regret = network.regret_loss(states, target, levels, full, subset)
+            lengths = Lengths.of(target, full.shape[1])
+            self.price = next_price(self.price, *network.spent_by_wishes(states.detach(), lengths))
             losses |= {"loss": losses["loss"] + regret, "loss_regret": regret}
+        if masks.is_floating_point():
+            priced = self._priced_energy(float(task.detach()))
+            losses |= {"loss": losses["loss"] + priced, "loss_energy": priced}
         return self.with_terms(losses, batch, full)
 
-    def _regret_loss(
-        self, states: Tensor, target: Tensor, levels: Tensor, full: Tensor, subset: Tensor
-    ) -> Tensor:
-        """Return the loss of the controller, and move the price by what its wishes would spend."""
-        network, tokens = self.laddered, full.shape[1]
-        assert network.controller is not None, "nothing decides"
-        lengths = Lengths.of(target, tokens)
-        self.price = next_price(self.price, *network.spent_by_wishes(states.detach(), lengths))
-        levels = levels[:, :tokens] if levels.dim() == 2 else levels
-        return network.controller.regression(states, target[:, :tokens], levels, full, subset, lengths)
-
-    def _drawn_subsets(self, sequences: int, noise: np.random.Generator) -> Tensor:
-        """Return the subset that each sequence of a step of stage B is trained on, bool ``[B, G]``."""
-        costs, lowest = BranchCosts.of(self.on), self.plan.lowest_share(self.round)
-        drawn = [drawn_mask(noise, costs, self.protected, lowest) for _ in range(sequences)]
-        return torch.stack(drawn)
-
-    def _drawn_levels(self, target: Tensor, noise: np.random.Generator) -> Tensor:
-        """Return the level that each sequence of a step of stage C is trained at, int64 ``[B]``, one that its
-        budget affords; or that of each token, int64 ``[B, T]``, where tokens are decided for."""
-        network = self.laddered
-        network.run_on(self.on, self.levels, self.price)
-        lengths = Lengths.of(target, target.shape[1])
-        ledger = network.ledger(lengths)
-        best, count = ledger.constant().tolist(), len(network.levels)
-        drawn = torch.tensor([int(noise.integers(first, count)) for first in best])
-        if network.on.deciding != "step":
-            return drawn
-        return mixed_levels(ledger, lengths, drawn, target.shape[1], noise)
+    def _priced_energy(self, task: float) -> Tensor:
+        """Return lambda (E / E_t - 1) of the gates, and move lambda."""
+        gates, before = self.laddered.gates, self.price
+        assert gates is not None, "gates are priced where there are some"
+        energy = gates.energy(BranchCosts.of(self.on), self.plan.lowest_share(self.round))
+        self.price = next_gate_price(before, float(energy.detach()), task)
+        return before * (energy - 1)
 
     def upload(self, client: Client) -> Payload:
         """Return n_k and the adapter, and where the round searches the losses of the candidates."""
-        if self.limited and self.deciding != "none":
+        if self.keeps_price:
             client.state[PRICE] = torch.tensor(self.price)
         entries = {"examples": self.examples_of(client), "weights": self.adapters.sent(self, client)}
         return Payload(entries if self.losses is None else {**entries, "losses": self.losses})
@@ -335,7 +317,9 @@ class HESTLadder(Method):
             return
         losses = sums.mean("losses").clamp(0, LARGEST_LOSS) if self.searches else None
         noise = self.stream("ladder")
-        self.server |= self.plan.next_entries(self.server, losses, self.round, self.devices[0], noise)
+        gates = self.layout.unpack(self.server["weights"].float()).get("gates.theta")
+        device = self.devices[0]
+        self.server |= self.plan.next_entries(self.server, losses, self.round, device, noise, gates)
 
     def server_metrics(self) -> dict[str, float]:
         found = super().server_metrics()
@@ -351,6 +335,10 @@ class HESTLadder(Method):
         super().deploy(client)
         if self.limited:
             device = self.devices[0] if client is None else self.device_of(client)
-            price = 0.0 if client is None else float(client.state.get(PRICE, torch.zeros(())))
-            self.laddered.run_on(device, self.server["ladder"].bool(), price)
+            self.laddered.run_on(device, self.server["ladder"].bool(), kept_price(client))
         return self.network
+
+
+def kept_price(client: Client | None) -> float:
+    """Return lambda of a client; 0 where it has none yet, or there is no client."""
+    return 0.0 if client is None or PRICE not in client.state else float(client.state[PRICE])

@@ -97,7 +97,8 @@ def test_a_client_trains_the_levels_of_its_own_budget():
         client = data.client(id)
         method.receive(method.broadcast(client), client)
         noise = np.random.default_rng(id)
-        drawn = torch.cat([method._drawn_levels(target, noise) for _ in range(8)])
+        method.laddered.run_on(method.on, method.levels)
+        drawn = torch.cat([method.laddered.drawn_levels(target, noise) for _ in range(8)])
         levels = {tuple(mask) for mask in method.laddered.gates_of(drawn).int().tolist()}
         assert levels == {tuple(level) for level in LEVELS[first:]}
 

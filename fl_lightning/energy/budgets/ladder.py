@@ -149,6 +149,13 @@ def drawn_mask(noise: np.random.Generator, costs: BranchCosts, protected: Tensor
     return mask
 
 
+def drawn_masks(
+    noise: np.random.Generator, costs: BranchCosts, protected: Tensor, lowest: float, sequences: int
+) -> Tensor:
+    """Return a mask of :func:`drawn_mask` for each sequence, bool ``[B, G]``."""
+    return torch.stack([drawn_mask(noise, costs, protected, lowest) for _ in range(sequences)])
+
+
 def distinct(ladder: Tensor) -> Tensor:
     """Return the levels of a ladder ``[K + 1, G]`` in their order, those that repeat the one before left
     out."""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.energy.budgets.device import Device
+from fl_lightning.energy.budgets.gates import BranchGates
 from fl_lightning.energy.budgets.ladder import LARGEST_LOSS, BranchCosts, distinct
 from fl_lightning.energy.budgets.ladder_decoding import Decoding, options
 from fl_lightning.energy.budgets.ledger import whole_units
-from fl_lightning.energy.budgets.levels import LevelLedger, levels_of
+from fl_lightning.energy.budgets.levels import LevelLedger, levels_of, mixed_levels
 from fl_lightning.energy.budgets.measuring import Measurements
 from fl_lightning.energy.budgets.passes import Lengths
 from fl_lightning.energy.budgets.regret import (
@@ -48,6 +50,7 @@ class LadderNetwork(MeasuredNetwork, Generating):
         full_prompt: whether prompts are read with all branches where the budget allows it.
         controller: what predicts the loss of each level, where levels are chosen by it; the device says what
             it chooses for. The first block is then computed for every token.
+        gates: static gates of the branches, where the ladder is found by them.
     """
 
     reads_tokens = True
@@ -58,11 +61,13 @@ class LadderNetwork(MeasuredNetwork, Generating):
         device: Device,
         full_prompt: bool,
         controller: RegretController | None = None,
+        gates: bool = False,
     ) -> None:
         super().__init__()
         self.board = switch_branches(network)
         self.network: Any = network
         self.full_prompt, self.controller = full_prompt, controller
+        self.gates = BranchGates(self.board.branches) if gates else None
         self.run_on(device, torch.ones(1, self.board.branches, dtype=torch.bool))
 
     def run_on(self, device: Device, ladder: Tensor, price: float = 0.0) -> None:
@@ -141,11 +146,15 @@ class LadderNetwork(MeasuredNetwork, Generating):
         Args:
             inputs: of the network.
             target: labels ``[B, T]``.
-            masks: the subset of each sequence, bool ``[B, G]``, or of each token, bool ``[B, T, G]``.
+            masks: the subset of each sequence, bool ``[B, G]``, or of each token, bool ``[B, T, G]``; or the
+                weights of each sequence's branches, float ``[B, G]``, with a gradient.
         """
         states: list[Tensor] = []
         with acting_after(self.network.layers[0], states.append):
             full = self.network(inputs)
+        if masks.is_floating_point():
+            with self.board.weighted(masks):
+                return full, self.network(inputs), states[0]
         with self.board.using(self._plan(masks, target, full.shape[1])):
             return full, self.network(inputs), states[0]
 
@@ -156,6 +165,33 @@ class LadderNetwork(MeasuredNetwork, Generating):
         prompts = Lengths.of(target, tokens).prompts.unsqueeze(1)
         in_prompt = (torch.arange(tokens) < prompts).unsqueeze(2)
         return BranchPlan(every | in_prompt)
+
+    def drawn_levels(self, target: Tensor, noise: np.random.Generator) -> Tensor:
+        """Return the level that each sequence is trained at, int64 ``[B]``, one that its budget affords; or
+        that of each token, int64 ``[B, T]``, where tokens are decided for.
+
+        Args:
+            target: labels ``[B, T]``.
+            noise: what is drawn from.
+        """
+        lengths = Lengths.of(target, target.shape[1])
+        ledger, count = self.ledger(lengths), len(self.levels)
+        best = ledger.constant().tolist()
+        drawn = torch.tensor([int(noise.integers(first, count)) for first in best])
+        if self.on.deciding != "step":
+            return drawn
+        return mixed_levels(ledger, lengths, drawn, target.shape[1], noise)
+
+    def regret_loss(
+        self, states: Tensor, target: Tensor, levels: Tensor, full: Tensor, subset: Tensor
+    ) -> Tensor:
+        """Return the loss of the controller's predictions for two passes that were made; see
+        :meth:`~fl_lightning.energy.budgets.regret.RegretController.regression`."""
+        assert self.controller is not None, "nothing decides"
+        tokens = full.shape[1]
+        levels = levels[:, :tokens] if levels.dim() == 2 else levels
+        lengths = Lengths.of(target, tokens)
+        return self.controller.regression(states, target[:, :tokens], levels, full, subset, lengths)
 
     @torch.no_grad()
     def spent_by_wishes(self, states: Tensor, lengths: Lengths) -> tuple[Tensor, Tensor]:
@@ -195,6 +231,16 @@ class LadderNetwork(MeasuredNetwork, Generating):
                 loss = F.cross_entropy(outputs.flatten(0, 1).float(), labels, ignore_index=IGNORED)
                 known[key] = loss.double().nan_to_num(nan=LARGEST_LOSS).clamp(0, LARGEST_LOSS).cpu()
         return torch.stack([known[tuple(mask.tolist())] for mask in masks])
+
+    def mean_losses(self, batches: Iterable[Any], masks: Tensor) -> Tensor:
+        """Return the mean loss under each mask over the labelled tokens of batches of inputs and targets,
+        float64 ``[M]``; 0 without any."""
+        total, tokens = torch.zeros(len(masks), dtype=torch.float64), 0
+        for inputs, target, *_ in batches:
+            count = int((target != IGNORED).sum())
+            total += count * self.losses(inputs, target, masks)
+            tokens += count
+        return total / max(tokens, 1)
 
     # Evaluation
 

@@ -31,8 +31,9 @@ from fl_lightning.energy.budgets.ladder import (
 
 log = logging.getLogger("fl_lightning")
 
-Search: TypeAlias = Literal["elimination", "random", "enumeration"]
-"""How a ladder is found: by what the next branch loses for its joules; by chance; or of all subsets."""
+Search: TypeAlias = Literal["elimination", "random", "enumeration", "gates"]
+"""How a ladder is found: by what the next branch loses for its joules; by chance; of all subsets; or by gates
+that are trained by gradient."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,8 @@ class LadderSearch:
 
     def asks(self, round: int) -> bool:
         """Return whether clients report the losses of candidates in a round."""
+        if self.kind == "gates":
+            return False
         if self.kind == "enumeration":
             return round in (self.first_subsets, self.first_ladder - 1)
         return round == self.first_subsets or (self.kind == "elimination" and self.level_of(round) > 0)
@@ -103,6 +106,7 @@ class LadderSearch:
         round: int,
         device: Device,
         noise: np.random.Generator,
+        gates: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Return what a server knows after a round, of the entries of :meth:`start` those that changed.
 
@@ -112,8 +116,9 @@ class LadderSearch:
             round: the round.
             device: by whose joules a branch is chosen.
             noise: what ``random`` draws from.
+            gates: logits of the branches ``[G]``, where there are gates.
         """
-        if round == self.first_subsets:
+        if round == self.first_subsets and self.kind != "gates":
             assert losses is not None, "the first round of stage B asks for losses"
             protected = protected_by(losses)
             return {"protected": (protected | self._kept(len(protected))).to(torch.uint8)}
@@ -125,7 +130,7 @@ class LadderSearch:
             assert losses is not None
             found = self._best(known, losses, charged)
         else:
-            found = self._next(known, losses, level, BranchCosts.of(device), charged, noise)
+            found = self._next(known, losses, level, BranchCosts.of(device), charged, noise, gates)
         share = float(charged.share(found["ladder"][-1:].bool()))
         if round == self.first_ladder - 1 and share > min(self.budgets):
             log.warning(
@@ -144,12 +149,15 @@ class LadderSearch:
         costs: BranchCosts,
         charged: BranchCosts,
         noise: np.random.Generator,
+        gates: Tensor | None,
     ) -> dict[str, Tensor]:
         """Return the ladder with one level more, unless its last fits the smallest budget already."""
         base, protected = known["ladder"][-1].bool(), known["protected"].bool()
         free, mask, branch = (base & ~protected).nonzero()[:, 0].tolist(), base, -1
         if float(charged.share(base.unsqueeze(0))) > min(self.budgets) and free:
-            if losses is None:
+            if gates is not None:
+                mask = without(base, min(free, key=gates.tolist().__getitem__))
+            elif losses is None:
                 mask = without(base, free[int(noise.integers(len(free)))])
             else:
                 mask, branch = next_mask(base, losses, costs.branches, protected)

@@ -123,6 +123,28 @@ def branch_devices(
     return [Device(tables[i % len(tables)], shares[i % len(shares)], True, deciding) for i in range(count)]
 
 
+def budget_shares(budget: float | list[float], whole: str, example: float) -> list[float]:
+    """Return the budgets of the kinds of devices, as shares; all are infinite, or none is.
+
+    Args:
+        budget: of all clients, or a list of which client i has entry i modulo their number.
+        whole: what they are shares of, for the message.
+        example: a budget, for the message.
+
+    Raises:
+        InputError: one is not positive, or some are infinite and some are not.
+    """
+    shares = list(budget) if isinstance(budget, list) else [budget]
+    unlimited = [math.isinf(share) for share in shares]
+    require(
+        shares and all(share > 0 for share in shares) and all(unlimited) == any(unlimited),
+        f"--model.budget {budget}",
+        f"a budget is a positive share of the energy {whole}, for each client or for all",
+        f"write --model.budget {example}, or .inf for none",
+    )
+    return shares
+
+
 def table_of(costs: str, advice: str) -> CostTable:
     """Return the table of costs of a file, or one that comes with the package, by its name.
 
