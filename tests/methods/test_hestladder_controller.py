@@ -184,6 +184,20 @@ def test_what_travels_is_a_number_for_each_feature_and_level_and_the_price_stays
 
 @pytest.mark.slow
 @pytest.mark.essential
+def test_a_run_that_was_cut_in_stage_c_goes_on_as_it_was(tmp_path):
+    """Prices are kept by the clients, and so are in the checkpoint."""
+    settings = {"controller": "step", "search": "random"}
+    whole, cut, rest = (ladder_of(**settings) for _ in range(3))
+    fit(whole, tmp_path / "whole", max_rounds=6)
+    half = fit(cut, tmp_path / "cut", max_rounds=5)
+    fit(rest, tmp_path / "cut", max_rounds=6, ckpt_path=str(half.run_dir), allow_changed=True)
+    assert whole.price > 0
+    assert rest.price == whole.price
+    assert all(torch.equal(tensor, rest.server[name]) for name, tensor in whole.server.items())
+
+
+@pytest.mark.slow
+@pytest.mark.essential
 def test_a_secure_run_is_the_plain_one(tmp_path):
     plain, secret = ladder_of(controller="step"), ladder_of(controller="step")
     fit(plain, tmp_path / "plain", max_rounds=6)

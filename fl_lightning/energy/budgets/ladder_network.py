@@ -249,7 +249,11 @@ class LadderNetwork(MeasuredNetwork, Generating):
 
     def measured(self) -> Mapping[str, Tensor]:
         self._expected = None
-        return self._measured.metrics()
+        found = self._measured.metrics()
+        if self.controller is not None and "energy/joules" in found:
+            count = sum(weight.numel() for weight in self.controller.parameters())
+            found["energy/controller_parameters"] = torch.full_like(found["energy/joules"], count)
+        return found
 
     @torch.no_grad()
     def options_of(self, inputs: TokenInputs, target: Tensor) -> tuple[Tensor, Lengths]:
