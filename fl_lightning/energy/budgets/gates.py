@@ -60,7 +60,7 @@ class BranchGates(nn.Module):
             chances
         )
         soft = (logits / TEMPERATURE).sigmoid()
-        return ((logits > 0).to(soft) + (soft - soft.detach())).masked_fill(protected, 1.0)
+        return ((logits > 0).to(soft) + (soft - soft.detach())).masked_fill(protected.to(soft.device), 1.0)
 
     def energy(self, costs: BranchCosts, target: float) -> Tensor:
         """Return E / E_t of a token, a scalar with a gradient.

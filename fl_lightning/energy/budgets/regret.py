@@ -115,7 +115,7 @@ class RegretController(nn.Module):
             levels: int64 ``[N]``.
             measured: CE_k - CE_0 in nats a token, ``[N]``.
         """
-        predicted = self(states.detach()).gather(-1, levels.unsqueeze(-1))[:, 0]
+        predicted = self(states.detach()).float().gather(-1, levels.unsqueeze(-1))[:, 0]
         told = F.huber_loss(predicted, measured.detach(), reduction="none", delta=HUBER_NATS)
         counts = (levels > 0).to(told.dtype)
         return (told * counts).sum() / counts.sum().clamp_min(1)
