@@ -110,18 +110,19 @@ def test_what_a_sequence_and_a_token_learn_from():
 
 
 def test_tokens_are_trained_at_better_levels_as_often_as_the_budget_pays_for():
+    """Level 2 costs 4, and the mean of the levels 0 and 1 is 4 more; a prompt at level 0 costs 120 more."""
     count, new = 400, 20
-    prompts = (20 * COSTS).expand(count, -1)
     owed, levels = torch.full((count,), new), torch.full((count,), 2)
-    for left, chance in ((0, 0.0), (24, 0.3), (80, 1.0), (500, 1.0)):  # the mean of levels 0 and 1 is 4 more
+    lengths, best = Lengths(torch.full((count,), 5), owed), torch.zeros_like(levels)
+    cases = ((0, levels, 0.0), (24, levels, 0.3), (80, levels, 1.0), (500, levels, 1.0), (144, best, 0.3))
+    for left, prompts, chance in cases:
         budget = torch.full((count,), (20 + new) * 4 + left).double() / UNITS_PER_JOULE
-        ledger = LevelLedger(budget, prompts, COSTS, owed)
-        lengths = Lengths(torch.full((count,), 5), owed)
-        found = mixed_levels(ledger, lengths, levels, 25, np.random.default_rng(0))
+        ledger = LevelLedger(budget, (20 * COSTS).expand(count, -1), COSTS, owed)
+        found = mixed_levels(ledger, lengths, prompts, levels, 25, np.random.default_rng(0))
         assert (found[:, :5] == 2).all()
         assert (found[:, 5:] < 2).double().mean() == pytest.approx(chance, abs=0.02)
-    assert {0, 1} == set(found[:, 5:].flatten().tolist())
-    assert not mixed_levels(ledger, lengths, torch.zeros_like(levels), 25, np.random.default_rng(0)).any()
+    assert {0, 1, 2} == set(found[:, 5:].flatten().tolist())
+    assert not mixed_levels(ledger, lengths, best, best, 25, np.random.default_rng(0)).any()
 
 
 def test_a_controller_of_no_size_is_refused():

@@ -180,7 +180,8 @@ class LadderNetwork(MeasuredNetwork, Generating):
         drawn = torch.tensor([int(noise.integers(first, count)) for first in best])
         if self.on.deciding != "step":
             return drawn
-        return mixed_levels(ledger, lengths, drawn, target.shape[1], noise)
+        prompts = torch.zeros_like(drawn) if self.full_prompt else drawn
+        return mixed_levels(ledger, lengths, prompts, drawn, target.shape[1], noise)
 
     def regret_loss(
         self, states: Tensor, target: Tensor, levels: Tensor, full: Tensor, subset: Tensor

@@ -99,7 +99,12 @@ class LevelLedger(Account):
 
 
 def mixed_levels(
-    ledger: LevelLedger, lengths: Lengths, levels: Tensor, tokens: int, noise: np.random.Generator
+    ledger: LevelLedger,
+    lengths: Lengths,
+    prompts: Tensor,
+    levels: Tensor,
+    tokens: int,
+    noise: np.random.Generator,
 ) -> Tensor:
     """Return levels of tokens to be trained at, int64 ``[B, T]``: tokens after a prompt are at a better level
     than their sequence by chance, as often as the budget pays for.
@@ -107,13 +112,14 @@ def mixed_levels(
     Args:
         ledger: of the sequences.
         lengths: of the sequences.
+        prompts: levels of the prompts, int64 ``[B]``.
         levels: of the sequences, which their budgets afford, int64 ``[B]``.
         tokens: T.
         noise: what is drawn from.
     """
     costs, new = ledger.costs.double(), lengths.new
     better = torch.stack([costs[: max(k, 1)].mean() for k in range(len(costs))])  # of the levels above each
-    spent = ledger.prompts.gather(1, levels.unsqueeze(1))[:, 0] + new * ledger.costs[levels]
+    spent = ledger.prompts.gather(1, prompts.unsqueeze(1))[:, 0] + new * ledger.costs[levels]
     wanted = new * (better - costs)[levels]
     chance = ((ledger.budget - spent) / wanted.clamp_min(1)).clamp(0, 1)
     draws = torch.from_numpy(noise.random((2, len(levels), tokens)))
