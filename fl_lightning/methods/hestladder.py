@@ -258,7 +258,7 @@ class HESTLadder(Method):
         gates, before = self.laddered.gates, self.price
         assert gates is not None, "gates are priced where there are some"
         energy = gates.energy(BranchCosts.of(self.on), self.plan.lowest_share(self.round))
-        self.price = next_gate_price(before, float(energy.detach()), task)
+        self.price = next_gate_price(before, float(energy.detach()), task, min(self.budget_shares))
         return before * (energy - 1)
 
     def upload(self, client: Client) -> Payload:

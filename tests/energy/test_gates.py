@@ -46,9 +46,11 @@ def test_energy_and_its_gradient_by_hand():
 def test_the_price_cannot_pass_half_of_the_task_in_50_steps():
     found = 0.0
     for _ in range(50):
-        found = next_price(found, energy=1e6, task=1.6)
+        found = next_price(found, energy=1e6, task=1.6, budget=0.8)
     assert found == pytest.approx(0.8)
-    assert next_price(0.001, energy=0.0, task=1.6) == 0.0
+    assert next_price(0.0, energy=1.125, task=1.6, budget=0.8) == pytest.approx(1.6 / 100 / 2)
+    assert next_price(0.001, energy=0.0, task=1.6, budget=0.8) == 0.0
+    assert next_price(0.0, energy=1.5, task=1.6, budget=1.0) == pytest.approx(1.6 / 100 / 2)
 
 
 def test_weights_of_0_and_1_are_branches_off_and_on():

@@ -73,14 +73,17 @@ class BranchGates(nn.Module):
         return (self.chances @ each + costs.rest) / (target * (float(costs.branches.sum()) + costs.rest))
 
 
-def next_price(price: float, energy: float, task: float) -> float:
-    """Return lambda after a step: lambda + CE / 100 (E / E_t - 1), never below 0.
+def next_price(price: float, energy: float, task: float, budget: float) -> float:
+    """Return lambda after a step, never below 0: lambda + CE / 100 (E / E_t - 1) / (1 / b - 1).
 
-    E / E_t is cut to 2, so that 50 steps raise lambda by half of CE at most.
+    The excess is measured by that of the whole network over the smallest budget b, and cut to it, so that 50
+    steps raise lambda by half of CE at most.
 
     Args:
         price: lambda so far.
         energy: E / E_t.
         task: CE of all branches in nats.
+        budget: b, as a share of the whole network.
     """
-    return max(price + task / (2 * FIRST_STEPS) * min(energy - 1.0, 1.0), 0.0)
+    most = 1 / budget - 1 if budget < 1 else 1.0
+    return max(price + task / (2 * FIRST_STEPS) * min((energy - 1.0) / most, 1.0), 0.0)
