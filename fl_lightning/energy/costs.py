@@ -64,6 +64,8 @@ class CostTable:
         high: precision that *high* was measured in, ``float32`` or ``bfloat16``.
         adapter: the adapters that it was measured with, as ``lora of rank 8``; ``merged``: none, in one
             matrix with their layers; empty where nobody said.
+        controller: cost of choosing the levels of so many tokens by a
+            :class:`~fl_lightning.energy.budgets.regret.RegretController`; None: it was not measured.
 
     Raises:
         InputError: the label, the scope or the precision is unknown, there is no group, a group lacks an
@@ -79,6 +81,7 @@ class CostTable:
     removed: tuple[Removal, ...] = ()
     high: str = "float32"
     adapter: str = ""
+    controller: MeasuredCost | None = None
 
     def __post_init__(self) -> None:
         require_label(self.label)

@@ -16,3 +16,5 @@ SCOPES: tuple[str, ...] = (*get_args(Scope), BRANCH)
 HighPrecision: TypeAlias = Literal["float32", "bfloat16"]
 """The precisions that the option ``high`` can be computed in; float32 stands for the network's own."""
 PRECISIONS: tuple[str, ...] = get_args(HighPrecision)
+Deciding: TypeAlias = Literal["none", "sequence", "step"]
+"""What a controller of levels gives a level of its own: nothing, a sequence, or each token after a prompt."""

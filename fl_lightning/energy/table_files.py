@@ -19,6 +19,8 @@ KEYS = {"format", "label", "device", "scope", "context", "rest", "costs", "group
 LATER_KEYS = {"high", "adapter"}
 """Keys that tables of before do not have: their *high* is float32, and nobody said what adapters they are
 of."""
+CONTROLLER = "controller"
+"""Key of what choosing levels costs, in tables of branches where it was measured."""
 
 
 def to_json(table: CostTable) -> str:
@@ -42,6 +44,8 @@ def to_json(table: CostTable) -> str:
         "groups": places,
         "removed": [vars(removal) for removal in table.removed],
     }
+    if table.controller is not None:
+        document[CONTROLLER] = table.controller.as_json()
     return json.dumps(document, indent=1) + "\n"
 
 
@@ -81,13 +85,14 @@ def from_json(text: str, given: str = "the table") -> CostTable:
             tuple(_removal(entry) for entry in document["removed"]),
             document.get("high", "float32"),
             document.get("adapter", ""),
+            measured_from_json(document[CONTROLLER], CONTROLLER) if CONTROLLER in document else None,
         )
     except InputError as error:
         raise error.within(given) from None
 
 
 def _require_form(document: Any, given: str) -> None:
-    keys = set(document) - LATER_KEYS if isinstance(document, Mapping) else set()
+    keys = set(document) - LATER_KEYS - {CONTROLLER} if isinstance(document, Mapping) else set()
     wrong = sorted(keys ^ KEYS)
     require(
         keys == KEYS,

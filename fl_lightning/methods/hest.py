@@ -38,7 +38,7 @@ from fl_lightning.energy.budgets.device import Device
 from fl_lightning.energy.budgets.measuring import COUNTED
 from fl_lightning.energy.budgets.network import BudgetedNetwork, Controller, embedding_of
 from fl_lightning.energy.budgets.passes import Lengths
-from fl_lightning.energy.budgets.tables import devices_of, require_reachable
+from fl_lightning.energy.budgets.tables import budget_shares, devices_of, require_reachable
 from fl_lightning.energy.calibration.networks import calibration_advice
 from fl_lightning.energy.gating import TEMPERATURE
 from fl_lightning.energy.switched import SwitchedLinear, add_switches
@@ -107,18 +107,11 @@ class HEST(Method):
         **settings: Any,
     ) -> None:
         super().__init__(network=network, **settings)
-        budgets = list(budget) if isinstance(budget, list) else [budget]
-        unlimited = [math.isinf(share) for share in budgets]
-        require(
-            budgets and all(share > 0 for share in budgets) and all(unlimited) == any(unlimited),
-            f"--model.budget {budget}",
-            "a budget is a positive share of the energy at high, for each client or for all",
-            "write --model.budget 0.7, or .inf for none",
-        )
+        budgets = budget_shares(budget, "at high", example=0.7)
         self.controller_kind, self.features = controller, features
         self.scope, self.high, self.costs, self.whole = scope, high, costs, budget_of == "network"
         self.budget_shares, self.price_lr, self.temperature = budgets, price_lr, temperature
-        self.limited = not any(unlimited)
+        self.limited = not math.isinf(budgets[0])
         self.decides = self.limited and controller != "none"
         self.personalised = self.limited
         self.shows = frozenset({"options"} if self.limited else ())

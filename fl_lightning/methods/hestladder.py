@@ -33,19 +33,25 @@ from fl_lightning.config.constraints import within
 from fl_lightning.data import FederatedData
 from fl_lightning.energy import CostTable
 from fl_lightning.energy.budgets.device import Device
-from fl_lightning.energy.budgets.ladder import LARGEST_LOSS, BranchCosts, distinct, drawn_mask
+from fl_lightning.energy.budgets.gates import next_price as next_gate_price
+from fl_lightning.energy.budgets.ladder import LARGEST_LOSS, BranchCosts, distinct, drawn_masks
 from fl_lightning.energy.budgets.ladder_network import EVALUATED_SEQUENCES, LadderNetwork
 from fl_lightning.energy.budgets.ladder_search import LadderSearch, Search
 from fl_lightning.energy.budgets.measuring import COUNTED
+from fl_lightning.energy.budgets.network import embedding_of
 from fl_lightning.energy.budgets.passes import Lengths
-from fl_lightning.energy.budgets.tables import branch_devices, require_reachable
+from fl_lightning.energy.budgets.regret import RegretController, next_price
+from fl_lightning.energy.budgets.tables import branch_devices, budget_shares, require_reachable
+from fl_lightning.energy.options import Deciding
+from fl_lightning.energy.switched.branches import PARTS
 from fl_lightning.errors import require
 from fl_lightning.methods.base import KnownNetwork, Method
 from fl_lightning.methods.losses import distillation as distilled
-from fl_lightning.metrics.text import IGNORED
 from fl_lightning.wire import Codes, Layout, Limit, Payload, PayloadError
 
 ROUNDS = within("[1, inf)", "a stage has 1 round or more", "leave it out")
+PRICE = "price"
+"""Name of lambda in what a client keeps; it never travels."""
 MOST_ENUMERATED = 10
 """Branches of which all subsets are tried by ``search: enumeration``."""
 
@@ -65,10 +71,15 @@ class HESTLadder(Method):
         levels: K, most branches that the ladder leaves out: one in each of the last rounds of stage B.
         search: ``elimination``: the branch whose joules cost the least loss; ``random``: any branch, a
             baseline; ``enumeration``: of all subsets the best for each budget, a baseline that bounds every
-            ladder and takes 2^G passes over the validation examples.
+            ladder and takes 2^G passes over the validation examples; ``gates``: the branch of the lowest
+            gate, a baseline whose stage B trains a static gate a branch by gradient.
         phase: ``all``: a sequence has one level from its first token on; ``answer``: its prompt has all
             branches where the budget allows that.
         distillation: weight of KL(full || S).
+        controller: what gets the level of least predicted loss, by a state of the first block, which is then
+            always computed: ``sequence``: each sequence, among the levels that its budget affords; ``step``:
+            each token after the prompt, so that what a budget leaves over is spent; ``none``: a sequence has
+            the best level that its budget affords.
         settings: those of every method.
 
     Raises:
@@ -86,6 +97,8 @@ class HESTLadder(Method):
         "privacy": "losses of subsets travel beside weights, and noise for both leaves nothing of either",
     }
     counted_metrics = COUNTED
+    limited = False
+    deciding: Deciding = "none"
 
     def __init__(
         self,
@@ -98,17 +111,11 @@ class HESTLadder(Method):
         search: Search = "elimination",
         phase: Literal["all", "answer"] = "all",
         distillation: Annotated[float, within("[0, inf)", "it is 0 or more", "leave it out")] = 1.0,
+        controller: Deciding = "none",
         **settings: Any,
     ) -> None:
         super().__init__(network=network, **settings)
-        budgets = list(budget) if isinstance(budget, list) else [budget]
-        unlimited = [math.isinf(share) for share in budgets]
-        require(
-            budgets and all(share > 0 for share in budgets) and all(unlimited) == any(unlimited),
-            f"--model.budget {budget}",
-            "a budget is a positive share of the energy of all branches, for each client or for all",
-            "write --model.budget 0.8, or .inf for none",
-        )
+        budgets = budget_shares(budget, "of all branches", example=0.8)
         require(
             subset_rounds > levels,
             f"--model.subset_rounds {subset_rounds} with --model.levels {levels}",
@@ -116,9 +123,11 @@ class HESTLadder(Method):
             f"write --model.subset_rounds {levels + 1}, or fewer levels",
         )
         self.budget_shares, self.costs, self.phase, self.distillation = budgets, costs, phase, distillation
-        first = all_on_rounds + 1
-        self.plan = LadderSearch(search, first, first + subset_rounds, levels, budgets)
-        self.limited = self.personalised = not any(unlimited)
+        self.deciding, first = controller, all_on_rounds + 1
+        kept = 0 if controller == "none" else len(PARTS)
+        self.plan = LadderSearch(search, first, first + subset_rounds, levels, budgets, kept)
+        self.price = 0.0
+        self.limited = self.personalised = not math.isinf(budgets[0])
         self.shows = frozenset({"ladder"} if self.limited else ())
         self.client_id = 0
         self.losses: Tensor | None = None
@@ -129,10 +138,15 @@ class HESTLadder(Method):
             return
         costs = self.costs if isinstance(self.costs, list) else [self.costs]
         blocks = getattr(self.network, "layers", None)
-        self.devices = branch_devices(costs, self.budget_shares, len(blocks) if blocks is not None else 0)
+        count = len(blocks) if blocks is not None else 0
+        self.devices = branch_devices(costs, self.budget_shares, count, self.deciding)
         for device in self.devices:
             require_reachable(device, Lengths.of(data.test_target, data.test_target.shape[1]))
-        self.network = LadderNetwork(self.network, self.devices[0], self.phase == "answer")
+        controller = None
+        if self.deciding != "none":
+            controller = RegretController(embedding_of(self.network).embedding_dim, self.plan.levels)
+        full_prompt, gates = self.phase == "answer", self.plan.kind == "gates"
+        self.network = LadderNetwork(self.network, self.devices[0], full_prompt, controller, gates)
         branches = self.laddered.board.branches
         require(
             self.plan.kind != "enumeration" or branches <= MOST_ENUMERATED,
@@ -144,6 +158,15 @@ class HESTLadder(Method):
         self.start_server()
         self.server |= self.plan.start(branches)
         self._build_terms(data)
+
+    @property
+    def keeps_state(self) -> bool:
+        return super().keeps_state or self.keeps_price
+
+    @property
+    def keeps_price(self) -> bool:
+        """Whether a client has a price of joules."""
+        return self.limited and (self.deciding != "none" or self.plan.kind == "gates")
 
     @property
     def laddered(self) -> LadderNetwork:
@@ -178,6 +201,7 @@ class HESTLadder(Method):
                 self.levels = masks
         if self.limited:
             self.on = self.device_of(client)
+            self.price = kept_price(client)
 
     def local_batches(
         self, data: FederatedData, client: Client, *, epochs: int, labels: Tensor, steps: int
@@ -191,47 +215,56 @@ class HESTLadder(Method):
     def _validation_losses(self, data: FederatedData, client: Client) -> Tensor:
         """Return the loss of each candidate on a client's validation examples, or on its first training
         examples where it has none, in nats a labelled token, float32 ``[M]``."""
-        masks, tokens = self.plan.candidates(self.base, self.round), 0
-        total = torch.zeros(len(masks), dtype=torch.float64)
         if len(client.val):
             batches: Iterable[Any] = data.val_batches([client], EVALUATED_SEQUENCES)
         else:
             batches = data.train_batches(client, round=self.round, epochs=1, steps=1)
-        for inputs, target, *_ in batches:
-            count = int((target != IGNORED).sum())
-            total += count * self.laddered.losses(inputs, target, masks)
-            tokens += count
-        return (total / max(tokens, 1)).float()
+        return self.laddered.mean_losses(batches, self.plan.candidates(self.base, self.round)).float()
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
         """Return the loss, the task's with all branches, and in the stages B and C ``loss_subset`` and
-        ``loss_distilled``."""
+        ``loss_distilled``; in C with a controller also ``loss_regret``, which trains the controller alone."""
         if not self.has_masks:
             return super().training_step(batch, batch_idx)
         inputs, target = batch
-        masks = self._drawn(target, batch_idx)
-        full, subset = self.laddered.sandwich(inputs, target, masks)
+        noise = rng.stream(self.seed, f"branches/{batch_idx}", self.round, self.client_id)
+        network, levels = self.laddered, None
+        if self.round >= self.plan.first_ladder:
+            network.run_on(self.on, self.levels, self.price)
+            levels = network.drawn_levels(target, noise)
+            masks = network.gates_of(levels)
+        elif network.gates is not None:
+            masks = network.gates.drawn(len(target), noise, self.protected)
+        else:
+            costs, lowest = BranchCosts.of(self.on), self.plan.lowest_share(self.round)
+            masks = drawn_masks(noise, costs, self.protected, lowest, len(target))
+        full, subset, states = network.sandwich(inputs, target, masks)
         task, part = self.task_loss(full, target), self.task_loss(subset, target)
         student, teacher = (self.task.class_rows(one, target) for one in (subset, full.detach()))
         told = self.distillation * distilled(student, teacher.logits, temperature=1.0)
         losses = {"loss": task + part + told, "loss_task": task, "loss_subset": part, "loss_distilled": told}
+        if levels is not None and self.deciding != "none":
+            regret = network.regret_loss(states, target, levels, full, subset)
+            lengths = Lengths.of(target, full.shape[1])
+            self.price = next_price(self.price, *network.spent_by_wishes(states.detach(), lengths))
+            losses |= {"loss": losses["loss"] + regret, "loss_regret": regret}
+        if masks.is_floating_point():
+            priced = self._priced_energy(float(task.detach()))
+            losses |= {"loss": losses["loss"] + priced, "loss_energy": priced}
         return self.with_terms(losses, batch, full)
 
-    def _drawn(self, target: Tensor, batch_idx: int) -> Tensor:
-        """Return the subset that each sequence of a local step is trained on, bool ``[B, G]``."""
-        noise = rng.stream(self.seed, f"branches/{batch_idx}", self.round, self.client_id)
-        if self.round < self.plan.first_ladder:
-            costs, lowest = BranchCosts.of(self.on), self.plan.lowest_share(self.round)
-            drawn = [drawn_mask(noise, costs, self.protected, lowest) for _ in range(len(target))]
-            return torch.stack(drawn)
-        levels = distinct(self.levels)
-        network = self.laddered
-        network.run_on(self.on, levels)
-        best = network.ledger(Lengths.of(target, target.shape[1])).constant().tolist()
-        return levels[[int(noise.integers(first, len(levels))) for first in best]]
+    def _priced_energy(self, task: float) -> Tensor:
+        """Return lambda (E / E_t - 1) of the gates, and move lambda."""
+        gates, before = self.laddered.gates, self.price
+        assert gates is not None, "gates are priced where there are some"
+        energy = gates.energy(BranchCosts.of(self.on), self.plan.lowest_share(self.round))
+        self.price = next_gate_price(before, float(energy.detach()), task, min(self.budget_shares))
+        return before * (energy - 1)
 
     def upload(self, client: Client) -> Payload:
         """Return n_k and the adapter, and where the round searches the losses of the candidates."""
+        if self.keeps_price:
+            client.state[PRICE] = torch.tensor(self.price)
         entries = {"examples": self.examples_of(client), "weights": self.adapters.sent(self, client)}
         return Payload(entries if self.losses is None else {**entries, "losses": self.losses})
 
@@ -284,7 +317,9 @@ class HESTLadder(Method):
             return
         losses = sums.mean("losses").clamp(0, LARGEST_LOSS) if self.searches else None
         noise = self.stream("ladder")
-        self.server |= self.plan.next_entries(self.server, losses, self.round, self.devices[0], noise)
+        gates = self.layout.unpack(self.server["weights"].float()).get("gates.theta")
+        device = self.devices[0]
+        self.server |= self.plan.next_entries(self.server, losses, self.round, device, noise, gates)
 
     def server_metrics(self) -> dict[str, float]:
         found = super().server_metrics()
@@ -295,10 +330,15 @@ class HESTLadder(Method):
         return {**found, "energy/levels": float(len(ladder)), "energy/least_share": share}
 
     def deploy(self, client: Client | None = None) -> nn.Module:
-        """Return the network at the levels that are known, on a client's device; without a client, on the
-        first device."""
+        """Return the network at the levels that are known, on a client's device and at its price; without a
+        client, on the first device at the price 0."""
         super().deploy(client)
         if self.limited:
             device = self.devices[0] if client is None else self.device_of(client)
-            self.laddered.run_on(device, self.server["ladder"].bool())
+            self.laddered.run_on(device, self.server["ladder"].bool(), kept_price(client))
         return self.network
+
+
+def kept_price(client: Client | None) -> float:
+    """Return lambda of a client; 0 where it has none yet, or there is no client."""
+    return 0.0 if client is None or PRICE not in client.state else float(client.state[PRICE])

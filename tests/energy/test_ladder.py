@@ -204,7 +204,8 @@ def test_the_level_of_a_sequence_by_hand():
     assert prompt.tolist() == [0, 0, 2, 2]
     assert later.tolist() == [0, 2, 2, 2]
     lengths = Lengths(torch.full((4,), 2), owed)
-    levels, granted = levels_of(ledger, lengths, 8, full_prompt=False)
+    wish = ledger.constant()
+    levels, granted = levels_of(ledger, lengths, wish, wish.unsqueeze(1).expand(-1, 8))
     assert granted.tolist() == [True, True, True, False]
     assert levels[:3].tolist() == [[0] * 8, [1] * 8, [2] * 8]
     assert (levels[3] == REFUSED).all()

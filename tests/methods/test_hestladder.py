@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-import csv
 import logging
 import math
 
+import numpy as np
 import pytest
 import torch
-from laddered import branch_costs, built_ladder, ladder_of, two_blocks
+from laddered import (
+    LEVELS,
+    branch_costs,
+    built_ladder,
+    disturbed,
+    ladder_of,
+    ledger_of,
+    rows_of,
+    some,
+    two_blocks,
+    with_ladder,
+)
 from tiny_language import adam, fit, records, written_then_read
 from toy import run
 
@@ -20,37 +31,8 @@ from fl_lightning.models import LlamaTiny
 from fl_lightning.models.language.llama import Block
 
 
-def rows_of(trainer) -> list[dict[str, float]]:
-    with (trainer.run_dir / "metrics.csv").open() as file:
-        return [{name: float(v) for name, v in row.items() if v} for row in csv.DictReader(file)]
-
-
-def ledger_of(trainer) -> str:
-    return (trainer.run_dir / "ledger.csv").read_text()
-
-
 def fedavg() -> FedAvg:
     return FedAvg(network=two_blocks, optimizer=adam())
-
-
-def some(data, count: int = 6):
-    index = torch.arange(count)
-    return data.inputs("test", index), data.test_target[index]
-
-
-def with_ladder(method, rows):
-    method.server["ladder"] = torch.tensor(rows, dtype=torch.uint8)
-    return method
-
-
-def disturbed(method, size: float = 0.5):
-    draws = torch.Generator().manual_seed(0)
-    weights = method.server["weights"]
-    method.server["weights"] = weights + size * torch.randn(weights.shape, generator=draws)
-    return method
-
-
-LEVELS = [[1, 1, 1, 1], [1, 1, 0, 1], [1, 0, 0, 1]]
 
 
 # Stages
@@ -114,8 +96,10 @@ def test_a_client_trains_the_levels_of_its_own_budget():
     for id, first in ((0, 0), (1, 2)):
         client = data.client(id)
         method.receive(method.broadcast(client), client)
-        drawn = torch.stack([method._drawn(target, step) for step in range(8)]).flatten(0, 1)
-        levels = {tuple(mask) for mask in drawn.int().tolist()}
+        noise = np.random.default_rng(id)
+        method.laddered.run_on(method.on, method.levels)
+        drawn = torch.cat([method.laddered.drawn_levels(target, noise) for _ in range(8)])
+        levels = {tuple(mask) for mask in method.laddered.gates_of(drawn).int().tolist()}
         assert levels == {tuple(level) for level in LEVELS[first:]}
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 from functools import partial
 
+import torch
 from tiny_language import adam, set_up
 
 from fl_lightning.energy import CostLine, CostTable, MeasuredCost
@@ -15,7 +17,7 @@ from fl_lightning.models.language import Llama, add_lora
 
 def branch_costs(blocks: int = 2, q99: float = 1.5) -> CostTable:
     """Return costs of a + b n millijoules: attention 3 + n, feed-forward 1 + 1.5 n, everything else 1 + 0.2 n;
-    in a step of one token 4, 2.5 and 1.2. The 0.99 quantile is so many times the mean."""
+    in a step of one token 4, 2.5 and 1.2; a decision of the controller 0.1. The 0.99 quantile is so many times the mean."""
 
     def measured(a: float, b: float) -> MeasuredCost:
         return MeasuredCost(CostLine(1e-3 * a, 1e-3 * b), CostLine(1e-3 * q99 * a, 1e-3 * q99 * b))
@@ -26,7 +28,9 @@ def branch_costs(blocks: int = 2, q99: float = 1.5) -> CostTable:
         cost = on[name.rpartition(".")[2]]
         groups[name] = {"off": measured(0, 0), "int8": cost, "high": cost}
     label = "modelled: CPU seconds x 15 W"
-    return CostTable(label, "by hand", BRANCH, 64, groups, measured(1, 0.2), adapter="merged")
+    return CostTable(
+        label, "by hand", BRANCH, 64, groups, measured(1, 0.2), adapter="merged", controller=measured(0.1, 0)
+    )
 
 
 def two_blocks(vocab_size: int, blocks: int = 2, rank: int = 2) -> Llama:
@@ -46,6 +50,40 @@ def ladder_of(**settings) -> HESTLadder:
 def built_ladder(data=None, round: int = 5, **settings):
     """A method that has been built, in a round, and its data."""
     return set_up(ladder_of(**settings), data, round)
+
+
+def rows_of(trainer) -> list[dict[str, float]]:
+    """The numbers that a run has logged, round by round."""
+    with (trainer.run_dir / "metrics.csv").open() as file:
+        return [{name: float(v) for name, v in row.items() if v} for row in csv.DictReader(file)]
+
+
+def ledger_of(trainer) -> str:
+    """The bytes that a run has sent, as its file has them."""
+    return (trainer.run_dir / "ledger.csv").read_text()
+
+
+def some(data, count: int = 6):
+    """Inputs and targets of the first test examples."""
+    index = torch.arange(count)
+    return data.inputs("test", index), data.test_target[index]
+
+
+def with_ladder(method, rows):
+    """The method with a ladder that has been found."""
+    method.server["ladder"] = torch.tensor(rows, dtype=torch.uint8)
+    return method
+
+
+def disturbed(method, size: float = 0.5):
+    """The method with weights that are not those of the start."""
+    draws = torch.Generator().manual_seed(0)
+    weights = method.server["weights"]
+    method.server["weights"] = weights + size * torch.randn(weights.shape, generator=draws)
+    return method
+
+
+LEVELS = [[1, 1, 1, 1], [1, 1, 0, 1], [1, 0, 0, 1]]
 
 
 three_blocks = partial(two_blocks, blocks=3)

@@ -6,13 +6,14 @@ it is a step of its own. ``G`` groups, three options, joules.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
 from fl_lightning.energy.budgets.ledger import UNITS_PER_JOULE, whole_units
 from fl_lightning.energy.costs import CostTable
+from fl_lightning.energy.options import Deciding
 
 
 class Device:
@@ -22,15 +23,32 @@ class Device:
         table: cost of each option on this device, its groups in the order of the network's.
         share: the budget of a sequence, as a share of its cost with all groups at ``high``, above 0.
         whole: whether budgets and joules are of the whole network; if not, of its groups alone.
+        deciding: what a controller gives a level of its own: nothing, each ``sequence``, which is decided
+            with its prompt, or each ``step`` of one token after it. Its joules are spent, and not part of
+            the network that a budget is a share of.
 
     Quantities of ``q99`` are compared with quantities of ``q99``.
     """
 
-    def __init__(self, table: CostTable, share: float, whole: bool = False) -> None:
-        self.table, self.share, self.whole = table, share, whole
+    def __init__(
+        self, table: CostTable, share: float, whole: bool = False, deciding: Deciding = "none"
+    ) -> None:
+        self.table, self.share, self.whole, self.deciding = table, share, whole, deciding
         self.groups = len(table.groups)
         self._of_prompt = lru_cache(maxsize=512)(self._costs_of_prompt)
         self._of_step = lru_cache(maxsize=2048)(self._joules_of_step)
+
+    @cached_property
+    def undecided(self) -> Device:
+        """The same device where nothing decides."""
+        return self if self.deciding == "none" else Device(self.table, self.share, self.whole)
+
+    def decision(self, step: Deciding, kind: str) -> float:
+        """Return joules of the controller in a ``step`` of one token, or in the prompt of a ``sequence``."""
+        if step == "none" or self.deciding != step:
+            return 0.0
+        assert self.table.controller is not None, "a table without the controller's cost is refused"
+        return float(self.table.controller.of_kind(kind).at(1))
 
     def prompt_costs(self, tokens: int, kind: str) -> Tensor:
         """Return joules of an option that 0, 1 ... n tokens of a step take, float64 ``[G, 3, n + 1]``."""
@@ -76,7 +94,7 @@ class Device:
         alone = self.prompt_costs(1, kind)[..., 1]
         later = choices[prompt:]
         found += float(alone.gather(1, later.T).sum()) + len(later) * self.fixed(1, kind)
-        return found
+        return found + self.decision("sequence", kind) + len(later) * self.decision("step", kind)
 
     def _step_of(self, choices: Tensor, kind: str) -> float:
         costs = self.prompt_costs(len(choices), kind)

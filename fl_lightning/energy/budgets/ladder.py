@@ -36,19 +36,23 @@ class BranchCosts:
     Args:
         rest: of what no plan changes: embedding, last norm and head.
         branches: of each branch, float64 ``[G]``.
+        deciding: of the controller that chooses the level of the token, beside the network.
     """
 
     rest: float
     branches: Tensor
+    deciding: float = 0.0
 
     @classmethod
     def of(cls, device: Device, kind: str = "mean", tokens: int = 1) -> BranchCosts:
         """Return the costs of a step of so many tokens on a device, by the ``mean`` or the ``q99``."""
-        return cls(device.fixed(tokens, kind), device.prompt_costs(tokens, kind)[:, HIGH, -1])
+        branches = device.prompt_costs(tokens, kind)[:, HIGH, -1]
+        return cls(device.fixed(tokens, kind), branches, device.decision(device.deciding, kind))
 
     def share(self, masks: Tensor) -> Tensor:
         """Return what subsets cost, as a share of the full network, float64 ``[M]`` of masks ``[M, G]``."""
-        return (masks.double() @ self.branches + self.rest) / (float(self.branches.sum()) + self.rest)
+        whole = float(self.branches.sum()) + self.rest
+        return (masks.double() @ self.branches + self.rest + self.deciding) / whole
 
     def units(self, masks: Tensor) -> Tensor:
         """Return what a ledger charges for a step, int64 ``[M]`` units of 2^-40 J of masks ``[M, G]``."""
@@ -143,6 +147,13 @@ def drawn_mask(noise: np.random.Generator, costs: BranchCosts, protected: Tensor
         if left > share * total and not bool(protected[branch]):
             mask[branch], left = False, left - each[branch]
     return mask
+
+
+def drawn_masks(
+    noise: np.random.Generator, costs: BranchCosts, protected: Tensor, lowest: float, sequences: int
+) -> Tensor:
+    """Return a mask of :func:`drawn_mask` for each sequence, bool ``[B, G]``."""
+    return torch.stack([drawn_mask(noise, costs, protected, lowest) for _ in range(sequences)])
 
 
 def distinct(ladder: Tensor) -> Tensor:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.energy.budgets.device import Device
+from fl_lightning.energy.budgets.gates import BranchGates
 from fl_lightning.energy.budgets.ladder import LARGEST_LOSS, BranchCosts, distinct
-from fl_lightning.energy.budgets.levels import LevelLedger, levels_of
+from fl_lightning.energy.budgets.ladder_decoding import Decoding, options
+from fl_lightning.energy.budgets.ledger import whole_units
+from fl_lightning.energy.budgets.levels import LevelLedger, levels_of, mixed_levels
 from fl_lightning.energy.budgets.measuring import Measurements
 from fl_lightning.energy.budgets.passes import Lengths
-from fl_lightning.energy.options import HIGH, OFF
+from fl_lightning.energy.budgets.regret import (
+    RegretController,
+    acting_after,
+    prompt_states,
+)
 from fl_lightning.energy.switched.branches import BranchPlan, switch_branches
 from fl_lightning.metrics.text import IGNORED
 from fl_lightning.models import MeasuredNetwork
@@ -40,20 +48,33 @@ class LadderNetwork(MeasuredNetwork, Generating):
             place.
         device: what a sequence may cost; :meth:`run_on` changes it.
         full_prompt: whether prompts are read with all branches where the budget allows it.
+        controller: what predicts the loss of each level, where levels are chosen by it; the device says what
+            it chooses for. The first block is then computed for every token.
+        gates: static gates of the branches, where the ladder is found by them.
     """
 
     reads_tokens = True
 
-    def __init__(self, network: nn.Module, device: Device, full_prompt: bool) -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        device: Device,
+        full_prompt: bool,
+        controller: RegretController | None = None,
+        gates: bool = False,
+    ) -> None:
         super().__init__()
         self.board = switch_branches(network)
         self.network: Any = network
-        self.full_prompt = full_prompt
+        self.full_prompt, self.controller = full_prompt, controller
+        self.gates = BranchGates(self.board.branches) if gates else None
         self.run_on(device, torch.ones(1, self.board.branches, dtype=torch.bool))
 
-    def run_on(self, device: Device, ladder: Tensor) -> None:
-        """Take a client's device, and the ladder, bool ``[K + 1, G]``, the full network first."""
-        self.on, self.levels = device, distinct(ladder)
+    def run_on(self, device: Device, ladder: Tensor, price: float = 0.0) -> None:
+        """Take a client's device, the ladder, bool ``[K + 1, G]``, the full network first, and the price of
+        joules that the client's controller has found."""
+        self.levels, self.price = distinct(ladder), price
+        self.on = device if len(self.levels) > 1 else device.undecided
         self._masks = torch.cat((self.levels, torch.zeros_like(self.levels[:1])))  # the last: of no level
         self._expected: Tensor | None = None
         self._measured = Measurements()
@@ -71,28 +92,121 @@ class LadderNetwork(MeasuredNetwork, Generating):
         budgets = torch.tensor([self.on.budget(*one, "q99") for one in each], dtype=torch.float64)
         prompts = [BranchCosts.of(self.on, "q99", prompt).units(self.levels) for prompt, _ in each]
         costs = BranchCosts.of(self.on, "q99").units(self.levels)
-        return LevelLedger(budgets, torch.stack(prompts), costs, lengths.new)
+        once, each_step = (whole_units(self.on.decision(step, "q99")) for step in ("sequence", "step"))
+        return LevelLedger(budgets, torch.stack(prompts) + once, costs + each_step, lengths.new)
+
+    # Levels that are decided
+
+    @property
+    def decisive(self) -> nn.Module:
+        """The layer whose output ``[B, T, d]`` the levels of its tokens are known by: the first block where
+        something decides, else the embedding."""
+        return self.network.embed_tokens if self.on.deciding == "none" else self.network.layers[0]
+
+    def scores(self) -> Callable[[Tensor], Tensor]:
+        """Return what maps states to the priced regrets of the levels that there are."""
+        assert self.controller is not None, "nothing decides"
+        return self.controller.priced(BranchCosts.of(self.on, "q99").units(self.levels), self.price)
+
+    def decided_prompts(self, ledger: LevelLedger, lengths: Lengths, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the levels that prompts and the tokens after them have, int64 ``[B]``: where sequences are
+        decided for, the level of least priced regret among those that each can afford to its end.
+
+        Args:
+            ledger: of the sequences.
+            lengths: of the sequences.
+            states: after the first block, ``[B, T, d]``.
+        """
+        prompt, later = ledger.standing(self.full_prompt)
+        if self.on.deciding != "sequence":
+            return prompt, later
+        scores = self.scores()(prompt_states(states, lengths.prompts)).cpu()
+        dearer = torch.arange(len(self.levels)) < later.unsqueeze(1)  # costs fall with the level
+        chosen = scores.masked_fill(dearer, torch.inf).argmin(-1)
+        return torch.where(prompt == later, chosen, prompt), chosen
+
+    def wishes(self, later: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return what maps the states ``[B, T, d]`` of tokens after a prompt to the levels they wish for,
+        int64 ``[B, T]``.
+
+        Args:
+            later: the levels that they have where nothing decides for each of them, int64 ``[B]``.
+        """
+        if self.on.deciding != "step":
+            return lambda states: later.unsqueeze(1).expand(-1, states.shape[1])
+        scores = self.scores()
+        return lambda states: scores(states).argmin(-1).cpu()
 
     # Training, and the losses of subsets
 
-    def sandwich(self, inputs: TokenInputs, target: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits of all branches and those of subsets, both ``[B, T, V]`` with gradients.
+    def sandwich(self, inputs: TokenInputs, target: Tensor, masks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the logits of all branches and those of subsets, both ``[B, T, V]`` with gradients, and the
+        states after the first block, ``[B, T, d]``, which both passes have in common where it is always on.
 
         Args:
             inputs: of the network.
             target: labels ``[B, T]``.
-            masks: the subset of each sequence, bool ``[B, G]``.
+            masks: the subset of each sequence, bool ``[B, G]``, or of each token, bool ``[B, T, G]``; or the
+                weights of each sequence's branches, float ``[B, G]``, with a gradient.
         """
-        full = self.network(inputs)
+        states: list[Tensor] = []
+        with acting_after(self.network.layers[0], states.append):
+            full = self.network(inputs)
+        if masks.is_floating_point():
+            with self.board.weighted(masks):
+                return full, self.network(inputs), states[0]
         with self.board.using(self._plan(masks, target, full.shape[1])):
-            return full, self.network(inputs)
+            return full, self.network(inputs), states[0]
 
     def _plan(self, masks: Tensor, target: Tensor, tokens: int) -> BranchPlan:
+        every = masks[:, :tokens] if masks.dim() == 3 else masks.unsqueeze(1).expand(-1, tokens, -1)
         if not self.full_prompt:
-            return BranchPlan.of_sequences(masks, tokens)
+            return BranchPlan(every)
         prompts = Lengths.of(target, tokens).prompts.unsqueeze(1)
         in_prompt = (torch.arange(tokens) < prompts).unsqueeze(2)
-        return BranchPlan(masks.unsqueeze(1) | in_prompt)
+        return BranchPlan(every | in_prompt)
+
+    def drawn_levels(self, target: Tensor, noise: np.random.Generator) -> Tensor:
+        """Return the level that each sequence is trained at, int64 ``[B]``, one that its budget affords; or
+        that of each token, int64 ``[B, T]``, where tokens are decided for.
+
+        Args:
+            target: labels ``[B, T]``.
+            noise: what is drawn from.
+        """
+        lengths = Lengths.of(target, target.shape[1])
+        ledger, count = self.ledger(lengths), len(self.levels)
+        best = ledger.constant().tolist()
+        drawn = torch.tensor([int(noise.integers(first, count)) for first in best])
+        if self.on.deciding != "step":
+            return drawn
+        prompts = torch.zeros_like(drawn) if self.full_prompt else drawn
+        return mixed_levels(ledger, lengths, prompts, drawn, target.shape[1], noise)
+
+    def regret_loss(
+        self, states: Tensor, target: Tensor, levels: Tensor, full: Tensor, subset: Tensor
+    ) -> Tensor:
+        """Return the loss of the controller's predictions for two passes that were made; see
+        :meth:`~fl_lightning.energy.budgets.regret.RegretController.regression`."""
+        assert self.controller is not None, "nothing decides"
+        tokens = full.shape[1]
+        levels = levels[:, :tokens] if levels.dim() == 2 else levels
+        lengths = Lengths.of(target, tokens)
+        return self.controller.regression(states, target[:, :tokens], levels, full, subset, lengths)
+
+    @torch.no_grad()
+    def spent_by_wishes(self, states: Tensor, lengths: Lengths) -> tuple[Tensor, Tensor]:
+        """Return what each sequence would cost at the levels that it wishes for, and its budget, int64
+        ``[B]`` units of 2^-40 J.
+
+        Args:
+            states: after the first block, ``[B, T, d]``.
+            lengths: of the sequences.
+        """
+        ledger = self.ledger(lengths)
+        prompts, later = self.decided_prompts(ledger, lengths, states)
+        each = ledger.costs[self.wishes(later)(states)] * lengths.after_prompts(states.shape[1])
+        return ledger.prompts.gather(1, prompts.unsqueeze(1))[:, 0] + each.sum(1), ledger.budget
 
     @torch.no_grad()
     def losses(self, inputs: TokenInputs, target: Tensor, masks: Tensor) -> Tensor:
@@ -119,6 +233,16 @@ class LadderNetwork(MeasuredNetwork, Generating):
                 known[key] = loss.double().nan_to_num(nan=LARGEST_LOSS).clamp(0, LARGEST_LOSS).cpu()
         return torch.stack([known[tuple(mask.tolist())] for mask in masks])
 
+    def mean_losses(self, batches: Iterable[Any], masks: Tensor) -> Tensor:
+        """Return the mean loss under each mask over the labelled tokens of batches of inputs and targets,
+        float64 ``[M]``; 0 without any."""
+        total, tokens = torch.zeros(len(masks), dtype=torch.float64), 0
+        for inputs, target, *_ in batches:
+            count = int((target != IGNORED).sum())
+            total += count * self.losses(inputs, target, masks)
+            tokens += count
+        return total / max(tokens, 1)
+
     # Evaluation
 
     def expect(self, target: Tensor) -> None:
@@ -126,7 +250,11 @@ class LadderNetwork(MeasuredNetwork, Generating):
 
     def measured(self) -> Mapping[str, Tensor]:
         self._expected = None
-        return self._measured.metrics()
+        found = self._measured.metrics()
+        if self.controller is not None and "energy/joules" in found:
+            count = sum(weight.numel() for weight in self.controller.parameters())
+            found["energy/controller_parameters"] = torch.full_like(found["energy/joules"], count)
+        return found
 
     @torch.no_grad()
     def options_of(self, inputs: TokenInputs, target: Tensor) -> tuple[Tensor, Lengths]:
@@ -151,11 +279,17 @@ class LadderNetwork(MeasuredNetwork, Generating):
             target = torch.full_like(ids, IGNORED)
         lengths = Lengths.of(target, ids.shape[1])
         ledger = self.ledger(lengths)
-        levels, granted = levels_of(ledger, lengths, ids.shape[1], self.full_prompt)
-        gates = self._masks[levels]
-        with merged_lora(self.network), self.board.using(BranchPlan(gates)):
+        found: list[tuple[Tensor, Tensor]] = []
+
+        def decide(states: Tensor) -> None:
+            prompts, later = self.decided_prompts(ledger, lengths, states)
+            found.append(levels_of(ledger, lengths, prompts, self.wishes(later)(states)))
+            self.board.plan = BranchPlan(self._masks[found[0][0]])
+
+        with merged_lora(self.network), self.board.using(None), acting_after(self.decisive, decide):
             outputs = self.network(inputs)
-        choices = options(gates)
+        levels, granted = found[0]
+        choices = options(self._masks[levels])
         self._measured.count(ledger)
         self._measured.read(self.on, choices, lengths, granted)
         return outputs * granted.to(outputs).reshape(-1, 1, 1), choices, lengths
@@ -168,16 +302,15 @@ class LadderNetwork(MeasuredNetwork, Generating):
         prompts = lengths.cpu()
         allowed = Lengths(prompts, torch.full_like(prompts, max_new_tokens - 1))
         decoding = Decoding(self, allowed, eos)
-        hook = self.network.embed_tokens.register_forward_hook(decoding.choose)
-        try:
-            with merged_lora(self.network), self.board.using(None):
-                found = self.network.continued(ids, lengths, max_new_tokens, eos, filler)
-        finally:
-            hook.remove()
+        with (
+            merged_lora(self.network),
+            self.board.using(None),
+            decoding.ends_seen(self.network.embed_tokens),
+            acting_after(self.decisive, decoding.choose),
+        ):
+            found = self.network.continued(ids, lengths, max_new_tokens, eos, filler)
         decoding.finish(self._measured)
-        places = torch.arange(found.shape[1])
-        refused = decoding.ledger.refused.unsqueeze(1) & (places >= decoding.granted_tokens.unsqueeze(1))
-        return found.masked_fill(refused.to(found.device), filler if eos is None else eos)
+        return decoding.sequences.without_refused(found, decoding.ledger, filler)
 
     def gates_of(self, levels: Tensor) -> Tensor:
         """Return which branches tokens at these levels ``[B, T]`` are computed by, bool ``[B, T, G]``."""
@@ -187,60 +320,3 @@ class LadderNetwork(MeasuredNetwork, Generating):
 def ids_of(inputs: TokenInputs) -> Tensor:
     """Return the token ids ``[B, T]`` of a network's inputs."""
     return inputs if isinstance(inputs, Tensor) else inputs["input_ids"]
-
-
-def options(gates: Tensor) -> Tensor:
-    """Return branches that are computed or not as options, int64 of the same shape."""
-    return torch.where(gates, HIGH, OFF)
-
-
-class Decoding:
-    """The levels of sequences that are generated: those of the prompts, then of one token at a time.
-
-    Args:
-        network: what generates.
-        lengths: of the prompts, and the tokens that may be read after them.
-        eos: the token that ends a sequence.
-    """
-
-    def __init__(self, network: LadderNetwork, lengths: Lengths, eos: int | None) -> None:
-        self.network, self.lengths, self.eos = network, lengths, eos
-        self.ledger = network.ledger(lengths)
-        wishes = self.ledger.after_full_prompt() if network.full_prompt else (self.ledger.constant(),) * 2
-        self.prompt_wish, self.wish = wishes
-        self.active = torch.ones(len(lengths.prompts), dtype=torch.bool)
-        self.granted_tokens = torch.zeros(len(lengths.prompts), dtype=torch.int64)
-        """Tokens that each sequence has been given, before it ended or was refused more."""
-        self.steps: list[Tensor] = []
-        """Levels of each step, int64 ``[B, T]`` or ``[B, 1]``; -1 for padding and where there is no token."""
-
-    def choose(self, embedding: nn.Module, arguments: Any, embedded: Tensor) -> None:
-        """Choose the levels of tokens that are just embedded, ``[B, T, d]``: a forward hook."""
-        if not self.steps:
-            taken = self.ledger.decide_prompts(self.prompt_wish)
-            self.active &= ~self.ledger.refused
-            in_prompt = torch.arange(embedded.shape[1]) < self.lengths.prompts.unsqueeze(1)
-            levels = torch.where(in_prompt, taken.unsqueeze(1), -1)
-        else:
-            if self.eos is not None:
-                self.active &= (arguments[0][:, -1] != self.eos).cpu()
-            taken = self.ledger.decide(self.wish, self.active)
-            self.active &= ~self.ledger.refused
-            levels = taken.unsqueeze(1)
-        self.steps.append(levels)
-        self.granted_tokens += self.active.long()
-        self.network.board.plan = BranchPlan(self.network.gates_of(levels))
-
-    def finish(self, measured: Measurements) -> None:
-        """Tell what the sequences have cost."""
-        prompts, *later = self.steps
-        longest = int(self.lengths.prompts.max()) + len(later)
-        levels = torch.full((len(prompts), longest), -1)
-        levels[:, : prompts.shape[1]] = prompts
-        rows = torch.arange(len(prompts))
-        for step, one in enumerate(later):
-            levels[rows, self.lengths.prompts + step] = one[:, 0]
-        given = Lengths(self.lengths.prompts, (self.granted_tokens - 1).clamp_min(0))
-        choices = options(self.network.gates_of(levels))
-        measured.count(self.ledger)
-        measured.generated(self.network.on, choices, given, ~self.ledger.refused, self.lengths)

@@ -31,8 +31,9 @@ from fl_lightning.energy.budgets.ladder import (
 
 log = logging.getLogger("fl_lightning")
 
-Search: TypeAlias = Literal["elimination", "random", "enumeration"]
-"""How a ladder is found: by what the next branch loses for its joules; by chance; or of all subsets."""
+Search: TypeAlias = Literal["elimination", "random", "enumeration", "gates"]
+"""How a ladder is found: by what the next branch loses for its joules; by chance; of all subsets; or by gates
+that are trained by gradient."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class LadderSearch:
         first_ladder: the first round of stage C.
         levels: K.
         budgets: of the clients, as shares.
+        kept: the first branches that are never left out, because levels are decided by what they compute.
     """
 
     kind: Search
@@ -52,6 +54,7 @@ class LadderSearch:
     first_ladder: int
     levels: int
     budgets: Sequence[float]
+    kept: int = 0
 
     def start(self, branches: int) -> dict[str, Tensor]:
         """Return what a server knows before the search: ``ladder`` uint8 ``[K + 1, G]``, each level as
@@ -60,8 +63,11 @@ class LadderSearch:
         return {
             "ladder": torch.ones(self.levels + 1, branches, dtype=torch.uint8),
             "ladder_losses": torch.zeros(self.levels + 1),
-            "protected": torch.zeros(branches, dtype=torch.uint8),
+            "protected": self._kept(branches).to(torch.uint8),
         }
+
+    def _kept(self, branches: int) -> Tensor:
+        return torch.arange(branches) < self.kept
 
     def level_of(self, round: int) -> int:
         """Return which level a round adds, from 1 to K; 0: none."""
@@ -70,6 +76,8 @@ class LadderSearch:
 
     def asks(self, round: int) -> bool:
         """Return whether clients report the losses of candidates in a round."""
+        if self.kind == "gates":
+            return False
         if self.kind == "enumeration":
             return round in (self.first_subsets, self.first_ladder - 1)
         return round == self.first_subsets or (self.kind == "elimination" and self.level_of(round) > 0)
@@ -98,6 +106,7 @@ class LadderSearch:
         round: int,
         device: Device,
         noise: np.random.Generator,
+        gates: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Return what a server knows after a round, of the entries of :meth:`start` those that changed.
 
@@ -107,10 +116,12 @@ class LadderSearch:
             round: the round.
             device: by whose joules a branch is chosen.
             noise: what ``random`` draws from.
+            gates: logits of the branches ``[G]``, where there are gates.
         """
-        if round == self.first_subsets:
+        if round == self.first_subsets and self.kind != "gates":
             assert losses is not None, "the first round of stage B asks for losses"
-            return {"protected": protected_by(losses).to(torch.uint8)}
+            protected = protected_by(losses)
+            return {"protected": (protected | self._kept(len(protected))).to(torch.uint8)}
         level = self.level_of(round)
         if not level or (self.kind == "enumeration" and losses is None):
             return {}
@@ -119,7 +130,7 @@ class LadderSearch:
             assert losses is not None
             found = self._best(known, losses, charged)
         else:
-            found = self._next(known, losses, level, BranchCosts.of(device), charged, noise)
+            found = self._next(known, losses, level, BranchCosts.of(device), charged, noise, gates)
         share = float(charged.share(found["ladder"][-1:].bool()))
         if round == self.first_ladder - 1 and share > min(self.budgets):
             log.warning(
@@ -138,12 +149,15 @@ class LadderSearch:
         costs: BranchCosts,
         charged: BranchCosts,
         noise: np.random.Generator,
+        gates: Tensor | None,
     ) -> dict[str, Tensor]:
         """Return the ladder with one level more, unless its last fits the smallest budget already."""
         base, protected = known["ladder"][-1].bool(), known["protected"].bool()
         free, mask, branch = (base & ~protected).nonzero()[:, 0].tolist(), base, -1
         if float(charged.share(base.unsqueeze(0))) > min(self.budgets) and free:
-            if losses is None:
+            if gates is not None:
+                mask = without(base, min(free, key=gates.tolist().__getitem__))
+            elif losses is None:
                 mask = without(base, free[int(noise.integers(len(free)))])
             else:
                 mask, branch = next_mask(base, losses, costs.branches, protected)
@@ -157,13 +171,11 @@ class LadderSearch:
 
     def _best(self, known: Mapping[str, Tensor], losses: Tensor, charged: BranchCosts) -> dict[str, Tensor]:
         """Return the ladder of the best subset for each budget; it need not be nested."""
-        masks = all_masks(known["ladder"].shape[1])
-        shares, ladder, of_levels = (
-            charged.share(masks),
-            known["ladder"].clone(),
-            known["ladder_losses"].clone(),
-        )
-        of_levels[:] = losses[-1]
+        every = all_masks(known["ladder"].shape[1])
+        possible = every[:, : self.kept].all(1)
+        masks, losses = every[possible], losses[possible]
+        shares, ladder = charged.share(masks), known["ladder"].clone()
+        of_levels = torch.full_like(known["ladder_losses"], float(losses[-1]))
         wanted = sorted({share for share in self.budgets if share < 1}, reverse=True)
         for level, budget in enumerate(wanted[: self.levels], start=1):
             best = best_within(shares, losses.double(), budget)

@@ -15,6 +15,7 @@ below the best.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,6 +36,11 @@ class LevelLedger(Account):
     def __init__(self, budget: Tensor, prompts: Tensor, costs: Tensor, owed: Tensor) -> None:
         super().__init__(budget, owed)
         self.prompts, self.costs = prompts, costs
+
+    def standing(self, full_prompt: bool) -> tuple[Tensor, Tensor]:
+        """Return the levels that prompts and the tokens after them have where nothing decides for each,
+        int64 ``[B]``; ``full_prompt``: prompts are at level 0 where that can be afforded."""
+        return self.after_full_prompt() if full_prompt else (self.constant(),) * 2
 
     def constant(self) -> Tensor:
         """Return the best level that each sequence can afford from its first token to its last, int64
@@ -92,6 +98,35 @@ class LevelLedger(Account):
         return torch.where(allowed, level, REFUSED)
 
 
+def mixed_levels(
+    ledger: LevelLedger,
+    lengths: Lengths,
+    prompts: Tensor,
+    levels: Tensor,
+    tokens: int,
+    noise: np.random.Generator,
+) -> Tensor:
+    """Return levels of tokens to be trained at, int64 ``[B, T]``: tokens after a prompt are at a better level
+    than their sequence by chance, as often as the budget pays for.
+
+    Args:
+        ledger: of the sequences.
+        lengths: of the sequences.
+        prompts: levels of the prompts, int64 ``[B]``.
+        levels: of the sequences, which their budgets afford, int64 ``[B]``.
+        tokens: T.
+        noise: what is drawn from.
+    """
+    costs, new = ledger.costs.double(), lengths.new
+    better = torch.stack([costs[: max(k, 1)].mean() for k in range(len(costs))])  # of the levels above each
+    spent = ledger.prompts.gather(1, prompts.unsqueeze(1))[:, 0] + new * ledger.costs[levels]
+    wanted = new * (better - costs)[levels]
+    chance = ((ledger.budget - spent) / wanted.clamp_min(1)).clamp(0, 1)
+    draws = torch.from_numpy(noise.random((2, len(levels), tokens)))
+    lifted = lengths.after_prompts(tokens) & (draws[0] < chance.unsqueeze(1))
+    return torch.where(lifted, (draws[1] * levels.unsqueeze(1)).long(), levels.unsqueeze(1))
+
+
 def _best(costs: Tensor, room: Tensor) -> Tensor:
     """Return the first level whose cost is within the room, int64 ``[B]``; the cheapest where none is.
 
@@ -103,25 +138,26 @@ def _best(costs: Tensor, room: Tensor) -> Tensor:
     return torch.where(fits.any(1), fits.long().argmax(1), costs.argmin(1))
 
 
-def levels_of(ledger: LevelLedger, lengths: Lengths, tokens: int, full_prompt: bool) -> tuple[Tensor, Tensor]:
+def levels_of(
+    ledger: LevelLedger, lengths: Lengths, prompt_wishes: Tensor, wishes: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return the level of each token of sequences that are read, int64 ``[B, T]``, -1 for what is
-    refused; and which sequences are not refused, bool ``[B]``. Padding has a level like the tokens
-    before it, and costs nothing.
+    refused; and which sequences are not refused, bool ``[B]``. Padding has the level that it wishes for, and
+    costs nothing.
 
     Args:
         ledger: of the sequences.
         lengths: of the sequences.
-        tokens: T.
-        full_prompt: whether prompts are at level 0 where that can be afforded.
+        prompt_wishes: levels of the prompts, int64 ``[B]``.
+        wishes: levels of the tokens, int64 ``[B, T]``; those within the prompts are not read.
     """
-    prompt_wish, wish = ledger.after_full_prompt() if full_prompt else (ledger.constant(),) * 2
-    first = ledger.decide_prompts(prompt_wish)
+    first, tokens = ledger.decide_prompts(prompt_wishes), wishes.shape[1]
     places = torch.arange(tokens)
-    found = torch.where(places < lengths.prompts.unsqueeze(1), first.unsqueeze(1), wish.unsqueeze(1))
+    found = torch.where(places < lengths.prompts.unsqueeze(1), first.unsqueeze(1), wishes)
     rows = torch.arange(len(first))
     for step in range(int(lengths.new.max()) if len(first) else 0):
         active, place = lengths.new > step, (lengths.prompts + step).clamp(max=tokens - 1)
-        taken = ledger.decide(wish, active)
+        taken = ledger.decide(wishes[rows, place], active)
         given = taken != REFUSED
         found[rows[given], place[given]] = taken[given]
     granted = ~ledger.refused

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fl_lightning.energy.budgets.decoding import DecodedSequences
 from fl_lightning.energy.budgets.device import Device
 from fl_lightning.energy.budgets.measuring import Measurements
 from fl_lightning.energy.budgets.passes import (
@@ -214,10 +215,7 @@ class BudgetedNetwork(MeasuredNetwork, Generating):
         finally:
             hook.remove()
         decoding.finish(self._measured)
-        places = torch.arange(found.shape[1])
-        end = options["pad"] if options["eos"] is None else options["eos"]
-        refused = decoding.ledger.refused.unsqueeze(1) & (places >= decoding.granted_tokens.unsqueeze(1))
-        return found.masked_fill(refused.to(found.device), end)
+        return decoding.sequences.without_refused(found, decoding.ledger, options["pad"])
 
 
 def taken(plan: Plan | LayerwisePlan) -> Tensor:
@@ -254,12 +252,9 @@ class Decoding(TokenPlan):
     """
 
     def __init__(self, network: BudgetedNetwork, lengths: Lengths, eos: int | None) -> None:
-        self.network, self.lengths, self.eos = network, lengths, eos
+        self.network, self.sequences = network, DecodedSequences(lengths, eos)
         self.price = network.prices(lengths)
         self.ledger = budgeted_ledger(network.on, lengths)
-        self.active = torch.ones(len(lengths.prompts), dtype=torch.bool)
-        self.granted_tokens = torch.zeros(len(lengths.prompts), dtype=torch.int64)
-        """Tokens that each sequence has been given, before it ended or was refused more."""
         self.steps: list[Plan | LayerwisePlan] = []
 
     @property
@@ -271,11 +266,11 @@ class Decoding(TokenPlan):
 
     def choose(self, embedding: nn.Module, arguments: Any, embedded: Tensor) -> None:
         """Choose the options of tokens that are just embedded, ``[B, T, d]``: a forward hook."""
-        if self.steps and self.eos is not None:
-            self.active &= (arguments[0][:, -1] != self.eos).cpu()
+        if self.steps:
+            self.sequences.end_at(arguments[0])
         plan = self._plan(embedded)
         self.steps.append(plan)
-        self.granted_tokens += self.active.long()
+        self.sequences.grant()
 
     def _plan(self, embedded: Tensor) -> Plan | LayerwisePlan:
         controller, device, first = self.network.controller, self.network.on, not self.steps
@@ -285,29 +280,24 @@ class Decoding(TokenPlan):
             return LayerwisePlan(controller, self._costs(embedded.shape[1], first), self.price)
         theta = self.network.logits_of(embedded).cpu()
         if first:
-            choices = choose_prompts(self.ledger, device, theta, self.lengths, self.price)
-            self.active &= ~self.ledger.refused
+            choices = choose_prompts(self.ledger, device, theta, self.sequences.lengths, self.price)
+            self.sequences.active &= ~self.ledger.refused
             return Plan(choices=choices)
-        found, self.active = choose_tokens(self.ledger, theta[:, 0], self.price, self.active)
+        active = self.sequences.active
+        found, self.sequences.active = choose_tokens(self.ledger, theta[:, 0], self.price, active)
         return Plan(choices=found.unsqueeze(1))
 
     def _costs(self, tokens: int, first: bool) -> Tensor:
         """Return joules of each token of a step by option, ``[B, T, G, 3]``."""
         if first:
-            prompts = Lengths(self.lengths.prompts, torch.zeros_like(self.lengths.new))
-            return token_costs(self.network.on, prompts, tokens)
+            prompts = self.sequences.lengths.prompts
+            return token_costs(self.network.on, Lengths(prompts, torch.zeros_like(prompts)), tokens)
         one = self.network.on.token_costs(1)
-        return torch.where(self.active.reshape(-1, 1, 1, 1), one, torch.zeros_like(one))
+        return torch.where(self.sequences.active.reshape(-1, 1, 1, 1), one, torch.zeros_like(one))
 
     def finish(self, measured: Measurements) -> None:
         """Tell what the sequences have cost."""
-        prompts, *later = map(taken, self.steps)
-        longest = int(self.lengths.prompts.max()) + len(later)
-        choices = torch.full((len(prompts), longest, prompts.shape[2]), OFF)
-        choices[:, : prompts.shape[1]] = prompts
-        rows = torch.arange(len(prompts))
-        for step, one in enumerate(later):
-            choices[rows, self.lengths.prompts + step] = one[:, 0]
-        given = Lengths(self.lengths.prompts, (self.granted_tokens - 1).clamp_min(0))
+        choices = self.sequences.in_places(list(map(taken, self.steps)), OFF)
         measured.count(self.ledger)
-        measured.generated(self.network.on, choices, given, ~self.ledger.refused, self.lengths)
+        given, allowed = self.sequences.given, self.sequences.lengths
+        measured.generated(self.network.on, choices, given, ~self.ledger.refused, allowed)

@@ -55,6 +55,10 @@ class Lengths:
         """The tokens of each sequence, int64 ``[B]``."""
         return self.prompts + self.new
 
+    def after_prompts(self, tokens: int) -> Tensor:
+        """Return which tokens are read one by one after the prompt, bool ``[B, T]``."""
+        return self.read(tokens) & (torch.arange(tokens) >= self.prompts.unsqueeze(1))
+
     def read(self, tokens: int) -> Tensor:
         """Return which tokens are no padding, bool ``[B, T]``."""
         return torch.arange(tokens) < self.ends.unsqueeze(1)

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from fl_lightning.energy.budgets.device import Device
 from fl_lightning.energy.budgets.passes import Lengths
 from fl_lightning.energy.costs import CostTable, one_label
-from fl_lightning.energy.options import BRANCH, OPTIONS
+from fl_lightning.energy.options import BRANCH, OPTIONS, Deciding
 from fl_lightning.energy.switched import SwitchedLinear
 from fl_lightning.energy.switched.branches import branch_names
 from fl_lightning.energy.switched.kinds import MERGED, adapter_name
@@ -84,7 +84,9 @@ def devices_of(
     return [Device(tables[i % len(tables)], shares[i % len(shares)], whole) for i in range(count)]
 
 
-def branch_devices(costs: Sequence[Costs], shares: Sequence[float], blocks: int) -> list[Device]:
+def branch_devices(
+    costs: Sequence[Costs], shares: Sequence[float], blocks: int, deciding: Deciding = "none"
+) -> list[Device]:
     """Return the kinds of devices of a network whose branches are switched: device i has table i and
     budget i, each modulo their number. Budgets are of the whole network.
 
@@ -92,9 +94,11 @@ def branch_devices(costs: Sequence[Costs], shares: Sequence[float], blocks: int)
         costs: tables of costs of branches, one or more; None: the shipped one of ``llama_tiny``.
         shares: budgets as shares of the cost of all branches, one or more.
         blocks: of the network.
+        deciding: what a controller gives a level of its own.
 
     Raises:
-        InputError: there is no table, or one is of another scope, network or source of joules.
+        InputError: there is no table, or one is of another scope, network or source of joules, or lacks the
+            cost of the controller.
     """
     require(costs, "--model.costs []", "a list has the table of one client or more", "leave it out")
     tables = []
@@ -107,10 +111,38 @@ def branch_devices(costs: Sequence[Costs], shares: Sequence[float], blocks: int)
             "a table is of what is left out",
             BRANCH_ADVICE,
         )
+        require(
+            deciding == "none" or table.controller is not None,
+            f"--model.controller {deciding} with a table of costs that has none of a controller",
+            "what decides costs joules too, and a budget counts them",
+            f"write --model.controller none, or {BRANCH_ADVICE}",
+        )
         tables.append(table.for_groups(branch_names(blocks), BRANCH_ADVICE).without_useless())
     one_label(table.label for table in tables)
     count = math.lcm(len(tables), len(shares))
-    return [Device(tables[i % len(tables)], shares[i % len(shares)], whole=True) for i in range(count)]
+    return [Device(tables[i % len(tables)], shares[i % len(shares)], True, deciding) for i in range(count)]
+
+
+def budget_shares(budget: float | list[float], whole: str, example: float) -> list[float]:
+    """Return the budgets of the kinds of devices, as shares; all are infinite, or none is.
+
+    Args:
+        budget: of all clients, or a list of which client i has entry i modulo their number.
+        whole: what they are shares of, for the message.
+        example: a budget, for the message.
+
+    Raises:
+        InputError: one is not positive, or some are infinite and some are not.
+    """
+    shares = list(budget) if isinstance(budget, list) else [budget]
+    unlimited = [math.isinf(share) for share in shares]
+    require(
+        shares and all(share > 0 for share in shares) and all(unlimited) == any(unlimited),
+        f"--model.budget {budget}",
+        f"a budget is a positive share of the energy {whole}, for each client or for all",
+        f"write --model.budget {example}, or .inf for none",
+    )
+    return shares
 
 
 def table_of(costs: str, advice: str) -> CostTable:

@@ -2,7 +2,8 @@
 
 All blocks of a network have one shape, so a step with the attentions alone, one with the feed-forward
 layers alone and one without branches say what each costs in its place, in calls as well as in products:
-on a CPU a step of one token pays an attention mostly by its calls. Steps with all branches are not
+on a CPU a step of one token pays an attention mostly by its calls. A controller of levels is measured beside
+them. Steps with all branches are not
 fitted to, and say how far the table is from a whole network."""
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from fl_lightning import rng
+from fl_lightning.energy.budgets.regret import RegretController
 from fl_lightning.energy.calibration.calibrate import DEFAULT_CONTEXT, HELD_OUT, KNOTS, one_thread
 from fl_lightning.energy.calibration.fitting import (
     high_quantile,
@@ -45,6 +47,10 @@ from fl_lightning.support.memory import keep_freed_memory
 
 WHOLE, REST = "all branches", "no branch"
 """Names of the steps that have no branch left out, and none left."""
+CONTROLLER = "controller"
+"""Name of the work of choosing the levels of tokens by their states."""
+MEASURED_LEVELS = 4
+"""Levels that it chooses among; their number hardly matters beside the calls."""
 NOTHING = MeasuredCost(CostLine(0.0, 0.0), CostLine(0.0, 0.0))
 
 
@@ -100,7 +106,17 @@ def _works(
         for name, gate in gates.items():
             plan = BranchPlan(gate.expand(1, n, -1))
             found[name, n] = _step(steps, board, plan, prefix)
+        found[CONTROLLER, n] = _decision(network, n)
     return found
+
+
+def _decision(network: nn.Module, tokens: int) -> Callable[[], object]:
+    """Return what chooses the levels of so many tokens: its predictions and the least of them; what a ledger
+    adds is in no table."""
+    width: int = network.embed_tokens.embedding_dim  # type: ignore[union-attr, assignment]
+    controller, states = RegretController(width, MEASURED_LEVELS), torch.randn(1, tokens, width)
+    scores = controller.priced(torch.arange(MEASURED_LEVELS + 1, 0, -1), price=0.1)
+    return lambda: scores(states).argmin(-1)
 
 
 def _step(steps: object, board: BranchBoard, plan: BranchPlan, prefix: Prefix) -> Callable[[], object]:
@@ -147,7 +163,10 @@ def _calibration(
         for part in PARTS
         if name.endswith(f".{part}")
     }
-    table = CostTable(label, device_name(), BRANCH, context, groups, whole_rest, adapter=MERGED)
+    deciding = np.array([means[CONTROLLER, n] for n in knots])
+    controller = measured_cost(knots, deciding, deciding * spread)
+    name = device_name()
+    table = CostTable(label, name, BRANCH, context, groups, whole_rest, adapter=MERGED, controller=controller)
     held_out = {n: samples[WHOLE, n] for n in (1, *HELD_OUT)}
     errors = {WHOLE: relative_errors({n: table.all_high(n) for n in held_out}, held_out)}
     return Calibration(table, errors, min(map(len, samples.values())))

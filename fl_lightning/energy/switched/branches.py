@@ -53,12 +53,40 @@ class BranchPlan:
         return cls(masks.unsqueeze(1).expand(-1, tokens, -1))
 
 
+class BranchWeights:
+    """What each branch's output is multiplied by, with a gradient; all branches are computed.
+
+    A weight of 0 gives what a branch that is off gives, since all tokens of a sequence have the same.
+
+    Args:
+        weights: float ``[B, G]``.
+    """
+
+    def __init__(self, weights: Tensor) -> None:
+        self.weights = weights
+
+    def times(self, branch: int, output: Tensor) -> Tensor:
+        """Return the output of a branch ``[B, T, width]`` times its weights."""
+        return self.weights[:, branch].reshape(-1, 1, 1).to(output) * output
+
+
 class BranchBoard:
     """The plan that all switched blocks of a network read; without one all branches are computed."""
 
     def __init__(self, branches: int) -> None:
         self.branches = branches
         self.plan: BranchPlan | None = None
+        self.weights: BranchWeights | None = None
+
+    @contextmanager
+    def weighted(self, weights: Tensor) -> Iterator[None]:
+        """Multiply the branches' outputs by weights ``[B, G]`` within the block; there is no plan then."""
+        self.weights = BranchWeights(weights)
+        try:
+            with self.using(None):
+                yield
+        finally:
+            self.weights = None
 
     @contextmanager
     def using(self, plan: BranchPlan | None) -> Iterator[None]:
@@ -105,7 +133,10 @@ class SwitchedBlock(nn.Module):
         Raises:
             MisuseError: the plan is for other tokens.
         """
-        plan = self.board.plan
+        plan, weights = self.board.plan, self.board.weights
+        if weights is not None:
+            x = x + weights.times(2 * self.index, self.self_attn(self.input_layernorm(x), rotary, cache))
+            return x + weights.times(2 * self.index + 1, self.mlp(self.post_attention_layernorm(x)))
         if plan is not None and plan.gates.shape[:2] != x.shape[:2]:
             raise MisuseError(
                 f"block {self.index} on tokens of shape {tuple(x.shape[:2])}",

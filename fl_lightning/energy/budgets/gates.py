@@ -1,0 +1,89 @@
+"""Static gates of branches that are trained by gradient: a baseline of how a ladder is found.
+
+    p_g = min(max(sigmoid(theta_g), 0.05), 0.95)
+    L = CE(full) + CE(S) + KL(full || S) + lambda (E / E_t - 1)
+
+S has each branch with the chance p_g, one draw a sequence, straight through a relaxed draw at a temperature
+of 2/3 (Maddison et al. 2017, arXiv 1611.00712). E is the expected cost of a token and E_t the target, which
+falls from the whole network to the smallest budget. This is BHSP of :mod:`fl_lightning.energy.controllers`
+on branches, with what broke it repaired: the whole network is in every step, |theta| <= 3 and both options
+keep a chance of 0.05, the target falls slowly, and lambda cannot pass half of CE in 50 steps.
+
+``B`` sequences, ``G`` branches.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.energy.budgets.ladder import BranchCosts
+from fl_lightning.energy.controllers import HIGH_AT_START
+from fl_lightning.energy.gating import TEMPERATURE, bounded
+
+MOST_LOGIT = 3.0
+"""Largest size of a gate's logit, where its derivative is still 0.05."""
+LEAST_CHANCE = 0.05
+"""Least chance of either option in a draw."""
+FIRST_STEPS = 50
+"""Local steps in which lambda cannot pass half of the task's loss."""
+
+
+class BranchGates(nn.Module):
+    """A logit for each branch; all begin at 2, which is a chance of 0.88.
+
+    Args:
+        branches: G.
+    """
+
+    def __init__(self, branches: int) -> None:
+        super().__init__()
+        self.theta = nn.Parameter(torch.full((branches,), HIGH_AT_START))
+
+    @property
+    def chances(self) -> Tensor:
+        """The chance that each branch is drawn, ``[G]``, with a gradient."""
+        return bounded(self.theta, MOST_LOGIT).sigmoid().clamp(LEAST_CHANCE, 1 - LEAST_CHANCE)
+
+    def drawn(self, sequences: int, noise: np.random.Generator, protected: Tensor) -> Tensor:
+        """Return weights of 0 and 1 of each branch in each sequence, float ``[B, G]``, with the gradient of a
+        relaxed draw.
+
+        Args:
+            sequences: B.
+            noise: the client's stream for this step.
+            protected: branches that are always computed, bool ``[G]``.
+        """
+        chances = self.chances
+        logits = chances.logit() + torch.from_numpy(noise.logistic(size=(sequences, len(chances)))).to(
+            chances
+        )
+        soft = (logits / TEMPERATURE).sigmoid()
+        return ((logits > 0).to(soft) + (soft - soft.detach())).masked_fill(protected.to(soft.device), 1.0)
+
+    def energy(self, costs: BranchCosts, target: float) -> Tensor:
+        """Return E / E_t of a token, a scalar with a gradient.
+
+        Args:
+            costs: of a step of one token.
+            target: E_t as a share of the whole network.
+        """
+        each = costs.branches.to(self.theta)
+        return (self.chances @ each + costs.rest) / (target * (float(costs.branches.sum()) + costs.rest))
+
+
+def next_price(price: float, energy: float, task: float, budget: float) -> float:
+    """Return lambda after a step, never below 0: lambda + CE / 100 (E / E_t - 1) / (1 / b - 1).
+
+    The excess is measured by that of the whole network over the smallest budget b, and cut to it, so that 50
+    steps raise lambda by half of CE at most.
+
+    Args:
+        price: lambda so far.
+        energy: E / E_t.
+        task: CE of all branches in nats.
+        budget: b, as a share of the whole network.
+    """
+    most = 1 / budget - 1 if budget < 1 else 1.0
+    return max(price + task / (2 * FIRST_STEPS) * min((energy - 1.0) / most, 1.0), 0.0)
