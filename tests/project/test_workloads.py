@@ -31,7 +31,7 @@ def processes(monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["W5"], "workload 'W5'; one of W1, W2, W3, W4"),
+        (["W5"], "workload 'W5'; one of W1, W2, W3, B2, W4"),
         (["W1", "--repeats", "0"], "--repeats 0 --rounds 0; at least 1 and 0"),
         (["W1", "--peers", "fedlab=python"], "--peers fedlab=python; NAME=PYTHON with a name of flower,"),
         (["W1", "--peers", "pfl"], "--peers pfl; NAME=PYTHON"),
@@ -49,7 +49,7 @@ def test_who_is_measured(workloads):
     options = workloads.parse(
         ["--engines", "auto", "batched", "--peers", "pfl2=/its/python", "--channels_last"]
     )
-    assert options.workloads == ["W1", "W2", "W3", "W4"]
+    assert options.workloads == ["W1", "W2", "W3", "B2", "W4"]
     who = workloads.contenders(options)
     assert list(who) == ["plain", "auto", "batched", "pfl2"]
     assert who["pfl2"][0] == "/its/python"
