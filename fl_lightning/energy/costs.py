@@ -65,7 +65,7 @@ class CostTable:
         adapter: the adapters that it was measured with, as ``lora of rank 8``; ``merged``: none, in one
             matrix with their layers; empty where nobody said.
         controller: cost of choosing the levels of so many tokens by a
-            :class:`~fl_lightning.energy.budgets.regret.RegretController`; None: it was not measured.
+            :class:`~fl_lightning.energy.regret.RegretController`; None: it was not measured.
 
     Raises:
         InputError: the label, the scope or the precision is unknown, there is no group, a group lacks an

@@ -40,9 +40,9 @@ from fl_lightning.energy.budgets.ladder_search import LadderSearch, Search
 from fl_lightning.energy.budgets.measuring import COUNTED
 from fl_lightning.energy.budgets.network import embedding_of
 from fl_lightning.energy.budgets.passes import Lengths
-from fl_lightning.energy.budgets.regret import RegretController, next_price
 from fl_lightning.energy.budgets.tables import branch_devices, budget_shares, require_reachable
 from fl_lightning.energy.options import Deciding
+from fl_lightning.energy.regret import RegretController, next_price
 from fl_lightning.energy.switched.branches import PARTS
 from fl_lightning.errors import require
 from fl_lightning.methods.base import KnownNetwork, Method

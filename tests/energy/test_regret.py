@@ -12,7 +12,7 @@ from refusals import refused
 from fl_lightning.energy.budgets.ledger import UNITS_PER_JOULE
 from fl_lightning.energy.budgets.levels import LevelLedger, mixed_levels
 from fl_lightning.energy.budgets.passes import Lengths
-from fl_lightning.energy.budgets.regret import (
+from fl_lightning.energy.regret import (
     LARGEST_PRICE,
     PRICE_STEP,
     RegretController,

@@ -47,7 +47,7 @@ INSIDE = {
     "energy": [
         {"command", "budgets"},
         {"calibration", "table_files"},
-        {"controllers", "gating", "costs"},
+        {"controllers", "gating", "costs", "regret"},
         {"switched", "cost_shapes"},
         {"options"},
     ],

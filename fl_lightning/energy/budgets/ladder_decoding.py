@@ -4,25 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fl_lightning.energy.budgets.decoding import DecodedSequences
+from fl_lightning.energy.budgets.device import Device
 from fl_lightning.energy.budgets.ledger import REFUSED
+from fl_lightning.energy.budgets.levels import LevelLedger
 from fl_lightning.energy.budgets.measuring import Measurements
 from fl_lightning.energy.budgets.passes import Lengths
 from fl_lightning.energy.options import HIGH, OFF
-from fl_lightning.energy.switched.branches import BranchPlan
-
-if TYPE_CHECKING:
-    from fl_lightning.energy.budgets.ladder_network import LadderNetwork
+from fl_lightning.energy.switched.branches import BranchBoard, BranchPlan
 
 
 def options(gates: Tensor) -> Tensor:
     """Return branches that are computed or not as options, int64 of the same shape."""
     return torch.where(gates, HIGH, OFF)
+
+
+class Decides(Protocol):
+    """A network of branches that knows the levels of a device."""
+
+    board: BranchBoard
+    on: Device
+
+    def ledger(self, lengths: Lengths) -> LevelLedger:
+        """Return the ledger of sequences of these lengths."""
+
+    def decided_prompts(self, ledger: LevelLedger, lengths: Lengths, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the levels that prompts and the tokens after them have, int64 ``[B]``."""
+
+    def wishes(self, later: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return what maps states ``[B, T, d]`` to the levels that their tokens wish for, int64 ``[B, T]``."""
+
+    def gates_of(self, levels: Tensor) -> Tensor:
+        """Return which branches tokens at these levels ``[B, T]`` are computed by, bool ``[B, T, G]``."""
 
 
 class Decoding:
@@ -34,7 +52,7 @@ class Decoding:
         eos: the token that ends a sequence.
     """
 
-    def __init__(self, network: LadderNetwork, lengths: Lengths, eos: int | None) -> None:
+    def __init__(self, network: Decides, lengths: Lengths, eos: int | None) -> None:
         self.network, self.sequences = network, DecodedSequences(lengths, eos)
         self.ledger = network.ledger(lengths)
         self.wishes: Callable[[Tensor], Tensor]

@@ -18,7 +18,7 @@ from fl_lightning.energy.budgets.ledger import whole_units
 from fl_lightning.energy.budgets.levels import LevelLedger, levels_of, mixed_levels
 from fl_lightning.energy.budgets.measuring import Measurements
 from fl_lightning.energy.budgets.passes import Lengths
-from fl_lightning.energy.budgets.regret import (
+from fl_lightning.energy.regret import (
     RegretController,
     acting_after,
     prompt_states,
@@ -187,7 +187,7 @@ class LadderNetwork(MeasuredNetwork, Generating):
         self, states: Tensor, target: Tensor, levels: Tensor, full: Tensor, subset: Tensor
     ) -> Tensor:
         """Return the loss of the controller's predictions for two passes that were made; see
-        :meth:`~fl_lightning.energy.budgets.regret.RegretController.regression`."""
+        :meth:`~fl_lightning.energy.regret.RegretController.regression`."""
         assert self.controller is not None, "nothing decides"
         tokens = full.shape[1]
         levels = levels[:, :tokens] if levels.dim() == 2 else levels

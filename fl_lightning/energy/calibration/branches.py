@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from fl_lightning import rng
-from fl_lightning.energy.budgets.regret import RegretController
 from fl_lightning.energy.calibration.calibrate import DEFAULT_CONTEXT, HELD_OUT, KNOTS, one_thread
 from fl_lightning.energy.calibration.fitting import (
     high_quantile,
@@ -32,6 +31,7 @@ from fl_lightning.energy.calibration.works import Prefix, prefix_of
 from fl_lightning.energy.cost_shapes import CostLine, MeasuredCost
 from fl_lightning.energy.costs import CostTable
 from fl_lightning.energy.options import BRANCH
+from fl_lightning.energy.regret import RegretController
 from fl_lightning.energy.switched import merge_adapters
 from fl_lightning.energy.switched.attach import is_adapted
 from fl_lightning.energy.switched.branches import (

@@ -16,13 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fl_lightning.energy.budgets.passes import Lengths
 from fl_lightning.errors import require
 from fl_lightning.metrics.text import IGNORED
 
@@ -32,6 +31,17 @@ PRICE_STEP = 0.05
 """Step of the integral controller, in nats for spending twice the budget."""
 HUBER_NATS = 1.0
 """Errors above this count linearly, so that single bytes of a large loss do not rule the fit."""
+
+
+class Sequences(Protocol):
+    """How long sequences are."""
+
+    @property
+    def prompts(self) -> Tensor:
+        """Tokens of each prompt, int64 ``[B]``."""
+
+    def after_prompts(self, tokens: int) -> Tensor:
+        """Return which tokens are read one by one after the prompt, bool ``[B, T]``."""
 
 
 class RegretController(nn.Module):
@@ -84,7 +94,7 @@ class RegretController(nn.Module):
         levels: Tensor,
         full: Tensor,
         subset: Tensor,
-        lengths: Lengths,
+        lengths: Sequences,
     ) -> Tensor:
         """Return the loss of the predictions for two passes that were made anyway.
 
