@@ -37,7 +37,7 @@ class Decides(Protocol):
         """Return the levels that prompts and the tokens after them have, int64 ``[B]``."""
 
     def wishes(self, later: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return what maps states ``[B, T, d]`` to the levels that their tokens wish for, int64 ``[B, T]``."""
+        """Return what maps states ``[B, T, d]`` to the levels that tokens wish for, int64 ``[B, T]``."""
 
     def gates_of(self, levels: Tensor) -> Tensor:
         """Return which branches tokens at these levels ``[B, T]`` are computed by, bool ``[B, T, G]``."""
