@@ -100,7 +100,7 @@ class FederatedCLI(LightningCLI):
 
     def __init__(self, command: str, args: list[str]) -> None:
         self.command, self.typed = command, args
-        self.args = args = with_found_configs(args)
+        self.args = args = with_bare_flags(with_found_configs(args), _switches(_trainers_method(command)))
         super().__init__(
             model_class=Method,
             datamodule_class=FederatedData,
@@ -158,11 +158,11 @@ class FederatedCLI(LightningCLI):
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        settings = COMMANDS[self.command].settings
+        name = _trainers_method(self.command).__name__
         self.command_arguments = parser.add_method_arguments(
-            FederatedTrainer, "fit" if settings else self.command, skip={"method", "data", "seed"}
+            FederatedTrainer, name, skip={"method", "data", "seed"}
         )
-        if settings:
+        if settings := COMMANDS[self.command].settings:
             parser.add_class_arguments(_imported(settings), self.command)
             self.command_arguments.append(self.command)
 
@@ -332,14 +332,24 @@ def _parser_of_function(command: str, function: Any) -> tuple[ArgumentParser, li
     if "config" not in inspect.signature(function).parameters:
         parser.add_argument("--config", action=ActionConfigFile, help="YAML with arguments of this command")
     words = COMMANDS[command].words
-    defaults = {name: found.default for name, found in inspect.signature(function).parameters.items()}
     names = parser.add_function_arguments(function, skip={*handed, *([words] if words else [])})
     if words:
         parser.add_argument(
             words, nargs="*", type=str, metavar=words.upper().removesuffix("S"), help="one or more"
         )
         names.append(words)
-    return parser, names, [name for name in names if defaults[name] is False]
+    return parser, names, _switches(function)
+
+
+def _switches(function: Callable[..., Any]) -> list[str]:
+    """Return the arguments that are false by default: such a flag needs no value."""
+    return [name for name, found in inspect.signature(function).parameters.items() if found.default is False]
+
+
+def _trainers_method(command: str) -> Callable[..., Any]:
+    """Return the method of the trainer whose arguments are flags of a command."""
+    method: Callable[..., Any] = getattr(FederatedTrainer, "fit" if COMMANDS[command].settings else command)
+    return method
 
 
 def description_of(command: str) -> Description:
@@ -347,7 +357,8 @@ def description_of(command: str) -> Description:
     entry = COMMANDS[command]
     if entry.function is None or entry.settings:
         parser = _ParserAlone(command, []).parser
-        return describe_settings(parser, _settings_of_classes(), {"trainer": FederatedTrainer})
+        found = describe_settings(parser, _settings_of_classes(), {"trainer": FederatedTrainer})
+        return replace(found, switches=tuple(_switches(_trainers_method(command))))
     of_function, _, switches = _parser_of_function(command, _imported(entry.function))
     found = describe_settings(of_function)
     return replace(found, switches=tuple(switches), takes_words=entry.words is not None)

@@ -33,7 +33,7 @@ class Lines:
     settings_alone: ClassVar[bool] = True
     """In a configuration it is its settings, without a class path."""
 
-    settings_shown: ClassVar = ("--trainer.clock.network.{name} {value}",) * 2  # of clients, or of edges
+    settings_shown: ClassVar = ("{name} {value} of a line of --trainer.clock", "{name}: {value}")
 
     def __post_init__(self) -> None:
         check_fields(self)

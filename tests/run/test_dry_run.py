@@ -62,7 +62,7 @@ def test_nothing_is_loaded_or_created(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("fl_lightning.data.InstructionData.read", None)
     monkeypatch.setattr("fl_lightning.data.PreferencePairs.read", None)
     for config, values in (("lora_default", "197 kB"), ("preferences", "197 kB"), ("vemoe_default", "")):
-        assert main(["fit", "--config", str(ROOT / "configs" / f"{config}.yaml"), "--dry_run", "true"]) == 0
+        assert main(["fit", "--config", str(ROOT / "configs" / f"{config}.yaml"), "--dry_run"]) == 0
         out = capsys.readouterr().out
         assert f"A client is sent {values}" in out
         assert ("of its own; what travels" in out) is (config == "vemoe_default")
