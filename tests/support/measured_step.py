@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import resource
 import sys
 from functools import partial
 from pathlib import Path
@@ -22,8 +21,11 @@ from fl_lightning.models.language import LlamaTiny
 from fl_lightning.run.dry_run import forecast
 
 
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+def resident(line: str) -> int:
+    """Return what this process holds (``VmRSS``) or has held at most (``VmHWM``), in bytes. The peak that
+    ``getrusage`` knows is that of the process which started this one, where that was larger."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(one for one in status if one.startswith(f"{line}:")).split()[1])
 
 
 def main() -> None:
@@ -49,9 +51,9 @@ def main() -> None:
     client = data.client(0)
     message = method.broadcast(client).to_bytes()
     ctypes.CDLL(None).malloc_trim(0)
-    before = resident()
+    before = resident("VmRSS")
     list(engine.train([ClientTask(client, 1, message, data.labels(client), 1, 3)]))
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    grown = resident("VmHWM") - before
     tensors = [*method.network.parameters(), *method.network.buffers()]
     beside = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     sys.stdout.write(json.dumps({"grown": grown, "weights": beside, **found}) + "\n")
