@@ -100,7 +100,7 @@ class FederatedCLI(LightningCLI):
 
     def __init__(self, command: str, args: list[str]) -> None:
         self.command, self.typed = command, args
-        self.args = args = with_bare_flags(with_found_configs(args), _switches(_trainers_method(command)))
+        self.args = args = with_bare_flags(with_found_configs(args), _switches_of_trainer(command))
         super().__init__(
             model_class=Method,
             datamodule_class=FederatedData,
@@ -158,9 +158,8 @@ class FederatedCLI(LightningCLI):
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        name = _trainers_method(self.command).__name__
         self.command_arguments = parser.add_method_arguments(
-            FederatedTrainer, name, skip={"method", "data", "seed"}
+            FederatedTrainer, _trainers_method(self.command), skip={"method", "data", "seed"}
         )
         if settings := COMMANDS[self.command].settings:
             parser.add_class_arguments(_imported(settings), self.command)
@@ -346,10 +345,13 @@ def _switches(function: Callable[..., Any]) -> list[str]:
     return [name for name, found in inspect.signature(function).parameters.items() if found.default is False]
 
 
-def _trainers_method(command: str) -> Callable[..., Any]:
-    """Return the method of the trainer whose arguments are flags of a command."""
-    method: Callable[..., Any] = getattr(FederatedTrainer, "fit" if COMMANDS[command].settings else command)
-    return method
+def _switches_of_trainer(command: str) -> list[str]:
+    return _switches(getattr(FederatedTrainer, _trainers_method(command)))
+
+
+def _trainers_method(command: str) -> str:
+    """Return the name of the trainer's method whose arguments are flags of a command."""
+    return "fit" if COMMANDS[command].settings else command
 
 
 def description_of(command: str) -> Description:
@@ -358,7 +360,7 @@ def description_of(command: str) -> Description:
     if entry.function is None or entry.settings:
         parser = _ParserAlone(command, []).parser
         found = describe_settings(parser, _settings_of_classes(), {"trainer": FederatedTrainer})
-        return replace(found, switches=tuple(_switches(_trainers_method(command))))
+        return replace(found, switches=tuple(_switches_of_trainer(command)))
     of_function, _, switches = _parser_of_function(command, _imported(entry.function))
     found = describe_settings(of_function)
     return replace(found, switches=tuple(switches), takes_words=entry.words is not None)
