@@ -42,8 +42,8 @@ MIN_SHARED_BYTES = 2**26
 """Bytes of each of a worker's shared memories (one down, two up), at least; only what is used is taken. What
 is larger is piped."""
 AHEAD_BYTES = 2**27
-"""Results come in any order and are handed on in that of the tasks: so many bytes may wait, or the uploads of
-two clients a worker."""
+"""Results come in any order and are handed on in that of the tasks: at most twice so many bytes wait, or the
+uploads of four clients a worker."""
 MAX_WAIT_SECONDS = (
     1.0  # seconds of one wait for an answer, so that a pause of the whole program counts as one of them
 )
@@ -117,7 +117,7 @@ class PoolEngine(Engine):
                 worker.give([[tasks[at] for at in unit] for unit in busy[worker]])
 
     def _ahead(self, tasks: Sequence[ClientTask]) -> int:
-        """Return how many clients may have trained whose turn has not come."""
+        """Return half of how many clients may be handed out from the one on whose turn it is."""
         largest = max([1, *(len(task.message) for task in tasks)])
         return max(2 * self.size, AHEAD_BYTES // largest)
 
