@@ -20,6 +20,7 @@ from fl_lightning.energy.switched.kinds import MERGED
 from fl_lightning.energy.table_files import read_table, shipped_table, to_json
 from fl_lightning.errors import InputError, require, require_choice
 from fl_lightning.models.adapters import ALL_LINEAR
+from fl_lightning.models.language.hf import PREFIX
 from fl_lightning.support import disk
 
 METERS = ("best", "modelled")
@@ -34,6 +35,7 @@ def energy(
     adapter: str | None = None,
     rank: int | None = None,
     targets: str = ALL_LINEAR,
+    gguf_file: str | None = None,
     meter: str = "best",
     watts: float = DEFAULT_WATTS,
     seconds: float = 60.0,
@@ -53,12 +55,14 @@ def energy(
             always on and merged into its base. Default: spectral of llama_tiny, lora of others.
         rank: their rank. Default: 96 for spectral and svft of llama_tiny, else 8.
         targets: which layers have adapters: all-linear, or names with commas between them.
+        gguf_file: the file of hf:NAME_OR_FOLDER that has the weights, where they are GGUF.
         meter: best, which is RAPL's counters where they can be read, or modelled, CPU seconds at a stated
             power.
         watts: power of one busy core, for modelled joules.
         seconds: time of the measurement.
         scope: what off leaves out, adapter or model; or branch: the costs of whole residual branches, with
-            adapters merged. Default: model of merged adapters, else adapter.
+            adapters merged, of hf:NAME_OR_FOLDER as LlamaPretrained makes it. Default: model of merged
+            adapters, else adapter.
         high: precision of the option high, float32 or bfloat16.
         context: tokens that a step sees, its own included.
         out: JSON file to write what was measured to.
@@ -96,7 +100,13 @@ def energy(
             "the file's folder exists",
             "write --out costs.json",
         )
-    made = adapted_network(network, adapter, rank, targets)
+    require(
+        gguf_file is None or network.startswith(PREFIX),
+        f"--gguf_file {gguf_file} of {network}",
+        f"the file is one of {PREFIX}NAME_OR_FOLDER",
+        "leave it out",
+    )
+    made = adapted_network(network, adapter, rank, targets, gguf_file=gguf_file, of_blocks=scope == BRANCH)
     counter = best_meter("cpu", watts) if meter == "best" else ModelledMeter(watts)
     if scope == BRANCH:
         found = calibrate_branches(made, counter, seconds, context)

@@ -19,7 +19,6 @@ from fl_lightning.models.adapters import adapter_layers, merged_lora, plain_weig
 from fl_lightning.models.language import Llama
 from fl_lightning.models.language.experts import ExpertLoRA
 from fl_lightning.models.language.hf import TransformersLM, to_transformers, without_bars
-from fl_lightning.models.language.llama import transformers_names
 
 BASE = "base"
 """Folder of the base model, of which an export of ``llama_tiny`` has the weights."""
@@ -49,26 +48,23 @@ def write_peft(trained: TrainedModel, folder: Path) -> str:
     """Write adapters as a folder that peft loads, and return what is needed to do so.
 
     Adapters of our own kinds become LoRA, whose product is what they add. The base of ``llama_tiny`` goes
-    along, into the folder ``base``, and so does one that the run has changed; that of ``hf:NAME`` is named.
+    along, into the folder ``base``, and so does one that the run has changed; that of ``hf:NAME`` and of
+    ``LlamaPretrained`` is named.
     """
     network: Any = trained.network
-    if isinstance(network, Llama):
-        model, base = to_transformers(network, merge=False), f'Path(__file__).with_name("{BASE}")'
-        model.save_pretrained(folder / BASE)
-        adapted = _as_peft(model, _low_rank(network, transformers_names))
-        adapted.peft_config["default"].base_model_name_or_path = BASE
+    adapted = _adapted(network)
+    name = network.source if isinstance(network, Llama) else network.name
+    with_base = not name or trained.base_moved
+    if with_base:
+        base, where = f'Path(__file__).with_name("{BASE}")', BASE
+        with adapted.disable_adapter():
+            deepcopy(adapted).unload().save_pretrained(folder / BASE)
     else:
-        name = model_folder(network.name)
-        where = str(Path(name).absolute()) if Path(name).is_dir() else name
-        base, adapted = repr(where), network.model
-        if not hasattr(adapted, "peft_config"):
-            adapted = _as_peft(_plain(network, merge=False), _low_rank(network.base, lambda layer: [layer]))
-        if trained.base_moved:
-            base, where = f'Path(__file__).with_name("{BASE}")', BASE
-            with adapted.disable_adapter():
-                deepcopy(adapted).unload().save_pretrained(folder / BASE)
-        if trained.base_moved or Path(name).is_dir():
-            adapted.peft_config["default"].base_model_name_or_path = where
+        found = Path(model_folder(name))
+        where = str(found.absolute()) if found.is_dir() else model_folder(name)
+        base = repr(where)
+    if with_base or Path(where).is_dir():
+        adapted.peft_config["default"].base_model_name_or_path = where
     # peft would ask the hub whether the embedding is the base's; adapters leave it as it is
     adapted.save_pretrained(folder, save_embedding_layers=False)
     _save_tokenizer(trained, folder)
@@ -84,8 +80,7 @@ def write_peft(trained: TrainedModel, folder: Path) -> str:
         "network = PeftModel.from_pretrained(base, Path(__file__).parent).eval()",
     ]
     (folder / LOADER).write_text(source(lines, "Load the adapters on their base by peft."))
-    with_base = isinstance(network, Llama) or trained.base_moved
-    return "transformers and peft" + ("" if with_base else f", and the base {network.name}")
+    return "transformers and peft" + ("" if with_base else f", and the base {name}")
 
 
 @without_bars()
@@ -116,6 +111,16 @@ def write_transformers(trained: TrainedModel, folder: Path) -> str:
     return "transformers"
 
 
+def _adapted(network: Any) -> Any:
+    """Return peft's model of a network with adapters, ours as LoRA."""
+    if isinstance(network, Llama):
+        factors = _low_rank(network, network.rows_in_transformers)
+        return _as_peft(to_transformers(network, merge=False), factors)
+    if hasattr(network.model, "peft_config"):
+        return network.model
+    return _as_peft(_plain(network, merge=False), _low_rank(network.base, lambda layer, rows: {layer: rows}))
+
+
 def _plain(network: TransformersLM, *, merge: bool) -> Any:
     """Return the model of transformers under adapters of ours, with what they add or without it."""
     base = network.base
@@ -126,19 +131,20 @@ def _plain(network: TransformersLM, *, merge: bool) -> Any:
 
 
 def _low_rank(
-    network: nn.Module, names: Callable[[str], list[str]]
+    network: nn.Module, names: Callable[[str, int], dict[str, int]]
 ) -> dict[str, tuple[Tensor, Tensor, float]]:
     """Return A, B and c of what each adapter adds, by the layer's name in transformers.
 
     Args:
         network: network with adapters of ours.
-        names: returns the names there of a layer, those of its outputs from the first.
+        names: returns the names there of a layer of so many outputs, each with its number of outputs, from
+            the first.
     """
     found = {}
     for layer, adapted in adapter_layers(network).items():
         a, b, scaling = adapted.low_rank()
-        parts = names(layer)
-        for part, rows in zip(parts, b.chunk(len(parts)), strict=True):
+        parts = names(layer, len(b))
+        for part, rows in zip(parts, b.split([*parts.values()]), strict=True):
             found[part] = (a, rows, scaling)
     return found
 

@@ -29,7 +29,7 @@ from fl_lightning import rng
 from fl_lightning.aggregation.sums import Addend, Sums
 from fl_lightning.client import Client
 from fl_lightning.compatibility import no_personal, only
-from fl_lightning.config.constraints import within
+from fl_lightning.config.constraints import at_least, within
 from fl_lightning.data import FederatedData
 from fl_lightning.energy import CostTable
 from fl_lightning.energy.budgets.device import Device
@@ -68,7 +68,9 @@ class HESTLadder(Method):
             entry i modulo their number.
         all_on_rounds: rounds of stage A, all branches on.
         subset_rounds: rounds of stage B, random subsets; stage C is what follows.
-        levels: K, most branches that the ladder leaves out: one in each of the last rounds of stage B.
+        levels: K, most levels below all branches: one is added in each of the last rounds of stage B.
+        branches_per_level: branches that a level leaves out more than the one before; 1, or more for networks
+            of many blocks. All of a level are chosen by the losses without each of them alone.
         search: ``elimination``: the branch whose joules cost the least loss; ``random``: any branch, a
             baseline; ``enumeration``: of all subsets the best for each budget, a baseline that bounds every
             ladder and takes 2^G passes over the validation examples; ``gates``: the branch of the lowest
@@ -108,6 +110,7 @@ class HESTLadder(Method):
         all_on_rounds: Annotated[int, ROUNDS] = 10,
         subset_rounds: Annotated[int, ROUNDS] = 6,
         levels: Annotated[int, within("[1, inf)", "a ladder has 1 level or more", "leave it out")] = 4,
+        branches_per_level: Annotated[int, at_least(1)] = 1,
         search: Search = "elimination",
         phase: Literal["all", "answer"] = "all",
         distillation: Annotated[float, within("[0, inf)", "it is 0 or more", "leave it out")] = 1.0,
@@ -125,7 +128,9 @@ class HESTLadder(Method):
         self.budget_shares, self.costs, self.phase, self.distillation = budgets, costs, phase, distillation
         self.deciding, first = controller, all_on_rounds + 1
         kept = 0 if controller == "none" else len(PARTS)
-        self.plan = LadderSearch(search, first, first + subset_rounds, levels, budgets, kept)
+        self.plan = LadderSearch(
+            search, first, first + subset_rounds, levels, budgets, kept, branches_per_level
+        )
         self.price = 0.0
         self.limited = self.personalised = not math.isinf(budgets[0])
         self.shows = frozenset({"ladder"} if self.limited else ())

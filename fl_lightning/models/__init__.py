@@ -17,7 +17,7 @@ from fl_lightning.errors import InputError
 from fl_lightning.models.channels_last import lay_out
 from fl_lightning.models.checks import check_maker, check_outputs, error_text, name_of
 from fl_lightning.models.first_inputs import FirstInputs
-from fl_lightning.models.language import LlamaTiny
+from fl_lightning.models.language import LlamaPretrained, LlamaTiny
 from fl_lightning.models.measured import MeasuredNetwork
 from fl_lightning.models.mlp import MLP
 from fl_lightning.models.published_cnns import FedAvgCNN, NIIDBenchCNN
@@ -34,6 +34,7 @@ __all__ = [
     "NETWORKS",
     "FedAvgCNN",
     "FirstInputs",
+    "LlamaPretrained",
     "LlamaTiny",
     "MeasuredNetwork",
     "NIIDBenchCNN",

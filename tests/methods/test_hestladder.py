@@ -17,6 +17,7 @@ from laddered import (
     ledger_of,
     rows_of,
     some,
+    three_blocks,
     two_blocks,
     with_ladder,
 )
@@ -193,6 +194,25 @@ def test_enumeration_takes_the_best_of_all_subsets():
     shares = BranchCosts.of(method.devices[0], "q99").share(all_masks(4))
     for row, budget in ((1, 0.8), (2, 0.5)):
         assert float(method.server["ladder_losses"][row]) == float(losses[shares <= budget].min())
+
+
+def test_a_level_may_leave_out_several_branches():
+    """By hand: of attention 4 and feed-forward 2.5 millijoules, the prices are .03/4, .02/2.5, .2/4, .04/2.5, .1/4
+    and .0/2.5; two go in a level, and then one is enough for the budget. What each adds to the loss is added up."""
+    method, _ = built_ladder(
+        network=three_blocks, costs=branch_costs(3), budget=0.6, branches_per_level=2, round=4
+    )
+    alone = torch.tensor([0.5, 0.53, 0.52, 0.7, 0.54, 0.6, 0.5])
+    method.server["ladder"], method.server["protected"] = torch.ones(3, 6).to(torch.uint8), torch.zeros(6)
+    for round in (3, 4):
+        found = method.plan.next_entries(
+            method.server, alone, round, method.devices[0], method.stream("ladder")
+        )
+        method.server |= found
+    assert method.server["ladder"].tolist() == [[1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 0]]
+    assert method.server["ladder_losses"].tolist() == pytest.approx([0.5, 0.53, 0.52])
+    shares = BranchCosts.of(method.devices[0], "q99").share(method.server["ladder"].bool())
+    assert shares.tolist() == pytest.approx([1.0, 14.2 / 20.7, 11.7 / 20.7])
 
 
 def test_a_ladder_that_ends_above_the_budget_says_so(tmp_path, caplog):

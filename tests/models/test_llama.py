@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
+from torch.nn import functional as F
 
 from fl_lightning.errors import InputError, MisuseError
 from fl_lightning.models.language import Llama
-from fl_lightning.models.language.llama import transformers_settings, transformers_weights
+from fl_lightning.models.language.llama import Variant, transformers_settings, transformers_weights
 
 VOCABULARY = 259
 LENGTHS = [17, 3, 9, 1, 12]
 
 
-def network(seed: int = 0, **sizes: int) -> Llama:
+def network(seed: int = 0, **sizes: Any) -> Llama:
     """A network whose attention is far from even, so that a wrong position shows."""
     torch.manual_seed(seed)
     made = Llama(VOCABULARY, **sizes)
@@ -68,6 +71,26 @@ def test_logits_and_gradients_are_those_of_transformers(sizes: dict[str, int]):
     for name, weight in theirs.named_parameters():
         scale = weight.grad.abs().max().item()
         torch.testing.assert_close(found[name], weight.grad, rtol=1e-3, atol=1e-4 * scale, msg=name)
+
+
+def test_shared_heads_of_keys_are_equal_heads():
+    """A network of four heads whose keys and values are two by two the same has the logits, and the answers from
+    its cache, of one with two heads of keys and values."""
+    shared = network(width=32, depth=2, heads=4, variant=Variant(key_heads=2, tied=False))
+    whole = Llama(VOCABULARY, width=32, depth=2, heads=4, variant=Variant(tied=False))
+    weights = shared.state_dict()
+    for name in [name for name in weights if "qkv" in name]:
+        query, keys, values = weights[name].split((32, 16, 16))
+        twice = [one.view(2, 8, 32).repeat_interleave(2, 0).flatten(0, 1) for one in (keys, values)]
+        weights[name] = torch.cat((query, *twice))
+    whole.load_state_dict(weights)
+    ids, mask = prompts()
+    torch.testing.assert_close(shared(ids), whole(ids))
+    assert not torch.allclose(
+        shared(ids), F.linear(shared.features(ids, torch.arange(17)[None]), shared.embed_tokens.weight)
+    )
+    answers = [one.generate(ids, mask, max_new_tokens=6, eos=None, pad=0) for one in (shared, whole)]
+    assert torch.equal(*answers)
 
 
 def test_a_token_sees_nothing_behind_it():

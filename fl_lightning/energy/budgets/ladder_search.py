@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fl_lightning.energy.budgets.device import Device
 from fl_lightning.energy.budgets.ladder import (
+    LARGEST_LOSS,
     BranchCosts,
     all_masks,
     best_within,
@@ -47,6 +48,7 @@ class LadderSearch:
         levels: K.
         budgets: of the clients, as shares.
         kept: the first branches that are never left out, because levels are decided by what they compute.
+        step: branches that a level leaves out more than the one before.
     """
 
     kind: Search
@@ -55,6 +57,7 @@ class LadderSearch:
     levels: int
     budgets: Sequence[float]
     kept: int = 0
+    step: int = 1
 
     def start(self, branches: int) -> dict[str, Tensor]:
         """Return what a server knows before the search: ``ladder`` uint8 ``[K + 1, G]``, each level as
@@ -151,22 +154,28 @@ class LadderSearch:
         noise: np.random.Generator,
         gates: Tensor | None,
     ) -> dict[str, Tensor]:
-        """Return the ladder with one level more, unless its last fits the smallest budget already."""
-        base, protected = known["ladder"][-1].bool(), known["protected"].bool()
-        free, mask, branch = (base & ~protected).nonzero()[:, 0].tolist(), base, -1
-        if float(charged.share(base.unsqueeze(0))) > min(self.budgets) and free:
+        """Return the ladder with one level more: branches are left out of the last one, as far as it does not
+        fit the smallest budget already."""
+        mask, protected = known["ladder"][-1].bool(), known["protected"].bool()
+        left_out: list[int] = []
+        while len(left_out) < self.step:
+            free = (mask & ~protected).nonzero()[:, 0].tolist()
+            if not free or float(charged.share(mask.unsqueeze(0))) <= min(self.budgets):
+                break
             if gates is not None:
-                mask = without(base, min(free, key=gates.tolist().__getitem__))
+                branch = min(free, key=gates.tolist().__getitem__)
             elif losses is None:
-                mask = without(base, free[int(noise.integers(len(free)))])
+                branch = free[int(noise.integers(len(free)))]
             else:
-                mask, branch = next_mask(base, losses, costs.branches, protected)
+                _, branch = next_mask(mask, losses, costs.branches, protected)
+            mask = without(mask, branch)
+            left_out.append(branch)
         ladder, of_levels = known["ladder"].clone(), known["ladder_losses"].clone()
         ladder[level:] = mask.to(torch.uint8)
         if losses is not None:
             if level == 1:
                 of_levels[0] = losses[0]
-            of_levels[level:] = losses[branch + 1]
+            of_levels[level:] = _loss_without(left_out, losses)
         return {"ladder": ladder, "ladder_losses": of_levels}
 
     def _best(self, known: Mapping[str, Tensor], losses: Tensor, charged: BranchCosts) -> dict[str, Tensor]:
@@ -181,3 +190,17 @@ class LadderSearch:
             best = best_within(shares, losses.double(), budget)
             ladder[level:], of_levels[level:] = masks[best].to(torch.uint8), losses[best]
         return {"ladder": ladder, "ladder_losses": of_levels}
+
+
+def _loss_without(branches: Sequence[int], losses: Tensor) -> Tensor:
+    """Return the loss of a subset that lacks some branches more than the one that was measured: of several,
+    what each adds by itself is added up.
+
+    Args:
+        branches: which ones.
+        losses: of that subset, and without each branch, ``[G + 1]``.
+    """
+    if len(branches) < 2:
+        return losses[branches[0] + 1 if branches else 0]
+    each = losses[torch.tensor(branches) + 1]
+    return (losses[0] + (each - losses[0]).sum()).clamp(0, LARGEST_LOSS)

@@ -24,7 +24,7 @@ BRANCH_TABLE = "llama_tiny_branches"
 """The shipped table of costs of branches."""
 BRANCH_ADVICE = (
     "calibrate: python -m fl_lightning energy --calibrate true --scope branch --adapter merged "
-    "--out costs.json, and write --model.costs costs.json"
+    "--out costs.json, for a LlamaPretrained with --network hf:NAME, and write --model.costs costs.json"
 )
 """How to make a table of costs of branches, for error messages."""
 Costs: TypeAlias = str | CostTable | None

@@ -20,6 +20,7 @@ from fl_lightning.models.adapters import (
     DEFAULT_RANK,
 )
 from fl_lightning.models.language.hf import PREFIX, TransformersLM
+from fl_lightning.models.language.llama_pretrained import LlamaPretrained
 from fl_lightning.models.language.tiny import BYTE_VOCABULARY
 from fl_lightning.tasks import LanguageModelling
 
@@ -29,7 +30,13 @@ ALL_DIRECTIONS = 96
 
 
 def adapted_network(
-    network: str, adapter: str | None = None, rank: int | None = None, targets: str = ALL_LINEAR
+    network: str,
+    adapter: str | None = None,
+    rank: int | None = None,
+    targets: str = ALL_LINEAR,
+    *,
+    gguf_file: str | None = None,
+    of_blocks: bool = False,
 ) -> nn.Module:
     """Return a network with adapters in evaluation mode, as :func:`fl_lightning.models.build_network` makes
     it for a run.
@@ -40,6 +47,9 @@ def adapted_network(
             of ``llama_tiny``, ``lora`` of others.
         rank: their rank. Default: 96 for ``spectral`` and ``svft`` of ``llama_tiny``, else 8.
         targets: ``all-linear``, or names of layers with commas between them.
+        gguf_file: the file of ``hf:NAME_OR_FOLDER`` that has the weights, where they are GGUF.
+        of_blocks: whether ``hf:NAME_OR_FOLDER`` is made of the project's own blocks, whose branches are
+            switched.
 
     Raises:
         InputError: there is no such network or kind, or the network refuses the adapters.
@@ -57,7 +67,10 @@ def adapted_network(
         "adapter": kind,
         "targets": targets if targets == ALL_LINEAR else targets.split(","),
     }
-    maker: Any = LANGUAGE_NETWORKS[network] if ours else partial(TransformersLM, name=network[len(PREFIX) :])
+    maker: Any = LANGUAGE_NETWORKS.get(network)
+    if not ours:
+        theirs: Any = LlamaPretrained if of_blocks else TransformersLM
+        maker = partial(theirs, name=network[len(PREFIX) :], gguf_file=gguf_file)
     ids = torch.zeros(2, 2, dtype=torch.int64)
     vocabulary = BYTE_VOCABULARY if ours else 1  # that of a model of transformers may be larger
     made = build_network(partial(maker, **settings), vocabulary, (2,), task=LanguageModelling(), inputs=ids)

@@ -1,12 +1,14 @@
 """Causal language models and their adapters. Outputs are the logits ``[B, T, V]`` of the next token."""
 
 from fl_lightning.models.language.llama import Llama, TokenInputs
+from fl_lightning.models.language.llama_pretrained import LlamaPretrained
 from fl_lightning.models.language.lora import LoRALinear, add_lora, lora_layers, merged_lora
 from fl_lightning.models.language.tiny import BYTE_VOCABULARY, LlamaTiny
 
 __all__ = [
     "BYTE_VOCABULARY",
     "Llama",
+    "LlamaPretrained",
     "LlamaTiny",
     "LoRALinear",
     "TokenInputs",

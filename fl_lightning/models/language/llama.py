@@ -1,9 +1,11 @@
-"""A Llama network with few calls per block: RMSNorm, rotary positions, SwiGLU, a head tied to the embedding.
+"""A Llama network with few calls per block: RMSNorm, rotary positions, SwiGLU, by default a head tied to the
+embedding.
 
 Sources: Touvron et al. 2023, arXiv 2302.13971 (Llama); Su et al. 2021, arXiv 2104.09864 (rotary positions);
-Shazeer 2020, arXiv 2002.05202 (SwiGLU). The query, key and value projections are one matrix, and so are the
-gate and up projections. The logits are those of transformers' ``LlamaForCausalLM`` with the weights that
-:func:`transformers_weights` makes.
+Shazeer 2020, arXiv 2002.05202 (SwiGLU); Ainslie et al. 2023, arXiv 2305.13245 (keys and values that several
+heads share). The query, key and value projections are one matrix, and so are the gate and up projections.
+The logits are those of transformers' ``LlamaForCausalLM`` with the weights that :func:`transformers_weights`
+makes.
 
 ``B`` sequences, ``T`` positions, ``S`` positions of the cache, ``V`` tokens of the vocabulary, ``H`` heads,
 ``D`` features of a head.
@@ -14,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +33,37 @@ ROTARY_BASE = 10_000.0
 EMBEDDING_STD = 0.05
 
 
+@dataclass(frozen=True)
+class Variant:
+    """In what a network of the Llama family differs from the project's own ones.
+
+    Args:
+        key_heads: heads of keys and values, a divisor of H; None: H.
+        head_width: D, an even number; None: the width over H.
+        epsilon: that the norms add to a mean square.
+        tied: whether the head has the weights of the embedding.
+        longest: tokens of the sequences that it was trained on, which nothing depends on here; None: unknown.
+        positions: transformers' settings of the rotary tables, of which ``frequencies`` were made.
+        frequencies: radians by which a position turns each pair of features of a head, float32 ``[D / 2]``;
+            None: ``ROTARY_BASE`` to the power of -2 i / D.
+        rotary_scale: what the rotary tables are multiplied by, as some forms of longer contexts have it.
+    """
+
+    key_heads: int | None = None
+    head_width: int | None = None
+    epsilon: float = NORM_EPSILON
+    tied: bool = True
+    longest: int | None = None
+    positions: Mapping[str, Any] = field(
+        default_factory=lambda: {"rope_type": "default", "rope_theta": ROTARY_BASE}
+    )
+    frequencies: Tensor | None = None
+    rotary_scale: float = 1.0
+
+
+USUAL = Variant()
+
+
 class Llama(Generating):
     """A causal language model with new weights from torch's current generator.
 
@@ -43,6 +76,7 @@ class Llama(Generating):
         heads: H, attention heads.
         hidden: features inside the feed-forward layer; by default 8/3 of the width, rounded down to a
             multiple of 8.
+        variant: in what it differs from others.
 
     Raises:
         InputError: a size is less than 1, or the width is no multiple of ``2 * heads``.
@@ -54,24 +88,35 @@ class Llama(Generating):
 
     reads_tokens = True
     """Declares to ``build_network`` that examples are token ids and outputs are ``[B, T, V]``."""
+    source: str = ""
+    """Name or folder from which transformers loads the base; empty: there is none."""
     cache_kind: type[KeyValueCache]
     """What keys and values are kept in while answers are written; a :class:`KeyValueCache`."""
 
     def __init__(
-        self, vocab_size: int, width: int = 96, depth: int = 4, heads: int = 4, hidden: int | None = None
+        self,
+        vocab_size: int,
+        width: int = 96,
+        depth: int = 4,
+        heads: int = 4,
+        hidden: int | None = None,
+        variant: Variant = USUAL,
     ) -> None:
         super().__init__()
         hidden = int(8 * width / 3) // 8 * 8 if hidden is None else hidden
         require(
-            min(vocab_size, width, depth, heads, hidden) >= 1 and width % (2 * heads) == 0,
+            min(vocab_size, width, depth, heads, hidden) >= 1
+            and (variant.head_width is not None or width % (2 * heads) == 0),
             f"vocab_size={vocab_size}, width={width}, depth={depth}, heads={heads}, hidden={hidden}",
             "all are 1 or more, and the width is a multiple of 2 * heads",
             "write e.g. width 96, depth 4, heads 4",
         )
         self.heads, self.hidden, self.cache_kind = heads, hidden, KeyValueCache
+        self.variant, self.head_width = variant, variant.head_width or width // heads
         self.embed_tokens = nn.Embedding(vocab_size, width)
-        self.layers = nn.ModuleList(Block(width, heads, hidden) for _ in range(depth))
-        self.norm = nn.RMSNorm(width, NORM_EPSILON)
+        self.layers = nn.ModuleList(Block(width, heads, hidden, variant) for _ in range(depth))
+        self.norm = nn.RMSNorm(width, variant.epsilon)
+        self.lm_head = None if variant.tied else nn.Linear(width, vocab_size, bias=False)
         self._draw_weights()
 
     @torch.no_grad()
@@ -107,14 +152,21 @@ class Llama(Generating):
             cache: keys and values of earlier positions; those of these tokens are added.
         """
         x = self.embed_tokens(ids)
-        rotary = rotary_tables(positions, x.shape[-1] // self.heads)
+        rotary = rotary_tables(positions, self.head_width, self.variant)
         for index, layer in enumerate(self.layers):
             x = layer(x, rotary, None if cache is None else cache.of_layer(index, positions))
         return self.norm(x)
 
+    def rows_in_transformers(self, layer: str, rows: int) -> dict[str, int]:
+        """Return a layer's names in transformers, each with its number of rows; see
+        :func:`transformers_rows`."""
+        return transformers_rows(layer, rows, self.heads * self.head_width)
+
     def logits(self, features: Tensor) -> Tensor:
-        """Return logits ``[..., V]`` of features ``[..., width]``, by the weights of the embedding."""
-        return F.linear(features, self.embed_tokens.weight)
+        """Return logits ``[..., V]`` of features ``[..., width]``, by the weights of the embedding where they
+        are tied."""
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        return F.linear(features, head.weight)
 
     def continued(
         self, ids: Tensor, lengths: Tensor, max_new_tokens: int, eos: int | None, filler: int
@@ -140,11 +192,11 @@ class Llama(Generating):
 class Block(nn.Module):
     """Attention and a feed-forward layer, each on normalised features and added to them."""
 
-    def __init__(self, width: int, heads: int, hidden: int) -> None:
+    def __init__(self, width: int, heads: int, hidden: int, variant: Variant = USUAL) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(width, NORM_EPSILON)
-        self.self_attn = Attention(width, heads)
-        self.post_attention_layernorm = nn.RMSNorm(width, NORM_EPSILON)
+        self.input_layernorm = nn.RMSNorm(width, variant.epsilon)
+        self.self_attn = Attention(width, heads, variant)
+        self.post_attention_layernorm = nn.RMSNorm(width, variant.epsilon)
         self.mlp = FeedForward(width, hidden)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], cache: LayerCache | None = None) -> Tensor:
@@ -154,13 +206,18 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention over H heads with rotary positions; ``qkv_proj`` is W_q, W_k and W_v in one."""
+    """Causal attention over H heads with rotary positions; ``qkv_proj`` is W_q, W_k and W_v in one.
 
-    def __init__(self, width: int, heads: int) -> None:
+    Where there are fewer heads of keys and values, each serves several heads of queries that stand together.
+    """
+
+    def __init__(self, width: int, heads: int, variant: Variant = USUAL) -> None:
         super().__init__()
-        self.heads = heads
-        self.qkv_proj = nn.Linear(width, 3 * width, bias=False)
-        self.o_proj = nn.Linear(width, width, bias=False)
+        self.heads, self.key_heads = heads, variant.key_heads or heads
+        self.head_width = variant.head_width or width // heads
+        rows = (heads + 2 * self.key_heads) * self.head_width
+        self.qkv_proj = nn.Linear(width, rows, bias=False)
+        self.o_proj = nn.Linear(heads * self.head_width, width, bias=False)
 
     def forward(
         self,
@@ -178,21 +235,35 @@ class Attention(nn.Module):
             written: which tokens other tokens may see, bool ``[B, T]``; None: all. A cache that is given with
                 it takes it too.
         """
-        size, length, width = x.shape
-        split = self.qkv_proj(x).view(size, length, 3, self.heads, width // self.heads)
-        by_head = split.permute(2, 0, 3, 1, 4)  # [3, B, H, T, D]
-        query, key = rotated(by_head[:2], *rotary)
-        if cache is None:
+        size, length, _ = x.shape
+        query, key, value = self._projected(x, rotary)
+        keys, values = key, value
+        if cache is not None:
+            found = cache.append(key, value) if written is None else cache.append(key, value, written)
+            keys, values, visible = found
+        else:
             visible = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
             if written is not None:
                 itself = torch.eye(length, dtype=torch.bool, device=x.device)
                 visible = visible & (written[:, None, None, :] | itself)
-            seen = attention(query, key, by_head[2], visible)
-        elif written is None:
-            seen = attention(query, *cache.append(key, by_head[2]))
-        else:
-            seen = attention(query, *cache.append(key, by_head[2], written))
-        return self.o_proj(seen.transpose(1, 2).reshape(size, length, width))
+        if self.key_heads < self.heads:
+            shared = self.heads // self.key_heads
+            keys, values = (one.repeat_interleave(shared, dim=1) for one in (keys, values))
+        seen = attention(query, keys, values, visible)
+        return self.o_proj(seen.transpose(1, 2).reshape(size, length, -1))
+
+    def _projected(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries ``[B, H, T, D]``, and keys and values of the heads that they have."""
+        size, length, _ = x.shape
+        together = self.qkv_proj(x)
+        if self.key_heads == self.heads:
+            split = together.view(size, length, 3, self.heads, self.head_width)
+            by_head = split.permute(2, 0, 3, 1, 4)  # [3, B, H, T, D]
+            query, key = rotated(by_head[:2], *rotary)
+            return query, key, by_head[2]
+        every = together.view(size, length, -1, self.head_width).transpose(1, 2)
+        query, key, value = every.split((self.heads, self.key_heads, self.key_heads), dim=1)
+        return rotated(query, *rotary), rotated(key, *rotary), value
 
 
 class FeedForward(nn.Module):
@@ -224,12 +295,17 @@ def attention(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> T
     return scores.masked_fill(~visible, -math.inf).softmax(dim=-1).to(values.dtype) @ values
 
 
-def rotary_tables(positions: Tensor, head_width: int) -> tuple[Tensor, Tensor]:
+def rotary_tables(positions: Tensor, head_width: int, variant: Variant = USUAL) -> tuple[Tensor, Tensor]:
     """Return cosines and sines, float32 ``[1 or B, 1, T, D]``, of positions int64 ``[1 or B, T]``."""
-    halves = torch.arange(0, head_width, 2, device=positions.device, dtype=torch.float32) / head_width
-    angles = positions.unsqueeze(-1).float() * ROTARY_BASE**-halves
+    if variant.frequencies is None:
+        halves = torch.arange(0, head_width, 2, device=positions.device, dtype=torch.float32) / head_width
+        angles = positions.unsqueeze(-1).float() * ROTARY_BASE**-halves
+    else:
+        angles = positions.unsqueeze(-1).float() * variant.frequencies.to(positions.device)
     both = torch.cat((angles, angles), dim=-1).unsqueeze(1)
-    return both.cos(), both.sin()
+    if variant.rotary_scale == 1.0:
+        return both.cos(), both.sin()
+    return both.cos() * variant.rotary_scale, both.sin() * variant.rotary_scale
 
 
 def rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
@@ -284,16 +360,29 @@ FUSED_LAYERS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("ga
 """Which layers of transformers' ``LlamaForCausalLM`` a layer of :class:`Llama` is, one below the other."""
 
 
-def transformers_names(name: str) -> list[str]:
-    """Return the names in transformers' ``LlamaForCausalLM`` of what has this name in :class:`Llama`.
+def transformers_rows(name: str, rows: int, attended: int) -> dict[str, int]:
+    """Return what has this name in :class:`Llama` by its names in transformers' ``LlamaForCausalLM``, each
+    with its number of rows, from the first.
 
-    >>> transformers_names("layers.0.mlp.gate_up_proj")
-    ['model.layers.0.mlp.gate_proj', 'model.layers.0.mlp.up_proj']
+    Args:
+        name: of a weight or a layer.
+        rows: of the weight.
+        attended: features of all heads of queries, H D.
+
+    >>> transformers_rows("layers.0.mlp.gate_up_proj", 512, 96)
+    {'model.layers.0.mlp.gate_proj': 256, 'model.layers.0.mlp.up_proj': 256}
+    >>> list(transformers_rows("layers.0.self_attn.qkv_proj", 160, 96).values())
+    [96, 32, 32]
     """
+    if name.startswith("lm_head"):
+        return {name: rows}
     fused = next((part for part in FUSED_LAYERS if part in name), None)
     if fused is None:
-        return [f"model.{name}"]
-    return [f"model.{name.replace(fused, part)}" for part in FUSED_LAYERS[fused]]
+        return {f"model.{name}": rows}
+    names = [f"model.{name.replace(fused, part)}" for part in FUSED_LAYERS[fused]]
+    first = attended if fused == "qkv_proj" else rows // 2
+    each = (rows - first) // (len(names) - 1)
+    return dict(zip(names, [first, *[each] * (len(names) - 1)], strict=True))
 
 
 def transformers_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -302,25 +391,30 @@ def transformers_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Args:
         weights: the ``state_dict()`` of a network without adapters.
     """
+    attended = weights["layers.0.self_attn.o_proj.weight"].shape[1]
     found: dict[str, Tensor] = {}
     for name, weight in weights.items():
-        parts = transformers_names(name)
-        for part, piece in zip(parts, weight.chunk(len(parts)), strict=True):
+        parts = transformers_rows(name, len(weight), attended)
+        for (part, _), piece in zip(parts.items(), weight.split([*parts.values()]), strict=True):
             found[part] = piece if len(parts) == 1 else piece.clone()
-    return {**found, "lm_head.weight": weights["embed_tokens.weight"]}
+    return {"lm_head.weight": weights["embed_tokens.weight"], **found}
 
 
-def transformers_settings(network: Llama) -> dict[str, object]:
+def transformers_settings(network: Llama) -> dict[str, Any]:
     """Return the arguments of transformers' ``LlamaConfig`` for a network of this shape."""
+    variant = network.variant
     return {
         "vocab_size": network.embed_tokens.num_embeddings,
         "hidden_size": network.embed_tokens.embedding_dim,
         "intermediate_size": network.hidden,
         "num_hidden_layers": len(network.layers),
         "num_attention_heads": network.heads,
-        "rms_norm_eps": NORM_EPSILON,
-        "tie_word_embeddings": True,
+        "num_key_value_heads": variant.key_heads or network.heads,
+        "head_dim": network.head_width,
+        "rms_norm_eps": variant.epsilon,
+        "tie_word_embeddings": variant.tied,
         "attention_bias": False,
         "mlp_bias": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": ROTARY_BASE},
+        "rope_parameters": {**variant.positions},
+        **({} if variant.longest is None else {"max_position_embeddings": variant.longest}),
     }

@@ -1,0 +1,94 @@
+"""Models of the Llama family from a folder: transformers' logits and answers, adapters in peft, and refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fl_lightning.errors import InputError
+from fl_lightning.models import LlamaPretrained
+
+transformers = pytest.importorskip("transformers")
+
+LONGER = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+FORMS: dict[str, dict[str, Any]] = {
+    "SmolLM2": {"num_key_value_heads": 2, "tie_word_embeddings": True},
+    "Llama 3": {"num_key_value_heads": 1, "tie_word_embeddings": False, "rope_parameters": LONGER},
+    "wide heads": {"head_dim": 24, "rms_norm_eps": 1e-5, "rope_parameters": YARN},
+}
+
+
+def saved(folder: Path, kind: str = "Llama", **settings: Any) -> Any:
+    """Return a small model of transformers that has been written to a folder."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 128}
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.3}
+    config = getattr(transformers, f"{kind}Config")(**{**sizes, **shape, **settings})
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_logits_and_answers_are_those_of_transformers(form, tmp_path):
+    from fl_lightning.models.language.hf import to_transformers
+
+    theirs = saved(tmp_path, **FORMS[form])
+    ours = LlamaPretrained(300, str(tmp_path), rank=2)
+    ids, mask = torch.randint(0, 300, (3, 70)), torch.ones(3, 70, dtype=torch.int64)
+    expected = theirs(input_ids=ids).logits
+    assert expected.std() > 1
+    torch.testing.assert_close(ours(ids), expected, rtol=1e-4, atol=1e-4)
+    answers = ours.generate(ids, mask, max_new_tokens=8, eos=None, pad=0)
+    asked = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    assert torch.equal(answers, theirs.generate(ids, attention_mask=mask, **asked)[:, 70:])
+    back = to_transformers(ours)
+    assert torch.equal(back(input_ids=ids).logits, expected)
+
+
+def test_all_linear_layers_but_the_head_have_adapters(tmp_path):
+    saved(tmp_path, tie_word_embeddings=False)
+    torch.manual_seed(0)
+    network = LlamaPretrained(300, str(tmp_path), rank=2)
+    adapted = {name.split(".lora")[0] for name, weight in network.named_parameters() if weight.requires_grad}
+    layers = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    assert adapted == {f"layers.{block}.{layer}" for block in range(2) for layer in layers}
+    whole = LlamaPretrained(300, str(tmp_path), rank=0)
+    assert all(weight.requires_grad for weight in whole.parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "says"),
+    [
+        ("Qwen2", {}, "architecture qwen2"),
+        ("Llama", {"attention_bias": True}, "biases in linear layers"),
+        ("Llama", {"hidden_act": "gelu"}, "activation gelu"),
+        ("Mistral", {"sliding_window": 16}, "sliding window of 16 tokens"),
+    ],
+)
+def test_other_blocks_are_refused(kind, settings, says, tmp_path):
+    saved(tmp_path, kind, **settings)
+    with pytest.raises(InputError, match=says):
+        LlamaPretrained(300, str(tmp_path))
+
+
+def test_data_of_more_tokens_are_refused(tmp_path):
+    saved(tmp_path)
+    with pytest.raises(InputError, match="300 tokens on data of 301"):
+        LlamaPretrained(301, str(tmp_path))
