@@ -202,8 +202,8 @@ def switch_branches(network: nn.Module) -> BranchBoard:
         known and blocks,
         f"network {type(network).__name__}",
         "branches are switched in blocks of the project's own Llama",
-        "write network: llama_tiny, or LlamaPretrained with the name of a Llama, or --model HEST, which switches "
-        "the layers of any language model",
+        "write network: llama_tiny, or LlamaPretrained with the name of a Llama, or --model HEST, which "
+        "switches the layers of any language model",
     )
     assert isinstance(blocks, nn.ModuleList)
     board = BranchBoard(len(PARTS) * len(blocks))
