@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,3 +93,25 @@ def test_data_of_more_tokens_are_refused(tmp_path):
     saved(tmp_path)
     with pytest.raises(InputError, match="300 tokens on data of 301"):
         LlamaPretrained(301, str(tmp_path))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("form", FORMS)
+def test_its_adapters_load_in_peft_on_the_base_that_is_named(form, tmp_path):
+    peft = pytest.importorskip("peft")
+    from fl_lightning.export.language import write_peft
+    from fl_lightning.export.trained_model import TrainedModel
+
+    base, folder = tmp_path / "base", tmp_path / "adapter"
+    saved(base, **FORMS[form])
+    folder.mkdir()
+    network = LlamaPretrained(300, str(base), rank=2)
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight.add_(0.1 * torch.randn_like(weight) if weight.requires_grad else 0)
+    needs = write_peft(TrainedModel(network, SimpleNamespace(tokenizer=None)), folder)
+    assert needs == f"transformers and peft, and the base {base}"
+    assert not (folder / "base").exists()
+    theirs = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), folder)
+    ids = torch.randint(0, 300, (3, 70))
+    torch.testing.assert_close(theirs(input_ids=ids).logits, network(ids), rtol=1e-4, atol=1e-4)
