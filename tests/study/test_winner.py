@@ -9,6 +9,8 @@ from compared import comparison_of, report_of
 from synthetic_runs import make_run
 
 from fl_lightning.study.report.compare import compare
+from fl_lightning.study.report.comparison import Comparison
+from fl_lightning.study.statistics import sequence_interval
 from fl_lightning.tasks import Classification, LanguageModelling, Regression
 
 pytestmark = pytest.mark.usefixtures("figures_only_where_looked_at")
@@ -60,6 +62,8 @@ def test_who_has_learnt(tmp_path):
     assert learnt("worse, with one seed", [0.05], guess=0.1) is False
     assert learnt("better, with one seed", [0.9], guess=0.1) is None
     assert learnt("a run of before", [0.9, 0.91, 0.92]) is None
+    looked_at = Comparison(comparison_of(tmp_path / "by interval").results, sequence_interval)
+    assert looked_at.has_learnt("A", {}) is None  # seeds that are added: three say nothing
     perplexity = {"task": LanguageModelling()}
     assert learnt("less is better", [20.0, 21.0, 22.0], guess=60.0, **perplexity) is True
     assert learnt("less is better, and it is not less", [60.0, 61.0, 62.0], guess=60.0, **perplexity) is False

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, product
-from math import isnan
+from math import isinf, isnan
 
 import numpy as np
 import pandas as pd
@@ -346,7 +346,8 @@ class Comparison:
                 f"{2.0 ** (1 - fewest):.3g})"
             )
         if self.has_learnt(leader, levels) is False:
-            return f"but it has not learnt anything: its {self._no_better_than_guess([leader], levels)}"
+            metric, guess = self._against_guess([leader], levels)
+            return f"but it has not learnt anything: its {metric} is not {guess}"
         return ""
 
     def has_learnt(self, label: str, levels: Levels) -> bool | None:
@@ -367,24 +368,26 @@ class Comparison:
         if len(gains) == 1:
             return None
         low, _ = self.interval(gains.tolist())
+        if isinf(low):  # a sequence of intervals says nothing yet
+            return None
         return isnan(low) or low > 0  # of equal values there is no interval
 
-    def _no_better_than_guess(self, labels: Sequence[str], levels: Levels) -> str:
+    def _against_guess(self, labels: Sequence[str], levels: Levels) -> tuple[str, str]:
+        """Return the primary metric's title, and the words for what is better than a constant guess."""
         runs = [run for label in labels for run in self.runs(label, levels).values()]
         written = self.column(self.study.selected_metric)
         ends = (choose(run.constant_guess for run in runs) for choose in (min, max))
         shown = " to ".join(dict.fromkeys(map(written.number, ends)))
-        return (
-            f"{written.title} is not better, by the 95 % interval, than {shown}, which one answer to all "
-            "test examples can have"
-        )
+        guess = f"better, by the 95 % interval, than {shown}, which one answer to all test examples can have"
+        return written.title, guess
 
     def nobody_learnt(self, levels: Levels) -> str:
         """Return a sentence where it is known of every method that it has not learnt anything; else empty."""
         labels = [label for label in self.labels if self.runs(label, levels)]
         if not labels or any(self.has_learnt(label, levels) is not False for label in labels):
             return ""
-        return f"Nobody has learnt anything: no method's {self._no_better_than_guess(labels, levels)}."
+        metric, guess = self._against_guess(labels, levels)
+        return f"Nobody has learnt anything: no method's {metric} is {guess}."
 
     def _missing(self, ranked: Sequence[str]) -> str:
         absent = [label for label in self.study.methods if label not in ranked]
