@@ -106,12 +106,12 @@ def over(
     curve: Callable[[Sequence[FinishedRun], Column], Curve],
 ) -> Figure | None:
     """Draw the primary metric of every method over rounds, megabytes or virtual seconds; None where nothing
-    was evaluated."""
+    was evaluated, or each run once."""
     task, tested = comparison.study.task, tested_as(comparison)
     runs = {label: list(comparison.runs(label, levels).values()) for label in comparison.labels}
     curves = {label: curve(of_one, tested) for label, of_one in runs.items() if of_one}
     curves = {label: (x, y) for label, (x, y) in curves.items() if x.size}
-    if not curves:
+    if all(x.size < 2 for x, _ in curves.values()):
         return None
     title = title_of(f"Test {task.primary_in_words}, mean and standard deviation over seeds", levels)
     of_x = xlabel != "round" and is_wide([x[-1] for x, _ in curves.values()])
@@ -169,13 +169,14 @@ def _panels(
         open_frame(axes)
         axes.set_title(label, fontsize="small")
         for x, y in curves.values():
-            axes.plot(x, y.mean(axis=0), color="#D0D0D0", linewidth=0.7)
+            axes.plot(x, y.mean(axis=0), ".-" if x.size < 2 else "-", color="#D0D0D0", linewidth=0.7)
         for name, colour, width in [*((name, RED, 1.8) for name in proposed), (label, BLUE, 1.8)]:
             x, y = curves[name]
             mean = y.mean(axis=0)
             text = f"{name} ({len(y)} seeds)" if name in proposed else "the method above the panel"
             line = "--" if name in proposed else "-"
-            axes.plot(x, mean, color=colour, linestyle=line, linewidth=width, label=text)
+            point = "o" if x.size < 2 else ""
+            axes.plot(x, mean, point, color=colour, linestyle=line, linewidth=width, label=text)
             if len(y) > 1:
                 spread = y.std(axis=0, ddof=1)
                 style, hatch = ("--", HATCHES[0]) if name in proposed else ("-", HATCHES[1])

@@ -23,6 +23,7 @@ from fl_lightning.study.report.curves import (
     seconds_curve,
     title_of,
 )
+from fl_lightning.study.report.difference_matrix import difference_matrix
 from fl_lightning.study.report.energy_figure import PANELS, quality_over_joules
 from fl_lightning.study.report.overall import MIN_LEVELS, overall_diagram
 from fl_lightning.study.report.pareto import pareto
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 NAME_LENGTH = 34
 """Characters of a name in a line; longer names are wrapped."""
+MOST_PAIRS = 45
+"""Pairs of ten methods, which have a row each."""
 OUTLIER_RATIO = 5.0
 """A row of differences that reaches so many times as far as the others is an outlier."""
 FIGURES = re.compile(
@@ -124,7 +127,8 @@ def by_method(comparison: Comparison, levels: Levels) -> Figure | None:
 
 
 def forest(comparison: Comparison, levels: Levels) -> Figure | None:
-    """Draw paired differences: every seed, the mean and both intervals.
+    """Draw paired differences: every seed, the mean and both intervals; of more pairs than a page has room
+    for the means alone, as a matrix.
 
     Where one is far from all others, the others are drawn a second time in a panel of their own.
     """
@@ -132,6 +136,8 @@ def forest(comparison: Comparison, levels: Levels) -> Figure | None:
     found = [one for one in comparison.differences(comparison.study.metric, levels) if one.seeds]
     if not found:
         return None
+    if len(found) > MOST_PAIRS:
+        return difference_matrix(comparison, levels, found)
     names = [f"{one.a} − {one.b}" for one in found]
     xlabel = f"difference in {written.title.replace('(%)', '(percentage points)')}"
     figure, whole = _rows(title_of("Differences, paired by seed", levels), xlabel, names)
