@@ -89,8 +89,8 @@ class TextData(FederatedData):
         val_fraction: share of each client's examples that is held out for validation, in [0, 1).
         public_examples: training examples of the public set; 0: no public set.
         context: largest number of tokens that the network sees at once.
-        tokenizer: makes tokens of text: ``hf:NAME_OR_FOLDER``, that of a model of transformers, or the class path
-            of another one; null: bytes.
+        tokenizer: makes tokens of text: ``hf:NAME_OR_FOLDER``, that of a model of transformers, or the class
+            path of another one; null: bytes.
         generate: whether answers are generated for exact match and ROUGE-L, up to the longest true one.
         primary: the metric that selects: perplexity, token_accuracy, exact_match or rouge_l, or one of
             ``metrics``.
