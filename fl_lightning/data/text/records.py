@@ -90,8 +90,8 @@ def json_records(path: Path, text: str, lists: Collection[str] = ()) -> Iterator
     """
     whole = _whole_document(text)
     if whole is not None and not (isinstance(whole, dict) and {*lists} & whole.keys()):
-        lists = whole if isinstance(whole, dict) else {None: whole}
-        for name, entries in lists.items():
+        by_client = whole if isinstance(whole, dict) else {None: whole}
+        for name, entries in by_client.items():
             for number, entry in enumerate(entries, 1):
                 place = f"{path}, record {number}" + ("" if name is None else f" of {name}")
                 yield (entry if name is None else {"client": name} | entry), place
