@@ -89,6 +89,9 @@ def _turn(said: Any, place: str) -> Turn:
 class TurnTemplate(Protocol):
     """How turns become tokens."""
 
+    asked: tuple[str, ...]
+    """The first question of a conversation, as :class:`TextData` has it."""
+
     def pieces(self, turns: Sequence[Turn], place: str) -> Iterator[tuple[list[int], bool]]:
         """Yield tokens, and whether they are learnt, which joined are the conversation."""
 
@@ -106,6 +109,8 @@ class WrittenTurns:
 
     def __init__(self, template: str, system: str, tokenizer: Tokenizer) -> None:
         self.prompt, self.system, self.tokenizer = Prompt(template), system, tokenizer
+        text = "".join(self.prompt.asked).replace("{definition}", "")
+        self.asked = (f"{system} {text}" if system else text,)
 
     def pieces(self, turns: Sequence[Turn], place: str) -> Iterator[tuple[list[int], bool]]:
         system, encode = self.system, self.tokenizer.encode
@@ -126,6 +131,8 @@ class ChatTurns:
     Args:
         tokenizer: a ``PreTrainedTokenizerBase`` that has one.
     """
+
+    asked: tuple[str, ...] = ()
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer

@@ -24,7 +24,7 @@ from fl_lightning.data.example_batches import Split
 from fl_lightning.data.holdings import Holdings
 from fl_lightning.data.partition import Natural, Partition, check_memory
 from fl_lightning.data.text import instructions
-from fl_lightning.data.text.prompts import PROMPT_END
+from fl_lightning.data.text.prompts import PLAIN_PROMPT, PROMPT_END
 from fl_lightning.data.text.records import records_sha256
 from fl_lightning.data.text.token_batches import draw_token_pass, token_batch_sizes
 from fl_lightning.data.text.tokens import (
@@ -107,6 +107,9 @@ class TextData(FederatedData):
     groups: tuple[str, ...] = ()
     prompt_end: str = PROMPT_END
     """What separates the inputs of a record from its answer."""
+    asked: tuple[str, ...] = ()
+    """What the network reads before it answers, in parts of which tokens are made one by one, with
+    ``{inputs}`` and perhaps ``{definition}`` in their places; empty: there are no questions, or no one form of them."""
 
     def __init__(
         self,
@@ -334,6 +337,7 @@ class InstructionData(TextData):
     """
 
     dataset = "instructions"
+    asked = PLAIN_PROMPT.asked
 
     def __init__(
         self,
