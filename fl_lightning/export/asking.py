@@ -3,6 +3,9 @@ the same end of one."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from fl_lightning.data.text.tokens import Tokenizer
 from fl_lightning.export.trained_model import TrainedModel
 
 NEW_TOKENS = 64
@@ -15,11 +18,11 @@ def asking_lines(model: TrainedModel) -> list[str]:
     Args:
         model: a language model in the form of peft or transformers.
     """
-    data = model.data
+    data: Any = model.data
     asked: tuple[str, ...] = getattr(data, "asked", ())
     if not asked:
         return []
-    tokens = data.tokenizer
+    tokens: Tokenizer = data.tokenizer
     first = "" if tokens.bos is None else f"{tokens.bos}, "
     if model.tokenizer is None:
         tools = ["from transformers import GenerationConfig", ""]

@@ -110,7 +110,7 @@ class WrittenTurns:
     def __init__(self, template: str, system: str, tokenizer: Tokenizer) -> None:
         self.prompt, self.system, self.tokenizer = Prompt(template), system, tokenizer
         text = "".join(self.prompt.asked).replace("{definition}", "")
-        self.asked = (f"{system} {text}" if system else text,)
+        self.asked: tuple[str, ...] = (f"{system} {text}" if system else text,)
 
     def pieces(self, turns: Sequence[Turn], place: str) -> Iterator[tuple[list[int], bool]]:
         system, encode = self.system, self.tokenizer.encode

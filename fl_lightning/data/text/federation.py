@@ -109,7 +109,7 @@ class TextData(FederatedData):
     """What separates the inputs of a record from its answer."""
     asked: tuple[str, ...] = ()
     """What the network reads before it answers, in parts of which tokens are made one by one, with
-    ``{inputs}`` and perhaps ``{definition}`` in their places; empty: there are no questions, or no one form of them."""
+    ``{inputs}`` and perhaps ``{definition}`` in their places; empty: there is no one form of questions."""
 
     def __init__(
         self,
