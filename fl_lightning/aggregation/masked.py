@@ -42,7 +42,7 @@ class MaskedSum(Aggregation):
         return self.sums.randomness
 
     def addends(self, upload: Payload, client: int, round: int) -> dict[str, Addend]:
-        return self.sums.addends(upload, client, round)
+        return {**self.sums.addends(upload, client, round), **self.method.product_addends(upload)}
 
     def close(self, round: Round, uploads: Uploads, receipts: Sequence[Receipt]) -> list[LedgerEntry]:
         """Mask what the clients would have uploaded, and add it up. A client counts if it is in the sum.

@@ -49,7 +49,7 @@ class PlainSum(Aggregation):
         """Let the method make the server's next state of the sums, and return the ledger's entries: where
         there is none, no upload was used."""
         if sums is not None and set_next_state(
-            self.method, round.number, entries, partial(self.method.next_state, sums)
+            self.method, round.number, entries, partial(self.method.take_sums, sums)
         ):
             return list(entries)
         return [entry.unused() for entry in entries]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.aggregation.adapters.base import AS_THEY_ARE, AdapterAverage
+from fl_lightning.aggregation.adapters.cohort import PRODUCTS
 from fl_lightning.aggregation.averages import Average, NoAverageError, capped
 from fl_lightning.aggregation.client_weights import BY_EXAMPLES, ClientWeights, Weighing
 from fl_lightning.aggregation.exact_sum import MAX_MAGNITUDE, largest
@@ -160,6 +161,25 @@ class SummingServer:
             return Uploads()
         sums = Sums(average, self.cohort)
         return AddedUploads(sums, lambda upload, id: self.addends(upload, id, examples_in(upload)))
+
+    def product_addends(self, upload: Payload) -> dict[str, Addend]:
+        """Return what a client adds under masks beside :meth:`addends`: the products of its adapters, where
+        the rule for them reads products and the server sees no upload."""
+        if not self.adapters.sums_products:
+            return {}
+        values = self.adapters.product_values(self, upload)
+        return {PRODUCTS: Addend(values, examples_in(upload), self.largest_weight)}
+
+    def take_sums(self, sums: Sums) -> None:
+        """Make the next server state of sums over clients of whom it has seen no upload."""
+        if PRODUCTS not in {*sums}:
+            self.next_state(sums)
+            return
+        found = self.adapters.summed(self, sums.mean(PRODUCTS))
+        made = self.adapters.made(self.adapters.whole(self, sums.mean("weights")), found)
+        sums.replace("weights", made)
+        self.next_state(sums)
+        self.server |= self.adapters.beside(self, found, made)
 
     def guides(self) -> Mapping[str, Tensor]:
         """Return the updates that ``average`` goes by in this round, by the name of the sum: ``[P]``; none

@@ -110,6 +110,10 @@ class Sums:
         """
         self._parts[name] = Part([], [weight], most, total)
 
+    def replace(self, name: str, mean: Tensor) -> None:
+        """Take another vector, float32 ``[P]``, for the mean of a sum."""
+        self._averaged[name] = mean
+
     def add_now(self) -> None:
         """Add up what has been given, where several readers follow: each would add it up anew."""
         for name, part in self._parts.items():

@@ -68,7 +68,7 @@ ROWS = (
     Row(
         "adapter average",
         "The server takes means of weights that hold the factors of LoRA; a rule that multiplies them reads "
-        "single uploads, and one with messages of its own needs FedAvg's.",
+        "single uploads, or under masks sums of products, and one with messages of its own needs FedAvg's.",
         methods.adapter_average,
         ("adapter_average",),
     ),

@@ -112,11 +112,15 @@ def adapter_average(run: Run) -> Iterator[Refusal]:
     if method.personal is not None and method.personal != rule.personal and rule.personal is not None:
         why = f"it keeps {rule.personal} on clients by itself"
         yield f"{given} --model.personal {method.personal}", why, "leave personal out"
-    if run.masks is not None and not rule.is_linear:
-        why = "it multiplies the factors of single clients, and the server gets their sum alone"
+    if run.masks is not None and not (rule.is_linear or rule.sums_products):
+        why = "it weighs single clients by what their adapters add, and the server gets their sum alone"
         yield f"{given} --trainer.secure_sum", why, linear
     if run.privacy is not None and not rule.is_linear:
-        why = "it multiplies the factors of single clients, and noise is for sums of what they send"
+        why = (
+            "it multiplies factors, and noise on products would be on m n values of a layer, not r (m + n)"
+            if rule.sums_products
+            else "it weighs single clients by what their adapters add, and under noise all weigh the same"
+        )
         yield f"{given} trainer.privacy", why, linear
     if run.rounds is not None and run.rounds.has_versions and rule.own_messages:
         why = "what a client has depends on the round that it took part in last, and uploads are of any round"

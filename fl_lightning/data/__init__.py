@@ -20,6 +20,7 @@ from fl_lightning.data.published_partitions import (
     Quantity,
 )
 from fl_lightning.data.table import TableData
+from fl_lightning.data.text.conversation_data import ConversationFiles
 from fl_lightning.data.text.corpus_data import CorpusData
 from fl_lightning.data.text.federation import InstructionData, TextData
 from fl_lightning.data.text.labelled_text import LabelledText
@@ -32,6 +33,7 @@ from fl_lightning.data.two_clients import TwoClients
 
 __all__ = [
     "IID",
+    "ConversationFiles",
     "CorpusData",
     "DataModuleData",
     "DataModuleTokens",

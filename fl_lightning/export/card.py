@@ -8,6 +8,7 @@ from typing import Any
 
 from fl_lightning import __version__
 from fl_lightning.config.recorded import describe
+from fl_lightning.export.asking import asking_lines
 from fl_lightning.export.folder import SUMMARY
 from fl_lightning.export.formats import FormatName
 from fl_lightning.export.loader import LOADER
@@ -125,4 +126,7 @@ def card_of(model: TrainedModel, format: FormatName, needs: str, loader: str) ->
     if form["classes"]:
         lines.append(f"The classes, in the order of the outputs: {', '.join(form['classes'])}.")
     lines += [f"`{LOADER}` loads it; it needs {needs}.", f"```python\n{loader}```"]
+    if format in ("peft", "transformers") and (asking := asking_lines(model)):
+        lines.append("It is asked as in the run: of these tokens, and each part by itself.")
+        lines.append("\n".join(["```python", *asking, "```"]))
     return "\n\n".join(lines) + "\n"

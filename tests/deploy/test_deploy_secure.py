@@ -148,6 +148,14 @@ def test_weights_and_bytes_are_those_of_the_simulation(config, more, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rule", ["residual", "product"])
+def test_products_of_adapters_are_added_up_under_masks(rule, tmp_path):
+    """Nodes make the products, which no message in the open holds."""
+    more = [*TEXTS, f"--model.adapter_average={rule}"]
+    test_weights_and_bytes_are_those_of_the_simulation("lora_default", more, tmp_path)
+
+
+@pytest.mark.slow
 @pytest.mark.essential
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_node_that_dies_leaves_before_the_phase(phase, tmp_path):

@@ -15,6 +15,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+EXACT_SHARE = 1e-6
+"""A difference that is a smaller share of the mean of the products is rounding."""
+
 Pair = tuple[Tensor, Tensor]
 """A ``[r, n]`` and B ``[m, r]``."""
 
@@ -67,6 +70,16 @@ def nearest(pair: Pair, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     u = torch.cat([u[:, :kept], u.new_zeros(m, missing)], 1)
     vt = torch.cat([vt[:kept], vt.new_zeros(missing, n)], 0)
     return u, torch.cat([s[:kept], s.new_zeros(missing)]), vt
+
+
+def of_matrix(matrix: Tensor, rank: int) -> Pair:
+    """Return a pair whose product is a matrix that has at most this rank; one of fewer values than the
+    matrix, where there is one."""
+    m, n = matrix.shape
+    if rank * (m + n) >= m * n:
+        return torch.eye(n).to(matrix), matrix
+    u, s, vt = torch.linalg.svd(matrix, full_matrices=False)
+    return vt[:rank], u[:, :rank] * s[:rank]
 
 
 def balanced(pair: Pair, rank: int, spare: Tensor) -> Pair:

@@ -10,13 +10,19 @@ weights. A rule is one class in one file; the mathematics are in
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor, nn
 
 from fl_lightning.aggregation.adapters import algebra
 from fl_lightning.aggregation.adapters.algebra import Pair
+from fl_lightning.aggregation.adapters.cohort import (
+    CohortAdapters,
+    SummedProducts,
+    Uploaded,
+    matrices_in,
+    products_in,
+)
 from fl_lightning.aggregation.adapters.vectors import spread, values_of_rank
 from fl_lightning.aggregation.averages import Average, RefinedMean
 from fl_lightning.client import Client
@@ -43,19 +49,6 @@ class Averaging(Protocol):
     def shares(self, uploads: Iterable[Payload]) -> list[float]: ...
 
 
-@dataclass(frozen=True)
-class Uploaded:
-    """What single clients ended a round with.
-
-    Args:
-        vectors: of ``layout``, float32 ``[P]``, one for each client.
-        shares: p, adding up to 1.
-    """
-
-    vectors: Sequence[Tensor]
-    shares: Sequence[float]
-
-
 class AdapterAverage(Recorded):
     """A rule from the adapters of a cohort to the next round's. This one is FedAvg's: every trained
     value travels, and the server takes the mean of each."""
@@ -67,6 +60,9 @@ class AdapterAverage(Recorded):
     is_linear: bool = True
     """Whether the server needs nothing of uploads but sums of what travels, so that they may be
     masked, noisy or added up elsewhere."""
+    sums_products: bool = False
+    """Whether it needs nothing of single uploads but mean(BA), which is a sum: under masks clients add up
+    their products too, m n values of a layer."""
     refines: bool = False
     """Whether it makes something else of the clients' mean, by :meth:`refined`."""
     own_messages: bool = False
@@ -262,7 +258,21 @@ class AdapterAverage(Recorded):
             vectors: of the clients, float32 ``[P]``.
             shares: p.
         """
+        return self.made(mean, Uploaded(vectors, shares))
+
+    def made(self, mean: Tensor, found: CohortAdapters) -> Tensor:
+        """Return what becomes of the clients' mean, float32 ``[P]``, given the mean of their products."""
         return mean
+
+    def product_values(self, method: Averaging, upload: Payload) -> Tensor:
+        """Return what a client adds to the sum of products under masks, float32 ``[sum of m n]``."""
+        return products_in(self.pairs_in(method.layout, method.decode(upload)))
+
+    def summed(self, method: Averaging, mean: Tensor) -> SummedProducts:
+        """Return what the mean of :meth:`product_values` tells of the clients' adapters."""
+        pairs = self.pairs_in(method.layout, method.layout.read(method.network))
+        matrices = matrices_in(mean, [(len(b), a.shape[1]) for a, b in pairs])
+        return SummedProducts(matrices, [len(a) for a, _ in pairs], len(method.served))
 
     def next_entries(self, method: Averaging, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return entries of ``method.server`` that are to be other than the mean and the server
@@ -274,8 +284,8 @@ class AdapterAverage(Recorded):
         """
         return {}
 
-    def beside(self, method: Averaging, found: Uploaded, made: Tensor) -> dict[str, Tensor]:
-        """Return entries of ``method.server`` that follow from single uploads, and measure what was
+    def beside(self, method: Averaging, found: CohortAdapters, made: Tensor) -> dict[str, Tensor]:
+        """Return entries of ``method.server`` that follow from the clients' adapters, and measure what was
         lost.
 
         Args:
@@ -300,7 +310,7 @@ class AdapterAverage(Recorded):
         named = {**layout.unpack(vector.double()), **self.frozen}
         return [(named[pair.a], named[pair.b]) for pair in self.pairs]
 
-    def measure(self, method: Averaging, found: Uploaded, made: Sequence[Pair]) -> None:
+    def measure(self, method: Averaging, found: CohortAdapters, made: Sequence[Pair]) -> None:
         """Remember ||mean(BA) - made|| / ||mean(BA)||, over all layers.
 
         Args:
@@ -309,9 +319,8 @@ class AdapterAverage(Recorded):
             made: a pair for each layer, whose product is deployed in place of mean(BA).
         """
         lost = whole = 0.0
-        of_clients = [self.pairs_in(method.layout, vector) for vector in found.vectors]
-        for number, (pair, names) in enumerate(zip(made, self.pairs, strict=True)):
-            true = algebra.stacked([pairs[number] for pairs in of_clients], found.shares)
+        products = found.products(self, method.layout)
+        for true, pair, names in zip(products, made, self.pairs, strict=True):
             whole += (names.scaling * algebra.norm(true)) ** 2
             lost += (names.scaling * algebra.norm(algebra.joined(true, algebra.minus(pair)))) ** 2
         if whole > 0:

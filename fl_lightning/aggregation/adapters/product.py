@@ -6,12 +6,11 @@ U S V^T = sum_k p_k B_k A_k,     B <- U_r S_r^(1/2),     A <- S_r^(1/2) V_r^T
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from fl_lightning.aggregation.adapters import algebra
 from fl_lightning.aggregation.adapters.base import AdapterAverage, Averaging
+from fl_lightning.aggregation.adapters.cohort import CohortAdapters
 from fl_lightning.aggregation.adapters.vectors import packed
 
 
@@ -26,6 +25,7 @@ class Product(AdapterAverage):
     name = "product"
     needs_both = True
     is_linear = False
+    sums_products = True
     refines = True
     takes_ranks = True
 
@@ -35,12 +35,7 @@ class Product(AdapterAverage):
         self.first = [a for a, _ in self.pairs_in(method.layout, method.layout.read(method.network))]
         return entries
 
-    def refined(self, mean: Tensor, vectors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-        of_clients = [self.pairs_in(self.layout, vector) for vector in vectors]
-        made = [
-            algebra.balanced(
-                algebra.stacked([pairs[number] for pairs in of_clients], shares), len(first), first
-            )
-            for number, first in enumerate(self.first)
-        ]
+    def made(self, mean: Tensor, found: CohortAdapters) -> Tensor:
+        layers = zip(found.products(self, self.layout), self.first, strict=True)
+        made = [algebra.balanced(product, len(first), first) for product, first in layers]
         return packed(self.layout, mean, self.pairs, made)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from fl_lightning.aggregation.adapters import algebra
 from fl_lightning.aggregation.adapters.algebra import Pair
-from fl_lightning.aggregation.adapters.base import AdapterAverage, Averaging, Uploaded
+from fl_lightning.aggregation.adapters.base import AdapterAverage, Averaging
+from fl_lightning.aggregation.adapters.cohort import CohortAdapters
 from fl_lightning.aggregation.adapters.moving_base import BaseChange, MovingBase
 from fl_lightning.client import Client
 from fl_lightning.config.constraints import within
@@ -37,6 +38,7 @@ class Residual(AdapterAverage):
     name = "residual"
     moves_base = True
     is_linear = False
+    sums_products = True
     own_messages = True
 
     def __init__(
@@ -49,8 +51,9 @@ class Residual(AdapterAverage):
     def bind(self, method: Averaging, clients: int) -> dict[str, Tensor]:
         super().bind(method, clients)
         self.base = MovingBase(self.pairs, method.network, clients, self.resend)
-        self.growing = self.base.growing
-        return self.base.first_entries()
+        self.growing, entries = self.base.growing, self.base.first_entries()
+        self.not_summed = frozenset(entries)
+        return entries
 
     def round_values(self, network: nn.Module, layout: Layout, cohort: int) -> tuple[float, float]:
         down, up = super().round_values(network, layout, cohort)
@@ -70,7 +73,7 @@ class Residual(AdapterAverage):
         self.base.write(method.network, total)
         self.base.keep(total, client.state)
 
-    def beside(self, method: Averaging, found: Uploaded, made: Tensor) -> dict[str, Tensor]:
+    def beside(self, method: Averaging, found: CohortAdapters, made: Tensor) -> dict[str, Tensor]:
         mean = self.pairs_in(method.layout, made)
         step = self._step(method, found, mean)
         moved = [(a, b / pair.scaling) for pair, (a, b) in zip(self.pairs, step.pairs(), strict=True)]
@@ -78,12 +81,10 @@ class Residual(AdapterAverage):
         self.measure(method, found, deployed)
         return self.base.grown(method.server, step, method.round, method.served)
 
-    def _step(self, method: Averaging, found: Uploaded, mean: list[Pair]) -> BaseChange:
+    def _step(self, method: Averaging, found: CohortAdapters, mean: list[Pair]) -> BaseChange:
         """Return c R of each layer."""
-        of_clients = [self.pairs_in(method.layout, vector) for vector in found.vectors]
         steps = []
-        for number, (pair, (_, mean_b)) in enumerate(zip(self.pairs, mean, strict=True)):
-            a, b = algebra.residual([pairs[number] for pairs in of_clients], found.shares, mean_b)
+        for pair, (a, b) in zip(self.pairs, found.residuals(self, method.layout, mean), strict=True):
             if not (a.any() and b.any()):
                 a, b = a[:0], b[:, :0]
             elif self.rank is not None and self.rank < len(a):

@@ -8,7 +8,6 @@ FLoRA-NA (Nguyen et al. 2025, arXiv 2509.26399) and LoRA-FAIR (Bian et al., ICCV
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated
 
 from torch import Tensor
@@ -16,12 +15,9 @@ from torch import Tensor
 from fl_lightning.aggregation.adapters import algebra
 from fl_lightning.aggregation.adapters.algebra import Pair
 from fl_lightning.aggregation.adapters.base import AdapterAverage, Averaging
+from fl_lightning.aggregation.adapters.cohort import CohortAdapters
 from fl_lightning.aggregation.adapters.vectors import packed
 from fl_lightning.config.constraints import within
-
-EXACT_SHARE = 1e-6
-"""An error of the means of the factors that is a smaller share of the mean of the products is
-rounding."""
 
 
 class Solve(AdapterAverage):
@@ -35,6 +31,7 @@ class Solve(AdapterAverage):
 
     name = "solve"
     is_linear = False
+    sums_products = True
     refines = True
 
     def __init__(self, steps: Annotated[int, within("[1, inf)", "1 step or more is made", 10)] = 10) -> None:
@@ -44,20 +41,18 @@ class Solve(AdapterAverage):
         self.layout = method.layout
         return super().bind(method, clients)
 
-    def refined(self, mean: Tensor, vectors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-        of_clients = [self.pairs_in(self.layout, vector) for vector in vectors]
+    def made(self, mean: Tensor, found: CohortAdapters) -> Tensor:
+        starts, products = self.pairs_in(self.layout, mean), found.products(self, self.layout)
         made = [
             start
             if {*names[:2]} & {*self.frozen}  # the mean of the other factor is exact, and one stays
-            else self._nearer(algebra.stacked([pairs[number] for pairs in of_clients], shares), start)
-            for number, (names, start) in enumerate(
-                zip(self.pairs, self.pairs_in(self.layout, mean), strict=True)
-            )
+            else self._nearer(product, start)
+            for names, start, product in zip(self.pairs, starts, products, strict=True)
         ]
         return packed(self.layout, mean, self.pairs, made)
 
     def _nearer(self, true: Pair, start: Pair) -> Pair:
         error = algebra.norm(algebra.joined(true, algebra.minus(start)))
-        if error <= EXACT_SHARE * algebra.norm(true):
+        if error <= algebra.EXACT_SHARE * algebra.norm(true):
             return start
         return algebra.solved(true, start, self.steps)

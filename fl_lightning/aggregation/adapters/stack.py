@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning import rng
-from fl_lightning.aggregation.adapters import algebra
-from fl_lightning.aggregation.adapters.base import AdapterAverage, Averaging, Uploaded
+from fl_lightning.aggregation.adapters.base import AdapterAverage, Averaging
+from fl_lightning.aggregation.adapters.cohort import CohortAdapters
 from fl_lightning.aggregation.adapters.moving_base import BaseChange, MovingBase
 from fl_lightning.aggregation.adapters.vectors import packed, values_of_rank
 from fl_lightning.client import Client
@@ -33,6 +33,7 @@ class Stack(AdapterAverage):
     moves_base = True
     needs_both = True
     is_linear = False
+    sums_products = True
     own_messages = True
     takes_ranks = True
     replaces_adapters = True
@@ -46,8 +47,9 @@ class Stack(AdapterAverage):
         factors = values_of_rank(method.layout, self.pairs, 0)
         self.others = factors if bool(factors.any()) else None  # such as the head of a classifier
         self.base = MovingBase(self.pairs, method.network, clients, self.resend)
-        self.growing = self.base.growing
-        return self.base.first_entries()
+        self.growing, entries = self.base.growing, self.base.first_entries()
+        self.not_summed = frozenset(entries)
+        return entries
 
     def round_values(self, network: nn.Module, layout: Layout, cohort: int) -> tuple[float, float]:
         _, up = super().round_values(network, layout, cohort)
@@ -96,14 +98,9 @@ class Stack(AdapterAverage):
         self.base.write(method.network, total)
         self.base.keep(total, client.state)
 
-    def beside(self, method: Averaging, found: Uploaded, made: Tensor) -> dict[str, Tensor]:
-        of_clients = [self.pairs_in(method.layout, vector) for vector in found.vectors]
-        steps = []
-        for number, pair in enumerate(self.pairs):
-            own = [algebra.without_zeros(pairs[number]) for pairs in of_clients]
-            a, b = algebra.stacked(own, found.shares)
-            steps.append((a, pair.scaling * b))
-        step = BaseChange.of(self.base.shapes, steps)
+    def beside(self, method: Averaging, found: CohortAdapters, made: Tensor) -> dict[str, Tensor]:
+        layers = zip(found.products(self, method.layout, compact=True), self.pairs, strict=True)
+        step = BaseChange.of(self.base.shapes, [(a, pair.scaling * b) for (a, b), pair in layers])
         moved = [(a, b / pair.scaling) for pair, (a, b) in zip(self.pairs, step.pairs(), strict=True)]
         self.measure(method, found, moved)
         others = made[:0] if self.others is None else made[self.others]

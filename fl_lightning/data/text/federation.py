@@ -24,10 +24,17 @@ from fl_lightning.data.example_batches import Split
 from fl_lightning.data.holdings import Holdings
 from fl_lightning.data.partition import Natural, Partition, check_memory
 from fl_lightning.data.text import instructions
-from fl_lightning.data.text.prompts import PROMPT_END
+from fl_lightning.data.text.prompts import PLAIN_PROMPT, PROMPT_END
 from fl_lightning.data.text.records import records_sha256
 from fl_lightning.data.text.token_batches import draw_token_pass, token_batch_sizes
-from fl_lightning.data.text.tokens import ByteTokenizer, Record, Sequences, Tokenizer, encode_records
+from fl_lightning.data.text.tokens import (
+    Record,
+    Sequences,
+    Tokenizer,
+    TokenizerSetting,
+    chosen_tokenizer,
+    encode_records,
+)
 from fl_lightning.errors import require
 from fl_lightning.metrics.named import MetricFactory
 from fl_lightning.metrics.text import IGNORED
@@ -82,7 +89,8 @@ class TextData(FederatedData):
         val_fraction: share of each client's examples that is held out for validation, in [0, 1).
         public_examples: training examples of the public set; 0: no public set.
         context: largest number of tokens that the network sees at once.
-        tokenizer: makes tokens of text; null: bytes.
+        tokenizer: makes tokens of text: ``hf:NAME_OR_FOLDER``, that of a model of transformers, or the class
+            path of another one; null: bytes.
         generate: whether answers are generated for exact match and ROUGE-L, up to the longest true one.
         primary: the metric that selects: perplexity, token_accuracy, exact_match or rouge_l, or one of
             ``metrics``.
@@ -99,6 +107,9 @@ class TextData(FederatedData):
     groups: tuple[str, ...] = ()
     prompt_end: str = PROMPT_END
     """What separates the inputs of a record from its answer."""
+    asked: tuple[str, ...] = ()
+    """What the network reads before it answers, in parts of which tokens are made one by one, with
+    ``{inputs}`` and perhaps ``{definition}`` in their places; empty: there is no one form of questions."""
 
     def __init__(
         self,
@@ -112,7 +123,7 @@ class TextData(FederatedData):
         context: Annotated[
             int, within("[2, inf)", "a network sees at least 2 tokens", "write e.g. 72")
         ] = 128,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: TokenizerSetting = None,
         generate: bool = False,
         primary: Primary | str = "perplexity",
         metrics: list[MetricFactory] | None = None,
@@ -135,7 +146,7 @@ class TextData(FederatedData):
             f"write {context} or more, or null",
         )
         self.context, self.batch_tokens = context, batch_tokens
-        self.tokenizer: Tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
+        self.tokenizer: Tokenizer = chosen_tokenizer(tokenizer)
         self.num_classes, self.example_shape = self.tokenizer.vocab_size, (context,)
         self.generate, self.primary = generate, primary
         # where metrics are named, one of them may select
@@ -326,6 +337,7 @@ class InstructionData(TextData):
     """
 
     dataset = "instructions"
+    asked = PLAIN_PROMPT.asked
 
     def __init__(
         self,

@@ -107,7 +107,7 @@ class NaturalInstructions(TextData):
             "write e.g. 0.1, or name a test split",
         )
         self.fields, self.prompt = FieldSources(columns, constants), Prompt(template)
-        self.prompt_end = self.prompt.tail
+        self.prompt_end, self.asked = self.prompt.tail, self.prompt.asked
         self.categories = CATEGORIES if categories is None else categories
         require(
             all(self.categories.values()) and all(map(all, self.categories.values())),

@@ -47,6 +47,8 @@ class PreferenceData(TextData):
         settings: those of all text, see :class:`TextData`, but ``generate``.
     """
 
+    asked = ("{inputs}",)
+
     def __init__(
         self,
         beta: Annotated[float, within("(0, inf)", "a nat counts for more than 0", 0.1)] = 0.1,

@@ -40,6 +40,10 @@ class Prompt:
         template: a text with ``{inputs}`` once, and perhaps ``{definition}``, in their places. What follows
             ``{inputs}`` is never cut.
 
+    Attributes:
+        asked: the template up to the end of the inputs, and what stands between them and the answer. Tokens
+            are made of each by itself.
+
     Raises:
         InputError: it has no place for the inputs, or several.
     """
@@ -53,6 +57,7 @@ class Prompt:
         )
         self.before, _, after = template.partition("{inputs}")
         self.tail = after.rstrip(" ")
+        self.asked = self.before + "{inputs}", self.tail
         self.blanks = after[len(self.tail) :]
 
     def parts(self, record: Record) -> tuple[str, str, str]:

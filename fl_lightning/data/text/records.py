@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,17 +75,23 @@ class FieldSources:
         return checked_record(self.of(row), place, *more, columns=self.columns)
 
 
-def json_records(path: Path, text: str) -> Iterator[tuple[dict[str, Any], str]]:
+def json_records(path: Path, text: str, lists: Collection[str] = ()) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield the objects of a file of JSON with their places for messages: one on each line; those of one
     list; or those of one object whose values are lists, a client's under its name, which each of them then
     has as ``client``.
 
+    Args:
+        path: the file, for messages.
+        text: its content.
+        lists: keys under which a record has lists of objects itself.
+
     Raises:
         InputError: a line is not JSON, or no object.
     """
-    if (whole := _whole_document(text)) is not None:
-        lists = whole if isinstance(whole, dict) else {None: whole}
-        for name, entries in lists.items():
+    whole = _whole_document(text)
+    if whole is not None and not (isinstance(whole, dict) and {*lists} & whole.keys()):
+        by_client = whole if isinstance(whole, dict) else {None: whole}
+        for name, entries in by_client.items():
             for number, entry in enumerate(entries, 1):
                 place = f"{path}, record {number}" + ("" if name is None else f" of {name}")
                 yield (entry if name is None else {"client": name} | entry), place

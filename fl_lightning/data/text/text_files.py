@@ -145,6 +145,7 @@ class TextFiles(TextData):
             "every token of it is labelled, and there are no answers",
             "write generate: false",
         )
+        self.asked = () if _is_prose(files) else self.prompt.asked
         train, test = (self._prose if _is_prose(files) else self._records)(files, tests)
         for split, some in (("train", train), ("test", test)):
             require(

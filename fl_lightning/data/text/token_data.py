@@ -24,7 +24,7 @@ from fl_lightning.data.map_style import (
 from fl_lightning.data.partition import IID, Dirichlet, Natural, Partition
 from fl_lightning.data.text.federation import TextData, TextExamples
 from fl_lightning.data.text.token_items import TokenItem, read_token_items, token_sequences
-from fl_lightning.data.text.tokens import ByteTokenizer, Tokenizer, TooLong
+from fl_lightning.data.text.tokens import Tokenizer, TokenizerSetting, TooLong, chosen_tokenizer
 from fl_lightning.errors import require
 from fl_lightning.metrics.text import IGNORED
 
@@ -101,7 +101,7 @@ class TokenData(TextData):
         partition: Partition | None = None,
         context: int = 128,
         too_long: TooLong = "refuse",
-        tokenizer: Tokenizer | None = None,
+        tokenizer: TokenizerSetting = None,
         generate: bool = False,
         **settings: Any,
     ) -> None:
@@ -249,7 +249,7 @@ class DataModuleTokens(TokenData):
 
 
 def _tokenizer_of(
-    vocab_size: int | None, eos: int | None, tokenizer: Tokenizer | None, generate: bool
+    vocab_size: int | None, eos: int | None, tokenizer: TokenizerSetting, generate: bool
 ) -> Tokenizer:
     """Return the tokeniser of ids, or what stands in its place.
 
@@ -258,7 +258,7 @@ def _tokenizer_of(
     """
     if vocab_size is None:
         require(eos is None, f"eos={eos} without vocab_size", "the tokeniser has an end", "leave eos out")
-        return ByteTokenizer() if tokenizer is None else tokenizer
+        return chosen_tokenizer(tokenizer)
     require(
         tokenizer is None,
         f"vocab_size={vocab_size} and a tokenizer",

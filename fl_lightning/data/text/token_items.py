@@ -38,7 +38,7 @@ class TokenItem(NamedTuple):
         client: whose it is; None: the item does not say.
         group: its group; None: the item does not say.
         place: name of the dataset that it is of, for messages.
-        number: its number in this dataset.
+        number: its number in this dataset; None: the place is that of the item.
     """
 
     ids: np.ndarray
@@ -46,12 +46,12 @@ class TokenItem(NamedTuple):
     client: Any
     group: Any
     place: str
-    number: int
+    number: int | None = None
 
     @property
     def where(self) -> str:
         """The name of the item in messages."""
-        return f"{self.place}, item {self.number}"
+        return self.place if self.number is None else f"{self.place}, item {self.number}"
 
 
 class TokenFile(Dataset):

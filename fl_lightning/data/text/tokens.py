@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from fl_lightning.errors import InputError, require
 from fl_lightning.metrics.text import IGNORED
 
 TooLong = Literal["refuse", "cut"]
+HF_PREFIX = "hf:"
+"""What stands before the name of a model of transformers, and before that of its tokeniser."""
 
 
 class Tokenizer(Protocol):
@@ -99,6 +101,30 @@ class HuggingFaceTokenizer(Recorded):
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+TokenizerSetting: TypeAlias = Tokenizer | str | None
+"""A tokeniser; ``hf:NAME_OR_FOLDER``, the one of transformers, as a network is named; None: bytes."""
+
+
+def chosen_tokenizer(setting: TokenizerSetting) -> Tokenizer:
+    """Return the tokeniser that a setting means.
+
+    Raises:
+        InputError: the text is no ``hf:NAME``, or there is no such tokeniser.
+    """
+    if setting is None:
+        return ByteTokenizer()
+    if not isinstance(setting, str):
+        return setting
+    name = setting.removeprefix(HF_PREFIX)
+    require(
+        setting.startswith(HF_PREFIX) and name,
+        f"tokenizer={setting!r}",
+        f"it is {HF_PREFIX}NAME_OR_FOLDER, the class path of a tokeniser, or null for bytes",
+        f"write {HF_PREFIX}{name or 'NAME_OR_FOLDER'}",
+    )
+    return HuggingFaceTokenizer(name)
 
 
 def pretrained_tokenizer(name: str, gguf_file: str | None = None) -> Any:

@@ -1,0 +1,52 @@
+"""Lines that ask an exported language model as its run asked it, with the same tokens before an answer and
+the same end of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fl_lightning.data.text.tokens import Tokenizer
+from fl_lightning.export.trained_model import TrainedModel
+
+NEW_TOKENS = 64
+
+
+def asking_lines(model: TrainedModel) -> list[str]:
+    """Return a program that continues ``load.py``, whose ``network`` has transformers' ``generate``; none
+    where the data have no one form of questions.
+
+    Args:
+        model: a language model in the form of peft or transformers.
+    """
+    data: Any = model.data
+    asked: tuple[str, ...] = getattr(data, "asked", ())
+    if not asked:
+        return []
+    tokens: Tokenizer = data.tokenizer
+    first = "" if tokens.bos is None else f"{tokens.bos}, "
+    if model.tokenizer is None:
+        tools = ["from transformers import GenerationConfig", ""]
+        encode, decode = "part.encode()", 'bytes(id for id in answer if id < 256).decode(errors="replace")'
+    else:
+        tools = [
+            "from transformers import AutoTokenizer, GenerationConfig",
+            "",
+            "tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parent)",
+        ]
+        encode = "tokenizer.encode(part, add_special_tokens=False)"
+        decode = "tokenizer.decode(answer, skip_special_tokens=True)"
+    named = {name: f"{{{name}}}" in "".join(asked) for name in ("definition", "inputs")}
+    replaced = "".join(f'.replace("{{{name}}}", {name})' for name, there in named.items() if there)
+    return [
+        *tools,
+        *(f'{name} = "..."' for name, there in named.items() if there),
+        f"parts = [part{replaced} for part in {[*filter(None, asked)]!r}]",
+        f"ids = [{first}*(id for part in parts for id in {encode})]",
+        "network.generation_config = GenerationConfig(  # in place of the base's own penalties",
+        f"    do_sample=False, max_new_tokens={NEW_TOKENS},",
+        f"    eos_token_id={tokens.eos}, pad_token_id={tokens.pad},",
+        ")",
+        "found = network.generate(input_ids=torch.tensor([ids]))",
+        "answer = found[0, len(ids) :].tolist()",
+        f"print({decode})",
+    ]
