@@ -1,6 +1,9 @@
 """What sums of integers cost: ``weighted_mean`` against a mean in float64 in the order of clients, in turn.
 
-python benchmarks/exact_mean.py [--clients 10] [--values 2300000] [--repeats 9]
+python benchmarks/exact_mean.py [--clients 10] [--values 2300000] [--repeats 9] [--build]
+
+With ``--build`` the compiled sums are built first, if this machine has a compiler, and measured beside those in
+Python.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fl_lightning.aggregation import compiled_sum
 from fl_lightning.aggregation.averages import weighted_mean
 
 BLOCK_VALUES = 2**16
@@ -40,6 +44,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=10)
     parser.add_argument("--values", type=int, default=2_300_000)
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--build", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -50,13 +55,19 @@ def main() -> None:
     print(
         f"{given.clients} clients, {given.values} values: integers / float64; largest difference {apart:.1e}"
     )
-    taken = [
-        (seconds(weighted_mean, vectors, shares), seconds(float_mean, vectors, shares))
-        for _ in range(given.repeats)
-    ]
-    for at, what in enumerate(("seconds", "CPU seconds")):
-        ratios = sorted(now[at] / before[at] for now, before in taken)
-        print(f"{what}: median {ratios[len(ratios) // 2]:.2f}, from {ratios[0]:.2f} to {ratios[-1]:.2f}")
+    sums, ways = compiled_sum.COMPILED, {"in Python": None}
+    if given.build and sums.file.build():
+        ways["compiled"] = sums.file.load()
+    for way, sums.found in ways.items():
+        taken = [
+            (seconds(weighted_mean, vectors, shares), seconds(float_mean, vectors, shares))
+            for _ in range(given.repeats)
+        ]
+        for at, what in enumerate(("seconds", "CPU seconds")):
+            ratios = sorted(now[at] / before[at] for now, before in taken)
+            print(
+                f"{way}, {what}: median {ratios[len(ratios) // 2]:.2f}, from {ratios[0]:.2f} to {ratios[-1]:.2f}"
+            )
 
 
 if __name__ == "__main__":

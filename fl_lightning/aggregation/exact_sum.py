@@ -14,10 +14,12 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from fl_lightning.aggregation import compiled_sum
 from fl_lightning.errors import MisuseError
 
 MAX_MAGNITUDE = 2.0**20
@@ -36,6 +38,10 @@ client to client, and which torch does not divide among threads of its own."""
 THREADED_VALUES = 2**18
 """From so many values on, blocks are dealt to threads: whoever adds them up, the integers are the same."""
 MAX_THREADS = 4
+
+AddBlock: TypeAlias = Callable[[slice, "Tensor | None"], Tensor]
+"""Returns the sums of the clients' integers of some columns, added to sums of others in int64, if those are
+given."""
 
 
 def fraction_bits(cohort: int) -> int:
@@ -59,11 +65,12 @@ def exact_mean(vectors: Sequence[Tensor], weights: Sequence[float], total: float
         MisuseError: as :meth:`ExactSum.add`.
     """
     mean = torch.empty_like(vectors[0], dtype=torch.float32)
+    unit = 2.0 ** -fraction_bits(cohort)
 
-    def fill(block: slice, integers: Tensor) -> None:
-        mean[block] = integers.to(torch.float64).mul_(2.0 ** -fraction_bits(cohort)).div_(total)
+    def fill(block: slice, add: AddBlock) -> None:
+        compiled_sum.divide(add(block, None), unit, total, mean[block])
 
-    _add_blocks(vectors, weights, cohort, fill)
+    _in_blocks(vectors, weights, cohort, fill)
     return mean
 
 
@@ -99,10 +106,10 @@ class ExactSum:
         if any(vector.shape != self.integers.shape for vector in vectors):
             raise _shape_error([self.integers, *vectors])
 
-        def add(block: slice, integers: Tensor) -> None:
-            self.integers[block] += integers.to(torch.int64)
+        def onto(block: slice, add: AddBlock) -> None:
+            add(block, self.integers[block])
 
-        _add_blocks(vectors, weights, self.cohort, add)
+        _in_blocks(vectors, weights, self.cohort, onto)
 
     def merge(self, other: ExactSum) -> None:
         """Add what somebody else added up, for the same cohort.
@@ -120,48 +127,62 @@ class ExactSum:
 
     def mean(self, total: float) -> Tensor:
         """Return the sum divided by ``total``, the sum of w_k; float32 ``[size]``."""
-        return self.total().div_(total).to(torch.float32)
+        mean = torch.empty(len(self.integers), dtype=torch.float32)
+        compiled_sum.divide(self.integers, 2.0 ** -fraction_bits(self.cohort), total, mean)
+        return mean
 
 
-def _add_blocks(
-    vectors: Sequence[Tensor], weights: Sequence[float], cohort: int, use: Callable[[slice, Tensor], None]
+def _in_blocks(
+    vectors: Sequence[Tensor], weights: Sequence[float], cohort: int, use: Callable[[slice, AddBlock], None]
 ) -> None:
-    """Call ``use`` with some columns at a time and their sums."""
+    """Call ``use`` with some columns at a time, and with what adds up the clients' integers there."""
     _check(vectors, weights, cohort)
     size = len(vectors[0])
     scales = [weight * 2.0 ** fraction_bits(cohort) for weight in weights]
+    compiled = compiled_sum.adder(vectors, scales)
     blocks = [slice(begin, begin + BLOCK_VALUES) for begin in range(0, size, BLOCK_VALUES)]
 
-    def add(some: list[slice]) -> None:
-        rounded = torch.empty(min(size, BLOCK_VALUES), dtype=torch.float64)
+    def add(block: slice, sums: Tensor | None) -> Tensor:
+        done = None if compiled is None else compiled(block, sums)
+        return add_block(vectors, scales, block, sums) if done is None else done
+
+    def use_all(some: list[slice]) -> None:
         for block in some:
-            use(block, _block_sum([vector[block] for vector in vectors], scales, rounded))
+            use(block, add)
 
     threads = min(os.cpu_count() or 1, MAX_THREADS) if size >= THREADED_VALUES else 1
     if threads == 1:
-        add(blocks)
+        use_all(blocks)
         return
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(add, [blocks[first::threads] for first in range(threads)]))
+        list(pool.map(use_all, [blocks[first::threads] for first in range(threads)]))
 
 
-def _block_sum(parts: Sequence[Tensor], scales: Sequence[float], rounded: Tensor) -> Tensor:
-    """Return sum of round(scale x): integers, in float64 where it holds them, else in int64.
+def add_block(
+    vectors: Sequence[Tensor], scales: Sequence[float], block: slice, sums: Tensor | None
+) -> Tensor:
+    """Return the sums of round(scale x) over the clients, integers ``[B]``: in float64 where it holds them,
+    else in int64.
 
     Args:
-        parts: x of each client, ``[B]``.
+        vectors: x of each client, ``[P]``.
         scales: one a client.
-        rounded: memory for B values or more.
+        block: the B columns that are added.
+        sums: int64 ``[B]``, to which they are added; they are then returned.
+
+    Raises:
+        MisuseError: a value is too large, or no number.
     """
+    parts = [vector[block] for vector in vectors]
     sizes = [_bound(part) for part in parts]
     bound = sum(scale * size + 1 for scale, size in zip(scales, sizes, strict=True))
     kind = torch.float64 if bound < FLOAT64_INTEGERS else torch.int64
-    here = rounded[: len(parts[0])]
-    total = torch.zeros(len(here), dtype=kind)
+    here = torch.empty(len(parts[0]), dtype=torch.float64)
+    total = torch.zeros(len(parts[0]), dtype=kind)
     for part, scale in zip(parts, scales, strict=True):
         here.copy_(part).mul_(scale).round_()
         total.add_(here if kind is torch.float64 else here.to(torch.int64))
-    return total
+    return total if sums is None else sums.add_(total.to(torch.int64))
 
 
 def _bound(part: Tensor) -> float:

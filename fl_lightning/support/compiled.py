@@ -1,0 +1,76 @@
+"""A C++ file of this package as a library: compiled once for this machine, where it has a compiler, and kept.
+
+The file needs no header of torch, so the compiler takes a fraction of a second where torch's own loader takes
+tens of them, and ctypes loads what it makes. Whoever uses it has the same in Python, for where there is none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+COMPILER = "c++"
+FLAGS = ("-O3", "-shared", "-fPIC", "-ffp-contract=off")
+FLAGS_BY_CAPABILITY = {
+    "AVX2": ("-mavx2",),
+    "AVX512": ("-mavx2", "-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl"),
+}
+"""What else a processor can do, as torch names it."""
+MAX_BUILD_SECONDS = 60
+
+
+class CompiledFile:
+    """The library of one C++ file.
+
+    Args:
+        source: the file.
+    """
+
+    def __init__(self, source: Path) -> None:
+        self.source = source
+        self.flags = (*FLAGS, *FLAGS_BY_CAPABILITY.get(torch.backends.cpu.get_cpu_capability(), ()))
+        key = " ".join((platform.machine(), *self.flags, source.read_text(encoding="utf-8")))
+        digest = hashlib.sha256(key.encode()).hexdigest()[:16]
+        self.path = folder() / f"fl_lightning_{source.stem}_{digest}.so"
+
+    def load(self) -> ctypes.CDLL | None:
+        """Return the library if it was built before, by whatever process; else None."""
+        with suppress(OSError):
+            return ctypes.CDLL(str(self.path)) if self.path.exists() else None
+        return None
+
+    def build(self) -> bool:
+        """Compile the file, and return whether that is done. It is not where there is no compiler or no
+        folder to write to, where the compiler fails, or where another process is at it."""
+        compiler = shutil.which(COMPILER)
+        if compiler is None or os.name != "posix":
+            return False
+        import fcntl  # there is none on Windows
+
+        aside = self.path.with_suffix(f".{os.getpid()}")
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with open(self.path.with_suffix(".lock"), "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                command = [compiler, *self.flags, str(self.source), "-o", str(aside)]
+                subprocess.run(command, check=True, capture_output=True, timeout=MAX_BUILD_SECONDS)
+                aside.replace(self.path)
+        except (OSError, subprocess.SubprocessError):
+            with suppress(OSError):
+                aside.unlink()
+            return False
+        return True
+
+
+def folder() -> Path:
+    """Return the folder in which torch keeps what it compiles."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path(cache) / "torch_extensions")
