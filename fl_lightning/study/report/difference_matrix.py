@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fl_lightning.figures import BLUE, GREY, ORANGE, legend_outside
 from fl_lightning.study.report.comparison import Comparison, Difference, Levels
@@ -40,7 +40,7 @@ def difference_matrix(comparison: Comparison, levels: Levels, found: Sequence[Di
     for one in [*found, *(one.flipped() for one in found)]:
         row, column = place[one.a], place[one.b]
         better = (one.test.mean > 0) == up
-        look = {"color": BLUE if better else ORANGE, "alpha": 1.0 if one.winner else PALE}
+        look: dict[str, Any] = {"color": BLUE if better else ORANGE, "alpha": 1.0 if one.winner else PALE}
         axes.fill_between([column - 0.5, column + 0.5], row - 0.5, row + 0.5, linewidth=0, **look)
         if len(labels) <= MOST_NUMBERS:
             text = f"{one.test.mean * written.scale:+.2g}"
