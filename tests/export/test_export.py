@@ -483,7 +483,8 @@ def test_adapters_of_peft_are_averaged_and_taken_home(rule: str, folder: Path, t
 def test_the_lines_of_the_card_ask_as_the_run_did(bytes_alone: bool, tmp_path: Path):
     """They are run as they stand, with the definition and inputs of a test record: the same tokens before the
     answer, and the same answer, whatever the base's own settings of generation are."""
-    import transformers
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("peft")
     from tiny_transformers import save_base, tokenizer_of_bytes
 
     network: Any = partial(LlamaTiny, rank=4)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,17 +20,21 @@ from fl_lightning.aggregation.adapters.algebra import EXACT_SHARE, Pair
 from fl_lightning.aggregation.exact_sum import MAX_MAGNITUDE
 from fl_lightning.wire import Layout
 
-if TYPE_CHECKING:
-    from fl_lightning.aggregation.adapters.base import AdapterAverage
-
 PRODUCTS = "adapter_products"
 """The name of the sum of B_k A_k of all layers."""
+
+
+class ReadsPairs(Protocol):
+    """What finds the adapters in a vector, such as a rule."""
+
+    def pairs_in(self, layout: Layout, vector: Tensor) -> list[Pair]:
+        """Return the pair of each layer in a vector of this layout."""
 
 
 class CohortAdapters(Protocol):
     """The adapters of a cohort, as far as a rule needs them."""
 
-    def products(self, rule: AdapterAverage, layout: Layout, *, compact: bool = False) -> list[Pair]:
+    def products(self, rule: ReadsPairs, layout: Layout, *, compact: bool = False) -> list[Pair]:
         """Return a pair for each layer whose product is mean(BA), float64.
 
         Args:
@@ -39,7 +43,7 @@ class CohortAdapters(Protocol):
             compact: whether directions that are zero in both factors of a client are left out.
         """
 
-    def residuals(self, rule: AdapterAverage, layout: Layout, means: Sequence[Pair]) -> list[Pair]:
+    def residuals(self, rule: ReadsPairs, layout: Layout, means: Sequence[Pair]) -> list[Pair]:
         """Return a pair for each layer whose product is mean(BA) - mean(B) mean(A), float64.
 
         Args:
@@ -60,17 +64,17 @@ class Uploaded:
     vectors: Sequence[Tensor]
     shares: Sequence[float]
 
-    def products(self, rule: AdapterAverage, layout: Layout, *, compact: bool = False) -> list[Pair]:
+    def products(self, rule: ReadsPairs, layout: Layout, *, compact: bool = False) -> list[Pair]:
         layers = self._by_layer(rule, layout)
         if compact:
             layers = [[algebra.without_zeros(pair) for pair in pairs] for pairs in layers]
         return [algebra.stacked(pairs, self.shares) for pairs in layers]
 
-    def residuals(self, rule: AdapterAverage, layout: Layout, means: Sequence[Pair]) -> list[Pair]:
+    def residuals(self, rule: ReadsPairs, layout: Layout, means: Sequence[Pair]) -> list[Pair]:
         layers = zip(self._by_layer(rule, layout), means, strict=True)
         return [algebra.residual(pairs, self.shares, mean_b) for pairs, (_, mean_b) in layers]
 
-    def _by_layer(self, rule: AdapterAverage, layout: Layout) -> list[list[Pair]]:
+    def _by_layer(self, rule: ReadsPairs, layout: Layout) -> list[list[Pair]]:
         of_clients = [rule.pairs_in(layout, vector) for vector in self.vectors]
         return [list(pairs) for pairs in zip(*of_clients, strict=True)]
 
@@ -89,11 +93,11 @@ class SummedProducts:
     ranks: Sequence[int]
     clients: int
 
-    def products(self, rule: AdapterAverage, layout: Layout, *, compact: bool = False) -> list[Pair]:
+    def products(self, rule: ReadsPairs, layout: Layout, *, compact: bool = False) -> list[Pair]:
         layers = zip(self.matrices, self.ranks, strict=True)
         return [algebra.of_matrix(matrix, self.clients * rank) for matrix, rank in layers]
 
-    def residuals(self, rule: AdapterAverage, layout: Layout, means: Sequence[Pair]) -> list[Pair]:
+    def residuals(self, rule: ReadsPairs, layout: Layout, means: Sequence[Pair]) -> list[Pair]:
         """What is rounding of the sum counts as 0, as where all A are equal."""
         found = []
         for matrix, rank, (a, b) in zip(self.matrices, self.ranks, means, strict=True):
