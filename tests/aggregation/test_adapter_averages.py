@@ -3,12 +3,12 @@ run."""
 
 from __future__ import annotations
 
-import csv
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from adapter_runs import Extreme, deployed_weights, fitted
 from golden_cases import cases_in, differences
 from refusals import refused
 from tiny_language import adam, fit, method_of, records, tiny
@@ -23,11 +23,9 @@ from fl_lightning.conformance.bench import prepare_data
 from fl_lightning.methods import MOON, SCAFFOLD, FedAvg, FedNTD, Krum, QFedAvg, ServerAdam, ServerSGD
 from fl_lightning.models.adapters import adapter_layers, add_lora
 from fl_lightning.privacy import ClientPrivacy
-from fl_lightning.privacy.secure import SecureSum
 from fl_lightning.wire import Payload
 
 EXACT = ("frozen_a", "residual", "stack", "alternate")
-OF_SINGLE_UPLOADS = ("residual", "stack", "product", "padded", "solve")
 OF_ONE_LAYOUT = ("factors", "frozen_a", "residual", "product", "padded", "alternate", "solve")
 
 
@@ -153,19 +151,6 @@ def weight_of(network: nn.Module) -> torch.Tensor:
 
 
 # Neutral settings, and known answers of whole runs
-
-
-def fitted(tmp_path, rule, rank=2, ffa=False, cls=FedAvg, data=None, settings=None, **trainer):
-    """A run of two rounds, in a folder of its own."""
-    method = method_of(cls, rank=rank, ffa=ffa, adapter_average=rule, **(settings or {}))
-    folder = tmp_path / str(len([*tmp_path.iterdir()]))
-    ended = fit(method, folder, data or records(generate=False), eval_every=9, **trainer)
-    return method, list(csv.DictReader((ended.run_dir / "metrics.csv").read_text().splitlines()))
-
-
-def deployed_weights(method) -> torch.Tensor:
-    layers = adapter_layers(method.deploy()).values()
-    return torch.cat([layer.full_weight().detach().flatten() for layer in layers])
 
 
 def test_factors_are_a_run_without_a_rule_and_frozen_a_is_ffa(tmp_path):
@@ -417,60 +402,6 @@ def test_a_server_optimiser_steps_with_what_the_rule_makes(rule, tmp_path):
         assert all(float(row["average/factor_error"]) < 1e-6 for row in rows)
 
 
-@pytest.mark.parametrize("rule", sorted(RULES))
-def test_sums_under_masks_and_with_noise(rule, tmp_path):
-    """The masked sum is the plain one of a rule that is linear in what travels. One that reads products adds up
-    those too, and ends where it does with single uploads; one that weighs by them is refused."""
-    pytest.importorskip("Crypto")
-    masked = {"secure_sum": SecureSum()}
-    if rule == "padded":
-        with refused(f"--model.adapter_average {rule} with --trainer.secure_sum", "frozen_a"):
-            fitted(tmp_path, rule, **masked)
-        return
-    plain, rows = fitted(tmp_path, rule)
-    secret, hidden = fitted(tmp_path, rule, **masked)
-    errors = [[float(row.get("average/factor_error") or -1) for row in some] for some in (rows, hidden)]
-    if rule not in OF_SINGLE_UPLOADS:
-        assert plain.server["weights"].equal(secret.server["weights"])
-        assert errors[1] == [-1.0, -1.0]
-        return
-    torch.testing.assert_close(deployed_weights(secret), deployed_weights(plain), rtol=1e-4, atol=1e-5)
-    assert errors[1] == pytest.approx(errors[0], rel=1e-2, abs=1e-6)
-    assert [row["secure/void"] for row in hidden] == ["0", "0"]
-
-
-@pytest.mark.parametrize("rule", ["product", "stack"])
-def test_products_under_masks_of_clients_with_ranks_of_their_own(rule, tmp_path):
-    pytest.importorskip("Crypto")
-    plain, _ = fitted(tmp_path, rule, rank=[1, 3])
-    secret, _ = fitted(tmp_path, rule, rank=[1, 3], secure_sum=SecureSum())
-    torch.testing.assert_close(deployed_weights(secret), deployed_weights(plain), rtol=1e-4, atol=1e-5)
-
-
-def test_masked_products_are_counted_and_equal_a_leaves_nothing(tmp_path):
-    """A product has m n values of 8 bytes, and one more for its weights; with one A, `residual` is `factors`."""
-    pytest.importorskip("Crypto")
-    masked = {"secure_sum": SecureSum(), "ffa": True}
-    factors, plain = fitted(tmp_path, "factors", **masked)
-    ours, rows = fitted(tmp_path, "residual", **masked)
-    assert ours.server["weights"].equal(factors.server["weights"])
-    assert not ours.adapters.base_moved(ours)
-    added = sum(
-        len(layer.lora_B.weight) * layer.lora_A.weight.shape[1]
-        for layer in adapter_layers(ours.network).values()
-    )
-    for row, other in zip(rows, plain, strict=True):
-        more = float(row["comm/masked_bytes"]) - float(other["comm/masked_bytes"])
-        assert more == pytest.approx(4 * 8 * (added + 1), abs=4 * 64)
-
-
-def test_a_product_beyond_the_range_of_sums_is_cut(tmp_path):
-    """Factors of 1e6 add 1e12: under masks no round ends the run, and what is deployed stays finite."""
-    pytest.importorskip("Crypto")
-    made = fit(method_of(Extreme, adapter_average="product"), tmp_path, secure_sum=SecureSum()).method
-    assert deployed_weights(made).isfinite().all()
-
-
 @pytest.mark.parametrize("rule", ["alternate", "stack"])
 def test_privacy(rule, tmp_path):
     pytest.importorskip("dp_accounting")
@@ -482,20 +413,6 @@ def test_privacy(rule, tmp_path):
     plain, _ = fitted(tmp_path, rule, settings={"weigh_by": "clients"}, max_rounds=3)
     private, _ = fitted(tmp_path, rule, settings={"weigh_by": "clients"}, **noisy)
     torch.testing.assert_close(private.server["weights"], plain.server["weights"], rtol=1e-4, atol=1e-5)
-
-
-class Extreme(FedAvg):
-    """Uploads just below the largest values that a server takes: all alike, or of random signs."""
-
-    alike = True
-
-    def upload(self, client):
-        sent = super().upload(client)
-        weights = torch.full_like(sent.tensor("weights"), 1e6)
-        if not self.alike:
-            signs = torch.rand(weights.shape, generator=torch.Generator().manual_seed(client.id)) < 0.5
-            weights = torch.where(signs, weights, -weights)
-        return Payload({"examples": sent.tensor("examples"), "weights": weights})
 
 
 @pytest.mark.parametrize("alike", [True, False])

@@ -1,0 +1,55 @@
+"""The lines of an exported card that ask the model."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exported import loaded, of_peft
+from tiny_language import adam, records
+
+import fl_lightning
+from fl_lightning.conformance.toy import run
+from fl_lightning.data.text.tokens import HuggingFaceTokenizer
+from fl_lightning.methods import FedAvg
+from fl_lightning.metrics.text import prompts_and_answers, until_end
+from fl_lightning.models import LlamaTiny
+from fl_lightning.models.language import hf
+
+
+@of_peft
+@pytest.mark.parametrize("bytes_alone", [True, False])
+def test_the_lines_of_the_card_ask_as_the_run_did(bytes_alone: bool, tmp_path: Path):
+    """They are run as they stand, with the definition and inputs of a test record: the same tokens before the
+    answer, and the same answer, whatever the base's own settings of generation are."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    from tiny_transformers import save_base, tokenizer_of_bytes
+
+    network: Any = partial(LlamaTiny, rank=4)
+    data = records(generate=False)
+    if not bytes_alone:
+        base = save_base(tmp_path / "base", "Qwen2.5")
+        transformers.GenerationConfig(repetition_penalty=5.0, eos_token_id=9).save_pretrained(base)
+        network = partial(hf.TransformersLM, name=str(base), rank=4)
+        data = records(generate=False, tokenizer=HuggingFaceTokenizer(tokenizer=tokenizer_of_bytes()))
+    method = FedAvg(network=network, optimizer=adam(0.1))
+    trainer = run(method, data, tmp_path, max_rounds=1, max_local_steps=2, workers=1)
+    out = fl_lightning.export_model(trainer, tmp_path / "home")
+    asking = (out / "README.md").read_text().split("```python\n")[2].partition("```")[0]
+    own, tokens, answered = trainer.method.deploy().eval(), data.tokenizer, 0
+    inputs, target = data.inputs("test", torch.arange(3)), data.test_target[:3]
+    prompts, mask, _ = prompts_and_answers(inputs["input_ids"], target, tokens.pad)
+    ours = own.generate(prompts, mask, max_new_tokens=64, eos=tokens.eos, pad=tokens.pad).tolist()
+    for record, prompt, there, answer in zip(data.test_records, prompts, mask, ours, strict=False):
+        lines = asking.replace('definition = "..."', f"definition = {record.definition!r}")
+        lines = lines.replace('inputs = "..."', f"inputs = {record.inputs!r}")
+        names = loaded(out) | {"__file__": str(out / "load.py")}
+        exec(lines, names)
+        assert names["ids"] == prompt[there].tolist()
+        assert until_end(names["answer"], tokens.eos) == until_end(answer, tokens.eos)
+        answered += bool(until_end(answer, tokens.eos))
+    assert answered
