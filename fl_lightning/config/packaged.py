@@ -12,6 +12,8 @@ from typing import Any
 
 from fl_lightning.errors import InputError, require
 
+HF_PREFIX = "hf:"
+"""What stands before the name or folder of a model of transformers, and of its tokeniser."""
 MAX_TABLE_BYTES = 2**24
 
 

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fl_lightning.config.packaged import HF_PREFIX
 from fl_lightning.energy.calibration.branches import calibrate_branches
 from fl_lightning.energy.calibration.calibrate import DEFAULT_CONTEXT, Calibration
 from fl_lightning.energy.calibration.calibrate import calibrate as measure_network
@@ -20,7 +21,6 @@ from fl_lightning.energy.switched.kinds import MERGED
 from fl_lightning.energy.table_files import read_table, shipped_table, to_json
 from fl_lightning.errors import InputError, require, require_choice
 from fl_lightning.models.adapters import ALL_LINEAR
-from fl_lightning.models.language.hf import PREFIX
 from fl_lightning.support import disk
 
 METERS = ("best", "modelled")
@@ -101,9 +101,9 @@ def energy(
             "write --out costs.json",
         )
     require(
-        gguf_file is None or network.startswith(PREFIX),
+        gguf_file is None or network.startswith(HF_PREFIX),
         f"--gguf_file {gguf_file} of {network}",
-        f"the file is one of {PREFIX}NAME_OR_FOLDER",
+        f"the file is one of {HF_PREFIX}NAME_OR_FOLDER",
         "leave it out",
     )
     made = adapted_network(network, adapter, rank, targets, gguf_file=gguf_file, of_blocks=scope == BRANCH)

@@ -13,6 +13,7 @@ from torch import nn
 
 from fl_lightning.config.constraints import Constraint
 from fl_lightning.config.import_gate import check_import
+from fl_lightning.config.packaged import HF_PREFIX
 from fl_lightning.errors import InputError
 from fl_lightning.models.channels_last import lay_out
 from fl_lightning.models.checks import check_maker, check_outputs, error_text, name_of
@@ -175,14 +176,14 @@ def _make(
         return _call_maker(_OWN_NETWORKS[network], network, num_classes, example_shape)
     if network in LANGUAGE_NETWORKS:
         return made_by(LANGUAGE_NETWORKS[network], num_classes)
-    if network.startswith("hf:") and classifies_text:
+    if network.startswith(HF_PREFIX) and classifies_text:
         from fl_lightning.models.language.hf_classifier import TransformersClassifier
 
-        return made_by(TransformersClassifier, num_classes, network.removeprefix("hf:"))
-    if network.startswith("hf:"):
+        return made_by(TransformersClassifier, num_classes, network.removeprefix(HF_PREFIX))
+    if network.startswith(HF_PREFIX):
         from fl_lightning.models.language.hf import TransformersLM  # imports transformers where it is there
 
-        return made_by(TransformersLM, num_classes, network.removeprefix("hf:"))
+        return made_by(TransformersLM, num_classes, network.removeprefix(HF_PREFIX))
     import timm  # slow to import, and not needed for the project's own networks
 
     if timm.is_model(_TIMM_NAMES.get(network, network)):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.config.constraints import within
+from fl_lightning.config.packaged import HF_PREFIX
 from fl_lightning.data.example_batches import Split
 from fl_lightning.data.hugging_face import HuggingFaceData
 from fl_lightning.data.partition import check_memory
@@ -72,7 +73,7 @@ class LabelledText(HuggingFaceData):
             client=client,
             **settings,
         )
-        self.tokenizer, self.text, self.max_length = tokenizer.removeprefix("hf:"), text, max_length
+        self.tokenizer, self.text, self.max_length = tokenizer.removeprefix(HF_PREFIX), text, max_length
 
     def prepare_data(self) -> None:
         """Download data set and tokeniser where they are names on the Hub, and check the columns.

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from fl_lightning.config.packaged import model_folder
+from fl_lightning.config.packaged import HF_PREFIX, model_folder
 from fl_lightning.config.recorded import Recorded
 from fl_lightning.data.partition import check_memory
 from fl_lightning.data.text.prompts import PLAIN_PROMPT, Prompt
@@ -25,8 +25,6 @@ from fl_lightning.errors import InputError, require
 from fl_lightning.metrics.text import IGNORED
 
 TooLong = Literal["refuse", "cut"]
-HF_PREFIX = "hf:"
-"""What stands before the name of a model of transformers, and before that of its tokeniser."""
 
 
 class Tokenizer(Protocol):

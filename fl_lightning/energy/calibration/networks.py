@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fl_lightning.config.packaged import HF_PREFIX
 from fl_lightning.energy.switched import SwitchedLinear, merge_adapters
 from fl_lightning.energy.switched.kinds import MERGED, kind_and_rank
 from fl_lightning.errors import require_choice
@@ -19,7 +20,7 @@ from fl_lightning.models.adapters import (
     ALL_LINEAR,
     DEFAULT_RANK,
 )
-from fl_lightning.models.language.hf import PREFIX, TransformersLM
+from fl_lightning.models.language.hf import TransformersLM
 from fl_lightning.models.language.llama_pretrained import LlamaPretrained
 from fl_lightning.models.language.tiny import BYTE_VOCABULARY
 from fl_lightning.tasks import LanguageModelling
@@ -54,9 +55,9 @@ def adapted_network(
     Raises:
         InputError: there is no such network or kind, or the network refuses the adapters.
     """
-    ours = not network.startswith(PREFIX)
+    ours = not network.startswith(HF_PREFIX)
     if ours:
-        require_choice(network, (*LANGUAGE_NETWORKS, f"{PREFIX}NAME_OR_FOLDER"), "--network")
+        require_choice(network, (*LANGUAGE_NETWORKS, f"{HF_PREFIX}NAME_OR_FOLDER"), "--network")
     adapter = adapter or ("spectral" if ours else "lora")
     require_choice(adapter, KINDS, "--adapter")
     if rank is None:
@@ -70,7 +71,7 @@ def adapted_network(
     maker: Any = LANGUAGE_NETWORKS.get(network)
     if not ours:
         theirs: Any = LlamaPretrained if of_blocks else TransformersLM
-        maker = partial(theirs, name=network[len(PREFIX) :], gguf_file=gguf_file)
+        maker = partial(theirs, name=network[len(HF_PREFIX) :], gguf_file=gguf_file)
     ids = torch.zeros(2, 2, dtype=torch.int64)
     vocabulary = BYTE_VOCABULARY if ours else 1  # that of a model of transformers may be larger
     made = build_network(partial(maker, **settings), vocabulary, (2,), task=LanguageModelling(), inputs=ids)
@@ -85,7 +86,7 @@ def calibration_advice(network: nn.Module, layers: Sequence[SwitchedLinear]) -> 
         layers: its switched layers.
     """
     if isinstance(network, TransformersLM):
-        name = f"{PREFIX}{network.name}"
+        name = f"{HF_PREFIX}{network.name}"
     elif isinstance(network, LlamaTiny):
         name = "llama_tiny"
     else:

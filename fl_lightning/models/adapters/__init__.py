@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from torch import nn
 
@@ -65,6 +65,7 @@ __all__ = [
     "adalora_layers",
     "adapter_layers",
     "add_adapter",
+    "add_chosen",
     "add_lora",
     "budget_at",
     "choose_masks",
@@ -139,6 +140,26 @@ def add_adapter(
 
     with nullcontext() if seed is None else rng.torch_stream(seed, "adapter"):
         return adapt_linears(network, targets, make)
+
+
+def add_chosen(
+    network: Any,
+    kind: AdapterKind,
+    rank: int | list[int],
+    *,
+    alpha: float,
+    targets: str | Sequence[str],
+) -> None:
+    """Add what the settings of a network mean: adapters of the largest rank, and ``client_ranks``, those of
+    the clients where ``rank`` is a list; rank 0: none.
+
+    Raises:
+        InputError: as :func:`add_adapter` and :func:`largest_rank`.
+    """
+    largest = largest_rank(rank, kind)
+    network.client_ranks = rank if isinstance(rank, list) else []
+    if largest != 0:
+        add_adapter(network, kind, largest, alpha=alpha, targets=targets)
 
 
 def kind_of(adapter: AdapterKind, ffa: bool) -> AdapterKind:

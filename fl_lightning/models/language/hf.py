@@ -15,7 +15,7 @@ from warnings import catch_warnings, filterwarnings, simplefilter
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.config.packaged import model_folder
+from fl_lightning.config.packaged import HF_PREFIX, model_folder
 from fl_lightning.errors import InputError, require, require_choice
 from fl_lightning.models.adapters import (
     ALL_LINEAR,
@@ -37,7 +37,6 @@ from fl_lightning.models.language.llama import (
     transformers_weights,
 )
 
-PREFIX = "hf:"
 PRECISIONS = ("float32", "bfloat16", "float16")
 PEFT_DEFAULT = "peft-default"
 """The targets that peft has for an architecture where none are named."""
@@ -104,12 +103,7 @@ class TransformersLM(Generating):
         if load_in_4bit and not shapes_alone():
             _require_4bit(name, rank, kind)
         model = load(name, dtype, "CausalLM", **_special(gguf_file, load_in_4bit))
-        require(
-            num_classes <= model.config.vocab_size,
-            f"{PREFIX}{name} of {model.config.vocab_size} tokens on data of {num_classes} tokens",
-            "the data's tokens are tokens of the model",
-            "take the data's tokeniser from the model",
-        )
+        check_vocabulary(f"{HF_PREFIX}{name}", model.config, num_classes)
         with catch_warnings():  # these names of transformers, which peft uses too, change with version 6
             simplefilter("ignore", FutureWarning)
             filterwarnings("ignore", "fan_in_fan_out is set to")  # peft sees by itself what GPT-2 needs
@@ -132,7 +126,7 @@ class TransformersLM(Generating):
         ids = inputs if isinstance(inputs, Tensor) else inputs["input_ids"]
         require(
             self.positions is None or ids.shape[1] <= self.positions,
-            f"{PREFIX}{self.name} on sequences of {ids.shape[1]} tokens",
+            f"{HF_PREFIX}{self.name} on sequences of {ids.shape[1]} tokens",
             f"it has learned {self.positions} positions",
             f"write --data.context {self.positions}, or take a model with more",
         )
@@ -246,19 +240,19 @@ def _require_4bit(name: str, rank: int, kind: AdapterKind = "lora") -> None:
     ]
     require(
         not lacking,
-        f"load_in_4bit of {PREFIX}{name} without {' and '.join(lacking)}",
+        f"load_in_4bit of {HF_PREFIX}{name} without {' and '.join(lacking)}",
         "4-bit weights need bitsandbytes on a CUDA device",
         "write load_in_4bit: false",
     )
     require(
         rank > 0,
-        f"load_in_4bit of {PREFIX}{name} with rank 0",
+        f"load_in_4bit of {HF_PREFIX}{name} with rank 0",
         "4-bit weights are frozen, so that adapters alone can be trained",
         f"write rank: {DEFAULT_RANK}",
     )
     require(
         kind not in OF_SINGULAR_DIRECTIONS,
-        f"load_in_4bit of {PREFIX}{name} with adapter {kind}",
+        f"load_in_4bit of {HF_PREFIX}{name} with adapter {kind}",
         "it takes singular directions of whole weights",
         "write load_in_4bit: false, or adapter: lora",
     )
@@ -270,12 +264,26 @@ def check_adapters(name: str, rank: int, alpha: float) -> None:
     Raises:
         InputError: something is missing or out of range.
     """
-    _require_extra(f"network {PREFIX}{name}")
+    _require_extra(f"network {HF_PREFIX}{name}")
     require(
         rank >= 0 and alpha > 0,
         f"rank={rank}, alpha={alpha}",
         "adapters have a rank of 1 or more and a positive alpha; rank 0 means none",
         f"write rank {DEFAULT_RANK} and alpha {DEFAULT_ALPHA:g}",
+    )
+
+
+def check_vocabulary(given: str, config: Any, num_classes: int) -> None:
+    """Refuse a model that has fewer tokens than the data.
+
+    Raises:
+        InputError: it has.
+    """
+    require(
+        num_classes <= config.vocab_size,
+        f"{given} of {config.vocab_size} tokens on data of {num_classes} tokens",
+        "the data's tokens are tokens of the model",
+        "take the data's tokeniser from the model",
     )
 
 
@@ -330,7 +338,7 @@ def load(name: str, dtype: str, kind: Literal["CausalLM", "SequenceClassificatio
         text = " ".join(str(error).split())[:200]
         what = {"CausalLM": "a causal language model", "SequenceClassification": "a language model"}[kind]
         raise InputError(
-            f"network {PREFIX}{name}: {type(error).__name__} ({text})",
+            f"network {HF_PREFIX}{name}: {type(error).__name__} ({text})",
             f"it is the name of {what} on the hub, or a folder that save_pretrained wrote",
             "correct the name, or download the model into a folder",
         ) from error
@@ -395,7 +403,7 @@ def adapt(
         adapted = get_peft_model(model, config)
     except ValueError as error:
         raise InputError(
-            f"targets={targets!r} for {PREFIX}{name}",
+            f"targets={targets!r} for {HF_PREFIX}{name}",
             f"peft refuses them ({' '.join(str(error).split())[:200]})",
             f"write {ALL_LINEAR}",
         ) from error

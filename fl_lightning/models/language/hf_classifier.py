@@ -12,6 +12,7 @@ from warnings import catch_warnings, filterwarnings, simplefilter
 import torch
 from torch import Tensor, nn
 
+from fl_lightning.config.packaged import HF_PREFIX
 from fl_lightning.errors import require, require_choice
 from fl_lightning.models.adapters import ALL_LINEAR, DEFAULT_ALPHA, DEFAULT_RANK, AdapterKind
 from fl_lightning.models.language import hf
@@ -95,7 +96,7 @@ class TransformersClassifier(nn.Module):
         length = ids.shape[1]
         require(
             self.positions is None or length <= self.positions,
-            f"{hf.PREFIX}{self.name} on sequences of {length} tokens",
+            f"{HF_PREFIX}{self.name} on sequences of {length} tokens",
             f"it has learned {self.positions} positions",
             f"write --data.max_length {self.positions}, or take a model with more",
         )

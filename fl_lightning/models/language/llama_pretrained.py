@@ -14,17 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fl_lightning.config.packaged import HF_PREFIX
 from fl_lightning.errors import require
 from fl_lightning.models.adapters import (
     ALL_LINEAR,
     DEFAULT_ALPHA,
     DEFAULT_RANK,
     AdapterKind,
-    add_adapter,
+    add_chosen,
     kind_of,
     largest_rank,
 )
-from fl_lightning.models.language.hf import PREFIX, check_adapters, load
+from fl_lightning.models.language.hf import check_adapters, check_vocabulary, load
 from fl_lightning.models.language.llama import Llama, Variant
 
 FAMILY = ("llama", "mistral")
@@ -66,11 +67,11 @@ class LlamaPretrained(Llama):
         adapter: AdapterKind = "lora",
     ) -> None:
         kind = kind_of(adapter, ffa)
-        largest = largest_rank(rank, kind)
-        check_adapters(name, largest, alpha)
+        check_adapters(name, largest_rank(rank, kind), alpha)
         model = load(name, "float32", "CausalLM", **({} if gguf_file is None else {"gguf_file": gguf_file}))
         config = model.config
-        _check_family(name, config, num_classes)
+        _check_family(name, config)
+        check_vocabulary(f"network LlamaPretrained of {name}", config, num_classes)
         rotary = model.model.rotary_emb
         variant = Variant(
             key_heads=config.num_key_value_heads,
@@ -95,21 +96,20 @@ class LlamaPretrained(Llama):
         del model, rotary
         self.load_state_dict(_own_weights(self, weights), assign=True)
         self.source = "" if gguf_file else name
-        self.client_ranks = rank if isinstance(rank, list) else []
-        if largest != 0:
+        if targets == ALL_LINEAR:
             inside = [layer for layer, one in self.named_modules() if isinstance(one, nn.Linear)]
-            own = [layer for layer in inside if layer != "lm_head"] if targets == ALL_LINEAR else targets
-            add_adapter(self, kind, largest, alpha=alpha, targets=own)
+            targets = [layer for layer in inside if layer != "lm_head"]
+        add_chosen(self, kind, rank, alpha=alpha, targets=targets)
 
 
-def _check_family(name: str, config: Any, num_classes: int) -> None:
+def _check_family(name: str, config: Any) -> None:
     """Refuse a model whose logits these blocks would not have.
 
     Raises:
-        InputError: it is of another architecture, or has fewer tokens than the data.
+        InputError: it is of another architecture, or differs in something from what they compute.
     """
     given = f"network LlamaPretrained of {name}"
-    use = f"write --model.network {PREFIX}{name}, which any architecture can be given by"
+    use = f"write --model.network {HF_PREFIX}{name}, which any architecture can be given by"
     require(
         config.model_type in FAMILY,
         f"{given}, a model of the architecture {config.model_type}",
@@ -127,12 +127,6 @@ def _check_family(name: str, config: Any, num_classes: int) -> None:
     }
     found = [what for what, there in other.items() if there]
     require(not found, f"{given}, which has {' and '.join(found)}", "the project's Llama has none", use)
-    require(
-        num_classes <= config.vocab_size,
-        f"{given} of {config.vocab_size} tokens on data of {num_classes} tokens",
-        "the data's tokens are tokens of the model",
-        "take the data's tokeniser from the model",
-    )
 
 
 def _own_weights(network: Llama, weights: dict[str, Tensor]) -> dict[str, nn.Parameter]:

@@ -14,9 +14,8 @@ from fl_lightning.models.adapters import (
     DEFAULT_ALPHA,
     DEFAULT_RANK,
     AdapterKind,
-    add_adapter,
+    add_chosen,
     kind_of,
-    largest_rank,
 )
 from fl_lightning.models.language.llama import Llama
 
@@ -67,11 +66,7 @@ class LlamaTiny(Llama):
         super().__init__(num_classes)
         if pretrained:
             load_base(self)
-        kind = kind_of(adapter, ffa)
-        largest = largest_rank(rank, kind)
-        self.client_ranks = rank if isinstance(rank, list) else []
-        if largest != 0:
-            add_adapter(self, kind, largest, alpha=alpha, targets=targets)
+        add_chosen(self, kind_of(adapter, ffa), rank, alpha=alpha, targets=targets)
 
 
 def load_base(network: Llama, path: Path = WEIGHTS_FILE) -> None:
