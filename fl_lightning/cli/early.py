@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,8 @@ class _Check:
         self.known, self.given = description, given
         self.names = [*description.of_classes, *description.settings]
         self.chosen: dict[str, str] = {}  # the class of each dotted setting
+        self.unnamed: dict[str, str] = {}  # the base class of a group of which no class is named
+        self.of_unnamed = False  # whether a setting of such a group was given
         self.set: dict[str, Setting] = {}  # settings that were given
         self.missing: dict[str, set[str]] = {}  # required settings of each class that was chosen
         self.bad: list[InputError] = []
@@ -163,6 +166,8 @@ class _Check:
             raise Unsure
         if cls:
             self.chosen[group] = cls
+        elif not named:
+            self.unnamed[group] = base
 
     def run(self) -> None:
         unknown = []
@@ -205,6 +210,8 @@ class _Check:
             raise Unsure
         if unknown:
             raise unknown_flag(unknown[0], self.names)
+        if self.of_unnamed:  # the parser may refuse their values before it asks for a class
+            raise Unsure
         if len(needed) == 1:
             raise not_given(needed[0], self.known.settings[needed[0]])
         if needed:
@@ -281,9 +288,10 @@ class _Check:
 
     def below(self, prefix: str, setting: Setting, rest: str) -> Setting | None:
         """Return the setting ``rest`` of the class that ``prefix`` has."""
-        cls = self.chosen.get(prefix) or setting.default_class
+        cls = self.chosen.get(prefix) or setting.default_class or self.unnamed.get(prefix, "")
         own = self.own(cls)
         if rest in own:
+            self.of_unnamed |= cls == self.unnamed.get(prefix)
             return own[rest]
         inner = next((name for name in _parents(rest) if name in own), None)
         if inner is not None:
@@ -353,6 +361,8 @@ class _Check:
             of_plain: the verdict on a value for one type that is no class.
         """
         self.forget(path)
+        if value in (None, "null", [], "[]"):
+            self.chosen.pop(path, None)
         verdicts, uncertain = [], False
         for kind in takes:
             try:
@@ -401,6 +411,8 @@ class _Check:
             return self.class_verdict(path, kind["class"], value)
         if "fields" in kind:
             return self.fields_verdict(path, kind["fields"], value)
+        if "of" in kind:
+            return self.items_verdict(path, kind["of"], value)
         if isinstance(value, str) and value.startswith("["):
             value = yaml.safe_load(value)
         if isinstance(value, str):
@@ -455,6 +467,8 @@ class _Check:
             if not isinstance(key, str) or not WORD.fullmatch(key):
                 raise Unsure
             if key not in own:
+                if isinstance(one, Mapping):  # the parser names a key below it
+                    raise Unsure
                 self.bad.append(unknown_key(path, key, _leaf(cls), own, self.names, self.given))
             elif own[key].words is None and any(name.startswith(f"{key}.") for name in own):
                 self.group(path, key, own, one)
@@ -471,11 +485,26 @@ class _Check:
         for key, one in value.items():
             if key not in own:
                 raise Unsure
-            found = [self.verdict(f"{path}.{key}", kind, one, of_yaml) for kind in own[key].takes]
-            if self.bad or "good" not in found:
-                self.bad.clear()
+            if not self.is_good(f"{path}.{key}", own[key].takes, one):
                 raise Unsure
         return "good"
+
+    def items_verdict(self, path: str, takes: Iterable[Any], value: Any) -> Verdict:
+        """Return whether a list or a mapping holds items of a type; of any other only the parser knows."""
+        if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+            value = [*value.values()]
+        if not isinstance(value, list) or not all(self.is_good(path, takes, one) for one in value):
+            raise Unsure
+        return "good"
+
+    def is_good(self, path: str, takes: Iterable[Any], value: Any) -> bool:
+        """Return whether a value of a file is certainly of one of these types; no refusal of it is kept."""
+        for kind in takes:
+            with suppress(Unsure):
+                if self.verdict(path, kind, value, of_yaml) == "good" and not self.bad:
+                    return True
+            self.bad.clear()
+        return False
 
     def group(self, path: str, key: str, own: Mapping[str, Setting], value: Any) -> None:
         """Check settings of a class that stand in a group of their own."""

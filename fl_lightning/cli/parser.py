@@ -479,11 +479,16 @@ def keeping_names(function: Callable[[], T]) -> T:
         return function()
 
 
-def _settings_of_classes() -> Iterator[str]:
-    """Yield the settings of all methods and data, such as ``model.alpha``, to suggest after a typo."""
-    for group, cls in (("model", Method), ("data", FederatedData)):
-        for subclass in concrete_classes(cls):
-            yield from (f"{group}.{name}" for name in settings_of(subclass))
+def _settings_of_classes() -> list[str]:
+    """Return the settings of all methods and data, such as ``model.alpha``, to suggest after a typo."""
+    return sorted(
+        {
+            f"{group}.{name}"
+            for group, cls in (("model", Method), ("data", FederatedData))
+            for subclass in concrete_classes(cls)
+            for name in settings_of(subclass)
+        }
+    )
 
 
 @contextmanager

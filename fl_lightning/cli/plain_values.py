@@ -15,6 +15,7 @@ Verdict = Literal["good", "bad"]
 WORD = re.compile(r"[A-Za-z_][\w-]*")
 INT = re.compile(r"-?(0|[1-9]\d{0,15})")
 DECIMAL = re.compile(r"-?(0|[1-9]\d{0,15})\.\d{1,15}")
+POWER = re.compile(r"-?\d{1,15}(\.\d{1,15})?[eE][+-]?\d{1,2}")
 PLAIN = re.compile(r"[A-Za-z_./][\w./:=-]*")  # a text that YAML reads as one
 SPECIAL = {"true", "false", "null", "yes", "no", "on", "off", "y", "n", "none", "nan", "inf"}
 
@@ -70,7 +71,7 @@ def _seed(text: str, number: bool) -> Verdict:
 
 
 def _float(text: str, number: bool) -> Verdict:
-    return "good" if number else "bad" if is_word(text) else unsure()
+    return "good" if number or POWER.fullmatch(text) else "bad" if is_word(text) else unsure()
 
 
 def _bool(text: str, number: bool) -> Verdict:
@@ -100,6 +101,8 @@ CHECKS = {
 def of_yaml(kind: Any, value: Any) -> Verdict:
     """Return whether a value of a file is one of a type that is no class."""
     if isinstance(value, str):
+        if kind == "str":
+            return "good"
         verdict = of_text(kind, value)
         if verdict == "good" and kind in ("int", "seed", "bool", "null"):  # a number in quotes
             raise Unsure

@@ -280,7 +280,8 @@ def unknown_key(
         near = FOREIGN_NAMES.get(path) or FOREIGN_NAMES.get(leaf)
     if near is None:
         names = sorted(option for option in valid if not owner or "." not in option)
-        return InputError(shown, rule, f"write {listed(names)}")
+        before = f"name the class of {prefix} before it"  # so far it is a base, which has no settings
+        return InputError(shown, rule, f"write {listed(names)}" if names else before)
     instead = f"--{near} {flag_value}".strip() if flag_value is not None else near
     return InputError(shown, rule, f"write {instead}")
 

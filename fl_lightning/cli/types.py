@@ -240,6 +240,8 @@ def describe_settings(
                 continue
             called_with = len(get_args(member)[0]) if get_origin(member) is abc.Callable else 0
             names = bases[_path_of(base)] = {}
+            if _is_ours(base):  # its own settings count where no class is named
+                classes[_path_of(base)] = {name: describe(one) for name, one in settings_of(base).items()}
             buildable = {cls for cls in concrete_classes(base) if base not in _OF_OTHERS or _is_ours(cls)}
             for cls in _all_subclasses(base):
                 known = cls.__name__ in names or cls not in buildable
@@ -305,6 +307,8 @@ def taken(hint: Any) -> Iterator[Any]:
             yield {"literal": [str(value) for value in get_args(member)]}
         elif get_origin(member) is list:
             yield {"list": list(taken(get_args(member)[0]))}
+        elif get_origin(member) in (dict, abc.Mapping, abc.Sequence) or get_args(member)[1:] == (...,):
+            yield {"of": list(taken(get_args(member)[get_origin(member) in (dict, abc.Mapping)]))}
         elif (base := _named_base(member)) is not None:
             yield {"class": _path_of(base)}
         elif is_dataclass(member) and inspect.isclass(member):
