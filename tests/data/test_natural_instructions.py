@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from budgeted import costs
+from laddered import branch_costs
 from places import ROOT
 
 from fl_lightning.__main__ import main
@@ -303,9 +304,9 @@ def test_a_path_that_is_not_there_is_no_name_of_the_hub(name, tmp_path, monkeypa
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("label", ["HEST", "LoRA merged"])
+@pytest.mark.parametrize("label", ["HEST", "Ladder", "All on"])
 def test_the_real_study_of_budgets_on_a_small_model_and_data_set(label, model, tmp_path, monkeypatch):
-    """Every setting of configs/hest.yaml but names, paths and sizes."""
+    """Every setting of configs/hest.yaml, or of its former method on its overlay, but names, paths and sizes."""
     datasets = pytest.importorskip("datasets")
     monkeypatch.chdir(tmp_path)
     news = [{"article": f"{number} came", "highlights": f"{number}!", "id": "x"} for number in range(40)]
@@ -313,15 +314,6 @@ def test_the_real_study_of_budgets_on_a_small_model_and_data_set(label, model, t
     datasets.DatasetDict(
         {name: datasets.Dataset.from_list(each) for name, each in splits.items()}
     ).save_to_disk(tmp_path / "news")
-    study = Study.read(ROOT / "configs" / "hest.yaml")
-    assert len(study.parsed_criteria()) == len(study.criteria)
-    assert len(study.parsed_premises()) == len(study.premises)
-    cell = next(cell for cell in study.cells() if cell.method == label)
-    parts = (*(f"self_attn.{p}_proj" for p in "qkvo"), *(f"mlp.{p}_proj" for p in ("gate", "up", "down")))
-    names = [f"model.base_model.model.model.layers.0.{part}" for part in parts]
-    if label == "HEST":
-        names = [f"model.model.layers.0.{part}" for part in parts]
-    (tmp_path / "costs.json").write_text(to_json(costs("model", groups=names)))
     flags = {
         "model.network.name": model,
         "data.tokenizer.name": model,
@@ -336,10 +328,34 @@ def test_the_real_study_of_budgets_on_a_small_model_and_data_set(label, model, t
         "trainer.logger": "false",
         "trainer.workers": 1,
     }
-    assert main(["fit", *cell.args, *(f"--{name}={value}" for name, value in flags.items())]) == 0
+    if label == "HEST":
+        parts = (*(f"self_attn.{p}_proj" for p in "qkvo"), *(f"mlp.{p}_proj" for p in ("gate", "up", "down")))
+        table = costs("model", groups=[f"model.model.layers.0.{part}" for part in parts])
+        files = ("hest_tokens.yaml", "overlays/cnn_dailymail.yaml")
+        args = [part for file in files for part in ("--config", str(ROOT / "configs" / file))]
+    else:
+        table, args = branch_costs(1), cell_of(label)
+        flags |= {"trainer.max_rounds": 4, "data.val_fraction": 0.2}
+        del flags["data.tokenizer.name"]
+        flags |= {
+            "data.tokenizer": f"hf:{model}",
+            "model.all_on_rounds": 1,
+            "model.subset_rounds": 2,
+            "model.levels": 1,
+        }
+    (tmp_path / "costs.json").write_text(to_json(table))
+    assert main(["fit", *args, *(f"--{name}={value}" for name, value in flags.items())]) == 0
     (run,) = Path("runs").glob("*/*")
     metrics = list(csv.DictReader((run / "metrics.csv").open()))[-1]
     assert float(metrics["energy/joules"]) > 0
-    if label == "HEST":
+    if label != "All on":
         assert float(metrics["energy/spent"]) <= float(metrics["energy/granted"])
         assert float(metrics["energy/over_budget"]) == float(metrics["energy/refused"]) == 0
+
+
+def cell_of(label: str) -> tuple[str, ...]:
+    """The arguments of a method's first cell in the study of the real thing, whose claims can be read."""
+    study = Study.read(ROOT / "configs" / "hest.yaml")
+    assert len(study.parsed_criteria()) == len(study.criteria)
+    assert len(study.parsed_premises()) == len(study.premises)
+    return next(cell for cell in study.cells() if cell.method == label).args
