@@ -24,7 +24,7 @@ from fl_lightning.energy.budgets.network import BudgetedNetwork
 from fl_lightning.energy.switched import Plan, add_switches
 from fl_lightning.errors import InputError, MisuseError
 from fl_lightning.methods import AQFL, FedAdaLoRA, FedAvg, FedMPQ
-from fl_lightning.models import build_network
+from fl_lightning.models import LlamaPretrained, build_network
 from fl_lightning.models.language import BYTE_VOCABULARY, LlamaTiny, hf, lora_layers
 from fl_lightning.tasks import LanguageModelling
 from fl_lightning.wire import Layout
@@ -199,6 +199,14 @@ def test_what_does_not_work_is_refused_in_one_line(folder: Path, tmp_path: Path)
     refused(f"network hf:{folder}: .*save_pretrained wrote", gguf_file="missing.gguf")
     (tmp_path / "damaged.gguf").write_bytes(b"GGUF and then nothing")
     refused(f"network hf:{tmp_path}: .*save_pretrained wrote", name=tmp_path, gguf_file="damaged.gguf")
+
+
+@pytest.mark.parametrize(("num_classes", "warned"), [(24, True), (25, False)])
+def test_data_of_another_tokeniser_are_warned_of(num_classes: int, warned: bool, folder: Path, caplog):
+    hf.TransformersLM(num_classes, str(folder))
+    LlamaPretrained(num_classes, name=str(folder))
+    expected = f"knows 50 tokens and the data have {num_classes}"
+    assert [expected in record.message for record in caplog.records] == [True, True] * warned
 
 
 @pytest.mark.parametrize(

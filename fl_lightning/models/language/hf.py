@@ -5,9 +5,11 @@ They need the optional extra ``fl_lightning[language]``. No other network fetche
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
+from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any, Literal
 from warnings import catch_warnings, filterwarnings, simplefilter
@@ -37,6 +39,7 @@ from fl_lightning.models.language.llama import (
     transformers_weights,
 )
 
+log = logging.getLogger(__name__)
 PRECISIONS = ("float32", "bfloat16", "float16")
 PEFT_DEFAULT = "peft-default"
 """The targets that peft has for an architecture where none are named."""
@@ -274,7 +277,9 @@ def check_adapters(name: str, rank: int, alpha: float) -> None:
 
 
 def check_vocabulary(given: str, config: Any, num_classes: int) -> None:
-    """Refuse a model that has fewer tokens than the data.
+    """Refuse a model that has fewer tokens than the data, and warn of one that has more than twice as many.
+
+    A model's table is filled up to a round number; twice as many tokens are those of another tokeniser.
 
     Raises:
         InputError: it has.
@@ -285,6 +290,14 @@ def check_vocabulary(given: str, config: Any, num_classes: int) -> None:
         "the data's tokens are tokens of the model",
         "take the data's tokeniser from the model",
     )
+    if config.vocab_size > 2 * num_classes and parent_process() is None:
+        log.warning(
+            "%s knows %d tokens and the data have %d: to the model they are other texts; write"
+            " --data.tokenizer hf: and the model's name",
+            given,
+            config.vocab_size,
+            num_classes,
+        )
 
 
 def _special(gguf_file: str | None, load_in_4bit: bool) -> dict[str, Any]:
