@@ -317,7 +317,13 @@ class FederatedTrainer(RunViews):
 
     def _forecast(self, method: Method, data: FederatedData) -> dict[str, float]:
         self.check_settings(method)
-        found = forecast(method, data, participation=self.participation, rounds=self.max_rounds)
+        found = forecast(
+            method,
+            data,
+            participation=self.participation,
+            rounds=self.max_rounds,
+            secure_sum=self.secure_sum,
+        )
         show(found, method, data, str(self.fabric.strategy.precision.precision))
         return Results(found.metrics())
 

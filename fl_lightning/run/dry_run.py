@@ -17,6 +17,7 @@ from fl_lightning.methods import Method
 from fl_lightning.methods.personal import part_of
 from fl_lightning.models import build_network
 from fl_lightning.models.step_memory import StepMemory, batch_of, shapes_alone, step_memory
+from fl_lightning.privacy.secure.settings import SecureSum
 from fl_lightning.wire import Layout, Payload
 
 MESSAGE_VECTORS = 4
@@ -62,7 +63,14 @@ class Forecast:
         return found
 
 
-def forecast(method: Method, data: FederatedData, *, participation: float, rounds: int) -> Forecast:
+def forecast(
+    method: Method,
+    data: FederatedData,
+    *,
+    participation: float,
+    rounds: int,
+    secure_sum: SecureSum | None = None,
+) -> Forecast:
     """Return what a run will take, from the configuration of its network alone.
 
     Args:
@@ -70,6 +78,7 @@ def forecast(method: Method, data: FederatedData, *, participation: float, round
         data: the data; they are not read.
         participation: share of the clients that a round asks for.
         rounds: rounds of the run.
+        secure_sum: with which uploads are masked, where nobody drops out; None: they are not.
 
     Raises:
         InputError: what the network sees is known only once the data are read, or the network cannot be made
@@ -99,13 +108,22 @@ def forecast(method: Method, data: FederatedData, *, participation: float, round
     cohort = max(1, int(participation * known + 0.5)) if known else 0
     down, up = method.adapters.round_values(network, layout, cohort or 1)
     width = layout.dtype.itemsize
+    down_bytes = round(down * width) + _envelope("weights")
+    up_bytes = round(up * width) + _envelope("weights", "examples") + 4
+    if secure_sum is not None:
+        # vectors that are masked have one form, so that clients of low rank fill theirs up
+        sums = [layout.size if getattr(network, "client_ranks", ()) else round(up)]
+        if method.adapters.sums_products:
+            sums.append(sum(m * n for _, m, n in method.adapters.sides(network)))
+        up_bytes, more = secure_sum.client_bytes(sum(sums) + len(sums), cohort or 2)
+        down_bytes += more
     return Forecast(
         memory,
         again,
         computes_again,
         MESSAGE_VECTORS * 4 * layout.size,
-        round(down * width) + _envelope("weights"),
-        round(up * width) + _envelope("weights", "examples") + 4,
+        down_bytes,
+        up_bytes,
         cohort,
         rounds,
     )

@@ -342,9 +342,11 @@ def test_bytes_by_hand():
 
 @pytest.mark.parametrize(("neighbours", "k"), [("all", 6), (2, 2)])
 def test_the_page_says_what_a_client_sends(neighbours, k):
-    outcome = summed(vectors_of(7), SecureSum(neighbours=neighbours))
+    settings = SecureSum(neighbours=neighbours)
+    outcome = summed(vectors_of(7), settings)
     assert set(outcome.traffic.up.values()) == {8 * LENGTH + 64 * k + 282}
     assert set(outcome.traffic.down.values()) == {124 * k + 162}
+    assert settings.client_bytes(LENGTH, 7) == (8 * LENGTH + 64 * k + 282, 124 * k + 162)
 
 
 @pytest.mark.parametrize(("cohort", "k"), [(1000, 20), (1000, 50), (1000, 100), (100, 50)])

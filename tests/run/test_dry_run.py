@@ -20,6 +20,7 @@ from fl_lightning.__main__ import main
 from fl_lightning.data import PreferencePairs
 from fl_lightning.errors import InputError
 from fl_lightning.methods import FedAvg
+from fl_lightning.privacy.secure.settings import SecureSum
 from fl_lightning.run.dry_run import forecast
 
 RULES = [
@@ -49,6 +50,25 @@ def test_what_travels_is_what_the_ledger_counts(rule: str | None, rank: int | li
     given = {"max_rounds": 4, "participation": 1.0, "max_local_steps": 1}
     method = partial(method_of, FedAvg, rank=rank, adapter_average=rule)
     found = forecast(method(), records(generate=False), participation=1.0, rounds=4).metrics()
+    fit(method(), tmp_path, **given)
+    rows = list(csv.DictReader(next(tmp_path.rglob("metrics.csv")).read_text().splitlines()))[2:]
+    for way in ("download", "upload"):
+        counted = sum(float(row[f"comm/{way}_bytes"]) for row in rows) / len(rows) / 4
+        assert abs(found[f"comm/client_{way}_bytes"] - counted) <= 0.02 * counted + ENTRIES, way
+
+
+MASKED = [(rule, 2) for rule in RULES if rule not in ("padded", "share_a")]
+
+
+@pytest.mark.parametrize(("rule", "rank"), [*MASKED, ("product", [1, 2, 3, 2])])
+def test_masks_are_in_the_forecast(rule: str | None, rank: int | list[int], tmp_path: Path):
+    """Eight bytes for each value of a sum, those of products among them, and what keys and shares take."""
+    pytest.importorskip("cryptography")
+    secure = SecureSum()
+    given = {"max_rounds": 4, "participation": 1.0, "max_local_steps": 1, "secure_sum": secure}
+    method = partial(method_of, FedAvg, rank=rank, adapter_average=rule)
+    data = records(generate=False)
+    found = forecast(method(), data, participation=1.0, rounds=4, secure_sum=secure).metrics()
     fit(method(), tmp_path, **given)
     rows = list(csv.DictReader(next(tmp_path.rglob("metrics.csv")).read_text().splitlines()))[2:]
     for way in ("download", "upload"):

@@ -67,6 +67,20 @@ class SecureSum:
         """Return how many neighbours a client of a cohort has, at most."""
         return cohort - 1 if self.neighbours == "all" else min(self.neighbours, cohort - 1)
 
+    def client_bytes(self, integers: int, cohort: int) -> tuple[int, int]:
+        """Return the bytes that a client sends in a round, and those that it gets beside the broadcast, where
+        nobody drops out.
+
+        Args:
+            integers: L, all values of all sums and a weight for each sum.
+            cohort: clients of the round.
+
+        >>> SecureSum().client_bytes(1000, cohort=11)
+        (8922, 1402)
+        """
+        k = self.degree(cohort)
+        return 8 * integers + 64 * k + 282, 124 * k + 162
+
     def graph(self, ring: Sequence[int]) -> dict[int, list[int]]:
         """Return the neighbours of each client, in order of id.
 
