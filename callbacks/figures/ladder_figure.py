@@ -14,6 +14,8 @@ from fl_lightning.hooks import Context
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+MOST_NAMED = 24
+"""Branches whose names fit below their columns."""
 KINDS = {"self_attn": "attention", "mlp": "feed-forward"}
 
 
@@ -70,8 +72,9 @@ def ladder_figure(
     from matplotlib.patches import Rectangle
 
     rows, columns = levels.shape
-    figure = Figure(figsize=(4 + 0.7 * columns, 2.2 + 0.55 * rows), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=[0.55 * columns, 3.2], sharey=True)
+    width = 0.7 if columns <= MOST_NAMED else 0.3
+    figure = Figure(figsize=(4 + width * columns, 2.2 + 0.55 * rows), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=[0.8 * width * columns, 3.2], sharey=True)
     for row in range(rows):
         for column in range(columns):
             on = bool(levels[row, column])
@@ -81,18 +84,27 @@ def ladder_figure(
                 Rectangle(place, 0.8, 0.72, facecolor=color, edgecolor=GREY, linestyle="-" if on else ":")
             )
     parts = [name.split(".") for name in branches]
-    left.set_xticks(range(columns), [f"{one[1]} {KINDS[one[2]]}" for one in parts], fontsize=8, rotation=45)
+    if columns <= MOST_NAMED:
+        left.set_xticks(
+            range(columns), [f"{one[1]} {KINDS[one[2]]}" for one in parts], fontsize=8, rotation=45
+        )
+        shown = "block and branch"
+    else:
+        left.set_xticks(np.arange(0, columns, 2) + 0.5, [one[1] for one in parts[::2]], fontsize=8)
+        shown = "block: attention blue, feed-forward orange"
     names = ["all branches", *(f"level {row}: {missing(levels[row], branches)}" for row in range(1, rows))]
     left.set_yticks(range(rows), names, fontsize=9)
-    left.set(xlim=(-0.6, columns - 0.4), ylim=(rows - 0.4, -0.6), xlabel="block and branch")
+    left.set(xlim=(-0.6, columns - 0.4), ylim=(rows - 0.4, -0.6), xlabel=shown)
     left.set_title("filled: computed; empty: left out")
     right.barh(range(rows), shares, height=0.72, color=GREY, alpha=0.35)
     for row, share in enumerate(shares):
         text = f"{share:.0%}" + (f", loss {losses[row]:.3f}" if losses else "")
         right.text(0.02, row, text, va="center", fontsize=9)
-    for budget in sorted({min(budget, 1.0) for budget in budgets}):
+    different = sorted({min(budget, 1.0) for budget in budgets})
+    for budget in different:
         right.axvline(budget, color=RED, linestyle="--", linewidth=1.2)
-        right.text(budget, -0.58, f" budget {budget:g}", color=RED, fontsize=8, va="bottom", ha="center")
+        right.text(budget, -0.58, f"{budget:g}", color=RED, fontsize=8, va="bottom", ha="center")
+    right.set_title("budget" if len(different) == 1 else "budgets", color=RED, fontsize=9, pad=14)
     right.set(xlim=(0, 1.08), xlabel=f"energy of a token,\nof the whole network's\n{source}")
     open_frame(left, right)
     return figure

@@ -82,6 +82,9 @@ class HESTLadder(Method):
             always computed: ``sequence``: each sequence, among the levels that its budget affords; ``step``:
             each token after the prompt, so that what a budget leaves over is spent; ``none``: a sequence has
             the best level that its budget affords.
+        loss_scale: what clients multiply the losses of subsets by, in nats, in a message that is clipped and
+            made noisy as a whole, above 0. ``trainer.privacy`` needs it. The noise of a loss is z C / (cohort
+            times this) nats; the larger it is, the less of the clip is left to the weights. Default: 1.
         settings: those of every method.
 
     Raises:
@@ -96,7 +99,7 @@ class HESTLadder(Method):
         **only("language", "its levels are of sequences of tokens"),
         "module": "it switches the branches of a network",
         "asynchronous": "what travels depends on the stage, and these uploads are of any round",
-        "privacy": "losses of subsets travel beside weights, and noise for both leaves nothing of either",
+        "privacy": "losses of subsets are clipped together with weights; write --model.loss_scale 0.1",
     }
     counted_metrics = COUNTED
     limited = False
@@ -115,6 +118,7 @@ class HESTLadder(Method):
         phase: Literal["all", "answer"] = "all",
         distillation: Annotated[float, within("[0, inf)", "it is 0 or more", "leave it out")] = 1.0,
         controller: Deciding = "none",
+        loss_scale: Annotated[float | None, within("(0, inf)", "it is above 0", 0.1)] = None,
         **settings: Any,
     ) -> None:
         super().__init__(network=network, **settings)
@@ -131,7 +135,9 @@ class HESTLadder(Method):
         self.plan = LadderSearch(
             search, first, first + subset_rounds, levels, budgets, kept, branches_per_level
         )
-        self.price = 0.0
+        self.price, self.loss_scale = 0.0, 1.0 if loss_scale is None else loss_scale
+        if loss_scale is not None:
+            self.refuses = {feature: why for feature, why in self.refuses.items() if feature != "privacy"}
         self.limited = self.personalised = not math.isinf(budgets[0])
         self.shows = frozenset({"ladder"} if self.limited else ())
         self.client_id = 0
@@ -308,11 +314,12 @@ class HESTLadder(Method):
         """Return FedAvg's addend, and where the round searches the losses of the candidates."""
         found = super().addends(upload, client_id, weight)
         if self.searches:
-            found["losses"] = Addend(upload.tensor("losses"), weight, self.largest_weight)
+            losses = self.loss_scale * upload.tensor("losses")
+            found["losses"] = Addend(losses, weight, self.largest_weight)
         return found
 
     def largest_value(self, name: str) -> float:
-        return LARGEST_LOSS if name == "losses" else super().largest_value(name)
+        return self.loss_scale * LARGEST_LOSS if name == "losses" else super().largest_value(name)
 
     def next_state(self, sums: Sums) -> None:
         """Average the adapters; and in the rounds of stage B that search, choose what is protected or the
@@ -320,7 +327,7 @@ class HESTLadder(Method):
         super().next_state(sums)
         if not self.limited:
             return
-        losses = sums.mean("losses").clamp(0, LARGEST_LOSS) if self.searches else None
+        losses = (sums.mean("losses") / self.loss_scale).clamp(0, LARGEST_LOSS) if self.searches else None
         noise = self.stream("ladder")
         gates = self.layout.unpack(self.server["weights"].float()).get("gates.theta")
         device = self.devices[0]

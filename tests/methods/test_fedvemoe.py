@@ -631,7 +631,7 @@ def test_what_does_not_fit_is_refused():
         method_of(FedVEMoE).build(ready())
     with refused("Llama that trains", "rank"):
         built(rank=0)
-    with refused("secure_sum", "leave it out"):
+    with refused("secure_sum", "write --model.wire oblivious"):
         check_run(Run(built()[0], masks=SecureSum()))
 
 

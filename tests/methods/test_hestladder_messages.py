@@ -14,6 +14,7 @@ from tiny_language import fit
 from callbacks import LadderFigure
 from fl_lightning.clock import Deadline, FedBuff
 from fl_lightning.compatibility import Run, check_run
+from fl_lightning.privacy import ClientPrivacy
 from fl_lightning.privacy.secure.settings import SecureSum
 from fl_lightning.wire import Payload
 
@@ -47,6 +48,27 @@ def test_a_secure_run_is_the_plain_one(tmp_path):
     for name, tensor in plain.server.items():
         assert torch.equal(tensor, secret.server[name]), name
     assert not plain.server["ladder"][-1].all()
+
+
+def test_a_private_run_without_noise_is_the_plain_one_and_noise_is_in_the_losses(tmp_path):
+    """Losses are clipped and made noisy with the weights, in units of ``loss_scale``."""
+    pytest.importorskip("dp_accounting")
+
+    def found(folder: str, **settings) -> dict[str, torch.Tensor]:
+        method = ladder_of(weigh_by="clients", loss_scale=0.1)
+        fit(method, tmp_path / folder, max_rounds=5, **settings)
+        return method.server
+
+    plain = found("plain")
+    clear = found("clear", privacy=ClientPrivacy(noise_multiplier=1e-9, clip_norm=1e3))
+    assert not plain["ladder"][-1].all()
+    assert torch.equal(clear["ladder"], plain["ladder"])
+    torch.testing.assert_close(clear["ladder_losses"], plain["ladder_losses"], rtol=1e-4, atol=1e-4)
+    noisy = found("noisy", privacy=ClientPrivacy(noise_multiplier=1.0, clip_norm=0.01))
+    moved = (noisy["ladder_losses"][1:] - plain["ladder_losses"][1:]).abs()
+    assert bool((moved > 1e-3).all())
+    with refused("trainer.privacy with --model HESTLadder", "loss_scale 0.1"):
+        fit(ladder_of(), tmp_path / "refused", privacy=ClientPrivacy(noise_multiplier=1.0, clip_norm=1.0))
 
 
 def test_losses_that_cannot_be_are_refused():

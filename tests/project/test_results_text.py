@@ -108,18 +108,27 @@ def test_what_is_said_of_all_runs_under_a_budget_of_energy():
 def test_the_page_on_three_budgets_has_the_numbers_of_its_clients():
     page = (RESULTS / "hest_devices.md").read_text()
     with (RESULTS / "hest_devices" / "clients.csv").open() as file:
-        clients = [row for row in csv.DictReader(file) if row["round"] == "20"]
-    assert len(clients) == 8
+        clients = [row for row in csv.DictReader(file) if row["round"] == "44"]
+    assert len(clients) == 6
+    found: dict[float, list[tuple[float, float, float]]] = {}
     for row in clients:
         assert float(row["energy/over_budget"]) == float(row["energy/refused"]) == 0
-        columns = ("granted", "spent", "joules", "joules_model")
+        columns = ("granted", "spent", "joules", "joules_high")
         joules = " | ".join(f"{1e3 * float(row[f'energy/{name}']):.0f}" for name in columns)
-        id, clamped = int(row["client"]), float(row["energy/clamped"])
-        line = f"| {id} | {(0.4, 0.6, 0.9)[id % 3]} | {joules} | {clamped:.1f} |"
-        assert f"{line} {float(row['perplexity']):.0f} |\n" in page
+        id, perplexity, exact = int(row["client"]), float(row["perplexity"]), float(row["exact_match"])
+        budget = (0.6, 0.8, 1.0)[id % 3]
+        assert f"| {id} | {budget} | {joules} | {perplexity:.2f} | {100 * exact:.0f} |\n" in page
         share = float(row["energy/joules"]) / float(row["energy/joules_high"])
-        assert 0.38 <= round(share, 2) <= 0.39
-        assert id % 3 != 2 or float(row["energy/spent"]) < 0.5 * float(row["energy/granted"])
+        found.setdefault(budget, []).append((round(share, 2), round(perplexity, 2), exact))
+    assert {share for share, *_ in found[0.6]} == {0.54}
+    assert {share for share, *_ in found[0.8]} == {0.77}
+    ranges = {budget: sorted(one[1] for one in each) for budget, each in found.items()}
+    assert ranges == {0.6: [2.16, 2.55], 0.8: [1.21, 1.42], 1.0: [1.24, 1.27]}
+    assert max(exact for *_, exact in found[0.6]) < 0.1
+    assert (
+        min(int(row["val_examples"]) for row in clients),
+        max(int(row["val_examples"]) for row in clients),
+    ) == (25, 48)
 
 
 def test_secure_runs_are_the_plain_ones_and_private_ones_never_move():
