@@ -152,5 +152,6 @@ def check_run(run: Run) -> None:
         InputError: the first of it, in the order of :data:`ROWS`.
     """
     for row in ROWS:
-        for refusal in row.refusals(run):
-            raise InputError(*refusal)
+        for given, why, instead in row.refusals(run):
+            rule, _, own = why.partition("; ")  # a method's reason may end with what to write for it
+            raise InputError(given, rule, own or instead)

@@ -19,9 +19,8 @@ def secure_sum(run: Run) -> Iterator[Refusal]:
         return
     given, method = "--trainer.secure_sum with", run.method
     if why := why_not(method, "secure_sum"):
-        rule, _, instead = why.partition("; ")
-        others = f"leave it out, or take one of {', '.join(methods_with('secure_sum'))}"
-        yield f"{given} --model {run.name}", rule, instead or others
+        others = ", ".join(methods_with("secure_sum"))
+        yield f"{given} --model {run.name}", why, f"leave it out, or take one of {others}"
     given_average = f"{given} --model.average {type(method.average).__name__}"
     if not method.average.is_sum:
         rule = "it compares the clients' single vectors, and the server gets their sum alone"
@@ -51,8 +50,7 @@ def privacy(run: Run) -> Iterator[Refusal]:
         return
     given, method, average = "trainer.privacy with", run.method, type(run.method.average).__name__
     if why := why_not(method, "privacy"):
-        rule, _, instead = why.partition("; ")
-        yield f"{given} --model {run.name}", rule, instead or "write --model FedAvg"
+        yield f"{given} --model {run.name}", why, "write --model FedAvg"
     if not method.average.is_sum:
         instead = "write --model.average WeightedMean"
         yield f"{given} --model {run.name}", f"{average} needs single uploads", instead
