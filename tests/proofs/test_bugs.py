@@ -139,7 +139,7 @@ def test_a_refusal_by_somebodys_code_says_where_it_was_raised():
         errors_as_refusals(),
     ):
         picky()
-    with pytest.raises(InputError, match="^missing") as caught, errors_as_refusals():
+    with pytest.raises(InputError, match=r"^missing") as caught, errors_as_refusals():
         raise InputError("missing", "it is not there", "give it")
     assert "test_bugs" not in str(caught.value)
 
