@@ -437,7 +437,7 @@ class _Check:
         names = self.known.bases[base]
         if isinstance(value, bool | int | float):
             return "bad" if not isinstance(value, bool) else unsure()
-        if value in (None, "null"):
+        if value is None:
             return "bad"
         if isinstance(value, str):
             return self.choose(path, names, value)

@@ -17,7 +17,7 @@ INT = re.compile(r"-?(0|[1-9]\d{0,15})")
 DECIMAL = re.compile(r"-?(0|[1-9]\d{0,15})\.\d{1,15}")
 POWER = re.compile(r"-?\d{1,15}(\.\d{1,15})?[eE][+-]?\d{1,2}")
 PLAIN = re.compile(r"[A-Za-z_./][\w./:=-]*")  # a text that YAML reads as one
-NO_NUMBERS = ("true", "false", "null", "nan", "inf")  # as they are written here; .nan and .inf are numbers
+NO_NUMBERS = ("true", "false", "nan", "inf")  # as they are written here; .nan and .inf are numbers
 SPECIAL = {"true", "false", "null", "yes", "no", "on", "off", "y", "n", "none", "nan", "inf"}
 
 
