@@ -19,6 +19,7 @@ from dataclasses import replace
 from glob import escape
 from importlib import import_module
 from io import StringIO
+from pathlib import Path
 from typing import Any, TypeVar
 
 import lightning.fabric.loggers
@@ -59,7 +60,7 @@ from fl_lightning.cli.refusals import CLOSED, UserInput
 from fl_lightning.cli.run_names import overrides
 from fl_lightning.cli.types import Seed, concrete_classes, describe_settings, import_class, settings_of
 from fl_lightning.config.documents import check_size, load_yaml
-from fl_lightning.config.packaged import find_config, with_found_configs
+from fl_lightning.config.packaged import configs_folder, find_config, with_found_configs
 from fl_lightning.data import FederatedData, FederatedImages
 from fl_lightning.errors import InputError, MisuseError
 from fl_lightning.methods import Method
@@ -192,10 +193,13 @@ class FederatedCLI(LightningCLI):
         for path, action in wrong_nulls(self.config, settings_of(parser)):
             raise explain_null(path, action, given)
         self.config_text = self._resolved_text()
-        dropped = dropped_names(self.args, given.texts.values(), load_yaml(self.config_text))
-        if dropped:
-            closed = f"; {CLOSED}" if "model.network" in dropped else ""
-            names = ", ".join(dropped)
+        final = load_yaml(self.config_text)
+        dropped = dropped_names(self.args, given.texts.values(), final)
+        folder = configs_folder()  # of the project's own files a user chose none of the settings
+        own = [text for file, text in given.texts.items() if not Path(file).resolve().is_relative_to(folder)]
+        if told := dropped_names(self.args, own, final):
+            closed = f"; {CLOSED}" if "model.network" in told else ""
+            names = ", ".join(told)
             sys.stderr.write(
                 f"fl_lightning: note: not used, the class in use has no such setting: {names}{closed}\n"
             )

@@ -17,6 +17,7 @@ INT = re.compile(r"-?(0|[1-9]\d{0,15})")
 DECIMAL = re.compile(r"-?(0|[1-9]\d{0,15})\.\d{1,15}")
 POWER = re.compile(r"-?\d{1,15}(\.\d{1,15})?[eE][+-]?\d{1,2}")
 PLAIN = re.compile(r"[A-Za-z_./][\w./:=-]*")  # a text that YAML reads as one
+NO_NUMBERS = ("true", "false", "nan", "inf")  # as they are written here; .nan and .inf are numbers
 SPECIAL = {"true", "false", "null", "yes", "no", "on", "off", "y", "n", "none", "nan", "inf"}
 
 
@@ -62,16 +63,21 @@ def of_text(kind: Any, text: str) -> Verdict:
 def _int(text: str, number: bool) -> Verdict:
     if INT.fullmatch(text):
         return "good"
-    return "bad" if number or not text or text in ("true", "false") or is_word(text) else unsure()
+    other = number or not text or POWER.fullmatch(text) or text in NO_NUMBERS
+    return "bad" if other or is_word(text) else unsure()
 
 
 def _seed(text: str, number: bool) -> Verdict:
+    if re.fullmatch(r"\d{20,}", text):
+        return "bad"
     verdict = _int(text, number)
     return "bad" if text.startswith("-") else verdict
 
 
 def _float(text: str, number: bool) -> Verdict:
-    return "good" if number or POWER.fullmatch(text) else "bad" if is_word(text) else unsure()
+    if number or POWER.fullmatch(text):
+        return "good"
+    return "bad" if text in NO_NUMBERS or is_word(text) else unsure()
 
 
 def _bool(text: str, number: bool) -> Verdict:

@@ -155,6 +155,8 @@ def type_in_words(hint: Any) -> str:
     """
     words: dict[str, None] = {}
     for member in sorted(members(hint), key=lambda member: get_origin(member) is list):
+        if member is Tensor and words:  # torch's own way to write a number
+            continue
         cls = _class_of(member)
         names = choices(member)
         has_names = any(get_origin(other) is Literal for other in members(hint))

@@ -9,6 +9,7 @@ augmentation numbers.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any
@@ -36,6 +37,8 @@ NumClients = Annotated[int, within("[1, inf)", "a federation has at least one cl
 BatchSize = Annotated[int, within("[1, inf)", "a batch has at least one example", "write e.g. 64")]
 ValFraction = Annotated[float, within("[0, 1)", "a share in [0, 1)", "write e.g. 0.05, or 0 for none")]
 PublicExamples = Annotated[int, within("[0, inf)", "a public set has 0 or more examples", "write 0 for none")]
+
+log = logging.getLogger("fl_lightning")
 
 
 class FederatedData(ExampleBatches, Recorded, LightningDataModule):
@@ -224,6 +227,9 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
             "no client has a training example",
             "leave some examples out of the validation sets",
         )
+        if 2 * len(self.active) < self.num_clients:
+            idle = self.num_clients - len(self.active)
+            log.warning("%d of %d clients have no training example and never train", idle, self.num_clients)
         assert own is None or not np.isin(self._holdings.index, self.public).any(), (
             "a client holds public examples"
         )

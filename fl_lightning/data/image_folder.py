@@ -107,7 +107,7 @@ class ImageFolder(ImageData):
             InputError: a folder is missing or holds no images, or its form is another one.
         """
         for path in filter(None, (self.train_path, self.test_path)):
-            find_images(path, self.client_folders)
+            find_images(path, self.client_folders, tells=True)
 
     def setup(self, stage: str | None = None) -> None:
         """Read the images.
@@ -136,6 +136,9 @@ class ImageFolder(ImageData):
                 f"the class {file.label} has no training images",
                 "remove the folder, or give training images of that class",
             )
+        if test and (untested := [name for name in classes if name not in {file.label for file in test}]):
+            some = ", ".join(untested[:5]) + (" ..." if len(untested) > 5 else "")
+            log.warning("%s has no image of %s: accuracy is of the other classes", self.test_path, some)
         clients = number_names(file.client for file in train) if self.client_folders else {}
         self._owner = np.array([clients[file.client] for file in train], np.int64) if clients else None
         self.names = Names(classes=list(classes), clients=list(clients))
@@ -166,12 +169,13 @@ class ImageFolder(ImageData):
         return super().partition_summary() | {"examples": {"sha256": self._digest, **self.names.summary()}}
 
 
-def find_images(folder: Path, client_folders: bool) -> list[ImageFile]:
-    """Return the images below a folder, in the order of their paths. What is no image is told and left out.
+def find_images(folder: Path, client_folders: bool, *, tells: bool = False) -> list[ImageFile]:
+    """Return the images below a folder, in the order of their paths. What is no image is left out.
 
     Args:
         folder: holds folders of classes, or of clients with folders of classes.
         client_folders: whether it holds those of clients.
+        tells: whether a warning says what is left out.
 
     Raises:
         InputError: there is no such folder, it holds no images, or its form is another one.
@@ -201,12 +205,19 @@ def find_images(folder: Path, client_folders: bool) -> list[ImageFile]:
                     found.append(ImageFile(path, label.name, outer.name if client_folders else None))
                 elif not path.name.startswith("."):
                     left_out[path.suffix or path.name] += 1
+    flat = sum(path.is_file() and path.suffix.lower() in SUFFIXES for path in folder.iterdir())
+    require(
+        found or not flat,
+        f"{folder}",
+        f"its {flat} images lie outside of class folders; the form is {form}",
+        "make a folder for each class, and move the images there",
+    )
     require(
         found, f"{folder}", f"it holds no images; the form is {form}", f"give images: {', '.join(SUFFIXES)}"
     )
-    if left_out:
+    if left_out and tells:
         kinds = ", ".join(f"{count} of {kind}" for kind, count in left_out.most_common(5))
-        log.warning("%s: %d files are no images and are left out (%s)", folder, left_out.total(), kinds)
+        log.warning("%s: left out as no images: %s", folder, kinds)
     return found
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,6 +65,8 @@ def read_table(path: Path) -> pd.DataFrame:
         raise InputError(f"{path}", "the file is empty", "fill it") from None
     except (ValueError, pd.errors.ParserError) as error:  # pyarrow's errors are ValueErrors
         reason = " ".join(str(error).split())
+        if fields := re.search(r"Expected (\d+) fields in line (\d+), saw (\d+)", reason):
+            reason = "line {1} has {2} values, and the lines before it {0}".format(*fields.groups())
         raise InputError(f"{path}", f"it is no table ({reason})", "check the file") from None
     require(len(table), f"{path}", "the table has no rows", "fill it")
     kinds = table.dtypes
@@ -80,10 +83,19 @@ TABLE_FILE = path_to("file", "there is no such file", "write the path of a .csv 
 
 
 def check_file(path: Path) -> None:
+    require(
+        not path.is_dir(),
+        f"{path}",
+        "it is a folder, and a table is a file",
+        "write the path of a .csv or .parquet file, or take ImageFolder or TextFiles",
+    )
     TABLE_FILE.check(path)
     suffixes = CSV_SUFFIXES + PARQUET_SUFFIXES
     require(
-        path.name.endswith(suffixes), f"{path}", f"a table's name ends in {', '.join(suffixes)}", "rename it"
+        path.name.endswith(suffixes),
+        f"{path}",
+        f"a table's name ends in {', '.join(suffixes)}",
+        "write the path of a table, or rename it if it is one",
     )
 
 

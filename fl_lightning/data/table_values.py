@@ -34,6 +34,7 @@ MAX_WHOLE = 2**53
 """From here on float64 does not tell whole numbers apart."""
 MAX_LISTED = 10
 """Columns that a message names of each kind of problem."""
+DECIMAL_COMMA = r"[+-]?\d+,\d+"
 DATE_FORMATS = ("ISO8601", "%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y")
 """How dates are written in text that is taken for dates."""
 DATE_SAMPLE = 100
@@ -163,13 +164,15 @@ def _missing_problems(
     if empty:
         found.append(("columns have no value at all", empty, "name the features without the empty columns"))
     filled = [told[name] for name in told if name not in (*others, *empty)]
+    fixed = [told[name] for name in told if name in others and name not in empty]
+    drop = "write --data.missing drop, which leaves out the rows"
     if missing is None and filled:
         rule = "values are missing (empty, NA, NaN or null)"
-        found.append((rule, filled, f"write --data.missing {', '.join(MISSING[:-1])} or drop"))
-    fixed = [told[name] for name in told if name in others and name not in empty]
+        some = f"write --data.missing {', '.join(MISSING[:-1])} or drop"
+        found.append((rule, filled, drop if fixed else some))
     if missing != "drop" and fixed:
         rule = "target, group and client are never filled in, and values of them are missing"
-        found.append((rule, fixed, "write --data.missing drop, which leaves out the rows"))
+        found.append((rule, fixed, drop))
     return found
 
 
@@ -177,7 +180,7 @@ def _text_problems(
     table: pd.DataFrame, encodings: Mapping[str, TextEncoding | None]
 ) -> list[tuple[str, list[str], str]]:
     """Return rule, columns and remedy of each kind of problem with columns that are no numbers."""
-    kinds: dict[str, list[str]] = {"text": [], "dates": [], "numbers": [], "others": []}
+    kinds: dict[str, list[str]] = {"text": [], "dates": [], "numbers": [], "commas": [], "others": []}
     for name in (name for name, encoding in encodings.items() if encoding is None):
         values = table[name].dropna()
         wrong = _wrong_number(values)
@@ -185,6 +188,8 @@ def _text_problems(
             kinds["dates"].append(f"{name} (as {values.iloc[0]})")
         elif not _is_plain(values).all():
             kinds["others"].append(f"{name} ({type(values[~_is_plain(values)].iloc[0]).__name__})")
+        elif values.astype(str).str.fullmatch(DECIMAL_COMMA).all():
+            kinds["commas"].append(f"{name} (as {values.iloc[0]})")
         elif wrong is not None:
             kinds["numbers"].append(f"{name} ({values.loc[wrong]} in row {int(wrong) + 1})")
         else:
@@ -201,6 +206,10 @@ def _text_problems(
         "numbers": (
             "a value is no number, and nearly all values of its column are",
             "correct it, leave it empty and write --data.missing, or write categorical: [COLUMN]",
+        ),
+        "commas": (
+            "numbers have a decimal point, and these have a comma",
+            "write points, as pandas.read_csv(file, decimal=',') and to_csv do",
         ),
         "others": (
             "a value is a number or a text",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 from torch import optim
 from torch.optim import LBFGS, Optimizer
@@ -61,6 +62,19 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     return type(optimizer) in ELEMENTWISE
 
 
+def _refused_argument(message: str) -> tuple[str, str]:
+    """Return the name and the value of the argument that torch's optimisers say is invalid; empty texts where
+    they do not say it.
+
+    >>> _refused_argument("Invalid learning rate: -1.0"), _refused_argument("no such thing")
+    (('lr', '-1.0'), ('', ''))
+    """
+    found = re.match(r"Invalid (learning rate|epsilon|[a-z_]+)(?: value)?: (.+)", message)
+    if found is None:
+        return "", ""
+    return {"learning rate": "lr", "epsilon": "eps"}.get(found[1], found[1]), found[2]
+
+
 def check_optimizer(method: Method, rounds: int = 1) -> None:
     """Refuse a method whose optimiser cannot make a local step, or whose schedule ends before the run does.
 
@@ -73,6 +87,10 @@ def check_optimizer(method: Method, rounds: int = 1) -> None:
     except InputError:
         raise
     except (ValueError, TypeError) as error:
+        name, value = _refused_argument(str(error))
+        if name:
+            given = f"--model.optimizer.{name} {value}"
+            raise InputError(given, "the optimiser refuses it", "write another value") from error
         raise InputError(
             "--model.optimizer", f"it cannot be built ({error})", "correct that argument"
         ) from error

@@ -312,9 +312,9 @@ class Journal:
 
     def _closing_text(self, summary: Mapping[str, float], rejected: int, stopped_early: str) -> str:
         megabytes = sum(row["comm/total_bytes"] for row in self.progress.history) / 1e6
-        width = max([25, *map(len, summary)]) + 1
+        width, done = max([25, *map(len, summary)]) + 1, self.progress.done.round
         lines = [
-            f"finished: {self.progress.done.round} rounds, {megabytes:.1f} MB over the wire",
+            f"finished: {done} round{'s' * (done > 1)}, {megabytes:.1f} MB over the wire",
             *(f"  {name:<{width}}{value:.4g}" for name, value in summary.items()),
             f"run directory  {self.run.path}",
         ]

@@ -48,7 +48,14 @@ def errors_as_refusals() -> Iterator[None]:
     except (ValueError, OSError) as error:
         if isinstance(error, ValueError) and is_bug_of_user(error):
             raise
-        raise InputError.from_text(str(error)) from error
+        raise InputError.from_text(f"{_users_place(error)}{error}") from error
+
+
+def _users_place(error: BaseException) -> str:
+    """Return which line of the user's code raised the error, before a colon; empty if none did."""
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    file = Path(frame.f_code.co_filename)
+    return f"{file.name}, line {line}, {frame.f_code.co_name}: " if _is_users(file) else ""
 
 
 def first_cause(error: BaseException) -> BaseException:

@@ -70,3 +70,20 @@ def test_plain_is_found_by_its_bare_name_and_says_on_the_terminal_that_nothing_s
     assert main(["fit", "--config", "kd_default", "--trainer.fast_dev_run", "true"]) == 0
     lines = capsys.readouterr().err.splitlines()[:3]
     assert any(line.startswith("stressed by: StragglerDropout(probability=0.2") for line in lines)
+
+
+def test_what_a_class_does_not_have_is_told_of_ones_own_settings_alone(tmp_path, capsys):
+    """A setting of a packaged configuration was nobody's choice."""
+
+    def notes(*args: str) -> list[str]:
+        file = str(tmp_path / "absent.csv")
+        main(["fit", *args, "--data", "TableData", "--data.train", file, "--data.target", "kind"])
+        return [line for line in capsys.readouterr().err.splitlines() if "note: not used" in line]
+
+    own = tmp_path / "own.yaml"
+    own.write_text("data: {class_path: FederatedImages, init_args: {crop: pad}}\n")
+    assert notes("--config", "plain") == []
+    (note,) = notes("--config", "plain", "--config", str(own))
+    assert note.endswith("the class in use has no such setting: data.crop")
+    (note,) = notes("--config", "plain", "--data.flip", "true")
+    assert note.endswith("the class in use has no such setting: data.flip")

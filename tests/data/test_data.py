@@ -238,10 +238,12 @@ def test_summary_is_json_and_its_hash_is_of_the_indices() -> None:
 
 
 @pytest.mark.timeout(120)  # work of clients squared would take hours
-def test_a_hundred_thousand_clients_can_start() -> None:
+def test_a_hundred_thousand_clients_can_start_and_it_is_said_that_half_have_nothing(caplog) -> None:
     partition = Dirichlet(0.1, min_size=0)
     data = ready(num_clients=100_000, synthetic_examples=50_000, synthetic_size=4, partition=partition)
     assert "clients" not in data.partition_summary()
+    idle = 100_000 - len(data.active)
+    assert f"{idle} of 100000 clients have no training example and never train" in caplog.text
 
 
 # --- data sets

@@ -84,7 +84,7 @@ def test_what_is_no_image_is_told(tmp_path, caplog):
     (tmp_path / ".cache").mkdir()
     with caplog.at_level(logging.WARNING):
         ready(tmp_path)
-    assert "1 files are no images and are left out (1 of .txt)" in caplog.text
+    assert [record.message for record in caplog.records] == [f"{tmp_path}: left out as no images: 1 of .txt"]
 
 
 def split(folder: Path) -> None:
@@ -96,6 +96,12 @@ def no_image(folder: Path) -> None:
     (write(folder) / "red" / "003.png").write_bytes(b"hello")
 
 
+def flat(folder: Path) -> None:
+    folder.mkdir()
+    for number in range(2):
+        Image.new("RGB", (9, 9)).save(folder / f"{number}.png")
+
+
 def deep(folder: Path) -> None:
     Image.fromarray(np.full((9, 9), 40_000, np.uint16)).save(write(folder) / "red" / "deep.png")
 
@@ -103,6 +109,7 @@ def deep(folder: Path) -> None:
 WRONG = {
     "no folder": (lambda folder: None, {}, "there is no such folder"),
     "empty": (lambda folder: (folder / "red").mkdir(parents=True), {}, "it holds no images; the form is class/image"),
+    "no classes": (flat, {}, "its 2 images lie outside of class folders; the form is class/image; make a folder"),
     "one class": (lambda folder: write(folder, colours={"red": (1, 2, 3)}), {}, "all training examples are of the class red"),
     "root of splits": (split, {}, "it holds train and test, which are no classes; write train: .*/train and test:"),
     "clients unsaid": (lambda folder: write(folder / "north"), {}, "write client_folders: true"),
@@ -132,6 +139,13 @@ def test_a_class_of_the_test_alone_is_refused(tmp_path):
     write(tmp_path / "test", 2, colours={"green": (0, 200, 0)})
     with pytest.raises(InputError, match=r"green/000\.png; the class green has no training images"):
         ready(tmp_path / "train", test=str(tmp_path / "test"))
+
+
+def test_a_class_that_the_test_lacks_is_told(tmp_path, caplog):
+    write(tmp_path / "train")
+    write(tmp_path / "test", 2, colours={"blue": (0, 0, 200)})
+    ready(tmp_path / "train", test=str(tmp_path / "test"))
+    assert f"{tmp_path / 'test'} has no image of red: accuracy is of the other classes" in caplog.text
 
 
 @pytest.mark.slow

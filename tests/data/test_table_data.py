@@ -237,6 +237,7 @@ WRONG_FILES = {
     "infinite": (with_value("age", 5, "inf"), {}, "row 5, column age; inf is no finite number"),
     "too large": (with_value("size", 5, 1e39), {}, "row 5, column size; 1e.39 is too large"),
     "among numbers": (with_value("age", 9, "?"), {}, r"a value is no number, and nearly all .*: age \(. in row 9\)"),
+    "commas": (rows().assign(age=[f"{i},5" for i in range(60)]), {}, r"and these have a comma: age \(as 0,5\); write points"),
     "no such target": (rows(), {"target": "Kind"}, "there is no column Kind; write kind"),
     "no such feature": (rows(), {"features": ["sise"]}, "there is no column sise; write size"),
     "no such client": (rows(), {"client": "clinic"}, "there is no column clinic; write one of size, age"),
@@ -280,6 +281,7 @@ def test_a_mistake_is_one_line(tmp_path, mistake):
         (b"", "the file is empty"),
         (b"a,b,kind\n1,2\xff,x\n", r"b'2\\xff' is not UTF-8"),
         (b"a,b,kind\n1,2,x,4,5\n1,2,3\n1,2,3,4,5,6,7\n", "it is no table"),
+        (b"a,b,kind\n1,2,x\n1,2,3,4\n", "line 3 has 4 values, and the lines before it 3"),
         (b"a,a,kind\n1,2,x\n3,4,y\n", "two columns are named"),
         (b",a,kind\n0,2,x\n1,4,y\n", "a column has no name"),
         (b"a;b;kind\n0;2;x\n1;4;y\n", "separate the columns by commas"),
@@ -316,6 +318,8 @@ def test_amounts_are_learnt_as_such_when_that_is_said(tmp_path):
 def test_files_that_are_not_there_or_no_tables(tmp_path):
     with pytest.raises(InputError, match="there is no such file"):
         ready(tmp_path / "train.csv")
+    with pytest.raises(InputError, match="it is a folder, and a table is a file"):
+        ready(tmp_path)
     (tmp_path / "train.xlsx").write_bytes(b"PK")
     with pytest.raises(InputError, match="name ends in"):
         ready(tmp_path / "train.xlsx")

@@ -192,7 +192,6 @@ def test_all_problems_of_a_file_are_one_message(tmp_path):
         "and dates are neither numbers nor categories: day (as 2024-01-01), "
         "and a value is no number, and nearly all values of its column are: room (? in row 1)"
         "; name the features without the empty columns, "
-        "and write --data.missing mean, median, most_frequent or drop, "
         "and write --data.missing drop, which leaves out the rows, "
         "and write --data.text ordinal, tfidf or drop, or name the features without them, "
         "and make numbers of them, such as days since the first, or write --data.text drop, "

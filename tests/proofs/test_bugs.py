@@ -18,7 +18,7 @@ from fl_lightning.errors import InputError, RunStopped
 from fl_lightning.hooks import Meter, Stressor
 from fl_lightning.methods import FedAvg
 from fl_lightning.support import disk
-from fl_lightning.support.user_code import is_bug_of_user
+from fl_lightning.support.user_code import errors_as_refusals, is_bug_of_user
 from fl_lightning.wire import PayloadError
 
 QUICK = [
@@ -128,6 +128,20 @@ def test_the_traceback_is_on_the_terminal_where_it_is_asked_for(project, capsys,
     assert 'own_methods.py", line' in capsys.readouterr().err
     assert main(["fit", "--config", "nowhere.yaml"]) == 2
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_refusal_by_somebodys_code_says_where_it_was_raised():
+    def picky() -> None:
+        raise ValueError("boom of mine")
+
+    with (
+        pytest.raises(InputError, match=r"test_bugs\.py, line \d+, picky: boom of mine"),
+        errors_as_refusals(),
+    ):
+        picky()
+    with pytest.raises(InputError, match=r"^missing") as caught, errors_as_refusals():
+        raise InputError("missing", "it is not there", "give it")
+    assert "test_bugs" not in str(caught.value)
 
 
 def test_a_value_error_of_somebodys_code_before_there_is_a_run_keeps_its_traceback(project):
