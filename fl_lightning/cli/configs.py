@@ -96,7 +96,7 @@ def with_config_of_run(command: str, args: list[str]) -> list[str]:
     """
     if command not in ("test", "export"):
         return args
-    if args and not args[0].startswith("-"):
+    if named_first := bool(args) and not args[0].startswith("-"):
         args = ["--ckpt_path", *args]
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in ("--config", "--ckpt_path", "--model"):
@@ -119,7 +119,7 @@ def with_config_of_run(command: str, args: list[str]) -> list[str]:
     run = path.parent.parent if path.parent.name == "checkpoints" else path
     if not (run / "config.yaml").is_file():
         raise InputError(
-            f"--ckpt_path {given.ckpt_path}",
+            given.ckpt_path if named_first else f"--ckpt_path {given.ckpt_path}",
             "it is neither a run directory nor a checkpoint in one",
             "write the directory that holds config.yaml",
         )
@@ -148,10 +148,13 @@ def _read_config(path: str) -> str:
         raise
     except FileNotFoundError:
         raise InputError(given, "there is no such file", f"write --config {_yaml_near(Path(path))}") from None
-    except UnicodeDecodeError:
-        raise InputError(
-            given, "it is not a text file and must be YAML", f"write --config {_yaml_near(Path(path))}"
-        ) from None
+    except UnicodeDecodeError as error:
+        if b"\0" in error.object:
+            near = f"write --config {_yaml_near(Path(path))}"
+            raise InputError(given, "it is not a text file and must be YAML", near) from None
+        line = error.object[: error.start].count(b"\n") + 1
+        rule = f"line {line} has the byte {error.object[error.start]:#x}, which is not UTF-8"
+        raise InputError(given, rule, "save it as UTF-8") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InputError(

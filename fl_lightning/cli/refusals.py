@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from fl_lightning.cli.commands import COMMANDS
 from fl_lightning.cli.configs import beside_class_path, line_of, variable_of
 from fl_lightning.config.constraints import Constraint
 from fl_lightning.config.documents import load_yaml
@@ -212,6 +213,8 @@ def unknown_flag(token: str, settings: Iterable[str]) -> InputError:
         settings: the dotted names of all settings, those of classes that may be named too.
     """
     name, equals, value = token.partition("=")
+    if name.lstrip("-") in WORDS:
+        return InputError(name, "it is no flag", "write its values as words after the command")
     near = intended_setting(name.lstrip("-").rstrip("+"), settings)
     if not name.startswith("-"):
         instead = f"write --config {token} if it is a configuration file"
@@ -231,6 +234,8 @@ def without_value(flag: str, setting: Setting | None) -> InputError:
 def not_given(path: str, setting: Setting | None) -> InputError:
     """Return the refusal of a call without a required setting."""
     example = "VALUE" if setting is None else setting.example
+    if path in WORDS:
+        return InputError(f"no {path} given", "they are required", "write them as words after the command")
     if path == "model":
         example = "FedAvg or --config configs/kd_default.yaml"
     return InputError(f"no {path} given", "it is required", f"write --{path} {example}")
@@ -286,6 +291,8 @@ def unknown_key(
     return InputError(shown, rule, f"write {instead}")
 
 
+WORDS = {command.words for command in COMMANDS.values() if command.words}
+"""What commands take as words that are no flags."""
 CLOSED = "end its constructor with super().__init__(..., **settings), which gives it those of every method"
 LOGGER = "MLFlowLogger"
 """The class that ``trainer.logger: true`` stands for."""

@@ -76,7 +76,7 @@ def check_extras(format: FormatName) -> None:
         not missing,
         f"--format {format} without {', '.join(missing)}",
         "it needs an optional extra",
-        f"run pip install 'fl_lightning[{extra}]'",
+        f"run pip install 'fl_lightning[{extra}]', or write --format safetensors",
     )
 
 

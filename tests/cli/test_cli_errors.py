@@ -205,6 +205,9 @@ BAD = [
     ("fit --config base.yml", "write --config base.yaml"),
     ("fit --config folder", "it is a directory"),
     ("fit --config binary.yaml", "it is not a text file"),
+    ("fit --config latin.yaml", "line 2 has the byte 0xe9, which is not UTF-8; save it as UTF-8"),
+    ("track --run_dirs runs/a", "--run_dirs; it is no flag; write its values as words after the command"),
+    ("export nowhere --to folder", "error: nowhere; it is neither a run directory"),
     (
         "fit --config key.yaml",
         "trainer.max_round (key.yaml, line 3); there is no such setting; write trainer.max_rounds",
@@ -245,7 +248,8 @@ BAD = [
 
 
 ONLY_BY_THE_PARSER = {
-    # what Fabric refuses, what is of the whole configuration, and settings below no class
+    # what Fabric refuses, what is of the whole configuration, settings below no class, and words as a flag
+    "track --run_dirs runs/a",
     "fit --config named.yaml --model.network.init_args.ffa true",
     "fit --config base.yaml --trainer.logger.tracking_uri X",
     "fit --config base.yaml --trainer.devices nonsense",
@@ -306,6 +310,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name)
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
+    (tmp_path / "latin.yaml").write_bytes("trainer:\n  experiment: café\n".encode("latin-1"))
     (tmp_path / "binary.yaml").write_bytes(bytes(range(256)))
     (tmp_path / "folder").mkdir()
 

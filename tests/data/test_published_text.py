@@ -164,7 +164,7 @@ def test_a_template_is_the_text_in_one_piece():
         ('{"a": [{"question": "x", "response": "y"}]}', "record 1 of a; the key instruction is missing"),
         ('{"a": [{"instruction": "x", "response": 3}]}', "record 1 of a; the value of response is no text"),
         ('[{"instruction": "x", "response": "y"}]', "record 1; the key client is missing"),
-        ('{"a": {"instruction": "x"}}', "line 1; the key instruction is missing"),
+        ('{"a": {"instruction": "x"}}', "line 1; the keys instruction, response, client are missing; add"),
     ],
 )
 def test_what_is_wrong_in_a_file_of_clients_is_one_line(text: str, said: str, tmp_path: Path):

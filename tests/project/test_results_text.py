@@ -131,6 +131,27 @@ def test_the_page_on_three_budgets_has_the_numbers_of_its_clients():
     ) == (25, 48)
 
 
+def test_the_page_on_smollm2_has_the_numbers_of_its_runs():
+    page, folder = (RESULTS / "hest_smollm2.md").read_text(), RESULTS / "hest_smollm2"
+    last, all_on, ladder = (
+        list(csv.DictReader((folder / f"{name}.csv").read_text().splitlines()))
+        for name in ("metrics", "all_on", "ladder")
+    )
+    end, whole = last[-1], float(all_on[-1]["test/perplexity"])
+    assert float(end["energy/over_budget"]) == float(end["energy/refused"]) == 0
+    joules = [float(end[f"energy/{name}"]) for name in ("joules", "joules_high")]
+    assert f"| the ladder's last level | {joules[0]:.1f} | {float(end['test/perplexity']):.1f} |\n" in page
+    assert f"rounds | {joules[1]:.1f} | {whole:.1f} |\n" in page
+    assert round(joules[0] / joules[1], 2) == round(8 / 9, 2)
+    assert round(100 * (float(end["test/perplexity"]) / whole - 1)) == 17
+    losses = [float(level["validation_loss"]) for level in ladder]
+    assert [round(losses[level] - losses[0], 2) for level in (3, 5)] == [0.03, 0.11]
+    assert round(1 - float(ladder[3]["energy_of_a_token"]), 2) == 0.08
+    gone = ladder[-1]["left_out"].split()
+    assert (len(ladder[3]["left_out"].split()), len(gone)) == (6, 9)
+    assert sum("self_attn" in name for name in gone) == 7
+
+
 def test_secure_runs_are_the_plain_ones_and_private_ones_never_move():
     runs = json.loads((RESULTS / "vemoe_protected" / "report.json").read_text())["runs"]
     weights = {(run["method"], run["seed"]): run["weights_sha256"] for run in runs}

@@ -153,6 +153,11 @@ def test_a_copy_says_the_same_from_anywhere(write, tmp_path):
         ("stressed: on", "stressed: off", "stressed and clean are both off.*write stressed: on"),
         ("proposed: [B b=1]", "metric: final/acuracy", "metric: final/acuracy.*write metric: final/accuracy"),
         ("proposed: [B b=1]", "metric: acc", "no run has such a metric"),
+        (
+            "proposed: [B b=1]",
+            "criteria: ['metric(\"final/acuracy\", A) >= 0.1']",
+            "final/acuracy; no run has such a metric; write final/accuracy",
+        ),
         ("proposed: [B b=1]", "test: clean", "test: 'clean'.*a list of probes.*write test: [clean"),
         ("proposed: [B b=1]", "test: []", "test.probes: [].*at least one.*write test.probes: [clean"),
         ("proposed: [B b=1]", "test: [clean, corrupt]", "test: corrupt; one of clean.*write corruptions"),

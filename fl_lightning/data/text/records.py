@@ -157,8 +157,12 @@ def checked_record(
         InputError: it lacks a name, a value is no text, or there is no answer.
     """
     called = {name: (columns or {}).get(name, name) for name in [*Record._fields, *more]}
-    for name, column in called.items():
-        require(name in entry, place, f"the key {column} is missing", f'add "{column}": "..."')
+    missing = [column for name, column in called.items() if name not in entry]
+    if missing:
+        keys = f"the key {missing[0]} is" if len(missing) == 1 else f"the keys {', '.join(missing)} are"
+        added = ", ".join(f'"{column}": "..."' for column in missing)
+        say = "say with --data.columns which keys they are, or with --data.constants what all lines have"
+        raise InputError(place, f"{keys} missing", f"add {added}, or {say}")
     for name in Record._fields:
         is_text = isinstance(entry[name], str) and not SURROGATE.search(entry[name])
         column = called[name]

@@ -21,7 +21,7 @@ from jsonargparse.typing import PositiveFloat, restricted_number_type
 
 from fl_lightning.config.documents import read_document
 from fl_lightning.config.near_names import nearest, nearest_of_listed
-from fl_lightning.config.packaged import find_config
+from fl_lightning.config.packaged import configs_folder, find_config
 from fl_lightning.errors import InputError, require
 from fl_lightning.run.directory import LONGEST_NAME, is_plain_name
 from fl_lightning.study.plan.kinds import check_kind
@@ -204,9 +204,10 @@ class SpecFile:
         folder, paths = self.path.parent, []
         for name in [given] if isinstance(given, str) else given or []:
             path = find_config(name, folder)
-            files = [] if path else [str(file.relative_to(folder)) for file in folder.glob("*.yaml")]
+            known = () if path else (*folder.glob("*.yaml"), *configs_folder().glob("*.yaml"))
+            files = [file.name for file in known]
             near = nearest(name, files) or "the path of a YAML file, relative to this file"
-            rule, instead = f"there is no such file in {folder}", f"write {near}"
+            rule, instead = f"there is no such file in {folder.resolve()}", f"write {near}"
             self.require(path or not self.find_configs, f"{where}: {name}", rule, instead)
             paths.append(path or folder / name)
         return tuple(paths)
