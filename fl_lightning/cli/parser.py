@@ -194,10 +194,13 @@ class FederatedCLI(LightningCLI):
             raise explain_null(path, action, given)
         self.config_text = self._resolved_text()
         final = load_yaml(self.config_text)
-        dropped = dropped_names(self.args, given.texts.values(), final)
         folder = configs_folder()  # of the project's own files a user chose none of the settings
-        own = [text for file, text in given.texts.items() if not Path(file).resolve().is_relative_to(folder)]
-        if told := dropped_names(self.args, own, final):
+        ours = {file for file in given.texts if Path(file).resolve().is_relative_to(folder)}
+        told = dropped_names(
+            self.args, (text for file, text in given.texts.items() if file not in ours), final
+        )
+        dropped = [*told, *dropped_names([], (given.texts[file] for file in ours), final)]
+        if told:
             closed = f"; {CLOSED}" if "model.network" in told else ""
             names = ", ".join(told)
             sys.stderr.write(

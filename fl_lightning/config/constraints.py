@@ -71,7 +71,9 @@ class Constraint:
             shown = repr(value)
         near = nearest(str(value), map(str, self.names)) if self.near else None
         instead = f"write {near}" if near else self.instead
-        return InputError(self.given.replace("{value}", str(shown)), self.rule, instead)
+        is_folder = self.path == "file" and Path(value).is_dir()
+        rule = "it is a folder, and a file is needed" if is_folder else self.rule
+        return InputError(self.given.replace("{value}", str(shown)), rule, instead)
 
     def check(self, value: Any) -> None:
         """Refuse a value.

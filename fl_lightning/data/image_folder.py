@@ -136,7 +136,8 @@ class ImageFolder(ImageData):
                 f"the class {file.label} has no training images",
                 "remove the folder, or give training images of that class",
             )
-        if test and (untested := [name for name in classes if name not in {file.label for file in test}]):
+        tested = {file.label for file in test}
+        if test and (untested := [name for name in classes if name not in tested]):
             some = ", ".join(untested[:5]) + (" ..." if len(untested) > 5 else "")
             log.warning("%s has no image of %s: accuracy is of the other classes", self.test_path, some)
         clients = number_names(file.client for file in train) if self.client_folders else {}
@@ -205,16 +206,13 @@ def find_images(folder: Path, client_folders: bool, *, tells: bool = False) -> l
                     found.append(ImageFile(path, label.name, outer.name if client_folders else None))
                 elif not path.name.startswith("."):
                     left_out[path.suffix or path.name] += 1
-    flat = sum(path.is_file() and path.suffix.lower() in SUFFIXES for path in folder.iterdir())
-    require(
-        found or not flat,
-        f"{folder}",
-        f"its {flat} images lie outside of class folders; the form is {form}",
-        "make a folder for each class, and move the images there",
-    )
-    require(
-        found, f"{folder}", f"it holds no images; the form is {form}", f"give images: {', '.join(SUFFIXES)}"
-    )
+    if not found:
+        flat = sum(path.is_file() and path.suffix.lower() in SUFFIXES for path in folder.iterdir())
+        rule, instead = f"it holds no images; the form is {form}", f"give images: {', '.join(SUFFIXES)}"
+        if flat:
+            rule = f"its {flat} images lie outside of class folders; the form is {form}"
+            instead = "make a folder for each class, and move the images there"
+        raise InputError(f"{folder}", rule, instead)
     if left_out and tells:
         kinds = ", ".join(f"{count} of {kind}" for kind, count in left_out.most_common(5))
         log.warning("%s: left out as no images: %s", folder, kinds)

@@ -83,12 +83,6 @@ TABLE_FILE = path_to("file", "there is no such file", "write the path of a .csv 
 
 
 def check_file(path: Path) -> None:
-    require(
-        not path.is_dir(),
-        f"{path}",
-        "it is a folder, and a table is a file",
-        "write the path of a .csv or .parquet file, or take ImageFolder or TextFiles",
-    )
     TABLE_FILE.check(path)
     suffixes = CSV_SUFFIXES + PARQUET_SUFFIXES
     require(

@@ -53,9 +53,9 @@ def errors_as_refusals() -> Iterator[None]:
 
 def _users_place(error: BaseException) -> str:
     """Return which line of the user's code raised the error, before a colon; empty if none did."""
-    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-    file = Path(frame.f_code.co_filename)
-    return f"{file.name}, line {line}, {frame.f_code.co_name}: " if _is_users(file) else ""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    file = Path(last.filename)
+    return f"{file.name}, line {last.lineno}, {last.name}: " if _is_users(file) else ""
 
 
 def first_cause(error: BaseException) -> BaseException:

@@ -318,7 +318,9 @@ def test_amounts_are_learnt_as_such_when_that_is_said(tmp_path):
 def test_files_that_are_not_there_or_no_tables(tmp_path):
     with pytest.raises(InputError, match="there is no such file"):
         ready(tmp_path / "train.csv")
-    with pytest.raises(InputError, match="it is a folder, and a table is a file"):
+    with pytest.raises(
+        InputError, match=r"it is a folder, and a file is needed; write the path of a \.csv or \.parquet file"
+    ):
         ready(tmp_path)
     (tmp_path / "train.xlsx").write_bytes(b"PK")
     with pytest.raises(InputError, match="name ends in"):

@@ -130,13 +130,14 @@ def _finite(file: SpecFile, given: float, key: str) -> float:
 def _metric(file: SpecFile, metric: str, key: str) -> str:
     """Refuse unknown metrics of groups that only this program writes; others may come from methods and
     callbacks."""
-    near = nearest(metric, METRICS) or selected_metric("last5")
-    file.require(_may_be(metric), f"metric: {metric}", "no run has such a metric", f"write metric: {near}")
+    _check_metric(file, metric, f"metric: {metric}", "write metric: ")
     return metric
 
 
-def _may_be(metric: str) -> bool:
-    return metric in METRICS or ("/" in metric and not metric.startswith(("final/", "total/", "target/")))
+def _check_metric(file: SpecFile, metric: str, given: str, write: str) -> None:
+    known = metric in METRICS or ("/" in metric and not metric.startswith(("final/", "total/", "target/")))
+    near = nearest(metric, METRICS) or selected_metric("last5")
+    file.require(known, given, "no run has such a metric", f"{write}{near}")
 
 
 CLAIM = (
@@ -499,10 +500,8 @@ def _check_criteria(file: SpecFile, study: Study) -> None:
     criteria, premises = study.parsed_criteria(), study.parsed_premises()
     for criterion in (*criteria, *premises):
         check_needs(criterion, study.degradation, study.target_value, study.alone, study.controls)
-        summed_up = [one.arguments[0] for one in criterion.quantities if one.name == "metric"]
-        for metric in (one for one in summed_up if not _may_be(one)):
-            near = nearest(metric, METRICS) or "a metric of metrics.csv"
-            file.require(False, f"{criterion.text}: {metric}", "no run has such a metric", f"write {near}")
+        for metric in (one.arguments[0] for one in criterion.quantities if one.name == "metric"):
+            _check_metric(file, metric, f"{criterion.text}: {metric}", "write ")
     names = [criterion.name for criterion in (*criteria, *premises) if criterion.name]
     for name in names:
         file.require(names.count(name) == 1, f"name: {name}", "each name is given once", "write another")
