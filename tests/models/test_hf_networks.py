@@ -201,7 +201,7 @@ def test_what_does_not_work_is_refused_in_one_line(folder: Path, tmp_path: Path)
     refused(f"network hf:{tmp_path}: .*save_pretrained wrote", name=tmp_path, gguf_file="damaged.gguf")
 
 
-@pytest.mark.parametrize(("num_classes", "warned"), [(24, True), (25, False)])
+@pytest.mark.parametrize(("num_classes", "warned"), [(24, True), (25, False), (1, False)])
 def test_data_of_another_tokeniser_are_warned_of(num_classes: int, warned: bool, folder: Path, caplog):
     hf.TransformersLM(num_classes, str(folder))
     LlamaPretrained(num_classes, name=str(folder))

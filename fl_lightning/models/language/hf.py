@@ -290,7 +290,8 @@ def check_vocabulary(given: str, config: Any, num_classes: int) -> None:
         "the data's tokens are tokens of the model",
         "take the data's tokeniser from the model",
     )
-    if config.vocab_size > 2 * num_classes and parent_process() is None:
+    has_data = num_classes > 1  # a calibration has none
+    if has_data and config.vocab_size > 2 * num_classes and parent_process() is None:
         log.warning(
             "%s knows %d tokens and the data have %d: to the model they are other texts; write"
             " --data.tokenizer hf: and the model's name",
