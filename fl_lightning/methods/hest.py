@@ -46,7 +46,6 @@ from fl_lightning.errors import require
 from fl_lightning.methods.base import KnownNetwork, Method
 from fl_lightning.wire import Layout, Limit, Payload
 
-CONTROLLERS = ("hest", "tabs", "bhsp", "none")
 PRICE = "price"
 """Name of lambda in what a client keeps."""
 

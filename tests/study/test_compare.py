@@ -456,6 +456,12 @@ def test_curves_that_lie_on_each_other_are_told_apart(tmp_path, figures):
     assert len({line.get_marker() for line in marked}) == 4
 
 
+def test_many_methods_have_a_panel_each(tmp_path, figures):
+    make_study(tmp_path / "runs", dict.fromkeys("ABCDEFGH", A))
+    drawn = dict(command.figures(comparison_of(tmp_path / "runs")))["accuracy_over_rounds"]
+    assert [axes.get_title() for axes in drawn.axes if axes.get_visible()] == list("BCDEFGH")
+
+
 def test_figures_of_long_names_and_of_nothing(tmp_path, figures):
     """Names lie inside the figure, rounds are whole, and what shows no pair is left out and said."""
     names = [

@@ -17,7 +17,7 @@ from fl_lightning.study.plan.criteria import parse
 from fl_lightning.study.plan.study import Study
 from fl_lightning.study.report.compare import compare
 from fl_lightning.study.report.comparison import Comparison
-from fl_lightning.study.report.verdicts import all_decided, verdicts
+from fl_lightning.study.report.verdicts import verdicts
 from fl_lightning.study.results.gather import check_comparable, gather
 
 pytestmark = pytest.mark.usefixtures("figures_only_where_looked_at")
@@ -364,7 +364,6 @@ def test_a_criterion_whose_premise_fails_is_not_tested(tmp_path, premises, decis
     make_study(tmp_path / "runs", {"A": A, "B": B, "C": C}, criteria=criteria, premises=premises)
     comparison = comparison_of(tmp_path / "runs")
     assert verdicts(comparison)[0].decision == decision
-    assert all_decided(comparison) == (decision != "undecided")
     compare("study", tmp_path / "out", tmp_path / "runs")
     text = (tmp_path / "out/report.md").read_text()
     assert "## Premises" in text
@@ -390,10 +389,9 @@ def test_the_interval_decides_and_may_be_another(tmp_path):
         tmp_path, {"A": A, "B": B}, criteria=["gap(A, B) >= -0.005", "no_increase(accuracy, B, A, 0.01)"]
     )
     results = gather("study", tmp_path)
-    assert all_decided(Comparison(results))
+    assert all(verdict.is_decided for verdict in verdicts(Comparison(results)))
     wide = Comparison(results, interval=lambda values, level=0.05: (-np.inf, np.inf))
     assert [verdict.decision for verdict in verdicts(wide)] == ["undecided", "undecided"]
-    assert not all_decided(wide)
 
 
 def test_names_of_criteria_and_premises_fit_together(tmp_path):

@@ -176,7 +176,7 @@ def _panels(
             text = f"{name} ({len(y)} seeds)" if name in proposed else "the method above the panel"
             line = "--" if name in proposed else "-"
             point = "o" if x.size < 2 else ""
-            axes.plot(x, mean, point, color=colour, linestyle=line, linewidth=width, label=text)
+            axes.plot(x, mean, marker=point, color=colour, linestyle=line, linewidth=width, label=text)
             if len(y) > 1:
                 spread = y.std(axis=0, ddof=1)
                 style, hatch = ("--", HATCHES[0]) if name in proposed else ("-", HATCHES[1])

@@ -83,11 +83,6 @@ def premise_verdicts(comparison: Comparison) -> list[Verdict]:
     return [Verdict(premise, list(_judgements(comparison, premise))) for premise in comparison.premises]
 
 
-def all_decided(comparison: Comparison) -> bool:
-    """Return whether every criterion is decided: it holds, fails, or was not tested since a premise fails."""
-    return all(verdict.is_decided for verdict in verdicts(comparison))
-
-
 def _under_premises(
     judgement: Judgement,
     criterion: Criterion,
