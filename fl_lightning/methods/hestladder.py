@@ -150,7 +150,8 @@ class HESTLadder(Method):
         costs = self.costs if isinstance(self.costs, list) else [self.costs]
         blocks = getattr(self.network, "layers", None)
         count = len(blocks) if blocks is not None else 0
-        self.devices = branch_devices(costs, self.budget_shares, count, self.deciding)
+        shipped = getattr(self.network, "block_costs", "")
+        self.devices = branch_devices(costs, self.budget_shares, count, self.deciding, shipped)
         for device in self.devices:
             require_reachable(device, Lengths.of(data.test_target, data.test_target.shape[1]))
         controller = None

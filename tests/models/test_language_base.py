@@ -100,6 +100,17 @@ def test_its_name_is_a_network():
         build_network("lama_tiny", BYTE_VOCABULARY, (64,), **TOKENS)
 
 
+def test_blocks_that_are_not_kept_are_not_part_of_the_network():
+    whole, shallow = LlamaTiny(BYTE_VOCABULARY), LlamaTiny(BYTE_VOCABULARY, blocks=[0, 1, 3])
+    assert len(lora_layers(shallow)) == 12
+    whole.layers[2].forward = lambda x, *_: x
+    ids = torch.arange(40).reshape(2, 20)
+    assert torch.equal(whole(ids), shallow(ids))
+    for wrong in ([], [1, 0], [0, 0], [0, 4], [-1]):
+        with pytest.raises(InputError, match=r"write \[0, 2, 3\]"):
+            LlamaTiny(BYTE_VOCABULARY, blocks=wrong)
+
+
 def test_a_configuration_gives_it_settings(bare_directory: Path):
     Path("lora.yaml").write_text(
         "model:\n  class_path: FedAvg\n  init_args:\n    network:\n"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from fl_lightning.errors import InputError, RunStopped, require
 from fl_lightning.models.adapters import (
@@ -41,11 +42,16 @@ class LlamaTiny(Llama):
         pretrained: whether to start from the shipped weights; if not, from weights of torch's current
             generator, for a vocabulary of any size.
         adapter: kind of the adapters: lora, ffa, pissa, adalora, svft or spectral.
+        blocks: places of the blocks that are kept, from 0 and in their order; the others are not part of the
+            network, which is shallower. None: all.
 
     Raises:
-        InputError: the shipped weights are for another vocabulary, or a setting of the adapters is refused.
+        InputError: the shipped weights are for another vocabulary, a setting of the adapters is refused, or
+            a block is named that there is not.
         RunStopped: the file of the shipped weights is missing or damaged.
     """
+
+    block_costs = "llama_tiny_branches"
 
     def __init__(
         self,
@@ -56,6 +62,7 @@ class LlamaTiny(Llama):
         ffa: bool = False,
         pretrained: bool = True,
         adapter: AdapterKind = "lora",
+        blocks: list[int] | None = None,
     ) -> None:
         require(
             num_classes == BYTE_VOCABULARY or not pretrained,
@@ -66,7 +73,18 @@ class LlamaTiny(Llama):
         super().__init__(num_classes)
         if pretrained:
             load_base(self)
+        if blocks is not None:
+            self.layers = nn.ModuleList(self.layers[index] for index in self._kept(blocks))
         add_chosen(self, kind_of(adapter, ffa), rank, alpha=alpha, targets=targets)
+
+    def _kept(self, blocks: list[int]) -> list[int]:
+        require(
+            blocks and sorted({*blocks} & {*range(len(self.layers))}) == blocks,
+            f"blocks {blocks} of a network that has {len(self.layers)}",
+            "blocks are kept by their places, counted from 0, each once and in their order",
+            f"write {[0, *range(2, len(self.layers))]}, or leave it out",
+        )
+        return blocks
 
 
 def load_base(network: Llama, path: Path = WEIGHTS_FILE) -> None:
