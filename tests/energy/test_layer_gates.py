@@ -33,8 +33,7 @@ def gated(budget: float, bias=None, size: float = 0.0, **settings):
     draws = torch.Generator().manual_seed(0)
     with torch.no_grad():
         network.gates.weight.normal_(std=size, generator=draws) if size else None
-        network.gates.bias.copy_(torch.tensor(bias if bias is not None else [0.0] * 4))
-        network.gates.theta.copy_(network.gates.bias)
+        network.gates.theta.copy_(torch.tensor(bias if bias is not None else [0.0] * 4))
     return network, data
 
 
@@ -76,7 +75,7 @@ def test_gates_read_their_own_block_and_choose_for_each_sequence():
     taken(network, data, 3)
     handle.remove()
     lengths = Lengths.of(target, ids["input_ids"].shape[1])
-    own = network.gates.logits(1, found[0], lengths.prompts)  # in the pass in which the gates choose
+    own = network.gates.logits(1, network.gates.read(found[0], lengths.prompts))  # where the gates choose
     free = own.max(1).values > 0
     assert (taken(network, data, 3)[:, 2:].any(1) <= free).all()
 
@@ -98,7 +97,7 @@ def test_no_sequence_costs_more_than_its_budget(budget, broken):
     for name in ("over_budget", "refused", "clamped"):
         assert not found[f"energy/{name}"].any()
     assert (found["energy/spent"] <= found["energy/granted"]).all()
-    assert int(found["energy/controller_parameters"][0]) == 4 * 16 + 4 + 4
+    assert int(found["energy/controller_parameters"][0]) == 4 * 16 + 4 + 2 * 16
 
 
 def test_writing_an_answer_is_reading_it():
@@ -113,7 +112,8 @@ def test_drawn_weights_have_the_chances_of_their_prompts_and_a_gradient():
     states = torch.randn(4000, 5, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
     prompts, protected = torch.full((4000,), 3), torch.tensor([False, True, False, False])
     with torch.no_grad():
-        gates.weight[2, 0] = 50.0
+        gates.weight[2, 0] = 200.0
+        gates.means[1, 1] = 9.0  # which its weights do not read
     drawn = gates.weights(prompts, noise, protected)
     for block in (0, 1):
         drawn.enter(block, states)
@@ -122,12 +122,12 @@ def test_drawn_weights_have_the_chances_of_their_prompts_and_a_gradient():
     assert weights.detach()[first].mean(0).tolist() == pytest.approx([0.88, 1.0, 0.95, 0.88], abs=0.04)
     assert weights.detach()[~first].mean(0).tolist() == pytest.approx([0.88, 1.0, 0.1, 0.88], abs=0.08)
     costs = BranchCosts.of(Device(branch_costs(2), 0.5, whole=True))
-    theta = torch.cat(drawn.logits, 1).detach()
-    losses = drawn.losses()["loss_forecast"] + energy_of(drawn.chances, costs, 0.5)
+    losses = drawn.losses()["loss_means"] + energy_of(drawn.chances, costs, 0.5)
     (losses + weights.sum()).backward()
     assert states.grad is None
     assert gates.weight.grad[2].abs().sum() > 0
-    assert float(gates.theta.grad[2]) == pytest.approx(2.0 - float(theta[:, 2].mean()))
+    expected = gates.means.detach() - gates.read(states, prompts).mean(0)
+    assert torch.allclose(gates.means.grad, expected, atol=1e-6)
 
 
 def test_x_a_planted_slack_is_what_gates_learn_to_leave_out():
@@ -150,7 +150,7 @@ def test_x_a_planted_slack_is_what_gates_learn_to_leave_out():
         drawn = gates.weights(Lengths.of(target, 12).prompts, noise, torch.zeros(6, dtype=torch.bool))
         _, subset, _ = laddered.sandwich(ids, target, drawn)
         loss = F.cross_entropy(subset.flatten(0, 1), target.flatten())
-        (loss + 0.05 * energy_of(drawn.chances, costs, 0.7) + drawn.losses()["loss_forecast"]).backward()
+        (loss + 0.05 * energy_of(drawn.chances, costs, 0.7) + drawn.losses()["loss_means"]).backward()
         optimizer.step()
         optimizer.zero_grad()
     assert gates.theta.argsort()[:2].sort().values.tolist() == [2, 3]
@@ -167,7 +167,7 @@ def test_x_a_planted_slack_is_what_gates_learn_to_leave_out():
 def test_a_run_trains_gates_and_then_the_subsets_that_they_choose(tmp_path):
     method = ladder_of(search="tabs", budget=0.6)
     found = rows_of(fit(method, tmp_path, max_rounds=5))
-    assert all({"train/loss_energy", "train/loss_forecast"} <= {*row} for row in found[1:4])
+    assert all({"train/loss_energy", "train/loss_means"} <= {*row} for row in found[1:4])
     assert "train/loss_energy" not in found[4]
     assert found[-1]["energy/refused"] == found[-1]["energy/over_budget"] == 0
     sent = method.layout.unpack(method.server["weights"])

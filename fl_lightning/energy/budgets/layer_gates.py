@@ -1,15 +1,16 @@
 """Gates of branches that read the states of their own block: TABS on branches, a baseline.
 
-    theta_b = <w_b, h_l> + v_b,    |theta_b| <= 3
+    theta_b = v_b + <w_b, h_l - E h_l>,    |theta_b| <= 3
     m = argmax_m sum_b m_b theta_b    over the subsets m that E_max affords
 
-h_l is the mean over the prompt of the states that enter block l, the block of branch b, at length 1. Each
+h_l is the mean over the prompt of the states that enter block l, the block of branch b, at length d^-1/2, and
+E h_l, which is regressed on it, its mean over sequences. So v_b is what a gate is expected to be. Each
 sequence has one subset. Training is that of :mod:`fl_lightning.energy.budgets.gates`, where the gates are
 free numbers: TABS of :mod:`fl_lightning.energy.controllers` with the same repairs.
 
 In use a block's gates are known when it is entered, and then the subset is chosen anew among those that agree
 with the blocks before; gates still to come count as what they are expected to be. So a budget is never
-exceeded. The gates' own joules, a product of G d numbers a sequence, are not counted.
+exceeded. The gates' own joules, G products of d numbers a sequence, are not counted.
 
 ``B`` sequences of ``T`` tokens, ``G`` branches, ``M`` subsets, ``d`` features.
 """
@@ -37,7 +38,7 @@ from fl_lightning.energy.switched.branches import PARTS
 
 
 class LayerGates(nn.Module):
-    """Two gates a block that read the states which enter it. w = 0 and v = 2 at the start.
+    """Two gates a block that read the states which enter it. w = 0, v = 2 and E h = 0 at the start.
 
     Args:
         branches: G.
@@ -47,21 +48,24 @@ class LayerGates(nn.Module):
     def __init__(self, branches: int, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(branches, width))
-        self.bias = nn.Parameter(torch.full((branches,), HIGH_AT_START))
         self.theta = nn.Parameter(torch.full((branches,), HIGH_AT_START))
-        """What each gate's logit is expected to be, regressed on what it was."""
+        """v: what each gate's logit is expected to be."""
+        self.means = nn.Parameter(torch.zeros(branches // len(PARTS), width))
 
-    def logits(self, block: int, states: Tensor, prompts: Tensor) -> Tensor:
-        """Return the logits of the two branches of a block, ``[B, 2]``; no gradient goes into the states.
+    def read(self, states: Tensor, prompts: Tensor) -> Tensor:
+        """Return h, ``[B, d]``, of the states that enter a block; no gradient goes into them.
 
         Args:
-            block: l.
-            states: which enter it, ``[B, T, d]``.
+            states: ``[B, T, d]``.
             prompts: tokens of each prompt, int64 ``[B]``.
         """
-        rows = rows_of(block)
-        read = F.normalize(prompt_states(states.detach(), prompts).to(self.weight), dim=-1)
-        return bounded(F.linear(read, self.weight[rows], self.bias[rows]), MOST_LOGIT)
+        found = F.normalize(prompt_states(states.detach(), prompts).to(self.weight), dim=-1)
+        return found / found.shape[-1] ** 0.5
+
+    def logits(self, block: int, read: Tensor) -> Tensor:
+        """Return the logits ``[B, 2]`` of the branches of block l, of what they read there, ``[B, d]``."""
+        rows, centred = rows_of(block), read - self.means[block].detach()
+        return bounded(F.linear(centred, self.weight[rows], self.theta[rows]), MOST_LOGIT)
 
     def weights(self, prompts: Tensor, noise: np.random.Generator, protected: Tensor) -> DrawnInBlocks:
         """Return weights that are drawn for each sequence as its blocks are entered.
@@ -71,7 +75,7 @@ class LayerGates(nn.Module):
             noise: the client's stream for this step.
             protected: branches that are always computed, bool ``[G]``.
         """
-        return DrawnInBlocks(self, prompts, noise.logistic(size=(len(prompts), len(self.bias))), protected)
+        return DrawnInBlocks(self, prompts, noise.logistic(size=(len(prompts), len(self.theta))), protected)
 
     def chosen(self, ledger: LevelLedger, prompts: Tensor, masks: Tensor) -> ChosenInBlocks:
         """Return weights that are chosen for each sequence within its budget as its blocks are entered.
@@ -104,12 +108,15 @@ class DrawnInBlocks(_InBlocks):
         super().__init__(gates, prompts)
         self.noise, self.protected = noise, protected
         self.logits: list[Tensor] = []
+        self.read: list[Tensor] = []
 
     def enter(self, block: int, x: Tensor) -> None:
-        rows, theta = rows_of(block), self.gates.logits(block, x, self.prompts)
+        rows, read = rows_of(block), self.gates.read(x, self.prompts)
+        theta = self.gates.logits(block, read)
         drawn = straight_through(chances_of(theta), self.noise[:, rows])
         self.columns.append(drawn.masked_fill(self.protected[rows].to(drawn.device), 1.0))
         self.logits.append(theta)
+        self.read.append(read.mean(0))
 
     @property
     def chances(self) -> Tensor:  # type: ignore[override]
@@ -117,9 +124,8 @@ class DrawnInBlocks(_InBlocks):
         return chances_of(torch.cat(self.logits, dim=1))
 
     def losses(self) -> dict[str, Tensor]:
-        """Return ``loss_forecast``, half the squared distance of the expected logits from their means."""
-        found = torch.cat(self.logits, dim=1).detach().mean(0)
-        return {"loss_forecast": (self.gates.theta - found).square().sum() / 2}
+        """Return ``loss_means``, half the squared distance of E h from the mean of what was read."""
+        return {"loss_means": (self.gates.means - torch.stack(self.read)).square().sum() / 2}
 
 
 class ChosenInBlocks(_InBlocks):
@@ -137,7 +143,8 @@ class ChosenInBlocks(_InBlocks):
 
     def enter(self, block: int, x: Tensor) -> None:
         rows = rows_of(block)
-        self.theta[:, rows] = self.gates.logits(block, x, self.prompts).detach().cpu().to(self.theta)
+        found = self.gates.logits(block, self.gates.read(x, self.prompts))
+        self.theta[:, rows] = found.detach().cpu().to(self.theta)
         scores = self.theta @ self.masks.T.to(self.theta)
         self.levels = scores.masked_fill(~self.possible, -torch.inf).argmax(1)
         mine = self.masks[self.levels][:, rows]
