@@ -1,19 +1,24 @@
-"""Make the shipped base model ``fl_lightning/models/language/llama_tiny.safetensors``, or evaluate one.
+"""Make a shipped base model, ``fl_lightning/models/language/llama_tiny*.safetensors``, or evaluate one.
 
     OMP_NUM_THREADS=1 python benchmarks/language_base.py --out llama_tiny.safetensors
+    OMP_NUM_THREADS=1 python benchmarks/language_base.py --blocks 8 --drop 0.2 --out llama_tiny_deep.safetensors
     python benchmarks/language_base.py --evaluate fl_lightning/models/language/llama_tiny.safetensors
 
 A byte model learns the next byte of the standard library's reference texts and docstrings, read where Python
 is installed, and at the same time to answer records of copy formats, none of which is a task of the
 instruction federation. From the formats it gets in-context copying, without which no adapter of a task that
 rewrites its input has an exact match. The weights follow from the Python version, the torch version, the
-machine's kind and ``--steps``; on one thread.
+machine's kind, ``--steps``, ``--blocks`` and ``--drop``; on one thread.
+
+With ``--drop p`` each sequence of a step lacks each branch, the attention or the feed-forward layer of a
+block, with the chance p: LayerDrop (Fan et al., ICLR 2020, arXiv 1909.11556) over branches.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import hashlib
 import math
 import random
@@ -30,6 +35,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from fl_lightning.energy.switched.branches import BranchBoard, BranchPlan, switch_branches
 from fl_lightning.models.language.llama import Llama
 
 BOS, EOS, PAD = 256, 257, 258  # after the 256 bytes
@@ -188,9 +194,21 @@ def loss_of(network: Llama, ids: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(network(ids).flatten(0, 1), target.flatten(), ignore_index=IGNORED)
 
 
-def train(network: Llama, text: Tensor, words: list[str], steps: int) -> None:
-    """Train in place: AdamW, warm-up, then a cosine down to 3 % of the learning rate."""
-    numbers = random.Random(SEED)
+def dropped(
+    board: BranchBoard, ids: Tensor, drop: float, numbers: random.Random
+) -> contextlib.AbstractContextManager[None]:
+    """Return a block of code within which each sequence of ``ids [B, T]`` lacks each branch with a chance."""
+    masks = torch.tensor([[numbers.random() >= drop for _ in range(board.branches)] for _ in ids])
+    return board.using(BranchPlan.of_sequences(masks, ids.shape[1]))
+
+
+def train(network: Llama, text: Tensor, words: list[str], steps: int, drop: float = 0.0) -> None:
+    """Train in place: AdamW, warm-up, then a cosine down to 3 % of the learning rate.
+
+    With a chance ``drop`` above 0 the blocks of the network are switched ones afterwards.
+    """
+    numbers, of_drops = random.Random(SEED), random.Random(SEED + 2)
+    board = switch_branches(network) if drop else None
     matrices = [p for p in network.parameters() if p.ndim > 1]
     norms = [p for p in network.parameters() if p.ndim <= 1]
     optimizer = torch.optim.AdamW(
@@ -205,8 +223,11 @@ def train(network: Llama, text: Tensor, words: list[str], steps: int) -> None:
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * rate
         starts = [numbers.randrange(len(text) - TEXT_LENGTH) for _ in range(TEXT_ROWS)]
-        on_text = loss_of(network, *text_batch(text, starts))
-        on_records = loss_of(network, *record_batch(numbers, words))
+        losses = []
+        for ids, target in (text_batch(text, starts), record_batch(numbers, words)):
+            with contextlib.nullcontext() if board is None else dropped(board, ids, drop, of_drops):
+                losses.append(loss_of(network, ids, target))
+        on_text, on_records = losses
         (on_text + on_records).backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
@@ -252,6 +273,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=1200, help="optimiser steps")
+    parser.add_argument("--blocks", type=int, default=4, help="blocks of the network")
+    parser.add_argument("--drop", type=float, default=0.0, help="chance that a sequence lacks a branch")
     parser.add_argument("--out", type=Path, default=Path("llama_tiny.safetensors"), help="file to write")
     parser.add_argument("--evaluate", type=Path, help="file to evaluate; nothing is trained")
     options = parser.parse_args()
@@ -262,10 +285,10 @@ def main() -> None:
     text = torch.tensor(list(f"{reference}\n\n{docstrings()}".encode("ascii")))
     held_out = int(len(text) * (1 - HELD_OUT_TEXT))
     print(f"{len(text)} bytes of text, {len(words)} words, {len(held_out_words)} held out")
-    network = Llama(VOCABULARY)
+    network = Llama(VOCABULARY, depth=options.blocks)
     path = options.evaluate or options.out
     if options.evaluate is None:
-        train(network, text[:held_out], words, options.steps)
+        train(network, text[:held_out], words, options.steps, options.drop)
         weights = {name: weight.bfloat16() for name, weight in network.state_dict().items()}
         save_file(weights, path)
     network.load_state_dict({name: weight.float() for name, weight in load_file(path).items()})

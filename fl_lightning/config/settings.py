@@ -68,6 +68,7 @@ NEUTRAL_VALUES = {
     "model.init_args.branches_per_level": 1,
     "model.init_args.loss_scale": None,
     "model.init_args.network.init_args.adapter": "lora",
+    "model.init_args.network.init_args.blocks": None,
     "model.init_args.network.init_args.example_shape": None,
     "model.init_args.loss": "cross_entropy",
     "data.init_args.batch_tokens": None,

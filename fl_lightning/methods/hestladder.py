@@ -33,17 +33,19 @@ from fl_lightning.config.constraints import at_least, within
 from fl_lightning.data import FederatedData
 from fl_lightning.energy import CostTable
 from fl_lightning.energy.budgets.device import Device
+from fl_lightning.energy.budgets.gates import GateWeights, energy_of
 from fl_lightning.energy.budgets.gates import next_price as next_gate_price
 from fl_lightning.energy.budgets.ladder import LARGEST_LOSS, BranchCosts, distinct, drawn_masks
 from fl_lightning.energy.budgets.ladder_network import EVALUATED_SEQUENCES, LadderNetwork
-from fl_lightning.energy.budgets.ladder_search import LadderSearch, Search
+from fl_lightning.energy.budgets.ladder_search import GATED, LadderSearch, Search
+from fl_lightning.energy.budgets.layer_gates import gates_for
 from fl_lightning.energy.budgets.measuring import COUNTED
 from fl_lightning.energy.budgets.network import embedding_of
 from fl_lightning.energy.budgets.passes import Lengths
 from fl_lightning.energy.budgets.tables import branch_devices, budget_shares, require_reachable
 from fl_lightning.energy.options import Deciding
 from fl_lightning.energy.regret import RegretController, next_price
-from fl_lightning.energy.switched.branches import PARTS
+from fl_lightning.energy.switched.branches import PARTS, BranchWeights
 from fl_lightning.errors import require
 from fl_lightning.methods.base import KnownNetwork, Method
 from fl_lightning.methods.losses import distillation as distilled
@@ -74,7 +76,8 @@ class HESTLadder(Method):
         search: ``elimination``: the branch whose joules cost the least loss; ``random``: any branch, a
             baseline; ``enumeration``: of all subsets the best for each budget, a baseline that bounds every
             ladder and takes 2^G passes over the validation examples; ``gates``: the branch of the lowest
-            gate, a baseline whose stage B trains a static gate a branch by gradient.
+            gate, a baseline whose stage B trains a static gate a branch by gradient; ``tabs``: the same with
+            gates that read the states of their own block, and in use choose a subset for each sequence.
         phase: ``all``: a sequence has one level from its first token on; ``answer``: its prompt has all
             branches where the budget allows that.
         distillation: weight of KL(full || S).
@@ -129,6 +132,12 @@ class HESTLadder(Method):
             "its first round tries every branch, and each of its last ones leaves one out",
             f"write --model.subset_rounds {levels + 1}, or fewer levels",
         )
+        require(
+            search != "tabs" or (phase, controller) == ("all", "none"),
+            f"--model.search tabs with --model.phase {phase} and --model.controller {controller}",
+            "its gates choose one subset for a whole sequence, prompt and answer",
+            "leave phase and controller out",
+        )
         self.budget_shares, self.costs, self.phase, self.distillation = budgets, costs, phase, distillation
         self.deciding, first = controller, all_on_rounds + 1
         kept = 0 if controller == "none" else len(PARTS)
@@ -150,18 +159,19 @@ class HESTLadder(Method):
         costs = self.costs if isinstance(self.costs, list) else [self.costs]
         blocks = getattr(self.network, "layers", None)
         count = len(blocks) if blocks is not None else 0
-        self.devices = branch_devices(costs, self.budget_shares, count, self.deciding)
+        shipped = getattr(self.network, "block_costs", "")
+        self.devices = branch_devices(costs, self.budget_shares, count, self.deciding, shipped)
         for device in self.devices:
             require_reachable(device, Lengths.of(data.test_target, data.test_target.shape[1]))
         controller = None
         if self.deciding != "none":
             controller = RegretController(embedding_of(self.network).embedding_dim, self.plan.levels)
-        full_prompt, gates = self.phase == "answer", self.plan.kind == "gates"
+        full_prompt, branches = self.phase == "answer", len(PARTS) * count
+        gates = gates_for(self.plan.kind, branches, embedding_of(self.network).embedding_dim)
         self.network = LadderNetwork(self.network, self.devices[0], full_prompt, controller, gates)
-        branches = self.laddered.board.branches
         require(
-            self.plan.kind != "enumeration" or branches <= MOST_ENUMERATED,
-            f"--model.search enumeration on a network of {branches} branches",
+            self.plan.kind not in ("enumeration", "tabs") or branches <= MOST_ENUMERATED,
+            f"--model.search {self.plan.kind} on a network of {branches} branches",
             f"it tries all subsets of at most {MOST_ENUMERATED} branches",
             "write --model.search elimination",
         )
@@ -177,7 +187,7 @@ class HESTLadder(Method):
     @property
     def keeps_price(self) -> bool:
         """Whether a client has a price of joules."""
-        return self.limited and (self.deciding != "none" or self.plan.kind == "gates")
+        return self.limited and (self.deciding != "none" or self.plan.kind in GATED)
 
     @property
     def laddered(self) -> LadderNetwork:
@@ -240,12 +250,13 @@ class HESTLadder(Method):
         inputs, target = batch
         noise = rng.stream(self.seed, f"branches/{batch_idx}", self.round, self.client_id)
         network, levels = self.laddered, None
+        masks: Tensor | BranchWeights
         if self.round >= self.plan.first_ladder:
             network.run_on(self.on, self.levels, self.price)
-            levels = network.drawn_levels(target, noise)
+            levels = network.levels_to_train(inputs, target, noise)
             masks = network.gates_of(levels)
         elif network.gates is not None:
-            masks = network.gates.drawn(len(target), noise, self.protected)
+            masks = network.gates.weights(Lengths.of(target, target.shape[1]).prompts, noise, self.protected)
         else:
             costs, lowest = BranchCosts.of(self.on), self.plan.lowest_share(self.round)
             masks = drawn_masks(noise, costs, self.protected, lowest, len(target))
@@ -259,16 +270,15 @@ class HESTLadder(Method):
             lengths = Lengths.of(target, full.shape[1])
             self.price = next_price(self.price, *network.spent_by_wishes(states.detach(), lengths))
             losses |= {"loss": losses["loss"] + regret, "loss_regret": regret}
-        if masks.is_floating_point():
-            priced = self._priced_energy(float(task.detach()))
-            losses |= {"loss": losses["loss"] + priced, "loss_energy": priced}
+        if isinstance(masks, GateWeights):
+            more = {"loss_energy": self._priced_energy(masks, float(task.detach())), **masks.losses()}
+            losses |= {"loss": losses["loss"] + sum(more.values()), **more}
         return self.with_terms(losses, batch, full)
 
-    def _priced_energy(self, task: float) -> Tensor:
-        """Return lambda (E / E_t - 1) of the gates, and move lambda."""
-        gates, before = self.laddered.gates, self.price
-        assert gates is not None, "gates are priced where there are some"
-        energy = gates.energy(BranchCosts.of(self.on), self.plan.lowest_share(self.round))
+    def _priced_energy(self, drawn: GateWeights, task: float) -> Tensor:
+        """Return lambda (E / E_t - 1) of the gates that have drawn, and move lambda."""
+        before = self.price
+        energy = energy_of(drawn.chances, BranchCosts.of(self.on), self.plan.lowest_share(self.round))
         self.price = next_gate_price(before, float(energy.detach()), task, min(self.budget_shares))
         return before * (energy - 1)
 

@@ -18,7 +18,7 @@ from fl_lightning.errors import InputError
 from fl_lightning.models.channels_last import lay_out
 from fl_lightning.models.checks import check_maker, check_outputs, error_text, name_of
 from fl_lightning.models.first_inputs import FirstInputs
-from fl_lightning.models.language import LlamaPretrained, LlamaTiny
+from fl_lightning.models.language import LlamaPretrained, LlamaTiny, LlamaTinyDeep
 from fl_lightning.models.measured import MeasuredNetwork
 from fl_lightning.models.mlp import MLP
 from fl_lightning.models.published_cnns import FedAvgCNN, NIIDBenchCNN
@@ -37,6 +37,7 @@ __all__ = [
     "FirstInputs",
     "LlamaPretrained",
     "LlamaTiny",
+    "LlamaTinyDeep",
     "MeasuredNetwork",
     "NIIDBenchCNN",
     "NetworkName",
@@ -68,8 +69,12 @@ NetworkName = Literal[
     "niid_bench_cnn",
     "fedavg_cnn",
     "llama_tiny",
+    "llama_tiny_deep",
 ]
-LANGUAGE_NETWORKS: dict[str, Callable[[int], nn.Module]] = {"llama_tiny": LlamaTiny}
+LANGUAGE_NETWORKS: dict[str, Callable[[int], nn.Module]] = {
+    "llama_tiny": LlamaTiny,
+    "llama_tiny_deep": LlamaTinyDeep,
+}
 NETWORKS = tuple(name for name in get_args(NetworkName) if name not in LANGUAGE_NETWORKS)
 KNOWN_NETWORK = Constraint(
     f"one of {', '.join([*NETWORKS, *LANGUAGE_NETWORKS])}, a timm name, hf:NAME or a class path",
@@ -97,8 +102,8 @@ def build_network(
     Convolutional networks are channels last, see :func:`lay_out`.
 
     Args:
-        network: one of ``NETWORKS``, any other timm name, ``llama_tiny``, ``hf:NAME_OR_FOLDER`` (see
-            :mod:`fl_lightning.models.language.hf`; of labelled text
+        network: one of ``NETWORKS`` or ``LANGUAGE_NETWORKS``, any other timm name, ``hf:NAME_OR_FOLDER``
+            (see :mod:`fl_lightning.models.language.hf`; of labelled text
             :mod:`fl_lightning.models.language.hf_classifier`), a class path
             (``torchvision.models.resnet18``), or a callable that takes the number of classes, as
             ``num_classes`` or as its first argument, and, if it has a parameter of that name,

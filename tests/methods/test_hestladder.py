@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -26,9 +27,11 @@ from toy import run
 
 from fl_lightning.energy.budgets.ladder import BranchCosts, all_masks, next_mask, protected_by
 from fl_lightning.energy.budgets.passes import Lengths
+from fl_lightning.energy.options import HIGH
 from fl_lightning.energy.switched.branches import SwitchedBlock
+from fl_lightning.energy.table_files import shipped_table
 from fl_lightning.methods import FedAvg, HESTLadder
-from fl_lightning.models import LlamaTiny
+from fl_lightning.models import LlamaTiny, LlamaTinyDeep
 from fl_lightning.models.language.llama import Block
 
 
@@ -222,6 +225,36 @@ def test_a_ladder_that_ends_above_the_budget_says_so(tmp_path, caplog):
     assert "the ladder ends at" in caplog.text
     assert found["energy/refused"] > 0
     assert found["energy/over_budget"] == 0
+
+
+# Shallower bases, and a deeper one
+
+
+@pytest.mark.parametrize(
+    ("blocks", "most"), [([0, 1, 3], 0.8), ([0, 1], 0.6), ([0], 0.5), ([0, 1, 2, 3] * 2, 1.95)]
+)
+def test_other_depths_cost_what_the_shipped_table_says_of_their_blocks(blocks, most):
+    """A sequence costs everything else and the blocks, by the table of four of them; the study has shallower bases
+    where that is within a budget of the whole network. The deeper base has each of them twice."""
+    network = LlamaTinyDeep if len(blocks) == 8 else partial(LlamaTiny, blocks=blocks)
+    method, data = built_ladder(network=network, costs=None, budget=1.0, round=1)
+    network, (inputs, target) = method.deploy(data.client(0)).eval(), some(data)
+    network.expect(target)
+    with torch.no_grad():
+        network(inputs)
+    found, table = network.measured(), shipped_table("llama_tiny_branches")
+    lengths = Lengths.of(target, inputs["input_ids"].shape[1])
+    for kind, name in (("mean", "energy/joules"), ("q99", "energy/spent")):
+        for joules, prompt, new in zip(found[name], lengths.prompts, lengths.new, strict=True):
+            steps = ((int(prompt), 1), (1, int(new)))
+            whole = sum(count * table.all_high(tokens, kind) for tokens, count in steps)
+            costs = [(table.tensors(tokens, kind)[:, HIGH], table.fixed(tokens, kind)) for tokens, _ in steps]
+            kept = sum(
+                count * (rest + float(each.view(4, 2)[blocks].sum()))
+                for (each, rest), (_, count) in zip(costs, steps, strict=True)
+            )
+            assert float(joules) == pytest.approx(kept, rel=1e-6)
+            assert kept <= most * whole
 
 
 # Budgets

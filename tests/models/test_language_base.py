@@ -18,12 +18,17 @@ from safetensors.torch import load_file, save_file
 from fl_lightning.cli.parser import FederatedCLI
 from fl_lightning.errors import InputError, RunStopped
 from fl_lightning.models import build_network
-from fl_lightning.models.language import BYTE_VOCABULARY, Llama, LlamaTiny, lora_layers
+from fl_lightning.models.language import BYTE_VOCABULARY, Llama, LlamaTiny, LlamaTinyDeep, lora_layers
 from fl_lightning.models.language.tiny import WEIGHTS_FILE, load_base
 from fl_lightning.tasks import LanguageModelling
 
 PAGE = ROOT / "docs/howto/language_models.md"
-SHA256 = "b10e6c1be35b980f1aaaed8d20374b45788f94488b9a14d0f95ef8ef9f863df9"
+FILES = {
+    LlamaTiny: ("b10e6c1be35b980f1aaaed8d20374b45788f94488b9a14d0f95ef8ef9f863df9", 468_096, 945_000),
+    LlamaTinyDeep: ("419acf7fc009119f584ce0be5574eabeff2836248c2a02c73da772eef0b14bec", 911_232, 2_000_000),
+}
+"""Of each shipped base the SHA-256 of its file, its weights, and bytes that the file is below; in the order of the page."""
+BASES = pytest.mark.parametrize("base", [*FILES], ids=lambda base: base.__name__)
 BOS, EOS, PAD = 256, 257, 258
 
 
@@ -36,35 +41,66 @@ def program() -> ModuleType:
     return module
 
 
-def test_the_file_is_the_one_that_was_evaluated():
-    assert hashlib.sha256(WEIGHTS_FILE.read_bytes()).hexdigest() == SHA256
-    weights = load_file(WEIGHTS_FILE)
+@BASES
+def test_the_file_is_the_one_that_was_evaluated(base: type[LlamaTiny]):
+    sha256, size, largest = FILES[base]
+    file = base.weights_file
+    assert hashlib.sha256(file.read_bytes()).hexdigest() == sha256
+    weights = load_file(file)
     assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
-    assert sum(weight.numel() for weight in weights.values()) == 468_096
-    assert WEIGHTS_FILE.stat().st_size < 945_000
-    own = LlamaTiny(BYTE_VOCABULARY, rank=0).state_dict()
+    assert sum(weight.numel() for weight in weights.values()) == size
+    assert file.stat().st_size < largest
+    own = base(BYTE_VOCABULARY, rank=0).state_dict()
     assert all(own[name].equal(weight.float()) for name, weight in weights.items())
 
 
+@BASES
 @pytest.mark.parametrize("definition", ["Copy.", "In quotes.", "Title case."])
-def test_it_copies_what_it_has_never_seen(program: ModuleType, definition: str):
+def test_it_copies_what_it_has_never_seen(program: ModuleType, base: type[LlamaTiny], definition: str):
     words = ["qyx", "tolpo", "vrimeb", "zwe", "nokuda", "hylf"]
-    found = program.exact_match(
-        LlamaTiny(BYTE_VOCABULARY), definition, program.FORMATS[definition], words, 16
-    )
+    found = program.exact_match(base(BYTE_VOCABULARY), definition, program.FORMATS[definition], words, 16)
     assert found > 0.5
     assert (
         program.exact_match(
-            LlamaTiny(BYTE_VOCABULARY, pretrained=False), definition, program.FORMATS[definition], words, 16
+            base(BYTE_VOCABULARY, pretrained=False), definition, program.FORMATS[definition], words, 16
         )
         == 0
     )
 
 
-def test_it_writes_the_english_that_it_read(program: ModuleType):
+@BASES
+def test_it_writes_the_english_that_it_read(program: ModuleType, base: type[LlamaTiny]):
     text = torch.tensor([list(b"The value of this argument is used as a name in the current scope.")])
     ids = torch.cat((torch.tensor([[BOS]]), text[:, :-1]), dim=1)
-    assert program.loss_of(LlamaTiny(BYTE_VOCABULARY), ids, text) < 1.8 < math.log(BYTE_VOCABULARY) / 2
+    assert program.loss_of(base(BYTE_VOCABULARY), ids, text) < 1.8 < math.log(BYTE_VOCABULARY) / 2
+
+
+@pytest.mark.slow
+@BASES
+def test_the_page_says_how_well_it_predicts_text_that_it_has_not_seen(
+    program: ModuleType, base: type[LlamaTiny]
+):
+    """The texts are those of the Python that runs this, which may be another than the base has read."""
+    says = re.findall(r"\b(\d\.\d+) nats a byte on\s+text that it has not", PAGE.read_text())
+    text = list(f"{program.reference_text()}\n\n{program.docstrings()}".encode("ascii"))
+    unseen = torch.tensor(text[int(len(text) * (1 - program.HELD_OUT_TEXT)) :])
+    starts = [*range(0, len(unseen) - program.TEXT_LENGTH, program.TEXT_LENGTH)][:256]
+    with torch.no_grad():
+        found = program.loss_of(base(BYTE_VOCABULARY), *program.text_batch(unseen, starts))
+    assert float(found) == pytest.approx(float(says[[*FILES].index(base)]), abs=0.06)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2])
+def test_branches_are_dropped_by_chance_for_each_sequence(program: ModuleType, share: float):
+    """A step of training with LayerDrop, by the count of tokens that the feed-forward layers compute."""
+    network, seen = Llama(BYTE_VOCABULARY, width=16, depth=8, heads=2), []
+    for block in network.layers:
+        block.mlp.register_forward_pre_hook(lambda module, x: seen.append(x[0][..., 0].numel()))
+    text = torch.arange(200)
+    program.train(network, text, program.words_of("some words of a few letters that are read")[0], 4, share)
+    rows = program.TEXT_ROWS * program.TEXT_LENGTH + program.RECORD_ROWS * program.RECORD_LENGTH
+    assert sum(seen) / (4 * 8 * rows) == pytest.approx(1 - share, abs=0.03 if share else 0)
+    assert {*network.state_dict()} == {*Llama(BYTE_VOCABULARY, width=16, depth=8, heads=2).state_dict()}
 
 
 def test_a_file_that_is_not_whole_is_refused(tmp_path: Path):
@@ -98,6 +134,17 @@ def test_its_name_is_a_network():
         build_network("llama_tiny", BYTE_VOCABULARY, (3, 28, 28))
     with pytest.raises(InputError, match="write llama_tiny"):
         build_network("lama_tiny", BYTE_VOCABULARY, (64,), **TOKENS)
+
+
+def test_blocks_that_are_not_kept_are_not_part_of_the_network():
+    whole, shallow = LlamaTiny(BYTE_VOCABULARY), LlamaTiny(BYTE_VOCABULARY, blocks=[0, 1, 3])
+    assert len(lora_layers(shallow)) == 12
+    whole.layers[2].forward = lambda x, *_: x
+    ids = torch.arange(40).reshape(2, 20)
+    assert torch.equal(whole(ids), shallow(ids))
+    for wrong in ([], [1, 0], [0, 0], [0, 4], [-1]):
+        with pytest.raises(InputError, match=r"write \[0, 2, 3\]"):
+            LlamaTiny(BYTE_VOCABULARY, blocks=wrong)
 
 
 def test_a_configuration_gives_it_settings(bare_directory: Path):

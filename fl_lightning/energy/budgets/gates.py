@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fl_lightning.energy.budgets.ladder import BranchCosts
 from fl_lightning.energy.controllers import HIGH_AT_START
 from fl_lightning.energy.gating import TEMPERATURE, bounded
+from fl_lightning.energy.switched.branches import BranchWeights
 
 MOST_LOGIT = 3.0
 """Largest size of a gate's logit, where its derivative is still 0.05."""
@@ -28,6 +29,18 @@ LEAST_CHANCE = 0.05
 """Least chance of either option in a draw."""
 FIRST_STEPS = 50
 """Local steps in which lambda cannot pass half of the task's loss."""
+
+
+class GateWeights(BranchWeights):
+    """Weights that were drawn, and the chances that each branch was drawn with, ``[B, G]`` or ``[G]``."""
+
+    def __init__(self, weights: Tensor, chances: Tensor) -> None:
+        super().__init__(weights)
+        self.chances = chances
+
+    def losses(self) -> dict[str, Tensor]:
+        """Return what else training minimises, by its name."""
+        return {}
 
 
 class BranchGates(nn.Module):
@@ -44,7 +57,11 @@ class BranchGates(nn.Module):
     @property
     def chances(self) -> Tensor:
         """The chance that each branch is drawn, ``[G]``, with a gradient."""
-        return bounded(self.theta, MOST_LOGIT).sigmoid().clamp(LEAST_CHANCE, 1 - LEAST_CHANCE)
+        return chances_of(bounded(self.theta, MOST_LOGIT))
+
+    def weights(self, prompts: Tensor, noise: np.random.Generator, protected: Tensor) -> GateWeights:
+        """Return a draw for each of the sequences with these prompts ``[B]``; see :meth:`drawn`."""
+        return GateWeights(self.drawn(len(prompts), noise, protected), self.chances)
 
     def drawn(self, sequences: int, noise: np.random.Generator, protected: Tensor) -> Tensor:
         """Return weights of 0 and 1 of each branch in each sequence, float ``[B, G]``, with the gradient of a
@@ -55,12 +72,8 @@ class BranchGates(nn.Module):
             noise: the client's stream for this step.
             protected: branches that are always computed, bool ``[G]``.
         """
-        chances = self.chances
-        logits = chances.logit() + torch.from_numpy(noise.logistic(size=(sequences, len(chances)))).to(
-            chances
-        )
-        soft = (logits / TEMPERATURE).sigmoid()
-        return ((logits > 0).to(soft) + (soft - soft.detach())).masked_fill(protected.to(soft.device), 1.0)
+        found = straight_through(self.chances, noise.logistic(size=(sequences, len(self.theta))))
+        return found.masked_fill(protected.to(found.device), 1.0)
 
     def energy(self, costs: BranchCosts, target: float) -> Tensor:
         """Return E / E_t of a token, a scalar with a gradient.
@@ -69,8 +82,32 @@ class BranchGates(nn.Module):
             costs: of a step of one token.
             target: E_t as a share of the whole network.
         """
-        each = costs.branches.to(self.theta)
-        return (self.chances @ each + costs.rest) / (target * (float(costs.branches.sum()) + costs.rest))
+        return energy_of(self.chances, costs, target)
+
+
+def chances_of(theta: Tensor) -> Tensor:
+    """Return the chances of branches to be drawn, of bounded logits of any shape."""
+    return theta.sigmoid().clamp(LEAST_CHANCE, 1 - LEAST_CHANCE)
+
+
+def straight_through(chances: Tensor, noise: np.ndarray) -> Tensor:
+    """Return 0 or 1 for each draw, with the gradient of a relaxed one, ``[B, N]``.
+
+    Args:
+        chances: of 1, ``[B, N]`` or ``[N]``.
+        noise: logistic, ``[B, N]``.
+    """
+    logits = chances.logit() + torch.from_numpy(noise).to(chances)
+    soft = (logits / TEMPERATURE).sigmoid()
+    return (logits > 0).to(soft) + (soft - soft.detach())
+
+
+def energy_of(chances: Tensor, costs: BranchCosts, target: float) -> Tensor:
+    """Return E / E_t of a token, a scalar with a gradient, of chances ``[B, G]`` or ``[G]``; see
+    :meth:`BranchGates.energy`."""
+    each = costs.branches.to(chances)
+    energy = (chances @ each).mean() + costs.rest
+    return energy / (target * (float(costs.branches.sum()) + costs.rest))
 
 
 def next_price(price: float, energy: float, task: float, budget: float) -> float:

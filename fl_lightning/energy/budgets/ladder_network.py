@@ -14,6 +14,7 @@ from fl_lightning.energy.budgets.device import Device
 from fl_lightning.energy.budgets.gates import BranchGates
 from fl_lightning.energy.budgets.ladder import LARGEST_LOSS, BranchCosts, distinct
 from fl_lightning.energy.budgets.ladder_decoding import Decoding, options
+from fl_lightning.energy.budgets.layer_gates import LayerGates, masks_by_cost
 from fl_lightning.energy.budgets.ledger import whole_units
 from fl_lightning.energy.budgets.levels import LevelLedger, levels_of, mixed_levels
 from fl_lightning.energy.budgets.measuring import Measurements
@@ -23,12 +24,12 @@ from fl_lightning.energy.regret import (
     acting_after,
     prompt_states,
 )
-from fl_lightning.energy.switched.branches import BranchPlan, switch_branches
+from fl_lightning.energy.switched.branches import BranchPlan, BranchWeights, switch_branches
 from fl_lightning.metrics.text import IGNORED
 from fl_lightning.models import MeasuredNetwork
 from fl_lightning.models.adapters import merged_lora
 from fl_lightning.models.language.generating import Generating
-from fl_lightning.models.language.llama import TokenInputs
+from fl_lightning.models.language.llama import TokenInputs, rotary_tables
 
 EVALUATED_SEQUENCES = 64
 """Sequences of a batch whose losses under many masks are computed."""
@@ -50,7 +51,8 @@ class LadderNetwork(MeasuredNetwork, Generating):
         full_prompt: whether prompts are read with all branches where the budget allows it.
         controller: what predicts the loss of each level, where levels are chosen by it; the device says what
             it chooses for. The first block is then computed for every token.
-        gates: static gates of the branches, where the ladder is found by them.
+        gates: of the branches, where the ladder is found by them. Where they read states and a ladder is
+            known, its levels are all subsets, and the gates choose one for each sequence.
     """
 
     reads_tokens = True
@@ -61,20 +63,24 @@ class LadderNetwork(MeasuredNetwork, Generating):
         device: Device,
         full_prompt: bool,
         controller: RegretController | None = None,
-        gates: bool = False,
+        gates: BranchGates | LayerGates | None = None,
     ) -> None:
         super().__init__()
         self.board = switch_branches(network)
         self.network: Any = network
         self.full_prompt, self.controller = full_prompt, controller
-        self.gates = BranchGates(self.board.branches) if gates else None
+        self.gates = gates
         self.run_on(device, torch.ones(1, self.board.branches, dtype=torch.bool))
 
     def run_on(self, device: Device, ladder: Tensor, price: float = 0.0) -> None:
         """Take a client's device, the ladder, bool ``[K + 1, G]``, the full network first, and the price of
         joules that the client's controller has found."""
         self.levels, self.price = distinct(ladder), price
-        self.on = device if len(self.levels) > 1 else device.undecided
+        known = len(self.levels) > 1
+        self.choosing = self.gates if known and isinstance(self.gates, LayerGates) else None
+        if self.choosing is not None:
+            self.levels = masks_by_cost(BranchCosts.of(device, "q99"), self.board.branches)
+        self.on = device if known else device.undecided
         self._masks = torch.cat((self.levels, torch.zeros_like(self.levels[:1])))  # the last: of no level
         self._expected: Tensor | None = None
         self._measured = Measurements()
@@ -115,8 +121,10 @@ class LadderNetwork(MeasuredNetwork, Generating):
         Args:
             ledger: of the sequences.
             lengths: of the sequences.
-            states: after the first block, ``[B, T, d]``.
+            states: after :attr:`decisive`, ``[B, T, d]``.
         """
+        if self.choosing is not None:
+            return (self._chosen(ledger, lengths, states),) * 2
         prompt, later = ledger.standing(self.full_prompt)
         if self.on.deciding != "sequence":
             return prompt, later
@@ -124,6 +132,20 @@ class LadderNetwork(MeasuredNetwork, Generating):
         dearer = torch.arange(len(self.levels)) < later.unsqueeze(1)  # costs fall with the level
         chosen = scores.masked_fill(dearer, torch.inf).argmin(-1)
         return torch.where(prompt == later, chosen, prompt), chosen
+
+    @torch.no_grad()
+    def _chosen(self, ledger: LevelLedger, lengths: Lengths, embedded: Tensor) -> Tensor:
+        """Return the level that the gates choose for each sequence, int64 ``[B]``, in a pass of their own
+        over the embedded prompts ``[B, T, d]``; a device finds it while it reads them."""
+        assert self.choosing is not None
+        x = embedded[:, : int(lengths.prompts.max())]
+        places = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
+        rotary = rotary_tables(places, self.network.head_width, self.network.variant)
+        weights = self.choosing.chosen(ledger, lengths.prompts, self.levels)
+        with self.board.weighted(weights):
+            for layer in self.network.layers:
+                x = layer(x, rotary)
+        return weights.levels
 
     def wishes(self, later: Tensor) -> Callable[[Tensor], Tensor]:
         """Return what maps the states ``[B, T, d]`` of tokens after a prompt to the levels they wish for,
@@ -139,7 +161,9 @@ class LadderNetwork(MeasuredNetwork, Generating):
 
     # Training, and the losses of subsets
 
-    def sandwich(self, inputs: TokenInputs, target: Tensor, masks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def sandwich(
+        self, inputs: TokenInputs, target: Tensor, masks: Tensor | BranchWeights
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the logits of all branches and those of subsets, both ``[B, T, V]`` with gradients, and the
         states after the first block, ``[B, T, d]``, which both passes have in common where it is always on.
 
@@ -147,12 +171,12 @@ class LadderNetwork(MeasuredNetwork, Generating):
             inputs: of the network.
             target: labels ``[B, T]``.
             masks: the subset of each sequence, bool ``[B, G]``, or of each token, bool ``[B, T, G]``; or the
-                weights of each sequence's branches, float ``[B, G]``, with a gradient.
+                weights of each sequence's branches, with a gradient.
         """
         states: list[Tensor] = []
         with acting_after(self.network.layers[0], states.append):
             full = self.network(inputs)
-        if masks.is_floating_point():
+        if isinstance(masks, BranchWeights):
             with self.board.weighted(masks):
                 return full, self.network(inputs), states[0]
         with self.board.using(self._plan(masks, target, full.shape[1])):
@@ -182,6 +206,15 @@ class LadderNetwork(MeasuredNetwork, Generating):
             return drawn
         prompts = torch.zeros_like(drawn) if self.full_prompt else drawn
         return mixed_levels(ledger, lengths, prompts, drawn, target.shape[1], noise)
+
+    def levels_to_train(self, inputs: TokenInputs, target: Tensor, noise: np.random.Generator) -> Tensor:
+        """Return the levels that gates choose for sequences, where they do, int64 ``[B]``; else those of
+        :meth:`drawn_levels`."""
+        if self.choosing is None:
+            return self.drawn_levels(target, noise)
+        ids = ids_of(inputs)
+        lengths = Lengths.of(target, ids.shape[1])
+        return self._chosen(self.ledger(lengths), lengths, self.network.embed_tokens(ids))
 
     def regret_loss(
         self, states: Tensor, target: Tensor, levels: Tensor, full: Tensor, subset: Tensor
@@ -251,8 +284,9 @@ class LadderNetwork(MeasuredNetwork, Generating):
     def measured(self) -> Mapping[str, Tensor]:
         self._expected = None
         found = self._measured.metrics()
-        if self.controller is not None and "energy/joules" in found:
-            count = sum(weight.numel() for weight in self.controller.parameters())
+        deciding = self.controller or self.choosing
+        if deciding is not None and "energy/joules" in found:
+            count = sum(weight.numel() for weight in deciding.parameters())
             found["energy/controller_parameters"] = torch.full_like(found["energy/joules"], count)
         return found
 

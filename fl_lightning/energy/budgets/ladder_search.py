@@ -32,9 +32,11 @@ from fl_lightning.energy.budgets.ladder import (
 
 log = logging.getLogger("fl_lightning")
 
-Search: TypeAlias = Literal["elimination", "random", "enumeration", "gates"]
+Search: TypeAlias = Literal["elimination", "random", "enumeration", "gates", "tabs"]
 """How a ladder is found: by what the next branch loses for its joules; by chance; of all subsets; or by gates
-that are trained by gradient."""
+that are trained by gradient, of the branches alone or of the states that enter their blocks."""
+GATED: tuple[Search, ...] = ("gates", "tabs")
+"""The searches by gates."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class LadderSearch:
 
     def asks(self, round: int) -> bool:
         """Return whether clients report the losses of candidates in a round."""
-        if self.kind == "gates":
+        if self.kind in GATED:
             return False
         if self.kind == "enumeration":
             return round in (self.first_subsets, self.first_ladder - 1)
@@ -121,7 +123,7 @@ class LadderSearch:
             noise: what ``random`` draws from.
             gates: logits of the branches ``[G]``, where there are gates.
         """
-        if round == self.first_subsets and self.kind != "gates":
+        if round == self.first_subsets and self.kind not in GATED:
             assert losses is not None, "the first round of stage B asks for losses"
             protected = protected_by(losses)
             return {"protected": (protected | self._kept(len(protected))).to(torch.uint8)}

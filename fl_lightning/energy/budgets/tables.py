@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -85,16 +86,22 @@ def devices_of(
 
 
 def branch_devices(
-    costs: Sequence[Costs], shares: Sequence[float], blocks: int, deciding: Deciding = "none"
+    costs: Sequence[Costs],
+    shares: Sequence[float],
+    blocks: int,
+    deciding: Deciding = "none",
+    shipped: str = "",
 ) -> list[Device]:
     """Return the kinds of devices of a network whose branches are switched: device i has table i and
     budget i, each modulo their number. Budgets are of the whole network.
 
     Args:
-        costs: tables of costs of branches, one or more; None: the shipped one of ``llama_tiny``.
+        costs: tables of costs of branches, one or more; None: the shipped one.
         shares: budgets as shares of the cost of all branches, one or more.
         blocks: of the network.
         deciding: what a controller gives a level of its own.
+        shipped: name of the shipped table that is of such blocks, however many; empty: that of a
+            ``llama_tiny`` of four.
 
     Raises:
         InputError: there is no table, or one is of another scope, network or source of joules, or lacks the
@@ -103,8 +110,10 @@ def branch_devices(
     require(costs, "--model.costs []", "a list has the table of one client or more", "leave it out")
     tables = []
     for one in costs:
-        name = one or BRANCH_TABLE
+        name = one or shipped or BRANCH_TABLE
         table = name if isinstance(name, CostTable) else table_of(name, BRANCH_ADVICE)
+        if shipped and not one:
+            table = of_blocks(table, blocks)
         require(
             table.scope == BRANCH,
             f"a ladder of branches with a table of costs of the scope {table.scope}",
@@ -121,6 +130,14 @@ def branch_devices(
     one_label(table.label for table in tables)
     count = math.lcm(len(tables), len(shares))
     return [Device(tables[i % len(tables)], shares[i % len(shares)], True, deciding) for i in range(count)]
+
+
+def of_blocks(table: CostTable, blocks: int) -> CostTable:
+    """Return a table of costs of branches for a network of another number of the same blocks, each of which
+    costs what the first one does; everything else costs what it did."""
+    first = [table.groups[name] for name in branch_names(1)]
+    groups = dict(zip(branch_names(blocks), first * blocks, strict=True))
+    return replace(table, groups=groups)
 
 
 def budget_shares(budget: float | list[float], whole: str, example: float) -> list[float]:

@@ -43,7 +43,7 @@ def adapted_network(
     it for a run.
 
     Args:
-        network: ``llama_tiny``, or ``hf:NAME_OR_FOLDER``.
+        network: ``llama_tiny``, ``llama_tiny_deep``, or ``hf:NAME_OR_FOLDER``.
         adapter: kind of its adapters, or ``merged``: LoRA whose W + dW is one matrix. Default: ``spectral``
             of ``llama_tiny``, ``lora`` of others.
         rank: their rank. Default: 96 for ``spectral`` and ``svft`` of ``llama_tiny``, else 8.
@@ -85,10 +85,11 @@ def calibration_advice(network: nn.Module, layers: Sequence[SwitchedLinear]) -> 
         network: the network.
         layers: its switched layers.
     """
+    shipped = [name for name, made in LANGUAGE_NETWORKS.items() if made is type(network)]
     if isinstance(network, TransformersLM):
         name = f"{HF_PREFIX}{network.name}"
-    elif isinstance(network, LlamaTiny):
-        name = "llama_tiny"
+    elif shipped and isinstance(network, LlamaTiny) and len(network.layers) == network.depth:
+        (name,) = shipped
     else:
         return (
             f"calibrate this {type(network).__name__} in Python by fl_lightning.energy.calibration, and "

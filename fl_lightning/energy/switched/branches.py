@@ -65,6 +65,9 @@ class BranchWeights:
     def __init__(self, weights: Tensor) -> None:
         self.weights = weights
 
+    def enter(self, block: int, x: Tensor) -> None:
+        """Take note of the features ``[B, T, width]`` that enter a block, which weights may depend on."""
+
     def times(self, branch: int, output: Tensor) -> Tensor:
         """Return the output of a branch ``[B, T, width]`` times its weights."""
         return self.weights[:, branch].reshape(-1, 1, 1).to(output) * output
@@ -79,9 +82,10 @@ class BranchBoard:
         self.weights: BranchWeights | None = None
 
     @contextmanager
-    def weighted(self, weights: Tensor) -> Iterator[None]:
-        """Multiply the branches' outputs by weights ``[B, G]`` within the block; there is no plan then."""
-        self.weights = BranchWeights(weights)
+    def weighted(self, weights: BranchWeights | Tensor) -> Iterator[None]:
+        """Multiply the branches' outputs by weights, of a tensor ``[B, G]``, within the block; there is no
+        plan then."""
+        self.weights = BranchWeights(weights) if isinstance(weights, Tensor) else weights
         try:
             with self.using(None):
                 yield
@@ -135,6 +139,7 @@ class SwitchedBlock(nn.Module):
         """
         plan, weights = self.board.plan, self.board.weights
         if weights is not None:
+            weights.enter(self.index, x)
             x = x + weights.times(2 * self.index, self.self_attn(self.input_layernorm(x), rotary, cache))
             return x + weights.times(2 * self.index + 1, self.mlp(self.post_attention_layernorm(x)))
         if plan is not None and plan.gates.shape[:2] != x.shape[:2]:

@@ -90,6 +90,8 @@ class Llama(Generating):
     """Declares to ``build_network`` that examples are token ids and outputs are ``[B, T, V]``."""
     source: str = ""
     """Name or folder from which transformers loads the base; empty: there is none."""
+    block_costs: str = ""
+    """Name of the shipped table of costs of branches that is of such blocks; empty: there is none."""
     cache_kind: type[KeyValueCache]
     """What keys and values are kept in while answers are written; a :class:`KeyValueCache`."""
 
