@@ -1,10 +1,12 @@
-"""What quantisation and distillation cost: a client's round of FedAvg, FedMPQ in both representations, and
-FedMPQ-KD in turn, on one CPU thread.
+"""What quantisation and distillation cost: a client's round of FedAvg, FedMPQ in both representations,
+FedMPQ-KD, FedPQ and FedKD in turn, on one CPU thread.
 
 python benchmarks/prices.py [--network mobilenetv2] [--examples 256] [--epochs 2] [--repeats 5] [--no-augment]
+python benchmarks/prices.py --network small_cnn --classes 10 --examples 17 --no-augment   # as in kd_default
 
 Ratios of the medians of whole client rounds: receive, local training, upload. Without augmentation the
-teacher's logits are computed in the first epoch and looked up in the others.
+teacher's logits are computed in the first epoch and looked up in the others. FedKD distils once over its
+public images before it trains.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ METHODS = {
     "FedMPQ": methods.FedMPQ,
     "FedMPQ planes": partial(methods.FedMPQ, representation="planes"),
     "FedMPQKD": methods.FedMPQKD,
+    "FedPQ": methods.FedPQ,
+    "FedKD": methods.FedKD,
 }
 IN_STEPS = "FedMPQKD, teacher in every step"
 
@@ -40,6 +44,8 @@ def main() -> None:
     )
     parser.add_argument("--network", default="mobilenetv2")
     parser.add_argument("--examples", type=int, default=256, help="images of the client")
+    parser.add_argument("--classes", type=int, default=100, help="classes of the images")
+    parser.add_argument("--public", type=int, default=400, help="public images of FedKD")
     parser.add_argument("--epochs", type=int, default=2, help="local epochs")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
@@ -50,7 +56,8 @@ def main() -> None:
     keep_freed_memory()
     fabric = Fabric(accelerator=options.accelerator, devices=1)
     data = FederatedImages(
-        dataset="synthetic", synthetic_classes=100, synthetic_examples=4 * options.examples, num_clients=4,
+        dataset="synthetic", synthetic_classes=options.classes, num_clients=4, public_examples=options.public,
+        synthetic_examples=4 * options.examples + options.public,
         partition=IID(), crop="shrink" if options.augment else "none", flip=options.augment, val_fraction=0.0,
     )  # fmt: skip
     data.prepare_data()
@@ -78,6 +85,8 @@ def main() -> None:
     print(f"              planes / FedAvg   {middle['FedMPQ planes'] / middle['FedAvg']:.2f}")
     print(f"distillation: FedMPQKD / FedMPQ {middle['FedMPQKD'] / middle['FedMPQ']:.2f}")
     print(f"              {IN_STEPS} / FedMPQ {middle[IN_STEPS] / middle['FedMPQ']:.2f}")
+    for name in ("FedPQ", "FedKD"):
+        print(f"of others:    {name} / FedAvg    {middle[name] / middle['FedAvg']:.2f}")
 
 
 def in_steps(one: Callable[[], object]) -> None:
@@ -92,6 +101,8 @@ def client_round(name: str, data: FederatedImages, fabric: Fabric, network: str,
         method.build(data)
     method.to(fabric.device)
     method.round, client = 1, data.client(0)
+    if "aggregated" in method.server:  # there are soft labels to distil, as from the second round on
+        method.server["aggregated"].fill_(1)
     order = ClientTask(
         client,
         1,

@@ -5,47 +5,24 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from fl_lightning.support.compiled import CompiledFile
+from fl_lightning.support.compiled import LibraryOnDemand
 
 AddCompiled: TypeAlias = Callable[[slice, "Tensor | None"], "Tensor | None"]
 VALUES_PER_BUILD = 2**28
-"""The library is built once so many values were added without it, which took about as long as the compiler
-will (0.4 s): no short run waits for one."""
+"""So many are added without the library in about as long as the compiler takes (0.4 s)."""
 
 
-class CompiledSum:
-    """The library of ``exact_sum.cpp``, if this machine has it or can make it."""
+class CompiledSum(LibraryOnDemand):
+    """The library of ``exact_sum.cpp``; its work is counted in values."""
 
     def __init__(self) -> None:
-        self.values_without = 0
-
-    @cached_property
-    def file(self) -> CompiledFile:
-        return CompiledFile(Path(__file__).with_name("exact_sum.cpp"))
-
-    @cached_property
-    def found(self) -> ctypes.CDLL | None:
-        """The library as it was built before this process needed it first, or by this process."""
-        return self.file.load()
-
-    def library(self, values: int) -> ctypes.CDLL | None:
-        """Return the library where it is there.
-
-        Args:
-            values: how many are to be added.
-        """
-        if self.found is None:
-            before, self.values_without = self.values_without, self.values_without + values
-            if before < VALUES_PER_BUILD <= self.values_without and self.file.build():
-                self.found = self.file.load()
-        return self.found
+        super().__init__(Path(__file__).with_name("exact_sum.cpp"), VALUES_PER_BUILD)
 
 
 COMPILED = CompiledSum()

@@ -175,7 +175,7 @@ class FederatedCLI(LightningCLI):
         parser.default_config_files = [escape(str(path)) for path in bases_of_environment()]
         given = UserInput(self.args, read_configs(self.args))
         check_kind(given.texts)
-        self.config = parse(parser, given, flags=_settings_of_classes())
+        self.config = parse(parser, given, flags=_settings_of_classes)
         for group in ("trainer", "model", "data"):
             if not isinstance(self.config[group], Namespace):
                 shown = f"{group}: {self.config[group]}{given.in_file(group)}"
@@ -419,8 +419,14 @@ def named_class(args: list[str], group: str, base: type) -> str:
     return ""
 
 
-def parse(parser: ArgumentParser, given: UserInput, flags: Iterable[str] = ()) -> Namespace:
+def parse(parser: ArgumentParser, given: UserInput, flags: Callable[[], Iterable[str]] = list) -> Namespace:
     """Parse the arguments.
+
+    Args:
+        parser: the parser.
+        given: the command line and the files that it names.
+        flags: returns the settings to suggest beside the parser's own. It is called for a refusal alone,
+            since reading the signatures of all classes takes a second.
 
     Raises:
         InputError: they are wrong; the message has three parts and names the nearest valid name.
@@ -431,7 +437,7 @@ def parse(parser: ArgumentParser, given: UserInput, flags: Iterable[str] = ()) -
         check_size(error.document, given.source_of(error.document))
         raise
     except INPUT_ERRORS as error:
-        raise explain(str(error), parser, given, flags) from error
+        raise explain(str(error), parser, given, flags()) from error
 
 
 class _OversizeError(Exception):

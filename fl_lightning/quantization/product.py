@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from fl_lightning.quantization import compiled_nearest
+
 POINTS_PER_BLOCK = 256
 """Sub-vectors that are compared at once; with 256 centroids their distances fit into the cache."""
 
@@ -68,6 +70,8 @@ def nearest(points: np.ndarray, codebook: np.ndarray) -> tuple[np.ndarray, np.nd
 
     Of equally near centroids it is the one with the lowest index.
     """
+    if (found := compiled_nearest.nearest(points, codebook)) is not None:
+        return found
     index, error = np.empty(len(points), np.int64), np.empty(len(points), np.float32)
     columns = np.ascontiguousarray(codebook.T)
     total, part = np.empty((2, POINTS_PER_BLOCK, len(codebook)), np.float32)

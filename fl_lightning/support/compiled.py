@@ -13,6 +13,7 @@ import platform
 import shutil
 import subprocess
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -68,6 +69,44 @@ class CompiledFile:
                 aside.unlink()
             return False
         return True
+
+
+class LibraryOnDemand:
+    """The library of a C++ file, if this machine has it or can make it once that pays.
+
+    Args:
+        source: the file.
+        work_per_build: the library is built once so much work was done without it, in any unit, which took
+            about as long as the compiler will: no short run waits for one.
+    """
+
+    def __init__(self, source: Path, work_per_build: int) -> None:
+        self.source, self.work_per_build, self.work_without = source, work_per_build, 0
+
+    @cached_property
+    def file(self) -> CompiledFile:
+        return CompiledFile(self.source)
+
+    @cached_property
+    def found(self) -> ctypes.CDLL | None:
+        """The library as it was built before this process needed it first, or by this process."""
+        return self.file.load()
+
+    def library(self, work: int) -> ctypes.CDLL | None:
+        """Return the library where it is there.
+
+        A process tries to build it once. If another one is at it, its library is used when it is there.
+
+        Args:
+            work: what is to be done.
+        """
+        if self.found is None:
+            before, self.work_without = self.work_without, self.work_without + work
+            if before < self.work_per_build <= self.work_without:
+                self.file.build()
+            if self.work_without >= self.work_per_build:
+                self.found = self.file.load()
+        return self.found
 
 
 def folder() -> Path:
