@@ -18,6 +18,11 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
     return list(_modules_by_prefix(module).values())
 
 
+def under_autocast(x: Tensor) -> bool:
+    """Return whether autocast is on for what is computed with a tensor; it never is for shapes alone."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters by name, then the buffers by name.
 

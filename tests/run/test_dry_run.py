@@ -15,11 +15,14 @@ import torch
 from places import ROOT
 from tiny_language import adam, fit, method_of, records
 from tiny_transformers import save_base
+from torch import nn
 
 from fl_lightning.__main__ import main
 from fl_lightning.data import PreferencePairs
 from fl_lightning.errors import InputError
 from fl_lightning.methods import FedAvg
+from fl_lightning.models.adapters import ADAPTERS, AdapterKind, add_adapter
+from fl_lightning.models.language import Llama
 from fl_lightning.privacy.secure.settings import SecureSum
 from fl_lightning.run.dry_run import forecast
 
@@ -54,6 +57,24 @@ def test_what_travels_is_what_the_ledger_counts(rule: str | None, rank: int | li
     rows = list(csv.DictReader(next(tmp_path.rglob("metrics.csv")).read_text().splitlines()))[2:]
     for way in ("download", "upload"):
         counted = sum(float(row[f"comm/{way}_bytes"]) for row in rows) / len(rows) / 4
+        assert abs(found[f"comm/client_{way}_bytes"] - counted) <= 0.02 * counted + ENTRIES, way
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_adapters_of_all_kinds_have_a_forecast(kind: AdapterKind, tmp_path: Path):
+    """Those of singular directions among them, where there are shapes and no values to decompose."""
+
+    def network(vocab_size: int) -> nn.Module:
+        return add_adapter(Llama(vocab_size, width=16, depth=1, heads=2), kind, rank=2)
+
+    def method() -> FedAvg:
+        return FedAvg(network=network, optimizer=adam())
+
+    found = forecast(method(), records(generate=False), participation=1.0, rounds=2).metrics()
+    fit(method(), tmp_path, max_rounds=2, participation=1.0, max_local_steps=1)
+    row = list(csv.DictReader(next(tmp_path.rglob("metrics.csv")).read_text().splitlines()))[-1]
+    for way in ("download", "upload"):
+        counted = float(row[f"comm/{way}_bytes"]) / 4
         assert abs(found[f"comm/client_{way}_bytes"] - counted) <= 0.02 * counted + ENTRIES, way
 
 

@@ -23,6 +23,7 @@ from fl_lightning.energy.switched.integers import Int8Rows, integer_linear, quan
 from fl_lightning.energy.switched.plan import Switchboard
 from fl_lightning.errors import MisuseError
 from fl_lightning.models.adapters import AdaptedLinear
+from fl_lightning.models.tensors import under_autocast
 
 
 class SwitchedLinear(nn.Module):
@@ -97,7 +98,7 @@ class SwitchedLinear(nn.Module):
             elif self.scope == "adapter":
                 total = total + weights[..., z : z + 1] * self._base(x)
         # weights are float32 also on a narrower base, whose next layer takes its own precision alone
-        return total if torch.is_autocast_enabled(x.device.type) else total.to(x.dtype)
+        return total if under_autocast(x) else total.to(x.dtype)
 
     def _through(self, z: int, x: Tensor, full: Tensor) -> Tensor:
         """Return the value of an option with the derivative of the adapted layer, whose value is ``full``."""
@@ -201,8 +202,7 @@ class SwitchedLinear(nn.Module):
 def computed_dtype(x: Tensor) -> torch.dtype:
     """Return the precision of a linear layer's outputs for inputs ``x``, under autocast that of autocast: all
     options have it, because a cache of keys and values has one precision."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return torch.get_autocast_dtype(x.device.type) if under_autocast(x) else x.dtype
 
 
 def padded_count(rows: int) -> int:

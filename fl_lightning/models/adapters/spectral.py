@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from fl_lightning.models.adapters.layer import AdaptedLinear
 from fl_lightning.models.adapters.svd import signed_svd
+from fl_lightning.models.tensors import under_autocast
 
 
 class SpectralLinear(AdaptedLinear):
@@ -50,7 +51,7 @@ class SpectralLinear(AdaptedLinear):
         With N tokens, forward and backward: of W + dW, 3 N in out + 2 R in out; of W and dW apart,
         2 N in out + 2 N R (in + out). A narrow type would round dW away.
         """
-        if not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+        if not torch.is_grad_enabled() or under_autocast(x):
             return False
         if x.dtype != torch.float32 or self.left.dtype != torch.float32:
             return False

@@ -29,7 +29,8 @@ def signed_svd(weight: Tensor, rank: int | None = None) -> tuple[Tensor, Tensor,
     >>> s.tolist(), [column.tolist() for column in u.T], [row.tolist() for row in vt]
     ([3.0, 1.0], [[1.0, 0.0], [0.0, 1.0]], [[0.0, -1.0], [1.0, 0.0]])
     """
-    u, s, vt = torch.linalg.svd(weight.detach().to("cpu", torch.float64), full_matrices=False)
+    place = weight.device if weight.is_meta else "cpu"  # of a dry run, which has shapes alone
+    u, s, vt = torch.linalg.svd(weight.detach().to(place, torch.float64), full_matrices=False)
     largest = u.gather(0, u.abs().argmax(0, keepdim=True))[0]
     sign = torch.where(largest < 0, -1.0, 1.0).to(u)
     u, vt = u * sign + 0.0, vt * sign[:, None] + 0.0  # without negative zeros
