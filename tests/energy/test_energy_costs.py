@@ -155,6 +155,16 @@ def test_damaged_files_are_refused_by_name(path, value, given):
         from_json(json.dumps(document))
 
 
+def test_a_file_that_is_no_table_is_told_from_one_that_lacks_keys():
+    for text in ("{}", "[]", json.dumps({f"key {index}": index for index in range(30)})):
+        with refused("metrics.json", "name what --calibrate --out wrote"):
+            from_json(text, "metrics.json")
+    document = json.loads(to_json(table()))
+    del document["rest"]
+    with refused("old.json without rest"):
+        from_json(json.dumps(document | {"more": 1}), "old.json")
+
+
 def test_other_networks_and_mixed_labels_are_refused():
     assert list(table().for_groups(["b.o", "a.q"]).groups) == ["b.o", "a.q"]
     with refused("which also has c", "calibrate"):
