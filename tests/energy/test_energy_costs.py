@@ -156,7 +156,7 @@ def test_damaged_files_are_refused_by_name(path, value, given):
 
 
 def test_a_file_that_is_no_table_is_told_from_one_that_lacks_keys():
-    for text in ("{}", "[]", json.dumps({f"key {index}": index for index in range(30)})):
+    for text in ("{}", "[]", json.dumps({"device": "cpu", **{f"key {index}": index for index in range(30)}})):
         with refused("metrics.json", "name what --calibrate --out wrote"):
             from_json(text, "metrics.json")
     document = json.loads(to_json(table()))
