@@ -393,6 +393,7 @@ def test_the_command_prints_a_table_and_measures_one(tmp_path, capsys, monkeypat
         (["--calibrate", "--seconds", "0"], "--seconds 0"),
         (["--calibrate", "--adapter", "merged", "--scope", "adapter"], "merged --scope adapter"),
         (["--calibrate", "--adapter", "glue"], "--adapter glue"),
+        (["--calibrate", "--scope", "modell"], "write --scope model\n"),
         (["--calibrate", "--high", "float16"], "--high float16"),
         (["--calibrate", "--targets", "q_proj"], "q_proj"),
         (["--network", "nothing"], "nothing"),
