@@ -72,7 +72,7 @@ def require_choice(value: object, choices: Sequence[str], setting: str) -> None:
         value in choices,
         f"{setting} {value}",
         f"one of {', '.join(choices)}",
-        f"write {setting} {(get_close_matches(str(value), choices, n=1) or choices)[0]}",
+        f"write {setting} {(get_close_matches(str(value), choices, n=1, cutoff=0.72) or choices)[0]}",
     )
 
 
