@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import TypeVar
 
 T = TypeVar("T", bound="ThreePartError")
@@ -61,7 +62,7 @@ def require_choice(value: object, choices: Sequence[str], setting: str) -> None:
 
     Args:
         value: what was given.
-        choices: what is allowed, the one to propose first.
+        choices: what is allowed, first the one to propose where none is near.
         setting: its name, as ``--model.rounding``.
 
     Raises:
@@ -71,7 +72,7 @@ def require_choice(value: object, choices: Sequence[str], setting: str) -> None:
         value in choices,
         f"{setting} {value}",
         f"one of {', '.join(choices)}",
-        f"write {setting} {choices[0]}",
+        f"write {setting} {(get_close_matches(str(value), choices, n=1, cutoff=0.72) or choices)[0]}",
     )
 
 

@@ -237,7 +237,10 @@ def not_given(path: str, setting: Setting | None) -> InputError:
     if path in WORDS:
         return InputError(f"no {path} given", "they are required", "write them as words after the command")
     if path == "model":
-        example = "FedAvg or --config configs/kd_default.yaml"
+        is_text = setting is not None and setting.words == "text"  # of check and rank, which build no run
+        more = ", or the import path of yours" if is_text else " or --config configs/kd_default.yaml"
+        example = f"FedAvg{more}"
+    example = "FILE" if path == "config" else example
     return InputError(f"no {path} given", "it is required", f"write --{path} {example}")
 
 

@@ -56,6 +56,7 @@ TYPE_EXAMPLES: dict[Any, str] = {
     MetricOfClasses: "torchmetrics.classification.MulticlassF1Score",
     Tokenizer: "fl_lightning.data.text.tokens.HuggingFaceTokenizer",
 }
+MAPPINGS = (dict, Mapping)  # whose first type is that of names
 MAX_LISTED_CLASSES = 15  # names that a message lists
 
 
@@ -114,7 +115,7 @@ def _class_of(hint: Any) -> type | None:
         hint = get_args(hint)[0]
     elif get_origin(hint) is not None and get_args(hint) and get_origin(hint) is not Literal:
         hint = get_args(hint)[-1]
-    return hint if inspect.isclass(hint) and hint not in TYPE_WORDS else None
+    return hint if inspect.isclass(hint) and hint is not Any and hint not in TYPE_WORDS else None
 
 
 def choices(hint: Any) -> list[str]:
@@ -164,6 +165,8 @@ def type_in_words(hint: Any) -> str:
             names = [f"a class of {cls.__name__}"]
         if get_origin(member) is list:
             names = [f"a list of {', '.join(names) or type_in_words(get_args(member)[0])}"]
+        elif get_origin(member) in MAPPINGS and not names:
+            names = ["a mapping"]
         words.update(
             dict.fromkeys(
                 [TYPE_WORDS[member]]
@@ -189,7 +192,9 @@ def _plain_example(action: Any) -> str:
         return str(default)
     kinds = list(members(hint_of(action)))
     kinds += [item for kind in kinds if get_origin(kind) is list for item in members(get_args(kind)[0])]
-    found = (TYPE_EXAMPLES.get(kind, "") for kind in kinds)
+    found = (
+        "'{NAME: VALUE}'" if get_origin(kind) in MAPPINGS else TYPE_EXAMPLES.get(kind, "") for kind in kinds
+    )
     return next(filter(None, found), "")
 
 

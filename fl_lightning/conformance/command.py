@@ -53,7 +53,7 @@ def check(
             subject.make(**(made or {}))
         except (TypeError, ValueError) as error:
             raise InputError(
-                f"--{name} {given}",
+                f"no --{name}" if given is None else f"--{name} {given}",
                 f"{model} cannot be made with them ({error})",
                 "write the arguments of its constructor as YAML",
             ) from error

@@ -92,14 +92,12 @@ def from_json(text: str, given: str = "the table") -> CostTable:
 
 
 def _require_form(document: Any, given: str) -> None:
-    keys = set(document) - LATER_KEYS - {CONTROLLER} if isinstance(document, Mapping) else set()
-    wrong = sorted(keys ^ KEYS)
-    require(
-        keys == KEYS,
-        f"{given} {'without' if wrong and wrong[0] in KEYS else 'with'} {', '.join(wrong) or 'keys'}",
-        f"a table has the keys {', '.join(sorted(KEYS))}, and {', '.join(sorted(LATER_KEYS))}",
-        "calibrate again",
-    )
+    keys = set(document) if isinstance(document, Mapping) else set()
+    rule = f"a table has the keys {', '.join(sorted(KEYS))}, and {', '.join(sorted(LATER_KEYS))}"
+    is_table = bool(keys & {"costs", "groups"})  # a run's metadata.json has a device too
+    require(is_table, given, f"it is no table of costs: {rule}", "name what --calibrate --out wrote")
+    for wrong, word in ((KEYS - keys, "without"), (keys - KEYS - LATER_KEYS - {CONTROLLER}, "with")):
+        require(not wrong, f"{given} {word} {', '.join(sorted(wrong))}", rule, "calibrate again")
     require(
         document["format"] == FORMAT
         and all(isinstance(document.get(key, ""), str) for key in ("label", "device", "scope", *LATER_KEYS))

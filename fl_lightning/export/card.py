@@ -77,8 +77,10 @@ def _facts(model: TrainedModel) -> list[str]:
         data += f"{about['partition_sha256']}`"
     lines.append(f"{data}.")
     settings = {k: v for k, v in about.get("settings", {}).items() if not k.startswith("network")}
-    said = "; ".join(f"`{name}` {value}" for name, value in settings.items())
-    lines.append(f"**Method.** {about['method']}{f': {said}' if said else ''}.")
+    lines.append(f"**Method.** {about['method']}{', with these settings:' if settings else '.'}")
+    if settings:
+        rows = [f"| `{name}` | {_in_cell(value)} |" for name, value in settings.items()]
+        lines.append("\n".join(["| setting | value |", "|---|---|", *rows]))
     if traffic := about.get("bytes"):
         up, down, wasted = (traffic[way] for way in ("upload", "download", "wasted"))
         lines.append(
@@ -90,6 +92,11 @@ def _facts(model: TrainedModel) -> list[str]:
         table = [f"| {name} | {value:.6g} |" for name, value in evaluation.items()]
         lines.append("\n".join([f"**Evaluation** after round {round}:", "", "| | |", "|---|---|", *table]))
     return lines
+
+
+def _in_cell(value: object) -> str:
+    """Return a value as the text of one cell of a table in Markdown."""
+    return " ".join(str(value).split()).replace("|", "\\|")
 
 
 def card_of(model: TrainedModel, format: FormatName, needs: str, loader: str) -> str:

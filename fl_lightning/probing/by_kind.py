@@ -23,7 +23,7 @@ def by_kind(subject: ProbedModel) -> Finding:
     """Evaluate the test examples of each kind by itself, such as those of one instruction task."""
     kinds, task = subject.data.test_kinds, subject.data.task
     if not len(kinds):
-        return Finding()
+        return Finding(skipped=["kinds left out: the test examples are all of one kind"])
     sums: dict[str, dict[str, Tensor]] = defaultdict(
         lambda: defaultdict(lambda: torch.zeros(2, dtype=torch.float64))
     )
@@ -47,8 +47,10 @@ def by_kind(subject: ProbedModel) -> Finding:
 def generation(subject: ProbedModel) -> Finding:
     """Measure the seconds of a generated token, one prompt at a time and many at once."""
     task = subject.data.task
-    if not isinstance(task, LanguageModelling) or task.decoder is None:
-        return Finding()
+    if not isinstance(task, LanguageModelling):
+        return Finding(skipped=[f"generation left out: the task is {type(task).__name__}"])
+    if task.decoder is None:
+        return Finding(skipped=["generation left out: the data have no decoder of tokens"])
     network, indices = next(iter(subject.networks()))
     index = indices[torch.arange(TIMED_PROMPTS, device=indices.device) % len(indices)]
     inputs, target = subject.data.inputs("test", index), subject.data.test_target[index]

@@ -27,6 +27,7 @@ from fl_lightning.run.metadata import (
     round_times,
     tags_of,
 )
+from fl_lightning.run.paths import short_path
 from fl_lightning.run.progress import Progress
 from fl_lightning.run.resume import Start
 from fl_lightning.support.redaction import redact_settings
@@ -168,7 +169,7 @@ class Journal:
     def _reopen(self, fed: Federation) -> None:
         done, changed = self.progress.done, self.progress.changed
         self.run.lock()
-        log.info("continuing %s after round %d", self.run.path, done.round)
+        log.info("continuing %s after round %d", short_path(self.run.path), done.round)
         self.metadata = continued_metadata(self.run.read_json("metadata.json"), self.metadata, done.round)
         if is_tracked_elsewhere(self.metadata, self.run.path):
             log.info(
@@ -316,7 +317,7 @@ class Journal:
         lines = [
             f"finished: {done} round{'s' * (done > 1)}, {megabytes:.1f} MB over the wire",
             *(f"  {name:<{width}}{value:.4g}" for name, value in summary.items()),
-            f"run directory  {self.run.path}",
+            f"run directory  {short_path(self.run.path)}",
         ]
         if rejected:
             lines.insert(1, f"  uploads rejected          {rejected}, see ledger.csv")

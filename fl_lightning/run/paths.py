@@ -35,6 +35,12 @@ def run_and_checkpoints(ckpt_path: str) -> tuple[Path, list[Path]]:
     return run, candidates
 
 
+def short_path(path: Path) -> Path:
+    """Return a path as one that is relative to the folder one is in, where it lies below that."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_absolute() and path.is_relative_to(here) else path
+
+
 def require_run(path: str) -> Path:
     """Return a run directory as an absolute path.
 

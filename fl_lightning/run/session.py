@@ -17,6 +17,7 @@ from fl_lightning.run.clients import clients_csv
 from fl_lightning.run.interrupts import Interrupts
 from fl_lightning.run.journal import Journal
 from fl_lightning.run.log import RunLog
+from fl_lightning.run.paths import short_path
 from fl_lightning.run.progress import Progress
 
 log = logging.getLogger("fl_lightning")
@@ -158,7 +159,7 @@ class RunSession:
             log.error("fast_dev_run: stopped in round %d; nothing was kept", done + 1)
         elif min(done, self.progress.saved) < self.fed.max_rounds:
             again = f"after round {self.progress.saved}" if self.progress.saved else "from the start"
-            by = f"--ckpt_path {run.path}"
+            by = f"--ckpt_path {short_path(run.path)}"
             if not self.command_line:  # it was started from Python
                 by = f"trainer.fit(method, data, seed={self.fed.seed}, ckpt_path={str(run.path)!r})"
             reached = min(done + 1, self.fed.max_rounds)

@@ -198,6 +198,11 @@ BAD = [
     ("fit --config base.yaml --data.partition", "--data.partition without a value"),
     ("fit --config base.yaml --trainer.logger", "--trainer.logger without a value; it needs one; write"),
     ("check --modell FedAvg", "write --model"),
+    ("check", "write --model FedAvg, or the import path of yours"),
+    (
+        "rank --model FedAvg --settings words",
+        "it must be a mapping or null; write --settings '{NAME: VALUE}'",
+    ),
     ("sweep --config study.yaml --dryrun", "write --dry_run"),
     ("compare --study s --no_such_thing 3", "there is no such flag"),
     # files
@@ -248,6 +253,7 @@ BAD = [
 
 
 ONLY_BY_THE_PARSER = {
+    "rank --model FedAvg --settings words",
     # what Fabric refuses, what is of the whole configuration, settings below no class, and words as a flag
     "track --run_dirs runs/a",
     "fit --config named.yaml --model.network.init_args.ffa true",

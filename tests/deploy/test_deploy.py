@@ -297,6 +297,23 @@ def test_a_round_without_nodes_stops_the_run(tmp_path):
         deployed("fedavg", tmp_path, InProcess({}), rules=RoundRules(wait_seconds=1))
 
 
+class Leaves(InProcess):
+    """A node is gone when the second round is ordered."""
+
+    def exchange(self, messages, timeout):
+        if any(b'"round": 2' in message or b'"round":2' in message for message in messages.values()):
+            self.by_key.pop("node1", None)
+        yield from super().exchange(messages, timeout)
+
+
+def test_it_is_said_that_a_round_waits_for_a_node_that_has_left(tmp_path, caplog):
+    rules = RoundRules(wait_seconds=1, round_seconds=60, min_nodes=2)
+    with pytest.raises(RunStopped, match="1 nodes are connected"):
+        deployed("fedavg", tmp_path, Leaves(nodes_in(tmp_path)), rules=rules)
+    assert "1 of the 2 nodes that a round begins with are here; waiting 1 s" in caplog.text
+    assert ", 60 at most: n1" in caplog.text
+
+
 def test_messages_survive_and_damaged_ones_are_refused():
     message = Message({"kind": "train", "round": 3}, (b"", b"abc", bytes(range(256))))
     data = message.to_bytes()

@@ -155,6 +155,16 @@ def test_damaged_files_are_refused_by_name(path, value, given):
         from_json(json.dumps(document))
 
 
+def test_a_file_that_is_no_table_is_told_from_one_that_lacks_keys():
+    for text in ("{}", "[]", json.dumps({"device": "cpu", **{f"key {index}": index for index in range(30)}})):
+        with refused("metrics.json", "name what --calibrate --out wrote"):
+            from_json(text, "metrics.json")
+    document = json.loads(to_json(table()))
+    del document["rest"]
+    with refused("old.json without rest"):
+        from_json(json.dumps(document | {"more": 1}), "old.json")
+
+
 def test_other_networks_and_mixed_labels_are_refused():
     assert list(table().for_groups(["b.o", "a.q"]).groups) == ["b.o", "a.q"]
     with refused("which also has c", "calibrate"):
@@ -383,6 +393,7 @@ def test_the_command_prints_a_table_and_measures_one(tmp_path, capsys, monkeypat
         (["--calibrate", "--seconds", "0"], "--seconds 0"),
         (["--calibrate", "--adapter", "merged", "--scope", "adapter"], "merged --scope adapter"),
         (["--calibrate", "--adapter", "glue"], "--adapter glue"),
+        (["--calibrate", "--scope", "modell"], "write --scope model\n"),
         (["--calibrate", "--high", "float16"], "--high float16"),
         (["--calibrate", "--targets", "q_proj"], "q_proj"),
         (["--network", "nothing"], "nothing"),

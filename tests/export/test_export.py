@@ -488,7 +488,7 @@ def test_the_card_says_where_a_model_comes_from_and_how_it_did(tmp_path: Path):
     said = (
         "`fl_lightning.models.language.tiny.LlamaTiny`",
         recorded["content_sha256"],
-        "`adapter_average` solve",
+        "| `adapter_average` | solve |",
     )
     for part in (*said, "**Method.** FedAvg", "| test/perplexity |"):
         assert part in card

@@ -376,6 +376,12 @@ def test_the_temperature_never_sees_the_test_set(tmp_path):
     assert after["calibration/ece"] != before["calibration/ece"]
 
 
+def test_probes_of_language_say_why_they_are_left_out_of_images(tmp_path):
+    subject = subject_of(FedAvg(), tmp_path)
+    assert PROBES["kinds"](subject).skipped == ["kinds left out: the test examples are all of one kind"]
+    assert PROBES["generation"](subject).skipped == ["generation left out: the task is Classification"]
+
+
 def test_without_validation_examples_it_is_said(tmp_path):
     subject = subject_of(FedAvg(), tmp_path, val_fraction=0.0)
     assert "val_fraction" in PROBES["clients"](subject).skipped[0]

@@ -226,6 +226,16 @@ def test_a_changed_configuration_is_named_and_refused_unless_allowed(tmp_path, c
     assert len((run.path / "metrics.csv").read_text().splitlines()) == 6
 
 
+def test_a_continued_run_names_its_folder_as_a_new_one_does(tmp_path, caplog, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level(logging.INFO)
+    fit(Path("here"), until=2)
+    fit(Path("here"), ckpt_path="last")
+    said = [line for line in caplog.messages if "run directory  " in line or line.startswith("continuing ")]
+    assert len(said) == 2
+    assert all(str(tmp_path) not in line for line in said), said
+
+
 def test_a_finished_run_is_left_alone(tmp_path, caplog):
     run = fit(tmp_path).run
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}

@@ -142,6 +142,8 @@ def test_what_breaks_the_pairing_is_refused_before_anything_is_trained(published
     ):
         with refused(named):
             of(**more)
+    with refused("--setting elsewhere", "write --setting iid, or another of them"):
+        of(setting="elsewhere")
     with refused("--against nowhere"):
         rank("FedProx", "nowhere", resolve=resolve)
     Path("reports/two-FedProx").mkdir(parents=True)

@@ -406,6 +406,11 @@ trials: 5
         ("trials: 5", "trials: 0", "1 or more"),
         ("trials: 5", "trials: 5\nmetric: final/accuracy", "the test set must not choose"),
         ("trials: 5", "trials: 5\nmetric: test/loss", "the test set must not choose"),
+        (
+            "trials: 5",
+            "trials: 5\nmetric: final/last5_val_acuracy",
+            "write metric: final/last5_val_accuracy,",
+        ),
         ("trials: 5", "trials: 5\ndirection: up", "one of maximize, minimize"),
         ("low: 0, high: 1.5", "low: 2, high: 1.5", "low is less than high"),
         ("low: 0, high: 1.5", "low: 0, high: 1.5, log: true", "logarithmic range is above 0"),

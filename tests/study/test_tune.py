@@ -243,6 +243,16 @@ def test_a_search_follows_the_primary_metric_of_its_runs(tmp_path):
         assert len(runs.jobs) == 1
 
 
+def test_a_misspelt_metric_of_rounds_ends_the_search_after_one_trial(tmp_path):
+    text = SEARCH + "metric: val/acuracy\ndirection: maximize\n"
+    tune, runs = session(tmp_path, text=text)
+    with pytest.raises(
+        InputError, match=r"metric: val/acuracy; trial-0000 has fini.*write metric: val/accuracy"
+    ):
+        tune.run()
+    assert len(runs.jobs) == 1
+
+
 def test_no_trial_no_run(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "metric_of", lambda run, metric: None)
     tune, runs = session(tmp_path)

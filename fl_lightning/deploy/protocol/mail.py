@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -82,7 +83,7 @@ class Mail:
         if not messages:
             return
         self.traffic.sent += sum(map(len, messages.values()))
-        silent = dict.fromkeys(messages)
+        silent, begun = dict.fromkeys(messages), time.monotonic()
         for node, data in self.transport.exchange(messages, seconds):
             self.traffic.received += len(data)
             silent.pop(node, None)
@@ -93,4 +94,5 @@ class Mail:
                 continue
             yield node, answer
         if silent:
-            log.warning("no answer within %g seconds: %s", seconds, ", ".join(map(self.name_of, silent)))
+            names, took = ", ".join(map(self.name_of, silent)), time.monotonic() - begun
+            log.warning("no answer after %.0f seconds, %g at most: %s", took, seconds, names)

@@ -91,7 +91,7 @@ class Roster:
         Raises:
             RunStopped: they were not in time.
         """
-        ends = time.monotonic() + self.rules.wait_seconds
+        ends, is_said = time.monotonic() + self.rules.wait_seconds, first
         while True:
             self.here = here = set(self.mail.transport.nodes())
             for node in [node for node in self.names if node not in here]:
@@ -109,6 +109,14 @@ class Roster:
                     f"{self.rules.wait_seconds:g} seconds",
                     f"start nodes, then {'the run again' if first else 'continue with --ckpt_path'}",
                 )
+            if not is_said:
+                log.warning(
+                    "%d of the %d nodes that a round begins with are here; waiting %g s",
+                    len(self.names),
+                    self.rules.min_nodes,
+                    self.rules.wait_seconds,
+                )
+                is_said = True
             time.sleep(POLL_SECONDS)
 
     def exchange(self, orders: Mapping[str, bytes], seconds: float) -> Iterator[tuple[str, Message]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.config.near_names import nearest_of_listed
+from fl_lightning.config.near_names import nearest
 from fl_lightning.config.packaged import find_config
 from fl_lightning.errors import InputError, require
 from fl_lightning.run.directory import read_json
@@ -182,7 +182,8 @@ def _levels(
     known = [*names.values()] if len({*names.values()}) == len(names) else [*names]
     for name in wanted:
         rule = f"it is one of {', '.join(known)}" if known else "the published study has no grid"
-        instead = f"write --setting {nearest_of_listed(name, known)}" if known else "leave it out"
+        near = nearest(name, known)
+        instead = f"write --setting {near or known[0]}, or another of them" if known else "leave it out"
         require(name in {*names, *names.values()}, f"--setting {name}", rule, instead)
     chosen = {
         axis: {one: levels[one] for one in levels if {one, f"{axis}={one}"} & {*wanted}}

@@ -15,6 +15,7 @@ import optuna
 import yaml
 from optuna.trial import FrozenTrial, TrialState
 
+from fl_lightning.config.near_names import nearest_or_list
 from fl_lightning.config.settings import changed_settings, flatten, is_free, settings_hash
 from fl_lightning.errors import InputError, require
 from fl_lightning.run.directory import read_json
@@ -246,6 +247,8 @@ class SearchSession:
         run = self.run_of(job)
         self.learn_task(run)
         value = metric_of(run, self.metric) if run and code == 0 else None
+        if run and code == 0 and value is None:
+            self._require_metric(run)
         if number in self.pruned:
             self.study.tell(number, state=TrialState.PRUNED)
             self.display.line(f"{job.name} pruned; {self.summary()}")
@@ -256,6 +259,19 @@ class SearchSession:
             self.study.tell(number, self.sign * value)
             self.display.line(f"{job.name} finished: {self.metric} {value:.4g}; {self.summary()}")
         return self.next_job()
+
+    def _require_metric(self, run: Path) -> None:
+        """Refuse a metric of rounds that a finished trial has not: the other trials would not have it either.
+
+        Raises:
+            InputError: it has not.
+        """
+        prefix, _, _ = self.metric.partition("/")
+        known = sorted({name for row in read_metrics(run) for name in row if name.startswith(f"{prefix}/")})
+        fits = prefix == "final" or not known or self.metric in known
+        rule, instead = f"{run.name} has finished and has no such metric", nearest_or_list(self.metric, known)
+        instead = f"write metric: {instead}, and remove {self.folder}"
+        require(fits, f"{self.search.path}: metric: {self.metric}", rule, instead)
 
     def name_of(self, trial: FrozenTrial) -> str:
         prefix = f"{self.search.label}-" if self.search.label else ""

@@ -40,6 +40,7 @@ from typing import Any, Literal
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.samplers import TPESampler
 
+from fl_lightning.config.near_names import nearest
 from fl_lightning.rng import stream
 from fl_lightning.study.metric_names import MEASURES, TaskMetrics, direction
 from fl_lightning.study.plan.entries import PATHS, SETTINGS
@@ -218,7 +219,9 @@ def _search(file: SpecFile, given: SearchEntries) -> Search:
     metric, way = given.metric, given.direction
     if metric is not None:
         allowed = metric in OF_VALIDATION or metric.startswith(("val/", "train/", "comm/", "bits/"))
-        rule, instead = "the test set must not choose settings", f"write metric: {METRIC}, or one of val/*"
+        near = nearest(metric, OF_VALIDATION) or METRIC
+        rule = "it is none of validation or training, and the test set must not choose settings"
+        instead = f"write metric: {near}, or one of val/*"
         file.require(allowed, f"metric: {metric}", rule, instead)
         rule = "its name does not tell whether more of it is better"
         better = direction(metric)
