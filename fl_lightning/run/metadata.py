@@ -202,6 +202,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
+@cache  # the code is that which this process has imported; two programs are started to ask
 def git_state() -> dict[str, object]:
     """Return the commit of the project's checkout, and whether it is ``dirty`` (has uncommitted changes).
 
