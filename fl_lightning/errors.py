@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import TypeVar
 
 T = TypeVar("T", bound="ThreePartError")
@@ -54,26 +52,6 @@ def require(valid: object, given: str, rule: str, instead: str) -> None:
     """
     if not valid:
         raise InputError(given, rule, instead)
-
-
-def require_choice(value: object, choices: Sequence[str], setting: str) -> None:
-    """Refuse what is none of ``choices``, such as a misspelt name that was given in Python, where no parser
-    checks it.
-
-    Args:
-        value: what was given.
-        choices: what is allowed, first the one to propose where none is near.
-        setting: its name, as ``--model.rounding``.
-
-    Raises:
-        InputError: it is none of them.
-    """
-    require(
-        value in choices,
-        f"{setting} {value}",
-        f"one of {', '.join(choices)}",
-        f"write {setting} {(get_close_matches(str(value), choices, n=1, cutoff=0.72) or choices)[0]}",
-    )
 
 
 class RunStopped(ThreePartError, RuntimeError):

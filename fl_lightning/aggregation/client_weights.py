@@ -8,9 +8,10 @@ from typing import Literal, get_args
 import numpy as np
 
 from fl_lightning.client import Client
+from fl_lightning.config.near_names import require_choice
 from fl_lightning.config.overriding import overrides
 from fl_lightning.data import FederatedData
-from fl_lightning.errors import InputError, require_choice
+from fl_lightning.errors import InputError
 from fl_lightning.tasks import Task
 
 Weighing = Literal["examples", "tokens", "clients"]

@@ -5,8 +5,10 @@ Every refusal of an unknown name asks here, so that all have one measure of "nea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+
+from fl_lightning.errors import require
 
 LEAST_RATIO = 0.72  # difflib's: twice the letters in common, over the letters of both names
 LEAST_RATIO_SHORT = 0.6  # of names of at most four letters, where one wrong letter is a third of the name
@@ -105,3 +107,19 @@ def listed(names: Iterable[str]) -> str:
     if len(names) == 1:
         return names[0]
     return f"one of {', '.join(names[:MOST_LISTED])}{' ...' if len(names) > MOST_LISTED else ''}"
+
+
+def require_choice(value: object, choices: Sequence[str], setting: str) -> None:
+    """Refuse what is none of ``choices``, such as a misspelt name that was given in Python, where no parser
+    checks it.
+
+    Args:
+        value: what was given.
+        choices: what is allowed, first the one to propose where none is near.
+        setting: its name, as ``--model.rounding``.
+
+    Raises:
+        InputError: it is none of them.
+    """
+    near = nearest(str(value), choices) or choices[0]
+    require(value in choices, f"{setting} {value}", f"one of {', '.join(choices)}", f"write {setting} {near}")

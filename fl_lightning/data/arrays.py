@@ -19,12 +19,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fl_lightning.config.constraints import within
+from fl_lightning.config.near_names import require_choice
 from fl_lightning.data.base import BatchSize, FederatedData, PublicExamples, ValFraction
 from fl_lightning.data.example_batches import Split
 from fl_lightning.data.form import Form
 from fl_lightning.data.partition import Dirichlet, Natural, Partition
 from fl_lightning.data.summary import MAX_LISTED_CLIENTS
-from fl_lightning.errors import InputError, require, require_choice
+from fl_lightning.errors import InputError, require
 from fl_lightning.metrics.named import MetricFactory
 from fl_lightning.rng import stream
 from fl_lightning.tasks import Classification, Regression

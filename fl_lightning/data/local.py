@@ -6,7 +6,8 @@ Both data sets are the same in every run.
 from __future__ import annotations
 
 from functools import cache
-from importlib.metadata import distribution
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -31,12 +32,24 @@ def digits() -> tuple[Arrays, Arrays]:
     return (images.copy(), labels.copy()), (test_images.copy(), test_labels.copy())
 
 
+def _scanned() -> Arrays:
+    """Return what scikit-learn's ``load_digits`` returns, from the file that it reads: importing scikit-learn
+    takes half a second, which every first round would wait for."""
+    try:
+        file = Path(str(distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")))
+    except PackageNotFoundError:  # it can be imported all the same where a system has put it
+        file = Path()
+    if not file.is_file():
+        from sklearn.datasets import load_digits
+
+        return load_digits(return_X_y=True)
+    table = np.loadtxt(file, delimiter=",")
+    return table[:, :-1], table[:, -1]
+
+
 @cache  # a sweep reads them for every cell, and they are a text file
 def _digits() -> tuple[Arrays, Arrays]:
-    # the file that scikit-learn's load_digits reads, without half a second of imports
-    file = distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
-    table = np.loadtxt(str(file), delimiter=",")
-    pixels, labels = table[:, :-1], table[:, -1]
+    pixels, labels = _scanned()
     grey = torch.from_numpy(pixels).reshape(-1, 1, 8, 8) * (255 / 16)
     images = _to_uint8(interpolate(grey, size=(32, 32), mode="bilinear", align_corners=False))
     labels = labels.astype(np.int64)

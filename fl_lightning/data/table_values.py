@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
-from fl_lightning.config.near_names import nearest_or_list
+from fl_lightning.config.near_names import nearest_or_list, require_choice
 from fl_lightning.data.table_file import MAX_NUMBER, moments, row_of
-from fl_lightning.errors import InputError, require, require_choice
+from fl_lightning.errors import InputError, require
 
 if TYPE_CHECKING:
     import pandas as pd  # imported in functions below: it is slow, and most runs need no table

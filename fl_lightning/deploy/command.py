@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fl_lightning.config.near_names import require_choice
 from fl_lightning.config.packaged import find_config
 from fl_lightning.deploy.flower import addresses, fleet, launch
 from fl_lightning.deploy.flower.simulated import require_ray, run_words
@@ -24,7 +25,7 @@ from fl_lightning.deploy.server.deployable import check_deployable
 from fl_lightning.deploy.server.job import outcome_of, write_job
 from fl_lightning.deploy.server.roster import RoundRules
 from fl_lightning.deploy.server.wall_clock import measure_time
-from fl_lightning.errors import InputError, RunStopped, require, require_choice
+from fl_lightning.errors import InputError, RunStopped, require
 from fl_lightning.run.interrupts import Interrupts
 from fl_lightning.run.resume import find_start
 

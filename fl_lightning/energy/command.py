@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fl_lightning.config.near_names import require_choice
 from fl_lightning.config.packaged import HF_PREFIX
 from fl_lightning.energy.calibration.branches import calibrate_branches
 from fl_lightning.energy.calibration.calibrate import DEFAULT_CONTEXT, Calibration
@@ -19,7 +20,7 @@ from fl_lightning.energy.costs import CostTable
 from fl_lightning.energy.options import BRANCH, OPTIONS, PRECISIONS, SCOPES
 from fl_lightning.energy.switched.kinds import MERGED
 from fl_lightning.energy.table_files import read_table, shipped_table, to_json
-from fl_lightning.errors import InputError, require, require_choice
+from fl_lightning.errors import InputError, require
 from fl_lightning.models.adapters import ALL_LINEAR
 from fl_lightning.support import disk
 

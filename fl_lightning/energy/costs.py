@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fl_lightning.config.near_names import require_choice
 from fl_lightning.energy.cost_shapes import MeasuredCost
 from fl_lightning.energy.options import OPTIONS, PRECISIONS, SCOPES
-from fl_lightning.errors import require, require_choice
+from fl_lightning.errors import require
 
 LABELS = re.compile(r"NVML|RAPL|modelled: CPU seconds x \d+(\.\d+)? W")
 """Where joules come from. A table has one label, and figures with different labels are never mixed."""

@@ -10,7 +10,8 @@ from typing import Any
 
 from fl_lightning import __version__
 from fl_lightning.client import Client
-from fl_lightning.errors import InputError, require, require_choice
+from fl_lightning.config.near_names import require_choice
+from fl_lightning.errors import InputError, require
 from fl_lightning.evaluation import evaluation_mode
 from fl_lightning.export.card import card_of, record_of
 from fl_lightning.export.folder import SUMMARY, check_folder, new_folder

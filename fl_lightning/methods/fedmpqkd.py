@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.func import functional_call
 
 from fl_lightning.client import Client
+from fl_lightning.config.near_names import require_choice
 from fl_lightning.config.overriding import overrides
 from fl_lightning.data import FederatedData
-from fl_lightning.errors import InputError, require_choice
+from fl_lightning.errors import InputError
 from fl_lightning.methods import teaching
 from fl_lightning.methods.fedmpq import FedMPQ
 from fl_lightning.methods.lit_module import module_loss

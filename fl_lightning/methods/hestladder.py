@@ -148,7 +148,7 @@ class HESTLadder(Method):
         if loss_scale is not None:
             self.refuses = {feature: why for feature, why in self.refuses.items() if feature != "privacy"}
         self.limited = self.personalised = not math.isinf(budgets[0])
-        self.shows = frozenset({"ladder"} if self.limited else ())
+        self.shows = frozenset({"ladder"} if self.limited and search != "tabs" else ())
         self.client_id = 0
         self.losses: Tensor | None = None
 
@@ -345,7 +345,7 @@ class HESTLadder(Method):
 
     def server_metrics(self) -> dict[str, float]:
         found = super().server_metrics()
-        if not self.limited:
+        if not self.limited or self.plan.kind == "tabs":  # whose subsets are no levels
             return found
         ladder = distinct(self.server["ladder"])
         share = float(BranchCosts.of(self.devices[0]).share(ladder[-1:]))

@@ -203,18 +203,22 @@ def _versions() -> dict[str, str]:
 
 
 def git_state() -> dict[str, object]:
-    """Return the commit of the project's checkout, and whether it is ``dirty`` (has uncommitted changes).
+    """Return the commit of the project's checkout, and whether it is ``dirty`` (has uncommitted changes), as
+    they were at this process's first run.
 
     Both are None outside a checkout.
     """
-    command = ["git", "-C", str(Path(__file__).parent)]
     try:
-        commit = subprocess.run(
-            [*command, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True
-        )
-        status = subprocess.run(
-            [*command, "status", "--porcelain"], capture_output=True, text=True, timeout=10, check=True
-        )
+        return dict(_git_state())
     except (OSError, subprocess.SubprocessError):
         return {"commit": None, "dirty": None}
-    return {"commit": commit.stdout.strip(), "dirty": bool(status.stdout.strip())}
+
+
+@cache  # two programs are started to ask
+def _git_state() -> dict[str, object]:
+    command = ["git", "-C", str(Path(__file__).parent)]
+    commit, status = (
+        subprocess.run([*command, *words], capture_output=True, text=True, timeout=10, check=True).stdout
+        for words in (["rev-parse", "HEAD"], ["status", "--porcelain"])
+    )
+    return {"commit": commit.strip(), "dirty": bool(status.strip())}

@@ -37,7 +37,10 @@ def run_and_checkpoints(ckpt_path: str) -> tuple[Path, list[Path]]:
 
 def short_path(path: Path) -> Path:
     """Return a path as one that is relative to the folder one is in, where it lies below that."""
-    here = Path.cwd()
+    try:
+        here = Path.cwd()
+    except OSError:  # it has been removed
+        return path
     return path.relative_to(here) if path.is_absolute() and path.is_relative_to(here) else path
 
 

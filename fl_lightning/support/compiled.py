@@ -102,9 +102,9 @@ class LibraryOnDemand:
         """
         if self.found is None:
             before, self.work_without = self.work_without, self.work_without + work
-            if before < self.work_per_build <= self.work_without:
-                self.file.build()
             if self.work_without >= self.work_per_build:
+                self.found = self.file.load()
+            if self.found is None and before < self.work_per_build <= self.work_without and self.file.build():
                 self.found = self.file.load()
         return self.found
 

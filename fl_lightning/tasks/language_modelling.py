@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fl_lightning.errors import InputError, require, require_choice
+from fl_lightning.config.near_names import require_choice
+from fl_lightning.errors import InputError, require
 from fl_lightning.metrics.text import (
     IGNORED,
     exact_match,

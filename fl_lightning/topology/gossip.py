@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import Literal
 
 from fl_lightning.aggregation.base import Aggregation
+from fl_lightning.config.near_names import require_choice
 from fl_lightning.data import FederatedData
-from fl_lightning.errors import require, require_choice
+from fl_lightning.errors import require
 from fl_lightning.hooks import Callback
 from fl_lightning.topology.base import Topology
 from fl_lightning.topology.exchange import Peers

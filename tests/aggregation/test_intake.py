@@ -99,6 +99,8 @@ def test_what_depends_on_all_uploads_keeps_them(few, tmp_path, monkeypatch):
     assert counts.most >= CLIENTS - 1
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_no_worker_is_far_ahead_of_the_client_whose_turn_it_is(few, tmp_path, monkeypatch):
     """The first client has nearly all examples, so its results are the last to come; and the memory that
     workers share holds the uploads of one client."""

@@ -239,6 +239,8 @@ def epsilons(folder: Path) -> list[float]:
     return [float(value) for value in column(folder, "privacy/epsilon")]
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 @pytest.mark.parametrize("way", ["by hand", "by itself", "by hand, without the file of an earlier release"])
 def test_a_private_deployment_that_is_taken_back_pays_for_each_repeated_round(way, tmp_path, caplog):
     """Its noise is new each time: 5 sums are allowed, 3 rounds are done, and taken back to the first."""
@@ -281,6 +283,8 @@ def test_a_private_deployment_that_is_taken_back_pays_for_each_repeated_round(wa
         assert NoisySums(path).count == 5
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_a_run_directory_that_was_put_back_from_a_copy_counts_what_its_nodes_know(tmp_path, caplog):
     """Of 3 rounds the copy has one, in every file. Its nodes are refused by name until it counts all 3."""
     of = prepared(tmp_path, CENTRAL).aggregation.privacy.accountant.epsilon
@@ -314,6 +318,8 @@ def test_a_run_directory_that_was_put_back_from_a_copy_counts_what_its_nodes_kno
     assert epsilons(here) == [of(1), of(4), of(5)]
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_metadata_counts_where_the_file_of_sums_is_gone(tmp_path):
     """Here the rounds that a run was taken back by are in no table any more."""
     of = prepared(tmp_path, CENTRAL).aggregation.privacy.accountant.epsilon

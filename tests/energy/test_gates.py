@@ -8,7 +8,7 @@ import torch
 from laddered import built_ladder, ladder_of, rows_of, some
 from tiny_language import fit
 
-from fl_lightning.energy.budgets.gates import BranchGates, next_price
+from fl_lightning.energy.budgets.gates import BranchGates, energy_of, next_price
 from fl_lightning.energy.budgets.ladder import BranchCosts
 from fl_lightning.energy.switched.branches import BranchPlan
 
@@ -37,7 +37,7 @@ def test_both_options_keep_a_chance_of_a_twentieth():
 def test_energy_and_its_gradient_by_hand():
     """E = 1 + sum p c = 1 + 2 + 1 + 2 of 11 joules; dE / dtheta = p (1 - p) c."""
     found = gates(0.0, 0.0, 0.0)
-    energy = found.energy(COSTS, target=0.5)
+    energy = energy_of(found.chances, COSTS, target=0.5)
     assert float(energy.detach()) == pytest.approx(6.0 / 5.5)
     energy.backward()
     assert torch.allclose(found.theta.grad, torch.tensor([1.0, 0.5, 1.0]) / 5.5)

@@ -191,6 +191,8 @@ def test_one_that_cannot_be_imported_breaks_nothing(here: Path, start: Callable[
     assert "callbacks.MyThing; it cannot be imported" in done.err.splitlines()[1]
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_a_clone_around_an_installed_program_is_no_users_module(
     here: Path, start: Callable[..., Done]
 ) -> None:

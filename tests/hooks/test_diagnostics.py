@@ -97,6 +97,8 @@ METHODS = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 @pytest.mark.parametrize("name", METHODS)
 def test_the_result_is_the_same_bit_for_bit(name, tmp_path, caplog):
     settings = {"max_rounds": 3, "participation": 0.5}
@@ -454,6 +456,8 @@ def test_the_overlay_has_every_diagnostic_with_its_settings():
         assert vars(getattr(callbacks, name)(**settings)).keys() >= settings.keys()
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_figures_are_artifacts_of_the_mlflow_run(tmp_path, monkeypatch, database):
     mlflow = pytest.importorskip("mlflow")
     shutil.copy(database, tmp_path / "mlflow.db")

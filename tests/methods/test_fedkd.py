@@ -241,6 +241,8 @@ def small_size() -> int:
     return sum(value.numel() for name, value in state.items() if "num_batches" not in name)
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_same_seed_same_bits_other_settings_other_bits(tmp_path):
     default, _ = after(small(), digits(), tmp_path)
     torch.manual_seed(7)

@@ -150,6 +150,8 @@ def test_kept_rows_are_feature_rows_with_all_their_classes():
     assert set(grid.sum(0).tolist()) == {0.0, 10.0}
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_relevance_finds_the_clients_with_similar_classes(tmp_path):
     data, method = digits(12, batch_size=16), mosaic()
     trainer = run(method, data, tmp_path, max_rounds=3, local_epochs=1, callbacks=[RelevanceFigure(every=2)])

@@ -50,6 +50,8 @@ def test_a_secure_run_is_the_plain_one(tmp_path):
     assert not plain.server["ladder"][-1].all()
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_a_private_run_without_noise_is_the_plain_one_and_noise_is_in_the_losses(tmp_path):
     """Losses are clipped and made noisy with the weights, in units of ``loss_scale``."""
     pytest.importorskip("dp_accounting")

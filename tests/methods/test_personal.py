@@ -275,6 +275,8 @@ def test_a_teacher_has_the_clients_own_part():
     assert heads == set()
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_a_personal_body_learns_more_of_its_client_than_nothing(tmp_path):
     """On clients with few classes each, own heads beat the one model for all."""
     data = partial(

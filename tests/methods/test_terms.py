@@ -286,6 +286,8 @@ def test_terms_that_read_nothing_received_go_with_any_method():
     FedKD(average_weights=True, terms=[ProximalTerm()])
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_terms_are_named_by_their_class_on_the_command_line(capsys):
     flags = ["--model", "FedMPQ", "--model.terms+=LabelSmoothing", "--model.terms.smoothing", "0.2"]
     assert main(["fit", *flags, "--model.terms+=ProximalTerm", "--print_config"]) == 0

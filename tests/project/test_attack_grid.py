@@ -18,6 +18,8 @@ def grid():
         yield module
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_the_tables_are_those_of_the_file(grid):
     assert grid.tables(grid.accuracies(RUNS)) in PAGE.read_text()
 

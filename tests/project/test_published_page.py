@@ -35,6 +35,8 @@ def test_every_published_figure_is_of_a_cell_of_its_study_and_has_a_cost(publish
         assert {(name, label) for label in study.methods} <= costs
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_ours_are_the_best_rounds_of_finished_runs_with_their_interval(published, tmp_path, monkeypatch):
     """Fewer rounds are said and compared with nothing; a disagreement beyond two points is named."""
     rows = [["study", "level", "method", "seed", "rounds", "best", "last"]]

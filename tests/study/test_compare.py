@@ -321,6 +321,8 @@ def test_runs_of_one_method_have_a_report_without_differences(seeds, tmp_path):
     assert (tmp_path / "out" / "tables.tex").read_text().count("begin{tabular}") == 2
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_reports_of_two_sweeps_differ_in_timings_and_provenance_alone(tmp_path, figures):
     for root, seconds in (("one", 0.1), ("two", 0.3)):
         make_study(tmp_path / root, {"A": A}, criteria=["time(A) <= 2", "accuracy(A) > 0.5"])

@@ -43,6 +43,8 @@ def changed(**settings) -> dict:
     return config
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_published_runs_give_what_one_sweep_of_all_methods_gives(tmp_path):
     published = publish(tmp_path, THEIRS, **AXIS)
     own_study(tmp_path, published)

@@ -112,6 +112,8 @@ def test_a_third_method_alone_is_ranked_as_in_one_sweep_of_all_and_nothing_is_tr
         assert said in Path("reports/two-Third", file).read_text()
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_a_published_partition_that_is_another_ends_it_at_the_first_run(published, capsys):
     report = json.loads((published / "report.json").read_text())
     for level in report["levels"]:
@@ -125,6 +127,8 @@ def test_a_published_partition_that_is_another_ends_it_at_the_first_run(publishe
     assert not Path("reports").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_what_breaks_the_pairing_is_refused_before_anything_is_trained(published):
     def of(model="FedProx", **more):
         rank(model, str(published), logger=False, resolve=resolve, **more)
@@ -158,6 +162,8 @@ def test_what_breaks_the_pairing_is_refused_before_anything_is_trained(published
     assert Path("reports/two-FedProx/mine.txt").read_text() == "mine"
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_a_dry_run_says_what_is_left_and_creates_nothing(published, capsys):
     assert ranked("--dry_run", "true", "--seeds", "1") == 0
     assert "two-Third: 2 cells, 2 to run, 2 rounds" in capsys.readouterr().out

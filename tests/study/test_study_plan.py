@@ -289,6 +289,8 @@ def test_every_cell_of_every_study_of_the_project_resolves_to_another_run(path, 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_a_real_study_runs_on_other_data(tmp_path, monkeypatch):
     """Experiment 1's cell for two rounds, on images of CIFAR's shape."""
     monkeypatch.chdir(tmp_path)

@@ -403,6 +403,8 @@ def test_on_a_terminal_the_runs_at_work_are_a_live_table(tmp_path):
         assert shown in text
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_in_mlflow_the_runs_of_a_study_are_under_one_that_is_made_once(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)

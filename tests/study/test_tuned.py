@@ -133,6 +133,8 @@ def test_methods_are_tried_at_the_same_points(tmp_path):
     assert low[10:] != high[10:]
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_the_record_does_not_depend_on_jobs_order_or_kills(tmp_path):
     write(tmp_path / "whole")
     whole = tune(tmp_path / "whole")
@@ -177,6 +179,8 @@ def test_a_study_runs_with_what_was_chosen_for_each_method(tmp_path):
     assert f"--{LR}=0.7" in cells["Low-clients=many-seed0"]
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_a_level_has_a_record_of_its_own(tmp_path):
     """Each is of a search at that level, with a folder of trials of its own; a missing one is refused."""
     by_level = "tuned: {clients: {few: tuned/few.yaml, many: tuned/many.yaml}}"

@@ -222,6 +222,8 @@ def test_budgets_end_it_and_more_budget_goes_on(tmp_path):
     assert said["seconds"] >= 1900
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_what_was_registered_is_decided_too_when_the_criteria_were_changed(tmp_path):
     """An easier criterion is put in place of the registered ones: the sweep goes on until these are decided,
     and both verdicts are on the seeds that their own looks ended at."""

@@ -66,8 +66,11 @@ def test_the_library_of_another_process_is_used_when_it_is_there(built, tmp_path
     """A process that may not build, since another one is at it, asks again and does not build later."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     late = CompiledNearest()
-    monkeypatch.setattr(late.file, "build", lambda: False)
+    asked = []
+    monkeypatch.setattr(late.file, "build", lambda: asked.append(1) and False)
+    assert late.library(compiled_nearest.DISTANCES_PER_BUILD) is None
     assert late.library(compiled_nearest.DISTANCES_PER_BUILD) is None
     shutil.copy(built.file.path, tmp_path / "aside")
     (tmp_path / "aside").replace(late.file.path)
     assert late.library(1) is not None
+    assert len(asked) == 1

@@ -75,15 +75,6 @@ class BranchGates(nn.Module):
         found = straight_through(self.chances, noise.logistic(size=(sequences, len(self.theta))))
         return found.masked_fill(protected.to(found.device), 1.0)
 
-    def energy(self, costs: BranchCosts, target: float) -> Tensor:
-        """Return E / E_t of a token, a scalar with a gradient.
-
-        Args:
-            costs: of a step of one token.
-            target: E_t as a share of the whole network.
-        """
-        return energy_of(self.chances, costs, target)
-
 
 def chances_of(theta: Tensor) -> Tensor:
     """Return the chances of branches to be drawn, of bounded logits of any shape."""
@@ -103,8 +94,13 @@ def straight_through(chances: Tensor, noise: np.ndarray) -> Tensor:
 
 
 def energy_of(chances: Tensor, costs: BranchCosts, target: float) -> Tensor:
-    """Return E / E_t of a token, a scalar with a gradient, of chances ``[B, G]`` or ``[G]``; see
-    :meth:`BranchGates.energy`."""
+    """Return E / E_t of a token, a scalar with a gradient.
+
+    Args:
+        chances: of branches to be computed, ``[B, G]`` or ``[G]``.
+        costs: of a step of one token.
+        target: E_t as a share of the whole network.
+    """
     each = costs.branches.to(chances)
     energy = (chances @ each).mean() + costs.rest
     return energy / (target * (float(costs.branches.sum()) + costs.rest))

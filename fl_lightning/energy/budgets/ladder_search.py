@@ -137,7 +137,8 @@ class LadderSearch:
         else:
             found = self._next(known, losses, level, BranchCosts.of(device), charged, noise, gates)
         share = float(charged.share(found["ladder"][-1:].bool()))
-        if round == self.first_ladder - 1 and share > min(self.budgets):
+        refuses = self.kind != "tabs"  # whose gates choose among all subsets
+        if refuses and round == self.first_ladder - 1 and share > min(self.budgets):
             log.warning(
                 "the ladder ends at %.2f of the full network's energy, and sequences under the budget %g are "
                 "refused: write more --model.levels, or a larger budget",

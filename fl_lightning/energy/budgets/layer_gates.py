@@ -138,7 +138,8 @@ class ChosenInBlocks(_InBlocks):
     def __init__(self, gates: LayerGates, prompts: Tensor, masks: Tensor, possible: Tensor) -> None:
         super().__init__(gates, prompts)
         self.masks, self.possible = masks, possible
-        self.theta = gates.theta.detach().cpu().expand(len(prompts), -1).clone()
+        expected = bounded(gates.theta.detach().cpu(), MOST_LOGIT)
+        self.theta = expected.expand(len(prompts), -1).clone()
         self.levels = torch.zeros(len(prompts), dtype=torch.int64)
 
     def enter(self, block: int, x: Tensor) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from fl_lightning.config.near_names import require_choice
 from fl_lightning.config.packaged import HF_PREFIX
 from fl_lightning.energy.switched import SwitchedLinear, merge_adapters
 from fl_lightning.energy.switched.kinds import MERGED, kind_and_rank
-from fl_lightning.errors import require_choice
 from fl_lightning.models import LANGUAGE_NETWORKS, LlamaTiny, build_network
 from fl_lightning.models.adapters import (
     ADAPTERS,

@@ -8,11 +8,12 @@ from typing import Any, get_args
 
 from torch import nn
 
+from fl_lightning.config.near_names import require_choice
 from fl_lightning.energy.options import HighPrecision, Scope
 from fl_lightning.energy.switched.integers import MOST_INPUTS
 from fl_lightning.energy.switched.plan import Switchboard
 from fl_lightning.energy.switched.switched import SwitchedLinear
-from fl_lightning.errors import require, require_choice
+from fl_lightning.errors import require
 from fl_lightning.models.adapters import AdaptedLinear
 
 PARTS_OF_BASE_IN_PEFT = ("pissa", "corda", "olora", "loftq")

@@ -21,7 +21,8 @@ from typing import Any, Literal, TypeAlias, get_args
 from torch import nn
 
 from fl_lightning import rng
-from fl_lightning.errors import require, require_choice
+from fl_lightning.config.near_names import require_choice
+from fl_lightning.errors import require
 from fl_lightning.models.adapters.adalora import (
     AdaLoRALinear,
     Importance,

@@ -17,8 +17,9 @@ from warnings import catch_warnings, filterwarnings, simplefilter
 import torch
 from torch import Tensor, nn
 
+from fl_lightning.config.near_names import require_choice
 from fl_lightning.config.packaged import HF_PREFIX, model_folder
-from fl_lightning.errors import InputError, require, require_choice
+from fl_lightning.errors import InputError, require
 from fl_lightning.models.adapters import (
     ALL_LINEAR,
     DEFAULT_ALPHA,

@@ -81,6 +81,7 @@ class LlamaTiny(Llama):
         add_chosen(self, kind_of(adapter, ffa), rank, alpha=alpha, targets=targets)
 
     def _kept(self, blocks: list[int]) -> list[int]:
+        blocks = list(blocks)
         require(
             blocks and sorted({*blocks} & {*range(len(self.layers))}) == blocks,
             f"blocks {blocks} of a network that has {len(self.layers)}",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
+from fl_lightning.config.near_names import require_choice
 from fl_lightning.data.feature_skew import FeatureSkew
-from fl_lightning.errors import require_choice
 from fl_lightning.probing.corruptions.recipes import EXTRA, STANDARD, corrupt_images
 
 

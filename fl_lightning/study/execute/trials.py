@@ -247,7 +247,7 @@ class SearchSession:
         run = self.run_of(job)
         self.learn_task(run)
         value = metric_of(run, self.metric) if run and code == 0 else None
-        if run and code == 0 and value is None:
+        if run and code == 0 and value is None and not self.study.get_trials(states=[TrialState.COMPLETE]):
             self._require_metric(run)
         if number in self.pruned:
             self.study.tell(number, state=TrialState.PRUNED)
@@ -261,15 +261,16 @@ class SearchSession:
         return self.next_job()
 
     def _require_metric(self, run: Path) -> None:
-        """Refuse a metric of rounds that a finished trial has not: the other trials would not have it either.
+        """Refuse a metric of rounds that the first trials to finish have not.
 
         Raises:
             InputError: it has not.
         """
         prefix, _, _ = self.metric.partition("/")
         known = sorted({name for row in read_metrics(run) for name in row if name.startswith(f"{prefix}/")})
-        fits = prefix == "final" or not known or self.metric in known
-        rule, instead = f"{run.name} has finished and has no such metric", nearest_or_list(self.metric, known)
+        fits = prefix == "final" or self.metric in known
+        rule = f"{run.name} has finished and has no such metric"
+        instead = nearest_or_list(self.metric, known) if known else f"a metric that is not of {prefix}/"
         instead = f"write metric: {instead}, and remove {self.folder}"
         require(fits, f"{self.search.path}: metric: {self.metric}", rule, instead)
 
