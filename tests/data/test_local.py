@@ -18,6 +18,8 @@ def test_the_digits_are_those_of_scikit_learn(monkeypatch, there):
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_reading_them_imports_no_scikit_learn():
     program = (
         "import sys; from fl_lightning.data.local import digits; digits(); print('sklearn' in sys.modules)"
