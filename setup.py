@@ -9,6 +9,7 @@ setup(
     package_data={
         "fl_lightning.configs": ["**/*.yaml", "devices/*.csv"],
         "fl_lightning.aggregation": ["*.cpp"],
+        "fl_lightning.quantization": ["*.cpp"],
         "fl_lightning.energy": ["*.json"],
         "fl_lightning.data.text": ["words.txt"],
         "fl_lightning.study.report": ["report.css", "report.js"],

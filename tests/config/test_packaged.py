@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
@@ -121,6 +122,19 @@ def test_the_version_is_in_one_place(capsys: pytest.CaptureFixture[str]) -> None
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"fl_lightning {fl_lightning.__version__}\n"
     assert fl_lightning.__version__ not in (ROOT / "pyproject.toml").read_text()
+
+
+def test_a_wheel_takes_every_file_of_the_packages() -> None:
+    tree = ast.parse((ROOT / "setup.py").read_text())
+    (patterns,) = (
+        ast.literal_eval(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.keyword) and node.arg == "package_data"
+    )
+    folders = {package: ROOT / package.replace(".", "/") for package in patterns}
+    taken = {path for name, folder in folders.items() for one in patterns[name] for path in folder.glob(one)}
+    files = {path for top in ("fl_lightning", "callbacks") for path in (ROOT / top).rglob("*.*")}
+    assert not {path for path in files - taken if path.is_file() and path.suffix not in (".py", ".pyc")}
 
 
 @pytest.mark.slow
