@@ -30,6 +30,7 @@ class Command:
         settings: ``module:Class`` whose parameters become the flags ``--<command>.NAME``, beside those of
             ``fit``; ``function`` is then called with the parsed command line, with trainer, model and data.
         extra: whether ``function`` cannot be imported without an extra of the package.
+        usual_config: the file that is proposed where ``--config`` names none.
     """
 
     help: str
@@ -39,6 +40,7 @@ class Command:
     quick: Callable[[list[str]], None] | None = None
     settings: str | None = None
     extra: bool = False
+    usual_config: str = "configs/kd_default.yaml"
 
 
 COMMANDS = {
@@ -59,11 +61,13 @@ COMMANDS = {
         "continues",
         "fl_lightning.study.execute.sweep:sweep",
         resolves=True,
+        usual_config="configs/exp1_embedded.yaml",
     ),
     "tune": Command(
         "search for the best settings by validation, of one configuration or of every method of a study",
         "fl_lightning.study.execute.tune:tune",
         resolves=True,
+        usual_config="configs/tune_exp1_embedded.yaml",
     ),
     "test": Command(
         "probe a finished run: clean, corrupted and attacked images, clients, calibration, cost; "

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from fl_lightning.cli.commands import TRACEBACK_VARIABLE
+from fl_lightning.cli.commands import TRACEBACK_VARIABLE, Command
 from fl_lightning.config.documents import load_yaml, read_document
 from fl_lightning.config.near_names import nearest
 from fl_lightning.config.packaged import configs_folder, layers, without_base
@@ -21,8 +21,12 @@ from fl_lightning.errors import InputError
 ENV_PREFIX = "FL_LIGHTNING_"
 
 
-def read_configs(args: list[str]) -> dict[str, str]:
+def read_configs(args: list[str], usual: str = Command.usual_config) -> dict[str, str]:
     """Return the text of every configuration file by its path, without ``base``, the lowest first.
+
+    Args:
+        args: the command line after the command, its files found.
+        usual: the file that is proposed in place of one that is not there, if no name is near.
 
     Raises:
         InputError: a file is missing, unreadable, empty, not YAML or not a mapping, or has a key twice.
@@ -35,7 +39,7 @@ def read_configs(args: list[str]) -> dict[str, str]:
         given = []
     from_environment = os.environ.get(f"{ENV_PREFIX}CONFIG")
     paths = [*map(str, bases_of_environment()), *([from_environment] if from_environment else []), *given]
-    texts = {path: _read_config(path) for path in paths}
+    texts = {path: _read_config(path, usual) for path in paths}
     blanked = {path: without_base(text) for path, text in texts.items()}
     _LAYERED.update({_lines(texts[path]): blanked[path] for path in texts if texts[path] != blanked[path]})
     return blanked
@@ -133,24 +137,26 @@ def with_config_of_run(command: str, args: list[str]) -> list[str]:
     return ["--config", str(run / "config.yaml"), *args]
 
 
-def _read_config(path: str) -> str:
+def _read_config(path: str, usual: str) -> str:
     """Return the text of a configuration file, or refuse the file with the line that is wrong in it."""
     given = f"--config {path}"
     if Path(path).is_dir():
         raise InputError(
             given,
             "it is a directory and must be a YAML file",
-            f"write --config {_yaml_near(Path(path) / 'x')}",
+            f"write --config {_yaml_near(Path(path) / 'x', usual)}",
         )
     try:
         text = read_document(Path(path), given)
     except InputError:
         raise
     except FileNotFoundError:
-        raise InputError(given, "there is no such file", f"write --config {_yaml_near(Path(path))}") from None
+        raise InputError(
+            given, "there is no such file", f"write --config {_yaml_near(Path(path), usual)}"
+        ) from None
     except UnicodeDecodeError as error:
         if b"\0" in error.object:
-            near = f"write --config {_yaml_near(Path(path))}"
+            near = f"write --config {_yaml_near(Path(path), usual)}"
             raise InputError(given, "it is not a text file and must be YAML", near) from None
         line = error.object[: error.start].count(b"\n") + 1
         rule = f"line {line} has the byte {error.object[error.start]:#x}, which is not UTF-8"
@@ -194,8 +200,8 @@ def _composed(text: str) -> yaml.Node | None:
     return yaml.compose(text, Loader=yaml.SafeLoader)
 
 
-def _yaml_near(path: Path) -> str:
-    """Return the YAML file with the name nearest to that of ``path``, or a default one."""
+def _yaml_near(path: Path, usual: str) -> str:
+    """Return the YAML file with the name nearest to that of ``path``; ``usual`` if none is near."""
     folder = configs_folder()
     # those that come with the project are found from any folder
     names = {file.name: f"configs/{file.relative_to(folder)}" for file in folder.rglob("*.yaml")}
@@ -203,7 +209,7 @@ def _yaml_near(path: Path) -> str:
     names |= {file.name: str(file) for file in files if file != path}
     stems = {Path(name).stem: file for name, file in names.items()}
     near = nearest(path.stem, stems)
-    return stems[near] if near else "configs/kd_default.yaml"
+    return stems[near] if near else usual
 
 
 def _repeated_keys(node: yaml.Node) -> Iterator[tuple[str, int]]:

@@ -91,7 +91,7 @@ def refuse_by(description: Description | None, command: str, args: list[str]) ->
     if any(arg.partition("=")[0].endswith(".help") for arg in args):
         return
     given = with_found_configs(with_config_of_run(command, args))
-    texts = read_configs(given)
+    texts = read_configs(given, COMMANDS[command].usual_config)
     if COMMANDS[command].function is None or COMMANDS[command].settings is not None:
         check_kind(texts)
     if command == "track" and len(given) == 1 and not given[0].startswith("-"):

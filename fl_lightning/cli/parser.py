@@ -324,7 +324,7 @@ def _run_function(command: str, function: Any, args: list[str]) -> None:
     args = with_found_configs(args)
     parser, names, switches = _parser_of_function(command, function)
     args = with_bare_flags(args, switches)
-    config = parse(parser, UserInput(args, read_configs(args)))
+    config = parse(parser, UserInput(args, read_configs(args, COMMANDS[command].usual_config)))
     with as_input_errors():
         values = parser.instantiate(config)
     handed = {"resolve": resolve} if COMMANDS[command].resolves else {}

@@ -120,9 +120,9 @@ def one_of(names: Sequence[str | int], instead: str = "", *, near: bool = False)
     return Constraint(rule, instead or str(names[0]), names=tuple(names), near=near)
 
 
-def path_to(kind: str, rule: str, instead: str) -> Constraint:
+def path_to(kind: str, rule: str, instead: str, *, given: str = "{value}") -> Constraint:
     """Return the constraint of a path: when data are read, a ``file``, a ``folder`` or ``any`` is there."""
-    return Constraint(rule, instead, path=kind, at_once=False, given="{value}")
+    return Constraint(rule, instead, path=kind, at_once=False, given=given)
 
 
 def constraints_of(cls: type) -> dict[str, Constraint]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fl_lightning.config.constraints import path_to
 from fl_lightning.config.near_names import require_choice
 from fl_lightning.config.packaged import find_config
 from fl_lightning.deploy.flower import addresses, fleet, launch
@@ -257,8 +258,9 @@ def node(
     require(keep_days >= 0, f"--keep_days {keep_days:g}", "it is a number of days", "write 0 to keep all")
     files, packages = _overlays(overlays), _packages(allow)
     for flag, file in (("--private_key", private_key), ("--root_certificates", root_certificates)):
-        given = f"{file}, the file of {flag}"
-        require(file is None or Path(file).is_file(), given, "there is no such file", "name one that is")
+        if file is not None:
+            given = f"{{value}}, the file of {flag}"
+            path_to("file", "there is no such file", "name one that is", given=given).check(file)
     connects = superlink != "none"
     if connects:
         launch.require_flower()

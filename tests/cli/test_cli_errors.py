@@ -207,6 +207,8 @@ BAD = [
     ("compare --study s --no_such_thing 3", "there is no such flag"),
     # files
     ("fit --config bas.yaml", "there is no such file; write --config base.yaml"),
+    ("sweep --config zzz.yaml", "there is no such file; write --config configs/exp1_embedded.yaml"),
+    ("tune --config zzz.yaml", "there is no such file; write --config configs/tune_exp1_embedded.yaml"),
     ("fit --config base.yml", "write --config base.yaml"),
     ("fit --config folder", "it is a directory"),
     ("fit --config binary.yaml", "it is not a text file"),

@@ -59,6 +59,7 @@ def said(capsys) -> str:
         (["--allow=my package"], "--allow my package; it is the name of a package, as Python imports it"),
         (["--allow=a,,b"], "--allow ; it is the name of a package"),
         (["--private_key=nowhere"], "nowhere, the file of --private_key; there is no such file"),
+        (["--private_key=."], "., the file of --private_key; it is a folder, and a file is needed"),
         (["--folder=/proc/x"], "--folder /proc/x; it cannot be made or written"),
         (["--folder=own.yaml"], "--folder own.yaml; it cannot be made or written"),
         (["--keep_days=-1"], "--keep_days -1; it is a number of days"),

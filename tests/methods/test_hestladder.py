@@ -231,13 +231,19 @@ def test_a_ladder_that_ends_above_the_budget_says_so(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    ("blocks", "most"), [([0, 1, 3], 0.8), ([0, 1], 0.6), ([0], 0.5), ([0, 1, 2, 3] * 2, 1.95)]
+    ("blocks", "most", "costs"),
+    [
+        ([0, 1, 3], 0.8, None),
+        ([0, 1], 0.6, "llama_tiny_branches"),
+        ([0], 0.5, None),
+        ([0, 1, 2, 3] * 2, 1.95, None),
+    ],
 )
-def test_other_depths_cost_what_the_shipped_table_says_of_their_blocks(blocks, most):
+def test_other_depths_cost_what_the_shipped_table_says_of_their_blocks(blocks, most, costs):
     """A sequence costs everything else and the blocks, by the table of four of them; the study has shallower bases
     where that is within a budget of the whole network. The deeper base has each of them twice."""
     network = LlamaTinyDeep if len(blocks) == 8 else partial(LlamaTiny, blocks=blocks)
-    method, data = built_ladder(network=network, costs=None, budget=1.0, round=1)
+    method, data = built_ladder(network=network, costs=costs, budget=1.0, round=1)
     network, (inputs, target) = method.deploy(data.client(0)).eval(), some(data)
     network.expect(target)
     with torch.no_grad():

@@ -6,8 +6,8 @@ import logging
 import socket
 import ssl
 from ipaddress import ip_address
-from pathlib import Path
 
+from fl_lightning.config.constraints import path_to
 from fl_lightning.errors import InputError
 
 log = logging.getLogger("fl_lightning")
@@ -28,8 +28,9 @@ def require_tls(address: str, certificates: str | None, flag: str) -> None:
             f"address {address}", f"it has a host and a port, 1 to {MAX_PORT}", f"write e.g. {SUPERLINK}"
         )
     if certificates is not None:
-        if not Path(certificates).is_file():
-            raise InputError(f"{flag} {certificates}", "there is no such file", "name one in PEM form")
+        path_to("file", "there is no such file", "name one in PEM form", given=f"{flag} {{value}}").check(
+            certificates
+        )
         return
     if not is_loopback(host):
         raise InputError(

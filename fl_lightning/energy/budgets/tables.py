@@ -112,7 +112,7 @@ def branch_devices(
     for one in costs:
         name = one or shipped or BRANCH_TABLE
         table = name if isinstance(name, CostTable) else table_of(name, BRANCH_ADVICE)
-        if shipped and not one:
+        if name == shipped:
             table = of_blocks(table, blocks)
         require(
             table.scope == BRANCH,
