@@ -73,17 +73,22 @@ def many_clients(module: nn.Module, ids: Tensor, share_base: bool) -> Callable[[
     return step
 
 
-def with_peft(ids: Tensor) -> Callable[[], None]:
-    """Return a step of transformers and peft on the same base, rank and layers."""
-    from peft import LoraConfig, inject_adapter_in_model
-    from transformers import LlamaConfig, LlamaForCausalLM
+class WithPeft(nn.Module):
+    """transformers and peft on the same base, rank and layers: logits of ids."""
 
-    base = LlamaTiny(BYTE_VOCABULARY, rank=0)
-    model = LlamaForCausalLM(LlamaConfig(**transformers_settings(base)))
-    model.load_state_dict(transformers_weights(base.state_dict()))
-    settings = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear")
-    adapted = inject_adapter_in_model(settings, model)
-    return one_client(lambda ids: adapted(input_ids=ids, use_cache=False).logits, adapted, ids)
+    def __init__(self) -> None:
+        from peft import LoraConfig, inject_adapter_in_model
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        super().__init__()
+        base = LlamaTiny(BYTE_VOCABULARY, rank=0)
+        model = LlamaForCausalLM(LlamaConfig(**transformers_settings(base)))
+        model.load_state_dict(transformers_weights(base.state_dict()))
+        settings = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear")
+        self.adapted = inject_adapter_in_model(settings, model)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.adapted(input_ids=ids, use_cache=False).logits
 
 
 def generation(network: Llama, prompts: Tensor, merged: bool) -> Callable[[], None]:
@@ -133,7 +138,8 @@ def main() -> None:
         f"LoRA, stack of {clients} with bases": many_clients(made(), ids, share_base=False),
     }
     if find_spec("transformers") and find_spec("peft"):
-        contenders["transformers and peft, LoRA"] = with_peft(ids[0])
+        adapted = WithPeft()
+        contenders["transformers and peft, LoRA"] = one_client(adapted, adapted, ids[0])
     seconds = in_turn(contenders, options.repeats)
     print(
         f"a step of {options.rows} x {options.length} bytes | least ms | median ms | median ratio to LoRA\n---|---|---|---"

@@ -30,6 +30,12 @@ def resnet18(num_classes: int) -> nn.Module:
     return torchvision.models.resnet18(num_classes=num_classes)
 
 
+def lora(num_classes: int) -> nn.Module:
+    from fl_lightning.models.language import LlamaTiny
+
+    return LlamaTiny(num_classes, rank=8, alpha=16)
+
+
 def mobilenetv2(num_classes: int) -> nn.Module:
     import timm
 
@@ -43,6 +49,16 @@ class TwoConvolutions(nn.Sequential):
         super().__init__(
             nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
             nn.Linear(64 * 14 * 14, 128), nn.ReLU(), nn.Linear(128, num_classes),
+        )  # fmt: skip
+
+
+class TutorialCNN(nn.Sequential):
+    """The CNN of torch's CIFAR-10 tutorial, which BlazeFL's benchmark trains: 62 000 weights."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(
+            nn.Conv2d(3, 6, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+            nn.Linear(16 * 5 * 5, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, num_classes),
         )  # fmt: skip
 
 
@@ -66,6 +82,8 @@ class Workload:
         network: makes the network from the number of classes.
         sgd: settings of the local ``torch.optim.SGD``.
         rounds: rounds that are timed.
+        tokens: whether an example is a sequence of tokens, each of which has a target; the classes are then
+            the vocabulary, and only the weights that are not frozen travel.
     """
 
     clients: int
@@ -78,6 +96,7 @@ class Workload:
     network: Callable[[int], nn.Module]
     sgd: dict[str, float]
     rounds: int
+    tokens: bool = False
 
     @property
     def steps(self) -> int:
@@ -89,9 +108,16 @@ class Workload:
         the time matters."""
         generator = torch.Generator().manual_seed(0)
         size = self.clients * self.examples
+        if self.tokens:
+            ids = torch.randint(self.classes, (size, self.shape[0] + 1), generator=generator)
+            return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
         return torch.randn(size, *self.shape, generator=generator), torch.randint(
             self.classes, (size,), generator=generator
         )
+
+    def loss(self, model: nn.Module, inputs: Tensor, target: Tensor) -> Tensor:
+        """The mean cross-entropy of some examples."""
+        return nn.functional.cross_entropy(model(inputs).flatten(0, -2), target.flatten())
 
     def build(self, channels_last: bool) -> nn.Module:
         """The network with weights from seed 0, as torch lays them out, or a deep one channels last as this
@@ -109,9 +135,13 @@ WORKLOADS = {
     "W1": Workload(100, 50, (3, 32, 32), 10, 10, 10, 1, TwoConvolutions, {"lr": 0.1}, 12),
     "W2": Workload(10, 500, (3, 32, 32), 10, 10, 64, 1, resnet20, {"lr": 0.1, "momentum": 0.9}, 3),
     "W3": Workload(100, 500, (3, 28, 28), 100, 8, 64, 2, mobilenetv2, {"lr": 0.05, "momentum": 0.9}, 2),
-    # whose memory counts: 100 uploads of 45 MB
+    # BlazeFL's benchmark, a round of it: five epochs of all 100 clients
+    "B1": Workload(100, 500, (3, 32, 32), 10, 100, 50, 5, TutorialCNN, {"lr": 0.1}, 1),
+    # its deep network, whose memory counts: 100 uploads of 45 MB, with one step of ten images each in place of fifty
     "B2": Workload(100, 10, (3, 32, 32), 10, 100, 10, 1, resnet18, {"lr": 0.1}, 2),
     "W4": Workload(1000, 20, (64,), 10, 200, 20, 1, OneHidden, {"lr": 0.1}, 20),
+    # LoRA of rank 8 on the shipped byte model; the plain loop is that of transformers and peft
+    "L1": Workload(8, 96, (64,), 259, 8, 16, 1, lora, {"lr": 0.01}, 4, tokens=True),
 }
 
 
@@ -131,6 +161,16 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         "--channels_last", action="store_true", help="deep networks channels last, as this project has them"
     )
     return made
+
+
+def travelling(network: nn.Module) -> dict[str, Tensor]:
+    """What a client sends: the state, less frozen weights; the parameters themselves, not their data."""
+    state = network.state_dict(keep_vars=True)
+    return {
+        name: value
+        for name, value in state.items()
+        if value.requires_grad or not isinstance(value, nn.Parameter)
+    }
 
 
 def weights(network: nn.Module) -> Tensor:

@@ -19,6 +19,7 @@ from fl_lightning.client import Client
 from fl_lightning.data import FederatedData, Partition
 from fl_lightning.hooks import Context, Meter
 from fl_lightning.methods import FedAvg
+from fl_lightning.tasks import LanguageModelling
 from fl_lightning.trainer import FederatedTrainer
 
 
@@ -41,10 +42,15 @@ class Tensors(FederatedData):
             val_fraction=0.0,
         )
         self.work, self.num_classes, self.example_shape = work, work.classes, work.shape
+        if work.tokens:
+            self.task = LanguageModelling()
 
     def setup(self, stage: str | None = None) -> None:
         self.train_inputs, self.train_target = self.work.data()
         self.test_target = self.train_target[:100]
+
+    def example_inputs(self) -> Tensor:
+        return self.work.data()[0][:2]
 
     def inputs(self, split: Any, index: Tensor, draws: Tensor | None = None) -> Tensor:
         return self.train_inputs[index]

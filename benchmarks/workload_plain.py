@@ -6,29 +6,35 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import nn
-from workload import WORKLOADS, Workload, now, parser, report, weights
+from workload import WORKLOADS, Workload, now, parser, report, travelling, weights
 
 
 def main() -> None:
     options = parser(__doc__).parse_args()
     work = WORKLOADS[options.workload]
-    model = work.build(options.channels_last)
+    model = with_peft() if work.tokens else work.build(options.channels_last)
     before, steps, marks = weights(model), 0, [now()]
     inputs, target = work.data()
-    state = {name: value.clone() for name, value in model.state_dict().items()}
+    state = {name: value.detach().clone() for name, value in travelling(model).items()}
     rng = np.random.default_rng(0)
     rounds = 1 + (options.rounds or work.rounds)
     for _ in range(rounds):
         total = {name: torch.zeros_like(value, dtype=torch.float32) for name, value in state.items()}
         for client in rng.choice(work.clients, work.cohort, replace=False):
-            model.load_state_dict(state)
+            model.load_state_dict(state, strict=False)
             steps += train(model, work, inputs, target, int(client), rng)
-            for name, value in model.state_dict().items():
-                total[name] += value / work.cohort
+            for name, value in travelling(model).items():
+                total[name] += value.detach() / work.cohort
         state = {name: value.to(state[name].dtype) for name, value in total.items()}
         marks.append(now())
-    model.load_state_dict(state)
+    model.load_state_dict(state, strict=False)
     report(marks, steps=steps, rounds=rounds, moved=weights(model) - before, packages=("timm",))
+
+
+def with_peft() -> nn.Module:
+    from language_step import WithPeft
+
+    return WithPeft()
 
 
 def train(
@@ -40,11 +46,11 @@ def train(
     rng: np.random.Generator,
 ) -> int:
     """The client's local epochs; how many steps they had."""
-    optimizer, steps = torch.optim.SGD(model.parameters(), **work.sgd), 0
+    optimizer, steps = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], **work.sgd), 0
     for _ in range(work.epochs):
         order = torch.from_numpy(rng.permutation(work.examples)) + client * work.examples
         for index in order.split(work.batch):
-            loss = nn.functional.cross_entropy(model(inputs[index]), target[index])
+            loss = work.loss(model, inputs[index], target[index])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -1,13 +1,13 @@
-"""Public workloads: fl_lightning, a plain loop and other simulators in turn, A B A B.
+"""Public workloads: fl_lightning, a plain loop, the hand-made limit and other simulators in turn, A B A B.
 
-python benchmarks/workloads.py [W1 W2 W3 B2 W4] [--repeats 3] [--engines auto sequential batched]
+python benchmarks/workloads.py [W1 W2 W3 B1 B2 W4 L1] [--repeats 3] [--engines auto sequential batched]
         [--peers flower=PYTHON pfl2=PYTHON] [--out FILE]
 
 Each measurement is a process of its own and gives the mean seconds of a round after the first; the figure is
 the median of the repeats, the ratio that of the medians. Ours runs with MLflow, the byte ledger and
-checkpoints on; the plain loop has none of them. Nobody evaluates in between. ``others`` is the most cores
+checkpoints on; the plain loop and the limit have none of them. L1 has no peers. Nobody evaluates in between. ``others`` is the most cores
 that other work kept busy right before a run: where it is not 0.0, a program of more threads than free cores
-may wait many times as long as it computes. ``peers/README.md`` says how a peer's environment is made and what
+may wait many times as long as it computes. The last lines are the table as Markdown. ``peers/README.md`` says how a peer's environment is made and what
 was chosen for it.
 """
 
@@ -34,6 +34,7 @@ PEERS = {
     "flower": ("peers/flower.py",),
     "flower-default": ("peers/flower.py", "--cpus_per_client", "2"),
     "pfl": ("peers/pfl_research.py",),
+    "blazefl": ("peers/blazefl_threads.py",),
     "pfl2": ("-m", "torch.distributed.run", "--nproc_per_node", "2", "peers/pfl_research.py"),
 }
 TIMEOUT = 1800  # seconds of one run
@@ -49,9 +50,15 @@ def main(arguments: list[str] | None = None) -> None:
         "channels_last": options.channels_last,
         "rows": [],
     }
-    print(f"{'':10}{'who':24}{'ms a round':>12}{'ratio':>8}{'start s':>10}{'peak MiB':>10}{'others':>10}")
+    heads = f"{'ratio':>8}{'to limit':>10}{'start s':>10}{'peak MiB':>10}{'others':>10}"
+    print(f"{'':10}{'who':24}{'ms a round':>12}{heads}")
     for name in options.workloads:
-        rows = summarise(name, measure_all(name, who, options))
+        taking_part = {
+            label: command
+            for label, command in who.items()
+            if label not in PEERS or not WORKLOADS[name].tokens
+        }
+        rows = summarise(name, measure_all(name, taking_part, options))
         for row in rows:
             print(line(row), flush=True)
         if chosen := choice(rows):
@@ -59,6 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
         document["rows"] += rows
         if options.out:
             options.out.write_text(json.dumps(document, indent=1) + "\n")
+    print(markdown(document["rows"]))
     if absent := [peer for peer in PEERS if peer not in options.peers]:
         print(f"not measured: {', '.join(absent)}; benchmarks/peers/README.md says how")
 
@@ -67,7 +75,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("workloads", nargs="*", help="W1 W2 W3 B2 W4; none: all")
+    parser.add_argument("workloads", nargs="*", help="W1 W2 W3 B1 B2 W4 L1; none: all")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
         "--rounds", type=int, default=0, help="rounds that are timed; 0: the workload's own number"
@@ -111,7 +119,10 @@ def contenders(options: argparse.Namespace) -> dict[str, tuple[str, ...]]:
     """Interpreter, program and flags of everyone who is measured, without the workload."""
     layout = ("--channels_last",) if options.channels_last else ()
     ours = (sys.executable, "workload_ours.py", "--workers", options.workers)
-    found: dict[str, tuple[str, ...]] = {"plain": (sys.executable, "workload_plain.py", *layout)}
+    found: dict[str, tuple[str, ...]] = {
+        "plain": (sys.executable, "workload_plain.py", *layout),
+        "limit": (sys.executable, "workload_limit.py"),
+    }
     found |= {engine: (*ours, "--engine", engine) for engine in options.engines}
     return found | {peer: (python, *PEERS[peer], *layout) for peer, python in options.peers.items()}
 
@@ -171,9 +182,10 @@ def summarise(name: str, runs: dict[str, list[Result]]) -> list[Result]:
             }
             row["engine"] = "/".join(sorted({run["engine"] for run in found if "engine" in run})) or None
         rows.append(row)
-    base = rows[0].get("seconds")
+    seconds = {row["who"]: row.get("seconds") for row in rows}
     for row in rows:
-        row["ratio"] = row["seconds"] / base if base and "seconds" in row else None
+        for key, base in (("ratio", seconds.get("plain")), ("to_limit", seconds.get("limit"))):
+            row[key] = row["seconds"] / base if base and "seconds" in row else None
     return rows
 
 
@@ -182,9 +194,40 @@ def line(row: Result) -> str:
     head = f"{row['workload']:10}{label:24}"
     if "error" in row:
         return f"{head}failed: {row['error'][:160]}"
-    forms = {"ratio": ".2f", "start_seconds": ".1f", "peak_mib": ".0f", "others": ".1f"}
-    ratio, *rest = ("-" if row[key] is None else f"{row[key]:{form}}" for key, form in forms.items())
+    forms = {"ratio": ".2f", "to_limit": ".2f", "start_seconds": ".1f", "peak_mib": ".0f", "others": ".1f"}
+    ratio, *rest = (number(row[key], form) for key, form in forms.items())
     return f"{head}{1e3 * row['seconds']:12.1f}{ratio:>8}" + "".join(f"{cell:>10}" for cell in rest)
+
+
+def markdown(rows: list[Result]) -> str:
+    """A table with a row a workload: ratios to the plain loop, ours to the limit and to the fastest peer, and
+    peaks of memory."""
+    shown = list(dict.fromkeys(row["who"] for row in rows if row["who"] != "plain"))
+    heads = ["workload", "plain, s", *shown, "auto to the limit", "auto to the fastest peer", "peak MiB: auto", "limit", "least peer"]  # fmt: skip
+    lines = [f"| {' | '.join(heads)} |", "|---" + "|---:" * (len(heads) - 1) + "|"]
+    for name in dict.fromkeys(row["workload"] for row in rows):
+        by = {row["who"]: row for row in rows if row["workload"] == name}
+        ours, peers = by.get("auto", {}), [row for who, row in by.items() if who in PEERS]
+        fastest, least = (
+            min((row[key] for row in peers if row.get(key)), default=None) for key in ("seconds", "peak_mib")
+        )
+        seconds = ours.get("seconds")
+        cells = [
+            number(by.get("plain", {}).get("seconds"), ".3g"),
+            *(number(by.get(who, {}).get("ratio"), ".2f") for who in shown),
+            number(ours.get("to_limit"), ".2f"),
+            number(seconds / fastest if seconds and fastest else None, ".2f"),
+            *(
+                number(peak, ".0f")
+                for peak in (ours.get("peak_mib"), by.get("limit", {}).get("peak_mib"), least)
+            ),
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def number(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"
 
 
 def choice(rows: list[Result]) -> str:

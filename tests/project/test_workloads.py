@@ -8,11 +8,14 @@ import math
 import os
 import sys
 import time
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from places import BENCHMARKS
 
 
@@ -31,7 +34,7 @@ def processes(monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["W5"], "workload 'W5'; one of W1, W2, W3, B2, W4"),
+        (["W5"], "workload 'W5'; one of W1, W2, W3, B1, B2, W4, L1"),
         (["W1", "--repeats", "0"], "--repeats 0 --rounds 0; at least 1 and 0"),
         (["W1", "--peers", "fedlab=python"], "--peers fedlab=python; NAME=PYTHON with a name of flower,"),
         (["W1", "--peers", "pfl"], "--peers pfl; NAME=PYTHON"),
@@ -49,9 +52,9 @@ def test_who_is_measured(workloads):
     options = workloads.parse(
         ["--engines", "auto", "batched", "--peers", "pfl2=/its/python", "--channels_last"]
     )
-    assert options.workloads == ["W1", "W2", "W3", "B2", "W4"]
+    assert options.workloads == ["W1", "W2", "W3", "B1", "B2", "W4", "L1"]
     who = workloads.contenders(options)
-    assert list(who) == ["plain", "auto", "batched", "pfl2"]
+    assert list(who) == ["plain", "limit", "auto", "batched", "pfl2"]
     assert who["pfl2"][0] == "/its/python"
     assert who["batched"][-2:] == ("--engine", "batched")
     assert [label for label, command in who.items() if "--channels_last" in command] == ["plain", "pfl2"]
@@ -81,22 +84,51 @@ def test_a_peer_that_fails_has_a_row_that_says_so(workloads, monkeypatch, capsys
         ["W4", "--rounds", "1", "--repeats", "2", "--engines", "--peers", *peers, "--out", str(out)]
     )
     said = capsys.readouterr().out.splitlines()
-    assert [text.split()[1] for text in said[1:]] == ["plain", "absent", "broken", "lazy"]
-    assert said[2].endswith("failed: there is no interpreter at /nowhere/python")
-    assert said[3].endswith("failed: ModuleNotFoundError: No module named 'a_peer_that_is_not_installed'")
-    assert said[4].endswith("failed: 1 local steps a round instead of 200")
+    assert [text.split()[1] for text in said[1:6]] == ["plain", "limit", "absent", "broken", "lazy"]
+    assert said[3].endswith("failed: there is no interpreter at /nowhere/python")
+    assert said[4].endswith("failed: ModuleNotFoundError: No module named 'a_peer_that_is_not_installed'")
+    assert said[5].endswith("failed: 1 local steps a round instead of 200")
+    assert said[6].startswith("| workload | plain, s | limit | absent | broken | lazy |")
+    assert said[8].split(" | ")[3:6] == ["-", "-", "-"]
     rows = {row["who"]: row for row in json.loads(out.read_text())["rows"]}
     assert {who: len(row["runs"]) for who, row in rows.items()} == {
         "plain": 2,
+        "limit": 2,
         "absent": 1,
         "broken": 1,
         "lazy": 1,
     }
     assert rows["plain"]["ratio"] == 1.0
-    for run in rows["plain"]["runs"]:
+    assert rows["limit"]["to_limit"] == 1.0
+    for run in rows["plain"]["runs"] + rows["limit"]["runs"]:
         assert (run["rounds"], run["steps_a_round"]) == (1, 200)
         assert run["moved"] > 0
         assert set(run["versions"]) == {"torch", "numpy", "timm"}
+
+
+@pytest.mark.parametrize("layout", ["W4", "B1"])
+def test_the_limit_trains_what_the_plain_loop_trains(workloads, monkeypatch, layout):
+    """Written-out gradients of a stack and weights that are views of one vector end where autograd and state
+    dictionaries end, for orders that are the same."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the module sets it, and it is put back
+    limit, plain, workload = map(import_module, ("workload_limit", "workload_plain", "workload"))
+    work = replace(workload.WORKLOADS[layout], clients=4, examples=20)
+    model, (inputs, target) = work.build(channels_last=True), work.data()
+    server = limit.flatten(model).clone()
+    if layout == "W4":
+        share = limit.Stack(work, inputs, target)
+    else:
+        share = limit.InTurn(work, model, inputs, target)
+    total, clients = torch.zeros_like(server), np.array([2, 0, 3])
+    steps = share(clients, np.random.default_rng(5), server, total)
+    rng, expected, counted = np.random.default_rng(5), torch.zeros_like(server), 0
+    for client in clients:
+        alone = work.build(channels_last=True)
+        counted += plain.train(alone, work, inputs, target, int(client), rng)
+        expected += limit.flatten(alone)
+    assert steps == counted == 3 * work.epochs
+    assert not torch.equal(total, 3 * server)
+    torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_said_of_the_choice(workloads):
