@@ -1,21 +1,26 @@
-"""A long run and a large population: memory and time per round must not grow with either.
+"""A long run and a large population: what a round costs must grow with neither.
 
-    python benchmarks/soak.py --rounds 1000                                    # small federation, 50 of 100 clients a round
-    python benchmarks/soak.py --clients 100000 --cohort 50 --rounds 200        # 50 of 100 000
+    python benchmarks/soak.py --rounds 10000 --out small.json                      # 50 of 100 clients a round
+    python benchmarks/soak.py --rounds 10000 --cohort 20 --clients 1000000 --val_fraction 0 --eval_every 1000 --out large.json
+    python benchmarks/soak.py --draw small.json large.json --figure docs/results/figures/soak.png
 
-Prints start-up seconds, then resident memory (MiB) and milliseconds per round at the start and at the end of
-the run, and the slope of memory by least squares over its second half. All times are the processor's: other
-programs disturb it least.
+Measured each hundredth of the run: milliseconds of a round, resident memory, open files and threads of the
+process, bytes of the run's directory without its newest checkpoints. Printed are the second and the last tenth. All times
+are the processor's: other programs disturb it least. ``--mlflow`` tracks in ./mlflow.db.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
+import json
+import os
+import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,11 +28,23 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from fl_lightning.data import FederatedData, Partition
+from fl_lightning.figures import COLOURS, LINE_STYLES, open_frame
 from fl_lightning.hooks import Meter
 from fl_lightning.methods import FedAvg
 from fl_lightning.trainer import FederatedTrainer
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 WIDTH = 16
+SHOWN = ("memory", "handles", "threads", "disk")
+LABELS = {
+    "milliseconds": "ms of a round",
+    "memory": "resident memory, MiB",
+    "handles": "open files",
+    "threads": "threads",
+    "disk": "files of the run, MiB",
+}
 
 
 class Evenly(Partition):
@@ -55,46 +72,103 @@ class Vectors(FederatedData):
 
 
 class Watch(Meter):
-    """Resident memory and the clock at the start of every round."""
+    """What the process and the run's directory have, at the start of every so many rounds."""
 
-    def __init__(self) -> None:
-        self.memory: list[float] = []
-        self.clock: list[float] = []
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self.found: dict[str, list[float]] = {name: [] for name in ("round", "clock", *SHOWN)}
 
-    def on_round_start(self, round: int, context: object) -> None:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        self.memory.append(pages * 4096 / 2**20)
-        self.clock.append(time.process_time())
+    def on_round_start(self, round: int, context: Any) -> None:
+        if (round - 1) % self.every:
+            return
+        if round == 1 + self.every:
+            context.files.tracker.flush()  # opening the store, in a thread of its own, is start-up
+        files = [path for path in self.trainer.run_dir.rglob("*") if "checkpoints" not in path.parts]
+        now = {
+            "round": round - 1,
+            "clock": time.process_time(),
+            "memory": int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20,
+            "handles": len(os.listdir("/proc/self/fd")),
+            "threads": threading.active_count(),
+            "disk": sum(path.stat().st_size for path in files) / 2**20,
+        }
+        for name, value in now.items():
+            self.found[name].append(value)
 
 
-def soak(clients: int, cohort: int, rounds: int, eval_every: int, val_fraction: float, logger: bool) -> str:
+def soak(options: argparse.Namespace) -> dict[str, Any]:
+    """Run, and return what was watched, by name."""
     torch.set_num_threads(1)
-    watch, started = Watch(), time.process_time()
+    watch, started = Watch(max(1, options.rounds // 100)), time.process_time()
     data = Vectors(
-        dataset="vectors", num_clients=clients, partition=Evenly(), batch_size=8, val_fraction=val_fraction
-    )
+        dataset="vectors", num_clients=options.clients, partition=Evenly(), batch_size=8, val_fraction=options.val_fraction,
+    )  # fmt: skip
     method = FedAvg(network=lambda classes: nn.Linear(WIDTH, classes), optimizer=partial(SGD, lr=0.1))
     with TemporaryDirectory() as folder:
-        trainer = FederatedTrainer(
-            accelerator="cpu", participation=cohort / clients, local_epochs=1, max_rounds=rounds, eval_every=eval_every,
-            callbacks=[watch], logger=logger, default_root_dir=folder,
+        watch.trainer = trainer = FederatedTrainer(
+            accelerator="cpu", participation=options.cohort / options.clients, local_epochs=1,
+            max_rounds=options.rounds + 1, eval_every=options.eval_every, callbacks=[watch], logger=options.mlflow,
+            default_root_dir=folder, workers=1,
         )  # fmt: skip
         trainer.fit(method, data)
-        checkpoint = sum(
-            file.stat().st_size for file in trainer.run.checkpoints.glob(f"round_{rounds:06d}/*")
-        )
-    milliseconds, tenth = 1000 * np.diff(watch.clock), max(1, rounds // 10)
-    half = np.arange(rounds // 2, rounds)
-    slope = np.polyfit(half, np.array(watch.memory)[half], 1)[0] * 1000
-    return (
-        f"{clients} clients, {cohort} a round, {rounds} rounds: first round after {watch.clock[0] - started:.1f} s; memory "
-        f"{watch.memory[0]:.0f} MiB before round 1, {watch.memory[tenth]:.1f} at {tenth}, {watch.memory[-1]:.1f} at the end "
-        f"({slope:+.2f} per 1000 rounds over the second half); median round {np.median(milliseconds[:tenth]):.1f} ms at first, "
-        f"{np.median(milliseconds[-tenth:]):.1f} ms at last; last checkpoint {checkpoint} bytes\n"
+    found = {name: np.array(values) for name, values in watch.found.items()}
+    spent = np.diff(found["clock"]) / np.diff(found["round"])
+    return {
+        "clients": options.clients,
+        "cohort": options.cohort,
+        "rounds": options.rounds,
+        "start_seconds": found["clock"][0] - started,
+        "milliseconds": [1e3 * float(each) for each in spent],
+        **{name: found[name][1:].tolist() for name in ("round", *SHOWN)},
+    }
+
+
+def tenths(values: Sequence[float]) -> tuple[float, float]:
+    """The medians of the second and of the last tenth: the first has what a process does once."""
+    tenth = max(1, len(values) // 10)
+    return float(np.median(values[tenth : 2 * tenth] or values)), float(np.median(values[-tenth:]))
+
+
+def per_round(found: dict[str, Any], name: str) -> list[float]:
+    """How much of a quantity each watched stretch of the run added, a round."""
+    grown = np.diff(found[name], prepend=0.0) / np.diff(found["round"], prepend=0.0)
+    return [float(each) for each in grown]
+
+
+def text(found: dict[str, Any]) -> str:
+    lines = [
+        f"{found['clients']} clients, {found['cohort']} a round, {found['rounds']} rounds; "
+        f"the first began after {found['start_seconds']:.1f} s"
+    ]
+    for name, what in LABELS.items():
+        if name == "disk":
+            continue
+        before, after = tenths(found[name])
+        lines.append(f"{what}: {before:.4g} in the second tenth, {after:.4g} in the last")
+    before, after = (2**10 * each for each in tenths(per_round(found, "disk")))
+    return "\n".join(
+        [*lines, f"KiB of files a round: {before:.4g} in the second tenth, {after:.4g} in the last"]
     )
 
 
-if __name__ == "__main__":
+def draw(runs: Sequence[dict[str, Any]]) -> Figure:
+    """A panel for each quantity, a line for each run."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13.5, 3.4), layout="constrained")
+    for axes, (name, what) in zip(figure.subplots(1, len(LABELS)), LABELS.items(), strict=True):
+        for at, run in enumerate(runs):
+            label = f"{run['cohort']} of {run['clients']:,} clients".replace(",", " ")
+            axes.plot(run["round"], run[name], color=COLOURS[at], linestyle=LINE_STYLES[at], label=label)
+        axes.set_title(what, fontsize="medium")
+        axes.set_xlabel("round")
+        axes.set_ylim(bottom=0)
+        open_frame(axes)
+    axes.legend(fontsize="small", frameon=False)
+    return figure
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -104,7 +178,20 @@ if __name__ == "__main__":
     parser.add_argument("--eval_every", type=int, default=1)
     parser.add_argument("--val_fraction", type=float, default=0.2)
     parser.add_argument("--mlflow", action="store_true", help="track in ./mlflow.db")
-    given = parser.parse_args()
-    sys.stdout.write(
-        soak(given.clients, given.cohort, given.rounds, given.eval_every, given.val_fraction, given.mlflow)
-    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="everything measured, as JSON")
+    parser.add_argument("--draw", type=Path, nargs="+", metavar="FILE", help="draw these, and run nothing")
+    parser.add_argument("--figure", type=Path, default=Path("soak.png"))
+    options = parser.parse_args()
+    if options.draw:
+        runs = [json.loads(file.read_text()) for file in options.draw]
+        draw(runs).savefig(options.figure, dpi=150)
+        print("\n".join(map(text, runs)))
+        return
+    found = soak(options)
+    if options.out:
+        options.out.write_text(json.dumps(found) + "\n")
+    print(text(found))
+
+
+if __name__ == "__main__":
+    main()
