@@ -24,11 +24,10 @@ from fl_lightning.engines.base import (
     size_of,
     start_client,
 )
-from fl_lightning.engines.optimizers import local_optimizer
 from fl_lightning.methods import Method
 from fl_lightning.methods.lit_module import require_asked
 from fl_lightning.methods.local_work import LocalWork
-from fl_lightning.methods.optimizing import clip_gradients
+from fl_lightning.methods.optimizing import clip_gradients, local_optimizer
 from fl_lightning.wire import Payload
 
 
