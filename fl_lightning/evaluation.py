@@ -28,9 +28,7 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
-from fl_lightning.data.example_batches import Split
 from fl_lightning.data.test_owners import deal_test_set
 from fl_lightning.distributed import collectives
 from fl_lightning.methods import Method
@@ -39,34 +37,14 @@ from fl_lightning.metrics import client_spread
 from fl_lightning.metrics.states import MetricStates
 from fl_lightning.models import MeasuredNetwork
 from fl_lightning.tasks import Sums, Task
-from fl_lightning.tasks.base import in_float32
 
 T = TypeVar("T")
 States = Mapping[int, dict[str, Tensor]]
 NO_STATES: States = MappingProxyType({})
 NO_HOLDERS: Mapping[int, int] = MappingProxyType({})
-TRIED_EXAMPLES = 16
-"""Examples that metrics are tried out on before a run begins."""
 MAX_PARTS = 2**32
 """Batches of one client are numbered below it, so that all batches of all clients have an order: batch p of
 client k is number ``k * MAX_PARTS + p``."""
-
-
-def predict(fabric: Fabric, network: nn.Module, batches: Iterable[tuple[Any, ...]]) -> tuple[Tensor, ...]:
-    """Evaluate the network and return its outputs float32 ``[n, ...]`` and then whatever followed the inputs
-    in each batch, concatenated; on the CPU.
-
-    The batches are dealt to the ranks; every rank gets all of them back. This collects all outputs: metrics
-    come from :func:`on_test_set` and :func:`validate`, which do not.
-    """
-    return gather_columns((number, _forward(fabric, network, [batch])) for number, batch in share(batches))
-
-
-@torch.no_grad()
-def _forward(fabric: Fabric, network: nn.Module, batches: Iterable[tuple[Any, ...]]) -> tuple[Tensor, ...]:
-    with evaluation_mode(network), fabric.autocast():
-        columns = [(network(inputs).float(), *rest) for inputs, *rest in batches]
-    return tuple(torch.cat(column) for column in zip(*columns, strict=True))
 
 
 def share(items: Iterable[T]) -> Iterator[tuple[int, T]]:
@@ -211,30 +189,6 @@ def add_states(
         states.add(number, one.name, one.state(forms), whose)
 
 
-def check_named(fabric: Fabric, method: Method, data: FederatedData) -> None:
-    """Try the metrics that the user has named out on a few examples, before anything is created.
-
-    Raises:
-        InputError: one does not take what the task gives.
-    """
-    if not data.task.named:
-        return
-    split: Split = "test" if len(data.test_target) else "train"
-    every = data.test_target if split == "test" else data.train_target
-    index = torch.arange(min(TRIED_EXAMPLES, len(every)), device=data.device)
-    client = data.client(int(data.active[0])) if method.personalised else None
-    network = method.deploy(client)
-    with torch.no_grad(), evaluation_mode(network), fabric.autocast():
-        if isinstance(network, MeasuredNetwork):
-            network.expect(every[index])
-        outputs = in_float32(network(data.inputs(split, index)))
-    if isinstance(outputs, Tensor):  # what is not finite is NaN in the rounds, and no reason to refuse
-        outputs = outputs.nan_to_num()
-    forms = data.task.metric_inputs(outputs, every[index])
-    for one in data.task.named:
-        one.choose_form(forms, type(data.task).__name__, data.task.metric_form)
-
-
 def is_test_set_dealt(method: Method, data: FederatedData) -> bool:
     """Return whether the test set is dealt to the clients, for their own models. Where they are on other
     machines with their data, nobody has both, and the model of a newcomer is evaluated."""
@@ -333,12 +287,6 @@ def averages(sums: Mapping[str, Any], counted: Collection[str] = ()) -> dict[str
         name: np.asarray(total if name in counted else total / weight)
         for name, (total, weight) in sums.items()
     }
-
-
-def metrics_of(task: Task, outputs: Tensor, target: Tensor) -> dict[str, float]:
-    """Return the task's metrics of outputs ``[n, ...]`` that have been collected."""
-    sums = task.sums(outputs, target)
-    return {name: float(value) for name, value in task.finish(averages(sums)).items()}
 
 
 def _dealt_batches(
@@ -498,21 +446,3 @@ def _validation_batches(
         network = method.deploy()
         for number, batch in share(data.val_batches()):
             yield number, network, batch
-
-
-def predict_validation(
-    fabric: Fabric, method: Method, data: FederatedData, states: States = NO_STATES
-) -> tuple[Tensor, ...]:
-    """Return outputs ``[n, C]``, targets ``[n]`` and owners ``[n]`` of all clients' validation examples, on
-    the CPU; ``()`` when there are none."""
-    if method.personalised:
-        held = data.validating.tolist()
-        return gather_columns(
-            (number, _validate_own(fabric, method, data, data.client(id, states.get(id))))
-            for number, id in share(held)
-        )
-    return predict(fabric, method.deploy(), data.val_batches())
-
-
-def _validate_own(fabric: Fabric, method: Method, data: FederatedData, client: Client) -> tuple[Tensor, ...]:
-    return _forward(fabric, method.deploy(client), data.val_batches([client]))

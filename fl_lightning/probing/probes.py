@@ -15,7 +15,6 @@ from fl_lightning.evaluation import (
     evaluation_mode,
     logged,
     on_test_set,
-    predict_validation,
     spread_over_clients,
     validate,
 )
@@ -29,6 +28,7 @@ from fl_lightning.probing.corruptions.recipes import EXTRA, SEVERITY, STANDARD, 
 from fl_lightning.probing.cost import float_bytes, flops, latencies, peak_memory
 from fl_lightning.probing.leakage import inversion, membership
 from fl_lightning.probing.noisy_prompts import noisy_prompts
+from fl_lightning.probing.outputs import predict_validation
 from fl_lightning.probing.probed_model import Finding, Forward, ProbedModel
 from fl_lightning.probing.scaling import TEMPERATURE_BOUNDS, calibration, fit_temperature
 from fl_lightning.rng import stream

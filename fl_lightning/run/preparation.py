@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from lightning.fabric import Fabric
+from torch import Tensor
 
 from fl_lightning import rng
 from fl_lightning.aggregation.choice import choose_aggregation
@@ -16,19 +17,24 @@ from fl_lightning.aggregation.private import PrivateAggregation
 from fl_lightning.clock import Rounds, Timing
 from fl_lightning.compatibility import Run, check_run
 from fl_lightning.data import FederatedData
+from fl_lightning.data.example_batches import Split
 from fl_lightning.distributed.launch import one_first
 from fl_lightning.engines import check_optimizer, check_workers
 from fl_lightning.engines.finetuning import prepare_finetuning
 from fl_lightning.engines.root_set import prepare_guides
-from fl_lightning.evaluation import check_named
+from fl_lightning.evaluation import evaluation_mode
 from fl_lightning.federation import Federation
 from fl_lightning.hooks import sees_uploads, tell
 from fl_lightning.methods import Method
+from fl_lightning.models import MeasuredNetwork
 from fl_lightning.privacy.secure import SecureSum
 from fl_lightning.sampling import Sampler
 from fl_lightning.support.user_code import errors_as_refusals
+from fl_lightning.tasks.base import in_float32
 from fl_lightning.topology import Topology
 
+TRIED_EXAMPLES = 16
+"""Examples that metrics are tried out on before a run begins."""
 DealFunction = Callable[[FederatedData, int, torch.device], None]
 """Gives the data their clients, by the run's seed, and moves them to a device."""
 
@@ -148,3 +154,27 @@ def _build(settings: FederationSettings, method: Method, data: FederatedData, se
     method.to(fabric.device)
     check_optimizer(method, settings.max_rounds)
     check_workers(fabric, settings.workers)
+
+
+def check_named(fabric: Fabric, method: Method, data: FederatedData) -> None:
+    """Try the metrics that the user has named out on a few examples, before anything is created.
+
+    Raises:
+        InputError: one does not take what the task gives.
+    """
+    if not data.task.named:
+        return
+    split: Split = "test" if len(data.test_target) else "train"
+    every = data.test_target if split == "test" else data.train_target
+    index = torch.arange(min(TRIED_EXAMPLES, len(every)), device=data.device)
+    client = data.client(int(data.active[0])) if method.personalised else None
+    network = method.deploy(client)
+    with torch.no_grad(), evaluation_mode(network), fabric.autocast():
+        if isinstance(network, MeasuredNetwork):
+            network.expect(every[index])
+        outputs = in_float32(network(data.inputs(split, index)))
+    if isinstance(outputs, Tensor):  # what is not finite is NaN in the rounds, and no reason to refuse
+        outputs = outputs.nan_to_num()
+    forms = data.task.metric_inputs(outputs, every[index])
+    for one in data.task.named:
+        one.choose_form(forms, type(data.task).__name__, data.task.metric_form)
