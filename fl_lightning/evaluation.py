@@ -33,6 +33,7 @@ from fl_lightning.data.test_owners import deal_test_set
 from fl_lightning.distributed import collectives
 from fl_lightning.methods import Method
 from fl_lightning.methods.module_steps import ModuleLogs
+from fl_lightning.methods.module_steps import Split as LoggedSplit
 from fl_lightning.metrics import client_spread
 from fl_lightning.metrics.states import MetricStates
 from fl_lightning.models import MeasuredNetwork
@@ -112,8 +113,8 @@ def on_test_set(
         Metrics ``test/<metric>``; with ``answers`` the probabilities ``[n, C]`` and the targets ``[n]``, in
         the order of the test set, else None.
     """
-    task, states_of_named = data.task, MetricStates(named)
-    logged_here = ModuleLogs("test", data.seed, method.round, logs)
+    task, logged_here = data.task, logs_for(method, "test", data.seed, logs)
+    states_of_named = MetricStates(named) if task.named else None
     columns: list[tuple[int, tuple[Tensor, ...]]] | None = [] if answers and sums is None else None
     if sums is None:
         sums = sums_on_test_set(fabric, method, data, states, holders, columns, states_of_named, logged_here)
@@ -122,8 +123,9 @@ def on_test_set(
     metrics = {_metric_name(name): float(value) for name, value in task.finish(means).items()}
     if is_test_set_dealt(method, data):
         metrics |= _personal(task, every) | _global(fabric, method, data)
-    found = MetricStates.of_metrics(collectives.gather_parts(states_of_named.tensors) if task.named else {})
-    metrics |= {f"test/{one.name}": one.value(found["", one.name]) for one in task.named if found}
+    if states_of_named is not None:
+        found = MetricStates.of_metrics(collectives.gather_parts(states_of_named.tensors))
+        metrics |= {f"test/{one.name}": one.value(found["", one.name]) for one in task.named if found}
     metrics = logged(method, logged_here) | metrics
     if columns is None:
         return metrics, None
@@ -173,9 +175,22 @@ def sums_on_test_set(
     return sums
 
 
-def logged(method: Method, logs: ModuleLogs) -> dict[str, float]:
-    """Return what a LightningModule's own step has logged on all ranks."""
-    if method.module is None:
+def logs_for(
+    method: Method, split: LoggedSplit, seed: int, tensors: Mapping[str, Tensor] | None = None
+) -> ModuleLogs | None:
+    """Return what takes the logs of the step that a method's LightningModule has for a split; None where the
+    method has no module.
+
+    Args:
+        seed: of the run.
+        tensors: states that were made elsewhere.
+    """
+    return None if method.module is None else ModuleLogs(split, seed, method.round, tensors)
+
+
+def logged(method: Method, logs: ModuleLogs | None) -> dict[str, float]:
+    """Return what a LightningModule's own step has logged on all ranks; nothing where there are no logs."""
+    if logs is None:
         return {}
     return logs.metrics(collectives.gather_parts(logs.states.tensors), method.network)
 
@@ -318,7 +333,7 @@ def validate(
         sums: what :func:`sums_of_validation` gave for all clients, on other machines; None: it is asked here.
         logs: takes what the ``validation_step`` of a LightningModule logs; None: it is not called.
     """
-    task, named = data.task, MetricStates()
+    task, named = data.task, MetricStates() if data.task.named else None
     if sums is None:
         sums = sums_of_validation(fabric, method, data, states, holders, named=named, logs=logs)
     found = by_metric(collectives.gather_parts(sums))
@@ -333,7 +348,8 @@ def validate(
     measured = [name for name in metrics if "/" in name]
     wanted = dict.fromkeys((*task.per_client, *({"loss"} & metrics.keys()), *measured))
     values = {name: dict(zip(ids.tolist(), of.tolist(), strict=True)) for name, of in metrics.items()}
-    values |= values_of_clients(task, collectives.gather_parts(named.tensors) if task.named else {})
+    if named is not None:
+        values |= values_of_clients(task, collectives.gather_parts(named.tensors))
     for one in task.named:  # clients of other machines that have no value say NaN
         values[one.name] = {id: v for id, v in values.get(one.name, {}).items() if not math.isnan(v)}
     return {name: values[name] for name in wanted}
@@ -382,7 +398,7 @@ def sums_of_validation(
             pairs = torch.stack([total, weight], 1)
             rows = pairs.new_zeros(len(ids), 2).index_add_(0, index.to(pairs.device), pairs)
             sums[f"{number}/{name}"] = torch.cat([ids.to(rows)[:, None], rows], 1)
-        if named is not None and data.task.named:
+        if named is not None:
             for id in ids.tolist():
                 mine = (owners == id).to(target.device)
                 own = tree_map(lambda part, mine=mine: part[mine], outputs)

@@ -23,7 +23,6 @@ from fl_lightning.engines import ClientTask, Engine, exchange_receipts
 from fl_lightning.engines.base import one_thread
 from fl_lightning.federation import Federation
 from fl_lightning.hooks import RoundRecord, reads_probabilities, sees_uploads, stress, tell
-from fl_lightning.methods.module_steps import ModuleLogs
 from fl_lightning.methods.terms import require_terms
 from fl_lightning.metrics import Mean
 from fl_lightning.orders import ask, assignments, make_tasks, tell_losses, with_asked
@@ -217,7 +216,7 @@ def evaluate(fed: Federation, engine: Engine, record: RoundRecord) -> None:
         *subject, answers=asked, sums=elsewhere.test, named=elsewhere.named, logs=elsewhere.test_logs
     )
     record.metrics |= metrics
-    logs = ModuleLogs("val", fed.seed, record.round, elsewhere.val_logs)
+    logs = evaluation.logs_for(fed.method, "val", fed.seed, elsewhere.val_logs)
     record.clients = validated = evaluation.validate(*subject, sums=elsewhere.validation, logs=logs)
     record.metrics |= evaluation.logged(fed.method, logs)
     record.metrics |= evaluation.spread_over_clients(fed.data, validated)

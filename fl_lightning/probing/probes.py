@@ -14,11 +14,11 @@ from fl_lightning.errors import InputError
 from fl_lightning.evaluation import (
     evaluation_mode,
     logged,
+    logs_for,
     on_test_set,
     spread_over_clients,
     validate,
 )
-from fl_lightning.methods.module_steps import ModuleLogs
 from fl_lightning.metrics import brier_score, expected_calibration_error
 from fl_lightning.probing.attacks import EPS, STEPS, fgsm, pgd
 from fl_lightning.probing.by_kind import by_kind, generation
@@ -159,7 +159,7 @@ def _not_quantised(subject: ProbedModel, what: str) -> str:
 
 def clients(subject: ProbedModel) -> Finding:
     """Evaluate each client's own validation examples: mean, standard deviation and worst decile."""
-    logs = ModuleLogs("val", subject.seed, subject.method.round)
+    logs = logs_for(subject.method, "val", subject.seed)
     found = validate(subject.fabric, subject.method, subject.data, subject.states, logs=logs)
     if not found:
         return Finding(
