@@ -58,8 +58,8 @@ def train_round(fed: Federation, engine: Engine, record: RoundRecord) -> None:
         trained = fed.timing.collect(fed, round, train, partial(draw, fed, round))
     record.metrics["time/train"] = perf_counter() - started
     losses = mean_losses(trained.started)
-    if losses and (terms := fed.method.active_terms()):
-        require_terms(terms, losses, type(fed.method).__name__)
+    if losses and fed.method.terms:
+        require_terms(fed.method.active_terms(), losses, type(fed.method).__name__)
     sending = partial(deliver, fed, round)
     closing = Round(round, trained.cohort, sending, engine.add_under_masks, record.metrics, record.named)
     entries = fed.aggregation.close(closing, trained.uploads, trained.receipts)

@@ -111,11 +111,10 @@ class WithTerms(LightningModule):
             moved = self.anchored.pack(self.trained_weights()) - self.received_weights.cpu()
             client.state[SHIFT] = self.shift.cpu() + moved
 
-    def train(self, mode: bool = True) -> WithTerms:
-        super().train(mode)
+    def rest_frozen_networks(self) -> None:
+        """Put the copies that terms read into evaluation mode, in which they stay."""
         for frozen in self._frozen_networks():
             frozen.eval()
-        return self
 
     def trained_weights(self) -> dict[str, Tensor]:
         """Return the network's weights that the local optimiser moves, by parameter name, before any
