@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from fl_lightning.aggregation.adapters import AdapterAverage
+from fl_lightning.aggregation.adapters import AsTheyAre
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import MisuseError
@@ -39,7 +39,7 @@ class WithTerms(LightningModule):
     own: Layout
     task: Task
     terms: list[Term]
-    adapters: AdapterAverage
+    adapters: AsTheyAre
     trained_names: Sequence[str]
     has_received: bool
     """Whether terms know what the client received."""
