@@ -102,7 +102,7 @@ def upload_of(method: Method, client: Client, steps: int, optimizer: Optimizer) 
     for."""
     if steps and method.module is not None:
         require_asked(method)
-    method.local_work = LocalWork.of(steps, optimizer)
+    method.local_work = LocalWork(steps, optimizer)
     try:
         method.end_client(client)
         return method.upload(client)
