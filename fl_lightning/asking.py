@@ -1,64 +1,18 @@
-"""What clients are asked: to train, from which broadcast, with which labels and for how many steps; and how
-large their loss is, where a sampler goes by that."""
+"""How large the loss of clients is, where a sampler goes by that: some are asked before they are taken,
+others tell it beside their upload."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
-from fl_lightning.client import Assignment, Client
 from fl_lightning.engines import ClientTask
 from fl_lightning.engines.asking import local_losses
-from fl_lightning.errors import MisuseError
+from fl_lightning.exchange import assignments, encode_broadcast
 from fl_lightning.federation import Federation
-from fl_lightning.hooks import stress, tell
 from fl_lightning.wire import LedgerEntry, Payload
-
-
-def assignments(fed: Federation, ids: Iterable[int]) -> list[Assignment]:
-    """Ask clients to do all their work, in order of id."""
-    # copies: what a client keeps counts once it is done, so that an interrupted round leaves no trace in the
-    # checkpoint
-    return [Assignment(fed.data.client(int(id), dict(fed.states.get(int(id), {})))) for id in sorted(ids)]
-
-
-def make_tasks(fed: Federation, round: int, assignments: Sequence[Assignment]) -> list[ClientTask]:
-    """Say what each client is to do: with which labels, from which broadcast, for how many steps."""
-    tasks, epochs = [], fed.local_epochs
-    own = fed.data.labels_of([assignment.client for assignment in assignments])
-    for assignment, labels in zip(assignments, own, strict=True):
-        client = assignment.client
-        labels = stress(fed.callbacks, "change_labels", labels, client=client, round=round, context=fed)
-        if len(labels) != len(client.train):
-            raise MisuseError(
-                f"change_labels of a stressor gave {len(labels)} labels for client {client.id}",
-                f"each of its {len(client.train)} training examples has one",
-                "return a new tensor as long as the one given",
-            )
-        steps = max(1, math.ceil(assignment.work * asked_steps(fed, client)))
-        message = encode_broadcast(fed, client)
-        tell(fed.callbacks, "on_client_start", client, message, labels, round, fed)
-        tasks.append(ClientTask(client, round, message, labels, epochs, steps))
-    return tasks
-
-
-def asked_steps(fed: Federation, client: Client) -> int:
-    """Return the local steps of a client that does all its work: its epochs, within the bound."""
-    steps = fed.data.num_steps(client, fed.local_epochs)
-    return steps if fed.max_local_steps is None else min(steps, fed.max_local_steps)
-
-
-def encode_broadcast(fed: Federation, client: Client) -> bytes:
-    """Return what the client is sent. A broadcast that equals the last one is not encoded again."""
-    with fed.aggregation.serving(client):
-        payload = fed.method.broadcast(client)
-    identity = payload.identity()
-    if fed.last_broadcast is None or identity != fed.last_broadcast[0]:
-        fed.last_broadcast = identity, payload.to_bytes(), payload
-    return fed.last_broadcast[1]
 
 
 def ask(fed: Federation, round: int, ids: Iterable[int]) -> dict[int, float]:
