@@ -13,6 +13,7 @@ from lightning.fabric.loggers import Logger
 from fl_lightning.aggregation.named_clients import NamedClients
 from fl_lightning.aggregation.private import PrivateAggregation
 from fl_lightning.clock import Clock, Rounds, Synchronous, Timing
+from fl_lightning.compatibility.signatures import check_signatures
 from fl_lightning.config.constraints import at_least, within
 from fl_lightning.config.recorded import settings_of_run
 from fl_lightning.data import FederatedData
@@ -22,7 +23,7 @@ from fl_lightning.engines.determinism import deterministic
 from fl_lightning.errors import require
 from fl_lightning.export import FormatName, Target, export_checkpoint
 from fl_lightning.federation import Federation
-from fl_lightning.hooks import Callback, check_signatures, stop_reason
+from fl_lightning.hooks import Callback, stop_reason
 from fl_lightning.methods import Method
 from fl_lightning.privacy import ClientPrivacy
 from fl_lightning.privacy.secure import SecureSum
