@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from fl_lightning.aggregation.adapters.as_they_are import AS_THEY_ARE, AsTheyAre
 from fl_lightning.aggregation.adapters.cohort import PRODUCTS
-from fl_lightning.aggregation.averages import Average, NoAverageError, capped
+from fl_lightning.aggregation.average import Average, NoAverageError
+from fl_lightning.aggregation.averages import capped
 from fl_lightning.aggregation.client_weights import BY_EXAMPLES, ClientWeights, Weighing
 from fl_lightning.aggregation.exact_sum import MAX_MAGNITUDE, largest
 from fl_lightning.aggregation.intake import AddedUploads, Uploads

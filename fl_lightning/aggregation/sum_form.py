@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_lightning.aggregation.averages import Average
+from fl_lightning.aggregation.average import Average
 from fl_lightning.aggregation.exact_sum import ExactSum, fraction_bits
 from fl_lightning.aggregation.server import SummingServer
 from fl_lightning.aggregation.sums import Addend, Sums

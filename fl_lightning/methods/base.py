@@ -29,7 +29,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fl_lightning import rng
 from fl_lightning.aggregation.adapters import AdapterAverage, AdapterAverageName, chosen_rule
-from fl_lightning.aggregation.averages import WEIGHTED_MEAN, Average
+from fl_lightning.aggregation.average import Average
+from fl_lightning.aggregation.averages import WEIGHTED_MEAN
 from fl_lightning.aggregation.client_weights import ClientWeights, Weighing
 from fl_lightning.aggregation.server import SummingServer
 from fl_lightning.aggregation.server_optimizers import ServerOptimizer

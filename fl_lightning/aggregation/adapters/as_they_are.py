@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from fl_lightning.aggregation.adapters.cohort import CohortAdapters, SummedProducts, Uploaded
-from fl_lightning.aggregation.averages import Average
+from fl_lightning.aggregation.average import Average
 from fl_lightning.client import Client
 from fl_lightning.config.recorded import Recorded
 from fl_lightning.errors import require

@@ -24,7 +24,8 @@ from fl_lightning.aggregation.adapters.cohort import (
     products_in,
 )
 from fl_lightning.aggregation.adapters.vectors import spread, values_of_rank
-from fl_lightning.aggregation.averages import Average, RefinedMean
+from fl_lightning.aggregation.average import Average
+from fl_lightning.aggregation.averages import RefinedMean
 from fl_lightning.client import Client
 from fl_lightning.errors import InputError, require
 from fl_lightning.models.adapters.low_rank import FactorNames, factor_pairs, low_rank_layers
