@@ -27,7 +27,7 @@ from torch.optim import SGD
 
 from callbacks import ByzantineClients
 from fl_lightning import methods as averages
-from fl_lightning.aggregation.averages import Average
+from fl_lightning.aggregation.average import Average
 from fl_lightning.data import Dirichlet, FederatedImages
 from fl_lightning.study.statistics import paired_test, t_interval, with_holm
 from fl_lightning.trainer import FederatedTrainer

@@ -20,13 +20,8 @@ from functools import partial
 from torch.optim import SGD
 
 from callbacks import ByzantineClients
-from fl_lightning.aggregation.averages import (
-    Average,
-    CoordinateMedian,
-    NormClipping,
-    TrimmedMean,
-    WeightedMean,
-)
+from fl_lightning.aggregation.average import Average
+from fl_lightning.aggregation.averages import CoordinateMedian, NormClipping, TrimmedMean, WeightedMean
 from fl_lightning.data import Dirichlet, FederatedImages
 from fl_lightning.methods import FedAvg
 from fl_lightning.trainer import FederatedTrainer

@@ -29,7 +29,7 @@ import torch
 from workload import WORKLOADS
 from workload_ours import Tensors
 
-from fl_lightning import hooks, loop, orders, uploads
+from fl_lightning import exchange, hooks, loop
 from fl_lightning.aggregation.plain import PlainSum
 from fl_lightning.cli.parser import FederatedCLI
 from fl_lightning.engines.stacked import batched
@@ -145,11 +145,11 @@ def instrument(shares: Shares, trainer: Any, method: Any) -> None:
     # for a stack at once
     shares.wrap("encode", next(owner for owner in type(method).__mro__ if "upload" in vars(owner)), "upload")
     shares.wrap("encode", batched, "default_uploads")
-    shares.wrap("encode", orders, "encode_broadcast")
+    shares.wrap("encode", exchange, "encode_broadcast")
     shares.wrap("encode", Payload, "to_bytes")
     shares.wrap("decode", method, "receive")
     Payload.from_bytes = classmethod(shares.of("decode", Payload.from_bytes.__func__))  # type: ignore[method-assign, attr-defined]
-    shares.wrap("check", uploads, "check_upload")
+    shares.wrap("check", exchange, "check_upload")
     shares.wrap("aggregate", PlainSum, "close")
     shares.wrap("evaluation", loop, "evaluate")
     shares.wrap("rows and snapshot", Progress, "add")

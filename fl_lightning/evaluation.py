@@ -28,45 +28,24 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
-from fl_lightning.data.example_batches import Split
 from fl_lightning.data.test_owners import deal_test_set
 from fl_lightning.distributed import collectives
 from fl_lightning.methods import Method
 from fl_lightning.methods.module_steps import ModuleLogs
+from fl_lightning.methods.module_steps import Split as LoggedSplit
 from fl_lightning.metrics import client_spread
 from fl_lightning.metrics.states import MetricStates
 from fl_lightning.models import MeasuredNetwork
 from fl_lightning.tasks import Sums, Task
-from fl_lightning.tasks.base import in_float32
 
 T = TypeVar("T")
 States = Mapping[int, dict[str, Tensor]]
 NO_STATES: States = MappingProxyType({})
 NO_HOLDERS: Mapping[int, int] = MappingProxyType({})
-TRIED_EXAMPLES = 16
-"""Examples that metrics are tried out on before a run begins."""
 MAX_PARTS = 2**32
 """Batches of one client are numbered below it, so that all batches of all clients have an order: batch p of
 client k is number ``k * MAX_PARTS + p``."""
-
-
-def predict(fabric: Fabric, network: nn.Module, batches: Iterable[tuple[Any, ...]]) -> tuple[Tensor, ...]:
-    """Evaluate the network and return its outputs float32 ``[n, ...]`` and then whatever followed the inputs
-    in each batch, concatenated; on the CPU.
-
-    The batches are dealt to the ranks; every rank gets all of them back. This collects all outputs: metrics
-    come from :func:`on_test_set` and :func:`validate`, which do not.
-    """
-    return gather_columns((number, _forward(fabric, network, [batch])) for number, batch in share(batches))
-
-
-@torch.no_grad()
-def _forward(fabric: Fabric, network: nn.Module, batches: Iterable[tuple[Any, ...]]) -> tuple[Tensor, ...]:
-    with evaluation_mode(network), fabric.autocast():
-        columns = [(network(inputs).float(), *rest) for inputs, *rest in batches]
-    return tuple(torch.cat(column) for column in zip(*columns, strict=True))
 
 
 def share(items: Iterable[T]) -> Iterator[tuple[int, T]]:
@@ -134,8 +113,8 @@ def on_test_set(
         Metrics ``test/<metric>``; with ``answers`` the probabilities ``[n, C]`` and the targets ``[n]``, in
         the order of the test set, else None.
     """
-    task, states_of_named = data.task, MetricStates(named)
-    logged_here = ModuleLogs("test", data.seed, method.round, logs)
+    task, logged_here = data.task, logs_for(method, "test", data.seed, logs)
+    states_of_named = MetricStates(named) if task.named else None
     columns: list[tuple[int, tuple[Tensor, ...]]] | None = [] if answers and sums is None else None
     if sums is None:
         sums = sums_on_test_set(fabric, method, data, states, holders, columns, states_of_named, logged_here)
@@ -144,8 +123,9 @@ def on_test_set(
     metrics = {_metric_name(name): float(value) for name, value in task.finish(means).items()}
     if is_test_set_dealt(method, data):
         metrics |= _personal(task, every) | _global(fabric, method, data)
-    found = MetricStates.of_metrics(collectives.gather_parts(states_of_named.tensors) if task.named else {})
-    metrics |= {f"test/{one.name}": one.value(found["", one.name]) for one in task.named if found}
+    if states_of_named is not None:
+        found = MetricStates.of_metrics(collectives.gather_parts(states_of_named.tensors))
+        metrics |= {f"test/{one.name}": one.value(found["", one.name]) for one in task.named if found}
     metrics = logged(method, logged_here) | metrics
     if columns is None:
         return metrics, None
@@ -195,9 +175,22 @@ def sums_on_test_set(
     return sums
 
 
-def logged(method: Method, logs: ModuleLogs) -> dict[str, float]:
-    """Return what a LightningModule's own step has logged on all ranks."""
-    if method.module is None:
+def logs_for(
+    method: Method, split: LoggedSplit, seed: int, tensors: Mapping[str, Tensor] | None = None
+) -> ModuleLogs | None:
+    """Return what takes the logs of the step that a method's LightningModule has for a split; None where the
+    method has no module.
+
+    Args:
+        seed: of the run.
+        tensors: states that were made elsewhere.
+    """
+    return None if method.module is None else ModuleLogs(split, seed, method.round, tensors)
+
+
+def logged(method: Method, logs: ModuleLogs | None) -> dict[str, float]:
+    """Return what a LightningModule's own step has logged on all ranks; nothing where there are no logs."""
+    if logs is None:
         return {}
     return logs.metrics(collectives.gather_parts(logs.states.tensors), method.network)
 
@@ -209,30 +202,6 @@ def add_states(
     forms = task.metric_inputs(outputs, target) if task.named else ()
     for one in task.named:
         states.add(number, one.name, one.state(forms), whose)
-
-
-def check_named(fabric: Fabric, method: Method, data: FederatedData) -> None:
-    """Try the metrics that the user has named out on a few examples, before anything is created.
-
-    Raises:
-        InputError: one does not take what the task gives.
-    """
-    if not data.task.named:
-        return
-    split: Split = "test" if len(data.test_target) else "train"
-    every = data.test_target if split == "test" else data.train_target
-    index = torch.arange(min(TRIED_EXAMPLES, len(every)), device=data.device)
-    client = data.client(int(data.active[0])) if method.personalised else None
-    network = method.deploy(client)
-    with torch.no_grad(), evaluation_mode(network), fabric.autocast():
-        if isinstance(network, MeasuredNetwork):
-            network.expect(every[index])
-        outputs = in_float32(network(data.inputs(split, index)))
-    if isinstance(outputs, Tensor):  # what is not finite is NaN in the rounds, and no reason to refuse
-        outputs = outputs.nan_to_num()
-    forms = data.task.metric_inputs(outputs, every[index])
-    for one in data.task.named:
-        one.choose_form(forms, type(data.task).__name__, data.task.metric_form)
 
 
 def is_test_set_dealt(method: Method, data: FederatedData) -> bool:
@@ -335,12 +304,6 @@ def averages(sums: Mapping[str, Any], counted: Collection[str] = ()) -> dict[str
     }
 
 
-def metrics_of(task: Task, outputs: Tensor, target: Tensor) -> dict[str, float]:
-    """Return the task's metrics of outputs ``[n, ...]`` that have been collected."""
-    sums = task.sums(outputs, target)
-    return {name: float(value) for name, value in task.finish(averages(sums)).items()}
-
-
 def _dealt_batches(
     method: Method, data: FederatedData, owner: np.ndarray, states: States, holders: Mapping[int, int]
 ) -> Iterator[tuple[int, nn.Module, tuple[Any, Tensor]]]:
@@ -370,7 +333,7 @@ def validate(
         sums: what :func:`sums_of_validation` gave for all clients, on other machines; None: it is asked here.
         logs: takes what the ``validation_step`` of a LightningModule logs; None: it is not called.
     """
-    task, named = data.task, MetricStates()
+    task, named = data.task, MetricStates() if data.task.named else None
     if sums is None:
         sums = sums_of_validation(fabric, method, data, states, holders, named=named, logs=logs)
     found = by_metric(collectives.gather_parts(sums))
@@ -385,7 +348,8 @@ def validate(
     measured = [name for name in metrics if "/" in name]
     wanted = dict.fromkeys((*task.per_client, *({"loss"} & metrics.keys()), *measured))
     values = {name: dict(zip(ids.tolist(), of.tolist(), strict=True)) for name, of in metrics.items()}
-    values |= values_of_clients(task, collectives.gather_parts(named.tensors) if task.named else {})
+    if named is not None:
+        values |= values_of_clients(task, collectives.gather_parts(named.tensors))
     for one in task.named:  # clients of other machines that have no value say NaN
         values[one.name] = {id: v for id, v in values.get(one.name, {}).items() if not math.isnan(v)}
     return {name: values[name] for name in wanted}
@@ -434,7 +398,7 @@ def sums_of_validation(
             pairs = torch.stack([total, weight], 1)
             rows = pairs.new_zeros(len(ids), 2).index_add_(0, index.to(pairs.device), pairs)
             sums[f"{number}/{name}"] = torch.cat([ids.to(rows)[:, None], rows], 1)
-        if named is not None and data.task.named:
+        if named is not None:
             for id in ids.tolist():
                 mine = (owners == id).to(target.device)
                 own = tree_map(lambda part, mine=mine: part[mine], outputs)
@@ -498,21 +462,3 @@ def _validation_batches(
         network = method.deploy()
         for number, batch in share(data.val_batches()):
             yield number, network, batch
-
-
-def predict_validation(
-    fabric: Fabric, method: Method, data: FederatedData, states: States = NO_STATES
-) -> tuple[Tensor, ...]:
-    """Return outputs ``[n, C]``, targets ``[n]`` and owners ``[n]`` of all clients' validation examples, on
-    the CPU; ``()`` when there are none."""
-    if method.personalised:
-        held = data.validating.tolist()
-        return gather_columns(
-            (number, _validate_own(fabric, method, data, data.client(id, states.get(id))))
-            for number, id in share(held)
-        )
-    return predict(fabric, method.deploy(), data.val_batches())
-
-
-def _validate_own(fabric: Fabric, method: Method, data: FederatedData, client: Client) -> tuple[Tensor, ...]:
-    return _forward(fabric, method.deploy(client), data.val_batches([client]))

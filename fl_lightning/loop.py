@@ -16,19 +16,18 @@ from fl_lightning.aggregation.intake import Uploads
 from fl_lightning.aggregation.receiving import declares_shapes
 from fl_lightning.aggregation.server import examples_in
 from fl_lightning.aggregation.undeclared import UndeclaredUploads, reject_odd_ones
+from fl_lightning.asking import ask, tell_losses, with_asked
 from fl_lightning.client import Assignment, Client
 from fl_lightning.clock.trained import Trained
 from fl_lightning.distributed.collectives import world_size
 from fl_lightning.engines import ClientTask, Engine, exchange_receipts
 from fl_lightning.engines.base import one_thread
+from fl_lightning.exchange import assignments, change_uploads, deliver, intake, make_tasks, receive
 from fl_lightning.federation import Federation
 from fl_lightning.hooks import RoundRecord, reads_probabilities, sees_uploads, stress, tell
-from fl_lightning.methods.module_steps import ModuleLogs
 from fl_lightning.methods.terms import require_terms
 from fl_lightning.metrics import Mean
-from fl_lightning.orders import ask, assignments, make_tasks, tell_losses, with_asked
 from fl_lightning.sampling import ServerView
-from fl_lightning.uploads import change_uploads, deliver, intake, receive
 from fl_lightning.wire import Ledger, LedgerEntry
 
 log = logging.getLogger("fl_lightning")
@@ -59,8 +58,8 @@ def train_round(fed: Federation, engine: Engine, record: RoundRecord) -> None:
         trained = fed.timing.collect(fed, round, train, partial(draw, fed, round))
     record.metrics["time/train"] = perf_counter() - started
     losses = mean_losses(trained.started)
-    if losses and (terms := fed.method.active_terms()):
-        require_terms(terms, losses, type(fed.method).__name__)
+    if losses and fed.method.terms:
+        require_terms(fed.method.active_terms(), losses, type(fed.method).__name__)
     sending = partial(deliver, fed, round)
     closing = Round(round, trained.cohort, sending, engine.add_under_masks, record.metrics, record.named)
     entries = fed.aggregation.close(closing, trained.uploads, trained.receipts)
@@ -71,7 +70,8 @@ def train_round(fed: Federation, engine: Engine, record: RoundRecord) -> None:
         entries, links = fed.timing.end_round(fed, trained, entries, record, links)
     used = {entry.client for entry in entries if entry.status == "trained"}
     fed.sampler.learn(round, entries, {id: loss for id, loss in trained.losses.items() if id in used})
-    entries = with_asked(entries, fed.asked)
+    if fed.asked:
+        entries = with_asked(entries, fed.asked)
     for entry in (*entries, *links):
         fed.ledger.add(entry)
     record.metrics |= summarise(fed, entries, losses, links)
@@ -94,7 +94,8 @@ def train_cohort(fed: Federation, engine: Engine, round: int, ids: Iterable[int]
     ]
     if any(map(sees_uploads, fed.callbacks)):
         change_uploads(fed, round, uploads, receipts)
-    receipts = [replace(one, entry=one.entry.with_upload(told.get(one.client.id))) for one in receipts]
+    if told:
+        receipts = [replace(one, entry=one.entry.with_upload(told.get(one.client.id))) for one in receipts]
     sizes = {task.client.id: cycle(fed.data.epoch_sizes(task.client)) for task in tasks}
     examples = {task.client.id: sum(islice(sizes[task.client.id], task.steps)) for task in tasks}
     losses = {id: float(message.tensor("loss")) for id, message in told.items()}
@@ -217,7 +218,7 @@ def evaluate(fed: Federation, engine: Engine, record: RoundRecord) -> None:
         *subject, answers=asked, sums=elsewhere.test, named=elsewhere.named, logs=elsewhere.test_logs
     )
     record.metrics |= metrics
-    logs = ModuleLogs("val", fed.seed, record.round, elsewhere.val_logs)
+    logs = evaluation.logs_for(fed.method, "val", fed.seed, elsewhere.val_logs)
     record.clients = validated = evaluation.validate(*subject, sums=elsewhere.validation, logs=logs)
     record.metrics |= evaluation.logged(fed.method, logs)
     record.metrics |= evaluation.spread_over_clients(fed.data, validated)

@@ -4,76 +4,50 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 import yaml
 from lightning.fabric.loggers import Logger
 
-from fl_lightning import rng
-from fl_lightning.aggregation.choice import choose_aggregation
 from fl_lightning.aggregation.named_clients import NamedClients
 from fl_lightning.aggregation.private import PrivateAggregation
 from fl_lightning.clock import Clock, Rounds, Synchronous, Timing
-from fl_lightning.compatibility import Run, check_run
+from fl_lightning.compatibility.signatures import check_signatures
 from fl_lightning.config.constraints import at_least, within
 from fl_lightning.config.recorded import settings_of_run
 from fl_lightning.data import FederatedData
-from fl_lightning.distributed.launch import (
-    join,
-    launched_from_outside,
-    make_fabric,
-    one_first,
-)
-from fl_lightning.engines import (
-    Engine,
-    EngineName,
-    check_optimizer,
-    check_workers,
-    make_engine,
-)
+from fl_lightning.distributed.launch import join, launched_from_outside, make_fabric
+from fl_lightning.engines import Engine, EngineName, make_engine
 from fl_lightning.engines.determinism import deterministic
-from fl_lightning.engines.finetuning import prepare_finetuning
-from fl_lightning.engines.root_set import prepare_guides
 from fl_lightning.errors import require
-from fl_lightning.evaluation import check_named
 from fl_lightning.export import FormatName, Target, export_checkpoint
 from fl_lightning.federation import Federation
-from fl_lightning.hooks import (
-    Callback,
-    check_signatures,
-    sees_uploads,
-    stop_reason,
-    tell,
-)
+from fl_lightning.hooks import Callback, stop_reason
 from fl_lightning.methods import Method
 from fl_lightning.privacy import ClientPrivacy
 from fl_lightning.privacy.secure import SecureSum
 from fl_lightning.probing import command as probing
-from fl_lightning.run.directory import check_name
+from fl_lightning.run.directory import RunName, check_name
 from fl_lightning.run.dry_run import forecast, show
 from fl_lightning.run.interrupts import Interrupts
 from fl_lightning.run.journal import Journal
 from fl_lightning.run.log import RunLog
-from fl_lightning.run.metadata import dataset_of
+from fl_lightning.run.metadata import name_of
 from fl_lightning.run.places import check_place
+from fl_lightning.run.preparation import DealFunction, check_settings, prepare_federation
 from fl_lightning.run.progress import Progress
-from fl_lightning.run.resume import Start, find_same, find_start, identity_of, start_on_all_ranks
+from fl_lightning.run.resume import choose_start, identity_of
 from fl_lightning.run.session import RunSession
 from fl_lightning.run.trial import trial_run
 from fl_lightning.run.views import RunViews
 from fl_lightning.sampling import Sampler, Uniform
 from fl_lightning.support.notebook import Results
 from fl_lightning.support.redaction import redact_settings
-from fl_lightning.support.user_code import errors_as_refusals
 from fl_lightning.topology import Star, Topology
 
 log = logging.getLogger("fl_lightning")
 
-DealFunction = Callable[[FederatedData, int, torch.device], None]
-"""Gives the data their clients, by the run's seed, and moves them to a device."""
 RemoteFactory = Callable[[Federation, Mapping[str, Any]], Engine]
 """Makes the engine of a deployment, of the federation and the ``metadata.json`` of the run that is continued;
 that is empty for a new run."""
@@ -275,29 +249,26 @@ class FederatedTrainer(RunViews):
             config = (
                 self.config_text if settings == self.config else yaml.safe_dump(settings, sort_keys=False)
             )
-            start = start_on_all_ranks(lambda: self._choose_start(ckpt_path, settings))
+            folder = self.root / self.experiment
+            start = choose_start(ckpt_path, folder, self._name, settings, auto_resume=self.auto_resume)
             data.continued = start.run is not None
             fed = self._prepare()
-            self.check_start(start, deployed=self.remote is not None)
+            private, deployed = self.privacy is not None, self.remote is not None
+            check_place(start, deployed=deployed, private=private, own_data=data.apart)
             if self.secure_sum is not None:
                 self.secure_sum.check_usable(fed.cohort_size)
                 if self.remote is None:
                     log.info(
                         "secure_sum: keys are drawn from the seed, for reproducible runs; they are no secrets"
                     )
-            self.progress = Progress(
-                settings,
-                identity_of(fed),
-                data.task,
-                every=self.checkpoint_every,
-                keep=self.keep_checkpoints,
-            )
+            every, keep = self.checkpoint_every, self.keep_checkpoints
+            self.progress = Progress(settings, identity_of(fed), data.task, every=every, keep=keep)
             self.progress.restore(fed, start, self.allow_changed)
             if self.privacy is not None:
                 self.privacy.continue_in(start.run, self.progress.done.round)
             method.round = self.progress.done.round
             self.journal = Journal(
-                start, self.progress, config, self.root, self.experiment, self._name, logger=self.logger
+                start, self.progress, config, self.root, self.experiment, str(self._name), logger=self.logger
             )
             if self.journal.is_finished(self.max_rounds, self._stop_reason):
                 return Results(self.progress.summary)
@@ -431,18 +402,7 @@ class FederatedTrainer(RunViews):
         Raises:
             InputError: there is something.
         """
-        run = Run(
-            method,
-            self.callbacks,
-            self.secure_sum,
-            self.privacy,
-            deployed=self.remote is not None,
-            rounds=self.rounds,
-            topology=self.topology,
-            sampler=self.sampler,
-        )
-        run = run if self.timing is None else run.timed(self.timing)
-        check_run(run if data is None else replace(run, task=data.task, own_data=data.apart))
+        check_settings(self, method, data)
 
     def _require_one_process(self, command: str) -> None:
         require(
@@ -452,41 +412,14 @@ class FederatedTrainer(RunViews):
             "start it without torchrun or srun",
         )
 
-    def _choose_start(self, ckpt_path: str | None, settings: dict[str, Any]) -> Start:
-        if ckpt_path:
-            return find_start(ckpt_path, self.root / self.experiment, self.run_name)
-        if self.auto_resume:
-            return find_same(self.root / self.experiment, self._name, settings, between=self._name_ends)
-        return Start()
-
-    def check_start(self, start: Start, *, deployed: bool) -> None:
-        """Refuse to continue a run whose clients' states are elsewhere; the data have been prepared.
-
-        Args:
-            start: the run that is continued, if one is.
-            deployed: whether clients are on nodes from here on.
-
-        Raises:
-            InputError: it cannot be continued here.
-        """
-        check_place(start, deployed=deployed, private=self.privacy is not None, own_data=self.data.apart)
-
     def _settings(self) -> dict[str, Any]:
         """Return the configuration without secrets: from the command line, or else from the constructors'
         arguments."""
         return redact_settings(self.config or settings_of_run(self, self.method, self.data, self.seed))
 
     @property
-    def _name_ends(self) -> tuple[str, str]:
-        """The beginning and the end of the run's default name."""
-        module = [] if self.method.module is None else [type(self.method.module).__name__]
-        parts = [type(self.method).__name__, *module, dataset_of(self.data)]
-        return "-".join(parts), f"seed{self.seed}"
-
-    @property
-    def _name(self) -> str:
-        start, end = self._name_ends
-        return self.run_name or "-".join([start, *self.overrides, end])
+    def _name(self) -> RunName:
+        return name_of(self.method, self.data, self.seed, asked=self.run_name, changed=self.overrides)
 
     @property
     def _stop_reason(self) -> str:
@@ -494,57 +427,9 @@ class FederatedTrainer(RunViews):
         return stop_reason([self.privacy] if self.fast_dev_run else self.callbacks)
 
     def _prepare(self) -> Federation:
-        """Build all that can refuse its input, before anything is created."""
-        with errors_as_refusals():
-            self._build()
-        usual = choose_aggregation(
-            self.method,
-            self.secure_sum,
-            self.privacy,
-            single=self.rounds.has_versions or any(map(sees_uploads, self.callbacks)),
-        )
-        fed = Federation(
-            self.fabric,
-            self.method,
-            self.data,
-            self.topology.way(usual, self.data),
-            self.callbacks,
-            seed=self.seed,
-            max_rounds=self.max_rounds,
-            participation=self.participation,
-            local_epochs=self.local_epochs,
-            max_local_steps=self.max_local_steps,
-            eval_every=self.eval_every,
-            timing=self.timing,
-            sampler=self.sampler,
-        )
-        prepare_finetuning(self.fabric, self.method, self.data, fed.labels_of)
-        with errors_as_refusals():
-            check_run(Run.of(fed, deployed=self.remote is not None))  # now with the network
-            check_named(self.fabric, self.method, self.data)
-            tell(self.callbacks, "on_check", fed)
+        fed = prepare_federation(self, self.method, self.data, self.seed)
+        check_name(str(self._name), f"the run's name {str(self._name)!r}")
         return fed
-
-    def _build(self) -> None:
-        """Prepare the data, deal them out and build the network."""
-        one_first(self.fabric, self.data.prepare_data)
-        self.data.setup("fit")
-        if self.deal is None:
-            self.data.distribute(self.seed, self.fabric.device)
-        else:
-            self.deal(self.data, self.seed, self.fabric.device)
-        self.check_settings(self.method, self.data)
-        self.method.seed = self.seed
-        self.method.gradient_clip_val = self.gradient_clip_val
-        self.method.gradient_clip_algorithm = self.gradient_clip_algorithm
-        with rng.torch_stream(self.seed, "weights"):
-            self.method.build(self.data)
-        prepare_guides(self.fabric, self.method, self.data)
-        self.method.has_said_no_average = False
-        self.method.to(self.fabric.device)
-        check_name(self._name, f"the run's name {self._name!r}")
-        check_optimizer(self.method, self.max_rounds)
-        check_workers(self.fabric, self.workers)
 
     def _make_engine(self, fed: Federation) -> Engine:
         if self.remote is not None:

@@ -7,8 +7,8 @@ from itertools import cycle, islice
 from typing import Any
 
 from fl_lightning.errors import require
+from fl_lightning.exchange import asked_steps
 from fl_lightning.hooks import Context, Meter, RoundRecord
-from fl_lightning.orders import asked_steps
 
 
 class SlowClients(Meter):

@@ -26,9 +26,9 @@ from callbacks.figures.drawing import never_fatal, own_copy
 from fl_lightning import rng
 from fl_lightning.client import Assignment, Client
 from fl_lightning.engines.base import one_thread
-from fl_lightning.engines.optimizers import local_optimizer
 from fl_lightning.engines.sequential import local_step, upload_of
 from fl_lightning.hooks import Context, Meter, RoundRecord
+from fl_lightning.methods.optimizing import local_optimizer
 from fl_lightning.wire import Payload
 
 

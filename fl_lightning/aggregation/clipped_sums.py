@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fl_lightning.aggregation.averages import WEIGHTED_MEAN, Average
+from fl_lightning.aggregation.average import Average
+from fl_lightning.aggregation.averages import WEIGHTED_MEAN
 from fl_lightning.aggregation.exact_sum import fraction_bits
 from fl_lightning.aggregation.sums import Addend, Sums
 from fl_lightning.distributed.collectives import gather_bytes, gather_parts, rank, world_size

@@ -22,15 +22,8 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from fl_lightning.aggregation.averages import (
-    Average,
-    GuidedAverage,
-    NoAverageError,
-    chunks,
-    in_order,
-    places_in_order,
-    weighted_mean,
-)
+from fl_lightning.aggregation.average import Average, GuidedAverage, NoAverageError
+from fl_lightning.aggregation.averages import chunks, in_order, places_in_order, weighted_mean
 from fl_lightning.aggregation.exact_sum import ExactSum, exact_mean
 from fl_lightning.config.constraints import at_least, within
 

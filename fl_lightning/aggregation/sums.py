@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fl_lightning.aggregation.averages import Average, GuidedAverage, RefinedMean
+from fl_lightning.aggregation.average import Average, GuidedAverage
+from fl_lightning.aggregation.averages import RefinedMean
 from fl_lightning.aggregation.exact_sum import ExactSum, exact_mean
 from fl_lightning.distributed.collectives import gather_bytes, sum_over_ranks, world_size
 from fl_lightning.errors import MisuseError
@@ -214,38 +215,6 @@ class Part:
         if self.vectors:
             exact.add(self.vectors, self.shares)
         return exact
-
-
-def integers_of(addends: Mapping[str, Addend], average: Average, cohort: int) -> dict[str, Tensor]:
-    """Return the integers that one client adds to each sum, before they are masked: q =
-    round_half_even(w x 2^F), int64 ``[P]`` by name.
-
-    Added up over clients, in any order, they are the integers of :class:`Sums` of the same addends. They
-    leave room for ``cohort`` clients: no sum wraps around.
-
-    Args:
-        addends: what the client's upload adds, by name.
-        average: the server's rule, which must be a weighted mean; a client bounds its own vector by it.
-        cohort: most clients that may be added, which fixes F.
-
-    Raises:
-        MisuseError: the average is no weighted mean, or values or weights are out of range.
-    """
-    integers = {}
-    for name, addend in addends.items():
-        vector = addend.values
-        if addend.start is not None:
-            if not average.is_sum:
-                raise MisuseError(
-                    f"integers of a {type(average).__name__}",
-                    "it needs the single vectors",
-                    "average with WeightedMean or NormClipping",
-                )
-            vector = average.bounded(vector, addend.start)
-        exact = ExactSum(len(vector), cohort)
-        exact.add([vector], [addend.weight / addend.most])
-        integers[name] = exact.integers
-    return integers
 
 
 def sums_of(

@@ -15,7 +15,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from fl_lightning.aggregation.base import Receipt
+from fl_lightning.aggregation.exact_sum import MAX_MAGNITUDE, largest
+from fl_lightning.aggregation.server import SummingServer, examples_in
 from fl_lightning.aggregation.sums import Addend
+from fl_lightning.client import Client
 from fl_lightning.distributed.collectives import gather_bytes
 from fl_lightning.wire import Codes, Payload, PayloadError
 
@@ -93,6 +96,42 @@ class UndeclaredUploads:
                     "send the shapes that the method has, and declare them in upload_limits",
                 )
         return odd
+
+
+def read_upload(method: SummingServer, upload: Payload, client: Client) -> dict[str, Addend]:
+    """Check an upload whose shapes are not declared, and return what it adds to the server's sums; nothing
+    where the server needs no sums.
+
+    Raises:
+        PayloadError: the method refuses it, or it cannot be added up.
+    """
+    method.check(upload, client)
+    addends = method.addends(upload, client.id, examples_in(upload)) if method.is_sum else {}
+    check_addends(addends)
+    return addends
+
+
+def check_addends(addends: Mapping[str, Addend]) -> None:
+    """Refuse what one upload adds where it could not be added up.
+
+    Raises:
+        PayloadError: an addend is no vector of values of sane size, as long as its start and of a weight
+            within its bound.
+    """
+    for name, addend in addends.items():
+        values, start = addend.values, addend.start
+        if values.ndim != 1 or (start is not None and values.shape != start.shape):
+            raise PayloadError(
+                f"an entry that adds {tuple(values.shape)} to the sum {name!r}",
+                "sums are of vectors of one length",
+                "send the shape that the method has",
+            )
+        if not (largest(values) < MAX_MAGNITUDE and 0 < addend.weight <= addend.most):
+            raise PayloadError(
+                f"an entry that adds values or a weight out of range to the sum {name!r}",
+                f"values are finite and below {MAX_MAGNITUDE:g}, weights from 1 to {addend.most}",
+                "lower the lr",
+            )
 
 
 def reject_odd_ones(

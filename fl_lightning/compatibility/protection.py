@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fl_lightning.aggregation.averages import Average
+from fl_lightning.aggregation.average import Average
 from fl_lightning.compatibility.features import methods_with, overrides_hook, why_not
 from fl_lightning.compatibility.runs import Refusal, Run
 from fl_lightning.config.overriding import overrides

@@ -23,11 +23,11 @@ from fl_lightning.conformance.verdicts import NotApplicable, expect
 from fl_lightning.conformance.watch import InPlaceDetector, RunRecorder, equal_with_nan
 from fl_lightning.data import FederatedData
 from fl_lightning.engines.finetuning import prepare_finetuning
-from fl_lightning.engines.optimizers import local_optimizer
 from fl_lightning.engines.root_set import prepare_guides
 from fl_lightning.engines.sequential import upload_of
 from fl_lightning.hooks import Callback
 from fl_lightning.methods import Method
+from fl_lightning.methods.optimizing import local_optimizer
 from fl_lightning.trainer import FederatedTrainer
 from fl_lightning.wire import Ledger, LedgerEntry, Payload
 

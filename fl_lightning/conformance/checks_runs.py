@@ -20,9 +20,9 @@ from fl_lightning.conformance.bench import (
 )
 from fl_lightning.conformance.verdicts import NotApplicable, Violation, expect
 from fl_lightning.conformance.watch import OnlyClients
-from fl_lightning.engines.optimizers import local_optimizer
 from fl_lightning.engines.sequential import upload_of
 from fl_lightning.methods import FedAvg, Method
+from fl_lightning.methods.optimizing import local_optimizer
 from fl_lightning.wire import Payload
 
 T = TypeVar("T")

@@ -19,7 +19,6 @@ import torch
 from lightning import LightningDataModule
 from torch import Tensor, nn
 
-from fl_lightning.client import Client
 from fl_lightning.config.constraints import within
 from fl_lightning.config.recorded import Recorded
 from fl_lightning.data.example_batches import ExampleBatches
@@ -315,39 +314,6 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
     def public_pool(self) -> int:
         """Return the number of examples from which the public set is drawn."""
         return len(self.train_target)
-
-    def client(self, id: int, state: dict[str, Tensor] | None = None) -> Client:
-        """Return a client with its training and validation indices.
-
-        Args:
-            id: 0 .. num_clients - 1.
-            state: tensors that the caller keeps for this client; None: an empty state.
-        """
-        assert 0 <= id < len(self._holdings), (
-            f"client {id} of {len(self._holdings)}: distribute() comes first"
-        )
-        train, val = self._holdings.client(id)
-        return Client(id=id, train=train, val=val, state={} if state is None else state)
-
-    @cached_property
-    def sizes(self) -> np.ndarray:
-        """Number n_k of training examples of every client, int64 ``[K]``."""
-        return self._holdings.sizes - self._holdings.held_out
-
-    @cached_property
-    def active(self) -> np.ndarray:
-        """Sorted ids of the clients that have training examples, int64."""
-        return np.flatnonzero(self.sizes)
-
-    @property
-    def validating(self) -> np.ndarray:
-        """Sorted ids of the clients that have validation examples, int64."""
-        return np.flatnonzero(self._holdings.held_out)
-
-    @property
-    def val_sizes(self) -> np.ndarray:
-        """Number of validation examples of every client, int64 ``[K]``."""
-        return self._holdings.held_out
 
     def group_counts(self) -> np.ndarray:
         """Return the number of examples (training and validation) by client and group, ``[K, G]``; zeros

@@ -1,4 +1,5 @@
-"""The batches of a federated data set: those of clients, of the test set, and of the public set.
+"""The clients of a federated data set, and its batches: those of clients, of the test set, and of the public
+set.
 
 ``n`` examples of one client, ``K`` clients, ``B`` batch, ``E`` epochs, ``D`` augmentation numbers.
 """
@@ -26,8 +27,8 @@ Split = Literal["train", "test"]
 
 
 class ExampleBatches(ABC):
-    """The half of :class:`~fl_lightning.data.FederatedData` that makes batches of the examples that have been
-    dealt out."""
+    """The half of :class:`~fl_lightning.data.FederatedData` that a round needs: the clients to whom examples
+    have been dealt out, and batches of these."""
 
     examplewise: bool = False
     """Whether the batches of many clients may be made at once.
@@ -43,6 +44,39 @@ class ExampleBatches(ABC):
     test_target: Tensor
     _holdings: Holdings
     _public_moved: tuple[np.ndarray, Tensor] | None
+
+    def client(self, id: int, state: dict[str, Tensor] | None = None) -> Client:
+        """Return a client with its training and validation indices.
+
+        Args:
+            id: 0 .. num_clients - 1.
+            state: tensors that the caller keeps for this client; None: an empty state.
+        """
+        assert 0 <= id < len(self._holdings), (
+            f"client {id} of {len(self._holdings)}: distribute() comes first"
+        )
+        train, val = self._holdings.client(id)
+        return Client(id=id, train=train, val=val, state={} if state is None else state)
+
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """Number n_k of training examples of every client, int64 ``[K]``."""
+        return self._holdings.sizes - self._holdings.held_out
+
+    @cached_property
+    def active(self) -> np.ndarray:
+        """Sorted ids of the clients that have training examples, int64."""
+        return np.flatnonzero(self.sizes)
+
+    @property
+    def validating(self) -> np.ndarray:
+        """Sorted ids of the clients that have validation examples, int64."""
+        return np.flatnonzero(self._holdings.held_out)
+
+    @property
+    def val_sizes(self) -> np.ndarray:
+        """Number of validation examples of every client, int64 ``[K]``."""
+        return self._holdings.held_out
 
     @abstractmethod
     def inputs(self, split: Split, index: Tensor, draws: Tensor | None = None) -> Any:

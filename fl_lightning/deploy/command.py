@@ -28,6 +28,7 @@ from fl_lightning.deploy.server.roster import RoundRules
 from fl_lightning.deploy.server.wall_clock import measure_time
 from fl_lightning.errors import InputError, RunStopped, require
 from fl_lightning.run.interrupts import Interrupts
+from fl_lightning.run.places import check_place
 from fl_lightning.run.resume import find_start
 
 log = logging.getLogger("fl_lightning")
@@ -138,7 +139,8 @@ def deploy(cli: Any) -> None:
     check_deployable(cli.trainer.prepare(cli.model, cli.datamodule, seed=cli.config["seed_everything"]))
     if ckpt_path := cli.config_init["ckpt_path"]:
         start = find_start(ckpt_path, cli.trainer.root / cli.trainer.experiment, cli.trainer.run_name)
-        cli.trainer.check_start(start, deployed=True)
+        private, own_data = cli.trainer.privacy is not None, cli.datamodule.apart
+        check_place(start, deployed=True, private=private, own_data=own_data)
     outcome = _run(cli, settings, rules)
     if outcome["code"]:
         raise (InputError if outcome["code"] == 2 else RunStopped)(*outcome["error"])

@@ -1,4 +1,4 @@
-"""The clients' local optimisers: checked, fused, and known to be elementwise or not."""
+"""What is asked of a local optimiser before a run: whether it can be used, and on a stack of clients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.optim import LBFGS, Optimizer
 
 from fl_lightning.errors import InputError
 from fl_lightning.methods import Method
-from fl_lightning.methods.optimizing import check_schedule, round_optimizer
+from fl_lightning.methods.optimizing import round_optimizer
 
 ELEMENTWISE = (
     optim.SGD,
@@ -28,35 +28,6 @@ ELEMENTWISE = (
 """Optimisers whose step on a stack of parameters is the step of each. Subclasses may do anything and do not
 count."""
 
-FUSED = (optim.SGD, optim.Adam, optim.AdamW)
-"""One pass over the weights instead of several; 2.5 to 4.6 times as fast on a CPU."""
-# weights; below, on a CPU, nothing is gained, and the unfused step is torch's default to the last bit
-LARGE = 100_000
-
-
-def local_optimizer(method: Method) -> Optimizer:
-    """Return the method's local optimiser, at the learning rate of this round.
-
-    For a large network, or on a GPU, it is fused, where the class can and the user has not said otherwise.
-    """
-    optimizer = round_optimizer(method)
-    stepped = [p for group in optimizer.param_groups for p in group["params"]]
-    worth_it = sum(p.numel() for p in stepped) >= LARGE or any(p.device.type == "cuda" for p in stepped)
-    for group in optimizer.param_groups if worth_it else ():
-        said = any(group.get(name) for name in ("fused", "foreach", "differentiable", "capturable"))
-        one_pass = type(optimizer) is optim.SGD and group["momentum"] == 0 and group["weight_decay"] == 0
-        if (
-            type(optimizer) in FUSED
-            and not one_pass
-            and not said
-            and group.get("fused") is None
-            and group.get("foreach") is None
-        ):
-            group["fused"] = all(
-                p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in group["params"]
-            )
-    return optimizer
-
 
 def is_elementwise(optimizer: Optimizer) -> bool:
     return type(optimizer) in ELEMENTWISE
@@ -73,6 +44,41 @@ def _refused_argument(message: str) -> tuple[str, str]:
     if found is None:
         return "", ""
     return {"learning rate": "lr", "epsilon": "eps"}.get(found[1], found[1]), found[2]
+
+
+def check_schedule(method: Method, rounds: int) -> None:
+    """Play the schedule once through, so that it is refused now and not in mid-run.
+
+    Raises:
+        InputError: it ends before the run does, or gives a learning rate that is negative or not finite.
+    """
+    before, round = method.round, 1
+    try:
+        for round in range(1, rounds + 1):
+            method.round = round
+            optimizer = round_optimizer(method)
+            if not method.scheduled_groups:
+                return
+            lrs = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+            if not all(math.isfinite(lr) and lr >= 0 for lr in lrs):
+                raise InputError(
+                    f"the learning-rate schedule gives {lrs} in round {round}",
+                    "a learning rate is finite, 0 or more",
+                    "change the schedule",
+                )
+    except InputError:
+        raise
+    except (ValueError, TypeError, ArithmeticError, KeyError) as error:
+        if round == 1 and method.scheduler_spec is None:
+            raise
+        raise InputError(
+            "--model.scheduler",
+            f"it cannot be played to round {round} of {rounds} ({error})",
+            "correct that argument",
+        ) from error
+    finally:
+        method.round = before
+        method.scheduled_groups.clear()
 
 
 def check_optimizer(method: Method, rounds: int = 1) -> None:

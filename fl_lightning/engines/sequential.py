@@ -24,11 +24,10 @@ from fl_lightning.engines.base import (
     size_of,
     start_client,
 )
-from fl_lightning.engines.optimizers import local_optimizer
 from fl_lightning.methods import Method
 from fl_lightning.methods.lit_module import require_asked
 from fl_lightning.methods.local_work import LocalWork
-from fl_lightning.methods.optimizing import clip_gradients
+from fl_lightning.methods.optimizing import clip_gradients, local_optimizer
 from fl_lightning.wire import Payload
 
 
@@ -103,7 +102,7 @@ def upload_of(method: Method, client: Client, steps: int, optimizer: Optimizer) 
     for."""
     if steps and method.module is not None:
         require_asked(method)
-    method.local_work = LocalWork.of(steps, optimizer)
+    method.local_work = LocalWork(steps, optimizer)
     try:
         method.end_client(client)
         return method.upload(client)

@@ -1,10 +1,5 @@
-from fl_lightning.aggregation.averages import (
-    Average,
-    CoordinateMedian,
-    NormClipping,
-    TrimmedMean,
-    WeightedMean,
-)
+from fl_lightning.aggregation.average import Average
+from fl_lightning.aggregation.averages import CoordinateMedian, NormClipping, TrimmedMean, WeightedMean
 from fl_lightning.aggregation.robust import (
     Bulyan,
     CenteredClipping,

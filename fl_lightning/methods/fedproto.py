@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
-from fl_lightning.aggregation.averages import NoAverageError
+from fl_lightning.aggregation.average import NoAverageError
 from fl_lightning.client import Client
 from fl_lightning.compatibility import only
 from fl_lightning.config.constraints import within

@@ -17,15 +17,11 @@ class LocalWork:
 
     Args:
         steps: optimiser steps.
-        lrs: learning rate of each group of parameters.
+        optimizer: what made them.
     """
 
     steps: int
-    lrs: tuple[float, ...]
-
-    @classmethod
-    def of(cls, steps: int, optimizer: Optimizer) -> LocalWork:
-        return cls(steps, tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group))
+    optimizer: Optimizer
 
     @property
     def lr(self) -> float:
@@ -34,13 +30,14 @@ class LocalWork:
         Raises:
             MisuseError: there are several.
         """
-        if len(set(self.lrs)) != 1:
+        lrs = [float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group]
+        if len(set(lrs)) != 1:
             raise MisuseError(
-                f"local_lr of an optimiser with learning rates {list(self.lrs)}",
+                f"local_lr of an optimiser with learning rates {lrs}",
                 "it is one number",
                 "give all parameters one lr",
             )
-        return self.lrs[0]
+        return lrs[0]
 
 
 class WithLocalWork:

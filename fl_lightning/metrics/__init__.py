@@ -5,7 +5,8 @@ from fl_lightning.metrics.calibration import (
     expected_calibration_error,
 )
 from fl_lightning.metrics.mean import Mean
-from fl_lightning.metrics.summary import auc_accuracy, client_spread, final_summary
+from fl_lightning.metrics.spread import client_spread
+from fl_lightning.metrics.summary import auc_accuracy, final_summary
 
 __all__ = [
     "CalibrationBins",

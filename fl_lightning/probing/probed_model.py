@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from fl_lightning.data import FederatedData, ImageData
 from fl_lightning.data.test_owners import deal_test_set
-from fl_lightning.evaluation import evaluation_mode, metrics_of
+from fl_lightning.evaluation import evaluation_mode
 from fl_lightning.methods import Method
+from fl_lightning.probing.outputs import metrics_of
 
 BATCH_SIZE = 512  # as in ``evaluation``, so that clean answers equal those during training bit for bit
 Forward = Callable[[Tensor], Tensor]

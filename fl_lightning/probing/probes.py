@@ -14,12 +14,11 @@ from fl_lightning.errors import InputError
 from fl_lightning.evaluation import (
     evaluation_mode,
     logged,
+    logs_for,
     on_test_set,
-    predict_validation,
     spread_over_clients,
     validate,
 )
-from fl_lightning.methods.module_steps import ModuleLogs
 from fl_lightning.metrics import brier_score, expected_calibration_error
 from fl_lightning.probing.attacks import EPS, STEPS, fgsm, pgd
 from fl_lightning.probing.by_kind import by_kind, generation
@@ -29,6 +28,7 @@ from fl_lightning.probing.corruptions.recipes import EXTRA, SEVERITY, STANDARD, 
 from fl_lightning.probing.cost import float_bytes, flops, latencies, peak_memory
 from fl_lightning.probing.leakage import inversion, membership
 from fl_lightning.probing.noisy_prompts import noisy_prompts
+from fl_lightning.probing.outputs import predict_validation
 from fl_lightning.probing.probed_model import Finding, Forward, ProbedModel
 from fl_lightning.probing.scaling import TEMPERATURE_BOUNDS, calibration, fit_temperature
 from fl_lightning.rng import stream
@@ -159,7 +159,7 @@ def _not_quantised(subject: ProbedModel, what: str) -> str:
 
 def clients(subject: ProbedModel) -> Finding:
     """Evaluate each client's own validation examples: mean, standard deviation and worst decile."""
-    logs = ModuleLogs("val", subject.seed, subject.method.round)
+    logs = logs_for(subject.method, "val", subject.seed)
     found = validate(subject.fabric, subject.method, subject.data, subject.states, logs=logs)
     if not found:
         return Finding(

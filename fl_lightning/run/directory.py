@@ -10,10 +10,10 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fl_lightning.errors import InputError
 from fl_lightning.run.checkpoint import Tensors, remove_checkpoint, save_checkpoint
@@ -224,6 +224,25 @@ def _claim(aside: Path, folder: Path, name: str, only: str) -> Path:
         except OSError:  # another process was faster, and its directory is not empty
             if not os.path.lexists(path):
                 raise
+
+
+class RunName(NamedTuple):
+    """The name of a run.
+
+    Args:
+        asked: the one that the user gave; None: it has a default one, of the other parts.
+        start: method, its module if it has one, and data set.
+        changed: what flags change in the configuration files.
+        end: the seed.
+    """
+
+    asked: str | None
+    start: str
+    changed: Sequence[str]
+    end: str
+
+    def __str__(self) -> str:
+        return self.asked or "-".join([self.start, *self.changed, self.end])
 
 
 def free_name(folder: Path, name: str) -> str:

@@ -19,7 +19,8 @@ import torch
 
 from fl_lightning.data import FederatedData
 from fl_lightning.federation import Federation
-from fl_lightning.run.directory import read_json
+from fl_lightning.methods import Method
+from fl_lightning.run.directory import RunName, read_json
 from fl_lightning.support.redaction import redact_arguments
 from fl_lightning.tasks import Task
 
@@ -153,6 +154,20 @@ def tags_of(metadata: Mapping[str, Any], run_dir: Path) -> dict[str, str]:
 def dataset_of(data: FederatedData) -> str:
     """Return the name of a data set; that of its class where it has none."""
     return getattr(data, "dataset", type(data).__name__)
+
+
+def name_of(
+    method: Method, data: FederatedData, seed: int, asked: str | None = None, changed: Sequence[str] = ()
+) -> RunName:
+    """Return the name of a run.
+
+    Args:
+        asked: the one that the user gave.
+        changed: what flags change in the configuration files.
+    """
+    module = [] if method.module is None else [type(method.module).__name__]
+    start = "-".join([type(method).__name__, *module, dataset_of(data)])
+    return RunName(asked, start, changed, f"seed{seed}")
 
 
 def now() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from fl_lightning.errors import InputError
 from fl_lightning.federation import Federation
 from fl_lightning.models.tensors import sha256_of_parameters
 from fl_lightning.run.checkpoint import CheckpointError
-from fl_lightning.run.directory import free_name, numbered
+from fl_lightning.run.directory import RunName, free_name, numbered
 from fl_lightning.run.paths import checkpoints_in, run_and_checkpoints
 from fl_lightning.run.snapshot import Checkpoint
 
@@ -116,33 +116,52 @@ def _asked_name(run: Path) -> str | None:
         return None
 
 
-def start_on_all_ranks(choose: Callable[[], Start]) -> Start:
-    """Return, on every rank, the start that ``choose`` gives on rank 0."""
-    start = choose() if collectives.rank() == 0 else Start()
+def choose_start(
+    ckpt_path: str | None,
+    experiment: Path,
+    name: RunName,
+    config: Mapping[str, Any],
+    *,
+    auto_resume: bool,
+) -> Start:
+    """Return, on every rank, the start that rank 0 finds for what the user asks for.
+
+    Args:
+        ckpt_path: ``--ckpt_path``; None: the run is new, or the one that ``auto_resume`` finds.
+        experiment: the folder of the experiment.
+        name: that a new run gets.
+        config: the configuration, nested.
+        auto_resume: ``--trainer.auto_resume``.
+
+    Raises:
+        InputError: as of :func:`find_start`.
+    """
+    start = Start()
+    if collectives.rank() == 0 and ckpt_path:
+        start = find_start(ckpt_path, experiment, name.asked)
+    elif collectives.rank() == 0 and auto_resume:
+        start = find_same(experiment, name, config)
     path = collectives.from_rank_zero(start.name)
     return start if collectives.rank() == 0 or not path else find_start(path, Path())
 
 
-def find_same(
-    experiment: Path, name: str, config: Mapping[str, Any], *, between: tuple[str, str] | None = None
-) -> Start:
+def find_same(experiment: Path, name: RunName, config: Mapping[str, Any]) -> Start:
     """Return the start for ``auto_resume``: the latest run of this name with the same configuration.
 
-    Settings that do not change results may differ. Without such a run, the start is that of a new run.
+    Settings that do not change results may differ. A run that has another default name is looked at after
+    those of this name: its settings may have stood in a file and not in flags, and version 0.2 put no setting
+    into a name. Without such a run, the start is that of a new run.
 
     Args:
         experiment: the folder of the experiment.
         name: the name that a new run gets.
         config: the configuration, nested.
-        between: the beginning and the end that a default name has. A run that has another default name is
-            looked at after those of this name: its settings may have stood in a file and not in flags, and
-            version 0.2 put no setting into a name.
     """
     asked = flatten(config)
-    new_name = free_name(experiment, name)
-    runs = numbered(experiment, name)
-    if between and asked.get(RUN_NAME) is None:
-        runs += [run for run in numbered(experiment, *between) if run not in runs]
+    new_name = free_name(experiment, str(name))
+    runs = numbered(experiment, str(name))
+    if asked.get(RUN_NAME) is None:
+        runs += [run for run in numbered(experiment, name.start, name.end) if run not in runs]
     for run in runs:
         if not (run / "config.yaml").exists():
             continue

@@ -9,7 +9,7 @@ import torch
 from ten import make
 from toy import run
 
-from fl_lightning import loop, uploads
+from fl_lightning import exchange, loop
 from fl_lightning.aggregation import intake
 from fl_lightning.conformance.toy import Sizes, images
 from fl_lightning.data import IID
@@ -24,14 +24,14 @@ class CountsUploads(Meter):
     """The most uploads that were alive whenever one more client had trained."""
 
     def __init__(self, monkeypatch):
-        self.alive, self.most, decode = WeakValueDictionary(), 0, uploads.decode_upload
+        self.alive, self.most, decode = WeakValueDictionary(), 0, exchange.decode_upload
 
         def decoded(*arguments, **settings):
             upload = decode(*arguments, **settings)
             self.alive[id(upload)] = upload
             return upload
 
-        monkeypatch.setattr(uploads, "decode_upload", decoded)
+        monkeypatch.setattr(exchange, "decode_upload", decoded)
 
     def on_client_end(self, client, round, context):
         self.most = max(self.most, len(self.alive))

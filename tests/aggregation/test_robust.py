@@ -12,6 +12,7 @@ from toy import CENTRES, Points, on_points, run, sgd
 
 from callbacks import ByzantineClients
 from fl_lightning.aggregation import averages
+from fl_lightning.aggregation.average import Average
 from fl_lightning.client import Client
 from fl_lightning.data import IID, FederatedImages
 from fl_lightning.methods import (
@@ -119,7 +120,7 @@ def test_bad_max_norm(max_norm):
 # Methods use it
 
 
-class Recorder(averages.Average):
+class Recorder(Average):
     """Notes what it is asked and answers with the first client's weights."""
 
     def __init__(self) -> None:

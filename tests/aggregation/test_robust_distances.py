@@ -14,7 +14,7 @@ from torch import Tensor
 from toy import CENTRES, Points, on_points, run, run_for_nothing, sgd
 
 from fl_lightning.aggregation import averages, robust
-from fl_lightning.aggregation.averages import NoAverageError
+from fl_lightning.aggregation.average import NoAverageError
 from fl_lightning.conformance.bench import build_method
 from fl_lightning.data import IID, FederatedImages
 from fl_lightning.engines.root_set import prepare_guides

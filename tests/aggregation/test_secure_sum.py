@@ -9,7 +9,7 @@ from refusals import refused
 from fl_lightning.aggregation.averages import CoordinateMedian, NormClipping
 from fl_lightning.aggregation.exact_sum import ExactSum
 from fl_lightning.aggregation.server import examples_in
-from fl_lightning.aggregation.sums import integers_of
+from fl_lightning.aggregation.sum_form import integers_of
 from fl_lightning.errors import MisuseError
 from fl_lightning.methods import AQFL, FedAvg, FedMPQ, FedMPQKD, FedNTD, FedPQ, FedProx, QFedAvg
 from fl_lightning.wire import Payload

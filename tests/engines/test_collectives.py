@@ -12,7 +12,7 @@ from multiprocessing import forkserver
 import pytest
 from collectives_program import serve
 
-from fl_lightning.distributed.collectives import FRAME_BYTES, _frames
+from fl_lightning.distributed.frames import FRAME_BYTES, _frames
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,9 +10,10 @@ import pytest
 from places import DOCS
 
 from fl_lightning.__main__ import main
+from fl_lightning.compatibility.signatures import hooks_of
 from fl_lightning.conformance.toy import images, on_images, run
 from fl_lightning.errors import InputError
-from fl_lightning.hooks import Callback, Meter, Stressor, hooks_of
+from fl_lightning.hooks import Callback, Meter, Stressor
 from fl_lightning.methods import FedAvg
 from fl_lightning.trainer import FederatedTrainer
 

@@ -180,7 +180,7 @@ def test_a_copy_is_tuned_on_the_labels_that_the_client_trains_on(tmp_path, monke
 
         prepare(fabric, method, data, labels)
 
-    monkeypatch.setattr("fl_lightning.trainer.prepare_finetuning", spy)
+    monkeypatch.setattr("fl_lightning.run.preparation.prepare_finetuning", spy)
     end = fit(FineTune(finetune_steps=1), tmp_path, [LabelNoise(round=1, clients=1.0, labels=0.5)])
     changed = 0
     for _, id, labels in seen:

@@ -36,7 +36,6 @@ from toy import ready, run, sgd
 from toy_tasks import Bigrams, Counting, Line
 
 from callbacks import Calibration, EarlyStopping
-from fl_lightning import evaluation
 from fl_lightning.__main__ import main
 from fl_lightning.config.settings import config_of, flatten, settings_hash
 from fl_lightning.data.example_batches import ExampleBatches
@@ -45,6 +44,7 @@ from fl_lightning.errors import InputError
 from fl_lightning.hooks import Meter
 from fl_lightning.methods import FedAvg, LocalOnly
 from fl_lightning.metrics import expected_calibration_error
+from fl_lightning.probing.outputs import predict_validation
 from fl_lightning.study.metric_names import TaskMetrics, direction
 from fl_lightning.tasks import Classification
 
@@ -96,7 +96,7 @@ def test_they_are_those_of_scikit_learn_in_every_round(method, small_batches, tm
         whole = MulticlassCalibrationError(num_classes=10, n_bins=15, norm="l1")
         assert row["test/ece"] == whole(probs, target).item() == expected_calibration_error(probs, target)
         assert row["test/calibration_error"] == pytest.approx(row["test/ece"], abs=1e-6)
-    outputs, target, owners = evaluation.predict_validation(
+    outputs, target, owners = predict_validation(
         trainer.fabric, trainer.method, data, trainer.progress.done.states if method is LocalOnly else {}
     )
     own = [f1_of(outputs[owners == id], target[owners == id]) for id in owners.unique()]

@@ -16,11 +16,11 @@ from toy import run, sgd
 from fl_lightning import rng
 from fl_lightning.aggregation.choice import choose_aggregation
 from fl_lightning.engines import SequentialEngine
+from fl_lightning.exchange import assignments, make_tasks
 from fl_lightning.federation import Federation
 from fl_lightning.hooks import Meter
 from fl_lightning.loop import draw
 from fl_lightning.methods import FedAvg
-from fl_lightning.orders import assignments, make_tasks
 from fl_lightning.trainer import FederatedTrainer
 
 by_method = pytest.mark.parametrize("name", TEN)

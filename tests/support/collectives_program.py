@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fl_lightning.client import Client
-from fl_lightning.distributed import collectives
+from fl_lightning.distributed import collectives, frames
 from fl_lightning.engines import ClientTask, ranks
 
 
 def serve(rank: int, size: int, port: int, what: str, folder: Path) -> None:
     """Rank ``rank`` of ``size``; what it raises is written to ``folder``."""
-    collectives.RANK_REPORT_SECONDS, collectives.FRAME_BYTES = 0.0, 1000
+    frames.RANK_REPORT_SECONDS, frames.FRAME_BYTES = 0.0, 1000
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group(
         "gloo", rank=rank, world_size=size, timeout=timedelta(seconds=60 if what != "silent" else 3)
@@ -88,14 +88,14 @@ def silent(rank: int, size: int) -> None:
 
 def killed(rank: int, size: int) -> None:
     """After all have heard how much there is to come, with the half of it sent."""
-    raw = collectives._raw
+    raw = frames._raw
 
     def die(part):
         return os.kill(os.getpid(), signal.SIGKILL) if part is last else raw(part)
 
     last = b"last"
     if rank == 1:
-        collectives._raw = die
+        frames._raw = die
     collectives.gather_parts({f"{rank}/first": bytes(5000), f"{rank}/last": last})
 
 

@@ -20,7 +20,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import ExponentialLR
 
 from fl_lightning import methods
-from fl_lightning.aggregation.averages import Average
+from fl_lightning.aggregation.average import Average
 from fl_lightning.client import Assignment
 from fl_lightning.conformance.toy import Sizes, run
 from fl_lightning.data import FederatedData

@@ -31,6 +31,7 @@ from fl_lightning.methods import (
     QFedAvg,
 )
 from fl_lightning.methods.terms import LabelSmoothing
+from fl_lightning.probing.outputs import predict, predict_validation
 from fl_lightning.rng import stream
 from fl_lightning.tasks import Classification, LanguageModelling, Regression, Task
 
@@ -280,12 +281,12 @@ def test_streamed_metrics_are_those_of_all_outputs():
     method, fabric = FedAvg(network=Bigrams), Fabric(accelerator="cpu", devices=1)
     method.build(data)
     metrics, answers = evaluation.on_test_set(fabric, method, data, answers=False)
-    outputs, target = evaluation.predict(fabric, method.deploy(), data.test_batches(batch_size=5))
+    outputs, target = predict(fabric, method.deploy(), data.test_batches(batch_size=5))
     assert answers is None
     assert metrics["test/loss"] == pytest.approx(
         F.cross_entropy(outputs.transpose(1, 2).double(), target).item()
     )
-    outputs, target, owners = evaluation.predict_validation(fabric, method, data)
+    outputs, target, owners = predict_validation(fabric, method, data)
     found = evaluation.validate(fabric, method, data)
     for id in owners.unique().tolist():
         mine = owners == id

@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Literal, TypeAlias, get_args
 
 from fl_lightning.aggregation.adapters.alternate import Alternate
-from fl_lightning.aggregation.adapters.base import AS_THEY_ARE, AdapterAverage
+from fl_lightning.aggregation.adapters.as_they_are import AS_THEY_ARE, AsTheyAre
+from fl_lightning.aggregation.adapters.base import AdapterAverage
 from fl_lightning.aggregation.adapters.factors import Factors
 from fl_lightning.aggregation.adapters.frozen_a import FrozenA
 from fl_lightning.aggregation.adapters.padded import Padded
@@ -26,6 +27,7 @@ __all__ = [
     "AdapterAverage",
     "AdapterAverageName",
     "Alternate",
+    "AsTheyAre",
     "Factors",
     "FrozenA",
     "Padded",
@@ -45,7 +47,7 @@ RULES: dict[str, type[AdapterAverage]] = {rule.name: rule for rule in _CLASSES}
 assert tuple(RULES) == get_args(AdapterAverageName)
 
 
-def chosen_rule(setting: AdapterAverage | str | None) -> AdapterAverage:
+def chosen_rule(setting: AdapterAverage | str | None) -> AsTheyAre:
     """Return the rule that a setting means: a rule, the name of one with its defaults, or null for
     none."""
     if setting is None:

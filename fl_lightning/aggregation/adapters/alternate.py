@@ -14,7 +14,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.aggregation.adapters.base import AdapterAverage, Averaging
+from fl_lightning.aggregation.adapters.as_they_are import Averaging
+from fl_lightning.aggregation.adapters.base import AdapterAverage
 from fl_lightning.client import Client
 from fl_lightning.models.tensors import tensors_of
 from fl_lightning.wire import Layout, Payload, PayloadError

@@ -9,7 +9,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from fl_lightning.aggregation.adapters import algebra
-from fl_lightning.aggregation.adapters.base import AdapterAverage, Averaging
+from fl_lightning.aggregation.adapters.as_they_are import Averaging
+from fl_lightning.aggregation.adapters.base import AdapterAverage
 from fl_lightning.aggregation.adapters.cohort import CohortAdapters
 from fl_lightning.aggregation.adapters.vectors import packed
 

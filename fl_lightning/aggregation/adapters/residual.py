@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from fl_lightning.aggregation.adapters import algebra
 from fl_lightning.aggregation.adapters.algebra import Pair
-from fl_lightning.aggregation.adapters.base import AdapterAverage, Averaging
+from fl_lightning.aggregation.adapters.as_they_are import Averaging
+from fl_lightning.aggregation.adapters.base import AdapterAverage
 from fl_lightning.aggregation.adapters.cohort import CohortAdapters
 from fl_lightning.aggregation.adapters.moving_base import BaseChange, MovingBase
 from fl_lightning.client import Client

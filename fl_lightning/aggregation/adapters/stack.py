@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning import rng
-from fl_lightning.aggregation.adapters.base import AdapterAverage, Averaging
+from fl_lightning.aggregation.adapters.as_they_are import Averaging
+from fl_lightning.aggregation.adapters.base import AdapterAverage
 from fl_lightning.aggregation.adapters.cohort import CohortAdapters
 from fl_lightning.aggregation.adapters.moving_base import BaseChange, MovingBase
 from fl_lightning.aggregation.adapters.vectors import packed, values_of_rank

@@ -27,11 +27,11 @@ from fl_lightning.engines.base import ClientSums
 from fl_lightning.evaluation import (
     MAX_PARTS,
     logged,
+    logs_for,
     on_test_set,
     validate,
 )
 from fl_lightning.federation import Federation
-from fl_lightning.methods.module_steps import ModuleLogs
 
 log = logging.getLogger("fl_lightning")
 KEY = re.compile(r"(\d{1,18})/.+")
@@ -116,7 +116,7 @@ def try_sums(fed: Federation, sums: Mapping[str, Mapping[str, Tensor]]) -> None:
     Raises:
         Exception: whatever comes of sums that are not those of the run's metrics.
     """
-    subject, logs = (fed.fabric, fed.method, fed.data), ModuleLogs("val", tensors=sums.get(LOGS["val"]))
+    subject, logs = (fed.fabric, fed.method, fed.data), logs_for(fed.method, "val", 0, sums.get(LOGS["val"]))
     if sums.get("test"):
         named, logged_there = sums.get(NAMED), sums.get(LOGS["test"])
         on_test_set(*subject, answers=False, sums=sums["test"], named=named, logs=logged_there)

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.engines.optimizers import is_elementwise, local_optimizer
+from fl_lightning.engines.optimizers import is_elementwise
 from fl_lightning.methods import Method
+from fl_lightning.methods.optimizing import local_optimizer
 from fl_lightning.metrics import Mean
 
 

@@ -1,8 +1,11 @@
-"""The way of an upload from its client to the server: stress, bytes, decoding, checks, and what it cost."""
+"""The exchange with the clients of a round. Down: who trains, from which broadcast, with which labels and for
+how many steps. Up: stress, bytes, decoding, checks, and what it cost."""
 
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -12,12 +15,56 @@ from fl_lightning.aggregation.receiving import check_upload, decode_upload
 from fl_lightning.aggregation.undeclared import UndeclaredUploads
 from fl_lightning.client import Assignment, Client
 from fl_lightning.engines import ClientResult, ClientTask
+from fl_lightning.errors import MisuseError
 from fl_lightning.federation import Federation
-from fl_lightning.hooks import sees_uploads, stress
+from fl_lightning.hooks import sees_uploads, stress, tell
 from fl_lightning.wire import LedgerEntry, PayloadError
 
 log = logging.getLogger("fl_lightning")
 T = TypeVar("T")
+
+
+def assignments(fed: Federation, ids: Iterable[int]) -> list[Assignment]:
+    """Ask clients to do all their work, in order of id."""
+    # copies: what a client keeps counts once it is done, so that an interrupted round leaves no trace in the
+    # checkpoint
+    return [Assignment(fed.data.client(int(id), dict(fed.states.get(int(id), {})))) for id in sorted(ids)]
+
+
+def make_tasks(fed: Federation, round: int, assignments: Sequence[Assignment]) -> list[ClientTask]:
+    """Say what each client is to do: with which labels, from which broadcast, for how many steps."""
+    tasks, epochs = [], fed.local_epochs
+    own = fed.data.labels_of([assignment.client for assignment in assignments])
+    for assignment, labels in zip(assignments, own, strict=True):
+        client = assignment.client
+        labels = stress(fed.callbacks, "change_labels", labels, client=client, round=round, context=fed)
+        if len(labels) != len(client.train):
+            raise MisuseError(
+                f"change_labels of a stressor gave {len(labels)} labels for client {client.id}",
+                f"each of its {len(client.train)} training examples has one",
+                "return a new tensor as long as the one given",
+            )
+        steps = max(1, math.ceil(assignment.work * asked_steps(fed, client)))
+        message = encode_broadcast(fed, client)
+        tell(fed.callbacks, "on_client_start", client, message, labels, round, fed)
+        tasks.append(ClientTask(client, round, message, labels, epochs, steps))
+    return tasks
+
+
+def asked_steps(fed: Federation, client: Client) -> int:
+    """Return the local steps of a client that does all its work: its epochs, within the bound."""
+    steps = fed.data.num_steps(client, fed.local_epochs)
+    return steps if fed.max_local_steps is None else min(steps, fed.max_local_steps)
+
+
+def encode_broadcast(fed: Federation, client: Client) -> bytes:
+    """Return what the client is sent. A broadcast that equals the last one is not encoded again."""
+    with fed.aggregation.serving(client):
+        payload = fed.method.broadcast(client)
+    identity = payload.identity()
+    if fed.last_broadcast is None or identity != fed.last_broadcast[0]:
+        fed.last_broadcast = identity, payload.to_bytes(), payload
+    return fed.last_broadcast[1]
 
 
 def receive(

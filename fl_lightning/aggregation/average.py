@@ -1,0 +1,69 @@
+"""What an average is: the rule by which the vectors of a cohort become one.
+
+``[K, P]`` is K clients, P values; p_k = n_k / sum n, as the clients report n_k.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fl_lightning.config.recorded import Recorded
+
+
+class NoAverageError(Exception):
+    """The uploads of a round have no average of the kind that was asked for; the round changes nothing."""
+
+
+class Average(Recorded, ABC):
+    """K vectors into one."""
+
+    settings_shown = ("{cls}({name}={value})", "{name}: {value}")
+
+    is_sum: bool = False
+    """Whether it is the weighted mean of what :meth:`bounded` makes of each vector by itself. Where it is
+    not, the server needs the single vectors, and they can be neither masked nor added up elsewhere."""
+
+    guide: Literal["", "last_update", "root_update"] = ""
+    """The update that it goes by beside those of the clients: the last one that it made, or the one that the
+    server makes in ``root_steps`` steps on its root set."""
+    root_steps: int = 0
+
+    def bounded(self, vector: Tensor, start: Tensor) -> Tensor:
+        """Return what enters the mean for one client's vector, ``[P]``."""
+        return vector
+
+    @abstractmethod
+    def __call__(self, vectors: Sequence[Tensor], shares: Sequence[float], start: Tensor) -> Tensor:
+        """Return the average, float32 ``[P]``.
+
+        Args:
+            vectors: what each client ended with, float32 ``[P]``, in cohort order.
+            shares: p_k, adding up to 1.
+            start: what the round started from, float32 ``[P]``.
+
+        Raises:
+            NoAverageError: they have none.
+        """
+
+
+class GuidedAverage(Average):
+    """One that goes by an update of the server's beside those of the clients, as ``guide`` says."""
+
+    def __call__(self, vectors: Sequence[Tensor], shares: Sequence[float], start: Tensor) -> Tensor:
+        return self.guided(vectors, shares, start, torch.zeros_like(start))
+
+    @abstractmethod
+    def guided(
+        self, vectors: Sequence[Tensor], shares: Sequence[float], start: Tensor, guide: Tensor
+    ) -> Tensor:
+        """Return the average, as :meth:`__call__` does.
+
+        Args:
+            vectors, shares, start: as there.
+            guide: the update, float32 ``[P]``; of a first round there is none, which is zeros.
+        """

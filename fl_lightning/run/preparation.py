@@ -1,0 +1,180 @@
+"""From the settings of a trainer, a method and data to the federation of a run: the data are dealt out, the
+network is built, and what does not fit is refused before anything is created."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal, Protocol
+
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor
+
+from fl_lightning import rng
+from fl_lightning.aggregation.choice import choose_aggregation
+from fl_lightning.aggregation.private import PrivateAggregation
+from fl_lightning.clock import Rounds, Timing
+from fl_lightning.compatibility import Run, check_run
+from fl_lightning.data import FederatedData
+from fl_lightning.data.example_batches import Split
+from fl_lightning.distributed.launch import one_first
+from fl_lightning.engines import check_optimizer, check_workers
+from fl_lightning.engines.finetuning import prepare_finetuning
+from fl_lightning.engines.root_set import prepare_guides
+from fl_lightning.evaluation import evaluation_mode
+from fl_lightning.federation import Federation
+from fl_lightning.hooks import sees_uploads, tell
+from fl_lightning.methods import Method
+from fl_lightning.models import MeasuredNetwork
+from fl_lightning.privacy.secure import SecureSum
+from fl_lightning.sampling import Sampler
+from fl_lightning.support.user_code import errors_as_refusals
+from fl_lightning.tasks.base import in_float32
+from fl_lightning.topology import Topology
+
+TRIED_EXAMPLES = 16
+"""Examples that metrics are tried out on before a run begins."""
+DealFunction = Callable[[FederatedData, int, torch.device], None]
+"""Gives the data their clients, by the run's seed, and moves them to a device."""
+
+
+class FederationSettings(Protocol):
+    """The settings of a trainer that its federation follows from."""
+
+    fabric: Fabric
+    callbacks: list[Any]
+    secure_sum: SecureSum | None
+    privacy: PrivateAggregation | None
+    timing: Timing | None
+    rounds: Rounds
+    topology: Topology
+    sampler: Sampler
+    workers: int | Literal["auto"]
+    gradient_clip_val: float | None
+    gradient_clip_algorithm: Literal["norm", "value"]
+    max_rounds: int
+    participation: float
+    local_epochs: int
+    max_local_steps: int | None
+    eval_every: int
+    deal: DealFunction | None
+    """None: the data's own partition."""
+    remote: Any
+    """What makes the engine of a deployment; None: clients are simulated."""
+
+
+def prepare_federation(
+    settings: FederationSettings, method: Method, data: FederatedData, seed: int
+) -> Federation:
+    """Build all that can refuse its input, before anything is created.
+
+    Args:
+        settings: the trainer's.
+        method: what is run; its network is built anew.
+        data: they are read and dealt out.
+        seed: of the run.
+
+    Raises:
+        InputError: something cannot be used, or not together.
+    """
+    with errors_as_refusals():
+        _build(settings, method, data, seed)
+    usual = choose_aggregation(
+        method,
+        settings.secure_sum,
+        settings.privacy,
+        single=settings.rounds.has_versions or any(map(sees_uploads, settings.callbacks)),
+    )
+    fed = Federation(
+        settings.fabric,
+        method,
+        data,
+        settings.topology.way(usual, data),
+        settings.callbacks,
+        seed=seed,
+        max_rounds=settings.max_rounds,
+        participation=settings.participation,
+        local_epochs=settings.local_epochs,
+        max_local_steps=settings.max_local_steps,
+        eval_every=settings.eval_every,
+        timing=settings.timing,
+        sampler=settings.sampler,
+    )
+    prepare_finetuning(settings.fabric, method, data, fed.labels_of)
+    with errors_as_refusals():
+        check_run(Run.of(fed, deployed=settings.remote is not None))  # now with the network
+        check_named(settings.fabric, method, data)
+        tell(settings.callbacks, "on_check", fed)
+    return fed
+
+
+def check_settings(settings: FederationSettings, method: Method, data: FederatedData | None = None) -> None:
+    """Refuse what cannot be combined, as far as that can be told before the network is made.
+
+    Args:
+        settings: the trainer's.
+        method: what is run.
+        data: dealt out to the clients; None: they have not been read.
+
+    Raises:
+        InputError: there is something.
+    """
+    run = Run(
+        method,
+        settings.callbacks,
+        settings.secure_sum,
+        settings.privacy,
+        deployed=settings.remote is not None,
+        rounds=settings.rounds,
+        topology=settings.topology,
+        sampler=settings.sampler,
+    )
+    run = run if settings.timing is None else run.timed(settings.timing)
+    check_run(run if data is None else replace(run, task=data.task, own_data=data.apart))
+
+
+def _build(settings: FederationSettings, method: Method, data: FederatedData, seed: int) -> None:
+    """Prepare the data, deal them out and build the network."""
+    fabric = settings.fabric
+    one_first(fabric, data.prepare_data)
+    data.setup("fit")
+    if settings.deal is None:
+        data.distribute(seed, fabric.device)
+    else:
+        settings.deal(data, seed, fabric.device)
+    check_settings(settings, method, data)
+    method.seed = seed
+    method.gradient_clip_val = settings.gradient_clip_val
+    method.gradient_clip_algorithm = settings.gradient_clip_algorithm
+    with rng.torch_stream(seed, "weights"):
+        method.build(data)
+    prepare_guides(fabric, method, data)
+    method.has_said_no_average = False
+    method.to(fabric.device)
+    check_optimizer(method, settings.max_rounds)
+    check_workers(fabric, settings.workers)
+
+
+def check_named(fabric: Fabric, method: Method, data: FederatedData) -> None:
+    """Try the metrics that the user has named out on a few examples, before anything is created.
+
+    Raises:
+        InputError: one does not take what the task gives.
+    """
+    if not data.task.named:
+        return
+    split: Split = "test" if len(data.test_target) else "train"
+    every = data.test_target if split == "test" else data.train_target
+    index = torch.arange(min(TRIED_EXAMPLES, len(every)), device=data.device)
+    client = data.client(int(data.active[0])) if method.personalised else None
+    network = method.deploy(client)
+    with torch.no_grad(), evaluation_mode(network), fabric.autocast():
+        if isinstance(network, MeasuredNetwork):
+            network.expect(every[index])
+        outputs = in_float32(network(data.inputs(split, index)))
+    if isinstance(outputs, Tensor):  # what is not finite is NaN in the rounds, and no reason to refuse
+        outputs = outputs.nan_to_num()
+    forms = data.task.metric_inputs(outputs, every[index])
+    for one in data.task.named:
+        one.choose_form(forms, type(data.task).__name__, data.task.metric_form)
