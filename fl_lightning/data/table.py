@@ -91,9 +91,6 @@ class TableData(ArrayData):
             column is left out; ``{COLUMN: ordinal}``: each column that is named, whatever its values; null:
             the file is refused.
         settings: those of all data in memory, see :class:`~fl_lightning.data.arrays.ArrayData`.
-
-    Raises:
-        InputError: an argument is out of range.
     """
 
     examplewise = True

@@ -11,7 +11,7 @@ from fl_lightning.config.packaged import cost_table, table_text
 from fl_lightning.energy.cost_shapes import MeasuredCost, measured_from_json
 from fl_lightning.energy.costs import CostTable, Removal
 from fl_lightning.energy.options import OPTIONS
-from fl_lightning.errors import InputError, require
+from fl_lightning.errors import InputError, as_bad_input, require
 
 FORMAT = 1
 """Number of the file's form; a reader refuses others."""
@@ -59,10 +59,8 @@ def from_json(text: str, given: str = "the table") -> CostTable:
     Raises:
         InputError: it is not JSON, lacks a part, or a part is not what :class:`CostTable` takes.
     """
-    try:
+    with as_bad_input(given, "a table is JSON", "calibrate again", ValueError, RecursionError):
         document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(given, f"a table is JSON ({error})", "calibrate again") from None
     _require_form(document, given)
     try:
         costs = [_options(options, f"costs[{index}]") for index, options in enumerate(document["costs"])]

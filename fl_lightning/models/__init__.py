@@ -14,7 +14,7 @@ from torch import nn
 from fl_lightning.config.constraints import Constraint
 from fl_lightning.config.import_gate import check_import
 from fl_lightning.config.packaged import HF_PREFIX
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, as_bad_input
 from fl_lightning.models.channels_last import lay_out
 from fl_lightning.models.checks import check_maker, check_outputs, error_text, name_of
 from fl_lightning.models.first_inputs import FirstInputs
@@ -251,14 +251,9 @@ def _call_maker(
 def _import(path: str) -> Callable[..., Any]:
     check_import(path)
     module, _, name = path.rpartition(".")
-    try:
+    errors, instead = (ImportError, AttributeError, ValueError), "write e.g. torchvision.models.resnet18"
+    with as_bad_input(f"network={path!r}", "a class path must be importable", instead, *errors):
         return getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(
-            f"network={path!r}",
-            f"a class path must be importable ({error})",
-            "write e.g. torchvision.models.resnet18",
-        ) from None
 
 
 def _from_timm(network: str, num_classes: int, example_shape: tuple[int, ...]) -> nn.Module:

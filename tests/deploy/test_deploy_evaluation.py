@@ -123,7 +123,7 @@ def test_sums_that_were_not_asked_for_are_refused():
     ):
         with pytest.raises(ValueError, match="was not asked for"):
             read_sums(save(sums), split, clients)
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match="SafetensorError"):
         read_sums(b"nonsense", "test", {3})
 
 
@@ -239,5 +239,5 @@ def test_states_that_were_not_asked_for_are_refused(tmp_path, monkeypatch):
         else:
             with pytest.raises(MessageError, match="was not asked for"):
                 read_states(fed, part, kind, {3})
-    with pytest.raises(MessageError, match="cannot be read"):
+    with pytest.raises(MessageError, match="SafetensorError"):
         read_states(fed, b"nonsense", "named", {3})

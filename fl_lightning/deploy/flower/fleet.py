@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 from fl_lightning.deploy.flower import PART_WAITS, next_look, packed_answer, unpacked
 from fl_lightning.deploy.flower.addresses import check_handshake, not_found, require_no_tls
 from fl_lightning.deploy.flower.launch import environment
-from fl_lightning.errors import InputError, RunStopped
+from fl_lightning.errors import InputError, RunStopped, as_bad_input
 
 log = logging.getLogger("fl_lightning")
 
@@ -163,24 +163,15 @@ def _keys(path: Path) -> tuple[Any, Any]:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
-    try:
-        key = load_ssh_private_key(path.read_bytes(), None)
-    except OSError as error:
-        raise InputError(
-            f"{path}, the file of --private_key",
-            f"it cannot be read ({error.strerror or error})",
-            "let this user read it",
-        ) from None
-    except (ValueError, UnsupportedAlgorithm) as error:
-        key, reason = None, f" ({error})"
-    else:
-        reason = ""
+    given = f"{path}, the file of --private_key"
+    with as_bad_input(given, "it cannot be read", "let this user read it"):
+        content = path.read_bytes()
+    rule = "it is a private key of an elliptic curve in OpenSSH form"
+    instead = "make one: python -m fl_lightning.deploy.certificates certs --nodes 1"
+    with as_bad_input(given, rule, instead, ValueError, UnsupportedAlgorithm):
+        key = load_ssh_private_key(content, None)
     if not isinstance(key, EllipticCurvePrivateKey):
-        raise InputError(
-            f"{path}, the file of --private_key",
-            f"it is a private key of an elliptic curve in OpenSSH form{reason}",
-            "make one: python -m fl_lightning.deploy.certificates certs --nodes 1",
-        )
+        raise InputError(given, rule, instead)
     return key, key.public_key()
 
 
