@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import import_module
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any, Literal, get_args
 
 import torch
@@ -218,16 +218,9 @@ def _call_maker(
     torchvision's functions is ``weights``. A maker with a parameter ``example_shape`` gets that too.
     """
     check_maker(make, given)
-    try:
-        parameters = signature(make).parameters.values()
-        named = any(p.name == "num_classes" or p.kind is p.VAR_KEYWORD for p in parameters)
-    except (TypeError, ValueError):
-        named = False
-    try:
-        takes_shape = "example_shape" in signature(innermost(make)).parameters
-    except (TypeError, ValueError):
-        takes_shape = False
-    shape = {"example_shape": example_shape} if takes_shape else {}
+    parameters = _parameters(make).values()
+    named = any(p.name == "num_classes" or p.kind is p.VAR_KEYWORD for p in parameters)
+    shape = {"example_shape": example_shape} if "example_shape" in _parameters(innermost(make)) else {}
     try:
         given_by = {"num_classes": num_classes} if named else {}
         made = made_by(make, *([] if named else [num_classes]), **given_by, **shape)
@@ -246,6 +239,14 @@ def _call_maker(
             "write something that returns a torch.nn.Module",
         )
     return made
+
+
+def _parameters(make: Callable[..., Any]) -> Mapping[str, Parameter]:
+    """Return the parameters of a function; none where it does not tell them."""
+    try:
+        return signature(make).parameters
+    except (TypeError, ValueError):
+        return {}
 
 
 def _import(path: str) -> Callable[..., Any]:

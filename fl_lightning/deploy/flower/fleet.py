@@ -110,16 +110,12 @@ def serve(
 def _connector(
     address: str, root_certificates: str | None, private_key: str | None
 ) -> Callable[[], AbstractContextManager[tuple[Any, ...]]]:
-    try:
+    given = f"--connection direct with flwr {version('flwr')}"
+    instead = "write --connection supernode, or install flwr 1.42"
+    with as_bad_input(given, "its connection is another than that of 1.42", instead, ImportError):
         from flwr.supercore.retry import http_retry
         from flwr.supernode import fleet_http_connection
         from flwr.supernode.fleet_http_connection import http_request_response
-    except ImportError:
-        raise InputError(
-            f"--connection direct with flwr {version('flwr')}",
-            "this version of Flower has another connection than 1.42",
-            "write --connection supernode, or install flwr 1.42",
-        ) from None
     fleet_http_connection.flwr_exit = _refuse
     # of ``os`` both use getpid and kill alone, to end a process that a SuperLink does not know (any more)
     http_retry.os = SimpleNamespace(getpid=os.getpid, kill=_forgotten)
