@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from pathlib import Path
 
 import pytest
 import torch
 from deploy_transports import InProcess
+from outcomes import rows_of
 from safetensors.torch import save
 from test_deploy import command_line, deployed, nodes_in, weights
 
@@ -27,8 +27,7 @@ TEXTS = [*SMALL, "--trainer.max_local_steps=1", "--data.partition=IID", "--data.
 
 
 def measured(cli, name: str = "metrics") -> list[dict[str, str]]:
-    with (cli.trainer.run_dir / f"{name}.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_of(cli.trainer.run_dir / f"{name}.csv")
     timed = ("time/", "energy/")
     return [{key: value for key, value in row.items() if not key.startswith(timed)} for row in rows]
 

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from outcomes import rows_of
 from refusals import refused
 from tiny_language import adam, fit, method_of, records
 
@@ -93,8 +94,7 @@ def test_the_most_important_directions_are_kept_and_the_others_are_gone(tmp_path
 
 def test_a_message_of_few_directions_is_small(tmp_path):
     trainer = fit(method(), tmp_path, max_rounds=6)
-    with (trainer.run_dir / "ledger.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_of(trainer.run_dir / "ledger.csv")
     first, last = ({int(r["upload"]) for r in rows if r["round"] == n} for n in ("1", "6"))
     head = 19 + sum(3 + len(name) for name in ("examples", "weights", "importance")) + 4 + 4 + 4
     sizes = (16 + 48, 16 + 16, 40 + 16)  # in and out of each layer
