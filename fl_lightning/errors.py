@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T", bound="ThreePartError")
@@ -52,6 +54,38 @@ def require(valid: object, given: str, rule: str, instead: str) -> None:
     """
     if not valid:
         raise InputError(given, rule, instead)
+
+
+def error_reason(error: BaseException) -> str:
+    """Return what an error says in one line, with its type where its message does not stand alone."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    text = " ".join(str(error).split())[:300]
+    stands_alone = text and isinstance(error, (OSError, ValueError, ImportError, RuntimeError))
+    return text if stands_alone else f"{type(error).__name__}: {text}".removesuffix(": ")
+
+
+@contextmanager
+def as_bad_input(given: str, rule: str, instead: str, *errors: type[Exception]) -> Iterator[None]:
+    """Make bad input of what the block raises.
+
+    Args:
+        given: what was given.
+        rule: what is wrong with it; the reason that the error gives follows in brackets.
+        instead: what to write or do.
+        errors: the types of errors that are meant; by default, what a file of text raises that cannot be
+            read.
+
+    Raises:
+        InputError: the block raised one of them.
+    """
+    meant = errors or (OSError, UnicodeDecodeError)
+    try:
+        yield
+    except InputError:
+        raise
+    except meant as error:
+        raise InputError(given, f"{rule} ({error_reason(error)})", instead) from error
 
 
 class RunStopped(ThreePartError, RuntimeError):

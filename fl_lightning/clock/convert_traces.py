@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from fl_lightning.clock.traces import COLUMNS, Trace, as_json, is_time, read_bytes, read_traces, trace_of
-from fl_lightning.errors import InputError, require
+from fl_lightning.errors import as_bad_input, require
 from fl_lightning.support import disk
 
 WRITE = "write: traces convert client_behave_trace traces.json"
@@ -50,11 +50,8 @@ def traces(words: Sequence[str] = (), overwrite: bool = False) -> None:
     data = read_bytes(Path(source))
     read = read_traces if source.endswith((".json", ".parquet", ".pq")) else read_fedscale
     found = read(data, source)
-    try:
+    with as_bad_input(str(target), "it cannot be written", "name another"):
         disk.replace(target, as_bytes(found, target.suffix))
-    except OSError as error:
-        reason = error.strerror or error
-        raise InputError(str(target), f"it cannot be written ({reason})", "name another") from None
     never = sum(not len(trace.spans) for trace in found)
     Console().print(f"{target}: {len(found)} traces, {never} of them never online")
 
@@ -73,19 +70,12 @@ def read_fedscale(data: bytes, name: str) -> list[Trace]:
     Raises:
         InputError: it is no such file, or has anything but containers, numbers and texts.
     """
-    try:
+    instead = "take client_behave_trace of FedScale"
+    # a damaged pickle can raise nearly any error
+    with as_bad_input(name, "it is no pickle of numbers", instead, Exception):
         found = _NumbersOnly(BytesIO(data)).load()
-    except Exception as error:  # a damaged pickle can raise nearly any error
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        instead = "take client_behave_trace of FedScale"
-        raise InputError(name, f"it is no pickle of numbers ({reason})", instead) from None
     is_right = isinstance(found, dict) and all(isinstance(one, dict) for one in found.values())
-    require(
-        is_right and bool(found),
-        name,
-        "it has a dictionary for each client",
-        "take client_behave_trace of FedScale",
-    )
+    require(is_right and bool(found), name, "it has a dictionary for each client", instead)
     return [_of_fedscale(str(id), entry, f"{name}, {str(id)[:80]}") for id, entry in found.items()]
 
 

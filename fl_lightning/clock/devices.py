@@ -16,7 +16,7 @@ import numpy as np
 from fl_lightning.config.constraints import within
 from fl_lightning.config.packaged import configs_folder
 from fl_lightning.config.recorded import Recorded
-from fl_lightning.errors import InputError, require
+from fl_lightning.errors import InputError, as_bad_input, require
 from fl_lightning.rng import Streams, stream
 
 if TYPE_CHECKING:
@@ -229,23 +229,18 @@ class DeviceTable(Devices):
 
 def _bytes_of(path: Path) -> bytes:
     packaged = configs_folder() / path.relative_to("configs") if path.parts[:1] == ("configs",) else path
-    try:
+    with as_bad_input(str(path), "it cannot be read", "write a CSV or Parquet file"):
         return (path if path.exists() else packaged).read_bytes()
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise InputError(str(path), f"it cannot be read ({reason})", "write a CSV or Parquet file") from None
 
 
 def _read(path: Path, data: bytes) -> pd.DataFrame:
     import pandas as pd
 
-    try:
-        file = BytesIO(data)
+    file, instead = BytesIO(data), "write a CSV or Parquet file"
+    errors = OSError, ValueError, ImportError, pd.errors.ParserWarning
+    with as_bad_input(str(path), "it cannot be read", instead, *errors), warnings.catch_warnings():
         if path.suffix == ".parquet":
             return pd.read_parquet(file)
-        with warnings.catch_warnings():  # of rows that are longer than the names above them
-            warnings.simplefilter("error", pd.errors.ParserWarning)
-            return pd.read_csv(file, skipinitialspace=True, index_col=False)
-    except (OSError, ValueError, ImportError, pd.errors.ParserWarning) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise InputError(str(path), f"it cannot be read ({reason})", "write a CSV or Parquet file") from None
+        # of rows that are longer than the names above them
+        warnings.simplefilter("error", pd.errors.ParserWarning)
+        return pd.read_csv(file, skipinitialspace=True, index_col=False)

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fl_lightning.clock.availability import Availability, Spans
-from fl_lightning.errors import InputError, require
+from fl_lightning.errors import InputError, as_bad_input, require
 from fl_lightning.rng import stream
 
 MAX_BYTES = 2**29
@@ -150,13 +150,8 @@ def read_bytes(path: Path) -> bytes:
     Raises:
         InputError: it cannot be read, or is too large.
     """
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise InputError(
-            str(path), f"it cannot be read ({error.strerror or error})", "correct the path"
-        ) from None
+    with as_bad_input(str(path), "it cannot be read", "correct the path"), path.open("rb") as file:
+        data = file.read(MAX_BYTES + 1)
     rule = f"a file of traces has at most {MAX_BYTES // 2**20} MiB"
     require(len(data) <= MAX_BYTES, str(path), rule, "take some of its traces")
     return data
@@ -179,11 +174,8 @@ def read_traces(data: bytes, name: str) -> list[Trace]:
 
 def _json(data: bytes, name: str) -> dict[str, Any]:
     instead = 'write {"guid": {"trace_start": 0, "trace_end": 86400, "ready_time": [[start, end]]}}'
-    try:
+    with as_bad_input(name, "it is no JSON", instead, ValueError, RecursionError):
         found = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise InputError(name, f"it is no JSON ({reason})", instead) from None
     require(isinstance(found, dict), name, "traces are an object by guid", instead)
     for guid, entry in found.items():
         require(isinstance(entry, dict), f"{name}, {guid[:80]}", "a trace is an object", instead)
@@ -194,11 +186,9 @@ def _parquet(data: bytes, name: str) -> dict[str, Any]:
     import pandas as pd
 
     instead = f"write the columns {', '.join(COLUMNS)}, a row for each time online"
-    try:
+    # a damaged file can raise nearly any error
+    with as_bad_input(name, "it cannot be read as Parquet", instead, Exception):
         table = pd.read_parquet(BytesIO(data))
-    except Exception as error:  # a damaged file can raise nearly any error
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise InputError(name, f"it cannot be read as Parquet ({reason})", instead) from None
     missing = [column for column in COLUMNS if column not in table.columns]
     require(not missing, name, f"it has no column {', '.join(missing)}", instead)
     for column in COLUMNS[1:]:

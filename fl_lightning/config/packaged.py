@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.errors import InputError, require
+from fl_lightning.errors import InputError, as_bad_input, require
 
 HF_PREFIX = "hf:"
 """What stands before the name or folder of a model of transformers, and of its tokeniser."""
@@ -54,18 +54,14 @@ def table_text(path: Path | str) -> str:
         InputError: the file cannot be read, or is too large.
     """
     path = Path(path)
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_TABLE_BYTES + 1)
+    make = f"python -m fl_lightning energy --calibrate true --network NAME --out {path.name}"
+    with (
+        as_bad_input(str(path), "it cannot be read", f"correct the path, or make a table: {make}"),
+        path.open("rb") as file,
+    ):
+        data = file.read(MAX_TABLE_BYTES + 1)
         require(len(data) <= MAX_TABLE_BYTES, str(path), "a table has at most 16 MiB", "calibrate again")
         return data.decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(
-            str(path),
-            f"it cannot be read ({getattr(error, 'strerror', None) or error})",
-            "correct the path, or make a table: python -m fl_lightning energy --calibrate true "
-            f"--network NAME --out {path.name}",
-        ) from None
 
 
 def model_folder(name: str) -> str:
@@ -237,8 +233,8 @@ def configs(args: Sequence[str]) -> None:
         )
         return
     target = Path(args[0])
-    kept = []
-    try:
+    kept, new = [], "write the name of a new folder"
+    with as_bad_input(f"configs {target}", "it cannot be written", new, OSError, ValueError):
         for name in names:
             text, copy = (source / name).read_bytes(), target / name
             if copy.exists():
@@ -248,10 +244,5 @@ def configs(args: Sequence[str]) -> None:
             copy.parent.mkdir(parents=True, exist_ok=True)
             with copy.open("xb") as file:
                 file.write(text)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(
-            f"configs {target}", f"it cannot be written ({reason})", "write the name of a new folder"
-        ) from None
     left = f"; {len(kept)} differ there and stay as they are: {', '.join(kept)}" if kept else ""
     sys.stdout.write(f"{len(names) - len(kept)} of {len(names)} configurations are in {target}{left}\n")

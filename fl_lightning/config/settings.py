@@ -13,7 +13,7 @@ import yaml
 
 from fl_lightning.config.documents import read_document
 from fl_lightning.config.recorded import former_path
-from fl_lightning.errors import InputError
+from fl_lightning.errors import as_bad_input
 from fl_lightning.support.redaction import redact_settings
 
 FREE_KEYS = (
@@ -116,15 +116,9 @@ def config_of(run: Path) -> dict[str, Any]:
     Raises:
         InputError: its ``config.yaml`` cannot be read.
     """
-    try:
-        path = run / "config.yaml"
+    path, instead = run / "config.yaml", "mend it, or start a new run"
+    with as_bad_input(f"{path}", "it cannot be read", instead, OSError, ValueError, yaml.YAMLError):
         return flatten(yaml.safe_load(read_document(path, str(path))) or {})
-    except InputError:
-        raise
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise InputError(
-            f"{run / 'config.yaml'}", f"it cannot be read ({error})", "mend it, or start a new run"
-        ) from None
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:

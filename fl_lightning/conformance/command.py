@@ -14,7 +14,7 @@ from fl_lightning import methods
 from fl_lightning.config.near_names import nearest_or_list
 from fl_lightning.conformance.kit import CheckResult, run_checks
 from fl_lightning.conformance.known_methods import method_under_test
-from fl_lightning.errors import InputError, require
+from fl_lightning.errors import InputError, as_bad_input, require
 from fl_lightning.methods import Method, Term
 
 
@@ -49,14 +49,10 @@ def check(
         (settings, given_settings, "settings"),
         (neutral, given_neutral, "neutral"),
     ):
-        try:
+        shown = f"no --{name}" if given is None else f"--{name} {given}"
+        rule, instead = f"{model} cannot be made with them", "write the arguments of its constructor as YAML"
+        with as_bad_input(shown, rule, instead, TypeError, ValueError):
             subject.make(**(made or {}))
-        except (TypeError, ValueError) as error:
-            raise InputError(
-                f"no --{name}" if given is None else f"--{name} {given}",
-                f"{model} cannot be made with them ({error})",
-                "write the arguments of its constructor as YAML",
-            ) from error
     results = list(run_checks(subject))
     Console().print(results_table(model, results))
     if any(result.verdict == "failed" for result in results):
@@ -105,16 +101,12 @@ def made_terms(settings: dict[str, Any] | None) -> dict[str, Any] | None:
         if isinstance(term, Term):  # the parser made it of a full class path
             made.append(term)
             continue
-        try:
+        errors = TypeError, KeyError, ImportError, AttributeError
+        instead = "write {class_path: LabelSmoothing, init_args: {smoothing: 0.1}}"
+        with as_bad_input(f"terms with {term}", "it cannot be made", instead, *errors):
             module, _, name = str(term["class_path"]).rpartition(".")
             cls = getattr(import_module(module) if module else methods, name)
             made.append(cls(**term.get("init_args", {})))
-        except (TypeError, KeyError, ImportError, AttributeError) as error:
-            raise InputError(
-                f"terms with {term}",
-                f"it cannot be made ({type(error).__name__}: {error})",
-                "write {class_path: LabelSmoothing, init_args: {smoothing: 0.1}}",
-            ) from error
     return {**settings, "terms": made}
 
 

@@ -121,11 +121,6 @@ def examples_up(method: Any, upload: Payload) -> int:
     return payload_bytes(EXAMPLES)
 
 
-def steps_up(method: Any, upload: Payload) -> int:
-    """Uploads of Centralised hold n_k and a number of steps in fp32."""
-    return payload_bytes({**EXAMPLES, "steps": (0, 4)})
-
-
 def nothing_down(method: Any, message: Payload) -> int:
     """Broadcasts of LocalOnly and Centralised are empty."""
     return payload_bytes({})

@@ -104,9 +104,6 @@ class ArrayData(FederatedData):
         metrics: metrics of torchmetrics by class path that are evaluated beside the task's, as ``test/*`` and
             ``val/*``; null: none.
         primary: the metric that selects, of the task's or of ``metrics``; null: the task's primary one.
-
-    Raises:
-        InputError: an argument is out of range.
     """
 
     dataset: str

@@ -16,7 +16,7 @@ import numpy as np
 
 from fl_lightning.data.local import Arrays
 from fl_lightning.data.published_files import PublishedFiles
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, as_bad_input
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,9 @@ def read_batch(path: Path) -> Arrays:
     Raises:
         InputError: the file is damaged or no batch in CIFAR's format.
     """
-    try:
+    instead = "delete it and write --data.download true, or run configs/kd_default.yaml, which needs no files"
+    # a damaged pickle can raise nearly any error
+    with as_bad_input(f"{path}", "not a batch in CIFAR's format or damaged", instead, Exception):
         with path.open("rb") as file:
             content = _ArrayUnpickler(file, encoding="latin1").load()
         content = {
@@ -70,13 +72,6 @@ def read_batch(path: Path) -> Arrays:
         )
         if images.dtype != np.uint8 or images.shape != (len(labels), 3 * 32 * 32):
             raise ValueError(f"{images.dtype} {images.shape} for {len(labels)} labels")
-    except Exception as error:  # a damaged pickle can raise nearly any error
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise InputError(
-            f"{path}",
-            f"not a batch in CIFAR's format or damaged ({reason})",
-            "delete it and write --data.download true, or run configs/kd_default.yaml, which needs no files",
-        ) from None
     return images.reshape(-1, 3, 32, 32), labels
 
 

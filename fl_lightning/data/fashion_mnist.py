@@ -16,7 +16,7 @@ import numpy as np
 
 from fl_lightning.data.local import Arrays
 from fl_lightning.data.published_files import PublishedFiles
-from fl_lightning.errors import InputError, require
+from fl_lightning.errors import as_bad_input, require
 
 DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 DEBIAN_COMMAND = "apt-get install dataset-fashion-mnist"
@@ -92,12 +92,11 @@ def _read_idx(folder: Path, name: str) -> np.ndarray:
     path = _path_in(folder, name)
     assert path is not None, f"{name} is not in {folder}: prepare() comes first"
     mend = "delete it and write --data.download true, or run " + DEBIAN_COMMAND
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            content = file.read(LARGEST_FILE + 1)
-    except (OSError, EOFError, zlib.error) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise InputError(f"{path}", f"it is damaged or cannot be read ({reason})", mend) from None
+    with (
+        as_bad_input(f"{path}", "it is damaged or cannot be read", mend, OSError, EOFError, zlib.error),
+        gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file,
+    ):
+        content = file.read(LARGEST_FILE + 1)
     require(
         hashlib.sha256(content).hexdigest() == SHA256[name],
         f"{path}",

@@ -9,7 +9,7 @@ from typing import Any
 from fl_lightning.config.near_names import nearest_or_list
 from fl_lightning.data.arrays import Examples, Names, name_from
 from fl_lightning.data.map_style import ItemData
-from fl_lightning.errors import InputError, require
+from fl_lightning.errors import as_bad_input, require
 
 FILES = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
 """The library's names of the kinds of files."""
@@ -191,16 +191,13 @@ def load(path: str, name: str | None) -> Any:
         "there is no such file or folder, and a data set of the Hub has no such name",
         "correct the path",
     )
-    try:
+    given, install = f"data set {path}", 'pip install "fl_lightning[datasets]"'
+    with as_bad_input(given, "it needs the library datasets", install, ImportError):
         import datasets
-    except ImportError as error:
-        raise InputError(
-            f"data set {path}",
-            f"it needs the library datasets ({error})",
-            'pip install "fl_lightning[datasets]"',
-        ) from None
     datasets.disable_progress_bars()
-    try:
+    instead = "write a folder of save_to_disk, a file, or a name on the Hub that this machine can reach"
+    # the library raises errors of many other libraries
+    with as_bad_input(given, "it cannot be loaded", instead, Exception):
         if any((folder / file).is_file() for file in SAVED):
             return datasets.load_from_disk(path)
         if folder.is_file():
@@ -208,15 +205,6 @@ def load(path: str, name: str | None) -> Any:
             require(kind, path, f"a file is one of {', '.join(FILES)}", "write one of these, or a folder")
             return datasets.load_dataset(kind, data_files=str(folder))
         return datasets.load_dataset(path, name)
-    except InputError:
-        raise
-    except Exception as error:  # the library raises errors of many other libraries
-        reason = " ".join(str(error).split())[:300]
-        raise InputError(
-            f"data set {path}",
-            f"it cannot be loaded ({type(error).__name__}: {reason})",
-            "write a folder of save_to_disk, a file, or a name on the Hub that this machine can reach",
-        ) from error
 
 
 def _is_path(text: str) -> bool:

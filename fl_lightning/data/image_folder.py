@@ -29,7 +29,7 @@ from fl_lightning.data.form import Form
 from fl_lightning.data.image_base import ImageData
 from fl_lightning.data.local import Arrays
 from fl_lightning.data.partition import Partition, check_memory
-from fl_lightning.errors import InputError, require
+from fl_lightning.errors import InputError, as_bad_input, require
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +67,6 @@ class ImageFolder(ImageData):
             Dirichlet with beta 0.1.
         val_fraction: share of each client's images that is held out for validation, in [0, 1).
         settings: those of all images, see :class:`~fl_lightning.data.image_base.ImageData`.
-
-    Raises:
-        InputError: an argument is out of range.
     """
 
     examplewise = True
@@ -225,13 +222,13 @@ def read_image(path: Path, side: int) -> np.ndarray:
     Raises:
         InputError: it is damaged, or has pixels of more than 8 bits.
     """
-    try:
-        with Image.open(path) as image:
-            deep = image.mode in DEEP_MODES
-            square = ImageOps.fit(image.convert("RGB"), (side, side), method=Image.Resampling.BILINEAR)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        reason = " ".join(str(error).split())
-        raise InputError(f"{path}", f"it is no image or damaged ({reason})", "remove or mend it") from None
+    errors = OSError, ValueError, SyntaxError, Image.DecompressionBombError
+    with (
+        as_bad_input(f"{path}", "it is no image or damaged", "remove or mend it", *errors),
+        Image.open(path) as image,
+    ):
+        deep = image.mode in DEEP_MODES
+        square = ImageOps.fit(image.convert("RGB"), (side, side), method=Image.Resampling.BILINEAR)
     require(not deep, f"{path}", "its pixels have more than 8 bits", "convert it to 8 bits a channel")
     return np.asarray(square).transpose(2, 0, 1)
 

@@ -108,9 +108,6 @@ class FederatedImages(ImageData):
         synthetic_classes: number of classes of the synthetic data set.
         synthetic_seed: seed of the synthetic images; the run's own seed never changes them.
         settings: those of all images, see :class:`~fl_lightning.data.image_base.ImageData`.
-
-    Raises:
-        InputError: an argument is out of range.
     """
 
     examplewise = True

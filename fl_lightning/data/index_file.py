@@ -10,7 +10,7 @@ import numpy as np
 
 from fl_lightning.data.holdings import Holdings
 from fl_lightning.data.partition import IndexPartition
-from fl_lightning.errors import InputError, require
+from fl_lightning.errors import InputError, as_bad_input, require
 
 
 class FromFile(IndexPartition):
@@ -50,28 +50,20 @@ class FromFile(IndexPartition):
         return Holdings(index, starts, np.array([len(val) for val, _ in parts], np.int64), divided=divided)
 
     def _read(self) -> list[Any]:
-        try:
-            content = json.loads(Path(self.path).read_text(encoding="utf-8-sig"))
-        except OSError as error:
-            raise InputError(
-                f"{self.path}", f"it cannot be read ({error.strerror})", "write the path of a JSON file"
-            ) from None
-        except (ValueError, RecursionError) as error:
-            reason = getattr(error, "msg", type(error).__name__)
-            raise InputError(
-                f"{self.path}", f"it is not JSON ({reason})", 'write {"clients": [{"train": [0], "val": []}]}'
-            ) from None
+        given, form = f"{self.path}", 'write {"clients": [{"train": [0], "val": []}]}'
+        with as_bad_input(given, "it cannot be read", "write the path of a JSON file", OSError):
+            data = Path(self.path).read_bytes()
+        with as_bad_input(given, "it is not JSON", form, ValueError, RecursionError):
+            content = json.loads(data.decode("utf-8-sig"))
         if isinstance(content, dict) and "left_out" in content:
             raise InputError(
-                f"{self.path}",
+                given,
                 f"it leaves out the clients' examples ({content['left_out']})",
                 "use the partition and the seed of that run",
             )
         clients = content.get("clients") if isinstance(content, dict) else content
         if not (isinstance(clients, list) and clients):
-            raise InputError(
-                f"{self.path}", "it lists no clients", 'write {"clients": [{"train": [0], "val": []}]}'
-            )
+            raise InputError(given, "it lists no clients", form)
         return clients
 
     def _parts(self, client: Any, id: int) -> tuple[np.ndarray, np.ndarray]:

@@ -17,7 +17,7 @@ from fl_lightning.config.constraints import path_to
 from fl_lightning.data.arrays import ArrayData, Examples, Names, name_from
 from fl_lightning.data.items import Items, to_examples
 from fl_lightning.data.partition import check_memory
-from fl_lightning.errors import InputError, require
+from fl_lightning.errors import InputError, as_bad_input, require
 
 EXPECTED = 'write {"users": ["a"], "num_samples": [1], "user_data": {"a": {"x": [[0.5]], "y": [1]}}}'
 
@@ -36,9 +36,6 @@ class LeafData(ArrayData):
         images: whether an ``x`` holds the grey levels of a square, as in FEMNIST; the network then sees three
             equal channels, ``[3, side, side]``.
         settings: those of all data in memory, see :class:`~fl_lightning.data.arrays.ArrayData`.
-
-    Raises:
-        InputError: an argument is out of range.
     """
 
     examplewise = True
@@ -130,13 +127,10 @@ def read_leaf(path: Path, *, images: bool) -> Items:
 
 def _users(file: Path) -> list[tuple[str, list[Any], list[Any]]]:
     """Return name, inputs and targets of each user of a file."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise InputError(f"{file}", f"it cannot be read ({error.strerror})", "check the file") from None
-    except (ValueError, RecursionError) as error:
-        reason = getattr(error, "msg", type(error).__name__)
-        raise InputError(f"{file}", f"it is not JSON ({reason})", EXPECTED) from None
+    with as_bad_input(f"{file}", "it cannot be read", "check the file", OSError):
+        data = file.read_bytes()
+    with as_bad_input(f"{file}", "it is not JSON", EXPECTED, ValueError, RecursionError):
+        content = json.loads(data.decode("utf-8-sig"))
     form = isinstance(content, dict) and isinstance(content.get("users"), list)
     form = form and isinstance(content.get("user_data"), dict)
     require(form, f"{file}", "it is not in LEAF's form", EXPECTED)

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from fl_lightning.data.arrays import ArrayData, Examples, Names
 from fl_lightning.data.items import Key, Keys, read_items, to_examples
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, error_reason
 from fl_lightning.rng import torch_stream
 from fl_lightning.support.user_code import is_bug_of_user
 
@@ -30,9 +30,6 @@ class ItemData(ArrayData):
         group: position or name of what partitions deal the items out by; null: the class.
         client: position or name of whose an item is, for the partition Natural; null: none.
         settings: those of all data in memory, see :class:`~fl_lightning.data.arrays.ArrayData`.
-
-    Raises:
-        InputError: an argument is out of range.
     """
 
     def __init__(
@@ -77,9 +74,6 @@ class DatasetData(ItemData):
         train: class path and arguments of the training dataset; in Python a function that returns it.
         test: the test dataset; null: ``test_fraction`` of the training dataset.
         settings: those of the items and of all data in memory, see :class:`ItemData`.
-
-    Raises:
-        InputError: an argument is out of range.
     """
 
     examplewise = True
@@ -132,9 +126,6 @@ class DataModuleData(ItemData):
     Args:
         module: class path and arguments of the module; in Python a function that returns it.
         settings: those of the items and of all data in memory, see :class:`ItemData`.
-
-    Raises:
-        InputError: an argument is out of range.
     """
 
     examplewise = True
@@ -231,10 +222,8 @@ def made(make: Any, setting: str) -> Any:
     except (ValueError, RuntimeError, OSError, ImportError) as error:
         if is_bug_of_user(error):
             raise
-        reason = " ".join(str(error).split())
-        raise InputError(
-            f"{setting} {name_of(make)}", f"it cannot be made ({reason})", "correct its arguments"
-        ) from error
+        rule = f"it cannot be made ({error_reason(error)})"
+        raise InputError(f"{setting} {name_of(make)}", rule, "correct its arguments") from error
 
 
 def name_of(make: Any) -> str:

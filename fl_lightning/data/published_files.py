@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fl_lightning.data.local import Arrays
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, error_reason
 
 DOWNLOAD_TIMEOUT = 30.0  # seconds
 
@@ -73,7 +73,7 @@ class PublishedFiles(ABC):
             for folder in new:
                 with suppress(OSError):  # rmdir refuses a folder that is not there or not empty
                     folder.rmdir()
-            return " ".join(str(error).split()) or type(error).__name__
+            return error_reason(error)
         return "the download did not hold it"
 
 

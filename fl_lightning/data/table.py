@@ -91,9 +91,6 @@ class TableData(ArrayData):
             column is left out; ``{COLUMN: ordinal}``: each column that is named, whatever its values; null:
             the file is refused.
         settings: those of all data in memory, see :class:`~fl_lightning.data.arrays.ArrayData`.
-
-    Raises:
-        InputError: an argument is out of range.
     """
 
     examplewise = True
@@ -164,7 +161,7 @@ class TableData(ArrayData):
         if test_table is not None:
             train, test = table, test_table
         else:
-            labels = table[self.target].map(str) if self._classifies else pd.Series(np.zeros(len(table)))
+            labels = table[self.target].map(str) if self.task.has_classes else pd.Series(np.zeros(len(table)))
             own = self.run_form is not None
             chosen = np.zeros(len(table), bool) if own else in_test(labels.to_numpy(), self.test_fraction)
             train, test = table[~chosen], table[chosen]
@@ -219,14 +216,8 @@ class TableData(ArrayData):
         columns = self.run_form.columns.items()
         return {name: entry["column"] if _has_fill(entry) else entry for name, entry in columns}
 
-    @property
-    def _classifies(self) -> bool:
-        return self.task.has_classes
-
     def _check_columns(self, table: pd.DataFrame) -> None:
-        for name in dict.fromkeys([self.target, *self.categorical, *(self.features or [])]):
-            check_column(table, name, self.train_path)
-        for name in filter(None, (self.group, self.client_column)):
+        for name in dict.fromkeys([self.target, *self.categorical, *(self.features or []), *self._others]):
             check_column(table, name, self.train_path)
         nameless = [name for name in table.columns if str(name).startswith("Unnamed: ")]
         require(
@@ -304,7 +295,7 @@ class TableData(ArrayData):
 
     def _is_name(self, name: str) -> bool:
         """Return whether the values of a column are names: of classes, groups or clients."""
-        return self._classifies or name != self.target
+        return self.task.has_classes or name != self.target
 
     def _seen(self, table: pd.DataFrame) -> list[str]:
         """Return the columns that the network sees, without those that ``text`` drops."""
@@ -318,7 +309,7 @@ class TableData(ArrayData):
             for name in rest:
                 check_column(table, name, self.train_path)
             return rest
-        rest = [name for name in table.columns if name not in (self.target, self.group, self.client_column)]
+        rest = [name for name in table.columns if name not in self._others]
         require(
             rest,
             f"{self.train_path}",
@@ -332,7 +323,7 @@ class TableData(ArrayData):
     ) -> tuple[list[Any], tuple[torch.Tensor, torch.Tensor]]:
         """Return the names of the classes, and the targets of both splits."""
         name = self.target
-        if not self._classifies:
+        if not self.task.has_classes:
             values = self._numbers_of(name, train, test, test_file)
             mean, std = self._moments(name, values[0]) if self.standardise_target else (0.0, 1.0)
             first, second = (torch.tensor((one - mean) / std, dtype=torch.float32) for one in values)
@@ -361,7 +352,7 @@ class TableData(ArrayData):
         """
         import pandas as pd
 
-        if not self._classifies:
+        if not self.task.has_classes:
             return
         column, place = table[self.target], f"{self.train_path}, column {self.target}"
         fractions = pd.api.types.is_float_dtype(column) and not np.all(column == column.round())

@@ -19,7 +19,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, as_bad_input
 
 LOOPBACK = ("localhost", "127.0.0.1")  # by which nginx and ``deploy`` reach the SuperLink
 
@@ -37,15 +37,12 @@ def make_certificates(folder: Path, hosts: Sequence[str], nodes: int, days: floa
     Raises:
         InputError: the folder has an authority, or ``cryptography`` is not installed.
     """
-    try:
+    install = "pip install 'fl_lightning[deploy]'"
+    with as_bad_input("certificates", "they need the package cryptography", install, ImportError):
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes
         from cryptography.hazmat.primitives.asymmetric import ec
         from cryptography.x509.oid import NameOID
-    except ImportError:
-        raise InputError(
-            "certificates", "they need the package cryptography", "pip install 'fl_lightning[deploy]'"
-        ) from None
     if (folder / "ca.crt").exists():
         raise InputError(f"{folder}", "it has certificates already", "name another folder")
     folder.mkdir(parents=True, exist_ok=True)

@@ -8,9 +8,9 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
-from fl_lightning.config.constraints import path_to
+from fl_lightning.config.constraints import check_fields, path_to, within
 from fl_lightning.config.near_names import require_choice
 from fl_lightning.config.packaged import find_config
 from fl_lightning.deploy.flower import addresses, fleet, launch
@@ -32,6 +32,8 @@ from fl_lightning.run.places import check_place
 from fl_lightning.run.resume import find_start
 
 log = logging.getLogger("fl_lightning")
+
+NODES = within("[0, inf)", "it is a number of nodes", "write 0 for none")
 
 
 @dataclass(frozen=True)
@@ -55,14 +57,19 @@ class Deployment:
             nodes have the clients that the run deals its data out to.
     """
 
+    settings_shown: ClassVar = ("--deploy.{name} {value}",) * 2
+
     superlink: str = addresses.SUPERLINK
     root_certificates: str | None = None
-    local_nodes: int = 0
-    simulation: int = 0
+    local_nodes: Annotated[int, NODES] = 0
+    simulation: Annotated[int, NODES] = 0
     min_nodes: int | None = None
     wait_seconds: float = 300.0
     round_seconds: float = 600.0
     own_data: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def started_nodes(self) -> int:
@@ -104,9 +111,6 @@ def deploy(cli: Any) -> None:
     )
     launch.require_flower()
     settings: Deployment = cli.config_init["deploy"]
-    for name in ("local_nodes", "simulation"):
-        number = getattr(settings, name)
-        require(number >= 0, f"--deploy.{name} {number}", "it is a number of nodes", "write 0 for none")
     if settings.simulation:
         require_ray()
         require(

@@ -20,7 +20,7 @@ from fl_lightning.energy.costs import CostTable
 from fl_lightning.energy.options import BRANCH, OPTIONS, PRECISIONS, SCOPES
 from fl_lightning.energy.switched.kinds import MERGED
 from fl_lightning.energy.table_files import read_table, shipped_table, to_json
-from fl_lightning.errors import InputError, require
+from fl_lightning.errors import as_bad_input, require
 from fl_lightning.models.adapters import ALL_LINEAR
 from fl_lightning.support import disk
 
@@ -125,12 +125,8 @@ def write_table(table: CostTable, path: Path, console: Console) -> None:
     Raises:
         InputError: it cannot be written.
     """
-    try:
+    with as_bad_input(f"--out {path}", "it cannot be written", "name another"):
         disk.replace(path, to_json(table).encode())
-    except OSError as error:
-        raise InputError(
-            f"--out {path}", f"it cannot be written ({error.strerror})", "name another"
-        ) from None
     console.print(f"written: {escape(str(path))}", soft_wrap=True)
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fl_lightning.errors import require
+from fl_lightning.errors import InputError, as_bad_input, require
 
 KINDS = ("mean", "q99")
 """The mean, for training, and the 0.99 quantile, for enforcement."""
@@ -121,7 +121,7 @@ class MeasuredCost:
         return {kind: self.of_kind(kind).as_json() for kind in KINDS}
 
 
-def measured_from_json(value: object, place: str) -> MeasuredCost:
+def measured_from_json(value: Any, place: str) -> MeasuredCost:
     """Return the cost that a JSON document states.
 
     Args:
@@ -131,17 +131,12 @@ def measured_from_json(value: object, place: str) -> MeasuredCost:
     Raises:
         InputError: it is no such value.
     """
-    require(
-        isinstance(value, Mapping) and set(value) == set(KINDS),
-        f"{place}: {_short(value)}",
-        "a measured cost has the keys mean and q99",
-        'write {"mean": {"a": 0, "b": 1e-6}, "q99": {"a": 0, "b": 2e-6}}',
-    )
-    assert isinstance(value, Mapping)
-    return MeasuredCost(*(cost_from_json(value[kind], f"{place}.{kind}") for kind in KINDS))
+    form = 'write {"mean": {"a": 0, "b": 1e-6}, "q99": {"a": 0, "b": 2e-6}}'
+    with as_bad_input(place, "a measured cost has the keys mean and q99", form, TypeError, LookupError):
+        return MeasuredCost(*(cost_from_json(value[kind], f"{place}.{kind}") for kind in KINDS))
 
 
-def cost_from_json(value: object, place: str) -> Cost:
+def cost_from_json(value: Any, place: str) -> Cost:
     """Return the line or curve that a JSON document states.
 
     Args:
@@ -151,34 +146,20 @@ def cost_from_json(value: object, place: str) -> Cost:
     Raises:
         InputError: it is neither, or a number is negative.
     """
-    if isinstance(value, Mapping) and set(value) == {"a", "b"} and all(map(_is_number, value.values())):
-        _require_joules(list(value.values()), place)
-        return CostLine(float(value["a"]), float(value["b"]))
-    lists = isinstance(value, Mapping) and set(value) == {"tokens", "joules"}
-    require(
-        lists and all(isinstance(part, list) and all(map(_is_number, part)) for part in value.values()),  # type: ignore[attr-defined]
-        f"{place}: {_short(value)}",
-        "a cost is a line of a and b, or a curve of tokens and joules, in numbers",
-        'write {"a": 0.0, "b": 1e-6}',
-    )
-    assert isinstance(value, Mapping)
-    _require_joules(value["joules"], place)
-    return CostCurve(tuple(value["tokens"]), tuple(map(float, value["joules"])))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    rule = "a cost is a line of a and b, or a curve of tokens and joules, in numbers"
+    try:
+        with as_bad_input(f"{value}"[:80], rule, 'write {"a": 0.0, "b": 1e-6}', TypeError, LookupError):
+            if "a" in value:
+                return CostLine(**value)
+            return CostCurve(tuple(value["tokens"]), tuple(value["joules"]))
+    except InputError as error:
+        raise error.within(place) from None
 
 
 def _require_joules(joules: Sequence[float], given: str) -> None:
     require(
         all(math.isfinite(value) and value >= 0 for value in joules),
-        f"{given} with joules {_short(list(joules))}",
+        f"{given} with joules {list(joules)}"[:200],
         "joules are finite and 0 or more",
         "calibrate again: python -m fl_lightning energy --calibrate",
     )
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -11,7 +11,7 @@ from fl_lightning.config.packaged import cost_table, table_text
 from fl_lightning.energy.cost_shapes import MeasuredCost, measured_from_json
 from fl_lightning.energy.costs import CostTable, Removal
 from fl_lightning.energy.options import OPTIONS
-from fl_lightning.errors import InputError, require
+from fl_lightning.errors import InputError, as_bad_input, require
 
 FORMAT = 1
 """Number of the file's form; a reader refuses others."""
@@ -59,13 +59,14 @@ def from_json(text: str, given: str = "the table") -> CostTable:
     Raises:
         InputError: it is not JSON, lacks a part, or a part is not what :class:`CostTable` takes.
     """
-    try:
+    with as_bad_input(given, "a table is JSON", "calibrate again", ValueError, RecursionError):
         document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(given, f"a table is JSON ({error})", "calibrate again") from None
     _require_form(document, given)
     try:
-        costs = [_options(options, f"costs[{index}]") for index, options in enumerate(document["costs"])]
+        costs = [
+            {option: measured_from_json(one, f"costs[{index}].{option}") for option, one in options.items()}
+            for index, options in enumerate(document["costs"])
+        ]
         groups = {}
         for name, place in document["groups"].items():
             require(
@@ -98,28 +99,11 @@ def _require_form(document: Any, given: str) -> None:
     require(is_table, given, f"it is no table of costs: {rule}", "name what --calibrate --out wrote")
     for wrong, word in ((KEYS - keys, "without"), (keys - KEYS - LATER_KEYS - {CONTROLLER}, "with")):
         require(not wrong, f"{given} {word} {', '.join(sorted(wrong))}", rule, "calibrate again")
-    require(
-        document["format"] == FORMAT
-        and all(isinstance(document.get(key, ""), str) for key in ("label", "device", "scope", *LATER_KEYS))
-        and type(document["context"]) is int
-        and document["context"] >= 0
-        and all(isinstance(document[key], list) for key in ("costs", "removed"))
-        and isinstance(document["groups"], Mapping),
-        given,
-        f"it is of format {FORMAT}, with words, lists and numbers in their places",
-        "calibrate again",
-    )
-
-
-def _options(value: object, place: str) -> dict[str, MeasuredCost]:
-    found = value if isinstance(value, Mapping) else {}
-    require(
-        set(found) == set(OPTIONS),
-        f"{place} with the options {', '.join(map(str, found)) or 'none'}",
-        f"the options are {', '.join(OPTIONS)}",
-        "calibrate again",
-    )
-    return {option: measured_from_json(found[option], f"{place}.{option}") for option in OPTIONS}
+    lists = all(isinstance(document[key], list) for key in ("costs", "removed"))
+    mappings = lists and all(isinstance(one, Mapping) for one in (document["groups"], *document["costs"]))
+    numbers = document["format"] == FORMAT and type(document["context"]) is int and document["context"] >= 0
+    rule = f"it is of format {FORMAT}, with lists, mappings and numbers in their places"
+    require(lists and mappings and numbers, given, rule, "calibrate again")
 
 
 def _removal(value: object) -> Removal:

@@ -8,10 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from fl_lightning.errors import InputError, require
+from fl_lightning.errors import as_bad_input, require
 from fl_lightning.run.directory import read_json
 
 SUMMARY = "export.json"
+
+
+NEW = "write the name of a new folder"
 
 
 def check_folder(folder: str | Path, overwrite: bool) -> Path:
@@ -22,16 +25,14 @@ def check_folder(folder: str | Path, overwrite: bool) -> Path:
     """
     require(folder, "export without --to", "it writes a folder", "write --to FOLDER")
     path = Path(folder)
-    try:
+    with as_bad_input(f"--to {path}", "it cannot be written", NEW):
         there = path.exists() and (not path.is_dir() or any(path.iterdir()))
-    except OSError as error:
-        raise _unwritable(path, error) from None
-    require(not there or path.is_dir(), f"--to {folder}", "it is a file", "write the name of a new folder")
+    require(not there or path.is_dir(), f"--to {folder}", "it is a file", NEW)
     require(
         not there or overwrite,
         f"--to {folder}",
         "the folder exists and is not empty",
-        "write the name of a new folder, or --overwrite true",
+        f"{NEW}, or --overwrite true",
     )
     return path
 
@@ -45,7 +46,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     Raises:
         InputError: the folder cannot be written.
     """
-    try:
+    with as_bad_input(f"--to {path}", "it cannot be written", NEW):
         path.absolute().parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f".{path.name}.", dir=path.absolute().parent) as aside:
             yield Path(aside)
@@ -57,11 +58,3 @@ def new_folder(path: Path) -> Iterator[Path]:
                 target = path / file.relative_to(aside)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.move(file, target)
-    except OSError as error:
-        raise _unwritable(path, error) from error
-
-
-def _unwritable(path: Path, error: OSError) -> InputError:
-    return InputError(
-        f"--to {path}", f"it cannot be written ({error.strerror or error})", "write the name of a new folder"
-    )

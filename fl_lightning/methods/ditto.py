@@ -21,6 +21,7 @@ from fl_lightning.config.constraints import within
 from fl_lightning.data import FederatedData
 from fl_lightning.methods.beside import BesideMethod, same_numbers
 from fl_lightning.methods.products import squared_distance
+from fl_lightning.methods.terms import a_weight
 from fl_lightning.models.tensors import tensors_of
 from fl_lightning.wire import Payload
 
@@ -49,7 +50,7 @@ class Ditto(BesideMethod):
 
     def __init__(
         self,
-        lam: Annotated[float, within("[0, inf)", "a loss term weighs 0 or more", 0.1)] = 0.1,
+        lam: Annotated[float, a_weight(0.1)] = 0.1,
         personal_steps: Annotated[int | None, within("[1, inf)", "v makes 1 step or more", 5)] = None,
         personal_lr: Annotated[float | None, within("(0, inf)", "a learning rate is above 0", 0.05)] = None,
         **settings: Any,

@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fl_lightning.aggregation.server_optimizers import Lookahead, Share
-from fl_lightning.config.constraints import within
 from fl_lightning.methods.base import Method
-from fl_lightning.methods.terms import ProximalTerm
+from fl_lightning.methods.terms import ProximalTerm, a_weight
 
 
 class FedACG(Method):
@@ -33,7 +32,7 @@ class FedACG(Method):
     def __init__(
         self,
         lam: Share = 0.85,
-        beta: Annotated[float, within("[0, inf)", "a loss term weighs 0 or more", 0.01)] = 0.01,
+        beta: Annotated[float, a_weight(0.01)] = 0.01,
         **settings: Any,
     ) -> None:
         super().__init__(server_optimizer=Lookahead(lam), **settings)

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from fl_lightning.aggregation.sums import Addend, Sums
 from fl_lightning.client import Client
-from fl_lightning.config.constraints import within
 from fl_lightning.data import FederatedData
 from fl_lightning.methods.corrected import CorrectedMethod
 from fl_lightning.methods.products import squared_distance
+from fl_lightning.methods.terms import a_weight
 from fl_lightning.wire import Payload
 
 
@@ -43,7 +43,7 @@ class FedDyn(CorrectedMethod):
 
     def __init__(
         self,
-        alpha: Annotated[float, within("[0, inf)", "a loss term weighs 0 or more", 0.1)] = 0.1,
+        alpha: Annotated[float, a_weight(0.1)] = 0.1,
         alpha_by: Literal["clients", "examples"] = "clients",
         **settings: Any,
     ) -> None:

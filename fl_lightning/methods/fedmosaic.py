@@ -44,7 +44,7 @@ from fl_lightning.methods.relevance import (
 )
 from fl_lightning.models import build_network
 from fl_lightning.models.pq_lora import adapted_layers, align, attach, read_adapters, write_global
-from fl_lightning.wire import Layout, Limit, Payload, PayloadError
+from fl_lightning.wire import Layout, Limit, Payload
 
 NEWCOMER = Client(id=-1, train=np.empty(0, np.int64), val=np.empty(0, np.int64))
 
@@ -269,14 +269,8 @@ class FedMosaic(Method):
         return Payload({"adapters": self._mixed_for(client.id)})
 
     def check(self, upload: Payload, client: Client) -> None:
-        for name, mine in (("adapters", self.server["adapters"]), ("sketch", self.server["sketches"])):
-            given = tuple(upload.tensor(name).shape)
-            if given != tuple(mine.shape[1:]):
-                raise PayloadError(
-                    f"{name} of shape {given}",
-                    f"this federation's is {tuple(mine.shape[1:])}",
-                    "one rank and num_blocks for all",
-                )
+        upload.tensor("adapters")
+        upload.tensor("sketch")
 
     def aggregate(self, uploads: Mapping[int, Payload]) -> None:
         """Remember the newest P, Q and sketch of each client, in order of id."""

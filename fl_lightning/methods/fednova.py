@@ -28,7 +28,7 @@ from fl_lightning.methods.base import Method
 from fl_lightning.methods.corrected import require_plain_sgd
 from fl_lightning.methods.local_work import check_steps
 from fl_lightning.methods.optimizing import round_lr, round_optimizer
-from fl_lightning.methods.terms import ProximalTerm
+from fl_lightning.methods.terms import ProximalTerm, a_weight
 from fl_lightning.wire import Limit, Payload, PayloadError
 
 SWING_STEPS = 100
@@ -53,7 +53,7 @@ class FedNova(Method):
 
     def __init__(
         self,
-        mu: Annotated[float, within("[0, inf)", "a loss term weighs 0 or more", 0.0)] = 0.0,
+        mu: Annotated[float, a_weight(0.0)] = 0.0,
         server_momentum: Annotated[float, within("[0, 1)", "it is a share in [0, 1)", 0.9)] = 0.0,
         normalize: bool = True,
         **settings: Any,

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fl_lightning.config.constraints import within
 from fl_lightning.methods.base import Method
-from fl_lightning.methods.terms import NotTrueTerm
+from fl_lightning.methods.terms import NotTrueTerm, a_temperature, a_weight
 
 
 class FedNTD(Method):
@@ -32,8 +31,8 @@ class FedNTD(Method):
 
     def __init__(
         self,
-        beta: Annotated[float, within("[0, inf)", "a loss term weighs 0 or more", 1)] = 1.0,
-        tau: Annotated[float, within("(0, inf)", "a temperature is above 0", 1)] = 1.0,
+        beta: Annotated[float, a_weight(1)] = 1.0,
+        tau: Annotated[float, a_temperature(1)] = 1.0,
         **settings: Any,
     ) -> None:
         super().__init__(**settings)

@@ -21,9 +21,9 @@ from torch.nn.functional import one_hot
 from fl_lightning.aggregation.average import NoAverageError
 from fl_lightning.client import Client
 from fl_lightning.compatibility import only
-from fl_lightning.config.constraints import within
 from fl_lightning.data import FederatedData
 from fl_lightning.methods.beside import PersonalMethod
+from fl_lightning.methods.terms import a_weight
 from fl_lightning.models.features import FeatureTap
 from fl_lightning.wire import Codes, Limit, Payload, PayloadError
 
@@ -49,7 +49,7 @@ class FedProto(PersonalMethod):
 
     def __init__(
         self,
-        lam: Annotated[float, within("[0, inf)", "a loss term weighs 0 or more", 1)] = 1.0,
+        lam: Annotated[float, a_weight(1)] = 1.0,
         **settings: Any,
     ) -> None:
         super().__init__(**settings)

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fl_lightning.config.constraints import within
 from fl_lightning.methods.base import Method
-from fl_lightning.methods.terms import ProximalTerm
+from fl_lightning.methods.terms import ProximalTerm, a_weight
 
 
 class FedProx(Method):
@@ -29,7 +28,7 @@ class FedProx(Method):
 
     def __init__(
         self,
-        mu: Annotated[float, within("[0, inf)", "a loss term weighs 0 or more", 0.01)] = 0.01,
+        mu: Annotated[float, a_weight(0.01)] = 0.01,
         **settings: Any,
     ) -> None:
         super().__init__(**settings)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fl_lightning.config.constraints import within
 from fl_lightning.methods.feddyn import FedDyn
 from fl_lightning.methods.fedsam import FedSAM
+from fl_lightning.methods.terms import a_weight
 
 
 class FedSpeed(FedDyn, FedSAM):
@@ -30,7 +30,7 @@ class FedSpeed(FedDyn, FedSAM):
 
     def __init__(
         self,
-        lamb: Annotated[float, within("[0, inf)", "a loss term weighs 0 or more", 0.1)] = 0.1,
+        lamb: Annotated[float, a_weight(0.1)] = 0.1,
         **settings: Any,
     ) -> None:
         super().__init__(alpha=lamb, **settings)

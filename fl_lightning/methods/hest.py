@@ -75,9 +75,6 @@ class HEST(Method):
         price_lr: eta, the step of the dual ascent.
         temperature: tau of the Gumbel softmax.
         settings: those of every method.
-
-    Raises:
-        InputError: a setting is out of its range.
     """
 
     kind = "language models"

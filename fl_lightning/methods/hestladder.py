@@ -89,9 +89,6 @@ class HESTLadder(Method):
             made noisy as a whole, above 0. ``trainer.privacy`` needs it. The noise of a loss is z C / (cohort
             times this) nats; the larger it is, the less of the clip is left to the weights. Default: 1.
         settings: those of every method.
-
-    Raises:
-        InputError: a setting is out of its range.
     """
 
     kind = "language models"

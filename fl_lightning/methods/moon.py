@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fl_lightning.config.constraints import within
 from fl_lightning.methods.base import Method
-from fl_lightning.methods.terms import ContrastiveTerm
+from fl_lightning.methods.terms import ContrastiveTerm, a_temperature, a_weight
 
 
 class MOON(Method):
@@ -31,8 +30,8 @@ class MOON(Method):
 
     def __init__(
         self,
-        mu: Annotated[float, within("[0, inf)", "a loss term weighs 0 or more", 1)] = 1.0,
-        temperature: Annotated[float, within("(0, inf)", "a temperature is above 0", 0.5)] = 0.5,
+        mu: Annotated[float, a_weight(1)] = 1.0,
+        temperature: Annotated[float, a_temperature(0.5)] = 0.5,
         **settings: Any,
     ) -> None:
         super().__init__(**settings)

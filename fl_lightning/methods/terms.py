@@ -14,7 +14,6 @@ bit.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -24,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fl_lightning.config.constraints import within
+from fl_lightning.config.constraints import Constraint, within
 from fl_lightning.config.recorded import Recorded
-from fl_lightning.errors import InputError, require
+from fl_lightning.errors import InputError
 from fl_lightning.methods.losses import distillation, not_true_distillation
 from fl_lightning.methods.products import squared_distance
 from fl_lightning.tasks import ClassRows
@@ -132,6 +131,16 @@ class LocalStep:
         return features.flatten(0, -2)
 
 
+def a_weight(example: float) -> Constraint:
+    """Return the constraint of the weight of a loss term."""
+    return within("[0, inf)", "a loss term weighs 0 or more", example)
+
+
+def a_temperature(example: float) -> Constraint:
+    """Return the constraint of the temperature of a softmax."""
+    return within("(0, inf)", "a temperature is above 0", example)
+
+
 class Term(Recorded, ABC):
     """A term of the local loss. Settings are plain attributes; a term has no other state.
 
@@ -141,6 +150,8 @@ class Term(Recorded, ABC):
 
     settings_shown = ("{cls}({name}={value})", "{name}: {value}")
 
+    weight: float = 1.0
+    """What the term weighs. At 0 it is left out."""
     name: str = ""
     """The term is logged as ``train/loss_<name>``, as it enters the loss."""
     reads_logits: bool = False
@@ -162,7 +173,7 @@ class Term(Recorded, ABC):
     @property
     def neutral(self) -> bool:
         """Whether the term adds nothing at its settings; it is then left out."""
-        return False
+        return self.weight == 0
 
     @abstractmethod
     def __call__(self, step: LocalStep) -> Tensor:
@@ -181,12 +192,8 @@ class ScaledLoss(Term):
 
     name = "scaled"
 
-    def __init__(self, alpha: float = 0.5) -> None:
-        self.alpha = _weight("ScaledLoss", "alpha", alpha, 0.5)
-
-    @property
-    def neutral(self) -> bool:
-        return self.alpha == 0
+    def __init__(self, alpha: Annotated[float, a_weight(0.5)] = 0.5) -> None:
+        self.alpha = self.weight = alpha
 
     def __call__(self, step: LocalStep) -> Tensor:
         return self.alpha * step.task
@@ -212,11 +219,7 @@ class LabelSmoothing(Term):
             float, within("[0, 1)", "the share that is spread over all classes lies in [0, 1)", 0.1)
         ] = 0.1,
     ) -> None:
-        self.smoothing = smoothing
-
-    @property
-    def neutral(self) -> bool:
-        return self.smoothing == 0
+        self.smoothing = self.weight = smoothing
 
     def __call__(self, step: LocalStep) -> Tensor:
         uniform = step.rows.mean(-F.log_softmax(step.rows.logits, dim=1).mean(dim=1))
@@ -237,12 +240,8 @@ class ProximalTerm(Term):
     name = "prox"
     reads_received_weights = True
 
-    def __init__(self, mu: float = 0.01) -> None:
-        self.mu = _weight("ProximalTerm", "mu", mu, 0.01)
-
-    @property
-    def neutral(self) -> bool:
-        return self.mu == 0
+    def __init__(self, mu: Annotated[float, a_weight(0.01)] = 0.01) -> None:
+        self.mu = self.weight = mu
 
     def __call__(self, step: LocalStep) -> Tensor:
         trained, received = step.trained_weights, step.received_weights
@@ -264,12 +263,8 @@ class DynamicTerm(Term):
     reads_received_weights = True
     reads_shift = True
 
-    def __init__(self, alpha: float = 0.1) -> None:
-        self.alpha = _weight("DynamicTerm", "alpha", alpha, 0.1)
-
-    @property
-    def neutral(self) -> bool:
-        return self.alpha == 0
+    def __init__(self, alpha: Annotated[float, a_weight(0.1)] = 0.1) -> None:
+        self.alpha = self.weight = alpha
 
     def __call__(self, step: LocalStep) -> Tensor:
         # <H_i, y - x> + 1/2 ||y - x||^2 = 1/2 (||y - (x - H_i)||^2 - ||H_i||^2), in fewer passes
@@ -293,13 +288,11 @@ class NotTrueTerm(Term):
     reads_logits = True
     reads_received_logits = True
 
-    def __init__(self, beta: float = 1.0, tau: float = 1.0) -> None:
-        self.beta = _weight("NotTrueTerm", "beta", beta, 1)
-        self.tau = _temperature("NotTrueTerm", "tau", tau, 1)
-
-    @property
-    def neutral(self) -> bool:
-        return self.beta == 0
+    def __init__(
+        self, beta: Annotated[float, a_weight(1)] = 1.0, tau: Annotated[float, a_temperature(1)] = 1.0
+    ) -> None:
+        self.beta = self.weight = beta
+        self.tau = tau
 
     def __call__(self, step: LocalStep) -> Tensor:
         return self.beta * not_true_distillation(step.rows, step.received_logits, self.tau)
@@ -318,13 +311,13 @@ class DistillationTerm(Term):
     reads_logits = True
     reads_received_logits = True
 
-    def __init__(self, alpha: float = 0.5, temperature: float = 2.0) -> None:
-        self.alpha = _weight("DistillationTerm", "alpha", alpha, 0.5)
-        self.temperature = _temperature("DistillationTerm", "temperature", temperature, 2)
-
-    @property
-    def neutral(self) -> bool:
-        return self.alpha == 0
+    def __init__(
+        self,
+        alpha: Annotated[float, a_weight(0.5)] = 0.5,
+        temperature: Annotated[float, a_temperature(2)] = 2.0,
+    ) -> None:
+        self.alpha = self.weight = alpha
+        self.temperature = temperature
 
     def __call__(self, step: LocalStep) -> Tensor:
         return self.alpha * distillation(step.rows, step.received_logits, self.temperature)
@@ -366,12 +359,8 @@ class CalibratedLogits(_Recalibrated):
         tau: weight of the shift, 0 or more; 1 in most public code. 0: the term is left out.
     """
 
-    def __init__(self, tau: float = 1.0) -> None:
-        self.tau = _weight("CalibratedLogits", "tau", tau, 1)
-
-    @property
-    def neutral(self) -> bool:
-        return self.tau == 0
+    def __init__(self, tau: Annotated[float, a_weight(1)] = 1.0) -> None:
+        self.tau = self.weight = tau
 
     def shift(self, counts: Tensor) -> Tensor:
         return -self.tau * counts.pow(-0.25)
@@ -385,12 +374,8 @@ class BalancedSoftmax(_Recalibrated):
         gamma: weight of the shift, 0 or more; 1 in the paper. 0: the term is left out.
     """
 
-    def __init__(self, gamma: float = 1.0) -> None:
-        self.gamma = _weight("BalancedSoftmax", "gamma", gamma, 1)
-
-    @property
-    def neutral(self) -> bool:
-        return self.gamma == 0
+    def __init__(self, gamma: Annotated[float, a_weight(1)] = 1.0) -> None:
+        self.gamma = self.weight = gamma
 
     def shift(self, counts: Tensor) -> Tensor:
         return self.gamma * counts.log()
@@ -414,13 +399,11 @@ class ContrastiveTerm(Term):
     reads_received_features = True
     reads_previous_features = True
 
-    def __init__(self, mu: float = 1.0, temperature: float = 0.5) -> None:
-        self.mu = _weight("ContrastiveTerm", "mu", mu, 1)
-        self.temperature = _temperature("ContrastiveTerm", "temperature", temperature, 0.5)
-
-    @property
-    def neutral(self) -> bool:
-        return self.mu == 0
+    def __init__(
+        self, mu: Annotated[float, a_weight(1)] = 1.0, temperature: Annotated[float, a_temperature(0.5)] = 0.5
+    ) -> None:
+        self.mu = self.weight = mu
+        self.temperature = temperature
 
     def __call__(self, step: LocalStep) -> Tensor:
         z = step.features.float()
@@ -483,23 +466,3 @@ def require_terms(terms: Sequence[Term], losses: Iterable[str], method: str) -> 
             f"--model.terms {', '.join(missing)} with --model {method}, whose training_step never calls "
             f"with_terms; it would be ignored; end {method}.training_step with self.with_terms(...)"
         )
-
-
-def _weight(kind: str, name: str, value: float, example: float) -> float:
-    require(
-        0 <= value < math.inf,
-        f"{kind}({name}={value})",
-        "a loss term weighs 0 or more",
-        f"write {name}: {example}",
-    )
-    return value
-
-
-def _temperature(kind: str, name: str, value: float, example: float) -> float:
-    require(
-        0 < value < math.inf,
-        f"{kind}({name}={value})",
-        "a temperature is above 0",
-        f"write {name}: {example}",
-    )
-    return value

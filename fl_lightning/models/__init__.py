@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import import_module
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any, Literal, get_args
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 from fl_lightning.config.constraints import Constraint
 from fl_lightning.config.import_gate import check_import
 from fl_lightning.config.packaged import HF_PREFIX
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, as_bad_input
 from fl_lightning.models.channels_last import lay_out
 from fl_lightning.models.checks import check_maker, check_outputs, error_text, name_of
 from fl_lightning.models.first_inputs import FirstInputs
@@ -218,16 +218,9 @@ def _call_maker(
     torchvision's functions is ``weights``. A maker with a parameter ``example_shape`` gets that too.
     """
     check_maker(make, given)
-    try:
-        parameters = signature(make).parameters.values()
-        named = any(p.name == "num_classes" or p.kind is p.VAR_KEYWORD for p in parameters)
-    except (TypeError, ValueError):
-        named = False
-    try:
-        takes_shape = "example_shape" in signature(innermost(make)).parameters
-    except (TypeError, ValueError):
-        takes_shape = False
-    shape = {"example_shape": example_shape} if takes_shape else {}
+    parameters = _parameters(make).values()
+    named = any(p.name == "num_classes" or p.kind is p.VAR_KEYWORD for p in parameters)
+    shape = {"example_shape": example_shape} if "example_shape" in _parameters(innermost(make)) else {}
     try:
         given_by = {"num_classes": num_classes} if named else {}
         made = made_by(make, *([] if named else [num_classes]), **given_by, **shape)
@@ -248,17 +241,20 @@ def _call_maker(
     return made
 
 
+def _parameters(make: Callable[..., Any]) -> Mapping[str, Parameter]:
+    """Return the parameters of a function; none where it does not tell them."""
+    try:
+        return signature(make).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
 def _import(path: str) -> Callable[..., Any]:
     check_import(path)
     module, _, name = path.rpartition(".")
-    try:
+    errors, instead = (ImportError, AttributeError, ValueError), "write e.g. torchvision.models.resnet18"
+    with as_bad_input(f"network={path!r}", "a class path must be importable", instead, *errors):
         return getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(
-            f"network={path!r}",
-            f"a class path must be importable ({error})",
-            "write e.g. torchvision.models.resnet18",
-        ) from None
 
 
 def _from_timm(network: str, num_classes: int, example_shape: tuple[int, ...]) -> nn.Module:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from itertools import pairwise
 from math import prod
+from typing import Annotated
 
 from torch import Tensor, nn
 
-from fl_lightning.errors import InputError
+from fl_lightning.config.constraints import at_least
+from fl_lightning.config.recorded import Recorded
 
 
-class MLP(nn.Module):
+class MLP(Recorded, nn.Module):
     """Linear layers with ReLU between them on examples that are flattened.
 
     Args:
@@ -18,21 +20,16 @@ class MLP(nn.Module):
         example_shape: shape of one example; the data give it.
         width: features of a hidden layer, at least 1.
         depth: number of hidden layers; 0 is a linear model.
-
-    Raises:
-        InputError: width is less than 1 or depth less than 0.
     """
 
     def __init__(
-        self, num_classes: int, example_shape: tuple[int, ...] = (1,), width: int = 64, depth: int = 2
+        self,
+        num_classes: int,
+        example_shape: tuple[int, ...] = (1,),
+        width: Annotated[int, at_least(1)] = 64,
+        depth: Annotated[int, at_least(0)] = 2,
     ) -> None:
         super().__init__()
-        if width < 1 or depth < 0:
-            raise InputError(
-                f"width={width}, depth={depth}",
-                "a layer has 1 feature or more, and there are 0 hidden layers or more",
-                "write e.g. width 64, depth 2",
-            )
         sizes = [prod(example_shape), *[width] * depth]
         hidden = [layer for n, m in pairwise(sizes) for layer in (nn.Linear(n, m), nn.ReLU())]
         self.layers = nn.Sequential(nn.Flatten(), *hidden, nn.Linear(sizes[-1], num_classes))

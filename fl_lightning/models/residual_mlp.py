@@ -5,15 +5,18 @@ Federations whose clients have networks of different sizes take all of them from
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d
 
-from fl_lightning.errors import InputError
+from fl_lightning.config.constraints import at_least
+from fl_lightning.config.recorded import Recorded
 
 GRID_SIDE = 8  # side of the grid of pixels that the first layer sees
 
 
-class ResidualMLP(nn.Module):
+class ResidualMLP(Recorded, nn.Module):
     """A linear layer, residual blocks and a linear layer on images averaged to an 8x8 grid.
 
     Args:
@@ -22,23 +25,16 @@ class ResidualMLP(nn.Module):
         depth: number of blocks.
         example_shape: shape of one image, whose first number is its channels; the data give it. None: 3
             channels.
-
-    Raises:
-        InputError: width or depth is less than 1.
     """
 
     def __init__(
         self,
         num_classes: int,
-        width: int = 64,
-        depth: int = 4,
+        width: Annotated[int, at_least(1)] = 64,
+        depth: Annotated[int, at_least(1)] = 4,
         example_shape: tuple[int, ...] | None = None,
     ) -> None:
         super().__init__()
-        if width < 1 or depth < 1:
-            raise InputError(
-                f"width={width}, depth={depth}", "both are 1 or more", "write e.g. width 64, depth 4"
-            )
         channels = example_shape[0] if example_shape else 3
         self.stem = nn.Linear(channels * GRID_SIDE**2, width)
         self.blocks = nn.Sequential(*(ResidualBlock(width) for _ in range(depth)))

@@ -7,7 +7,7 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn.functional import pad, relu
 
-from fl_lightning.errors import InputError
+from fl_lightning.config.recorded import Recorded
 
 Shortcut = Literal["projection", "A"]
 
@@ -42,7 +42,7 @@ class BasicBlock(nn.Module):
         return relu(self.bn2(self.conv2(relu(self.bn1(self.conv1(x))))) + skip)
 
 
-class ResNet20(nn.Module):
+class ResNet20(Recorded, nn.Module):
     """Three stages of three blocks with 16, 32 and 64 channels.
 
     Args:
@@ -51,9 +51,6 @@ class ResNet20(nn.Module):
             weights; 269 722).
         example_shape: shape of one image, whose first number is its channels; the data give it. None: 3
             channels.
-
-    Raises:
-        InputError: there is no such shortcut.
     """
 
     def __init__(
@@ -63,10 +60,6 @@ class ResNet20(nn.Module):
         example_shape: tuple[int, ...] | None = None,
     ) -> None:
         super().__init__()
-        if shortcut not in ("projection", "A"):
-            raise InputError(
-                f"shortcut={shortcut!r}", "one of projection, A", "write projection, the default"
-            )
         inputs = example_shape[0] if example_shape else 3
         self.stem = nn.Sequential(
             nn.Conv2d(inputs, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()

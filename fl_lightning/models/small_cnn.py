@@ -7,6 +7,7 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d
 
+from fl_lightning.config.recorded import Recorded
 from fl_lightning.errors import InputError
 from fl_lightning.models.channels_last import gradient_channels_last
 
@@ -14,7 +15,7 @@ Norm = Literal["group", "batch", "none"]
 GRID_SIDE = 4  # side of the grid of features that the linear layer sees
 
 
-class SmallCNN(nn.Module):
+class SmallCNN(Recorded, nn.Module):
     """Three 3x3 convolutions (strides 2, 2, 1), features averaged to a 4x4 grid, one linear layer.
 
     It uses strides and plain average pooling because their backward passes are deterministic on every device.
@@ -29,7 +30,7 @@ class SmallCNN(nn.Module):
             channels.
 
     Raises:
-        InputError: there is no such norm, or the width is no positive multiple of 4.
+        InputError: the width is no positive multiple of 4.
     """
 
     def __init__(
@@ -40,8 +41,6 @@ class SmallCNN(nn.Module):
         example_shape: tuple[int, ...] | None = None,
     ) -> None:
         super().__init__()
-        if norm not in ("group", "batch", "none"):
-            raise InputError(f"norm={norm!r}", "one of group, batch, none", "write group, the default")
         if width < 4 or width % 4:
             raise InputError(
                 f"width={width}", "a positive multiple of 4, the number of groups", "write e.g. 16"

@@ -7,7 +7,7 @@ from functools import cached_property
 from types import ModuleType
 from typing import Any
 
-from fl_lightning.errors import InputError
+from fl_lightning.errors import as_bad_input
 
 
 class RoundAccountant:
@@ -63,13 +63,8 @@ class RoundAccountant:
 
 
 def _dp_accounting() -> ModuleType:
-    try:
+    rule = "epsilon is computed by dp-accounting, which cannot be imported"
+    with as_bad_input("trainer.privacy", rule, 'run: pip install "fl_lightning[privacy]"', ImportError):
         import dp_accounting
         import dp_accounting.rdp
-    except ImportError as error:
-        raise InputError(
-            "trainer.privacy",
-            f"epsilon is computed by dp-accounting, which cannot be imported ({error})",
-            'run: pip install "fl_lightning[privacy]"',
-        ) from None
     return dp_accounting

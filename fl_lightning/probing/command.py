@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fl_lightning.config.settings import changed_settings, flatten, is_under, settings_hash
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, as_bad_input
 from fl_lightning.federation import Federation, weights_hash
 from fl_lightning.probing import Finding, ProbedModel, probe, select_probes
 from fl_lightning.probing.probed_model import Protection
@@ -160,12 +160,9 @@ def _read(run: Path, name: str) -> Checkpoint:
         raise InputError(
             f"--checkpoint {name}", f"{run} holds {', '.join(there)}", "write one of these, last or best"
         )
-    try:
+    instead, damage = f"write one of {', '.join(there)}", (KeyError, TypeError, AttributeError)
+    with as_bad_input(f"--checkpoint {name}", "it cannot be used", instead, CheckpointError, *damage):
         return Checkpoint.read(run / "checkpoints" / name)
-    except (CheckpointError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(
-            f"--checkpoint {name}", f"it cannot be used ({error})", f"write one of {', '.join(there)}"
-        ) from error
 
 
 def load_model(

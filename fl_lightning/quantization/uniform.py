@@ -43,11 +43,6 @@ class Quantized:
         """Return codes of ``bits + 1`` bits, int32 ``[n]``: magnitude, and sign as the highest bit."""
         return self.magnitude | (self.negative.to(torch.int32) << self.bits)
 
-    @classmethod
-    def from_codes(cls, codes: Tensor, scale: float, bits: int) -> Quantized:
-        """Return the layer whose :meth:`codes` are these."""
-        return cls(codes & (2**bits - 1), (codes >> bits).bool(), scale, bits)
-
 
 SMALLEST_SCALE = 1e-30
 """Scale below which a layer counts as zeros: the inverse of its step would not be finite in float32."""

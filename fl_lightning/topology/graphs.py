@@ -18,7 +18,7 @@ from typing import Annotated
 
 from fl_lightning.config.constraints import at_least
 from fl_lightning.config.recorded import Recorded
-from fl_lightning.errors import InputError, require
+from fl_lightning.errors import as_bad_input, require
 from fl_lightning.rng import stream
 
 Mixing = dict[int, dict[int, Fraction]]
@@ -212,11 +212,8 @@ class GraphFile(Graph):
 
     def check(self, peers: int) -> None:
         given = f"--trainer.topology.graph.path {self.path}"
-        try:
+        with as_bad_input(given, "it cannot be read as text", "name a text file", OSError, ValueError):
             lines = Path(self.path).read_text("utf-8-sig").splitlines()
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise InputError(given, f"it cannot be read as text ({reason})", "name a text file") from None
         self._edges = []
         for number, line in enumerate(lines, 1):
             words = line.partition("#")[0].replace(",", " ").split()

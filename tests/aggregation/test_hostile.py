@@ -3,7 +3,6 @@ ledger."""
 
 from __future__ import annotations
 
-import csv
 import json
 import struct
 from contextlib import nullcontext, suppress
@@ -15,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from outcomes import rows_of
 from ranks_program import Dropped, data_of, fit, method_of
 from ten import TEN
 from toy import sgd
@@ -47,8 +47,7 @@ by_method = pytest.mark.parametrize("name", TEN)
 
 
 def rows(trainer, name: str) -> list[dict[str, str]]:
-    with (trainer.run_dir / name).open() as file:
-        return list(csv.DictReader(file))
+    return rows_of(trainer.run_dir / name)
 
 
 class First(Stressor):

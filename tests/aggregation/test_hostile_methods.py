@@ -3,12 +3,12 @@ run goes on."""
 
 from __future__ import annotations
 
-import csv
 from functools import partial
 
 import pytest
 import torch
 from all_methods import METHODS
+from outcomes import rows_of
 from test_hostile import Entries
 from toy import run, sgd
 
@@ -107,11 +107,6 @@ MADE = {
 }
 
 
-def rows(trainer, name):
-    with (trainer.run_dir / name).open() as file:
-        return list(csv.DictReader(file))
-
-
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE)
 def test_every_lie_is_rejected_with_a_reason_and_ends_nothing(make, tmp_path, caplog):
     """One round for each lie, of which the others' uploads count."""
@@ -125,7 +120,7 @@ def test_every_lie_is_rejected_with_a_reason_and_ends_nothing(make, tmp_path, ca
     assert len(lies) >= 33
     liar = InTurn(lies)
     trainer = run(method(), images(), tmp_path, max_rounds=len(lies), callbacks=[liar], **ONE_ROUND)
-    ledger = rows(trainer, "ledger.csv")
+    ledger = rows_of(trainer.run_dir / "ledger.csv")
     for round, (lie, victim) in enumerate(zip(lies, liar.victims, strict=True), start=1):
         statuses = [row["status"] for row in ledger if row["round"] == str(round)]
         assert statuses == ["rejected", "trained", "trained"], lie
@@ -159,7 +154,7 @@ def test_a_step_beyond_all_uploads_is_not_made(make, tmp_path, caplog):
     method = make(network=small_network, optimizer=sgd(0.05), server_lr=10.0)
     trainer = run(method, images(), tmp_path, max_rounds=3, callbacks=[Largest("weights")], local_epochs=1)
     assert "round 1: the server's next weights would reach 1.04858e+06" in caplog.text
-    assert [row["clients/trained"] for row in rows(trainer, "metrics.csv")] == ["0", "6", "6"]
+    assert [row["clients/trained"] for row in rows_of(trainer.run_dir / "metrics.csv")] == ["0", "6", "6"]
     assert float(method.server["weights"].abs().max()) < 10
 
 
@@ -177,7 +172,7 @@ def test_work_that_is_nearly_nothing_divides_no_large_update(tmp_path, caplog):
     )
     assert 0 < method.work_of(6) < 0.07
     assert "an update that is too large for work of 0.06" in caplog.text
-    assert [row["status"] for row in rows(trainer, "ledger.csv")].count("trained") == 5
+    assert [row["status"] for row in rows_of(trainer.run_dir / "ledger.csv")].count("trained") == 5
 
 
 def test_work_below_nothing_is_refused(tmp_path):
@@ -211,7 +206,7 @@ def test_a_secure_sum_knows_how_much_work_there_can_be(make, says, tmp_path, mon
     method: Method = make(network=small_network, optimizer=sgd(0.05))
     settings = {"max_rounds": 2, "local_epochs": 1, "secure_sum": SecureSum(threshold=0.6)}
     trainer = run(method, images(), tmp_path, **settings)
-    assert [row["secure/void"] for row in rows(trainer, "metrics.csv")] == ["0", "1"]
+    assert [row["secure/void"] for row in rows_of(trainer.run_dir / "metrics.csv")] == ["0", "1"]
     assert says in caplog.text
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from pathlib import Path
 
 import pytest
 import torch
 from deploy_transports import InProcess
+from outcomes import rows_of
 from safetensors.torch import save
 from test_deploy import command_line, deployed, nodes_in, weights
 
@@ -27,8 +27,7 @@ TEXTS = [*SMALL, "--trainer.max_local_steps=1", "--data.partition=IID", "--data.
 
 
 def measured(cli, name: str = "metrics") -> list[dict[str, str]]:
-    with (cli.trainer.run_dir / f"{name}.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_of(cli.trainer.run_dir / f"{name}.csv")
     timed = ("time/", "energy/")
     return [{key: value for key, value in row.items() if not key.startswith(timed)} for row in rows]
 
@@ -123,7 +122,7 @@ def test_sums_that_were_not_asked_for_are_refused():
     ):
         with pytest.raises(ValueError, match="was not asked for"):
             read_sums(save(sums), split, clients)
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match="SafetensorError"):
         read_sums(b"nonsense", "test", {3})
 
 
@@ -239,5 +238,5 @@ def test_states_that_were_not_asked_for_are_refused(tmp_path, monkeypatch):
         else:
             with pytest.raises(MessageError, match="was not asked for"):
                 read_states(fed, part, kind, {3})
-    with pytest.raises(MessageError, match="cannot be read"):
+    with pytest.raises(MessageError, match="SafetensorError"):
         read_states(fed, b"nonsense", "named", {3})

@@ -7,7 +7,6 @@ the clients of the first node must train on.
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import time
@@ -18,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from outcomes import rows_of
 from own_leaves import SIZES, config, leaf, leaf_file, own_nodes
 from safetensors.torch import save
 from test_deploy import ALL, InProcess, command_line, deployed, metadata_of, nodes_in, simulated, weights
@@ -81,8 +81,7 @@ def assert_one_line(caplog, least: int, *, says: str = "") -> None:
 
 
 def table(cli, name: str) -> list[dict[str, str]]:
-    with (cli.trainer.run_dir / f"{name}.csv").open() as file:
-        return list(csv.DictReader(file))
+    return rows_of(cli.trainer.run_dir / f"{name}.csv")
 
 
 def having(**entries: object) -> Change:

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from clocked import Loses
 from image_files import damaged, write
+from outcomes import rows_of
 from places import ROOT, SUPPORT
 from test_deploy import ALL, COMMON, Drop, command_line, weights
 from test_deploy import simulated as simulated_here
@@ -81,7 +82,7 @@ def test_nobody_waits_for_a_node_when_enough_have_answered(superlink, tmp_path):
     assert late[2] == late[3] == {1, 3}
     assert len(late[1]) == 2
     (metrics,) = (tmp_path / "deployed").glob("*/*/metrics.csv")
-    rows = list(csv.DictReader(metrics.read_text().splitlines()))
+    rows = rows_of(metrics)
     assert [float(row["clients/late"]) for row in rows] == [2.0] * 3
     assert all(0 < float(row["clock/round_seconds"]) < 300 for row in rows)
     cli = command_line("fedavg", tmp_path / "simulated", *ALL[:-1])

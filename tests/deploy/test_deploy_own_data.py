@@ -6,7 +6,6 @@ The data module of the simulation reads the same files, all of them; the server'
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 import torch
 import yaml
 from deploy_transports import InProcess
+from outcomes import rows_of
 from own_leaves import SIZES, config, deployed, leaf, leaf_file, own_nodes
 from PIL import Image
 
@@ -35,8 +35,7 @@ def metadata(cli: FederatedCLI) -> dict:
 
 
 def logged(cli: FederatedCLI) -> list[dict[str, float]]:
-    with (cli.trainer.run_dir / "metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_of(cli.trainer.run_dir / "metrics.csv")
     kinds = ("test/", "val/", "train/", "clients/", "bytes/")
     return [{key: float(row[key]) for key in row if key.startswith(kinds)} for row in rows]
 

@@ -6,7 +6,6 @@ The reference of rounds in which a node dies is the simulation whose stressor ha
 
 from __future__ import annotations
 
-import csv
 import importlib.util
 import json
 import shutil
@@ -15,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from deploy_transports import InProcess
+from outcomes import rows_of
 from scipy import stats
 from test_deploy import ALL, COMMON, ROOT, command_line, deployed, nodes_in, simulated, weights
 from test_deploy_flower import finish, metadata_in, ours
@@ -47,8 +47,7 @@ SECURE = "--trainer.secure_sum={threshold: 0.6}"
 
 def rows(folder: Path, name: str) -> list[dict[str, str]]:
     (path,) = folder.glob(f"*/*/{name}.csv")
-    with path.open() as file:
-        return list(csv.DictReader(file))
+    return rows_of(path)
 
 
 def column(folder: Path, name: str) -> list[str]:

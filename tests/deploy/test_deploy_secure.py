@@ -6,7 +6,6 @@ stressor has its clients leave before that phase.
 
 from __future__ import annotations
 
-import csv
 import signal
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing
@@ -16,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from deploy_transports import InProcess
+from outcomes import rows_of
 from safetensors.torch import save
 from test_deploy import (
     Processes,
@@ -68,8 +68,7 @@ FORM = SumForm((("weights", 4, 10),))
 
 
 def table(cli, name: str) -> list[dict[str, str]]:
-    with (cli.trainer.run_dir / f"{name}.csv").open() as file:
-        return list(csv.DictReader(file))
+    return rows_of(cli.trainer.run_dir / f"{name}.csv")
 
 
 class Leave(Stressor):
@@ -138,8 +137,7 @@ def test_weights_and_bytes_are_those_of_the_simulation(config, more, tmp_path):
     assert weights(cli) == simulated(config, tmp_path, *more)
     reference = next((tmp_path / "simulated").glob("*/*/ledger.csv"))
     assert (cli.trainer.run_dir / "ledger.csv").read_text() == reference.read_text()
-    with reference.with_name("metrics.csv").open() as file:
-        expected = list(csv.DictReader(file))
+    expected = rows_of(reference.with_name("metrics.csv"))
     for row, other in zip(table(cli, "metrics"), expected, strict=True):
         same = {name for name in other if name.startswith(("comm/", "secure/", "clients/"))}
         assert {f"comm/{phase}_bytes" for phase in PHASES} < same

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import math
 
 import numpy as np
 import pytest
 import torch
+from outcomes import rows_of
 from ten import SMALL
 from toy import run, sgd
 
@@ -16,11 +16,6 @@ from fl_lightning.conformance.toy import images
 from fl_lightning.data.summary import MAX_COUNTED_CLIENTS
 from fl_lightning.metrics import client_spread
 from fl_lightning.run.clients import from_json, is_json_of, keep
-
-
-def rows_of(trainer, name: str) -> list[dict[str, str]]:
-    with (trainer.run_dir / name).open() as file:
-        return list(csv.DictReader(file))
 
 
 class Grouped(type(images())):
@@ -36,7 +31,7 @@ def test_clients_of_the_best_and_the_last_round_are_written(name, tmp_path):
     """The spread over clients in ``metrics.csv`` follows from the rows of its round."""
     method = getattr(methods, name)(network=SMALL, optimizer=sgd(0.05, momentum=0.9))
     trainer = run(method, images(), tmp_path, max_rounds=3)
-    rows, data, done = rows_of(trainer, "clients.csv"), trainer.data, trainer.progress.done
+    rows, data, done = rows_of(trainer.run_dir / "clients.csv"), trainer.data, trainer.progress.done
     assert {int(row["round"]) for row in rows} == {done.best_round, 3}
     for round in {done.best_round, 3}:
         mine = [row for row in rows if int(row["round"]) == round]
@@ -61,7 +56,7 @@ def test_a_client_is_of_the_group_of_most_of_its_examples(tmp_path):
         client = data.client(id)
         odd = data.train_target[np.concatenate([client.train, client.val])] % 2
         expected.append({-1: "0", 0: "", 1: "1"}[int((2 * odd.sum() - len(odd)).sign())])
-    assert [row["group"] for row in rows_of(trainer, "clients.csv")] == expected
+    assert [row["group"] for row in rows_of(trainer.run_dir / "clients.csv")] == expected
 
 
 def test_what_is_kept_is_the_best_and_the_last_evaluation():

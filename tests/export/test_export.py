@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from exported import loaded, of_peft
+from outcomes import rows_of
 from page_commands import documented
 from places import DOCS
 from refusals import refused
@@ -477,8 +477,7 @@ def test_the_card_says_where_a_model_comes_from_and_how_it_did(tmp_path: Path):
     recorded = json.loads((trainer.run_dir / "metadata.json").read_text())
     assert about["data_sha256"] == recorded["content_sha256"]
     assert about["partition_sha256"] == recorded["partition_sha256"]
-    with (trainer.run_dir / "ledger.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_of(trainer.run_dir / "ledger.csv")
     assert about["bytes"] == {
         way: sum(int(row[name]) for row in rows)
         for way, name in (("upload", "upload"), ("download", "download"), ("wasted", "wasted"))

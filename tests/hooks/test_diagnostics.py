@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from outcomes import rows_of
 from places import ROOT
 from refusals import refused
 from torch import nn
@@ -73,7 +74,7 @@ def meters() -> list[Any]:
 
 
 def rows(run_dir: Path) -> list[dict[str, str]]:
-    return list(csv.DictReader((run_dir / "metrics.csv").read_text().splitlines()))
+    return rows_of(run_dir / "metrics.csv")
 
 
 def drawn(run_dir: Path) -> set[str]:

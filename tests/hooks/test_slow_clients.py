@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
 import pytest
+from outcomes import rows_of
 from ranked import result
 from refusals import refused
 from ten import SMALL
@@ -50,8 +50,7 @@ def trained(folder: Path, *callbacks, method=FedAvg, **settings):
 
 
 def rows(folder: Path, name: str) -> list[dict[str, str]]:
-    with (folder / name).open() as file:
-        return list(csv.DictReader(file))
+    return rows_of(folder / name)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch import nn
 from toy import CENTRES, Points, on_points, point_network, run, run_for_nothing, sgd
 
 from fl_lightning import rng
+from fl_lightning.aggregation.receiving import check_upload
 from fl_lightning.data import IID, Dirichlet, FederatedImages
 from fl_lightning.hooks import Stressor
 from fl_lightning.methods import FedAvg, FedKD
@@ -201,7 +202,7 @@ def test_bytes_of_the_published_case_are_40_million(tmp_path):
     assert (down.nbytes, upload.nbytes) == (HEADER + 22 + 20_000_000, HEADER + 22 + 15 + 20_000_000)
     assert len(down.to_bytes()) == down.nbytes
     with refused("(3, 100)", kind=PayloadError):
-        method.check(Payload({**upload, "soft_labels": torch.ones(3, 100)}), client)
+        check_upload(method, Payload({**upload, "soft_labels": torch.ones(3, 100)}), client, ())
 
 
 def digits(num_clients: int = 4, **settings) -> FederatedImages:

@@ -13,6 +13,7 @@ from torch import nn
 from toy import CENTRES, Points, run, run_for_nothing, sgd
 
 from fl_lightning import rng
+from fl_lightning.aggregation.receiving import check_upload
 from fl_lightning.data import FederatedImages, Shards
 from fl_lightning.data.test_owners import deal_test_set
 from fl_lightning.hooks import Meter, Stressor
@@ -130,7 +131,7 @@ def test_bytes_equal_the_hand_formula(tmp_path):
 )  # fmt: skip
 def test_uploads_that_do_not_fit_are_refused(bad):
     with pytest.raises(PayloadError):
-        built(mosaic()).check(Payload({**uploads(1)[0], **bad}), point_client(0))
+        check_upload(built(mosaic()), Payload({**uploads(1)[0], **bad}), point_client(0), ())
 
 
 def test_a_client_that_diverges_is_rejected_and_starts_again_from_what_it_kept(tmp_path):

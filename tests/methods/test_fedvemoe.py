@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from language_program import Stops
-from outcomes import differences, outcome
+from outcomes import differences, outcome, rows_of
 from refusals import refused
 from tiny_language import adam, fit, method_of, records
 from toy import ready
@@ -546,8 +546,7 @@ def decided(vocab_size: int) -> torch.nn.Module:
 
 
 def rounds(folder: Path) -> list[dict[str, str]]:
-    with next(folder.rglob("metrics.csv")).open() as file:
-        return list(csv.DictReader(file))
+    return rows_of(next(folder.rglob("metrics.csv")))
 
 
 def one_birth() -> FedVEMoE:

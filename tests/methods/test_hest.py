@@ -12,6 +12,7 @@ import pytest
 import torch
 from budgeted import GROUPS, built, costs
 from lightning.fabric import Fabric
+from outcomes import rows_of
 from refusals import refused
 from tiny_language import fit, method_of, records, written_then_read
 
@@ -44,8 +45,9 @@ def disturb(method, size: float = 3.0, seed: int = 0):
 
 
 def last_round(trainer) -> dict[str, float]:
-    with (trainer.run_dir / "metrics.csv").open() as file:
-        return {name: float(value) for name, value in list(csv.DictReader(file))[-1].items() if value}
+    return {
+        name: float(value) for name, value in rows_of(trainer.run_dir / "metrics.csv")[-1].items() if value
+    }
 
 
 def some(data, count: int = 8):

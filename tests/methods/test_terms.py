@@ -3,13 +3,12 @@ them."""
 
 from __future__ import annotations
 
-import csv
-
 import pytest
 import torch
 import torch.nn.functional as F
 import yaml
 from averaged import digits
+from outcomes import rows_of
 from refusals import refused
 from toy import CENTRES, Points, on_points, run, sgd
 
@@ -62,8 +61,7 @@ NEUTRAL += [CalibratedLogits(0.0), ContrastiveTerm(0.0), DynamicTerm(0.0)]
 def fitted(method: Method, tmp_path, **settings):
     settings = {"max_rounds": 2, "participation": 0.5, "local_epochs": 1, "engine": "sequential", **settings}
     trainer = run(method, digits(), tmp_path, **settings)
-    with (trainer.run_dir / "metrics.csv").open() as file:
-        return method.server["weights"], list(csv.DictReader(file))
+    return method.server["weights"], rows_of(trainer.run_dir / "metrics.csv")
 
 
 def optimizer():

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from outcomes import rows_of
 from places import ROOT
 from tiny_transformers import SMOLLM2_135M, save_base
 
@@ -108,7 +109,7 @@ def test_ten_rounds_of_a_model_of_its_size(method, tmp_path, monkeypatch):
     words = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
     assert main(["fit", *words]) == 0
     (run,) = Path("runs").glob("*/*")
-    rows = list(csv.DictReader((run / "metrics.csv").read_text().splitlines()))
+    rows = rows_of(run / "metrics.csv")
     losses = [float(row.get("train/loss_task") or row["train/loss"]) for row in rows]
     assert len(losses) == 10
     assert sum(losses[-3:]) < sum(losses[:3])

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from liars import LIAR, clients_with_a_liar, more
+from outcomes import rows_of
 from ten import make
 from toy import run
 
@@ -42,8 +43,7 @@ def random_integers(vector):
 def fit(folder: Path, method, **settings):
     """The server's tensors, and the metrics of each round."""
     trainer = run(method, images(), folder, **{"max_rounds": 2, "local_epochs": 1, **settings})
-    with (trainer.run_dir / "metrics.csv").open() as file:
-        return trainer.method.server, list(csv.DictReader(file))
+    return trainer.method.server, rows_of(trainer.run_dir / "metrics.csv")
 
 
 LIES = {

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from outcomes import rows_of
 from refusals import refused
 from ten import make
 from toy import run, run_for_nothing, sgd
@@ -77,8 +78,7 @@ def outcome(folder: Path, name: str = "FedAvg", **settings) -> tuple[str, list[d
     metadata = json.loads((trainer.run_dir / "metadata.json").read_text())
     tables = []
     for table in ("metrics", "ledger"):
-        with (trainer.run_dir / f"{table}.csv").open() as file:
-            tables.append(list(csv.DictReader(file)))
+        tables.append(rows_of(trainer.run_dir / f"{table}.csv"))
     return metadata["weights_sha256"], *tables
 
 
@@ -129,8 +129,7 @@ def test_below_the_threshold_a_round_is_void(phase, tmp_path, caplog):
         make("FedAvg"), images(), tmp_path, max_rounds=1, callbacks=[Leaves(3, phase)], secure_sum=SECURE
     )
     assert "round 1 is void, and the model stays: 3 of 6 clients" in caplog.text
-    with (trainer.run_dir / "ledger.csv").open() as file:
-        ledger = list(csv.DictReader(file))
+    ledger = rows_of(trainer.run_dir / "ledger.csv")
     assert {row["status"] for row in ledger} <= {"dropped", "lost"}
     assert all(row["upload"] == row["wasted"] for row in ledger)
     with (trainer.run_dir / "metrics.csv").open() as file:

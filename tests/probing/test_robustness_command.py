@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from outcomes import rows_of
 
 from fl_lightning.__main__ import main
 from fl_lightning.probing import command as probing
@@ -70,8 +71,7 @@ def run_test(run: Path, *more: str) -> dict:
 
 
 def last_row(run: Path) -> dict[str, float]:
-    with (run / "metrics.csv").open() as file:
-        return {name: float(value) for name, value in list(csv.DictReader(file))[-1].items() if value}
+    return {name: float(value) for name, value in rows_of(run / "metrics.csv")[-1].items() if value}
 
 
 def files(run: Path) -> dict[str, str]:

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from outcomes import rows_of
 from places import ROOT
 
 import fl_lightning
@@ -328,8 +329,7 @@ def test_the_figure_of_the_page(tmp_path, forgotten):
     meter = code("howto/figure.md")["UploadFigure"]()
     trainer = run(on_images(methods.FedAvg()), images(), tmp_path, max_rounds=3, callbacks=[meter])
     assert {path.suffix for path in (trainer.run_dir / "figures").glob("uploads.*")} == {".png", ".pdf"}
-    with (trainer.run_dir / "metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_of(trainer.run_dir / "metrics.csv")
     sent = [float(row["comm/upload_bytes"]) / 1e6 for row in rows]
     assert [float(row["comm/upload_megabytes"]) for row in rows] == pytest.approx(sent)
     assert meter.state_dict() == {"megabytes": pytest.approx(sent)}

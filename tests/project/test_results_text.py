@@ -13,6 +13,7 @@ import json
 import re
 
 import pytest
+from outcomes import rows_of
 from places import DOCS
 
 RESULTS = DOCS / "results"
@@ -133,10 +134,7 @@ def test_the_page_on_three_budgets_has_the_numbers_of_its_clients():
 
 def test_the_page_on_smollm2_has_the_numbers_of_its_runs():
     page, folder = (RESULTS / "hest_smollm2.md").read_text(), RESULTS / "hest_smollm2"
-    last, all_on, ladder = (
-        list(csv.DictReader((folder / f"{name}.csv").read_text().splitlines()))
-        for name in ("metrics", "all_on", "ladder")
-    )
+    last, all_on, ladder = (rows_of(folder / f"{name}.csv") for name in ("metrics", "all_on", "ladder"))
     end, whole = last[-1], float(all_on[-1]["test/perplexity"])
     assert float(end["energy/over_budget"]) == float(end["energy/refused"]) == 0
     joules = [float(end[f"energy/{name}"]) for name in ("joules", "joules_high")]

@@ -3,12 +3,12 @@ it, or on how often it was stopped."""
 
 from __future__ import annotations
 
-import csv
 from dataclasses import replace
 
 import pytest
 import torch
 from clocked import Fixed, Loses
+from outcomes import rows_of
 from ranked import result
 from refusals import refused
 from ten import SMALL, make, same
@@ -78,8 +78,7 @@ def test_edges_that_average_every_round_are_a_server_bit_for_bit(name, tmp_path)
 
 
 def metrics(trainer):
-    with (trainer.run_dir / "metrics.csv").open() as file:
-        return list(csv.DictReader(file))
+    return rows_of(trainer.run_dir / "metrics.csv")
 
 
 def test_a_star_is_what_there_was_before(tmp_path):

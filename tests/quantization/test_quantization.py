@@ -236,8 +236,6 @@ def test_stochastic_rounding_is_unbiased_and_seeded():
 @given(weights, st.integers(1, 8))
 def test_codes_round_trip_and_nearest_error(w, bits):
     layer = quantize(w, bits)
-    back = Quantized.from_codes(layer.codes(), layer.scale, bits)
-    assert torch.equal(back.dequantize(), layer.dequantize())
     assert torch.equal(dequantize_codes(layer.codes(), layer.scale, bits), layer.dequantize())
     assert (layer.dequantize() - w).abs().max() <= layer.step / 2 * 1.0001
 

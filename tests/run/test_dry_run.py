@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from outcomes import rows_of
 from places import ROOT
 from tiny_language import adam, fit, method_of, records
 from tiny_transformers import save_base
@@ -54,7 +54,7 @@ def test_what_travels_is_what_the_ledger_counts(rule: str | None, rank: int | li
     method = partial(method_of, FedAvg, rank=rank, adapter_average=rule)
     found = forecast(method(), records(generate=False), participation=1.0, rounds=4).metrics()
     fit(method(), tmp_path, **given)
-    rows = list(csv.DictReader(next(tmp_path.rglob("metrics.csv")).read_text().splitlines()))[2:]
+    rows = rows_of(next(tmp_path.rglob("metrics.csv")))[2:]
     for way in ("download", "upload"):
         counted = sum(float(row[f"comm/{way}_bytes"]) for row in rows) / len(rows) / 4
         assert abs(found[f"comm/client_{way}_bytes"] - counted) <= 0.02 * counted + ENTRIES, way
@@ -72,7 +72,7 @@ def test_adapters_of_all_kinds_have_a_forecast(kind: AdapterKind, tmp_path: Path
 
     found = forecast(method(), records(generate=False), participation=1.0, rounds=2).metrics()
     fit(method(), tmp_path, max_rounds=2, participation=1.0, max_local_steps=1)
-    row = list(csv.DictReader(next(tmp_path.rglob("metrics.csv")).read_text().splitlines()))[-1]
+    row = rows_of(next(tmp_path.rglob("metrics.csv")))[-1]
     for way in ("download", "upload"):
         counted = float(row[f"comm/{way}_bytes"]) / 4
         assert abs(found[f"comm/client_{way}_bytes"] - counted) <= 0.02 * counted + ENTRIES, way
@@ -91,7 +91,7 @@ def test_masks_are_in_the_forecast(rule: str | None, rank: int | list[int], tmp_
     data = records(generate=False)
     found = forecast(method(), data, participation=1.0, rounds=4, secure_sum=secure).metrics()
     fit(method(), tmp_path, **given)
-    rows = list(csv.DictReader(next(tmp_path.rglob("metrics.csv")).read_text().splitlines()))[2:]
+    rows = rows_of(next(tmp_path.rglob("metrics.csv")))[2:]
     for way in ("download", "upload"):
         counted = sum(float(row[f"comm/{way}_bytes"]) for row in rows) / len(rows) / 4
         assert abs(found[f"comm/client_{way}_bytes"] - counted) <= 0.02 * counted + ENTRIES, way

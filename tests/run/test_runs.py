@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 from cifar_files import write_cifar
 from fashion_files import needs_package
+from outcomes import rows_of
 from places import ROOT
 
 from fl_lightning.__main__ import main
@@ -79,8 +79,7 @@ def fit(*arguments: str, config: str | Path = KD, rounds: int = 2) -> Path:
 
 
 def rows(run: Path, name: str) -> list[dict[str, str]]:
-    with (run / name).open() as file:
-        return list(csv.DictReader(file))
+    return rows_of(run / name)
 
 
 LONG = [pytest.mark.slow, pytest.mark.essential]

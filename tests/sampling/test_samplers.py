@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from outcomes import rows_of
 from ranked import result
 from refusals import refused
 from ten import SMALL, TEN, fit, make, same
@@ -43,11 +43,6 @@ def trained(folder: Path, method=FedAvg, **settings):
     settings = {"participation": 0.5, "local_epochs": 1, "max_rounds": 3, **settings}
     made = method(**{"network": SMALL, **getattr(method, "keywords", {})}, optimizer=sgd(0.1))
     return run(made, images(), folder, **settings)
-
-
-def rows(trainer, name: str) -> list[dict[str, str]]:
-    with (trainer.run_dir / name).open() as file:
-        return list(csv.DictReader(file))
 
 
 @dataclass
@@ -158,9 +153,9 @@ def test_what_asking_costs_by_hand(tmp_path):
     round begins when the last has answered, and nobody is sent the model twice."""
     clock = Clock(devices=Fixed(1, 2, 3, 4, 5, 6), network=Lines(down=1e5, up=1e5, latency=0.5))
     trainer = trained(tmp_path / "run", sampler=PowerOfChoice(4), clock=clock, max_rounds=1)
-    plain = rows(trained(tmp_path / "plain", max_rounds=1), "ledger.csv")[0]
+    plain = rows_of(trained(tmp_path / "plain", max_rounds=1).run_dir / "ledger.csv")[0]
     down, up = int(plain["download"]), int(plain["upload"])
-    found, (metrics,) = rows(trainer, "ledger.csv"), rows(trainer, "metrics.csv")
+    found, (metrics,) = rows_of(trainer.run_dir / "ledger.csv"), rows_of(trainer.run_dir / "metrics.csv")
     answer = int(found[-1]["upload"])
     assert [row["status"] for row in found] == ["trained"] * 3 + ["asked"]
     assert {row["download"] for row in found} == {str(down)}

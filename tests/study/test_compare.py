@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import scipy.stats
-from compared import GRID, OFF, ON, A, B, comparison_of, report_of, rows_of
+from compared import GRID, OFF, ON, A, B, comparison_of, report_of
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from outcomes import rows_of
 from places import ROOT
 from synthetic_runs import history_of, make_run, make_study
 

@@ -389,7 +389,7 @@ def test_the_interval_decides_and_may_be_another(tmp_path):
         tmp_path, {"A": A, "B": B}, criteria=["gap(A, B) >= -0.005", "no_increase(accuracy, B, A, 0.01)"]
     )
     results = gather("study", tmp_path)
-    assert all(verdict.is_decided for verdict in verdicts(Comparison(results)))
+    assert all(verdict.decision != "undecided" for verdict in verdicts(Comparison(results)))
     wide = Comparison(results, interval=lambda values, level=0.05: (-np.inf, np.inf))
     assert [verdict.decision for verdict in verdicts(wide)] == ["undecided", "undecided"]
 

@@ -7,7 +7,8 @@ from copy import deepcopy
 from pathlib import Path
 
 import pytest
-from compared import GRID, OFF, ON, A, B, C, report_of, rows_of
+from compared import GRID, OFF, ON, A, B, C, report_of
+from outcomes import rows_of
 from places import ROOT
 from published import CONFIG, publish
 from refusals import refused

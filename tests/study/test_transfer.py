@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from compared import comparison_of, report_of, rows_of
+from compared import comparison_of, report_of
+from outcomes import rows_of
 from synthetic_runs import make_run, make_study
 
 from fl_lightning.errors import InputError

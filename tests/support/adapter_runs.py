@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-
 import torch
+from outcomes import rows_of
 from tiny_language import fit, method_of, records
 
 from fl_lightning.methods import FedAvg
@@ -19,7 +18,7 @@ def fitted(tmp_path, rule, rank=2, ffa=False, cls=FedAvg, data=None, settings=No
     method = method_of(cls, rank=rank, ffa=ffa, adapter_average=rule, **(settings or {}))
     folder = tmp_path / str(len([*tmp_path.iterdir()]))
     ended = fit(method, folder, data or records(generate=False), eval_every=9, **trainer)
-    return method, list(csv.DictReader((ended.run_dir / "metrics.csv").read_text().splitlines()))
+    return method, rows_of(ended.run_dir / "metrics.csv")
 
 
 def deployed_weights(method) -> torch.Tensor:

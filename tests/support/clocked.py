@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
+
+from outcomes import rows_of
 
 from fl_lightning.clock import AvailabilityTrace
 from fl_lightning.clock.devices import Devices
@@ -43,8 +44,7 @@ def trace(folder: Path, *spans: list[list[float]], length: float = 100.0) -> Ava
 
 def rows(trainer, name: str) -> list[dict[str, str]]:
     """A table of a run."""
-    with (trainer.run_dir / name).open() as file:
-        return list(csv.DictReader(file))
+    return rows_of(trainer.run_dir / name)
 
 
 def column(trainer, name: str) -> list[float]:

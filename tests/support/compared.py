@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 
@@ -35,11 +34,6 @@ def report_of(out: Path) -> dict:
         raise AssertionError(f"{text} is not JSON")
 
     return json.loads((out / "report.json").read_text(), parse_constant=refuse)
-
-
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with path.open() as file:
-        return list(csv.DictReader(file))
 
 
 ON, OFF = (("noise", "on"),), (("noise", "off"),)

@@ -9,14 +9,18 @@ from contextlib import closing
 from pathlib import Path
 
 
+def rows_of(table: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file, by the names in its first line."""
+    with table.open() as file:
+        return list(csv.DictReader(file))
+
+
 def outcome(folder: Path) -> dict:
     """All that must be the same: everything but times and ids."""
     (run,) = (folder / "runs" / "fl_lightning").glob("[!.]*")
     metadata = json.loads((run / "metadata.json").read_text())
-    with (run / "metrics.csv").open() as file:
-        metrics = [
-            {k: v for k, v in row.items() if not k.startswith("time/")} for row in csv.DictReader(file)
-        ]
+    rows = rows_of(run / "metrics.csv")
+    metrics = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
     checkpoints = sorted((run / "checkpoints").glob("round_*"))
     progress = json.loads((checkpoints[-1] / "progress.json").read_text())
     result = {

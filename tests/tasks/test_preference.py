@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from functools import partial
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from outcomes import rows_of
 from refusals import refused
 from tiny_language import adam, tiny
 from torch.nn import functional as F
@@ -125,7 +125,7 @@ def test_clusters_prefer_opposite_answers_to_the_same_prompts():
 def fitted(method, folder, data=None, **settings):
     small = {"max_rounds": 3, "max_local_steps": 4, "workers": 1, "participation": 1.0}
     trainer = run(method, data or pairs(), folder, **{**small, **settings})
-    return list(csv.DictReader((trainer.run_dir / "metrics.csv").read_text().splitlines()))
+    return rows_of(trainer.run_dir / "metrics.csv")
 
 
 def network(vocabulary: int):

@@ -1,6 +1,5 @@
 """Every round reaches the store once, with the time, the status and the files of its run."""
 
-import csv
 import json
 import logging
 import math
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 from lightning.fabric.loggers import CSVLogger
 from lightning.pytorch.loggers import MLFlowLogger
+from outcomes import rows_of
 
 from fl_lightning.conformance.toy import Points, on_points, run
 from fl_lightning.hooks import Meter
@@ -210,8 +210,7 @@ def test_however_a_run_ends_the_store_has_all_its_rounds(
     with pytest.raises(type(error)) if error else nullcontext():
         run(on_points(FedAvg()), Points(), tmp_path, callbacks=[Ending(error)], max_rounds=30, logger=True)
     (folder,) = (tmp_path / "fl_lightning").glob("[!.]*")
-    with (folder / "metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_of(folder / "metrics.csv")
     assert len(rows) == rounds
     metadata = json.loads((folder / "metadata.json").read_text())
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")

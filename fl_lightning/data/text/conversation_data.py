@@ -63,9 +63,6 @@ class ConversationFiles(TextData):
         too_long: what is done with a conversation longer than the context; refuse: an error; cut: its end is
             left out, or all of it where no answer begins in the context; ``partition.json`` says how often.
         settings: those of all text, see :class:`~fl_lightning.data.TextData`, but ``generate``.
-
-    Raises:
-        InputError: an argument is out of range.
     """
 
     dataset = "conversations"

@@ -31,9 +31,6 @@ class CorpusData(TextData):
         test_fraction: share of each domain that is its test text, in (0, 1).
         settings: those of all text, see :class:`~fl_lightning.data.TextData`; ``context`` is the length of a
             window.
-
-    Raises:
-        InputError: an argument is out of range.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.client import Client
-from fl_lightning.config.constraints import within
+from fl_lightning.config.constraints import at_least, within
 from fl_lightning.data.base import BatchSize, FederatedData, NumClients, PublicExamples, ValFraction
 from fl_lightning.data.batches import Draws, Pass
 from fl_lightning.data.example_batches import Split
@@ -96,9 +96,6 @@ class TextData(FederatedData):
             ``metrics``.
         metrics: metrics of torchmetrics by class path that are evaluated beside the task's, as ``test/*`` and
             ``val/*``; null: none.
-
-    Raises:
-        InputError: an argument is out of range.
     """
 
     examplewise = True
@@ -188,7 +185,7 @@ class TextData(FederatedData):
         self._owner, self._held_out = train.owner, train.held_out
         self._length = train.sequences.length.numpy()
         self._sequences = {"train": train.sequences, "test": test.sequences}
-        self.train_task, self.test_task = list(train.task), list(test.task)
+        self.test_task = list(test.task)
         self._groups = {"train": torch.from_numpy(train.group), "test": torch.from_numpy(test.group)}
         self.train_target, self.test_target = train.sequences.target, test.sequences.target
         if self.generate:
@@ -331,9 +328,6 @@ class InstructionData(TextData):
         generate: whether answers are generated for exact match and ROUGE-L.
         text_seed: seed of the records; the seed of the run never changes them.
         settings: those of all text, see :class:`TextData`; ``val_fraction`` is the share of a task's inputs.
-
-    Raises:
-        InputError: an argument is out of range.
     """
 
     dataset = "instructions"
@@ -342,16 +336,14 @@ class InstructionData(TextData):
     def __init__(
         self,
         num_clients: NumClients = 8,
-        examples_per_client: int = 400,
+        examples_per_client: Annotated[int, at_least(1)] = 400,
         house: Annotated[float, within("[0, 1]", "a share in [0, 1]", "write e.g. 0.25")] = 0.25,
-        tests_per_task: int = 24,
+        tests_per_task: Annotated[int, at_least(1)] = 24,
         context: int = 72,
         generate: bool = True,
         text_seed: int = 0,
         **settings: Any,
     ) -> None:
-        for name, value in (("examples_per_client", examples_per_client), ("tests_per_task", tests_per_task)):
-            require(value >= 1, f"{name}={value}", "at least 1", "write 1 or more")
         check_memory(
             f"{num_clients} clients with {examples_per_client} examples of {context} tokens",
             16 * num_clients * examples_per_client * context,

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from fl_lightning.config.constraints import within
+from fl_lightning.data.arrays import check_test_fraction
 from fl_lightning.data.base import NumClients
 from fl_lightning.data.hugging_face import load_splits
 from fl_lightning.data.text.federation import TextData, TextExamples
@@ -72,9 +73,6 @@ class NaturalInstructions(TextData):
             inputs is left out, and ``partition.json`` says of how many records.
         generate: whether answers are generated for exact match and ROUGE-L.
         settings: those of all text, see :class:`~fl_lightning.data.TextData`.
-
-    Raises:
-        InputError: an argument is out of range.
     """
 
     dataset = "natural_instructions"
@@ -100,12 +98,7 @@ class NaturalInstructions(TextData):
         generate: bool = True,
         **settings: Any,
     ) -> None:
-        require(
-            test is not None or 0 < test_fraction < 1,
-            f"test_fraction={test_fraction}",
-            "a share in (0, 1)",
-            "write e.g. 0.1, or name a test split",
-        )
+        check_test_fraction(test is not None, test_fraction)
         self.fields, self.prompt = FieldSources(columns, constants), Prompt(template)
         self.prompt_end, self.asked = self.prompt.tail, self.prompt.asked
         self.categories = CATEGORIES if categories is None else categories

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.data.text.tokens import Record
-from fl_lightning.errors import InputError, require
+from fl_lightning.errors import InputError, as_bad_input, require
 from fl_lightning.rng import key
 
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -23,12 +23,10 @@ def read_text(path: Path) -> str:
     Raises:
         InputError: it cannot be read, is not UTF-8, or is empty.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise InputError(f"{path}", f"it cannot be read ({error.strerror})", "check the file") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}", f"byte {error.start} is not UTF-8", "convert the file to UTF-8") from None
+    with as_bad_input(f"{path}", "it cannot be read", "check the file", OSError):
+        data = path.read_bytes()
+    with as_bad_input(f"{path}", "it is not UTF-8", "convert the file to UTF-8", UnicodeDecodeError):
+        text = data.decode("utf-8-sig")
     require(text.strip(), f"{path}", "the file is empty", "remove it or fill it")
     return text
 
@@ -100,13 +98,9 @@ def json_records(path: Path, text: str, lists: Collection[str] = ()) -> Iterator
         if not line.strip():
             continue
         place = f"{path}, line {number}"
-        try:
+        instead = "write one JSON object a line, without line breaks"
+        with as_bad_input(place, "it is not JSON", instead, ValueError, RecursionError):
             entry = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            reason = getattr(error, "msg", type(error).__name__)
-            raise InputError(
-                place, f"it is not JSON ({reason})", "write one JSON object a line, without line breaks"
-            ) from None
         require(isinstance(entry, dict), place, "it is no JSON object", 'write {"KEY": VALUE, ...}')
         yield entry, place
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from fl_lightning.config.constraints import path_to, within
+from fl_lightning.data.arrays import check_test_fraction
 from fl_lightning.data.partition import check_memory
 from fl_lightning.data.text.federation import TextData, TextExamples
 from fl_lightning.data.text.prompts import PLAIN, Prompt
@@ -75,9 +76,6 @@ class TextFiles(TextData):
             :class:`~fl_lightning.data.text.prompts.Prompt`.
         settings: those of all text, see :class:`~fl_lightning.data.TextData`; ``context`` is the length of a
             window of plain text too.
-
-    Raises:
-        InputError: an argument is out of range.
     """
 
     dataset = "text_files"
@@ -98,12 +96,7 @@ class TextFiles(TextData):
         template: str = PLAIN,
         **settings: Any,
     ) -> None:
-        require(
-            test is not None or 0 < test_fraction < 1,
-            f"test_fraction={test_fraction}",
-            "a share in (0, 1)",
-            "write e.g. 0.1, or name test files",
-        )
+        check_test_fraction(test is not None, test_fraction)
         super().__init__(num_clients=num_clients or 1, **settings)
         self.count_clients = num_clients == 0
         self.train_path, self.test_path = Path(train), Path(test) if test else None

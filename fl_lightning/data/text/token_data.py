@@ -83,9 +83,6 @@ class TokenData(TextData):
         tokenizer: what the ids are of; null: bytes, or with ``vocab_size`` numbers without text.
         generate: whether answers, the labelled tokens of an item, are generated for exact match and ROUGE-L.
         settings: those of all text, see :class:`~fl_lightning.data.TextData`.
-
-    Raises:
-        InputError: an argument is out of range.
     """
 
     def __init__(
@@ -217,9 +214,6 @@ class DataModuleTokens(TokenData):
     Args:
         module: class path and arguments of the module; in Python a function that returns it.
         settings: those of :class:`TokenData` but ``train`` and ``test``.
-
-    Raises:
-        InputError: an argument is out of range.
     """
 
     def __init__(self, module: DataModuleCallable, **settings: Any) -> None:

@@ -21,7 +21,7 @@ from fl_lightning.data.text.prompts import PLAIN_PROMPT, Prompt
 from fl_lightning.data.text.prompts import PROMPT_END as PROMPT_END
 from fl_lightning.data.text.prompts import Record as Record
 from fl_lightning.data.text.prompts import prompt_of as prompt_of
-from fl_lightning.errors import InputError, require
+from fl_lightning.errors import InputError, as_bad_input, require
 from fl_lightning.metrics.text import IGNORED
 
 TooLong = Literal["refuse", "cut"]
@@ -131,20 +131,12 @@ def pretrained_tokenizer(name: str, gguf_file: str | None = None) -> Any:
     Raises:
         InputError: transformers is not installed, or there is no such tokeniser.
     """
-    try:
+    given = f"tokenizer {name!r}"
+    with as_bad_input(given, "it needs transformers", "pip install 'fl_lightning[language]'", ImportError):
         from transformers import AutoTokenizer
-    except ImportError:
-        raise InputError(
-            f"tokenizer {name!r}", "transformers is not installed", "pip install 'fl_lightning[language]'"
-        ) from None
-    try:
+    with as_bad_input(given, "it cannot be read", "write its name or its folder", OSError, ValueError):
         file = {} if gguf_file is None else {"gguf_file": gguf_file}
         return AutoTokenizer.from_pretrained(model_folder(name), **file)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise InputError(
-            f"tokenizer {name!r}", f"it cannot be read ({reason})", "write its name or its folder"
-        ) from None
 
 
 @dataclass(frozen=True)

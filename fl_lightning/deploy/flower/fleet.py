@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 from fl_lightning.deploy.flower import PART_WAITS, next_look, packed_answer, unpacked
 from fl_lightning.deploy.flower.addresses import check_handshake, not_found, require_no_tls
 from fl_lightning.deploy.flower.launch import environment
-from fl_lightning.errors import InputError, RunStopped
+from fl_lightning.errors import InputError, RunStopped, as_bad_input
 
 log = logging.getLogger("fl_lightning")
 
@@ -110,16 +110,12 @@ def serve(
 def _connector(
     address: str, root_certificates: str | None, private_key: str | None
 ) -> Callable[[], AbstractContextManager[tuple[Any, ...]]]:
-    try:
+    given = f"--connection direct with flwr {version('flwr')}"
+    instead = "write --connection supernode, or install flwr 1.42"
+    with as_bad_input(given, "its connection is another than that of 1.42", instead, ImportError):
         from flwr.supercore.retry import http_retry
         from flwr.supernode import fleet_http_connection
         from flwr.supernode.fleet_http_connection import http_request_response
-    except ImportError:
-        raise InputError(
-            f"--connection direct with flwr {version('flwr')}",
-            "this version of Flower has another connection than 1.42",
-            "write --connection supernode, or install flwr 1.42",
-        ) from None
     fleet_http_connection.flwr_exit = _refuse
     # of ``os`` both use getpid and kill alone, to end a process that a SuperLink does not know (any more)
     http_retry.os = SimpleNamespace(getpid=os.getpid, kill=_forgotten)
@@ -163,24 +159,15 @@ def _keys(path: Path) -> tuple[Any, Any]:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
-    try:
-        key = load_ssh_private_key(path.read_bytes(), None)
-    except OSError as error:
-        raise InputError(
-            f"{path}, the file of --private_key",
-            f"it cannot be read ({error.strerror or error})",
-            "let this user read it",
-        ) from None
-    except (ValueError, UnsupportedAlgorithm) as error:
-        key, reason = None, f" ({error})"
-    else:
-        reason = ""
+    given = f"{path}, the file of --private_key"
+    with as_bad_input(given, "it cannot be read", "let this user read it"):
+        content = path.read_bytes()
+    rule = "it is a private key of an elliptic curve in OpenSSH form"
+    instead = "make one: python -m fl_lightning.deploy.certificates certs --nodes 1"
+    with as_bad_input(given, rule, instead, ValueError, UnsupportedAlgorithm):
+        key = load_ssh_private_key(content, None)
     if not isinstance(key, EllipticCurvePrivateKey):
-        raise InputError(
-            f"{path}, the file of --private_key",
-            f"it is a private key of an elliptic curve in OpenSSH form{reason}",
-            "make one: python -m fl_lightning.deploy.certificates certs --nodes 1",
-        )
+        raise InputError(given, rule, instead)
     return key, key.public_key()
 
 

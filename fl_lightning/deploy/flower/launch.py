@@ -28,7 +28,7 @@ from fl_lightning.deploy.node.node import NodeSettings
 from fl_lightning.deploy.server.halves import SERVER, is_gone
 from fl_lightning.deploy.server.job import how_to_go_on
 from fl_lightning.engines.pool import end_with
-from fl_lightning.errors import InputError, RunStopped
+from fl_lightning.errors import InputError, RunStopped, as_bad_input
 
 log = logging.getLogger("fl_lightning")
 
@@ -131,12 +131,9 @@ def require_flower() -> None:
     Raises:
         InputError: it is not installed.
     """
-    try:
+    install = "pip install 'fl_lightning[deploy]'"
+    with as_bad_input("deployment", "it needs Flower, the package flwr", install, PackageNotFoundError):
         version("flwr")
-    except PackageNotFoundError:
-        raise InputError(
-            "deployment", "it needs Flower, the package flwr", "pip install 'fl_lightning[deploy]'"
-        ) from None
 
 
 def start_superlink(started: Started, folder: Path, *more: str) -> str:

@@ -12,9 +12,11 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from fl_lightning.deploy.node import sockets
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, as_bad_input
 
 log = logging.getLogger("fl_lightning")
+
+UNUSABLE = "it cannot be made or written", "name a folder that this user may write to"
 
 
 def own_folder(folder: Path) -> Path:
@@ -23,19 +25,9 @@ def own_folder(folder: Path) -> Path:
     Raises:
         InputError: it cannot be made.
     """
-    try:
+    with as_bad_input(f"--folder {folder}", *UNUSABLE):
         folder.absolute().mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unusable(folder, error) from error
     return folder.absolute()
-
-
-def _unusable(folder: Path, error: OSError) -> InputError:
-    return InputError(
-        f"--folder {folder}",
-        f"it cannot be made or written ({error.strerror or error})",
-        "name a folder that this user may write to",
-    )
 
 
 @contextmanager
@@ -57,16 +49,14 @@ def locked(folder: Path) -> Iterator[None]:
         InputError: another node has it, or it cannot be written.
     """
     lock = FileLock(folder / ".node.lock", timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise InputError(
-            f"--folder {folder}", "another node has this folder", "end it, or give this one another folder"
-        ) from None
-    except NotImplementedError:
-        log.warning("%s: this file system has no locks; start one node alone with this folder", folder)
-    except OSError as error:
-        raise _unusable(folder, error) from error
+    with as_bad_input(f"--folder {folder}", *UNUSABLE):
+        try:
+            lock.acquire()
+        except Timeout:
+            instead = "end it, or give this one another folder"
+            raise InputError(f"--folder {folder}", "another node has this folder", instead) from None
+        except NotImplementedError:
+            log.warning("%s: this file system has no locks; start one node alone with this folder", folder)
     try:
         yield
     finally:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
-from fl_lightning.errors import InputError, require
+from fl_lightning.errors import InputError, as_bad_input, require
 from fl_lightning.support import disk
 
 KEPT_ROUNDS = 3
@@ -100,16 +100,12 @@ class StateFolder:
         if not (state or always or folder.exists()):
             return
         packed = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-        try:
+        given = f"what client {client} keeps after round {round}"
+        instead = "make room, or let the node write its folder; the client counts as dropped"
+        with as_bad_input(given, "the node's disk does not take it", instead, OSError):
             folder.mkdir(parents=True, exist_ok=True)
             whole = save(packed, {"sha256": sha256(save(packed)).hexdigest()})
             disk.replace(folder / f"after_{round:06d}.safetensors", whole)
-        except OSError as error:
-            raise InputError(
-                f"what client {client} keeps after round {round}",
-                f"the node's disk does not take it ({error.strerror or type(error).__name__})",
-                "make room, or let the node write its folder; the client counts as dropped",
-            ) from error
         rounds = {int(found[1]): path for path in folder.iterdir() if (found := AFTER.fullmatch(path.name))}
         past = sorted(number for number in rounds if number <= started_from)[1 - KEPT_ROUNDS :]
         for number, path in rounds.items():

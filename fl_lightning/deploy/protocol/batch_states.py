@@ -12,11 +12,10 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from fl_lightning.deploy.protocol.answers import METRIC_NAME
+from fl_lightning.deploy.protocol.answers import METRIC_NAME, reading
 from fl_lightning.deploy.protocol.messages import MAX_NAME, MessageError, printable
 from fl_lightning.evaluation import MAX_PARTS
 from fl_lightning.federation import Federation
@@ -72,10 +71,8 @@ def read_states(fed: Federation, part: bytes, kind: str, clients: Collection[int
     Raises:
         MessageError: they have another form, or are of other clients.
     """
-    try:
+    with reading():
         found = load(part)
-    except SafetensorError as error:
-        raise MessageError(f"its answer cannot be read ({printable(error)})") from None
     forms = {} if kind == NAMED else forms_of_logged(fed.method.network)
     named = {one.name: one.state_forms for one in fed.data.task.named}
     names = set()

@@ -14,7 +14,6 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -161,10 +160,8 @@ def read_sums(part: bytes, split: str, clients: Collection[int]) -> dict[str, Te
     Raises:
         MessageError: they have another form, or are of other clients.
     """
-    try:
+    with reading():
         sums = load(part)
-    except SafetensorError as error:
-        raise MessageError(f"its answer cannot be read ({printable(error)})") from None
     for key, value in sums.items():
         named = KEY.fullmatch(key)
         form = SPLITS[split]

@@ -7,13 +7,15 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
+from fl_lightning.config.constraints import at_least, check_fields, within
 from fl_lightning.deploy.protocol.answers import Checked, epoch_of, name_of, reading, reason_of
 from fl_lightning.deploy.protocol.identity import describe, mismatches
 from fl_lightning.deploy.protocol.mail import Mail
 from fl_lightning.deploy.protocol.messages import Message, MessageError
 from fl_lightning.deploy.protocol.private import uncounted
-from fl_lightning.errors import RunStopped, require
+from fl_lightning.errors import RunStopped
 from fl_lightning.federation import Federation
 
 log = logging.getLogger("fl_lightning")
@@ -30,22 +32,14 @@ class RoundRules:
         round_seconds: seconds after which a round goes on without the clients that have not answered.
     """
 
-    min_nodes: int = 1
-    wait_seconds: float = 300.0
-    round_seconds: float = 600.0
+    settings_shown: ClassVar = ("--deploy.{name} {value}",) * 2
+
+    min_nodes: Annotated[int, at_least(1)] = 1
+    wait_seconds: Annotated[float, within("[1, inf]", "at least 1 is needed", 1)] = 300.0
+    round_seconds: Annotated[float, within("[1, inf]", "at least 1 is needed", 1)] = 600.0
 
     def __post_init__(self) -> None:
-        for name, value, least in (
-            ("min_nodes", self.min_nodes, 1),
-            ("wait_seconds", self.wait_seconds, 1),
-            ("round_seconds", self.round_seconds, 1),
-        ):
-            require(
-                value >= least,
-                f"--deploy.{name} {value}",
-                f"at least {least} is needed",
-                f"write --deploy.{name} {least}",
-            )
+        check_fields(self)
 
 
 class Roster:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fl_lightning.errors import InputError, require
+from fl_lightning.errors import InputError, as_bad_input, require
 
 DEFAULT_WATTS = 15.0
 """A laptop's processor under load; state your own with --watts."""
@@ -142,15 +142,12 @@ class NVMLMeter(JouleMeter):
     window_seconds = 0.2  # the counter moves about every 20 to 100 ms
 
     def __init__(self, index: int = 0) -> None:
-        try:
+        given = f"the energy counter of card {index}"
+        instead = "run: pip install nvidia-ml-py; cards before Volta have no counter"
+        # both packages have errors of their own
+        with as_bad_input(given, "it cannot be read", instead, Exception):
             self._millijoules = _nvml_counter(index)
             self._millijoules()
-        except Exception as error:  # both packages have errors of their own
-            raise InputError(
-                f"the energy counter of card {index}",
-                f"it cannot be read ({type(error).__name__}: {error})",
-                "run: pip install nvidia-ml-py; cards before Volta have no counter",
-            ) from None
 
     def read(self) -> float:
         return self._millijoules() * 1e-3

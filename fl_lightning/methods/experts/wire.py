@@ -169,10 +169,7 @@ class ExpertWire:
         rejects = seeds = False
         if self.slots:
             shares |= self._shares(upload, active)
-            votes = upload.codes("votes").values.reshape(-1)
-            if len(votes) != 2:
-                raise PayloadError(f"{len(votes)} votes", "a client has two", "send them as 2 bits")
-            rejects, seeds = map(bool, votes.tolist())
+            rejects, seeds = map(bool, upload.codes("votes").values.tolist())
         sent, rows = self.sent(sorted({*shares} - {0})), upload.tensor("rows")
         wanted = (len(sent), self.size + self.features)
         if tuple(rows.shape) != wanted:
@@ -182,16 +179,12 @@ class ExpertWire:
                 "use one network on both sides",
             )
         own = upload.tensor("own") if seeds else None
-        if own is not None and own.shape != (self.size,):
-            raise PayloadError(
-                f"own of shape {tuple(own.shape)}", f"an adapter is [{self.size}]", "use one network"
-            )
         found = {slot: row for slot, row in zip(sent, rows, strict=True) if slot in shares}
         return Trained(shares, found, rejects, own)
 
     def _shares(self, upload: Payload, active: Tensor) -> dict[int, float]:
-        mine = upload.codes("slots").values.reshape(-1).bool()
-        if mine.shape != active[1:].shape or bool((mine & ~active[1:]).any()):
+        mine = upload.codes("slots").values.bool()
+        if bool((mine & ~active[1:]).any()):
             raise PayloadError(
                 f"experts {torch.nonzero(mine).flatten().add(1).tolist()}",
                 f"this federation has {torch.nonzero(active).flatten().tolist()}",

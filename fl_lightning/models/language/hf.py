@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fl_lightning.config.near_names import require_choice
 from fl_lightning.config.packaged import HF_PREFIX, model_folder
-from fl_lightning.errors import InputError, require
+from fl_lightning.errors import InputError, as_bad_input, require
 from fl_lightning.models.adapters import (
     ALL_LINEAR,
     DEFAULT_ALPHA,
@@ -414,14 +414,9 @@ def adapt(
     if getattr(model, "is_loaded_in_4bit", False):
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     config = _peft_config(kind, rank, alpha, targets if isinstance(targets, str) else list(targets), heads)
-    try:
+    given = f"targets={targets!r} for {HF_PREFIX}{name}"
+    with as_bad_input(given, "peft refuses them", f"write {ALL_LINEAR}", ValueError):
         adapted = get_peft_model(model, config)
-    except ValueError as error:
-        raise InputError(
-            f"targets={targets!r} for {HF_PREFIX}{name}",
-            f"peft refuses them ({' '.join(str(error).split())[:200]})",
-            f"write {ALL_LINEAR}",
-        ) from error
     frozen = {"ffa": ("lora_A", "lora_embedding_A"), "adalora": ("ranknum",)}.get(kind, ())
     for parameter, weight in adapted.named_parameters():  # peft would train ranknum on a bfloat16 base
         is_frozen = any(part in frozen for part in parameter.split("."))

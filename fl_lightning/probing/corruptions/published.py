@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, as_bad_input
 from fl_lightning.probing.corruptions.recipes import EXTRA, SEVERITY, STANDARD
 
 FOLDERS = {"cifar10": "CIFAR-10-C", "cifar100": "CIFAR-100-C"}
@@ -75,11 +75,6 @@ class PublishedImages:
             )
 
     def _load(self, name: str) -> np.ndarray:
-        try:
-            return np.load(self.folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
-            raise InputError(
-                f"{self.folder / name}.npy",
-                f"it cannot be read ({error})",
-                "fetch it again, or move the folder away",
-            ) from None
+        path, again = self.folder / f"{name}.npy", "fetch it again, or move the folder away"
+        with as_bad_input(f"{path}", "it cannot be read", again, OSError, ValueError, EOFError):
+            return np.load(path, mmap_mode="r", allow_pickle=False)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.config.packaged import configs_folder
-from fl_lightning.errors import InputError, require
+from fl_lightning.errors import InputError, as_bad_input, require
 from fl_lightning.study.metric_names import TaskMetrics
 from fl_lightning.study.plan.spec_file import SpecFile
 
@@ -50,15 +50,13 @@ class PublishedStudy:
         Raises:
             InputError: it is no folder that ``compare`` wrote.
         """
-        try:
+        rule = f"it is a folder with {REPORT} and {RUNS}, as compare writes it"
+        instead = "name a folder in docs/results, or the --out of a compare"
+        errors = OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError
+        with as_bad_input(where, rule, instead, *errors):
             report = json.loads((path / REPORT).read_bytes())
             found = cls(path, report, sha256((path / RUNS).read_bytes()).hexdigest())
             _ = (found.name, found.labels, found.seeds, [one["levels"].items() for one in found.levels])
-        except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-            rule = f"it is a folder with {REPORT} and {RUNS}, as compare writes it ({reason})"
-            instead = "name a folder in docs/results, or the --out of a compare"
-            raise InputError(where, rule, instead) from None
         return found
 
     @property

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.config.settings import result_settings, settings_hash
-from fl_lightning.errors import InputError
+from fl_lightning.errors import as_bad_input
 from fl_lightning.run.directory import to_json
 from fl_lightning.run.metadata import now
 from fl_lightning.study.metric_names import CLASSIFICATION
@@ -99,16 +99,15 @@ class Registration:
         path = folder / FILE
         if not path.exists():
             return None
-        try:
+        rule = "it is the registration of the study and cannot be read"
+        instead = "put it back; without it the study counts as not registered"
+        errors = OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError
+        with as_bad_input(f"{path}", rule, instead, *errors):
             entries = json.loads(path.read_bytes())["entries"]
             found = cls(tuple(Entry(**entry) for entry in entries))
             for entry in (found.first, *found.entries[1:]):
                 _require_complete(entry)
             return found
-        except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            rule = f"it is the registration of the study and cannot be read ({error})"
-            instead = "put it back; without it the study counts as not registered"
-            raise InputError(f"{path}", rule, instead) from None
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fl_lightning.errors import InputError, require
+from fl_lightning.errors import as_bad_input, require
 from fl_lightning.study.plan.published import PLAN
 from fl_lightning.study.report import tables
 from fl_lightning.study.report.comparison import Comparison
@@ -141,13 +141,10 @@ def _in_place_of(out: Path) -> Iterator[Path]:
     """Yield a new folder that then takes the place of ``out`` and keeps what is not part of a report
     there."""
     aside, old = (out.parent / f".{out.name}.{os.getpid()}.{what}" for what in ("writing", "old"))
-    try:
+    with as_bad_input(f"--out {out}", "no report can be written there", "name a folder you may write to"):
         out.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
-    except OSError as error:
-        rule = f"no report can be written there ({error.strerror})"
-        raise InputError(f"--out {out}", rule, "name a folder you may write to") from error
     try:
         yield aside
         if out.is_dir():

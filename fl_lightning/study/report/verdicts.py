@@ -54,10 +54,6 @@ class Verdict:
         could_be_decided = held + undecided >= needed or failed + undecided > levels - needed
         return "undecided" if could_be_decided or not levels else "not tested"
 
-    @property
-    def is_decided(self) -> bool:
-        return self.decision != "undecided"
-
     def count(self, decision: Decision) -> int:
         """Return at how many levels the decision was this."""
         return sum(judgement.decision == decision for _, judgement in self.judgements)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from fl_lightning.errors import InputError, require
+from fl_lightning.errors import InputError, as_bad_input, require
 from fl_lightning.study.plan.protocol import different_settings, protocol_hash
 from fl_lightning.study.plan.published import AGAIN, RUNS, PublishedStudy
 from fl_lightning.study.plan.study import Study
@@ -162,12 +162,10 @@ def _rows(published: PublishedStudy) -> list[dict[str, str]]:
         InputError: it is not the table of its report.
     """
     path, needed = published.path / RUNS, {"run", "method", "seed", "rounds", *HASHES}
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
+    rule, errors = "it is not the table of its report", (OSError, ValueError, csv.Error)
+    with as_bad_input(f"{path}", rule, AGAIN, *errors), path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
         needed |= {*published.levels[0]["levels"]}
         if not all(needed <= {*row} and None not in row.values() for row in rows):
             raise ValueError(f"each line needs {', '.join(sorted(needed))}")
         return rows
-    except (OSError, ValueError, csv.Error) as error:
-        raise InputError(f"{path}", f"it is not the table of its report ({error})", AGAIN) from None
