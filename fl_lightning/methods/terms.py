@@ -150,7 +150,7 @@ class Term(Recorded, ABC):
 
     settings_shown = ("{cls}({name}={value})", "{name}: {value}")
 
-    weight: float = 1.0
+    weighs: float = 1.0
     """What the term weighs. At 0 it is left out."""
     name: str = ""
     """The term is logged as ``train/loss_<name>``, as it enters the loss."""
@@ -173,7 +173,7 @@ class Term(Recorded, ABC):
     @property
     def neutral(self) -> bool:
         """Whether the term adds nothing at its settings; it is then left out."""
-        return self.weight == 0
+        return self.weighs == 0
 
     @abstractmethod
     def __call__(self, step: LocalStep) -> Tensor:
@@ -193,7 +193,7 @@ class ScaledLoss(Term):
     name = "scaled"
 
     def __init__(self, alpha: Annotated[float, a_weight(0.5)] = 0.5) -> None:
-        self.alpha = self.weight = alpha
+        self.alpha = self.weighs = alpha
 
     def __call__(self, step: LocalStep) -> Tensor:
         return self.alpha * step.task
@@ -219,7 +219,7 @@ class LabelSmoothing(Term):
             float, within("[0, 1)", "the share that is spread over all classes lies in [0, 1)", 0.1)
         ] = 0.1,
     ) -> None:
-        self.smoothing = self.weight = smoothing
+        self.smoothing = self.weighs = smoothing
 
     def __call__(self, step: LocalStep) -> Tensor:
         uniform = step.rows.mean(-F.log_softmax(step.rows.logits, dim=1).mean(dim=1))
@@ -241,7 +241,7 @@ class ProximalTerm(Term):
     reads_received_weights = True
 
     def __init__(self, mu: Annotated[float, a_weight(0.01)] = 0.01) -> None:
-        self.mu = self.weight = mu
+        self.mu = self.weighs = mu
 
     def __call__(self, step: LocalStep) -> Tensor:
         trained, received = step.trained_weights, step.received_weights
@@ -264,7 +264,7 @@ class DynamicTerm(Term):
     reads_shift = True
 
     def __init__(self, alpha: Annotated[float, a_weight(0.1)] = 0.1) -> None:
-        self.alpha = self.weight = alpha
+        self.alpha = self.weighs = alpha
 
     def __call__(self, step: LocalStep) -> Tensor:
         # <H_i, y - x> + 1/2 ||y - x||^2 = 1/2 (||y - (x - H_i)||^2 - ||H_i||^2), in fewer passes
@@ -291,7 +291,7 @@ class NotTrueTerm(Term):
     def __init__(
         self, beta: Annotated[float, a_weight(1)] = 1.0, tau: Annotated[float, a_temperature(1)] = 1.0
     ) -> None:
-        self.beta = self.weight = beta
+        self.beta = self.weighs = beta
         self.tau = tau
 
     def __call__(self, step: LocalStep) -> Tensor:
@@ -316,7 +316,7 @@ class DistillationTerm(Term):
         alpha: Annotated[float, a_weight(0.5)] = 0.5,
         temperature: Annotated[float, a_temperature(2)] = 2.0,
     ) -> None:
-        self.alpha = self.weight = alpha
+        self.alpha = self.weighs = alpha
         self.temperature = temperature
 
     def __call__(self, step: LocalStep) -> Tensor:
@@ -360,7 +360,7 @@ class CalibratedLogits(_Recalibrated):
     """
 
     def __init__(self, tau: Annotated[float, a_weight(1)] = 1.0) -> None:
-        self.tau = self.weight = tau
+        self.tau = self.weighs = tau
 
     def shift(self, counts: Tensor) -> Tensor:
         return -self.tau * counts.pow(-0.25)
@@ -375,7 +375,7 @@ class BalancedSoftmax(_Recalibrated):
     """
 
     def __init__(self, gamma: Annotated[float, a_weight(1)] = 1.0) -> None:
-        self.gamma = self.weight = gamma
+        self.gamma = self.weighs = gamma
 
     def shift(self, counts: Tensor) -> Tensor:
         return self.gamma * counts.log()
@@ -402,7 +402,7 @@ class ContrastiveTerm(Term):
     def __init__(
         self, mu: Annotated[float, a_weight(1)] = 1.0, temperature: Annotated[float, a_temperature(0.5)] = 0.5
     ) -> None:
-        self.mu = self.weight = mu
+        self.mu = self.weighs = mu
         self.temperature = temperature
 
     def __call__(self, step: LocalStep) -> Tensor:
