@@ -1,12 +1,12 @@
 """A long run and a large population: what a round costs must grow with neither.
 
-    python benchmarks/soak.py --rounds 10000 --out small.json                      # 50 of 100 clients a round
+    python benchmarks/soak.py --rounds 10000 --mlflow --out small.json             # 50 of 100 clients a round
     python benchmarks/soak.py --rounds 10000 --cohort 20 --clients 1000000 --val_fraction 0 --eval_every 1000 --out large.json
     python benchmarks/soak.py --draw small.json large.json --figure docs/results/figures/soak.png
 
-Measured each hundredth of the run: milliseconds of a round, resident memory, open files and threads of the
-process, bytes of the run's directory without its newest checkpoints. Printed are the second and the last tenth. All times
-are the processor's: other programs disturb it least. ``--mlflow`` tracks in ./mlflow.db.
+Measured each hundredth of the run: milliseconds of a round, resident memory, open files and Python's threads
+of the process, bytes of the run's directory without ``checkpoints``. Printed are the second and the last
+tenth. All times are the processor's: other programs disturb them least. ``--mlflow`` tracks in ./mlflow.db.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ LABELS = {
     "milliseconds": "ms of a round",
     "memory": "resident memory, MiB",
     "handles": "open files",
-    "threads": "threads",
-    "disk": "files of the run, MiB",
+    "threads": "Python's threads",
+    "disk": "files of the run but checkpoints, MiB",
 }
 
 

@@ -1,6 +1,6 @@
 """The limit: what somebody writes by hand who knows the machine and needs this one workload.
 
-Two processes of one thread each train half of the cohort. Weights are views of one vector, so that a client
+As many processes as there are cores, of one thread each, share the cohort. Weights are views of one vector, so that a client
 begins with one copy and ends with one addition to its process's sum, in memory that both see. Deep networks
 are channels last, freed memory is kept, SGD is fused. A network of one hidden layer (W4) has no autograd at
 all: the whole share of a process is one stack of matrix products. Nothing is encoded, checked, counted,
@@ -24,7 +24,8 @@ from workload import WORKLOADS, OneHidden, Workload, now, parser, report, travel
 
 from fl_lightning.support.memory import keep_freed_memory
 
-PROCESSES = 2
+PROCESSES = len(os.sched_getaffinity(0))
+PATIENCE = 600.0  # seconds that a process waits for the others at the end of a round
 Share = Callable[[np.ndarray, np.random.Generator, Tensor, Tensor], int]
 """Trains some clients from a vector of weights, adds what they end with to a sum, and returns the steps."""
 
@@ -45,7 +46,7 @@ def main() -> None:
     )
     rounds = 1 + (options.rounds or work.rounds)
     context = multiprocessing.get_context("fork")  # no thread has been started yet
-    barrier = context.Barrier(PROCESSES)
+    barrier = context.Barrier(PROCESSES, timeout=PATIENCE)
     given = (work, rounds, server, sums, steps, barrier, train)
     others = [context.Process(target=take_part, args=(rank, *given)) for rank in range(1, PROCESSES)]
     for other in others:
@@ -71,7 +72,11 @@ def take_part(
     piece = slice(len(server) * rank // PROCESSES, len(server) * (rank + 1) // PROCESSES)
     for _ in range(rounds):
         cohort = draws.choice(work.clients, work.cohort, replace=False)
-        steps[rank] += train(cohort[rank::PROCESSES], orders, server, sums[rank])
+        try:
+            steps[rank] += train(cohort[rank::PROCESSES], orders, server, sums[rank])
+        except BaseException:
+            barrier.abort()
+            raise
         barrier.wait()
         server[piece] = sum(one[piece] for one in sums) / work.cohort
         barrier.wait()

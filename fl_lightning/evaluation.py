@@ -188,6 +188,11 @@ def logs_for(
     return None if method.module is None else ModuleLogs(split, seed, method.round, tensors)
 
 
+def states_for(data: FederatedData) -> MetricStates | None:
+    """Return what takes the states of the metrics that the user has named; None where there are none."""
+    return MetricStates() if data.task.named else None
+
+
 def logged(method: Method, logs: ModuleLogs | None) -> dict[str, float]:
     """Return what a LightningModule's own step has logged on all ranks; nothing where there are no logs."""
     if logs is None:
@@ -333,7 +338,7 @@ def validate(
         sums: what :func:`sums_of_validation` gave for all clients, on other machines; None: it is asked here.
         logs: takes what the ``validation_step`` of a LightningModule logs; None: it is not called.
     """
-    task, named = data.task, MetricStates() if data.task.named else None
+    task, named = data.task, states_for(data)
     if sums is None:
         sums = sums_of_validation(fabric, method, data, states, holders, named=named, logs=logs)
     found = by_metric(collectives.gather_parts(sums))

@@ -58,8 +58,8 @@ def train_round(fed: Federation, engine: Engine, record: RoundRecord) -> None:
         trained = fed.timing.collect(fed, round, train, partial(draw, fed, round))
     record.metrics["time/train"] = perf_counter() - started
     losses = mean_losses(trained.started)
-    if losses and fed.method.terms:
-        require_terms(fed.method.active_terms(), losses, type(fed.method).__name__)
+    if losses and (terms := fed.method.active_terms()):
+        require_terms(terms, losses, type(fed.method).__name__)
     sending = partial(deliver, fed, round)
     closing = Round(round, trained.cohort, sending, engine.add_under_masks, record.metrics, record.named)
     entries = fed.aggregation.close(closing, trained.uploads, trained.receipts)
@@ -70,8 +70,7 @@ def train_round(fed: Federation, engine: Engine, record: RoundRecord) -> None:
         entries, links = fed.timing.end_round(fed, trained, entries, record, links)
     used = {entry.client for entry in entries if entry.status == "trained"}
     fed.sampler.learn(round, entries, {id: loss for id, loss in trained.losses.items() if id in used})
-    if fed.asked:
-        entries = with_asked(entries, fed.asked)
+    entries = with_asked(entries, fed.asked)
     for entry in (*entries, *links):
         fed.ledger.add(entry)
     record.metrics |= summarise(fed, entries, losses, links)
@@ -94,8 +93,7 @@ def train_cohort(fed: Federation, engine: Engine, round: int, ids: Iterable[int]
     ]
     if any(map(sees_uploads, fed.callbacks)):
         change_uploads(fed, round, uploads, receipts)
-    if told:
-        receipts = [replace(one, entry=one.entry.with_upload(told.get(one.client.id))) for one in receipts]
+    receipts = [replace(one, entry=one.entry.with_upload(told.get(one.client.id))) for one in receipts]
     sizes = {task.client.id: cycle(fed.data.epoch_sizes(task.client)) for task in tasks}
     examples = {task.client.id: sum(islice(sizes[task.client.id], task.steps)) for task in tasks}
     losses = {id: float(message.tensor("loss")) for id, message in told.items()}

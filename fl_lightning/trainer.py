@@ -427,9 +427,8 @@ class FederatedTrainer(RunViews):
         return stop_reason([self.privacy] if self.fast_dev_run else self.callbacks)
 
     def _prepare(self) -> Federation:
-        fed = prepare_federation(self, self.method, self.data, self.seed)
         check_name(str(self._name), f"the run's name {str(self._name)!r}")
-        return fed
+        return prepare_federation(self, self.method, self.data, self.seed)
 
     def _make_engine(self, fed: Federation) -> Engine:
         if self.remote is not None:

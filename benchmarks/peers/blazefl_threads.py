@@ -97,7 +97,7 @@ def main() -> None:
     )  # fmt: skip
     trainer.sgd = work.sgd
     before, steps, marks = weights(handler.model), 0, [now()]
-    while not handler.if_stop():
+    for _ in range(rounds):
         trainer.local_process(handler.downlink_package(), handler.sample_clients())
         for package in trainer.uplink_package():
             steps += package.metadata["steps"]

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.aggregation.adapters.as_they_are import AS_THEY_ARE, AsTheyAre
 from fl_lightning.aggregation.adapters.cohort import PRODUCTS
+from fl_lightning.aggregation.adapters.plain_weights import AS_THEY_ARE, PlainWeights
 from fl_lightning.aggregation.average import Average, NoAverageError
 from fl_lightning.aggregation.averages import capped
 from fl_lightning.aggregation.client_weights import BY_EXAMPLES, ClientWeights, Weighing
@@ -47,7 +47,7 @@ class SummingServer:
     """Values of a vector of ``layout`` that are trained parameters; statistics and other buffers follow."""
     server_optimizer: ServerOptimizer | None = None
     """What the server makes of its clients' mean; None: the mean is what the next round starts from."""
-    adapters: AsTheyAre = AS_THEY_ARE
+    adapters: PlainWeights = AS_THEY_ARE
     """What becomes of the clients' low-rank adapters, and which values travel."""
     owns: frozenset[str] = frozenset()
     """Those of ``server_optimizer``, ``personal`` and ``finetune`` that the class is a name of, and sets by

@@ -1,4 +1,4 @@
-from fl_lightning.aggregation.average import Average
+from fl_lightning.aggregation.average import Average, NoAverageError
 from fl_lightning.aggregation.averages import CoordinateMedian, NormClipping, TrimmedMean, WeightedMean
 from fl_lightning.aggregation.robust import (
     Bulyan,
@@ -140,6 +140,7 @@ __all__ = [
     "Method",
     "MoFedSAM",
     "MultiKrum",
+    "NoAverageError",
     "NormClipping",
     "NotTrueTerm",
     "Oracle",

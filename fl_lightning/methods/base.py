@@ -227,24 +227,14 @@ class Method(Recorded, SummingServer, WithLocalWork, WithPersonal, WithTerms):
     def start_client(self, message: Payload, client: Client, labels: Tensor) -> None:
         """Make the module what this client starts its round from: its own part, what it receives, and what
         its terms read."""
-        if self.own.size:
-            self.take_own(client)
+        self.take_own(client)
         self.receive(message, client)
-        if self.terms:
-            self.start_terms(client, labels)
+        self.start_terms(client, labels)
 
     def end_client(self, client: Client) -> None:
         """Keep on the client, after its local steps, what its next round needs."""
-        if self.terms:
-            self.end_terms(client)
-        if self.own.size:
-            self.keep_own(client)
-
-    def train(self, mode: bool = True) -> Method:
-        super().train(mode)
-        if self.terms:
-            self.rest_frozen_networks()
-        return self
+        self.end_terms(client)
+        self.keep_own(client)
 
     def receive(self, message: Payload, client: Client) -> None:
         """Set every parameter and buffer that training reads or writes from ``message`` and ``client.state``,
@@ -253,8 +243,7 @@ class Method(Recorded, SummingServer, WithLocalWork, WithPersonal, WithTerms):
         One that does not call this one ends with ``self.remember_received()``.
         """
         self.adapters.receive(self, message, client)
-        if self.terms:
-            self.remember_received()
+        self.remember_received()
 
     def local_batches(
         self, data: FederatedData, client: Client, *, epochs: int, labels: Tensor, steps: int
@@ -266,8 +255,7 @@ class Method(Recorded, SummingServer, WithLocalWork, WithPersonal, WithTerms):
         """Return the terms of the local objective: ``loss``, and each term by its metric name (``loss_task``,
         ...)."""
         task, logits = self.task_and_logits(batch, batch_idx)
-        losses = {"loss": task, "loss_task": task}
-        return self.with_terms(losses, batch, logits) if self.terms else losses
+        return self.with_terms({"loss": task, "loss_task": task}, batch, logits)
 
     def task_and_logits(
         self, batch: Any, batch_idx: int, weights: Mapping[str, Tensor] | None = None
@@ -369,8 +357,7 @@ class Method(Recorded, SummingServer, WithLocalWork, WithPersonal, WithTerms):
         """Return the network with these weights ``[P]``, what stays on the client, and its fine-tuning."""
         self.layout.write(self.network, weights)
         self.adapters.write_base(self)
-        if self.own.size:
-            self.take_own(client)
+        self.take_own(client)
         if client is not None and self.finetuner is not None:
             self.finetuner(client)
         return self.network

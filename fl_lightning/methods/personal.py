@@ -105,13 +105,14 @@ class WithPersonal:
 
     def take_own(self, client: Client | None) -> None:
         """Set what stays on a client to what it has kept; None: to the initial values."""
-        kept = {} if client is None else client.state
-        self.own.write(self.network, kept.get(OWN, self.own_start))
+        if self.own.size:
+            kept = {} if client is None else client.state
+            self.own.write(self.network, kept.get(OWN, self.own_start))
 
     def keep_own(self, client: Client) -> None:
         """Keep on the client what stays there, after its local steps. A client that has diverged keeps what
         it had."""
-        if self.own_part_learns:
+        if self.own.size and self.own_part_learns:
             values = self.own.read(self.network)
             if bool(torch.isfinite(values).all()):
                 client.state[OWN] = values

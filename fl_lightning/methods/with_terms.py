@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from fl_lightning.aggregation.adapters import AsTheyAre
+from fl_lightning.aggregation.adapters import PlainWeights
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import MisuseError
@@ -39,7 +39,7 @@ class WithTerms(LightningModule):
     own: Layout
     task: Task
     terms: list[Term]
-    adapters: AsTheyAre
+    adapters: PlainWeights
     trained_names: Sequence[str]
     has_received: bool
     """Whether terms know what the client received."""
@@ -111,10 +111,11 @@ class WithTerms(LightningModule):
             moved = self.anchored.pack(self.trained_weights()) - self.received_weights.cpu()
             client.state[SHIFT] = self.shift.cpu() + moved
 
-    def rest_frozen_networks(self) -> None:
-        """Put the copies that terms read into evaluation mode, in which they stay."""
+    def train(self, mode: bool = True) -> WithTerms:
+        super().train(mode)
         for frozen in self._frozen_networks():
             frozen.eval()
+        return self
 
     def trained_weights(self) -> dict[str, Tensor]:
         """Return the network's weights that the local optimiser moves, by parameter name, before any

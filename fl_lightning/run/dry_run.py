@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fl_lightning.aggregation.adapters import AdapterAverage
 from fl_lightning.compatibility.methods import own_messages_of
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import InputError, require
 from fl_lightning.methods import Method
 from fl_lightning.methods.personal import part_of
 from fl_lightning.models import build_network
+from fl_lightning.models.adapters.low_rank import factor_sides
 from fl_lightning.models.step_memory import StepMemory, batch_of, shapes_alone, step_memory
 from fl_lightning.privacy.secure.settings import SecureSum
 from fl_lightning.wire import Layout, Payload
@@ -115,7 +115,7 @@ def forecast(
         # vectors that are masked have one form, so that clients of low rank fill theirs up
         sums = [layout.size if getattr(network, "client_ranks", ()) else round(up)]
         if method.adapters.sums_products:
-            sums.append(sum(m * n for _, m, n in AdapterAverage.sides(network)))
+            sums.append(sum(m * n for _, m, n in factor_sides(network)))
         up_bytes, more = secure_sum.client_bytes(sum(sums) + len(sums), cohort or 2)
         down_bytes += more
     return Forecast(

@@ -3,6 +3,7 @@ code."""
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 from golden_adapters import found_by_a_file
 from lightning.pytorch import LightningModule
+from torch import nn
 from toy import run, sgd
 
 from callbacks import LabelNoise
@@ -432,3 +434,26 @@ def test_a_rate_of_the_head_that_a_module_would_ignore_is_refused():
         InputError, match=r"head_lr 0.1 beside --model.module OwnModule; .*; leave head_lr out"
     ):
         FedRep(module=OwnModule(), head_lr=0.1)
+
+
+def test_overridden_hooks_of_clients_are_called_where_nothing_is_personal_and_no_term_is_set(tmp_path):
+    """They are how a method of one's own adds a loss or keeps something on a client."""
+    called: Counter[str] = Counter()
+
+    class Own(FedAvg):
+        def with_terms(self, outputs, batch, logits):
+            called["with_terms"] += 1
+            losses = super().with_terms(outputs, batch, logits)
+            return {**losses, "loss": 2 * losses["loss"], "loss_own": losses["loss"]}
+
+    for name in ("take_own", "remember_received", "start_terms", "end_terms", "keep_own", "active_terms"):
+
+        def counted(self, *args, name=name):
+            called[name] += 1
+            return getattr(super(Own, self), name)(*args)
+
+        setattr(Own, name, counted)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 4))
+    trainer = run(Own(network=lambda num_classes: network, optimizer=sgd()), images(), tmp_path)
+    assert len(called) == 7
+    assert trainer.history["train/loss_own"].notna().all()

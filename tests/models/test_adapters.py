@@ -64,7 +64,7 @@ def stir(network: nn.Module, seed: int = 3, std: float = 0.2) -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
-def test_new_adapters_leave_the_outputs_as_they_are(kind: str):
+def test_new_adapters_leave_the_outputs_plain_weights(kind: str):
     before = small()(ids(2, 9))
     after = add_adapter(small(), kind, 5, seed=1)(ids(2, 9))
     if kind == "pissa":

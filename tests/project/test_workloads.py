@@ -106,16 +106,16 @@ def test_a_peer_that_fails_has_a_row_that_says_so(workloads, monkeypatch, capsys
         assert set(run["versions"]) == {"torch", "numpy", "timm"}
 
 
-@pytest.mark.parametrize("layout", ["W4", "B1"])
-def test_the_limit_trains_what_the_plain_loop_trains(workloads, monkeypatch, layout):
+@pytest.mark.parametrize("name", ["W4", "B1", "W2"])
+def test_the_limit_trains_what_the_plain_loop_trains(workloads, monkeypatch, name):
     """Written-out gradients of a stack and weights that are views of one vector end where autograd and state
     dictionaries end, for orders that are the same."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the module sets it, and it is put back
     limit, plain, workload = map(import_module, ("workload_limit", "workload_plain", "workload"))
-    work = replace(workload.WORKLOADS[layout], clients=4, examples=20)
+    work = replace(workload.WORKLOADS[name], clients=4, examples=20)
     model, (inputs, target) = work.build(channels_last=True), work.data()
     server = limit.flatten(model).clone()
-    if layout == "W4":
+    if name == "W4":
         share = limit.Stack(work, inputs, target)
     else:
         share = limit.InTurn(work, model, inputs, target)

@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import Literal, TypeAlias, get_args
 
 from fl_lightning.aggregation.adapters.alternate import Alternate
-from fl_lightning.aggregation.adapters.as_they_are import AS_THEY_ARE, AsTheyAre
 from fl_lightning.aggregation.adapters.base import AdapterAverage
 from fl_lightning.aggregation.adapters.factors import Factors
 from fl_lightning.aggregation.adapters.frozen_a import FrozenA
 from fl_lightning.aggregation.adapters.padded import Padded
+from fl_lightning.aggregation.adapters.plain_weights import AS_THEY_ARE, PlainWeights
 from fl_lightning.aggregation.adapters.product import Product
 from fl_lightning.aggregation.adapters.residual import Residual
 from fl_lightning.aggregation.adapters.share_a import ShareA
@@ -27,10 +27,10 @@ __all__ = [
     "AdapterAverage",
     "AdapterAverageName",
     "Alternate",
-    "AsTheyAre",
     "Factors",
     "FrozenA",
     "Padded",
+    "PlainWeights",
     "Product",
     "Residual",
     "ShareA",
@@ -47,7 +47,7 @@ RULES: dict[str, type[AdapterAverage]] = {rule.name: rule for rule in _CLASSES}
 assert tuple(RULES) == get_args(AdapterAverageName)
 
 
-def chosen_rule(setting: AdapterAverage | str | None) -> AsTheyAre:
+def chosen_rule(setting: AdapterAverage | str | None) -> PlainWeights:
     """Return the rule that a setting means: a rule, the name of one with its defaults, or null for
     none."""
     if setting is None:

@@ -14,9 +14,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.aggregation.adapters.as_they_are import Averaging
 from fl_lightning.aggregation.adapters.base import AdapterAverage
+from fl_lightning.aggregation.adapters.plain_weights import Averaging
 from fl_lightning.client import Client
+from fl_lightning.models.adapters.low_rank import factor_sides
 from fl_lightning.models.tensors import tensors_of
 from fl_lightning.wire import Layout, Payload, PayloadError
 
@@ -52,7 +53,7 @@ class Alternate(AdapterAverage):
         return {**entries, SERVED: torch.zeros(clients, dtype=torch.int64)}
 
     def round_values(self, network: nn.Module, layout: Layout, cohort: int) -> tuple[float, float]:
-        sides = self.sides(network)  # a half of each layer in turn, both ways; others are sent the whole
+        sides = factor_sides(network)  # a half of each layer in turn, both ways; others are sent the whole
         half = layout.size - sum(r * (m + n) for r, m, n in sides) / 2
         return half, half
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from fl_lightning.aggregation.adapters import algebra
 from fl_lightning.aggregation.adapters.algebra import Pair
-from fl_lightning.aggregation.adapters.as_they_are import AsTheyAre, Averaging
 from fl_lightning.aggregation.adapters.cohort import (
     CohortAdapters,
     SummedProducts,
@@ -23,17 +22,18 @@ from fl_lightning.aggregation.adapters.cohort import (
     matrices_in,
     products_in,
 )
+from fl_lightning.aggregation.adapters.plain_weights import Averaging, PlainWeights
 from fl_lightning.aggregation.adapters.vectors import spread, values_of_rank
 from fl_lightning.aggregation.average import Average
 from fl_lightning.aggregation.averages import RefinedMean
 from fl_lightning.client import Client
 from fl_lightning.errors import InputError, require
-from fl_lightning.models.adapters.low_rank import FactorNames, factor_pairs, low_rank_layers
+from fl_lightning.models.adapters.low_rank import FactorNames, factor_pairs, factor_sides
 from fl_lightning.models.tensors import tensors_of
 from fl_lightning.wire import Layout, Payload, PayloadError
 
 
-class AdapterAverage(AsTheyAre):
+class AdapterAverage(PlainWeights):
     """A rule from the adapters of a cohort to the next round's. What is not overridden is FedAvg's, with
     what that loses measured."""
 
@@ -134,17 +134,9 @@ class AdapterAverage(AsTheyAre):
         if not ranks:
             return layout.size, layout.size
         mean, largest = sum(ranks) / len(ranks), max(ranks)
-        factors = sum(r * (m + n) for r, m, n in self.sides(network))
+        factors = sum(r * (m + n) for r, m, n in factor_sides(network))
         size = layout.size - factors + factors * mean / largest
         return size, size
-
-    @staticmethod
-    def sides(network: nn.Module) -> list[tuple[int, int, int]]:
-        """Return r, m and n of each adapted layer: A is ``[r, n]``, and B is ``[m, r]``."""
-        return [
-            (*layer.a.shape[:1], len(layer.b), layer.a.shape[1])
-            for layer in low_rank_layers(network).values()
-        ]
 
     # The server
 

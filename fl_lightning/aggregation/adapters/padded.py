@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fl_lightning.aggregation.adapters import algebra
-from fl_lightning.aggregation.adapters.as_they_are import Averaging
 from fl_lightning.aggregation.adapters.base import AdapterAverage
+from fl_lightning.aggregation.adapters.plain_weights import Averaging
 from fl_lightning.aggregation.adapters.vectors import packed
 from fl_lightning.aggregation.averages import weighted_mean
 

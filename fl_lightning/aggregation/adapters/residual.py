@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from fl_lightning.aggregation.adapters import algebra
 from fl_lightning.aggregation.adapters.algebra import Pair
-from fl_lightning.aggregation.adapters.as_they_are import Averaging
 from fl_lightning.aggregation.adapters.base import AdapterAverage
 from fl_lightning.aggregation.adapters.cohort import CohortAdapters
 from fl_lightning.aggregation.adapters.moving_base import BaseChange, MovingBase
+from fl_lightning.aggregation.adapters.plain_weights import Averaging
 from fl_lightning.client import Client
 from fl_lightning.config.constraints import within
+from fl_lightning.models.adapters.low_rank import factor_sides
 from fl_lightning.wire import Layout, Payload
 
 
@@ -58,7 +59,7 @@ class Residual(AdapterAverage):
 
     def round_values(self, network: nn.Module, layout: Layout, cohort: int) -> tuple[float, float]:
         down, up = super().round_values(network, layout, cohort)
-        for r, m, n in self.sides(network):
+        for r, m, n in factor_sides(network):
             rank = min((cohort - 1) * r, self.rank or (cohort - 1) * r)
             down += min(rank * (m + n), m * n)
         return down, up

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning import rng
-from fl_lightning.aggregation.adapters.as_they_are import Averaging
 from fl_lightning.aggregation.adapters.base import AdapterAverage
 from fl_lightning.aggregation.adapters.cohort import CohortAdapters
 from fl_lightning.aggregation.adapters.moving_base import BaseChange, MovingBase
+from fl_lightning.aggregation.adapters.plain_weights import Averaging
 from fl_lightning.aggregation.adapters.vectors import packed, values_of_rank
 from fl_lightning.client import Client
+from fl_lightning.models.adapters.low_rank import factor_sides
 from fl_lightning.wire import Layout, Payload
 
 
@@ -54,7 +55,7 @@ class Stack(AdapterAverage):
 
     def round_values(self, network: nn.Module, layout: Layout, cohort: int) -> tuple[float, float]:
         _, up = super().round_values(network, layout, cohort)
-        sides = self.sides(network)
+        sides = factor_sides(network)
         other = layout.size - sum(r * (m + n) for r, m, n in sides)
         ranks = list(getattr(network, "client_ranks", ())) or [1]
         share = sum(ranks) / len(ranks) / max(ranks)

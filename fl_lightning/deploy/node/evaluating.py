@@ -19,13 +19,14 @@ from fl_lightning.errors import InputError
 from fl_lightning.evaluation import (
     MAX_PARTS,
     States,
+    logs_for,
+    states_for,
     sums_of_validation,
     sums_on_test_set,
     values_of_clients,
 )
 from fl_lightning.federation import Federation
 from fl_lightning.methods.module_steps import STEPS, ModuleLogs
-from fl_lightning.metrics.states import MetricStates
 
 log = logging.getLogger("fl_lightning")
 
@@ -39,9 +40,9 @@ def _sums_of_clients(
 ) -> dict[str, Tensor]:
     """Return the sums of validation, and of metrics that the user has named the value of each client: its
     examples are all here, and what such a metric keeps of them stays."""
-    named, subject = MetricStates(), (fed.fabric, fed.method, fed.data)
+    named, subject = states_for(fed.data), (fed.fabric, fed.method, fed.data)
     sums = sums_of_validation(*subject, states, holders, clients=clients, named=named, logs=logs)
-    values = values_of_clients(fed.data.task, named.tensors)
+    values = {} if named is None else values_of_clients(fed.data.task, named.tensors)
     for one in fed.data.task.named:
         for id in clients:
             value = values.get(one.name, {}).get(id, math.nan)
@@ -85,14 +86,17 @@ def evaluate_here(
         method.server = server
         subject = fed.fabric, method, data, own, holders
         mine = [id for id in data.validating.tolist() if id in own]
-        named, logs = MetricStates(), {side: ModuleLogs(side, data.seed, method.round) for side in STEPS}
+        named, logs = states_for(data), {side: logs_for(method, side, data.seed) for side in STEPS}
         makers: dict[str, Callable[[], dict[str, Tensor]]] = {  # sums come first: they leave the states
             "test": lambda: sums_on_test_set(*subject, named=named, logs=logs["test"]),
             "validation": lambda: _sums_of_clients(fed, own, holders, mine, logs["val"]),
-            NAMED: lambda: {key: value.clone() for key, value in named.tensors.items()},
+            NAMED: lambda: (
+                {} if named is None else {key: value.clone() for key, value in named.tensors.items()}
+            ),
         }
         for side, part in LOGS.items():
-            makers[part] = partial(sent_of_logged, logs[side].states.tensors, method.network)
+            if (logged_here := logs[side]) is not None:
+                makers[part] = partial(sent_of_logged, logged_here.states.tensors, method.network)
         parts = [save(makers[split]()) for split in message.header["splits"]]
     finally:
         method.server = before

@@ -76,3 +76,10 @@ def factor_pairs(network: nn.Module) -> list[FactorNames]:
         )
         for layer in low_rank_layers(network).values()
     ]
+
+
+def factor_sides(network: nn.Module) -> list[tuple[int, int, int]]:
+    """Return r, m and n of each adapted layer: A is ``[r, n]``, and B is ``[m, r]``."""
+    return [
+        (*layer.a.shape[:1], len(layer.b), layer.a.shape[1]) for layer in low_rank_layers(network).values()
+    ]

@@ -33,7 +33,7 @@ class Averaging(Protocol):
     def shares(self, uploads: Iterable[Payload]) -> list[float]: ...
 
 
-class AsTheyAre(Recorded):
+class PlainWeights(Recorded):
     """FedAvg's rule: every trained value travels, and the server takes the mean of each."""
 
     name: str = ""
@@ -196,5 +196,5 @@ class AsTheyAre(Recorded):
         return {}
 
 
-AS_THEY_ARE = AsTheyAre()
+AS_THEY_ARE = PlainWeights()
 """No rule: weights are averaged as they are."""
