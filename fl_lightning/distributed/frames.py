@@ -106,11 +106,27 @@ def _broadcast(buffer: Tensor, source: int) -> dist.Work | None:
 def transfer(
     send_or_receive: Callable[..., dist.Work | None], part: Tensor, other: int, tag: int
 ) -> dist.Work | None:
+    """Begin to send the bytes of a tensor to another rank, or to receive them into it.
+
+    Args:
+        send_or_receive: ``dist.isend`` or ``dist.irecv``.
+        part: contiguous; of an empty one nothing goes.
+        other: the rank on the other side.
+        tag: tells transfers between the same ranks from each other.
+
+    Raises:
+        RankLost: the other rank is gone.
+    """
     with lost_rank_errors(other):
         return send_or_receive(part.view(-1).view(torch.uint8), other, tag=tag) if part.numel() else None
 
 
 def wait_for(work: dist.Work | None, source: int) -> None:
+    """Wait until a transfer with rank ``source`` has ended; None: there is none.
+
+    Raises:
+        RankLost: that rank is gone.
+    """
     with lost_rank_errors(source):
         if work is not None:
             work.wait()

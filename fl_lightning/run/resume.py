@@ -134,7 +134,7 @@ def choose_start(
         auto_resume: ``--trainer.auto_resume``.
 
     Raises:
-        InputError: as of :func:`find_start`.
+        InputError: ``ckpt_path`` leads to no run that can be continued.
     """
     start = Start()
     if collectives.rank() == 0 and ckpt_path:
