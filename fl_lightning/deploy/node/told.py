@@ -50,9 +50,10 @@ def told(error: Exception) -> str:
 
 
 def _raised_in(error: Exception) -> FrameType | None:
-    """Return where an error was raised; a function that raises it for another one does not count."""
+    """Return where an error was raised; a function or a ``with`` that raises it for others does not count."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    kept = [frame for frame in frames if frame.f_globals.get("__name__") != "fl_lightning.errors"]
+    for_others = ("fl_lightning.errors", "contextlib")
+    kept = [frame for frame in frames if frame.f_globals.get("__name__") not in for_others]
     return kept[-1] if kept else None
 
 
