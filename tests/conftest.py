@@ -30,13 +30,16 @@ def golden(request) -> Path:
     return Path(request.config.getoption("--golden"))
 
 
+def pytest_sessionstart():
+    """Threads per process change how a sum is rounded, in what a module's fixture trains too; one is also
+    fastest for toys."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Threads per process change how a sum is rounded; one is also fastest for toys."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

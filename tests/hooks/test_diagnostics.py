@@ -256,7 +256,6 @@ def initial(folder: Path) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Any:
-    torch.set_num_threads(1)
     watching = [
         LossLandscape(points=3, examples=1000),
         ClientAccuracyFigure(),

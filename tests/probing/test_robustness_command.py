@@ -9,7 +9,6 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
-import torch
 from outcomes import rows_of
 
 from fl_lightning.__main__ import main
@@ -50,7 +49,6 @@ def fit(model: str = "FedMPQKD", *more: str, logger: str = "false") -> Path:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     """A run of FedMPQKD, to be copied."""
-    torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("trained"))
         return fit().absolute()

@@ -49,7 +49,6 @@ def fit(
     **settings,
 ):
     """Five rounds, or ``until`` one is done; the trainer."""
-    torch.set_num_threads(1)  # a module's fixture comes before a test's
     data = FederatedImages(
         dataset="digits",
         num_clients=12,
