@@ -120,23 +120,20 @@ def _measured(fabric: Fabric, method: Method, data: FederatedData) -> str:
         return ""
     sequential, batched = SequentialEngine(fabric, method, data), BatchedEngine(fabric, method, data)
     method.round = 1
-    clients = [data.client(int(id)) for id in data.active[:MAX_STACK]]
-    tasks = [
-        ClientTask(
-            client,
-            1,
-            method.broadcast(client).to_bytes(),
-            data.labels(client),
-            1,
-            min(PROBE_STEPS, data.num_steps(client, 1)),
-        )
-        for client in clients
-    ]
+
+    def task(id: int) -> ClientTask:
+        client = data.client(id)
+        message, steps = method.broadcast(client).to_bytes(), min(PROBE_STEPS, data.num_steps(client, 1))
+        return ClientTask(client, 1, message, data.labels(client), 1, steps)
+
+    first, *others = map(int, data.active[:MAX_STACK])
+    tasks = [task(first)]
     for _ in range(2):  # the first one warms up
-        one = _seconds(sequential, tasks[:1])
+        one = _seconds(sequential, tasks)
     if fabric.device.type == "cpu" and one > MAX_STEP_SECONDS * tasks[0].steps:
         return _say("sequential", f"a local step takes {1e3 * one / tasks[0].steps:.0f} ms, arithmetic")
-    tasks = tasks[: max(MIN_PROBE_CLIENTS, int(PROBE_SECONDS / one))]
+    # a large network has been sent away by now, whose messages would take gigabytes
+    tasks += map(task, others[: max(MIN_PROBE_CLIENTS, int(PROBE_SECONDS / one)) - 1])
     steps = sum(task.steps for task in tasks)
     in_turn = at_once = float("inf")
     for _ in range(3):
