@@ -8,7 +8,7 @@ client)``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -18,6 +18,7 @@ from torch import Tensor
 from fl_lightning.client import Assignment, Client
 from fl_lightning.config.overriding import overrides
 from fl_lightning.config.recorded import Recorded, arguments_of
+from fl_lightning.metrics.declared import Metric
 from fl_lightning.wire import Payload
 
 if TYPE_CHECKING:
@@ -79,6 +80,9 @@ class Callback(Recorded):
     state."""
 
     settings_shown = ("{cls}({name}={value})", "{name}: {value}")
+
+    declared_metrics: Sequence[Metric] = ()
+    """What reports know of the metrics that it adds to the rounds."""
 
     def on_check(self, context: Context) -> None:
         """Check own arguments against the run before anything is created.

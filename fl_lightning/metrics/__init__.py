@@ -4,6 +4,7 @@ from fl_lightning.metrics.calibration import (
     calibration_bins,
     expected_calibration_error,
 )
+from fl_lightning.metrics.declared import Metric
 from fl_lightning.metrics.mean import Mean
 from fl_lightning.metrics.spread import client_spread
 from fl_lightning.metrics.summary import auc_accuracy, final_summary
@@ -11,6 +12,7 @@ from fl_lightning.metrics.summary import auc_accuracy, final_summary
 __all__ = [
     "CalibrationBins",
     "Mean",
+    "Metric",
     "auc_accuracy",
     "brier_score",
     "calibration_bins",

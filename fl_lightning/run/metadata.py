@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime, timezone
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -19,6 +20,7 @@ import torch
 
 from fl_lightning.data import FederatedData
 from fl_lightning.federation import Federation
+from fl_lightning.hooks import Callback
 from fl_lightning.methods import Method
 from fl_lightning.run.directory import RunName, read_json
 from fl_lightning.support.redaction import redact_arguments
@@ -56,7 +58,7 @@ def describe_run(
         "seed": fed.seed,
         "method": type(fed.method).__name__,
         "dataset": dataset_of(fed.data),
-        "task": task_of(fed.data.task),
+        "task": task_of(fed.data.task, (fed.method, *fed.callbacks)),
         "constant_guess": fed.data.task.constant_guess(fed.data.test_target),
         "git": git_state(),
         "versions": versions(),
@@ -74,14 +76,17 @@ def describe_run(
     }
 
 
-def task_of(task: Task) -> dict[str, Any]:
-    """Return what a report has to know of a task: the metric that selects, and how it is read."""
+def task_of(task: Task, emitters: Iterable[Method | Callback] = ()) -> dict[str, Any]:
+    """Return what a report has to know of the metrics of a run: the one that selects, how it is read, and
+    what the method and the callbacks declare of those that they add."""
+    declared = {one.name: asdict(one) for emitter in emitters for one in emitter.declared_metrics}
     return {
         "name": type(task).__name__,
         "primary": task.primary,
         "higher_is_better": task.higher_is_better,
         "shares": sorted(task.shares),
         **({"named": {one.name: one.higher_is_better for one in task.named}} if task.named else {}),
+        **({"declared": declared} if declared else {}),
     }
 
 

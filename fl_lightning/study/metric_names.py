@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import inf, isfinite
 from typing import Any
 
 from fl_lightning.errors import InputError
+from fl_lightning.metrics.declared import Metric
 from fl_lightning.metrics.names import words_of
 from fl_lightning.study.statistics import mean_std
 
@@ -60,12 +61,14 @@ class TaskMetrics:
         higher_is_better: whether more of it is better.
         shares: the task's metrics that lie in [0, 1] and are shown in percent.
         named: the metrics that were named by class path, and whether more of each is better.
+        declared: what methods and callbacks declare of the metrics that they add, by name.
     """
 
     primary: str = "accuracy"
     higher_is_better: bool = True
     shares: frozenset[str] = frozenset({"accuracy"})
     named: Mapping[str, bool] = field(default_factory=dict, hash=False)
+    declared: Mapping[str, Metric] = field(default_factory=dict, hash=False)
 
     @classmethod
     def of_run(cls, metadata: Mapping[str, Any]) -> TaskMetrics:
@@ -79,7 +82,7 @@ class TaskMetrics:
             higher, shares = task.get("higher_is_better") is not False, task.get("shares") or ()
             named = task.get("named")
             named = dict(named) if isinstance(named, Mapping) else {}
-            return cls(task["primary"], higher, frozenset(map(str, shares)), named)
+            return cls(task["primary"], higher, frozenset(map(str, shares)), named, _declared(task))
         primary = next((found[1] for name in metadata if (found := LAST5.fullmatch(name))), "accuracy")
         return cls() if primary == "accuracy" else cls(primary, direction(primary) != -1, SHARES)
 
@@ -101,6 +104,15 @@ class TaskMetrics:
         """Whether the primary metric of a client is the share of its examples that are right, so that its
         spread over clients holds the binomial noise of few examples."""
         return self.primary in HITS
+
+
+def _declared(task: Mapping[str, Any]) -> dict[str, Metric]:
+    """Return the declared metrics of a run or report, without what this release does not know of one."""
+    declared, known = task.get("declared"), [one.name for one in fields(Metric)]
+    return {
+        name: Metric(**{key: entry[key] for key in known if key in entry})
+        for name, entry in (declared.items() if isinstance(declared, Mapping) else ())
+    }
 
 
 SHARES = frozenset({"accuracy", "token_accuracy", "exact_match", "rouge_l"})
@@ -278,6 +290,8 @@ def column(metric: str, task: TaskMetrics = CLASSIFICATION) -> Column:
     for known in (*task_columns(task), *KNOWN, *CLOCKS):
         if known.metric == metric:
             return known
+    if one := task.declared.get(metric):
+        return Column(metric, one.title or metric, one.scale, one.digits, one.unit, one.short)
     if metric.endswith("accuracy") or metric.startswith("corrupted/") or task.is_share(metric):
         return _share(metric, metric)
     if metric.startswith(("bits/", "total/bits_")):
@@ -305,6 +319,7 @@ def headline(
         of_clients += [f"val/{primary}", slow]
     of_model = ["corrupted/accuracy", "fgsm/accuracy", "pgd/accuracy", "bits/average", *OF_EXPERTS]
     of_model += ["average/factor_error", *OF_ENERGY]
+    of_model += [name for name, one in task.declared.items() if one.title]
     of_task = [metric, *selected, f"final/auc_{primary}", f"personal/{primary}", f"global/{primary}", *others]
     names = [*of_task, "test/ece", *of_clients, *of_model, *OF_THE_RUN]
     titled = {name: _of_task(name, words_of(measure_of(name)), task) for name in others}
@@ -349,6 +364,10 @@ def direction(metric: str, task: TaskMetrics | None = None) -> int | None:
     >>> tuple(map(direction, names))
     (1, 1, -1, None)
     """
+    if task is not None and metric in task.declared:
+        higher = task.declared[metric].higher_is_better
+        if higher is not None:
+            return 1 if higher else -1
     words = set(re.split(r"[/_]", metric))
     family = metric.partition("/")[0]
     if task is not None and measure_of(metric) == task.primary and "std" not in words:
@@ -378,7 +397,10 @@ def higher_is_better(metric: str, task: TaskMetrics | None = None) -> bool:
             "a ranking and p(...) need to know whether more of it is better, which the name tells: higher is "
             f"better with {higher}, lower is with {lower}"
         )
-        instead = "write --metric final/last5_accuracy, or give it such a name"
+        instead = (
+            "write --metric final/last5_accuracy, or declare it in the class that adds it: "
+            f"declared_metrics = [Metric({metric!r}, higher_is_better=True)]"
+        )
         raise InputError(f"metric {metric}", rule, instead)
     return found > 0
 

@@ -4,7 +4,7 @@ one that is given."""
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -67,9 +67,10 @@ def make_run(
     chosen: str = "last",
     tested_round: int | None = None,
     guess: float | None = None,
+    emitters: Sequence[Any] = (),
     **history: Any,
 ) -> Path:
-    """One run; ``history`` goes to :func:`history_of`."""
+    """One run; ``emitters`` declare metrics, ``history`` goes to :func:`history_of`."""
     levels = dict(levels or {})
     name = name or "-".join([label, *(f"{axis}={level}" for axis, level in levels.items()), f"seed{seed}"])
     path = folder / name
@@ -96,8 +97,8 @@ def make_run(
     }
     if guess is not None:
         metadata["constant_guess"] = guess
-    if task is not CLASSIFICATION:  # runs of release 0.1 do not say it
-        metadata["task"] = task_of(task)
+    if task is not CLASSIFICATION or emitters:  # runs of release 0.1 do not say it
+        metadata["task"] = task_of(task, emitters)
     if status == "finished":
         up, share = task.higher_is_better, task.primary in task.shares
         summary = final_summary(rows, task.primary, higher_is_better=up, is_share=share)

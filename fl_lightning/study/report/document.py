@@ -163,6 +163,7 @@ def _task(task: TaskMetrics) -> dict[str, Any]:
         "higher_is_better": task.higher_is_better,
         "shares": sorted(task.shares),
         "named": dict(task.named),
+        **({"declared": {name: asdict(one) for name, one in task.declared.items()}} if task.declared else {}),
     }
 
 

@@ -330,7 +330,8 @@ def selected(results: Results) -> Results:
     """
     study, runs, others = results.study, [], []
     if results.runs:
-        study = study.with_task(results.runs[0].task)
+        declared = {name: one for run in reversed(results.runs) for name, one in run.task.declared.items()}
+        study = study.with_task(replace(results.runs[0].task, declared=declared))
     for run in results.runs:
         if run.published is not None:
             runs.append(run if run.published == study.selection else replace(run, metrics={}))
