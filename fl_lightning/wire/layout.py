@@ -67,8 +67,17 @@ class Layout:
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return a copy of the named tensors as one contiguous vector, float32 ``[size]`` on the CPU."""
-        flat = [tensors[name].detach().reshape(-1) for name in self.shapes]
-        return torch.cat(flat).to("cpu", torch.float32) if flat else torch.empty(0)
+        own = [tensors[name].detach() for name in self.shapes]
+        if all(tensor.is_contiguous() or not tensor.is_cpu for tensor in own):
+            return (
+                torch.cat([each.reshape(-1) for each in own]).to("cpu", torch.float32)
+                if own
+                else torch.empty(0)
+            )
+        vector = torch.empty(self.size)
+        for place, tensor in zip(self.unpack(vector).values(), own, strict=True):
+            place.copy_(tensor)  # one that is channels last is copied once, and not put in order before
+        return vector
 
     def to_wire(self, vector: Tensor) -> Tensor:
         """Return a vector ``[size]`` as it travels, in ``dtype``: what :meth:`read` gave is exact in it, and
