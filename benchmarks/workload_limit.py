@@ -54,7 +54,8 @@ def main() -> None:
     marks = [begun, *take_part(0, *given)]
     for other in others:
         other.join()
-    report(marks, steps=int(steps.sum()), rounds=rounds, moved=server - before, packages=("timm",))
+    moved = (server - before)[are_weights(model)]
+    report(marks, steps=int(steps.sum()), rounds=rounds, moved=moved, packages=("timm",))
 
 
 def take_part(
@@ -149,13 +150,25 @@ class Stack:
 def flatten(model: nn.Module) -> Tensor:
     """Make what a client sends, but counters, views of one vector, each in the layout that it has, and return
     the vector."""
-    state = [value for value in travelling(model).values() if value.is_floating_point()]
+    state = flattened(model)
     vector = torch.empty(sum(value.numel() for value in state))
     for value, part in zip(state, vector.split([value.numel() for value in state]), strict=True):
         view = part.as_strided(value.shape, value.stride())
         view.copy_(value.data)
         value.data = view
     return vector
+
+
+def flattened(model: nn.Module) -> list[Tensor]:
+    """The parts of the vector, in its order."""
+    return [value for value in travelling(model).values() if value.is_floating_point()]
+
+
+def are_weights(model: nn.Module) -> Tensor:
+    """Which values of the vector are weights; the others are BatchNorm's statistics."""
+    return torch.cat(
+        [torch.full((part.numel(),), isinstance(part, nn.Parameter)) for part in flattened(model)]
+    )
 
 
 if __name__ == "__main__":

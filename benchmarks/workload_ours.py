@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -80,8 +81,11 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--engine", default="auto", choices=("auto", "sequential", "batched"))
     arguments.add_argument("--workers", default="auto", help="processes that train clients, or auto")
+    arguments.add_argument("--cohort", type=int, help="so many clients, all in a round, to look at memory")
     options = arguments.parse_args()
     work, marks = WORKLOADS[options.workload], Marks()
+    if options.cohort:
+        work = replace(work, clients=options.cohort, cohort=options.cohort)
     rounds = 2 + (options.rounds or work.rounds)  # the start of the last one is the end of the one before it
     trainer = FederatedTrainer(
         accelerator="cpu", max_rounds=rounds, participation=work.cohort / work.clients, local_epochs=work.epochs,
