@@ -15,7 +15,7 @@ A machine that has some of the clients alone makes their part of these sums (:fu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from operator import itemgetter
@@ -34,7 +34,7 @@ from fl_lightning.distributed import collectives
 from fl_lightning.methods import Method
 from fl_lightning.methods.module_steps import ModuleLogs
 from fl_lightning.methods.module_steps import Split as LoggedSplit
-from fl_lightning.metrics import Metric, client_spread
+from fl_lightning.metrics import client_spread
 from fl_lightning.metrics.states import MetricStates
 from fl_lightning.models import MeasuredNetwork
 from fl_lightning.tasks import Sums, Task
@@ -119,7 +119,7 @@ def on_test_set(
     if sums is None:
         sums = sums_on_test_set(fabric, method, data, states, holders, columns, states_of_named, logged_here)
     every = collectives.gather_parts(sums)
-    means = averages(_totals(every), method.declared_metrics)
+    means = averages(_totals(every), method.counted_metrics)
     metrics = {_metric_name(name): float(value) for name, value in task.finish(means).items()}
     if is_test_set_dealt(method, data):
         metrics |= _personal(task, every) | _global(fabric, method, data)
@@ -296,15 +296,13 @@ def of_network(fabric: Fabric, network: nn.Module, data: FederatedData) -> dict[
     return {name: float(value) for name, value in data.task.finish(averages(_totals(sums))).items()}
 
 
-def averages(sums: Mapping[str, Any], declared: Iterable[Metric] = ()) -> dict[str, np.ndarray]:
+def averages(sums: Mapping[str, Any], counted: Collection[str] = ()) -> dict[str, np.ndarray]:
     """Return the sum over the weight of each metric, and the sum alone of those that are counted.
 
     Args:
         sums: sum and weight, arrays or tensors on the CPU of one shape, by metric.
-        declared: some of the metrics, among them those that are counted, such as how many sequences were
-            refused.
+        counted: metrics that are added up, such as how many sequences were refused.
     """
-    counted = {one.name for one in declared if one.counted}
     return {
         name: np.asarray(total if name in counted else total / weight)
         for name, (total, weight) in sums.items()

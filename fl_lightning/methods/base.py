@@ -112,6 +112,9 @@ class Method(Recorded, SummingServer, WithLocalWork, WithPersonal, WithTerms):
     """Why the method cannot have a feature of a run, by its name; :mod:`fl_lightning.compatibility` has the
     names, and what each feature needs."""
 
+    counted_metrics: frozenset[str] = frozenset()
+    """Metrics of an evaluation that are counted over the test set; the others are means."""
+
     declared_metrics: Sequence[Metric] = ()
     """What reports know of the metrics that the method adds to the rounds."""
 

@@ -86,7 +86,7 @@ class HEST(Method):
         "module": "a controller switches the layers of a network",
         "adapter_average": "its adapters are within switches, with a controller that is averaged beside them",
     }
-    declared_metrics = COUNTED
+    counted_metrics = COUNTED
 
     def __init__(
         self,

@@ -101,7 +101,7 @@ class HESTLadder(Method):
         "asynchronous": "what travels depends on the stage, and these uploads are of any round",
         "privacy": "losses of subsets are clipped together with weights; write --model.loss_scale 0.1",
     }
-    declared_metrics = COUNTED
+    counted_metrics = COUNTED
     limited = False
     deciding: Deciding = "none"
 

@@ -1,8 +1,13 @@
-"""What a method or a callback declares of a metric that it adds to the rounds."""
+"""What methods and callbacks declare of the metrics that they add to the rounds."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
+
+from fl_lightning.errors import InputError, require
 
 
 @dataclass(frozen=True)
@@ -11,13 +16,16 @@ class Metric:
 
     Args:
         name: its name in the rounds, such as ``novel/drift``.
-        title: the heading of its column, with the unit; empty: the name.
+        title: the heading of its column, with the unit; empty: the name, and no column in the table of
+            results.
         scale: the factor from its values to those of a table, such as 100 for percent.
         digits: the digits after the point.
         unit: the unit of a difference, such as `` points``.
         short: a heading of a few words for a table on paper; empty: ``title`` is one.
         higher_is_better: the direction in which it ranks; None: the words of its name tell.
-        counted: whether a method's metric of an evaluation is a sum over the test set; the others are means.
+
+    Raises:
+        InputError: an argument is of another kind.
     """
 
     name: str
@@ -27,4 +35,39 @@ class Metric:
     unit: str = ""
     short: str = ""
     higher_is_better: bool | None = None
-    counted: bool = False
+
+    def __post_init__(self) -> None:
+        def expect(key: str, fits: bool, rule: str, instead: str) -> None:
+            require(fits, f"Metric({self.name!r}, {key}={getattr(self, key)!r})", rule, instead)
+
+        for key in ("name", "title", "unit", "short"):
+            expect(key, isinstance(getattr(self, key), str), "it is a text", f"write {key}='novel/drift'")
+        expect("name", bool(self.name), "a metric has a name", "write name='novel/drift'")
+        number = type(self.scale) in (int, float) and math.isfinite(self.scale) and self.scale != 0
+        expect("scale", number, "it is a number, finite and not 0", "write scale=100")
+        expect(
+            "digits", type(self.digits) is int and 0 <= self.digits < 16, "0 to 15 digits", "write digits=1"
+        )
+        known = self.higher_is_better in (True, False, None) and not isinstance(self.higher_is_better, float)
+        expect("higher_is_better", known, "it is True, False or None", "write higher_is_better=False")
+
+
+def declared_by(emitters: Iterable[Any]) -> dict[str, Metric]:
+    """Return by name what the method and the callbacks of a run declare.
+
+    Raises:
+        InputError: ``declared_metrics`` holds something else than metrics, or two of one name differ.
+    """
+    found: dict[str, Metric] = {}
+    for emitter in emitters:
+        what, given = f"{type(emitter).__name__}.declared_metrics", emitter.declared_metrics
+        are_metrics = isinstance(given, (tuple, list)) and all(isinstance(one, Metric) for one in given)
+        rule, instead = "it is a tuple of Metric", 'write (Metric("novel/drift", higher_is_better=False),)'
+        require(are_metrics, f"{what}: {given!r}", rule, instead)
+        for metric in given:
+            if found.setdefault(metric.name, metric) != metric:
+                other = f"{what} has another {metric.name!r} than a callback or method beside it"
+                raise InputError(
+                    other, "a metric is declared once", "declare it alike, or in one class alone"
+                )
+    return found

@@ -57,7 +57,7 @@ def _metrics_under(subject: ProbedModel, data: TextData, noise: str) -> dict[str
             _, found = evaluate_batch(subject.fabric, data.task, network, inputs, target)
             for metric, (total, weight) in found.items():
                 sums[metric] += torch.stack([total.sum(), weight.sum()]).cpu()
-    means = averages(sums, subject.method.declared_metrics)
+    means = averages(sums, subject.method.counted_metrics)
     return {name: float(value) for name, value in data.task.finish(means).items()}
 
 

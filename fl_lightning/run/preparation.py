@@ -26,6 +26,7 @@ from fl_lightning.evaluation import evaluation_mode
 from fl_lightning.federation import Federation
 from fl_lightning.hooks import sees_uploads, tell
 from fl_lightning.methods import Method
+from fl_lightning.metrics.declared import declared_by
 from fl_lightning.models import MeasuredNetwork
 from fl_lightning.privacy.secure import SecureSum
 from fl_lightning.sampling import Sampler
@@ -132,6 +133,7 @@ def check_settings(settings: FederationSettings, method: Method, data: Federated
     )
     run = run if settings.timing is None else run.timed(settings.timing)
     check_run(run if data is None else replace(run, task=data.task, own_data=data.apart))
+    declared_by((method, *settings.callbacks))
 
 
 def _build(settings: FederationSettings, method: Method, data: FederatedData, seed: int) -> None:

@@ -4,8 +4,10 @@ is better, whether it is a timing."""
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
 from math import inf, isfinite
 from typing import Any
 
@@ -107,16 +109,28 @@ class TaskMetrics:
 
 
 def _declared(task: Mapping[str, Any]) -> dict[str, Metric]:
-    """Return the declared metrics of a run or report, without what this release does not know of one."""
-    declared, known = task.get("declared"), [one.name for one in fields(Metric)]
-    return {
-        name: Metric(**{key: entry[key] for key in known if key in entry})
-        for name, entry in (declared.items() if isinstance(declared, Mapping) else ())
-    }
+    """Return the declared metrics of a run or report, less those that this package knows by itself and what
+    is no declaration, as in a file that was edited."""
+    declared, keys, found = task.get("declared"), [one.name for one in fields(Metric)], {}
+    for name, entry in declared.items() if isinstance(declared, Mapping) else ():
+        if isinstance(entry, Mapping) and not _is_of_the_package(name, task):
+            with suppress(InputError, TypeError):
+                found[name] = Metric(**{key: entry[key] for key in keys if key in entry} | {"name": name})
+    return found
+
+
+def _is_of_the_package(metric: str, task: Mapping[str, Any]) -> bool:
+    """Return whether a metric has a meaning in every run, or in all of this task."""
+    measures = {task.get("primary"), *(task.get("shares") or ()), *(task.get("named") or ()), *CALIBRATION}
+    known = any(one.metric == metric for one in (*KNOWN, *CLOCKS))
+    return known or metric.partition("/")[0] in FAMILIES or measure_of(metric) in measures
 
 
 SHARES = frozenset({"accuracy", "token_accuracy", "exact_match", "rouge_l"})
 """Metrics of the tasks of this package that are shares."""
+CALIBRATION = ("loss", "ece", "brier")
+FAMILIES = frozenset({"final", "total", "client", "target", "time", "comm", "clients", "clock", "privacy"})
+"""First parts of names that this package alone gives."""
 HITS = frozenset({"accuracy", "exact_match"})
 """Those of them of which an example is right or wrong."""
 MEASURES = ("accuracy", "perplexity", "token_accuracy", "exact_match", "rouge_l", "mse", "mae")
@@ -253,6 +267,8 @@ CLOCKS = [
     Column("time/train", "training (s)"),
     Column("time/total", "all rounds (s)", 1, 1),
 ]
+PACKAGE_FAMILIES = FAMILIES | {"train"} | {one.metric.partition("/")[0] for one in KNOWN}
+"""First parts of names that this package gives."""
 OF_THE_RUN = (
     *("client/upload_bytes", "client/download_bytes", "total/total_bytes"),
     *("clock/seconds", "cost/train_flops", "cost/train_memory", "privacy/epsilon"),
@@ -323,7 +339,11 @@ def headline(
     of_task = [metric, *selected, f"final/auc_{primary}", f"personal/{primary}", f"global/{primary}", *others]
     names = [*of_task, "test/ece", *of_clients, *of_model, *OF_THE_RUN]
     titled = {name: _of_task(name, words_of(measure_of(name)), task) for name in others}
-    return [titled.get(name) or column(name, task) for name in dict.fromkeys(names) if name in measured]
+    found = [titled.get(name) or column(name, task) for name in dict.fromkeys(names) if name in measured]
+    titles = Counter(one.title for one in found)
+    return [
+        one if titles[one.title] == 1 else replace(one, title=f"{one.title}, {one.metric}") for one in found
+    ]
 
 
 def p_value(p: float) -> str:
@@ -398,8 +418,8 @@ def higher_is_better(metric: str, task: TaskMetrics | None = None) -> bool:
             f"better with {higher}, lower is with {lower}"
         )
         instead = (
-            "write --metric final/last5_accuracy, or declare it in the class that adds it: "
-            f"declared_metrics = [Metric({metric!r}, higher_is_better=True)]"
+            "write --metric final/last5_accuracy, or say it in declared_metrics of the class that adds it "
+            "and run again in another study: runs that have ended keep what was said"
         )
         raise InputError(f"metric {metric}", rule, instead)
     return found > 0

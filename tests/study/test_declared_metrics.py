@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,14 @@ from synthetic_runs import make_run
 
 from fl_lightning import Meter
 from fl_lightning.conformance.toy import Points, on_points, run
-from fl_lightning.errors import InputError
 from fl_lightning.methods import FedAvg
 from fl_lightning.metrics import Metric
-from fl_lightning.study.metric_names import TaskMetrics, column, direction
+from fl_lightning.run.metadata import task_of
+from fl_lightning.study.metric_names import TaskMetrics, column, direction, headline
+from fl_lightning.study.plan.study import Study
 from fl_lightning.study.report.compare import compare
 from fl_lightning.study.results.gather import gather, with_metric
+from fl_lightning.tasks import Classification
 
 pytestmark = pytest.mark.usefixtures("figures_only_where_looked_at")
 
@@ -56,15 +59,98 @@ def test_a_report_ranks_by_what_was_declared_and_names_it_so(tmp_path, declares,
 
 
 def test_without_a_declaration_it_cannot_rank_and_the_message_says_how(tmp_path):
-    with refused("metric doubt/share", "higher_is_better"):
+    with refused("metric doubt/share", "declared_metrics"):
         with_metric(gather(str(two_methods(tmp_path)), tmp_path), "doubt/share")
 
 
-def test_two_directions_of_one_name_are_refused(tmp_path):
+def test_to_rank_by_what_runs_declare_differently_is_refused_and_nothing_else_is(tmp_path):
     folder = two_methods(tmp_path, Doubtful())
     make_run(folder, "C", 0, 0.5, emitters=(Hopeful(),), **{"doubt/share": 0.1})
-    with pytest.raises(InputError, match="direction of doubt/share"):
-        compare(str(folder), tmp_path / "out")
+    compare(str(folder), tmp_path / "out")
+    with refused("doubt/share"):
+        compare(str(folder), tmp_path / "by", metric="doubt/share")
+
+
+def test_to_rank_by_what_some_runs_declare_is_refused(tmp_path):
+    folder = two_methods(tmp_path, Doubtful())
+    make_run(folder, "C", 0, 0.5, **{"doubt/share": 0.1})
+    with refused("direction of doubt/share"):
+        compare(str(folder), tmp_path / "by", metric="doubt/share")
+
+
+@pytest.mark.parametrize("name", ["final/last5_accuracy", "test/accuracy", "test/ece", "time/round"])
+def test_a_class_cannot_turn_round_what_the_package_knows(name):
+    task = {
+        **task_of(Classification(), [FedAvg()]),
+        "declared": {name: asdict(Metric(name, higher_is_better=True))},
+    }
+    before = {**task, "declared": {}}
+    assert direction(name, TaskMetrics.of_run({"task": task})) == direction(
+        name, TaskMetrics.of_run({"task": before})
+    )
+    task["declared"][name]["higher_is_better"] = False
+    assert direction(name, TaskMetrics.of_run({"task": task})) == direction(
+        name, TaskMetrics.of_run({"task": before})
+    )
+
+
+def test_a_study_may_be_about_a_declared_metric(tmp_path):
+    """Which no word of the file tells anything of; one of the package's own families must be known."""
+    file = tmp_path / "study.yaml"
+    text = "study: one\nconfig: kd_default.yaml\nseeds: [0]\nmethods: {{A: {{}}}}\nmetric: {}\n"
+    file.write_text(text.format("doubt/share"))
+    assert Study.read(file).metric == "doubt/share"
+    file.write_text(text.format("test/doubt"))
+    with refused("metric test/doubt"):
+        Study.read(file)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"scale": "100"},
+        {"scale": 0},
+        {"digits": 1.0},
+        {"title": 100},
+        {"higher_is_better": "lower"},
+        {"name": ""},
+    ],
+)
+def test_a_metric_of_wrong_kind_is_refused(arguments):
+    with refused(f"{next(iter(arguments))}="):
+        Metric(**{"name": "doubt/share"} | arguments)
+
+
+@pytest.mark.parametrize("given", [("doubt/share",), Doubtful.declared_metrics[0], {"doubt/share": 1}, None])
+def test_what_is_no_tuple_of_metrics_ends_a_run_before_anything_is_created(tmp_path, given):
+    meter = Doubtful()
+    meter.declared_metrics = given
+    with refused("Doubtful.declared_metrics"):
+        run(on_points(FedAvg()), Points((1, 1)), tmp_path, max_rounds=1, callbacks=[meter])
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_callbacks_of_a_run_declare_a_name_alike(tmp_path):
+    with refused("doubt/share"):
+        run(on_points(FedAvg()), Points((1, 1)), tmp_path, max_rounds=1, callbacks=[Doubtful(), Hopeful()])
+
+
+@pytest.mark.parametrize(
+    "found", [[], {"x/y": 5}, {"x/y": {"scale": None}}, {"x/y": {"higher_is_better": "up"}}]
+)
+def test_a_damaged_declaration_counts_as_none(found):
+    task = {**task_of(Classification()), "declared": found}
+    assert TaskMetrics.of_run({"task": task}).declared == {}
+
+
+def test_two_columns_of_one_title_are_told_apart():
+    twice = tuple(Metric(f"doubt/{one}", "doubtful (%)") for one in ("share", "count"))
+    task = TaskMetrics.of_run(
+        {"task": {"primary": "accuracy", "declared": {one.name: asdict(one) for one in twice}}}
+    )
+    names = [one.name for one in twice]
+    titles = [one.title for one in headline("test/accuracy", [], names, task)]
+    assert len({*titles}) == len(titles) == 2
 
 
 def test_a_run_keeps_what_its_method_and_its_callbacks_declare(tmp_path):

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from fl_lightning.energy.budgets.device import Device
 from fl_lightning.energy.budgets.ledger import BatchedEnergyLedger
-from fl_lightning.metrics.declared import Metric
 
 if TYPE_CHECKING:
     from fl_lightning.energy.budgets.levels import LevelLedger
     from fl_lightning.energy.budgets.passes import Lengths
 
-COUNTED = tuple(Metric(f"energy/{name}", counted=True) for name in ("clamped", "refused", "over_budget"))
+COUNTED = frozenset({"energy/clamped", "energy/refused", "energy/over_budget"})
 """Metrics that are added up over the sequences of an evaluation; the others are means."""
 
 

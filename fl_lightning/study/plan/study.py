@@ -40,6 +40,7 @@ from fl_lightning.study.metric_names import (
     CLOCKS,
     KNOWN,
     MEASURES,
+    PACKAGE_FAMILIES,
     TaskMetrics,
     higher_is_better,
     task_columns,
@@ -480,7 +481,10 @@ def _check(file: SpecFile, study: Study) -> None:
         rule = "their names must differ, in more than case"
         file.require(same is name, f"cells {same} and {name}", rule, "rename a method or a level")
     _check_criteria(file, study)  # hours before the report finds it
-    higher_is_better(study.metric)
+    if (
+        study.metric.partition("/")[0] in PACKAGE_FAMILIES
+    ):  # of another metric, the runs say what they declare
+        higher_is_better(study.metric)
 
 
 def _check_degradation(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from fl_lightning.config.near_names import nearest
 from fl_lightning.config.packaged import find_config
 from fl_lightning.config.settings import settings_hash
 from fl_lightning.errors import InputError, require
-from fl_lightning.study.metric_names import higher_is_better
+from fl_lightning.study.metric_names import direction, higher_is_better
 from fl_lightning.study.plan.kinds import folder_of, is_study_file
 from fl_lightning.study.plan.registration import level_key, registered_study, seedless_hash
 from fl_lightning.study.plan.study import Cell, Study
@@ -212,10 +211,10 @@ def check_comparable(results: Results) -> None:
     """
     hint = "give each task its own study"
     _require_one(results.runs, "primary metric", lambda run: run.task.primary, hint)
-    for name in results.study.task.declared:
-        declaring = [run for run in results.runs if name in run.task.declared]
-        hint = "the class that adds it has changed its mind: run all with one version of it"
-        _require_one(declaring, f"direction of {name}", partial(_direction, name), hint)
+    metric = results.study.metric
+    having = [run for run in results.runs if metric in run.metrics]
+    hint = "runs keep what the class that adds it said of it: give those of another version their own study"
+    _require_one(having, f"direction of {metric}", lambda run: str(direction(metric, run.task)), hint)
     degradation = results.study.degradation or {}
     axis, compared = degradation.get("axis", ""), (degradation.get("stressed"), degradation.get("clean"))
     groups: dict[tuple[tuple[str, str], ...], list[FinishedRun]] = {}
@@ -249,10 +248,6 @@ def check_comparable(results: Results) -> None:
             same_seed = [run for run in runs if run.seed == seed and run.label not in controls]
             if same_seed:
                 _require_one(same_seed, "partition", lambda run: run.partition, hint)
-
-
-def _direction(metric: str, run: FinishedRun) -> str:
-    return {True: "up", False: "down", None: "none"}[run.task.declared[metric].higher_is_better]
 
 
 def _require_one(runs: list[FinishedRun], what: str, value: Callable[[FinishedRun], str], hint: str) -> None:

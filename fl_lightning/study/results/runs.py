@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import fsum, isfinite, isnan, nan
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
+from fl_lightning.metrics.declared import Metric
 from fl_lightning.study.metric_names import CLASSIFICATION, TaskMetrics
 from fl_lightning.study.plan.protocol import protocol_hash, protocol_of
 from fl_lightning.study.plan.quantities import OVER
@@ -330,8 +331,7 @@ def selected(results: Results) -> Results:
     """
     study, runs, others = results.study, [], []
     if results.runs:
-        declared = {name: one for run in reversed(results.runs) for name, one in run.task.declared.items()}
-        study = study.with_task(replace(results.runs[0].task, declared=declared))
+        study = study.with_task(replace(results.runs[0].task, declared=_agreed(results.runs)))
     for run in results.runs:
         if run.published is not None:
             runs.append(run if run.published == study.selection else replace(run, metrics={}))
@@ -342,6 +342,15 @@ def selected(results: Results) -> Results:
         metrics = run_metrics(record, study.target_value, study.selection, study.task)
         runs.append(replace(run, metrics=metrics))
     return replace(results, study=study, runs=runs, other_tests=others)
+
+
+def _agreed(runs: Sequence[FinishedRun]) -> dict[str, Metric]:
+    """Return what all runs that declare a metric say of it; where they differ, nothing."""
+    said: dict[str, list[Metric]] = {}
+    for run in runs:
+        for name, one in run.task.declared.items():
+            said.setdefault(name, []).append(one)
+    return {name: found[0] for name, found in said.items() if all(one == found[0] for one in found)}
 
 
 def _why_other(run: FinishedRun, chosen: float, selection: Selection) -> str:
