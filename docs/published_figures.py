@@ -1,7 +1,7 @@
 """Write the page of published figures beside ours, ``docs/results/published.md``:
 
 python docs/published_figures.py                    # from the tables in docs/results/published
-python docs/published_figures.py --runs runs        # after it has read the runs of configs/published there
+python docs/published_figures.py --runs runs        # after it has added the runs of configs/published there
 
 ``figures.csv`` has what was published, ``ours.csv`` the runs, ``costs.csv`` the CPU seconds of a round.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import csv
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 
@@ -24,6 +24,7 @@ CONFIGS = DOCS.parent / "configs/published"
 POINTS = 2.0
 """A disagreement beyond so many points is named."""
 Row = Mapping[str, str]
+RUN = ("study", "level", "method", "seed", "rounds", "best", "last")
 SOURCES = {
     "niid_bench": (
         "NIID-Bench",
@@ -84,6 +85,14 @@ def rows_of_runs(root: Path) -> Iterator[dict[str, str]]:
                 }
 
 
+def with_runs(rows: Iterable[Row], found: Iterable[Row]) -> list[Row]:
+    """Return the rows with those of more runs, such as of another machine: of one run that of most rounds."""
+    longest: dict[tuple[str, ...], Row] = {}
+    for row in sorted([*rows, *found], key=lambda row: int(row["rounds"])):
+        longest[tuple(row[name] for name in RUN[:4])] = row
+    return [longest[key] for key in sorted(longest)]
+
+
 def minutes(study: str, method: str) -> float:
     """Return the minutes of a run of all rounds on two cores."""
     (seconds,) = [
@@ -111,8 +120,10 @@ def ours(study: str, runs: Sequence[Row], method: str, published: float | None) 
             f"{most} of {every} rounds, {seeds}; all take {minutes(study, method):.0f} minutes on two cores"
         )
         return shown, said
-    apart = published is not None and abs(mean - published) > POINTS
-    return shown, seeds + (f"; {mean - published:+.1f} points, not explained" if apart and published else "")
+    if published is None:
+        return shown, seeds
+    unexplained = ", not explained" if abs(mean - published) > POINTS else ""
+    return shown, f"{seeds}; {mean - published:+.1f} points{unexplained}"
 
 
 def page() -> str:
@@ -135,16 +146,14 @@ def page() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=Path, help="folder of runs that ours.csv is made of")
+    parser.add_argument("--runs", type=Path, help="folder of runs that are added to ours.csv")
     given = parser.parse_args()
     if given.runs is not None:
-        found = [*rows_of_runs(given.runs)]
+        merged = with_runs(read("ours"), rows_of_runs(given.runs))
         with (TABLES / "ours.csv").open("w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(
-                file, list(read("ours")[0] if read("ours") else found[0]), lineterminator="\n"
-            )
+            writer = csv.DictWriter(file, RUN, lineterminator="\n")
             writer.writeheader()
-            writer.writerows(found)
+            writer.writerows(merged)
     PAGE.write_text(page(), encoding="utf-8")
 
 

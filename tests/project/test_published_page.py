@@ -77,3 +77,11 @@ def test_ours_are_the_best_rounds_of_finished_runs_with_their_interval(published
     assert "| 3 of 50 rounds, 3 seeds; all take" in lines[1]
     assert "points" not in lines[1]
     assert "not run, " in published.page()
+
+
+def test_runs_of_another_machine_are_added_and_of_one_run_that_of_most_rounds_counts(published):
+    def row(seed: int, rounds: int) -> dict[str, str]:
+        return dict(zip(published.RUN, ("niid_bench", "iid", "FedAvg", seed, rounds, 0.5, 0.5), strict=True))
+
+    kept = published.with_runs([row(0, 3), row(1, 50)], [row(0, 50), row(1, 3), row(2, 3)])
+    assert [(one["seed"], one["rounds"]) for one in kept] == [(0, 50), (1, 50), (2, 3)]
