@@ -8,7 +8,7 @@ client)``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -18,7 +18,7 @@ from torch import Tensor
 from fl_lightning.client import Assignment, Client
 from fl_lightning.config.overriding import overrides
 from fl_lightning.config.recorded import Recorded, arguments_of
-from fl_lightning.metrics.declared import Metric
+from fl_lightning.metrics.declared import Emitter
 from fl_lightning.wire import Payload
 
 if TYPE_CHECKING:
@@ -75,14 +75,11 @@ class RoundRecord:
     named: set[int] = field(default_factory=set)
 
 
-class Callback(Recorded):
+class Callback(Recorded, Emitter):
     """Base of stressors and meters. What must survive a resume goes through ``state_dict``; there is no other
     state."""
 
     settings_shown = ("{cls}({name}={value})", "{name}: {value}")
-
-    declared_metrics: Sequence[Metric] = ()
-    """What reports know of the metrics that it adds to the rounds."""
 
     def on_check(self, context: Context) -> None:
         """Check own arguments against the run before anything is created.

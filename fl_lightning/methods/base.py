@@ -44,7 +44,7 @@ from fl_lightning.methods.local_work import WithLocalWork
 from fl_lightning.methods.personal import FineTuning, WithPersonal
 from fl_lightning.methods.terms import Term, check_terms
 from fl_lightning.methods.with_terms import WithTerms
-from fl_lightning.metrics.declared import Metric
+from fl_lightning.metrics.declared import Emitter
 from fl_lightning.models import KNOWN_NETWORK, NetworkName, build_network
 from fl_lightning.tasks import Classification, Task
 from fl_lightning.wire import Layout, Limit, Payload
@@ -57,7 +57,7 @@ NetworkSetting = NetworkName | NetworkCallable | str
 KnownNetwork = Annotated[NetworkSetting, KNOWN_NETWORK]
 
 
-class Method(Recorded, SummingServer, WithLocalWork, WithPersonal, WithTerms):
+class Method(Recorded, Emitter, SummingServer, WithLocalWork, WithPersonal, WithTerms):
     """Base of all methods; what is not overridden is FedAvg.
 
     Args:
@@ -114,9 +114,6 @@ class Method(Recorded, SummingServer, WithLocalWork, WithPersonal, WithTerms):
 
     counted_metrics: frozenset[str] = frozenset()
     """Metrics of an evaluation that are counted over the test set; the others are means."""
-
-    declared_metrics: Sequence[Metric] = ()
-    """What reports know of the metrics that the method adds to the rounds."""
 
     module_optimizes: bool = True
     """Whether a module's ``configure_optimizers`` is the local optimiser; False where clients train other

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from fl_lightning.errors import InputError, require
 
@@ -52,7 +51,14 @@ class Metric:
         expect("higher_is_better", known, "it is True, False or None", "write higher_is_better=False")
 
 
-def declared_by(emitters: Iterable[Any]) -> dict[str, Metric]:
+class Emitter:
+    """What adds metrics to the rounds: a method or a callback."""
+
+    declared_metrics: Sequence[Metric] = ()
+    """What reports know of the metrics that it adds."""
+
+
+def declared_by(emitters: Iterable[Emitter]) -> dict[str, Metric]:
     """Return by name what the method and the callbacks of a run declare.
 
     Raises:

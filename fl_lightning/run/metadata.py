@@ -20,9 +20,8 @@ import torch
 
 from fl_lightning.data import FederatedData
 from fl_lightning.federation import Federation
-from fl_lightning.hooks import Callback
 from fl_lightning.methods import Method
-from fl_lightning.metrics.declared import declared_by
+from fl_lightning.metrics.declared import Emitter, declared_by
 from fl_lightning.run.directory import RunName, read_json
 from fl_lightning.support.redaction import redact_arguments
 from fl_lightning.tasks import Task
@@ -77,7 +76,7 @@ def describe_run(
     }
 
 
-def task_of(task: Task, emitters: Iterable[Method | Callback] = ()) -> dict[str, Any]:
+def task_of(task: Task, emitters: Iterable[Emitter] = ()) -> dict[str, Any]:
     """Return what a report has to know of the metrics of a run: the one that selects, how it is read, and
     what the method and the callbacks declare of those that they add."""
     declared = {name: asdict(one) for name, one in declared_by(emitters).items()}
