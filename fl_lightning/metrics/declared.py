@@ -40,14 +40,14 @@ class Metric:
             require(fits, f"Metric({self.name!r}, {key}={getattr(self, key)!r})", rule, instead)
 
         for key in ("name", "title", "unit", "short"):
-            expect(key, isinstance(getattr(self, key), str), "it is a text", f"write {key}='novel/drift'")
+            expect(key, isinstance(getattr(self, key), str), "it is a text", f"write {key}='...'")
         expect("name", bool(self.name), "a metric has a name", "write name='novel/drift'")
         number = type(self.scale) in (int, float) and math.isfinite(self.scale) and self.scale != 0
         expect("scale", number, "it is a number, finite and not 0", "write scale=100")
         expect(
             "digits", type(self.digits) is int and 0 <= self.digits < 16, "0 to 15 digits", "write digits=1"
         )
-        known = self.higher_is_better in (True, False, None) and not isinstance(self.higher_is_better, float)
+        known = self.higher_is_better is None or isinstance(self.higher_is_better, bool)
         expect("higher_is_better", known, "it is True, False or None", "write higher_is_better=False")
 
 

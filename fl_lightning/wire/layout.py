@@ -68,9 +68,10 @@ class Layout:
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return a copy of the named tensors as one contiguous vector, float32 ``[size]`` on the CPU."""
         own = [tensors[name].detach() for name in self.shapes]
-        vector = torch.empty(self.size, dtype=torch.float32, device="cpu")
         if all(tensor.is_contiguous() for tensor in own) or not all(tensor.is_cpu for tensor in own):
-            return torch.cat([each.reshape(-1) for each in own]).to(vector) if own else vector
+            flat = [tensor.reshape(-1) for tensor in own]
+            return torch.cat(flat).to("cpu", torch.float32) if flat else torch.empty(0)
+        vector = torch.empty(self.size, dtype=torch.float32, device="cpu")
         # what is channels last is copied once, and not put in order before
         for place, tensor in zip(self.unpack(vector).values(), own, strict=True):
             place.copy_(tensor.view(place.shape))

@@ -481,9 +481,8 @@ def _check(file: SpecFile, study: Study) -> None:
         rule = "their names must differ, in more than case"
         file.require(same is name, f"cells {same} and {name}", rule, "rename a method or a level")
     _check_criteria(file, study)  # hours before the report finds it
-    if (
-        study.metric.partition("/")[0] in PACKAGE_FAMILIES
-    ):  # of another metric, the runs say what they declare
+    # of a metric of another family, the runs will say what they declare
+    if study.metric.partition("/")[0] in PACKAGE_FAMILIES:
         higher_is_better(study.metric)
 
 
