@@ -10,17 +10,18 @@ from dataclasses import replace
 from typing import TypeVar
 
 from fl_lightning.aggregation.base import Receipt
-from fl_lightning.aggregation.intake import Uploads
-from fl_lightning.aggregation.receiving import check_upload, decode_upload
+from fl_lightning.aggregation.intake import AddedUploads, Uploads
+from fl_lightning.aggregation.receiving import Received, check_upload, decode_upload
 from fl_lightning.aggregation.undeclared import UndeclaredUploads
 from fl_lightning.client import Assignment, Client
 from fl_lightning.engines import ClientResult, ClientTask
 from fl_lightning.errors import MisuseError
 from fl_lightning.federation import Federation
-from fl_lightning.hooks import sees_uploads, stress, tell
+from fl_lightning.hooks import sees_one_upload, sees_uploads, stress, tell
 from fl_lightning.wire import LedgerEntry, PayloadError
 
 log = logging.getLogger("fl_lightning")
+REJECTED = "round %d: upload of client %d rejected: %s"
 T = TypeVar("T")
 
 
@@ -47,7 +48,7 @@ def make_tasks(fed: Federation, round: int, assignments: Sequence[Assignment]) -
         steps = max(1, math.ceil(assignment.work * asked_steps(fed, client)))
         message = encode_broadcast(fed, client)
         tell(fed.callbacks, "on_client_start", client, message, labels, round, fed)
-        tasks.append(ClientTask(client, round, message, labels, epochs, steps))
+        tasks.append(ClientTask(client, round, message, labels, epochs, steps, assignment.returns))
     return tasks
 
 
@@ -82,6 +83,8 @@ def receive(
     client, sent = assignment.client, len(task.message) if result.download is None else result.download
     if result.status:
         return LedgerEntry(task.round, client.id, result.status, sent)
+    if result.received is not None:
+        return _entry(task, result.received, sent, uploads)
     status, size, leaves = "lost", len(result.upload), fed.aggregation.uploads_leave_clients
     data: bytes | None = result.upload
     if leaves:
@@ -98,10 +101,31 @@ def receive(
                 status = "trained"
         except PayloadError as error:
             status = "rejected"
-            log.warning("round %d: upload of client %d rejected: %s", task.round, client.id, error)
+            log.warning(REJECTED, task.round, client.id, error)
     size = size if leaves else 0
     wasted = 0 if status == "trained" else size
     return LedgerEntry(task.round, client.id, status, sent, size, wasted)
+
+
+def _entry(task: ClientTask, received: Received, sent: int, uploads: Uploads) -> LedgerEntry:
+    """Return what an upload cost that was received where its client was trained, and note whether it
+    counts."""
+    id, size = task.client.id, received.size
+    if received.examples:
+        assert isinstance(uploads, AddedUploads)
+        uploads.take_examples(id, received.examples)
+        return LedgerEntry(task.round, id, "trained", sent, size, 0)
+    if received.refusal:
+        log.warning(REJECTED, task.round, id, received.refusal)
+    return LedgerEntry(task.round, id, "rejected" if received.refusal else "lost", sent, size, size)
+
+
+def added_where_trained(fed: Federation, uploads: Uploads) -> AddedUploads | None:
+    """Return ``uploads`` if they may be added up in the processes that train the clients, and no stressor
+    wants to see one of them here before; else None."""
+    if isinstance(uploads, AddedUploads) and uploads.adds_anywhere:
+        return None if any(map(sees_one_upload, fed.callbacks)) else uploads
+    return None
 
 
 def intake(fed: Federation, declared: bool) -> Uploads:

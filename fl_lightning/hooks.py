@@ -200,6 +200,11 @@ def sees_uploads(callback: object) -> bool:
     return isinstance(callback, Stressor) and overrides(callback, Stressor, "change_uploads")
 
 
+def sees_one_upload(callback: object) -> bool:
+    """Return whether a callback changes, or looks at, uploads one by one."""
+    return isinstance(callback, Stressor) and any(overrides(callback, Stressor, hook) for hook in MAY_LOSE)
+
+
 def stressors_text(callbacks: Iterable[object]) -> str:
     """Return by what a run is stressed, or that it is not, for the first lines of its log.
 

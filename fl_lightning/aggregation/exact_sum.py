@@ -90,6 +90,17 @@ class ExactSum:
         self.integers = torch.zeros(size, dtype=torch.int64)
         self.count = 0
 
+    @classmethod
+    def of(cls, integers: Tensor, cohort: int, count: int = 0) -> ExactSum:
+        """Return the sum of ``count`` clients that somebody else added up.
+
+        Args:
+            integers: the sum in units of 2^-F, int64 ``[P]``; it is used from here on.
+        """
+        exact = cls(0, cohort)
+        exact.integers, exact.count = integers, count
+        return exact
+
     def add(self, vectors: Sequence[Tensor], weights: Sequence[float]) -> None:
         """Add one vector of each of several clients.
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import torch
+
+from fl_lightning.aggregation.exact_sum import ExactSum
 from fl_lightning.aggregation.sums import Addend, Sums, add_all
 from fl_lightning.wire import Payload
 
@@ -25,16 +28,19 @@ class Uploads(dict[int, Payload]):
 
 
 class AddedUploads(Uploads):
-    """Uploads that are added up as they come; ``examples`` stays of each.
+    """Uploads that are added up as they come, here or elsewhere; ``examples`` stays of each.
 
     Args:
         sums: what they are added to.
         addends: what the upload of a client adds, by name.
     """
 
+    adds_anywhere: bool = True
+    """Whether other processes may add some of them up and hand over their sums."""
+
     def __init__(self, sums: Sums, addends: Callable[[Payload, int], Mapping[str, Addend]]) -> None:
         super().__init__()
-        self.addends, self._sums = addends, sums
+        self.addends, self.cohort, self._sums = addends, sums.cohort, sums
         self._waiting, self._bytes = dict[int, Payload](), 0
 
     def take(self, id: int, upload: Payload) -> None:
@@ -44,8 +50,16 @@ class AddedUploads(Uploads):
         if len(self._waiting) >= WAITING_UPLOADS and self._bytes >= WAITING_BYTES:
             self._add()
 
+    def take_examples(self, id: int, examples: int) -> None:
+        """Take n_k of a client whose upload another process has added up."""
+        self[id] = Payload({"examples": torch.tensor(examples)})
+
+    def take_sum(self, name: str, total: ExactSum, weight: int, most: int) -> None:
+        """Take one sum over uploads that another process has added up, as :meth:`Sums.add_merged` does."""
+        self._sums.add_merged(name, total, weight, most)
+
     def added(self) -> Sums:
-        """Return the sums over all uploads of this process."""
+        """Return the sums over all uploads that this process has or has been given."""
         self._add()
         return self._sums
 

@@ -69,9 +69,7 @@ class SumForm:
         """Return the server's sums of the clients' vectors added up, int64 ``[length]``."""
         sums = Sums(average, cohort)
         for name, most, integers, weight in self._pieces(total):
-            exact = ExactSum(len(integers), cohort)
-            exact.integers = integers
-            sums.add_merged(name, exact, weight, most)
+            sums.add_merged(name, ExactSum.of(integers, cohort), weight, most)
         return sums
 
     def _pieces(self, total: Tensor) -> Iterator[tuple[str, int, Tensor, int]]:

@@ -101,15 +101,23 @@ class Sums:
         return average.guided(vectors, shares, start, self.guides[name])
 
     def add_merged(self, name: str, total: ExactSum, weight: int, most: int) -> None:
-        """Take one sum over all clients, added up elsewhere.
+        """Add one sum over clients that was added up elsewhere.
 
         Args:
             name: of the sum.
-            total: sum w x over the clients.
+            total: sum w x over the clients; it is used from here on.
             weight: the sum of their weights, in units of 1 / ``most``.
             most: largest weight of one client.
         """
-        self._parts[name] = Part([], [weight], most, total)
+        part, before = Part([], [weight], most, total), self._parts.get(name)
+        self._parts[name] = part if before is None else before.plus(part, self.cohort)
+
+    def merged(self) -> Iterator[tuple[str, ExactSum, int, int]]:
+        """Yield what :meth:`add_merged` takes of each sum."""
+        self.add_now()
+        for name, part in self._parts.items():
+            if part.merged is not None:
+                yield name, part.merged, sum(part.weights), part.most
 
     def replace(self, name: str, mean: Tensor) -> None:
         """Take another vector, float32 ``[P]``, for the mean of a sum."""
@@ -125,11 +133,9 @@ class Sums:
     def integers(self) -> dict[str, Tensor]:
         """Return the sums as they travel between servers, by name: int64 ``[P + 1]``, the last value of which
         is the sum of the weights."""
-        self.add_now()
         return {
-            name: torch.cat([part.merged.integers, torch.tensor([sum(part.weights)])])
-            for name, part in self._parts.items()
-            if part.merged is not None
+            name: torch.cat([total.integers, torch.tensor([weight])])
+            for name, total, weight, _ in self.merged()
         }
 
     def __iter__(self) -> Iterator[str]:
@@ -205,9 +211,12 @@ class Part:
         return exact_mean(self.vectors, self.shares, self.total_weight, cohort)
 
     def plus(self, other: Part, cohort: int) -> Part:
-        """Return the sum with vectors of other clients, added up; this one is of no use then."""
+        """Return the sum with that of other clients, added up; this one is of no use then."""
         merged = self.merged or self.exact_sum(cohort)
-        merged.add(other.vectors, other.shares)
+        if other.merged is None:
+            merged.add(other.vectors, other.shares)
+        else:
+            merged.merge(other.merged)
         return Part([], [*self.weights, *other.weights], self.most, merged)
 
     def exact_sum(self, cohort: int, size: int | None = None) -> ExactSum:

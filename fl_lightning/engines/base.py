@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from fl_lightning.aggregation.intake import AddedUploads
 from fl_lightning.aggregation.masked_round import MaskedRound, add_up_here
+from fl_lightning.aggregation.receiving import Received
 from fl_lightning.aggregation.sum_form import SumForm
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
@@ -38,6 +40,7 @@ class ClientTask:
         message: the broadcast as bytes.
         labels: int64 ``[n_k]``, the labels it trains on.
         epochs, steps: at most so many passes over its data and optimiser steps.
+        returns: whether its upload reaches the server.
     """
 
     client: Client
@@ -46,6 +49,7 @@ class ClientTask:
     labels: Tensor
     epochs: int
     steps: int
+    returns: bool = True
 
     def payload(self) -> Payload:
         """Return the message in tensors of its own, which a reader may keep or change.
@@ -71,6 +75,8 @@ class ClientResult:
             answer in time; ``trained`` or ``rejected``, where it keeps its upload, to send it under masks,
             and that passed its own checks or not. Empty: the upload is here.
         download: bytes that it was sent; None: the task's whole message.
+        received: what became of the upload in the process that trained the client, where that has added it
+            up; ``upload`` is empty then. None: it is here.
     """
 
     client: Client
@@ -81,6 +87,7 @@ class ClientResult:
     verified: bytes | None = None
     status: Literal["", "dropped", "trained", "rejected"] = ""
     download: int | None = None
+    received: Received | None = None
 
 
 class ClientSums(NamedTuple):
@@ -126,10 +133,19 @@ class Engine(ABC):
             units: what :meth:`units` gives for these tasks, where it is known already.
         """
 
-    def train_own(self, tasks: Sequence[ClientTask]) -> Iterator[tuple[int, ClientResult]]:
+    def train_own(
+        self, tasks: Sequence[ClientTask], units: Units | None = None, into: AddedUploads | None = None
+    ) -> Iterator[tuple[int, ClientResult]]:
         """Yield position and result of each task that this process is responsible for: with one process of
-        all."""
-        yield from enumerate(self.train(tasks))
+        all.
+
+        Args:
+            units: as :meth:`train` takes them.
+            into: what uploads are added to, where an engine has other processes that can add up what they
+                have trained: it is then given their sums, and of each upload what became of it. None: every
+                upload comes back.
+        """
+        yield from enumerate(self.train(tasks, units))
 
     def add_under_masks(self, asked: MaskedRound) -> tuple[SumForm, Outcome]:
         """Have the clients that were just trained add up their uploads under masks.

@@ -8,46 +8,52 @@ memory that both sides share.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import multiprocessing
 import os
 import signal
-import sys
-import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from mmap import mmap
-from multiprocessing.connection import Connection, wait
-from multiprocessing.reduction import ForkingPickler
+from multiprocessing.connection import wait
 from pathlib import Path
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from safetensors.torch import load, save
-from torch import Tensor
 
+from fl_lightning.aggregation.exact_sum import ExactSum
+from fl_lightning.aggregation.intake import AddedUploads
 from fl_lightning.data import FederatedData
 from fl_lightning.engines.base import ClientResult, ClientTask, Engine, Units
 from fl_lightning.engines.ranks import work
+from fl_lightning.engines.worker import (
+    MIN_SHARED_BYTES,
+    AddedHere,
+    Answer,
+    Opening,
+    Portion,
+    bytes_of,
+    joined,
+    pack,
+    read,
+    serve,
+    shared_bytes,
+    unpack,
+    write,
+)
 from fl_lightning.errors import RankLost
 from fl_lightning.methods import Method
-from fl_lightning.metrics import Mean
 
-MIN_SHARED_BYTES = 2**26
-"""Bytes of each of a worker's shared memories (one down, two up), at least; only what is used is taken. What
-is larger is piped."""
+T = TypeVar("T")
 AHEAD_BYTES = 2**27
 """Results come in any order and are handed on in that of the tasks: at most twice so many bytes wait, or the
 uploads of four clients a worker."""
 MAX_WAIT_SECONDS = (
     1.0  # seconds of one wait for an answer, so that a pause of the whole program counts as one of them
 )
-PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 POLL_SECONDS = 0.002  # seconds between looks at who has finished, while there are results to hand on
 
 
@@ -78,6 +84,12 @@ class PoolEngine(Engine):
         return self.engine.units(tasks)
 
     def train(self, tasks: Sequence[ClientTask], units: Units | None = None) -> Iterator[ClientResult]:
+        yield from (result for _, result in self.train_own(tasks, units))
+
+    def train_own(
+        self, tasks: Sequence[ClientTask], units: Units | None = None, into: AddedUploads | None = None
+    ) -> Iterator[tuple[int, ClientResult]]:
+        opening = None if into is None else Opening.of(self.method)
         ahead = self._ahead(tasks)
         waiting = self._portions(tasks, self.units(tasks) if units is None else units, ahead)
         done: dict[int, ClientResult] = {}
@@ -88,7 +100,7 @@ class PoolEngine(Engine):
                 "the worker processes have ended, or were never started; a round needs them; call start()"
             )
         try:
-            self._hand_out(waiting, tasks, busy, 2 * ahead)
+            self._hand_out(waiting, tasks, busy, 2 * ahead, opening)
             while given < len(tasks):
                 if (
                     given not in done or monotonic() - looked > POLL_SECONDS
@@ -96,25 +108,43 @@ class PoolEngine(Engine):
                     for worker in self._answering(busy, wait_for_it=given not in done):
                         portion = [at for unit in busy.pop(worker) for at in unit]
                         answer = worker.hear()
-                        self._hand_out(waiting, tasks, busy, given + 2 * ahead)  # while results are read
+                        # while results are read
+                        self._hand_out(waiting, tasks, busy, given + 2 * ahead, opening)
                         done |= zip(portion, worker.take(answer, [tasks[at] for at in portion]), strict=True)
                     looked = monotonic()
                 if given in done:
-                    yield done.pop(given)
+                    yield given, done.pop(given)
                     given += 1
-                    self._hand_out(waiting, tasks, busy, given + 2 * ahead)
+                    self._hand_out(waiting, tasks, busy, given + 2 * ahead, opening)
+            if into is not None:
+                self._add_up(into)
         finally:
             if busy:  # someone raised: what they are at is of no use
                 self.close()
 
     def _hand_out(
-        self, waiting: list[Units], tasks: Sequence[ClientTask], busy: dict[Worker, Units], end: int
+        self,
+        waiting: list[Units],
+        tasks: Sequence[ClientTask],
+        busy: dict[Worker, Units],
+        end: int,
+        opening: Opening | None,
     ) -> None:
         """Give portions that begin before the task at ``end`` to workers that have none."""
         for worker in self.workers:
             if waiting and worker not in busy and min(map(min, waiting[0])) < end:
                 busy[worker] = waiting.pop(0)
-                worker.give([[tasks[at] for at in unit] for unit in busy[worker]])
+                worker.give([[tasks[at] for at in unit] for unit in busy[worker]], opening)
+
+    def _add_up(self, into: AddedUploads) -> None:
+        """Give ``into`` what the workers have added up in this round."""
+        adding = [worker for worker in self.workers if worker.opening is not None]
+        for worker in adding:
+            worker.ask_for_sums()
+        for worker in adding:
+            self._answering({worker: []}, wait_for_it=True)
+            for name, total, weight, most in worker.take_sums(into.cohort):
+                into.take_sum(name, total, weight, most)
 
     def _ahead(self, tasks: Sequence[ClientTask]) -> int:
         """Return half of how many clients may be handed out from the one on whose turn it is."""
@@ -181,9 +211,10 @@ class Worker:
         room = shared_bytes(method)
         self.down, self.ups = mmap(-1, room), (mmap(-1, room), mmap(-1, room))
         self.message = b""
+        self.opening: Opening | None = None
         pipes = [self.pipe, *(other.pipe for other in others)]
         arguments = (engine, method, there, self.down, self.ups, pipes, os.getpid())
-        self.process = context.Process(target=_serve, args=arguments, daemon=True)
+        self.process = context.Process(target=serve, args=arguments, daemon=True)
         with warnings.catch_warnings():
             # Python 3.12 warns of threads that hold locks; torch's, the only ones by now, are not used by a
             # single-threaded fork
@@ -191,7 +222,13 @@ class Worker:
             self.process.start()
         there.close()
 
-    def give(self, units: Sequence[Sequence[ClientTask]]) -> None:
+    def give(self, units: Sequence[Sequence[ClientTask]], opening: Opening | None = None) -> None:
+        """Hand clients out.
+
+        Args:
+            units: their tasks.
+            opening: of the round, if the worker is to add their uploads up; None: they come back.
+        """
         messages = list({id(task.message): task.message for unit in units for task in unit}.values())
         index = {id(message): at for at, message in enumerate(messages)}
         same = len(messages) == 1 and messages[0] is self.message
@@ -201,20 +238,50 @@ class Worker:
                 [
                     (
                         o.client.id,
-                        _pack(o.client.state),
+                        pack(o.client.state),
                         index[id(o.message)],
                         len(o.labels),
                         o.round,
                         o.epochs,
                         o.steps,
+                        o.returns,
                     )
                     for o in unit
                 ],
-                _joined([o.labels for o in unit]),
+                joined([o.labels for o in unit]),
             )
             for unit in units
         ]
-        self._say((None if same else _write(self.down, messages), packed))
+        begins = opening is not None and opening is not self.opening
+        self.opening = opening
+        state = [bytes_of(tensor) for tensor in opening.places] if opening is not None and begins else []
+        sent: Sequence[bytes] = [] if same else messages
+        places = write(self.down, [*sent, *state])
+        if opening is not None:
+            opening = opening._replace(places=places[len(sent) :]) if begins else None
+        self._say(Portion(None if same else places[: len(sent)], packed, self.opening is not None, opening))
+
+    def ask_for_sums(self) -> None:
+        """Have it end the round, and answer with the sums of the uploads that it was to add up."""
+        self.opening = None
+        self._say(None)
+
+    def take_sums(self, cohort: int) -> Iterator[tuple[str, ExactSum, int, int]]:
+        """Yield the sums that were asked for, as :meth:`Sums.merged` does.
+
+        Args:
+            cohort: clients that were asked in the round.
+
+        Raises:
+            RankLost: it died.
+            Exception: what adding up raised.
+        """
+        answer = self._hear(AddedHere)
+        for (name, count, weight, most), data in zip(
+            answer.parts, read(self.ups[0], answer.places), strict=True
+        ):
+            integers = torch.frombuffer(bytearray(data), dtype=torch.int64)
+            yield name, ExactSum.of(integers, cohort, count), weight, most
 
     def hear(self) -> Answer:
         """Wait for the answer to the portion that was given last, and return it.
@@ -223,11 +290,14 @@ class Worker:
             RankLost: it died.
             Exception: what its clients' work raised.
         """
+        return self._hear(Answer)
+
+    def _hear(self, kind: type[T]) -> T:
         try:
             answer = self.pipe.recv()
         except (EOFError, OSError):
             raise self._lost() from None
-        if isinstance(answer, Answer):
+        if isinstance(answer, kind):
             return answer
         error, where = answer
         raise error from RuntimeError(f"in a worker process:\n{where}")
@@ -238,11 +308,12 @@ class Worker:
         Its memory is written to again in the portion after the next, so it is read before that one is given.
         """
         results = []
-        uploads = _read(self.ups[answer.memory], answer.places)
-        for task, upload, (kept, losses, steps) in zip(tasks, uploads, answer.kept, strict=True):
-            state = _unpack(kept)
+        uploads = read(self.ups[answer.memory], answer.places or [b""] * len(tasks))
+        for task, upload, (kept, losses, steps, received) in zip(tasks, uploads, answer.kept, strict=True):
+            state = unpack(kept)
             client = replace(task.client, state=state)
-            results.append(ClientResult(client, upload, state, losses, steps, verified=upload))
+            result = ClientResult(client, upload, state, losses, steps, verified=upload, received=received)
+            results.append(result)
         return results
 
     def state(self) -> str:
@@ -278,128 +349,3 @@ class Worker:
         self.process.kill()
         self.process.join()
         self.pipe.close()
-
-
-class Answer(NamedTuple):
-    """The results of one portion.
-
-    Args:
-        memory: which of the two memories for uploads it lies in.
-        places: of each upload there.
-        kept: of each client: its state, losses, steps.
-    """
-
-    memory: int
-    places: list[tuple[int, int] | bytes]
-    kept: list[tuple[bytes, dict[str, Mean], int]]
-
-
-def _serve(
-    engine: Engine,
-    method: Method,
-    pipe: Connection,
-    down: mmap,
-    ups: Sequence[mmap],
-    pipes: Sequence[Connection],
-    parent: int,
-) -> None:
-    """Answer portions until the pipe closes.
-
-    Signals are ignored: the parent handles them and ends its workers, and they end with it.
-    """
-    end_with(parent)
-    torch.set_num_threads(1)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL if number == signal.SIGCHLD else signal.SIG_IGN)
-    for other in pipes:
-        other.close()
-    data: FederatedData = engine.data  # type: ignore[attr-defined]
-    messages: list[bytes] = []
-    memory = 0
-    answer: Answer | tuple[Exception, str]
-    while True:
-        try:
-            blobs, packed = pipe.recv()
-        except (EOFError, OSError):
-            os._exit(0)
-        messages = messages if blobs is None else _read(down, blobs)
-        try:
-            results: list[ClientResult] = []
-            for unit, labels in packed:
-                each = _parted(labels, [length for *_, length, _, _, _ in unit])
-                tasks = [
-                    ClientTask(data.client(id, _unpack(state)), round, messages[at], own, epochs, steps)
-                    for (id, state, at, _, round, epochs, steps), own in zip(unit, each, strict=True)
-                ]
-                results += engine.train(tasks, [list(range(len(tasks)))])
-            kept = [(_pack(result.state), result.losses, result.steps) for result in results]
-            memory = 1 - memory
-            answer = Answer(memory, _write(ups[memory], [result.upload for result in results]), kept)
-            results = []  # or they are held until the next portion has been trained
-        except Exception as error:
-            answer = _sendable(error), "".join(traceback.format_exception(error))
-        sys.stdout.flush()
-        try:
-            pipe.send(answer)
-        except OSError:  # the parent is gone
-            os._exit(0)
-
-
-def shared_bytes(method: Method) -> int:
-    """Return the bytes of each memory that a worker shares."""
-    state = sum(tensor.numel() * tensor.element_size() for tensor in method.server.values())
-    return MIN_SHARED_BYTES + state
-
-
-def end_with(parent: int) -> None:
-    """Have Linux kill this process as soon as its parent is gone, however that came about and whatever this
-    one is at."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was gone before the call
-        os._exit(1)
-
-
-def _joined(labels: Sequence[Tensor]) -> list[np.ndarray]:
-    """Return one array instead of many, where they are of one kind."""
-    kinds = {(each.dtype, each.shape[1:]) for each in labels}
-    return [each.numpy() for each in ([torch.cat(list(labels))] if len(kinds) == 1 else labels)]
-
-
-def _parted(arrays: Sequence[np.ndarray], lengths: Sequence[int]) -> Sequence[Tensor]:
-    tensors = [torch.from_numpy(array) for array in arrays]
-    return tensors[0].split(list(lengths)) if len(tensors) == 1 else tensors
-
-
-def _write(memory: mmap, blobs: Sequence[bytes]) -> list[tuple[int, int] | bytes]:
-    """Return where each blob is in the shared memory, or the blob itself where there is no room."""
-    places: list[tuple[int, int] | bytes] = []
-    offset = 0
-    for blob in blobs:
-        if offset + len(blob) > len(memory):
-            places.append(blob)
-            continue
-        memory[offset : offset + len(blob)] = blob
-        places.append((offset, offset + len(blob)))
-        offset += len(blob)
-    return places
-
-
-def _read(memory: mmap, places: Sequence[tuple[int, int] | bytes]) -> list[bytes]:
-    return [place if isinstance(place, bytes) else memory[place[0] : place[1]] for place in places]
-
-
-def _pack(state: dict[str, Tensor]) -> bytes:
-    return save({name: tensor.detach().contiguous() for name, tensor in state.items()}) if state else b""
-
-
-def _unpack(packed: bytes) -> dict[str, Tensor]:
-    return load(packed) if packed else {}
-
-
-def _sendable(error: Exception) -> Exception:
-    """Return the error if it survives the pipe, else one that says the same."""
-    try:
-        ForkingPickler.loads(ForkingPickler.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error

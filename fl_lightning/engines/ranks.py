@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from fl_lightning.aggregation.base import Receipt
+from fl_lightning.aggregation.intake import AddedUploads
 from fl_lightning.data import FederatedData
 from fl_lightning.distributed.collectives import gather_bytes, gather_parts, rank, world_size
 from fl_lightning.engines.base import ClientResult, ClientTask, Engine, Units
@@ -59,14 +60,14 @@ class RankedEngine(Engine):
             yield _unpack(packed, task, state)
 
     def train_own(
-        self, tasks: Sequence[ClientTask], units: Units | None = None
+        self, tasks: Sequence[ClientTask], units: Units | None = None, into: AddedUploads | None = None
     ) -> Iterator[tuple[int, ClientResult]]:
         """Yield position and result of this rank's share of the tasks.
 
         Clients of this share that keep a state have it by then.
         """
         if world_size() == 1:
-            yield from enumerate(self.engine.train(tasks, units))
+            yield from self.engine.train_own(tasks, units, into)
             return
         require_agreement(tasks)
         units = self.units(tasks) if units is None else units
@@ -79,7 +80,8 @@ class RankedEngine(Engine):
         share = [at for unit in mine for at in unit]
         place = {at: here for here, at in enumerate(share)}
         own_units = [[place[at] for at in unit] for unit in mine]
-        yield from zip(share, self.engine.train([tasks[at] for at in share], own_units), strict=True)
+        for here, result in self.engine.train_own([tasks[at] for at in share], own_units, into):
+            yield share[here], result
 
 
 def exchange_receipts(

@@ -13,7 +13,7 @@ from fl_lightning import exchange, loop
 from fl_lightning.aggregation import intake
 from fl_lightning.conformance.toy import Sizes, images
 from fl_lightning.data import IID
-from fl_lightning.engines import pool
+from fl_lightning.engines import pool, worker
 from fl_lightning.hooks import Meter
 from fl_lightning.privacy import ClientPrivacy
 
@@ -105,6 +105,7 @@ def test_no_worker_is_far_ahead_of_the_client_whose_turn_it_is(few, tmp_path, mo
     """The first client has nearly all examples, so its results are the last to come; and the memory that
     workers share holds the uploads of one client."""
     monkeypatch.setattr(pool, "AHEAD_BYTES", 1)
+    monkeypatch.setattr(worker, "MIN_SHARED_BYTES", 1)
     monkeypatch.setattr(pool, "MIN_SHARED_BYTES", 1)
     waiting, most, portions = 0, 0, []
     taken = pool.Worker.take

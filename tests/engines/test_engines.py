@@ -53,13 +53,13 @@ def test_workers_change_no_bit(name, tmp_path):
 
 def test_a_worker_that_is_ahead_overwrites_nothing(tmp_path, monkeypatch):
     """It has long trained its next clients when its results are read."""
-    here, read = os.getpid(), pool._read
+    here, read = os.getpid(), pool.read
 
     def slowly(*arguments):
         time.sleep(0.1 if os.getpid() == here else 0)
         return read(*arguments)
 
-    monkeypatch.setattr(pool, "_read", slowly)
+    monkeypatch.setattr(pool, "read", slowly)
     expected, _ = fit(make("FedAvg"), tmp_path, engine="sequential", workers=1)
     assert same(expected, fit(make("FedAvg"), tmp_path, engine="sequential", workers=2)[0])
 

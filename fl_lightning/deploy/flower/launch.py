@@ -27,7 +27,7 @@ from fl_lightning.deploy.node.folders import locked, own_folder
 from fl_lightning.deploy.node.node import NodeSettings
 from fl_lightning.deploy.server.halves import SERVER, is_gone
 from fl_lightning.deploy.server.job import how_to_go_on
-from fl_lightning.engines.pool import end_with
+from fl_lightning.engines.worker import end_with
 from fl_lightning.errors import InputError, RunStopped, as_bad_input
 
 log = logging.getLogger("fl_lightning")

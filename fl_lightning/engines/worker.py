@@ -1,0 +1,287 @@
+"""What a worker process does: it trains the clients that its parent hands it, and says what they gave.
+
+Where the server needs sums alone, it also receives their uploads as the server would, and adds them up until
+its parent asks for the sums. Messages down, uploads and sums up lie in memory that both processes share.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from mmap import mmap
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from fl_lightning.aggregation.intake import AddedUploads
+from fl_lightning.aggregation.receiving import Received, receive_here
+from fl_lightning.data import FederatedData
+from fl_lightning.engines.base import ClientResult, ClientTask, Engine
+from fl_lightning.methods import Method
+from fl_lightning.metrics import Mean
+
+MIN_SHARED_BYTES = 2**26
+"""Bytes of each of a worker's shared memories (one down, two up), at least; only what is used is taken. What
+is larger is piped."""
+PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+
+
+Place: TypeAlias = "tuple[int, int] | bytes"
+"""Where bytes begin and end in a shared memory, or the bytes."""
+
+
+class Opening(NamedTuple):
+    """What receiving a round's uploads takes beside them.
+
+    Args:
+        cohort: clients that were asked.
+        steps_asked: local steps that each of them was asked for, by id.
+        entries: of the server's state: name, type and shape of each.
+        places: of their values; they are tensors while they are in the parent's process.
+    """
+
+    cohort: int
+    steps_asked: Mapping[int, int]
+    entries: list[tuple[str, torch.dtype, torch.Size]]
+    places: list[Any]
+
+    @classmethod
+    def of(cls, method: Method) -> Opening:
+        """Return it for the present round of the server's half of a method."""
+        server = {name: tensor.contiguous() for name, tensor in method.server.items()}
+        entries = [(name, tensor.dtype, tensor.shape) for name, tensor in server.items()]
+        return cls(method.cohort, method.steps_asked, entries, [*server.values()])
+
+
+class Portion(NamedTuple):
+    """Clients that are trained one after another, in units.
+
+    Args:
+        messages: the broadcasts; None: the same as in the portion before.
+        units: of each unit its tasks, less the labels, and these as a few arrays.
+        adds: whether uploads are added up here.
+        opening: of the round, if they are and this is its first portion here.
+    """
+
+    messages: list[Place] | None
+    units: list[tuple[list[tuple[Any, ...]], list[np.ndarray]]]
+    adds: bool = False
+    opening: Opening | None = None
+
+
+class Answer(NamedTuple):
+    """The results of one portion.
+
+    Args:
+        memory: which of the two memories for uploads it lies in.
+        places: of each upload there; none where uploads are added up here.
+        kept: of each client: its state, losses, steps, and what became of its upload here.
+    """
+
+    memory: int
+    places: list[Place]
+    kept: list[tuple[bytes, dict[str, Mean], int, Received | None]]
+
+
+class AddedHere(NamedTuple):
+    """The sums over the uploads that a worker has added up, as :meth:`Sums.merged` yields them.
+
+    Args:
+        parts: of each its name, the number of clients, their weight and the largest weight of one.
+        places: of their integers in the first of the memories for uploads.
+    """
+
+    parts: list[tuple[str, int, int, int]]
+    places: list[Place]
+
+
+class Receiver:
+    """The server's half of a round in a worker process.
+
+    Args:
+        method: the worker's own, whose server's state is brought up to date.
+    """
+
+    def __init__(self, method: Method) -> None:
+        self.method = method
+        self.uploads: AddedUploads | None = None
+
+    def open(self, opening: Opening, down: mmap) -> None:
+        """Begin a round."""
+        found = zip(opening.entries, read(down, opening.places), strict=True)
+        self.method.server = {name: tensor_of(data, dtype, shape) for (name, dtype, shape), data in found}
+        self.method.cohort, self.method.steps_asked = opening.cohort, opening.steps_asked
+        uploads = self.method.intake()
+        assert isinstance(uploads, AddedUploads), "it is one in the parent's process"
+        self.uploads = uploads
+
+    def receive(self, result: ClientResult, returns: bool) -> Received:
+        """Take one client's upload."""
+        assert self.uploads is not None, "open comes first"
+        if not returns:
+            return Received(len(result.upload))
+        return receive_here(self.method, result.upload, result.client, self.uploads)
+
+    def close(self, up: mmap) -> AddedHere:
+        """End the round, and return its sums."""
+        uploads, self.uploads = self.uploads, None
+        assert uploads is not None, "open comes first"
+        parts, integers = [], []
+        for name, total, weight, most in uploads.added().merged():
+            parts.append((name, total.count, weight, most))
+            integers.append(total.integers)
+        return AddedHere(parts, write(up, [bytes_of(each) for each in integers]))
+
+
+def serve(
+    engine: Engine,
+    method: Method,
+    pipe: Connection,
+    down: mmap,
+    ups: Sequence[mmap],
+    pipes: Sequence[Connection],
+    parent: int,
+) -> None:
+    """Answer portions, and None with the sums of a round, until the pipe closes.
+
+    Signals are ignored: the parent handles them and ends its workers, and they end with it.
+    """
+    end_with(parent)
+    torch.set_num_threads(1)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL if number == signal.SIGCHLD else signal.SIG_IGN)
+    for other in pipes:
+        other.close()
+    data: FederatedData = engine.data  # type: ignore[attr-defined]
+    messages: list[bytes] = []
+    memory, receiver = 0, Receiver(method)
+    answer: Answer | AddedHere | tuple[Exception, str]
+    while True:
+        try:
+            portion: Portion | None = pipe.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+        try:
+            if portion is None:
+                answer = receiver.close(ups[0])
+            else:
+                messages = messages if portion.messages is None else read(down, portion.messages)
+                if portion.opening is not None:
+                    receiver.open(portion.opening, down)
+                memory = 1 - memory
+                answer = _trained(engine, data, portion, messages, receiver, memory, ups[memory])
+        except Exception as error:
+            answer = sendable(error), "".join(traceback.format_exception(error))
+        sys.stdout.flush()
+        try:
+            pipe.send(answer)
+        except OSError:  # the parent is gone
+            os._exit(0)
+
+
+def _trained(
+    engine: Engine,
+    data: FederatedData,
+    portion: Portion,
+    messages: Sequence[bytes],
+    receiver: Receiver,
+    memory: int,
+    up: mmap,
+) -> Answer:
+    """Train the clients of a portion."""
+    kept, uploads = [], []
+    for unit, labels in portion.units:
+        each = parted(labels, [length for _, _, _, length, *_ in unit])
+        tasks = [
+            ClientTask(data.client(id, unpack(state)), round, messages[at], own, epochs, steps, returns)
+            for (id, state, at, _, round, epochs, steps, returns), own in zip(unit, each, strict=True)
+        ]
+        for task, result in zip(tasks, engine.train(tasks, [list(range(len(tasks)))]), strict=True):
+            received = receiver.receive(result, task.returns) if portion.adds else None
+            uploads += [] if portion.adds else [result.upload]
+            kept.append((pack(result.state), result.losses, result.steps, received))
+    return Answer(memory, write(up, uploads), kept)
+
+
+def shared_bytes(method: Method) -> int:
+    """Return the bytes of each memory that a worker shares: there is room for the server's state, or for sums
+    over uploads as large, in int64."""
+    state = sum(tensor.numel() * max(tensor.element_size(), 8) for tensor in method.server.values())
+    return MIN_SHARED_BYTES + state
+
+
+def end_with(parent: int) -> None:
+    """Have Linux kill this process as soon as its parent is gone, however that came about and whatever this
+    one is at."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was gone before the call
+        os._exit(1)
+
+
+def joined(labels: Sequence[Tensor]) -> list[np.ndarray]:
+    """Return one array instead of many, where they are of one kind."""
+    kinds = {(each.dtype, each.shape[1:]) for each in labels}
+    return [each.numpy() for each in ([torch.cat(list(labels))] if len(kinds) == 1 else labels)]
+
+
+def parted(arrays: Sequence[np.ndarray], lengths: Sequence[int]) -> Sequence[Tensor]:
+    tensors = [torch.from_numpy(array) for array in arrays]
+    return tensors[0].split(list(lengths)) if len(tensors) == 1 else tensors
+
+
+def write(memory: mmap, blobs: Sequence[bytes | memoryview]) -> list[Place]:
+    """Return where each blob is in the shared memory, or the blob itself where there is no room."""
+    places: list[Place] = []
+    offset = 0
+    for blob in blobs:
+        if offset + len(blob) > len(memory):
+            places.append(bytes(blob))
+            continue
+        memory[offset : offset + len(blob)] = blob
+        places.append((offset, offset + len(blob)))
+        offset += len(blob)
+    return places
+
+
+def read(memory: mmap, places: Sequence[Place]) -> list[bytes]:
+    return [place if isinstance(place, bytes) else memory[place[0] : place[1]] for place in places]
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a tensor in one piece, of any type."""
+    return tensor.view(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
+
+
+def tensor_of(data: bytes, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    """Return a tensor of its own with these bytes."""
+    return (
+        torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+        if data
+        else torch.empty(shape, dtype=dtype)
+    )
+
+
+def pack(state: dict[str, Tensor]) -> bytes:
+    return save({name: tensor.detach().contiguous() for name, tensor in state.items()}) if state else b""
+
+
+def unpack(packed: bytes) -> dict[str, Tensor]:
+    return load(packed) if packed else {}
+
+
+def sendable(error: Exception) -> Exception:
+    """Return the error if it survives the pipe, else one that says the same."""
+    try:
+        ForkingPickler.loads(ForkingPickler.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
