@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from weakref import WeakValueDictionary
 
 import pytest
 import torch
-from ten import make
-from toy import run
+from ten import SMALL, make
+from toy import run, sgd
 
 from fl_lightning import exchange, loop
 from fl_lightning.aggregation import intake
 from fl_lightning.conformance.toy import Sizes, images
 from fl_lightning.data import IID
 from fl_lightning.engines import pool, worker
-from fl_lightning.hooks import Meter
+from fl_lightning.hooks import Meter, Stressor
+from fl_lightning.methods import FedAvg
 from fl_lightning.privacy import ClientPrivacy
 
 CLIENTS, WAITING = 12, 3
@@ -97,6 +99,81 @@ def test_what_depends_on_all_uploads_keeps_them(few, tmp_path, monkeypatch):
         max_rounds=1,
     )
     assert counts.most >= CLIENTS - 1
+
+
+class Loses(Stressor):
+    """Client 1 trains for nothing."""
+
+    def change_cohort(self, cohort, *, round, context):
+        return [replace(one, returns=one.client.id != 1) for one in cohort]
+
+
+class Looks(Stressor):
+    def change_upload(self, upload, *, client, round, context):
+        return upload
+
+
+class Diverges(FedAvg):
+    """In round 2 client 2 sends what is not finite."""
+
+    def end_client(self, client):
+        super().end_client(client)
+        if (client.id, self.round) == (2, 2):
+            torch.nn.init.constant_(self.network.classifier.bias, torch.nan)
+
+
+IN_WORKERS = {
+    "mean": (lambda: make("FedAvg"), "sequential"),
+    "stacks": (lambda: make("FedAvg"), "batched"),
+    "two sums": (lambda: make("SCAFFOLD", optimizer=sgd(0.05)), "sequential"),
+    "steps that were asked": (lambda: make("FedNova"), "sequential"),
+    "codes": (lambda: make("FedMPQ", bits=4), "sequential"),
+    "server optimiser": (lambda: make("FedAdam"), "sequential"),
+    "rejected": (lambda: Diverges(network=SMALL), "sequential"),
+}
+
+
+def in_workers(method, folder, monkeypatch, caplog, callbacks=(), **settings):
+    """Run three rounds; the server's tensors, the ledger, what was logged of rejections, and how many uploads
+    the parent's process decoded."""
+    decoded, decode = [], exchange.decode_upload
+    with monkeypatch.context() as patch:
+        patch.setattr(exchange, "decode_upload", lambda *a, **s: decoded.append(1) or decode(*a, **s))
+        caplog.clear()
+        settings = {"participation": 0.75, "max_rounds": 3, "local_epochs": 2, **settings}
+        trainer = run(method, federation(8), folder, callbacks=[Loses(), *callbacks], **settings)
+    rejected = [line for line in caplog.messages if "rejected" in line]
+    return method.server, (trainer.run_dir / "ledger.csv").read_text(), rejected, len(decoded)
+
+
+@pytest.mark.parametrize("way", IN_WORKERS)
+def test_workers_receive_what_they_train_and_the_parent_decodes_nothing(way, tmp_path, monkeypatch, caplog):
+    """Weights, bytes, who is lost and who is rejected are those of one process."""
+    method, engine = IN_WORKERS[way]
+    alone = in_workers(method(), tmp_path / "a", monkeypatch, caplog, engine=engine, workers=1)
+    found = in_workers(method(), tmp_path / "b", monkeypatch, caplog, engine=engine, workers=2)
+    assert all(torch.equal(alone[0][entry], found[0][entry]) for entry in alone[0])
+    assert alone[1:3] == found[1:3]
+    assert ("lost" in found[1], "rejected" in found[1]) == (True, way == "rejected")
+    assert len(found[2]) == (way == "rejected")
+    assert alone[3] > found[3] == 0
+
+
+def test_where_a_stressor_looks_at_uploads_the_parent_has_them(tmp_path, monkeypatch, caplog):
+    *_, decoded = in_workers(
+        make("FedAvg"), tmp_path, monkeypatch, caplog, [Looks()], engine="sequential", workers=2
+    )
+    assert decoded > 0
+
+
+class AddsNonsense(FedAvg):
+    def addends(self, upload, client_id, weight):
+        raise ZeroDivisionError("a bug of the method")
+
+
+def test_a_bug_of_the_servers_half_in_a_worker_is_the_one_that_is_raised(tmp_path):
+    with pytest.raises(ZeroDivisionError, match="a bug of the method"):
+        run(AddsNonsense(), federation(), tmp_path, max_rounds=1, engine="sequential", workers=2)
 
 
 @pytest.mark.slow
