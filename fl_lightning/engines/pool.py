@@ -41,6 +41,7 @@ from fl_lightning.engines.worker import (
     read,
     serve,
     shared_bytes,
+    tensor_at,
     unpack,
     write,
 )
@@ -102,14 +103,12 @@ class PoolEngine(Engine):
         try:
             self._hand_out(waiting, tasks, busy, 2 * ahead, opening)
             while given < len(tasks):
-                if (
-                    given not in done or monotonic() - looked > POLL_SECONDS
-                ):  # who asks for results may take long with each
+                # who asks for results may take long with each
+                if given not in done or monotonic() - looked > POLL_SECONDS:
                     for worker in self._answering(busy, wait_for_it=given not in done):
                         portion = [at for unit in busy.pop(worker) for at in unit]
                         answer = worker.hear()
-                        # while results are read
-                        self._hand_out(waiting, tasks, busy, given + 2 * ahead, opening)
+                        self._hand_out(waiting, tasks, busy, given + 2 * ahead, opening)  # and then read
                         done |= zip(portion, worker.take(answer, [tasks[at] for at in portion]), strict=True)
                     looked = monotonic()
                 if given in done:
@@ -277,10 +276,8 @@ class Worker:
             Exception: what adding up raised.
         """
         answer = self._hear(AddedHere)
-        for (name, count, weight, most), data in zip(
-            answer.parts, read(self.ups[0], answer.places), strict=True
-        ):
-            integers = torch.frombuffer(bytearray(data), dtype=torch.int64)
+        for (name, count, weight, most), place in zip(answer.parts, answer.places, strict=True):
+            integers = tensor_at(self.ups[0], place, torch.int64)
             yield name, ExactSum.of(integers, cohort, count), weight, most
 
     def hear(self) -> Answer:

@@ -117,8 +117,10 @@ class Receiver:
 
     def open(self, opening: Opening, down: mmap) -> None:
         """Begin a round."""
-        found = zip(opening.entries, read(down, opening.places), strict=True)
-        self.method.server = {name: tensor_of(data, dtype, shape) for (name, dtype, shape), data in found}
+        found = zip(opening.entries, opening.places, strict=True)
+        self.method.server = {
+            name: tensor_at(down, place, dtype).reshape(shape) for (name, dtype, shape), place in found
+        }
         self.method.cohort, self.method.steps_asked = opening.cohort, opening.steps_asked
         uploads = self.method.intake()
         assert isinstance(uploads, AddedUploads), "it is one in the parent's process"
@@ -261,13 +263,11 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.view(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
 
 
-def tensor_of(data: bytes, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    """Return a tensor of its own with these bytes."""
-    return (
-        torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
-        if data
-        else torch.empty(shape, dtype=dtype)
-    )
+def tensor_at(memory: mmap, place: Place, dtype: torch.dtype) -> Tensor:
+    """Return a copy of what lies there, as a tensor in one dimension."""
+    with memoryview(place if isinstance(place, bytes) else memory) as view:
+        data = bytearray(view if isinstance(place, bytes) else view[place[0] : place[1]])
+    return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
 
 
 def pack(state: dict[str, Tensor]) -> bytes:
