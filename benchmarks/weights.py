@@ -1,5 +1,5 @@
-"""Print the final weights' hash of every shipped method on every engine: run it before and after a change
-that must compute the same.
+"""Print the final weights' hash of ten methods, or of other configurations, on every engine: run it before
+and after a change that must compute the same.
 
     python benchmarks/weights.py > before.txt
     ... change the code ...
