@@ -127,8 +127,8 @@ class Sums:
         """Add up what has been given, where several readers follow: each would add it up anew."""
         for name, part in self._parts.items():
             if part.merged is None:
-                merged = part.exact_sum(self.cohort)
-                self._parts[name] = Part([], [sum(part.weights)], part.most, merged)
+                total = part.exact_sum(self.cohort)
+                self._parts[name] = Part([], [sum(part.weights)], part.most, total)
 
     def integers(self) -> dict[str, Tensor]:
         """Return the sums as they travel between servers, by name: int64 ``[P + 1]``, the last value of which
@@ -160,8 +160,7 @@ class Sums:
         Raises:
             MisuseError: as :meth:`mean`.
         """
-        part = self._parts[name]
-        return (part.merged or part.exact_sum(self.cohort)).total()
+        return self._parts[name].exact_sum(self.cohort).total()
 
     def merge_ranks(self) -> None:
         """Add what the other processes of the run added to sums of the same names.
@@ -178,10 +177,10 @@ class Sums:
         for name in sorted({name for of_rank in of_ranks for name in of_rank}):
             found = [of_rank[name] for of_rank in of_ranks if name in of_rank]
             size, most = found[0][:2]
-            part = self._parts.get(name) or Part([], [], most)
-            merged = part.exact_sum(self.cohort, size)
-            merged.integers = sum_over_ranks(merged.integers)
-            self._parts[name] = Part([], [sum(weight for *_, weight in found)], most, merged)
+            part = self._parts.get(name) or Part([], [], most, ExactSum(size, self.cohort))
+            total = part.exact_sum(self.cohort)
+            total.integers = sum_over_ranks(total.integers)
+            self._parts[name] = Part([], [sum(weight for *_, weight in found)], most, total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +194,7 @@ class Part:
 
     @property
     def size(self) -> int:
-        return len(self.vectors[0])
+        return len(self.vectors[0] if self.merged is None else self.merged.integers)
 
     @property
     def shares(self) -> list[float]:
@@ -212,18 +211,19 @@ class Part:
 
     def plus(self, other: Part, cohort: int) -> Part:
         """Return the sum with that of other clients, added up; this one is of no use then."""
-        merged = self.merged or self.exact_sum(cohort)
+        total = self.exact_sum(cohort)
         if other.merged is None:
-            merged.add(other.vectors, other.shares)
+            total.add(other.vectors, other.shares)
         else:
-            merged.merge(other.merged)
-        return Part([], [*self.weights, *other.weights], self.most, merged)
+            total.merge(other.merged)
+        return Part([], [*self.weights, *other.weights], self.most, total)
 
-    def exact_sum(self, cohort: int, size: int | None = None) -> ExactSum:
-        exact = ExactSum(self.size if size is None else size, cohort)
-        if self.vectors:
-            exact.add(self.vectors, self.shares)
-        return exact
+    def exact_sum(self, cohort: int) -> ExactSum:
+        if self.merged is not None:
+            return self.merged
+        total = ExactSum(self.size, cohort)
+        total.add(self.vectors, self.shares)
+        return total
 
 
 def sums_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from weakref import WeakValueDictionary
 
@@ -11,7 +12,9 @@ from ten import SMALL, make
 from toy import run, sgd
 
 from fl_lightning import exchange, loop
-from fl_lightning.aggregation import intake
+from fl_lightning.aggregation import intake, sums
+from fl_lightning.aggregation.averages import WEIGHTED_MEAN
+from fl_lightning.aggregation.sums import Addend, Sums
 from fl_lightning.conformance.toy import Sizes, images
 from fl_lightning.data import IID
 from fl_lightning.engines import pool, worker
@@ -164,6 +167,29 @@ def test_where_a_stressor_looks_at_uploads_the_parent_has_them(tmp_path, monkeyp
         make("FedAvg"), tmp_path, monkeypatch, caplog, [Looks()], engine="sequential", workers=2
     )
     assert decoded > 0
+
+
+@pytest.mark.parametrize("parts", [(3, 2), (4, 1), (5, 0)])
+def test_sums_added_in_parts_are_merged_over_processes(parts, monkeypatch):
+    """Each process has added its clients one by one, or has one, or none."""
+    addends = [Addend(torch.randn(4), weight, 9) for weight in range(1, 6)]
+    ranks, at = [], 0
+    for count in parts:
+        ranks.append(Sums(WEIGHTED_MEAN, 5))
+        for addend in addends[at : at + count]:
+            ranks[-1].add("weights", [addend])
+        at += count
+    first, second = ranks
+    forms = {name: [len(total.integers), most, weight] for name, total, weight, most in second.merged()}
+    other = [total.integers for _, total, *_ in second.merged()] or [torch.zeros(4, dtype=torch.int64)]
+    monkeypatch.setattr(sums, "world_size", lambda: 2)
+    monkeypatch.setattr(sums, "gather_bytes", lambda own: [own, json.dumps(forms).encode()])
+    monkeypatch.setattr(sums, "sum_over_ranks", lambda integers: integers + other[0])
+    first.merge_ranks()
+    whole = Sums(WEIGHTED_MEAN, 5)
+    whole.add("weights", addends)
+    assert torch.equal(first.mean("weights"), whole.mean("weights"))
+    assert torch.equal(first.total("weights"), whole.total("weights"))
 
 
 class AddsNonsense(FedAvg):

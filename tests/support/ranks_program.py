@@ -27,6 +27,7 @@ from toy import run, sgd
 
 from callbacks import ByzantineClients, SecureDropout
 from fl_lightning import rng
+from fl_lightning.aggregation import intake
 from fl_lightning.clock import Clock, Diurnal, FedBuff, LogNormalDevices, OverSelection
 from fl_lightning.data import IID, FederatedImages
 from fl_lightning.hooks import Meter, Stressor
@@ -214,9 +215,11 @@ SECURE = {
 
 if __name__ == "__main__":
     folder, what = Path(sys.argv[1]), sys.argv[2]
+    intake.WAITING_UPLOADS, intake.WAITING_BYTES = 1, 0  # one by one, as large ones are
     if what == "all":
         for method in MANY:
-            fit(method, folder, devices=2, strategy="ddp", rank_timeout=120)
+            workers = {"workers": 2} if method == "FedPQ" else {}
+            fit(method, folder, devices=2, strategy="ddp", rank_timeout=120, **workers)
     elif what.startswith("secure"):  # and on how many ranks
         fit("FedMPQ", folder, devices=int(what.removeprefix("secure")), strategy="ddp", **SECURE)
     elif what == "named":
