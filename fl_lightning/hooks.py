@@ -82,7 +82,8 @@ class Callback(Recorded, Emitter):
     settings_shown = ("{cls}({name}={value})", "{name}: {value}")
 
     def on_check(self, context: Context) -> None:
-        """Check own arguments against the run before anything is created.
+        """Check own arguments against the run before anything is created, and forget what a fit before this
+        one has left; what ``state_dict`` gave comes back after it.
 
         Raises:
             InputError: they do not fit.

@@ -90,9 +90,9 @@ def penultimate(network: nn.Module, data: Any, position: Tensor) -> np.ndarray:
     handle = linear[-1].register_forward_pre_hook(
         lambda module, inputs: seen.append(inputs[0].flatten(1).float().cpu())
     )
-    for index in position.split(512):
-        network(data.inputs("test", index))
-    handle.remove()
+    with handle:  # which removes it
+        for index in position.split(512):
+            network(data.inputs("test", index))
     return torch.cat(seen).numpy()
 
 

@@ -54,6 +54,7 @@ class FigureMeter(Meter, ABC):
         return True
 
     def on_check(self, context: Context) -> None:
+        self.seen = deepcopy(self.empty)
         self.applies = self.applies_to(context)
         if not self.applies:
             names = type(self).__name__, type(context.method).__name__

@@ -51,6 +51,10 @@ class OptionFigure(FigureMeter):
     def applies_to(self, context: Context) -> bool:
         return self.name in context.method.shows
 
+    def on_check(self, context: Context) -> None:
+        super().on_check(context)
+        self.first = None
+
     def on_cohort(self, cohort: list[Any], round: int, context: Context) -> None:
         self.prices: dict[int, float] = {}
 

@@ -45,6 +45,9 @@ class Calibration(Meter):
         self._last: tuple[int, CalibrationBins, float | None] | None = None
         self._drawn = 0
 
+    def on_check(self, context: Context) -> None:
+        self._last, self._drawn = None, 0
+
     def on_evaluate(self, probs: Tensor, target: Tensor, record: RoundRecord, context: Context) -> None:
         if not torch.isfinite(probs).all():
             record.metrics |= {"test/ece": float("nan"), "test/brier": float("nan")}

@@ -62,6 +62,9 @@ class GradientNorms(Meter):
         self._measured: list[dict[str, float]] = []
         self._history: list[tuple[int, dict[str, float]]] = []
 
+    def on_check(self, context: Context) -> None:
+        self._history = []
+
     def on_round_start(self, round: int, context: Context) -> None:
         self._measured = []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,8 +13,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from callbacks.figures.drawing import never_fatal
 from fl_lightning.config.constraints import within
 from fl_lightning.hooks import Context, Meter, RoundRecord
-
-log = logging.getLogger("fl_lightning")
 
 
 class Profile(Meter):

@@ -55,6 +55,9 @@ class ProgressBar(Meter):
         self._best: float | None = None
         self._task: Task = Classification()
 
+    def on_check(self, context: Context) -> None:
+        self._metrics, self._bytes, self._best = {}, 0.0, None
+
     def on_setup(self, context: Context) -> None:
         self._task = context.data.task
         self._started = self._mark = time.monotonic()

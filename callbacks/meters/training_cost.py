@@ -81,6 +81,9 @@ class TrainingCost(Meter):
         self._cohort: dict[str, list[Work]] = {}
         self._entries: tuple[bytes, str] = (b"", "")
 
+    def on_check(self, context: Context) -> None:
+        self._costs = {}
+
     def on_round_start(self, round: int, context: Context) -> None:
         self._assigned, self._cohort = {}, {}
 

@@ -44,6 +44,7 @@ class NewTasks(Stressor):
         """The round of a change that has not been recovered from; 0: there is none."""
 
     def on_check(self, context: Context) -> None:
+        self.changed = 0
         names = [str(name) for name in context.data.group_names]
         known = self.group in range(len(names)) if isinstance(self.group, int) else self.group in names
         if not known:
