@@ -103,9 +103,11 @@ def _show_exception(*error: Any) -> None:
     show_exception(*error)
 
 
-def program(argv: list[str] | None = None) -> NoReturn:
-    """Run one command and end the process, which a second signal after the first does not disturb."""
-    code = main(argv)
+def program() -> NoReturn:
+    """Run one command and end the process, which a second signal after the first does not disturb. A
+    traceback shows no secrets."""
+    sys.excepthook = _show_exception
+    code = main()
     if code in INTERRUPTED:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
@@ -113,5 +115,4 @@ def program(argv: list[str] | None = None) -> NoReturn:
 
 
 if __name__ == "__main__":
-    sys.excepthook = _show_exception
     program()

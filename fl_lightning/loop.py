@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -38,7 +37,6 @@ from fl_lightning.metrics import Mean
 from fl_lightning.sampling import ServerView
 from fl_lightning.wire import Ledger, LedgerEntry
 
-log = logging.getLogger("fl_lightning")
 T = TypeVar("T")
 
 

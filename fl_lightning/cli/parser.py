@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import replace
 from glob import escape
-from importlib import import_module
 from io import StringIO
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, TypeVar
 
 import lightning.fabric.loggers
@@ -163,7 +163,7 @@ class FederatedCLI(LightningCLI):
             FederatedTrainer, _trainers_method(self.command), skip={"method", "data", "seed"}
         )
         if settings := COMMANDS[self.command].settings:
-            parser.add_class_arguments(_imported(settings), self.command)
+            parser.add_class_arguments(resolve_name(settings), self.command)
             self.command_arguments.append(self.command)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -314,9 +314,9 @@ def run(command: str, args: list[str], *, describe: bool = False) -> None:
     if function is None:
         FederatedCLI(command, with_config_of_run(command, args)).start()
     elif COMMANDS[command].settings:
-        _imported(function)(FederatedCLI(command, args))
+        resolve_name(function)(FederatedCLI(command, args))
     else:
-        _run_function(command, _imported(function), args)
+        _run_function(command, resolve_name(function), args)
 
 
 def _run_function(command: str, function: Any, args: list[str]) -> None:
@@ -368,7 +368,7 @@ def description_of(command: str) -> Description:
         parser = _ParserAlone(command, []).parser
         found = describe_settings(parser, _settings_of_classes(), {"trainer": FederatedTrainer})
         return replace(found, switches=tuple(_switches_of_trainer(command)))
-    of_function, _, switches = _parser_of_function(command, _imported(entry.function))
+    of_function, _, switches = _parser_of_function(command, resolve_name(entry.function))
     found = describe_settings(of_function)
     return replace(found, switches=tuple(switches), takes_words=entry.words is not None)
 
@@ -531,12 +531,6 @@ def as_input_errors(*more: type[Exception]) -> Iterator[None]:
         if is_bug_of_user(cause := first_cause(error)):
             raise cause from None
         raise InputError.from_text(constructor_message(str(error))) from error
-
-
-def _imported(path: str) -> Any:
-    """Return what ``module:name`` names."""
-    module, _, name = path.partition(":")
-    return getattr(import_module(module), name)
 
 
 def import_short_names() -> None:

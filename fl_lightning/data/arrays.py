@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -29,8 +28,6 @@ from fl_lightning.errors import InputError, require
 from fl_lightning.metrics.named import MetricFactory
 from fl_lightning.rng import stream
 from fl_lightning.tasks import Classification, Regression
-
-log = logging.getLogger(__name__)
 
 ClientCount = Annotated[
     int, within("[0, inf)", "a federation has at least one client", "write 0 for those of the data")

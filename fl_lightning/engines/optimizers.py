@@ -8,7 +8,7 @@ import re
 from torch import optim
 from torch.optim import LBFGS, Optimizer
 
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, require
 from fl_lightning.methods import Method
 from fl_lightning.methods.optimizing import round_optimizer
 
@@ -100,10 +100,12 @@ def check_optimizer(method: Method, rounds: int = 1) -> None:
         raise InputError(
             "--model.optimizer", f"it cannot be built ({error})", "correct that argument"
         ) from error
-    rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
-    if not all(math.isfinite(rate) for rate in rates):
-        raise InputError(
-            f"--model.optimizer.lr {rates[0]}", "a learning rate is finite", "write --model.optimizer.lr 0.05"
+    for rate in (group["lr"] for group in optimizer.param_groups if "lr" in group):
+        require(
+            math.isfinite(rate),
+            f"--model.optimizer.lr {rate}",
+            "a learning rate is finite",
+            "write --model.optimizer.lr 0.05",
         )
     if isinstance(optimizer, LBFGS):
         raise InputError(

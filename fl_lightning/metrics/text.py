@@ -113,15 +113,6 @@ def token_sums(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return nats.double().sum(1), right.double().sum(1), labelled.double().sum(1)
 
 
-def token_accuracy(logits: Tensor, target: Tensor) -> float:
-    """Return the share of labelled tokens whose likeliest token is the right one, in [0, 1].
-
-    The arguments are those of :func:`token_sums`; without any labelled token the result is NaN.
-    """
-    _, right, tokens = token_sums(logits, target)
-    return float(right.sum() / tokens.sum())
-
-
 def perplexity(nats: float | np.ndarray | Tensor, tokens: float | np.ndarray | Tensor) -> np.ndarray:
     """Return exp(nats / tokens), at most exp(``MAX_NATS``); NaN where there are no tokens.
 

@@ -132,8 +132,7 @@ def attach(
         adapted = PQLoRALinear(layer, rank, scale, gate, full_gradient)
         if not name:
             return adapted
-        parent, _, child = name.rpartition(".")
-        setattr(network.get_submodule(parent), child, adapted)
+        network.set_submodule(name, adapted)
     return network
 
 

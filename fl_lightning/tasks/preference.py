@@ -12,7 +12,7 @@ first the B first answers, then the B second ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
@@ -117,9 +117,6 @@ class Preference(Task):
 
     def metric_arguments(self, num_outputs: int) -> dict[str, Any]:
         return {"task": "binary"}
-
-    def finish(self, means: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return dict(means)
 
     def corrupt(
         self, target: Tensor, where: np.ndarray, rng: np.random.Generator, num_outputs: int

@@ -45,8 +45,7 @@ class LedgerEntry:
 
     def timed(self, started: float, ended: float) -> LedgerEntry:
         """Return the entry of a client that was at work between these virtual seconds."""
-        sizes = self.download, self.upload, self.wasted
-        return LedgerEntry(self.round, self.client, self.status, *sizes, started, ended)
+        return replace(self, started=started, ended=ended)
 
     def with_upload(self, more: Payload | None) -> LedgerEntry:
         """Return the entry of a client that sends something beside its upload, if it sends anything."""

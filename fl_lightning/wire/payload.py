@@ -384,7 +384,7 @@ def _entry_data(value: Tensor | Codes) -> bytes | memoryview:
 
 def _entry_identity(value: Tensor | Codes) -> tuple[object, ...]:
     if isinstance(value, Codes):
-        return (value.bits, *_entry_identity(value.values))
+        return (value.bits, value.are_indices, *_entry_identity(value.values))
     if value.numel() <= MAX_COMPARED_VALUES:
         return value.dtype, value.shape, bytes(_entry_data(value))
     return value.dtype, value.shape, value.stride(), value.data_ptr(), value._version

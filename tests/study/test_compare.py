@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import scipy.stats
-from compared import GRID, OFF, ON, A, B, comparison_of, report_of
+from compared import GRID, OFF, ON, A, B, comparable, comparison_of, report_of
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from outcomes import rows_of
 from places import ROOT
@@ -22,7 +22,6 @@ from fl_lightning.study import statistics
 from fl_lightning.study.report import compare as command
 from fl_lightning.study.report.compare import compare
 from fl_lightning.study.report.comparison import Comparison
-from fl_lightning.study.report.document import comparable
 from fl_lightning.study.report.figures import forest
 from fl_lightning.study.results.gather import gather, with_metric
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from compared import comparable
 from places import CONFIGS
 from synthetic_runs import CLASSIFICATION, make_run
 
@@ -22,7 +23,7 @@ from fl_lightning.study.execute.until import UntilSession, with_flags
 from fl_lightning.study.plan.study import Study
 from fl_lightning.study.report.compare import compare
 from fl_lightning.study.report.comparison import Comparison
-from fl_lightning.study.report.document import comparable, report
+from fl_lightning.study.report.document import report
 from fl_lightning.study.report.looks import counted
 from fl_lightning.study.report.markdown import HOW_TO_READ, IN_A_SEQUENCE
 from fl_lightning.study.results.gather import gather

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from synthetic_runs import make_study
 
@@ -16,6 +18,11 @@ A, B, C = (
     {0: 0.89, 1: 0.90, 2: 0.91},
     {0: 0.80, 1: 0.83, 2: 0.82},
 )  # A - B = 0.01, 0.02, 0.03
+
+
+def comparable(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a report without what may differ between two sweeps of one study."""
+    return {key: value for key, value in document.items() if key not in ("timings", "provenance")}
 
 
 def comparison_of(root: Path, name: str = "study") -> Comparison:

@@ -30,8 +30,6 @@ from fl_lightning.deploy.server.job import how_to_go_on
 from fl_lightning.engines.worker import end_with
 from fl_lightning.errors import InputError, RunStopped, as_bad_input
 
-log = logging.getLogger("fl_lightning")
-
 START_SECONDS = 120.0  # that a SuperLink may take until it listens
 LOOK_SECONDS = 1.0  # between looks whether the server's half is still there
 LAST_LOG_SECONDS = 3.0  # that a log may go on after the server's half was killed

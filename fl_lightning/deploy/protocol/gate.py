@@ -49,10 +49,7 @@ MAX_BYTES = 2**24
 MAX_SHOWN = 80  # characters of what the server sent, in a refusal
 ROOMS = tuple(
     f"fl_lightning.{room}"
-    for room in (
-        *("aggregation", "data", "methods", "metrics", "models", "privacy", "quantization", "settings"),
-        "tasks",
-    )
+    for room in ("aggregation", "data", "methods", "metrics", "models", "privacy", "quantization", "tasks")
 )
 """Parts of the project whose classes a run may name."""
 DATASETS = (

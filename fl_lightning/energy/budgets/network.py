@@ -26,6 +26,7 @@ from fl_lightning.energy.controllers import TABSController, TokenController
 from fl_lightning.energy.options import HIGH, OFF
 from fl_lightning.energy.switched import Plan, SwitchedLinear, TokenPlan, narrow_kept
 from fl_lightning.errors import InputError
+from fl_lightning.metrics.text import IGNORED
 from fl_lightning.models import MeasuredNetwork
 from fl_lightning.models.language.generating import Generating
 from fl_lightning.models.language.llama import TokenInputs
@@ -148,7 +149,7 @@ class BudgetedNetwork(MeasuredNetwork, Generating):
         options and lengths."""
         target = self._expected
         if target is None or len(target) != len(ids):
-            target = torch.full_like(ids, -100)
+            target = torch.full_like(ids, IGNORED)
         lengths = Lengths.of(target, ids.shape[1])
         chosen, granted = self._choose(ids, lengths)
         with self.board.using(chosen):

@@ -65,8 +65,7 @@ def add_switches(
     board, layers = Switchboard(len(found)), []
     for group, (name, adapted) in enumerate(found.items()):
         layers.append(SwitchedLinear(adapted, name, group, board, scope, high))
-        parent, _, child = name.rpartition(".")
-        setattr(network.get_submodule(parent), child, layers[-1])
+        network.set_submodule(name, layers[-1])
     return layers
 
 

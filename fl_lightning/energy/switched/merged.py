@@ -59,6 +59,5 @@ def merge_adapters(network: nn.Module) -> nn.Module:
         plain = nn.Linear(base.in_features, base.out_features, bias=False, device="meta")
         plain.weight = nn.Parameter(full_weight(adapted).detach().clone())
         plain.bias = base.bias
-        parent, _, child = name.rpartition(".")
-        setattr(network.get_submodule(parent), child, MergedLinear(plain))
+        network.set_submodule(name, MergedLinear(plain))
     return network

@@ -104,8 +104,7 @@ def adapt_linears(
         adapted = make(name, base)
         if not name:
             return adapted
-        parent, _, child = name.rpartition(".")
-        setattr(network.get_submodule(parent), child, adapted)
+        network.set_submodule(name, adapted)
     return network
 
 

@@ -148,8 +148,7 @@ class Seats:
         self.layers: list[ExpertLoRA] = []
         for name, parts in layers.items():
             layer = ExpertLoRA(network.get_submodule(name), parts, self.gate, shared)
-            parent, _, child = name.rpartition(".")
-            setattr(network.get_submodule(parent), child, layer)
+            network.set_submodule(name, layer)
             self.layers.append(layer)
         network.add_module("expert_gate", self.gate)
         if seats > 1:

@@ -233,7 +233,7 @@ class Pool:
                 started = StartedJob([*self.program, *job.args], environment, self.held, log)
                 return RunningJob(job, started, slot)
             key = frozenset(environment.items())
-            if key not in self.servers:
+            if key not in self.servers or self.servers[key].process.poll() is not None:
                 self.servers[key] = ForkServer(environment, self.held, log)
             return RunningJob(job, self.servers[key].start(job.args, job.log), slot)
 

@@ -160,17 +160,10 @@ class Comparison:
         return self.study.until is not None
 
     @cached_property
-    def planned_levels(self) -> list[dict[str, str]]:
-        """Every combination of the grid's levels, in the study's order; ``[{}]`` without a grid."""
-        return [
-            dict(zip(self.study.grid, names, strict=True)) for names in product(*self.study.grid.values())
-        ]
-
-    @cached_property
     def levels(self) -> list[dict[str, str]]:
         """The planned levels that have a run."""
         with_runs = {name_of(run.levels) for run in self.results.runs}
-        return [levels for levels in self.planned_levels if name_of(levels) in with_runs]
+        return [levels for levels in self.study.combinations() if name_of(levels) in with_runs]
 
     @cached_property
     def with_own_models(self) -> tuple[list[str], list[str]]:

@@ -130,11 +130,6 @@ def strict(value: Any) -> Any:
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
-def comparable(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a report without what may differ between two sweeps of one study."""
-    return {key: value for key, value in document.items() if key not in ("timings", "provenance")}
-
-
 def _level(comparison: Comparison, levels: Levels) -> dict[str, Any]:
     runs = [run for run in comparison.results.runs if run.levels == levels]
     shared = [run for run in runs if run.label not in comparison.study.controls]

@@ -127,7 +127,7 @@ def _is_about(comparison: Comparison, criterion: Criterion, levels: Levels, wher
 
 def _judgements(comparison: Comparison, criterion: Criterion) -> Iterator[tuple[Levels, Judgement]]:
     """Judge a criterion at every planned level; at one without a run it is undecided."""
-    planned = comparison.planned_levels
+    planned = comparison.study.combinations()
     if criterion.mentions("drop"):
         for others in comparison.without_stressor(planned):
             stressed, _ = comparison.stressed_and_clean(others)
