@@ -10,16 +10,14 @@ the other clients of the round by their numbers of examples.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 from callbacks.figures.drawing import never_fatal, own_copy
@@ -29,6 +27,7 @@ from fl_lightning.engines.base import one_thread
 from fl_lightning.engines.sequential import local_step, upload_of
 from fl_lightning.hooks import Context, Meter, RoundRecord
 from fl_lightning.methods.optimizing import local_optimizer
+from fl_lightning.models.step_memory import TensorMemory
 from fl_lightning.wire import Payload
 
 
@@ -268,41 +267,3 @@ def bytes_of(module: torch.nn.Module) -> int:
         for tensor in (*module.parameters(), *module.buffers())
     }
     return sum(storages.values())
-
-
-class TensorMemory(TorchDispatchMode):
-    """Follows the storages that operations make, within its blocks: ``now`` and at its ``peak``, in bytes.
-
-    A storage counts from the operation that made it until nothing refers to it. What an operation takes for
-    itself while it runs is not seen.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._counted: dict[int, int] = {}  # bytes by address; 0 for what was there before
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        for tensor in tree_leaves((args, kwargs)):
-            self._see(tensor, own=False)
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            self._see(tensor, own=True)
-        return result
-
-    def _see(self, tensor: Any, own: bool) -> None:
-        if not isinstance(tensor, Tensor):
-            return
-        storage = tensor.untyped_storage()
-        address = storage.data_ptr()
-        if address == 0 or address in self._counted:
-            return
-        self._counted[address] = storage.nbytes() if own else 0
-        self.now += self._counted[address]
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._forget, address)
-
-    def _forget(self, address: int) -> None:
-        self.now -= self._counted.pop(address, 0)

@@ -57,7 +57,7 @@ def step_memory(network: nn.Module, inputs: Any, optimizer: Callable[[Any], Any]
     """
     trained = [p for p in network.parameters() if p.requires_grad]
     gradients = sum(map(_bytes, trained))
-    count = _Live([*network.parameters(), *network.buffers(), *_tensors(inputs)])
+    count = _Shapes()
     with count, _fused_attention():
         outputs = network(inputs)
         _loss(outputs).backward()
@@ -66,14 +66,14 @@ def step_memory(network: nn.Module, inputs: Any, optimizer: Callable[[Any], Any]
         trained=gradients,
         gradients=gradients,
         optimizer=round(_state_share(optimizer) * gradients),
-        activations=max(0, count.most - gradients),
+        activations=max(0, count.peak - gradients),
     )
 
 
 @contextmanager
 def shapes_alone() -> Iterator[None]:
     """Return a context in which networks are made, and tried out, without values."""
-    with torch.device("meta"), _Live([]), _fused_attention():
+    with torch.device("meta"), _Shapes(), _fused_attention():
         yield
 
 
@@ -136,43 +136,55 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-class _Live(TorchDispatchMode):
-    """Counts the bytes of tensors that operations make, until they are freed.
+class TensorMemory(TorchDispatchMode):
+    """Follows the storages that operations make, within its blocks: ``now`` and at its ``peak``, in bytes.
+
+    A storage counts from the operation that made it until nothing refers to it. What an operation takes for
+    itself while it runs is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._counted: dict[int, int] = {}  # bytes by storage; 0 for what was there before
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        for tensor in _tensors((args, kwargs)):
+            self._see(tensor, own=False)
+        made = func(*args, **(kwargs or {}))
+        for tensor in _tensors(made):
+            self._see(tensor, own=True)
+        return made
+
+    def _see(self, tensor: Tensor, own: bool) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._counted:
+            return
+        self._counted[key] = storage.nbytes() if own else 0
+        self.now += self._counted[key]
+        self.peak = max(self.peak, self.now)
+        finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self.now -= self._counted.pop(key, 0)
+
+
+class _Shapes(TensorMemory):
+    """Lets tensors without values be computed with.
 
     An operation that asks for a value gets the one that needs no further work: true, or 0. Models of
     transformers ask whether no sequences are packed.
-
-    Args:
-        known: tensors that do not count, with all views of them.
     """
-
-    def __init__(self, known: list[Tensor]) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self._sizes: dict[int, int] = {tensor.untyped_storage()._cdata: 0 for tensor in known}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return True if args[0].dtype is torch.bool else 0
-        made = func(*args, **(kwargs or {}))
-        for tensor in _tensors(made):
-            self._count(tensor)
-        return made
-
-    def _count(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._sizes:
-            return
-        self._sizes[key] = size
-        self.now += size
-        self.most = max(self.most, self.now)
-        finalize(storage, self._free, key)
-
-    def _free(self, key: int) -> None:
-        self.now -= self._sizes.pop(key, 0)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from toy import run, sgd
 
 from callbacks import Profile, StragglerDropout, TrainingCost
 from callbacks.meters import training_cost
-from callbacks.meters.training_cost import TensorMemory
 from fl_lightning.data import IID, FederatedImages
 from fl_lightning.methods import (
     FedAvg,
@@ -32,6 +31,7 @@ from fl_lightning.methods import (
 )
 from fl_lightning.models import build_network
 from fl_lightning.models.residual_mlp import ResidualMLP
+from fl_lightning.models.step_memory import TensorMemory
 
 D, H, C = 3 * 8 * 8, 5, 4
 PUBLIC = 20
