@@ -1,4 +1,4 @@
-"""A limit on the size of YAML and JSON documents, checked before anything is built from them.
+"""YAML and JSON documents: a limit on their size, checked before anything is built from them, and a hash.
 
 A file of 400 bytes can stand for ten thousand million values, with ten lists of which each names the one
 before it ten times. The limit is therefore on the size after all aliases are written out. That size is
@@ -7,6 +7,8 @@ computed from the parser's events, in time linear in the text.
 
 from __future__ import annotations
 
+import json
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,11 @@ MAX_DEPTH = 100  # levels; libyaml overflows the stack of the process at some 10
 MAX_BYTES = 2**20
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def document_hash(document: Any) -> str:
+    """Return the SHA-256 of a document, whatever the order of its keys."""
+    return sha256(json.dumps(document, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def load_yaml(text: str) -> Any:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from fl_lightning.config.documents import read_document
+from fl_lightning.config.documents import document_hash, read_document
 from fl_lightning.config.recorded import former_path
 from fl_lightning.errors import as_bad_input
 from fl_lightning.support.redaction import redact_settings
@@ -141,7 +140,7 @@ def is_free(key: str) -> bool:
     return is_under(key, FREE_KEYS)
 
 
-def is_under(key: str, names: Sequence[str]) -> bool:
+def is_under(key: str, names: Collection[str]) -> bool:
     """Return whether a dotted key is one of these names, or lies below one.
 
     >>> is_under("model.alpha", ["model"]), is_under("models", ["model"])
@@ -190,7 +189,7 @@ def settings_hash(settings: Mapping[str, Any]) -> str:
     Args:
         settings: the settings with dotted keys, as :func:`config_of` and :func:`flatten` give them.
     """
-    return sha256(json.dumps(result_settings(settings), sort_keys=True).encode()).hexdigest()
+    return document_hash(result_settings(settings))
 
 
 def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import callbacks
+from fl_lightning.config.documents import document_hash
 from fl_lightning.hooks import Meter, Stressor
-from fl_lightning.study.plan.protocol import WATCHERS, protocol_hash, protocol_of
+from fl_lightning.study.plan.protocol import WATCHERS, protocol_of
 
 
 def test_the_callbacks_that_are_no_part_of_it_are_all_meters_of_the_project_that_end_no_run():
@@ -22,7 +23,7 @@ def test_callbacks_keep_their_order_and_their_numbers_do_not_count():
     kept = settings(noise, drop)
     assert protocol_of(settings(bar, noise, bar, drop)) == kept
     assert protocol_of(settings(drop, noise)) == settings(drop, noise)
-    assert protocol_hash(kept) != protocol_hash(settings(drop, noise))
+    assert document_hash(kept) != document_hash(settings(drop, noise))
     assert protocol_of(settings("theirs.ProgressBar")) == settings(
         "theirs.ProgressBar"
     )  # nobody knows what it does

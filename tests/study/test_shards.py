@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from compared import report_of
+from compared import comparable, report_of
 from places import CONFIGS
 from synthetic_runs import make_run
 
@@ -26,7 +26,6 @@ from fl_lightning.study.execute.session import SweepSession
 from fl_lightning.study.execute.shards import WHOLE, Shard
 from fl_lightning.study.plan.study import Study
 from fl_lightning.study.report.compare import compare
-from fl_lightning.study.report.document import comparable
 from fl_lightning.study.results.run_records import read_cells
 
 pytestmark = pytest.mark.usefixtures("figures_only_where_looked_at")

@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from fl_lightning.config.documents import MAX_DEPTH, check_size
+from fl_lightning.config.settings import is_under
 from fl_lightning.deploy.protocol.messages import printable
 from fl_lightning.errors import InputError, require
 
@@ -219,7 +220,7 @@ def _check_text(place: Place, text: str, allow: Collection[str], names: set[str]
 def _found(path: str, allow: Collection[str]) -> Any:
     """Return what a path names if the node imports it, else None. Only then its module is imported."""
     module, _, name = path.rpartition(".")
-    if _below(path, allow):
+    if is_under(path, allow):
         found = _imported(module, name)
         theirs = {entry.split(".")[0] for entry in allow}
         return found if _defined(found).split(".")[0] in theirs else None
@@ -227,13 +228,13 @@ def _found(path: str, allow: Collection[str]) -> Any:
         return None
     if path == READER:
         return _imported(module, name)
-    if module == "fl_lightning" or _below(module, ROOMS):
+    if module == "fl_lightning" or is_under(module, ROOMS):
         found = _imported(module, name)
-        own = _below(_defined(found), ROOMS) and not ismodule(found) and not isfunction(found)
+        own = is_under(_defined(found), ROOMS) and not ismodule(found) and not isfunction(found)
         return found if own else None
     if module == "torchvision.datasets" and name in DATASETS:
         return _imported(module, name)
-    if module.split(".")[0] == "torch" and _below(module, ("torch.nn", "torch.optim")):
+    if module.split(".")[0] == "torch" and is_under(module, ("torch.nn", "torch.optim")):
         found = _imported(module, name)
         import torch
 
@@ -241,14 +242,14 @@ def _found(path: str, allow: Collection[str]) -> Any:
         own = (
             isclass(found)
             and issubclass(found, good)
-            and _below(_defined(found), ("torch.nn", "torch.optim"))
+            and is_under(_defined(found), ("torch.nn", "torch.optim"))
         )
         return found if own else None
     if module.split(".")[0] == "torchmetrics":
         found = _imported(module, name)
         import torchmetrics
 
-        own = isclass(found) and issubclass(found, torchmetrics.Metric) and _below(_defined(found), METRICS)
+        own = isclass(found) and issubclass(found, torchmetrics.Metric) and is_under(_defined(found), METRICS)
         return found if own else None
     return None
 
@@ -281,10 +282,6 @@ def _defined(found: Any) -> str:
         return str(found.__name__)
     thing = found if isclass(found) or isfunction(found) else type(found)
     return f"{thing.__module__}.{thing.__qualname__}"
-
-
-def _below(path: str, entries: Collection[str]) -> bool:
-    return any(path == entry or path.startswith(f"{entry}.") for entry in entries)
 
 
 def _is_file(text: str) -> bool:

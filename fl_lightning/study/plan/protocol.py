@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from hashlib import sha256
 from typing import Any
 
 from fl_lightning.config.settings import is_under, result_settings
@@ -58,11 +57,6 @@ def protocol_of(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _only_watches(callback: Mapping[str, Any]) -> bool:
     path = str(callback.get("class_path", ""))
     return path.startswith("callbacks.") and path.rpartition(".")[2] in WATCHERS
-
-
-def protocol_hash(protocol: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a protocol, whatever the order of its keys."""
-    return sha256(json.dumps(protocol, sort_keys=True).encode()).hexdigest()
 
 
 def different_settings(published: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:

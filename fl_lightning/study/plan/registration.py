@@ -11,10 +11,10 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from fl_lightning.config.documents import document_hash
 from fl_lightning.config.settings import result_settings, settings_hash
 from fl_lightning.errors import as_bad_input
 from fl_lightning.run.directory import to_json
@@ -56,7 +56,7 @@ class Entry:
 
     @property
     def is_intact(self) -> bool:
-        return hash_of(self.plan) == self.sha256
+        return document_hash(self.plan) == self.sha256
 
     @property
     def stopping(self) -> StoppingRule | None:
@@ -140,9 +140,9 @@ def register(folder: Path, plan: Mapping[str, Any], runs: int) -> Registration:
         InputError: there is a registration that cannot be read.
     """
     before = Registration.read(folder)
-    if before is not None and before.entries[-1].sha256 == hash_of(plan):
+    if before is not None and before.entries[-1].sha256 == document_hash(plan):
         return before
-    entry = Entry(now(), hash_of(plan), runs, plan)
+    entry = Entry(now(), document_hash(plan), runs, plan)
     registration = Registration((*(before.entries if before else ()), entry))
     registration.write(folder)
     return registration
@@ -207,18 +207,13 @@ def question_of(study: Study) -> dict[str, Any]:
 
 
 def level_key(levels: Mapping[str, str]) -> str:
-    """Return levels as one text: ``noise=on,bits=4``."""
+    """Return levels as one text: ``noise=on,bits=4``; empty without a grid."""
     return ",".join(f"{axis}={level}" for axis, level in levels.items())
 
 
 def seedless_hash(settings: Mapping[str, Any]) -> str:
     """Return the hash of the settings of a run that count, without its seed."""
     return settings_hash({key: value for key, value in settings.items() if key != SEED})
-
-
-def hash_of(plan: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a plan, whatever the order of its keys."""
-    return sha256(json.dumps(plan, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _changes(label: str, resolved: Mapping[tuple[str, str], Mapping[str, Any]]) -> dict[str, Any]:

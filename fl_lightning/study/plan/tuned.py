@@ -12,15 +12,14 @@ reads a record for each level of an axis of the study's grid: each of a search f
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from fl_lightning.config.documents import document_hash
 from fl_lightning.errors import InputError, require
 from fl_lightning.study.plan.spec_file import SpecFile
 from fl_lightning.support.redaction import redact_settings
@@ -209,16 +208,12 @@ def check_levels(file: SpecFile, tuned: TunedByLevel, study: Any) -> None:
 
 def method_hash(configs: Sequence[Path], settings: Mapping[str, Any]) -> str:
     """Return the hash of a method's entry in a study: the names of its configurations, and its settings."""
-    return _hash({"config": [path.name for path in configs], "settings": dict(settings)})
+    return document_hash({"config": [path.name for path in configs], "settings": dict(settings)})
 
 
 def file_hash(file: SpecFile) -> str:
     """Return the hash of what a search file says; comments and the order of keys do not count."""
-    return _hash(file.load("search file"))
-
-
-def _hash(document: Any) -> str:
-    return sha256(json.dumps(document, sort_keys=True, default=str).encode()).hexdigest()
+    return document_hash(file.load("search file"))
 
 
 def tuned_record(file: SpecFile, given: str | Mapping[str, Any], key: str) -> Tuned | None:

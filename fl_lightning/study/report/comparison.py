@@ -19,6 +19,7 @@ import pandas as pd
 
 from fl_lightning.study.metric_names import CLASSIFICATION, Column, TaskMetrics, column, higher_is_better
 from fl_lightning.study.plan.quantities import TRANSFER
+from fl_lightning.study.plan.registration import level_key
 from fl_lightning.study.plan.selection import Selection, selected_metric
 from fl_lightning.study.report.judging import NO_SPREAD
 from fl_lightning.study.report.transfer import NegativeTransfer
@@ -122,7 +123,7 @@ class Comparison:
     """Answers every question that a report asks of the runs of a study.
 
     ``frame`` holds one number a row: columns ``run label seed level metric value``, where ``level`` is the
-    :func:`name_of` the levels.
+    :func:`level_key` the levels.
 
     Args:
         results: runs that :func:`fl_lightning.study.results.gather.check_comparable` accepts.
@@ -142,7 +143,7 @@ class Comparison:
         self.baselines = [label for label in self.labels if label not in self.study.proposed]
         self.criteria, self.premises = self.study.parsed_criteria(), self.study.parsed_premises()
         rows = [
-            (run.name, run.label, run.seed, name_of(run.levels), metric, value)
+            (run.name, run.label, run.seed, level_key(run.levels), metric, value)
             for run in results.runs
             for metric, value in run.metrics.items()
         ]
@@ -162,8 +163,8 @@ class Comparison:
     @cached_property
     def levels(self) -> list[dict[str, str]]:
         """The planned levels that have a run."""
-        with_runs = {name_of(run.levels) for run in self.results.runs}
-        return [levels for levels in self.study.combinations() if name_of(levels) in with_runs]
+        with_runs = {level_key(run.levels) for run in self.results.runs}
+        return [levels for levels in self.study.combinations() if level_key(levels) in with_runs]
 
     @cached_property
     def with_own_models(self) -> tuple[list[str], list[str]]:
@@ -225,7 +226,7 @@ class Comparison:
 
     def table(self, metric: str, levels: Levels) -> pd.DataFrame:
         """Return the metric as ``[seeds, methods]``, with NaN where a run is missing or has no number."""
-        table = self._values.get((metric, name_of(levels)), pd.DataFrame(dtype=float))
+        table = self._values.get((metric, level_key(levels)), pd.DataFrame(dtype=float))
         return table.reindex(index=self.study.seeds, columns=list(self.study.methods))
 
     def values(self, metric: str, label: str, levels: Levels) -> pd.Series:
@@ -272,7 +273,7 @@ class Comparison:
 
     def differences(self, metric: str, levels: Levels) -> list[Difference]:
         """Return the difference of every pair of the family, corrected for all of them."""
-        key = (metric, name_of(levels))
+        key = (metric, level_key(levels))
         if key not in self._differences:
             table, family = self.table(metric, levels), max(1, len(self.pairs))
             found = [self._tested(metric, (a, b), (table[a], table[b]), family) for a, b in self.pairs]
@@ -445,8 +446,3 @@ class Comparison:
         """Return the metric with and without stress, with its sign changed where lower is better."""
         sign = 1 if self.higher_is_better(metric) else -1
         return [sign * self.table(metric, levels)[label] for levels in self.stressed_and_clean(others)]
-
-
-def name_of(levels: Levels) -> str:
-    """Return the levels as in a heading or a file's name: ``noise=on,bits=4``; empty without a grid."""
-    return ",".join(f"{axis}={level}" for axis, level in levels.items())

@@ -26,7 +26,8 @@ from fl_lightning.figures import (
     open_frame,
 )
 from fl_lightning.study.metric_names import Column
-from fl_lightning.study.report.comparison import Comparison, Levels, name_of
+from fl_lightning.study.plan.registration import level_key
+from fl_lightning.study.report.comparison import Comparison, Levels
 from fl_lightning.study.results.runs import FinishedRun
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ Curve = tuple[np.ndarray, np.ndarray]
 
 
 def title_of(text: str, levels: Levels) -> str:
-    return f"{text}\n{name_of(levels)}" if levels else text
+    return f"{text}\n{level_key(levels)}" if levels else text
 
 
 def hatch_of(comparison: Comparison, label: str) -> str:

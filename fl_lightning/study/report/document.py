@@ -18,9 +18,10 @@ import pandas as pd
 
 from fl_lightning.config.packaged import configs_folder
 from fl_lightning.study.metric_names import TaskMetrics, is_timing
+from fl_lightning.study.plan.registration import level_key
 from fl_lightning.study.plan.selection import selection_of
 from fl_lightning.study.report import transfer_tables
-from fl_lightning.study.report.comparison import Comparison, Difference, Levels, name_of
+from fl_lightning.study.report.comparison import Comparison, Difference, Levels
 from fl_lightning.study.report.overall import overall
 from fl_lightning.study.report.places import places
 from fl_lightning.study.report.registered import NOT_REGISTERED, RegistrationReport
@@ -300,7 +301,7 @@ def differences_csv(comparison: Comparison, timing: bool) -> str:
     ``p_holm`` is corrected within level and metric.
     """
     lines = [
-        [name_of(levels), metric, one.a, one.b]
+        [level_key(levels), metric, one.a, one.b]
         + [" ".join(map(str, seeds)) for seeds in (one.seeds, one.unpaired)]
         + [_digits(getattr(one.test, name)) for name in ("n", *TEST_FIELDS)]
         for levels in comparison.levels

@@ -10,7 +10,8 @@ import numpy as np
 from fl_lightning.figures import GREY, legend_outside, open_frame
 from fl_lightning.metrics.names import words_of
 from fl_lightning.study.metric_names import Column
-from fl_lightning.study.report.comparison import Comparison, name_of
+from fl_lightning.study.plan.registration import level_key
+from fl_lightning.study.report.comparison import Comparison
 from fl_lightning.study.report.curves import axis_label, is_wide, look_of
 from fl_lightning.study.statistics import mean_std
 from fl_lightning.tasks.language_modelling import OF_ANSWERS
@@ -155,7 +156,8 @@ def budgets(comparison: Comparison) -> dict[str, float]:
     none is proposed. A method on another table of costs has other joules at *high*, and another E_max."""
     labels = comparison.proposed or comparison.labels
     found = {
-        name_of(levels): comparison.table(GRANTED, levels)[labels].to_numpy() for levels in comparison.levels
+        level_key(levels): comparison.table(GRANTED, levels)[labels].to_numpy()
+        for levels in comparison.levels
     }
     return {name: float(np.nanmean(each)) for name, each in found.items() if np.isfinite(each).any()}
 

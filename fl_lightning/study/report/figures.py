@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fl_lightning.figures import COLOURS, GREY, MARKERS, legend_outside, new_axes, open_frame
-from fl_lightning.study.report.comparison import Comparison, Difference, Levels, name_of
+from fl_lightning.study.plan.registration import level_key
+from fl_lightning.study.report.comparison import Comparison, Difference, Levels
 from fl_lightning.study.report.curves import (
     degradation,
     look_of,
@@ -83,7 +84,7 @@ def as_svg(figure: Figure) -> bytes:
 
 
 def _file(name: str, levels: Levels) -> str:
-    return f"{name}-{name_of(levels)}" if levels else name
+    return f"{name}-{level_key(levels)}" if levels else name
 
 
 def _rows(title: str, xlabel: str, names: Sequence[str]) -> tuple[Figure, Axes]:

@@ -17,9 +17,10 @@ from fl_lightning.config.near_names import nearest_or_list
 from fl_lightning.errors import InputError, require
 from fl_lightning.study.metric_names import Column, direction
 from fl_lightning.study.plan.quantities import metric_of
+from fl_lightning.study.plan.registration import level_key
 from fl_lightning.study.plan.selection import ACCURACY
 from fl_lightning.study.report import tables
-from fl_lightning.study.report.comparison import Comparison, Levels, name_of
+from fl_lightning.study.report.comparison import Comparison, Levels
 from fl_lightning.study.report.overall import overall_table, proposed_table
 from fl_lightning.study.report.places import places_table
 from fl_lightning.study.report.tables import ReportTable
@@ -99,7 +100,7 @@ def tables_tex(comparison: Comparison, layout: Layout) -> str:
     parts = []
     for levels in comparison.levels:
         table, bold = results(comparison, levels, layout)
-        caption = layout.caption + (f" ({escaped(name_of(levels))})" if levels else "")
+        caption = layout.caption + (f" ({escaped(level_key(levels))})" if levels else "")
         parts.append(latex(table, _label(base, "", levels), caption if layout.caption else "", bold))
     if (proposed := proposed_table(comparison)) is not None:
         parts.append(latex(proposed, _label(base, "place")))
@@ -123,7 +124,7 @@ def timings_tex(comparison: Comparison, layout: Layout) -> str:
 
 
 def _label(base: str, kind: str, levels: Levels | None = None) -> str:
-    return "-".join(filter(None, (base, kind, _slug(name_of(levels or {})))))
+    return "-".join(filter(None, (base, kind, _slug(level_key(levels or {})))))
 
 
 def _slug(text: str) -> str:

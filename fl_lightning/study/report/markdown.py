@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.study.metric_names import seeds
+from fl_lightning.study.plan.registration import level_key
 from fl_lightning.study.plan.selection import ACCURACY
 from fl_lightning.study.plan.tuned import TunedRecord
 from fl_lightning.study.report import tables
-from fl_lightning.study.report.comparison import Comparison, Difference, Levels, name_of
+from fl_lightning.study.report.comparison import Comparison, Difference, Levels
 from fl_lightning.study.report.document import provenance
 from fl_lightning.study.report.judging import DECISIONS
 from fl_lightning.study.report.overall import overall_table, proposed_table
@@ -160,7 +161,7 @@ def answers(comparison: Comparison) -> Iterator[str]:
     """Yield the answer in a few sentences, level by level."""
     for levels in comparison.levels:
         ranking = comparison.ranking(levels)
-        where = f"At {name_of(levels)}: " if levels else ""
+        where = f"At {level_key(levels)}: " if levels else ""
         winner = f"winner: {ranking.winner}" if ranking.winner else "no winner"
         parts = _sentence(ranking.reason), comparison.nobody_learnt(levels), _gap(ranking.gap)
         yield " ".join(filter(None, (f"**{where}{winner}.**", *parts)))
@@ -301,7 +302,7 @@ def undecided(comparison: Comparison) -> Iterator[str]:
 
 
 def _open(open_ones: Sequence[Difference], family: int, levels: Levels) -> str:
-    where = f"At {name_of(levels)}, " if levels else ""
+    where = f"At {level_key(levels)}, " if levels else ""
     written = open_ones[0].column
     needed = [f"{one.a} − {one.b}{_needed(one)}" for one in open_ones]
     smallest = [one.test.detectable for one in open_ones]
@@ -340,7 +341,7 @@ def _not_counted(comparison: Comparison) -> Iterator[str]:
     for levels in comparison.levels:
         for one in comparison.differences(comparison.study.metric, levels):
             if one.unpaired:
-                pair = f"{one.a} − {one.b}{' at ' + name_of(levels) if levels else ''}"
+                pair = f"{one.a} − {one.b}{' at ' + level_key(levels) if levels else ''}"
                 which = f"seed {', '.join(map(str, one.unpaired))}"
                 lines.append(f"- {pair}: {which}: only one of the two has a value, and no pair")
     yield "\n".join(lines) or "Every cell is finished and counted."

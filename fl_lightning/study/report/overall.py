@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy import stats
 
+from fl_lightning.study.plan.registration import level_key
 from fl_lightning.study.ranks import Place, p_of
 from fl_lightning.study.ranks import places as places_of
-from fl_lightning.study.report.comparison import Comparison, name_of
+from fl_lightning.study.report.comparison import Comparison
 from fl_lightning.study.report.places import MIN_METHODS, diagram, ends_of, named, places
 from fl_lightning.study.report.tables import ReportTable
 from fl_lightning.study.statistics import LEVEL, holm
@@ -148,7 +149,7 @@ def proposed_table(comparison: Comparison) -> ReportTable | None:
             alike = [one.b if one.a == label else one.a for one in tests if one.winner is None]
             place = f"{found[label].place} of {len(found)}"
             ends = ends_of(1 + better, len(found) - worse)
-            rows.append([label, name_of(levels) or "all", named(alike), place, ends])
+            rows.append([label, level_key(levels) or "all", named(alike), place, ends])
         if (row := own_row(comparison, label)) is not None:
             rows.append(row)
     if not rows:

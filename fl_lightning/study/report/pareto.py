@@ -14,7 +14,8 @@ import numpy as np
 
 from fl_lightning.figures import GREY, legend_outside, open_frame
 from fl_lightning.study.metric_names import column
-from fl_lightning.study.report.comparison import Comparison, Levels, name_of
+from fl_lightning.study.plan.registration import level_key
+from fl_lightning.study.report.comparison import Comparison, Levels
 from fl_lightning.study.report.curves import axis_label, is_wide, look_of, title_of
 from fl_lightning.study.report.places import MIN_METHODS
 from fl_lightning.study.report.tables import ReportTable
@@ -66,7 +67,7 @@ def pareto_table(comparison: Comparison) -> ReportTable | None:
             points = points_of(comparison, levels, cost)
             if points:
                 names = front(points, comparison.higher_is_better(comparison.study.metric))
-                rows.append([name_of(levels) or "all", column(cost).title, ", ".join(names)])
+                rows.append([level_key(levels) or "all", column(cost).title, ", ".join(names)])
     if not rows:
         return None
     title = comparison.column(comparison.study.metric).title

@@ -25,9 +25,10 @@ from fl_lightning.study.metric_names import (
     words_of,
 )
 from fl_lightning.study.plan.quantities import PRIMARY, metric_of
+from fl_lightning.study.plan.registration import level_key
 from fl_lightning.study.plan.selection import described, selected_metrics
 from fl_lightning.study.plan.tuned import TunedRecord
-from fl_lightning.study.report.comparison import Comparison, Difference, Levels, name_of
+from fl_lightning.study.report.comparison import Comparison, Difference, Levels
 from fl_lightning.study.report.judging import Judgement
 from fl_lightning.study.report.verdicts import Verdict, premise_verdicts
 from fl_lightning.study.report.verdicts import verdicts as every_verdict
@@ -115,7 +116,7 @@ class ReportTable:
 
 def at(levels: Levels) -> str:
     """Return the end of a title: at which levels the numbers are."""
-    return f" at {name_of(levels)}" if levels else ""
+    return f" at {level_key(levels)}" if levels else ""
 
 
 def results(comparison: Comparison, levels: Levels) -> ReportTable:
@@ -301,7 +302,7 @@ def degradation(comparison: Comparison) -> ReportTable | None:
     if not entry:
         return None
     rows = [
-        {"method": f"{label} ({name_of(others)})" if others else label, **difference_cells(one, "drop")}
+        {"method": f"{label} ({level_key(others)})" if others else label, **difference_cells(one, "drop")}
         for others, label, one in comparison.degradations()
     ]
     sides = f"{entry['clean']} against {entry['stressed']}"
@@ -341,7 +342,7 @@ def _verdict_rows(verdict: Verdict) -> Iterator[list[str]]:
         because += f"; {verdict.needed} are needed" if verdict.needed < len(verdict.judgements) else ""
         yield [name, f"**{verdict.decision}**", "", "", "", "", "", because]
     for levels, one in verdict.judgements:
-        first = [f"... {name_of(levels)}", one.decision] if several else [name, f"**{one.decision}**"]
+        first = [f"... {level_key(levels)}", one.decision] if several else [name, f"**{one.decision}**"]
         yield [*first, *judgement_cells(one)]
         for text, part in one.parts:
             yield [f"... ... `{text}`", part.decision, *judgement_cells(part)]

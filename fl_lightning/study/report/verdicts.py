@@ -16,8 +16,9 @@ from fl_lightning.config.near_names import nearest_or_list
 from fl_lightning.errors import InputError, require
 from fl_lightning.study.plan.criteria import Criterion, check_needs
 from fl_lightning.study.plan.quantities import ACCURACY, PRIMARY, Quantity, metric_of
+from fl_lightning.study.plan.registration import level_key
 from fl_lightning.study.plan.study import Study
-from fl_lightning.study.report.comparison import Comparison, Levels, name_of
+from fl_lightning.study.report.comparison import Comparison, Levels
 from fl_lightning.study.report.judging import Decision, Judgement, judge
 from fl_lightning.study.statistics import PairedTest, paired_test
 
@@ -95,7 +96,7 @@ def _under_premises(
         for where, found in verdict.judgements:
             if not _is_about(comparison, criterion, levels, where):
                 continue
-            at = f" at {name_of(where)}" if where and where != levels else ""
+            at = f" at {level_key(where)}" if where and where != levels else ""
             if found.decision == "fails":
                 said = f"premise '{premise.title}' fails{at}: {found.reason}; alone it {_alone(judgement)}"
                 return replace(judgement, decision="not tested", reason=said)

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from fl_lightning.config.documents import document_hash
 from fl_lightning.errors import InputError, as_bad_input, require
-from fl_lightning.study.plan.protocol import different_settings, protocol_hash
+from fl_lightning.study.plan.protocol import different_settings
 from fl_lightning.study.plan.published import AGAIN, RUNS, PublishedStudy
 from fl_lightning.study.plan.study import Study
 from fl_lightning.study.plan.variations import Variation
@@ -113,7 +114,7 @@ def check_protocol(
     """
     where = f"published: {published.name}"
     level = published.level(levels, where)
-    if protocol_hash(protocol) == level.get("protocol_sha256"):
+    if document_hash(protocol) == level.get("protocol_sha256"):
         return
     rule = "its settings are not known, so that it cannot be paired"
     require(protocol, name, rule, "read it from its folder")

@@ -10,9 +10,10 @@ from math import fsum, isfinite, isnan, nan
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
+from fl_lightning.config.documents import document_hash
 from fl_lightning.metrics.declared import Metric
 from fl_lightning.study.metric_names import CLASSIFICATION, TaskMetrics
-from fl_lightning.study.plan.protocol import protocol_hash, protocol_of
+from fl_lightning.study.plan.protocol import protocol_of
 from fl_lightning.study.plan.quantities import OVER
 from fl_lightning.study.results.run_records import RunRecord, is_number
 
@@ -142,7 +143,7 @@ class FinishedRun:
     def protocol_sha256(self) -> str:
         """The hash of the protocol; empty where it is not known."""
         known = self.record.metadata.get("protocol_sha256")
-        return str(known or (protocol_hash(self.protocol) if self.protocol else ""))
+        return str(known or (document_hash(self.protocol) if self.protocol else ""))
 
     @property
     def hashes(self) -> dict[str, str]:
