@@ -56,6 +56,7 @@ def test_forked_jobs_train_as_processes_of_their_own_do(tmp_path):
 
 
 def test_jobs_of_a_server_that_is_killed_end_with_their_checkpoints(tmp_path):
+    """And the next one has a server of its own."""
     codes, killed = {}, []
 
     def look(running):
@@ -67,13 +68,16 @@ def test_jobs_of_a_server_that_is_killed_end_with_their_checkpoints(tmp_path):
     pool = Pool([{"OMP_NUM_THREADS": "1"}])
     try:
         pool.run(
-            [Job("long", fit(tmp_path, "long", 100_000), tmp_path / "long.log")],
+            [
+                Job("long", fit(tmp_path, "long", 100_000), tmp_path / "long.log"),
+                Job("next", fit(tmp_path, "next"), tmp_path / "next.log"),
+            ],
             lambda running, code: codes.update({running.job.name: code}),
             look,
         )
     finally:
         pool.stop()
-    assert codes == {"long": -signal.SIGKILL}
+    assert codes == {"long": -signal.SIGKILL, "next": 0}
     for _ in range(600):
         if metadata(tmp_path, "long")["status"] != "running":
             break

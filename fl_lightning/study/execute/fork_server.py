@@ -21,6 +21,7 @@ import threading
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -96,7 +97,8 @@ class ForkServer:
         """End the server; jobs that still run stop."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.close()
+        with suppress(BrokenPipeError):  # it is gone
+            self.process.stdin.close()
         self.process.wait()
         self.process.stdout.close()
 

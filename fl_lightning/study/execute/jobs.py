@@ -233,7 +233,9 @@ class Pool:
                 started = StartedJob([*self.program, *job.args], environment, self.held, log)
                 return RunningJob(job, started, slot)
             key = frozenset(environment.items())
-            if key not in self.servers or self.servers[key].process.poll() is not None:
+            if key in self.servers and self.servers[key].process.poll() is not None:
+                self.servers.pop(key).close()  # somebody has killed it
+            if key not in self.servers:
                 self.servers[key] = ForkServer(environment, self.held, log)
             return RunningJob(job, self.servers[key].start(job.args, job.log), slot)
 
