@@ -67,9 +67,8 @@ def main() -> None:
         name: client_round(name, data, fabric, options.network, options.epochs) for name in METHODS
     }
     rounds[IN_STEPS] = partial(in_steps, rounds["FedMPQKD"])
-    clock = (
-        perf_counter if fabric.device.type == "cuda" else process_time
-    )  # of one thread, whatever else the machine does
+    # of one thread, whatever else the machine does
+    clock = perf_counter if fabric.device.type == "cuda" else process_time
     times: dict[str, list[float]] = {name: [] for name in rounds}
     for repeat in range(options.repeats + 1):
         for name, one in rounds.items():

@@ -13,9 +13,8 @@ import torch
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True, max_examples=60)
 hypothesis.settings.load_profile("project")
 
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # started in the background of a script; processes made by tests inherit it
+# started in the background of a script; processes made by tests inherit it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -52,9 +52,8 @@ def main() -> None:
         means = result.train_metrics_clientapp.values()
         model.load_state_dict(result.arrays.to_torch_state_dict())
         steps = round(work.cohort * sum(float(mean["steps"]) for mean in means))
-        torch.set_num_threads(
-            round(max(float(mean["threads"]) for mean in means))
-        )  # those of the actors are to be reported
+        # those of the actors are to be reported
+        torch.set_num_threads(round(max(float(mean["threads"]) for mean in means)))
         report(
             strategy.clock, steps=steps, rounds=rounds, moved=weights(model) - before, packages=("timm", "flwr", "ray"),
             actors=max(1, (os.cpu_count() or 1) // options.cpus_per_client),

@@ -43,13 +43,11 @@ class ProgressBar(Meter):
         self._live: ResizableLive | None = None
         self._cell: KernelDisplay | None = None
         self._redirected: list[tuple[logging.StreamHandler, Any]] = []
-        self._durations: deque[float] = deque(
-            maxlen=20
-        )  # seconds; the last rounds say most about the next ones
+        # seconds; the last rounds say most about the next ones
+        self._durations: deque[float] = deque(maxlen=20)
         self._round = self._finished = self._max_rounds = self._clients = self._expected = 0
-        self._started = self._mark = (
-            time.monotonic()
-        )  # seconds: the start of the run, the end of the last round
+        # seconds: the start of the run, the end of the last round
+        self._started = self._mark = time.monotonic()
         self._metrics: dict[str, float] = {}
         self._bytes = 0.0
         self._best: float | None = None
@@ -193,9 +191,8 @@ class ProgressBar(Meter):
             for handler in getattr(logger, "handlers", ()):
                 if isinstance(handler, logging.StreamHandler) and handler.stream is terminal:
                     self._redirected.append((handler, terminal))
-                    handler.setStream(
-                        sys.stderr
-                    )  # rich's, which writes above the display instead of through it
+                    # rich's, which writes above the display instead of through it
+                    handler.setStream(sys.stderr)
 
     def _stop(self) -> None:
         if self._cell is not None:

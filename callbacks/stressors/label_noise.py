@@ -94,9 +94,8 @@ class LabelNoise(Stressor):
     def change_labels(self, labels: Tensor, *, client: Client, round: int, context: Context) -> Tensor:
         if round < self.round or client.id not in self._noisy_clients(context):
             return labels
-        random = stream(
-            context.seed, "label_noise", self.round, client.id
-        )  # two of them, from different rounds, differ
+        # two of them, from different rounds, differ
+        random = stream(context.seed, "label_noise", self.round, client.id)
         where = random.choice(len(labels), size=_rounded(self.labels * len(labels)), replace=False)
         return context.data.task.corrupt(labels, where, random, context.data.num_classes)
 

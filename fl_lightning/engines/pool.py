@@ -52,9 +52,8 @@ T = TypeVar("T")
 AHEAD_BYTES = 2**27
 """Results come in any order and are handed on in that of the tasks: at most twice so many bytes wait, or the
 uploads of four clients a worker."""
-MAX_WAIT_SECONDS = (
-    1.0  # seconds of one wait for an answer, so that a pause of the whole program counts as one of them
-)
+MAX_WAIT_SECONDS = 1.0
+"""Of one wait for an answer, so that a pause of the whole program counts as one of them."""
 POLL_SECONDS = 0.002  # seconds between looks at who has finished, while there are results to hand on
 
 

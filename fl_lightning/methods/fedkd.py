@@ -163,9 +163,8 @@ class FedKD(Method):
         sent: dict[str, Tensor] = {"examples": self.examples_of(client), "soft_labels": self._soft_labels()}
         if self.average_weights:
             sent["weights"] = weights
-        elif bool(
-            torch.isfinite(weights).all()
-        ):  # a client that diverged keeps what it had, or it would be lost for good
+        # a client that diverged keeps what it had, or it would be lost for good
+        elif bool(torch.isfinite(weights).all()):
             client.state["weights"] = weights
         return Payload(sent)
 

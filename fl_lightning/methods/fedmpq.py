@@ -136,9 +136,8 @@ class FedMPQ(QuantizedMethod):
             )
         self.layers = self.codec.names
         self.layer_shapes, self.layer_sizes = self.codec.shapes, self.codec.sizes
-        deep = any(
-            not weight.is_contiguous() for weight in self.codec.weights.values()
-        )  # those of 1x1 are contiguous either way
+        # those of 1x1 are contiguous either way
+        deep = any(not weight.is_contiguous() for weight in self.codec.weights.values())
         self.channels_last = [deep and weight.ndim == 4 for weight in self.codec.weights.values()]
         for weight in self.codec.weights.values():
             weight.requires_grad_(False)

@@ -35,9 +35,8 @@ def distillation(
         teacher: logits ``[M, C]``.
         kl: ``forward``: KL(teacher || student); ``reverse``: KL(student || teacher).
     """
-    log_student = F.log_softmax(
-        student.logits.float() / temperature, dim=1
-    )  # in bfloat16 the difference of two near logits is noise
+    # in bfloat16 the difference of two near logits is noise
+    log_student = F.log_softmax(student.logits.float() / temperature, dim=1)
     log_teacher = F.log_softmax(teacher.float() / temperature, dim=1)
     log_p, log_q = (log_teacher, log_student) if kl == "forward" else (log_student, log_teacher)
     return temperature**2 * student.mean(kl_divergence(log_p.exp(), log_q, log_p))

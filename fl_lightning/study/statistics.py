@@ -332,9 +332,8 @@ def power(effect: float, n: int, level: float = LEVEL, sequential: bool = False)
     critical = sequence_threshold(n, level) if sequential else float(stats.t.isf(level / 2, n - 1))
     if critical == inf:
         return 0.0
-    return float(
-        stats.ncf.sf(critical**2, 1, n - 1, n * effect**2)
-    )  # T^2 is an F; scipy's noncentral t gives NaN for few seeds
+    # T^2 is an F; scipy's noncentral t gives NaN for few seeds
+    return float(stats.ncf.sf(critical**2, 1, n - 1, n * effect**2))
 
 
 @lru_cache(maxsize=256)

@@ -195,9 +195,8 @@ def test_clients_without_data_and_with_one_example(name, tmp_path):
     trainer = fit(name, tmp_path, max_rounds=1, callbacks=[Poor()])
     statuses = [row["status"] for row in rows(trainer, "ledger.csv")]
     assert statuses[1:] == ["trained", "trained"]
-    assert statuses[0] == (
-        "trained" if name == "FedMosaic" else "rejected"
-    )  # what has no weight n_k may come from anyone
+    # what has no weight n_k may come from anyone
+    assert statuses[0] == ("trained" if name == "FedMosaic" else "rejected")
     assert all(bool(torch.isfinite(tensor).all()) for tensor in trainer.method.server.values())
 
 

@@ -45,9 +45,8 @@ def test_the_weighted_mean_is_that_of_numpy():
     for row, share in zip(rows, shares, strict=True):
         expected += share * row.numpy().astype(np.float64)
     ours = WeightedMean()(rows, shares, torch.randn(1000)).numpy()
-    np.testing.assert_allclose(
-        ours, expected, rtol=1.2e-7, atol=1e-12
-    )  # float32's own rounding and nothing more
+    # float32's own rounding and nothing more
+    np.testing.assert_allclose(ours, expected, rtol=1.2e-7, atol=1e-12)
 
 
 def test_median_by_hand():
@@ -63,9 +62,8 @@ def test_trimmed_mean_by_hand():
     shares = [0.1, 0.2, 0.3, 0.3, 0.1]
     middle = [(0.2 * 2 + 0.3 * 3 + 0.3 * 4) / 0.8, (0.2 * 40 + 0.3 * 30 + 0.3 * 20) / 0.8]
     assert TrimmedMean(0.2)(rows, shares, start).tolist() == pytest.approx(middle)
-    assert TrimmedMean(0.01)(rows, shares, start).tolist() == pytest.approx(
-        middle
-    )  # rounded up: one at each end
+    # rounded up: one at each end
+    assert TrimmedMean(0.01)(rows, shares, start).tolist() == pytest.approx(middle)
     assert TrimmedMean(0.49)(rows, shares, start).tolist() == [3, 30]  # at least one stays
     assert torch.equal(TrimmedMean(0)(rows, shares, start), WeightedMean()(rows, shares, start))
     assert TrimmedMean(0.4)(rows[:2], [0.5, 0.5], start).tolist() == [
@@ -163,9 +161,8 @@ def fitted(average, attack, tmp_path, **settings) -> torch.Tensor:
 def test_the_mean_falls_and_the_median_and_the_trimmed_mean_stand(attack, tmp_path):
     for average in (CoordinateMedian(), TrimmedMean(0.2)):
         torch.testing.assert_close(fitted(average, attack, tmp_path), CENTRES[0], rtol=0, atol=1e-2)
-    if (
-        attack == "sign_flip"
-    ):  # 5/6 u - 20/6 u: away from the optimum; 20/6 u + 5/6 u: beyond it, and closer all the same
+    # 5/6 u - 20/6 u: away from the optimum; 20/6 u + 5/6 u: beyond it, and closer all the same
+    if attack == "sign_flip":
         assert (fitted(WeightedMean(), attack, tmp_path) - CENTRES[0]).norm() > 1e3
 
 

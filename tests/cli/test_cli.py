@@ -532,9 +532,8 @@ def test_rejected_uploads_are_one_line_and_their_number(
     assert len(said) == 2
     assert said[0].startswith("round 1: upload of client")
     assert said[1].split()[:3] == ["uploads", "rejected", "12,"]
-    assert (
-        len([record for record in caplog.records if "upload of client" in record.getMessage()]) == 12
-    )  # what other handlers get
+    # what other handlers get
+    assert len([record for record in caplog.records if "upload of client" in record.getMessage()]) == 12
 
 
 @pytest.mark.slow

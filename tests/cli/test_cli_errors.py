@@ -385,9 +385,8 @@ def test_bad_environment(
     name: str, value: str, fragment: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
-    Path("base.yaml").write_text(
-        FILES["base.yaml"] + "trainer:\n  max_rounds: 7\n"
-    )  # beaten by nothing, and not to blame
+    # beaten by nothing, and not to blame
+    Path("base.yaml").write_text(FILES["base.yaml"] + "trainer:\n  max_rounds: 7\n")
     assert fragment in refuse("fit --config base.yaml", capsys)
 
 

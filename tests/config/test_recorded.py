@@ -152,9 +152,8 @@ def by_global(parameters):
 
 
 def test_the_global_values_that_a_function_uses_are_part_of_it(monkeypatch):
-    made = [
-        eval("lambda p: SGD(p, lr=lr)", {"SGD": SGD, "lr": lr}) for lr in (0.05, 0.5)
-    ]  # as a loop in a script makes them
+    # as a loop in a script makes them
+    made = [eval("lambda p: SGD(p, lr=lr)", {"SGD": SGD, "lr": lr}) for lr in (0.05, 0.5)]
     assert describe(made[0]) != describe(made[1])
     before = describe(by_global)
     monkeypatch.setitem(by_global.__globals__, "RATE", 0.2)

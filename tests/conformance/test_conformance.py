@@ -82,9 +82,8 @@ def test_every_method_conforms(name):
     expected |= {"partial participation", "weights by examples"} if name in OF_ITS_OWN else set()
     expected |= {"weights by examples"} if name in PERSONAL else set()
     expected |= {"broadcast"} if name in ("LocalOnly", "Oracle", "FedDyn", "FedSpeed", *OF_TEXT) else set()
-    expected |= (
-        {"order of uploads"} if name in SINGLE_UPLOADS else set()
-    )  # their servers need the single uploads
+    # their servers need the single uploads
+    expected |= {"order of uploads"} if name in SINGLE_UPLOADS else set()
     expected |= {"control variates"} if name != "SCAFFOLD" else set()
     expected |= {"dynamic regularisation"}  # which methods of others declare
     expected |= (

@@ -103,9 +103,8 @@ def test_streams_are_those_of_each_client() -> None:
     for id, rng in zip(ids, streams(3, "validation", ids), strict=True):
         alone = stream(3, "validation", client=id)
         assert rng.permutation(9).tolist() == alone.permutation(9).tolist()
-        assert rng.integers(7, dtype=np.uint32) == alone.integers(
-            7, dtype=np.uint32
-        )  # leaves half a word behind
+        # leaves half a word behind
+        assert rng.integers(7, dtype=np.uint32) == alone.integers(7, dtype=np.uint32)
 
 
 def test_a_second_seed_leaves_nothing_of_the_first() -> None:

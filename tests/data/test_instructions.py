@@ -298,9 +298,8 @@ def test_a_wrong_answer_is_read_as_it_is_learnt(batch_tokens):
             mask, ids = one["attention_mask"], other["input_ids"]
             inner = (false[:, : ids.shape[1] - 1] != IGNORED) & mask[:, 1:]
             assert torch.equal(ids[:, 1:][inner], false[:, : ids.shape[1] - 1][inner])
-            assert torch.equal(
-                ids[:, 1:][~inner], one["input_ids"][:, 1:][~inner]
-            )  # prompts and padding stay
+            # prompts and padding stay
+            assert torch.equal(ids[:, 1:][~inner], one["input_ids"][:, 1:][~inner])
             rows = (false != target).any(1)
             assert torch.equal(ids[~rows], one["input_ids"][~rows])
             learnt = inner & rows[:, None] & (target[:, : ids.shape[1] - 1] != false[:, : ids.shape[1] - 1])

@@ -90,9 +90,8 @@ def test_every_client_is_tested_on_a_quarter_of_its_own_images(partition: Partit
     assert torch.equal(data.test_images[:, 0], torch.from_numpy(every[tested.index, 0]))
     held = np.concatenate([data.client(client).train for client in range(20)])
     assert len(held) + len(owner) == len(label)
-    if (
-        partition is PATHOLOGICAL
-    ):  # its known statistics: two classes a client, four clients a class, in both parts
+    # its known statistics: two classes a client, four clients a class, in both parts
+    if partition is PATHOLOGICAL:
         assert ((counts(owner, label[tested.index]) > 0).sum(axis=1) == 2).all()
         assert ((counts(owner, label[tested.index]) > 0).sum(axis=0) == 4).all()
 

@@ -312,9 +312,8 @@ def test_what_layers_cost_more_in_the_network_is_added():
     samples["step high", 2][:] = 300.0
     charged = evaluated().table
     assert charged.all_high(2, "q99") == pytest.approx(300)
-    samples |= {
-        ("rest", n): np.full(10, 500.0) for n in (1, 2, 4)
-    }  # a disturbed moment: nothing is taken away
+    # a disturbed moment: nothing is taken away
+    samples |= {("rest", n): np.full(10, 500.0) for n in (1, 2, 4)}
     found = evaluated()
     assert found.table.tensors(2).numpy() == pytest.approx(np.array([[12, 7, 11]] * 2))
 

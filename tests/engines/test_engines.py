@@ -79,9 +79,8 @@ def test_workers_change_no_bit_of_stacks(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "optimizer",
     [
-        partial(
-            torch.optim.AdamW, lr=1e-3, eps=1e-4
-        ),  # with a smaller one rounding decides the sign of a step of lr
+        # with a smaller one rounding decides the sign of a step of lr
+        partial(torch.optim.AdamW, lr=1e-3, eps=1e-4),
         partial(torch.optim.Adagrad, lr=1e-2, initial_accumulator_value=0.1),
         partial(torch.optim.SGD, lr=0.05, momentum=0.9, dampening=0.5, weight_decay=0.01),
         partial(torch.optim.RMSprop, lr=1e-3, centered=True, momentum=0.5),

@@ -150,9 +150,8 @@ def test_what_counts_as_an_improvement(settings, values, stops_after):
     for round, value in enumerate(values, start=1):
         stopping.on_validate({}, record := RoundRecord(round, {"val/accuracy": value}), None)
         stopping.on_round_end(record, None)
-        stopping.on_round_end(
-            RoundRecord(round + 100, {"val/accuracy": 0.0}), None
-        )  # not evaluated: it does not count
+        # not evaluated: it does not count
+        stopping.on_round_end(RoundRecord(round + 100, {"val/accuracy": 0.0}), None)
         if stopping.stop_reason() and stopped is None:
             stopped = round
     assert stopped == stops_after

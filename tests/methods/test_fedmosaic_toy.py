@@ -66,9 +66,8 @@ def test_two_rounds_are_a_plain_loop(tmp_path):
                 base = x[:, : 4 if k == 0 else 6] @ W[k].T
                 mine, theirs = low @ P.T + Q, low @ mixed[k][0].T + mixed[k][1]
                 residual = base + ((1 - g) * mine + g * theirs) @ B[k].T - y
-                back = (
-                    2 / len(x) * residual @ B[k]
-                )  # of the low-rank output; P and Q without the factor 1 - g
+                # of the low-rank output; P and Q without the factor 1 - g
+                back = 2 / len(x) * residual @ B[k]
                 dP, dQ, dg = back.T @ low, back.sum(0), (back * (theirs - mine)).sum()
                 small = x[:, :2]
                 gradients.append(2 / len(x) * (small @ reference.T - y).T @ small)

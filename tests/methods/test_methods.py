@@ -28,9 +28,8 @@ def digits(num_clients: int = 4, **settings) -> FederatedImages:
     return FederatedImages(dataset="digits", num_clients=num_clients, partition=IID(), **settings)
 
 
-@pytest.mark.parametrize(
-    ("norm", "rounds"), [("group", 3), ("batch", 1)]
-)  # small BatchNorm batches amplify rounding, round by round
+# small BatchNorm batches amplify rounding, round by round
+@pytest.mark.parametrize(("norm", "rounds"), [("group", 3), ("batch", 1)])
 def test_fedavg_is_a_plain_torch_loop(norm, rounds, tmp_path):
     """Three clients, momentum, two epochs: weights and statistics to 1e-6, against torch.optim alone."""
     from fl_lightning import rng
@@ -41,9 +40,8 @@ def test_fedavg_is_a_plain_torch_loop(norm, rounds, tmp_path):
     run(method, data, tmp_path, max_rounds=rounds, seed=5)
 
     with rng.torch_stream(5, "weights"):
-        model = network(10).to(
-            memory_format=torch.channels_last
-        )  # as ours: sums in another order drift apart step by step
+        # as ours: sums in another order drift apart step by step
+        model = network(10).to(memory_format=torch.channels_last)
     state = copy.deepcopy(model.state_dict())
     for round in range(1, rounds + 1):
         mean = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in state.items()}

@@ -128,9 +128,8 @@ def test_it_is_every_additive_method_of_the_same_network(name, tmp_path):
     for method in (wrapped, plain):
         run(method, ready(public_examples=20), tmp_path, max_rounds=2, participation=0.4)
     for key, value in plain.server.items():
-        off = (
-            wrapped.server[key].double() - value.double()
-        ).abs() > 1e-5  # codes may fall on the other side of a threshold
+        # codes may fall on the other side of a threshold
+        off = (wrapped.server[key].double() - value.double()).abs() > 1e-5
         assert off.double().mean() < 2e-3, key
     other = make(module=seeded(Twice))
     run(other, ready(public_examples=20), tmp_path, max_rounds=2, participation=0.4)

@@ -103,9 +103,8 @@ def test_they_are_those_of_scikit_learn_in_every_round(method, small_batches, tm
     assert row["val/f1_score"] == pytest.approx(np.mean(own), abs=1e-6)
     assert row["val/f1_score_std"] == pytest.approx(np.std(own), abs=1e-6)
     assert row["val/f1_score_worst_decile"] == pytest.approx(min(own), abs=1e-6)
-    assert (
-        row["val/calibration_error_worst_decile"] > row["val/calibration_error"]
-    )  # of the worst, which is more
+    # of the worst, which is more
+    assert row["val/calibration_error_worst_decile"] > row["val/calibration_error"]
 
 
 def test_a_run_that_is_continued_has_the_values_of_one_that_was_not(small_batches, tmp_path):

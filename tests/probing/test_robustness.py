@@ -61,9 +61,8 @@ def loss(forward, pixels, target):
 def test_fgsm_on_a_linear_model_is_known_and_the_best_there_is():
     pixels, target, eps = torch.full((2, 6), 0.5), torch.tensor([0, 1]), 0.1
     found = fgsm(linear, pixels, target, eps)
-    raises = (
-        WEIGHT.sign()
-    )  # class 0 is hurt by a higher score, class 1 by a lower one; a weight of 0 moves nothing
+    # class 0 is hurt by a higher score, class 1 by a lower one; a weight of 0 moves nothing
+    raises = WEIGHT.sign()
     torch.testing.assert_close(found, 0.5 + eps * torch.stack([raises, -raises]))
     corners = 0.5 + eps * torch.tensor(list(product((-1.0, 1.0), repeat=6)))
     for row, label in enumerate(target):
@@ -101,9 +100,8 @@ def test_pgd_is_never_weaker_than_fgsm_and_often_stronger(network, examples):
     assert (many > one + 1e-3).sum() > 10
     assert many.mean() > one.mean() > clean.mean()
     without_a_step = pgd(network, pixels, target, torch.zeros_like(start), 0.2, steps=0)
-    assert torch.equal(
-        loss(network, without_a_step, target), one
-    )  # FGSM's example is always among those it chooses from
+    # FGSM's example is always among those it chooses from
+    assert torch.equal(loss(network, without_a_step, target), one)
 
 
 @pytest.mark.parametrize("eps", [0.0, EPS, 0.3])
@@ -165,9 +163,8 @@ def test_both_gradients_are_taken_where_weights_are_quantised(tmp_path):
     assert any(module._forward_pre_hooks for module in subject.method.network.modules())
     for name in ("fgsm", "pgd"):
         found = PROBES[name](subject).metrics
-        assert (
-            found[f"{name}/loss"] != found[f"{name}/full_gradient_loss"]
-        )  # FGSM at 1 bit need not be the stronger one
+        # FGSM at 1 bit need not be the stronger one
+        assert found[f"{name}/loss"] != found[f"{name}/full_gradient_loss"]
     finding = PROBES["fgsm"](subject_of(FedAvg(), tmp_path))
     assert set(finding.metrics) == {"fgsm/accuracy", "fgsm/loss"}
     assert "FedAvg deploys its weights in full precision" in finding.skipped[0]

@@ -87,9 +87,8 @@ def test_everything_about_a_run(run, capsys):
     assert found["partition_sha256"] == metadata["partition_sha256"]
     assert (found["checkpoint"], found["round"], found["chosen"]) == ("round_000003", 3, "last")
     shared = ("test/accuracy", "test/loss", "val/accuracy", "val/accuracy_std", "val/accuracy_worst_decile")
-    assert {name: found["metrics"][name] for name in shared} == {
-        name: row[name] for name in shared
-    }  # bit for bit
+    # bit for bit
+    assert {name: found["metrics"][name] for name in shared} == {name: row[name] for name in shared}
     metrics = found["metrics"]
     assert {
         "fgsm/full_gradient_accuracy",
@@ -168,9 +167,8 @@ def test_the_checkpoint_is_the_one_that_is_named(run, caplog):
         )
     assert json.loads((run / "test_round_000001.json").read_text())["round"] == 1  # kept beside the newer one
     found = run_test(run, "--checkpoint", "round_000002", "--probes", "cost")
-    assert {"test/accuracy", "cost/flops"} <= {
-        *found["metrics"]
-    }  # what was found before of the same checkpoint stays
+    # what was found before of the same checkpoint stays
+    assert {"test/accuracy", "cost/flops"} <= {*found["metrics"]}
     assert set(found["probes"]) == {"clean", "cost"}
     assert "in training" not in caplog.text
     other = run_test(
@@ -226,9 +224,8 @@ def test_bad_input_is_one_line_and_costs_nothing(run, capsys):
         assert error.count(";") >= 2
     assert files(run) == before
     assert set(Path("runs").glob("*/*")) == {run}
-    assert (
-        main(["test", "--ckpt_path", str(run), "--probes", "clean", "--trainer.max_rounds", "9"]) == 0
-    )  # training's alone
+    # training's alone
+    assert main(["test", "--ckpt_path", str(run), "--probes", "clean", "--trainer.max_rounds", "9"]) == 0
 
 
 def test_a_run_without_validation_has_no_best_checkpoint(capsys):

@@ -78,9 +78,8 @@ def test_the_commands_of_the_readme_work_in_order_in_one_folder(tmp_path, monkey
         path.parent.name: json.loads(path.read_text()) for path in Path("reports").rglob("report.json")
     }
     assert set(reports) == {"try", "kd_default"}
-    assert (
-        len([name for name in names if name.startswith("try/")]) == 7
-    )  # two methods, three seeds, a tuned one
+    # two methods, three seeds, a tuned one
+    assert len([name for name in names if name.startswith("try/")]) == 7
 
 
 def test_the_readme_says_how_long_what_takes_minutes_takes():

@@ -94,9 +94,8 @@ def kill_and_continue(
 def test_killed_at_random_instants(server, reference, tmp_path):
     wanted, seconds = reference
     random_ = random.Random(1)
-    for trial in range(
-        12
-    ):  # about 20 kills, with 10 before a touch of the file system and those with a store 30
+    # about 20 kills, with 10 before a touch of the file system and those with a store 30
+    for trial in range(12):
         assert kill_and_continue(server, tmp_path / str(trial), wanted, seconds, random_, mlflow=False) == []
 
 

@@ -254,9 +254,8 @@ def test_pruning_by_hand():
     assert (empty_top.bits, empty_top.step) == (2, 1.0)  # two empty planes on top: the step stays
     torch.testing.assert_close(empty_top.dequantize(), layer_of([3, 1, 2, 3] * 25, 4).dequantize())
 
-    rare_top, rare_top_dropped = prune(
-        layer_of([15] + [7, 5, 6, 1] * 25, bits=4)
-    )  # one in 101 has the top digit
+    # one in 101 has the top digit
+    rare_top, rare_top_dropped = prune(layer_of([15] + [7, 5, 6, 1] * 25, bits=4))
     assert (rare_top.bits, rare_top.step) == (3, 1.0)
     assert rare_top.magnitude[0] == 7  # saturates: all lower digits 1
 

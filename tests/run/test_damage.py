@@ -93,9 +93,8 @@ def test_damaged_files_are_never_taken_for_whole_ones(whole, tmp_path, caplog):
     assert newest + earlier + len(refused) == DAMAGES
     assert newest > DAMAGES // 2  # damage to an older checkpoint, or to one copy of a table, costs nothing
     assert earlier > DAMAGES // 10  # damage to the newest costs one round
-    for (
-        what
-    ) in refused:  # only two damages that hit both copies of a table can cost a run with three checkpoints
+    # only two damages that hit both copies of a table can cost a run with three checkpoints
+    for what in refused:
         (first, _), (second, _) = (entry.split(" ", 1) for entry in what)
         assert {first, second} in (
             {f"{name}.csv", f"checkpoints/{name}.csv"} for name in ("metrics", "ledger")

@@ -401,9 +401,8 @@ def test_last_is_the_last_run_of_the_name_that_is_given(tmp_path):
         os.utime(tmp_path / name / "config.yaml", ns=(10**18 - age * 10**9,) * 2)
     assert find_start("last", tmp_path).run == tmp_path / "other"
     assert find_start("last", tmp_path, "mine").run == tmp_path / "mine-2"
-    (tmp_path / "mine-2" / "config.yaml").write_text(
-        "trainer: {run_name: mine-2}"
-    )  # a run that somebody called so
+    # a run that somebody called so
+    (tmp_path / "mine-2" / "config.yaml").write_text("trainer: {run_name: mine-2}")
     assert find_start("last", tmp_path, "mine").run == tmp_path / "mine"
     with pytest.raises(InputError, match="no run called theirs"):
         find_start("last", tmp_path, "theirs")

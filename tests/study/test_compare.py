@@ -529,9 +529,8 @@ def test_mlflow_and_directories_give_one_report_and_equal_methods_are_equal(tmp_
         assert record.clients == Path("runs/real", record.name, "clients.csv").read_text() != ""
     assert len(records) == 4
     real = rows_of(tmp_path / "runs/real/FedAvg-seed0/metrics.csv")[0]
-    assert set(history_of(0.5)[0]) - {"test/ece"} <= set(
-        real
-    )  # the form of the synthetic runs is the true one
+    # the form of the synthetic runs is the true one
+    assert set(history_of(0.5)[0]) - {"test/ece"} <= set(real)
     assert folder["gap"]["differences"] == [0.0, 0.0]
     assert folder["gap"]["p_t"] == 1.0
     assert folder["winner"] is None

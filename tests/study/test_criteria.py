@@ -264,9 +264,8 @@ def test_what_test_measured_is_compared_and_what_it_did_not_is_undecided(tmp_pat
     compare("study", tmp_path / "out", tmp_path / "runs")
     report = report_of(tmp_path / "out")
     assert [entry["verdict"] for entry in report["criteria"]] == ["holds", "undecided"]
-    assert (
-        report["levels"][0]["methods"]["A"]["metrics"]["test/ece"]["mean"] == 0.1
-    )  # the round's own, not another checkpoint's
+    # the round's own, not another checkpoint's
+    assert report["levels"][0]["methods"]["A"]["metrics"]["test/ece"]["mean"] == 0.1
     assert "FGSM (%)" in (tmp_path / "out/report.md").read_text()
 
 

@@ -69,9 +69,8 @@ def test_tables_on_paper_have_what_differs_in_short_with_the_best_in_bold(tmp_pa
     plain = [re.sub(r"\\shortstack\[.\]\{(.*)\}", r"\1", cell).replace(r" \\ ", " ") for cell in header]
     assert plain[:3] == ["method", "accuracy, last five (\\%)", "accuracy, last round (\\%)"]
     assert "up (kB)" in plain
-    assert not [
-        name for name in plain if "bits" in name or "seeds" in name or "ECE" in name
-    ]  # equal in all rows
+    # equal in all rows
+    assert not [name for name in plain if "bits" in name or "seeds" in name or "ECE" in name]
     assert all(
         len(line) <= 16
         for cell in header

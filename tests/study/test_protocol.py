@@ -24,9 +24,8 @@ def test_callbacks_keep_their_order_and_their_numbers_do_not_count():
     assert protocol_of(settings(bar, noise, bar, drop)) == kept
     assert protocol_of(settings(drop, noise)) == settings(drop, noise)
     assert document_hash(kept) != document_hash(settings(drop, noise))
-    assert protocol_of(settings("theirs.ProgressBar")) == settings(
-        "theirs.ProgressBar"
-    )  # nobody knows what it does
+    # nobody knows what it does
+    assert protocol_of(settings("theirs.ProgressBar")) == settings("theirs.ProgressBar")
 
 
 def test_what_only_the_method_decides_and_where_it_is_run_do_not_count():

@@ -77,9 +77,8 @@ def test_effects_that_cannot_be_found():
 def test_detectable_effect_is_found_in_80_of_100(n, family):
     """Simulated with the quantile that is in every table for 2 degrees of freedom, and numpy's random
     numbers: no power formula."""
-    critical = {(2, 1): 12.7062, (3, 1): 4.30265, (3, 5): 9.92484, (6, 10): 4.77334}[
-        n, family
-    ]  # t_{1 - 0.025 / family} of tables
+    # t_{1 - 0.025 / family} of tables
+    critical = {(2, 1): 12.7062, (3, 1): 4.30265, (3, 5): 9.92484, (6, 10): 4.77334}[n, family]
     x = np.random.default_rng(1).normal(statistics.detectable_effect(n, 0.05 / family), 1.0, (40_000, n))
     t = x.mean(1) / (x.std(1, ddof=1) / sqrt(n))
     assert np.mean(np.abs(t) > critical) == pytest.approx(0.8, abs=0.01)

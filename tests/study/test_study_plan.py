@@ -216,9 +216,8 @@ def test_what_is_no_study_is_refused(tmp_path):
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.lists(st.integers()))
 )
 def test_a_flag_is_read_as_the_value_it_was_written_from(value):
-    assert (
-        yaml.safe_load(as_flag(value)) == value or float(as_flag(value)) == value
-    )  # PyYAML takes 1e-05 for text, the parser does not
+    # PyYAML takes 1e-05 for text, the parser does not
+    assert yaml.safe_load(as_flag(value)) == value or float(as_flag(value)) == value
 
 
 SETTINGS = st.dictionaries(

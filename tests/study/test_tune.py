@@ -177,9 +177,8 @@ def test_a_search_is_not_continued_as_another(tmp_path):
     trials = tmp_path / "small-tune"
     with pytest.raises(InputError, match=r"another space.*remove that folder.*change 'study: small'"):
         open_search(search_in(tmp_path, SEARCH.replace("high: 4", "high: 5")), trials, resolve)
-    open_search(
-        search_in(tmp_path, SEARCH.replace("trials: 8", "trials: 9")), trials, resolve
-    )  # more of the same
+    # more of the same
+    open_search(search_in(tmp_path, SEARCH.replace("trials: 8", "trials: 9")), trials, resolve)
 
 
 def test_a_search_is_not_continued_when_the_contents_of_its_configuration_have_changed(tmp_path):

@@ -193,9 +193,8 @@ def test_a_level_has_a_record_of_its_own(tmp_path):
         assert (tmp_path / f"{level}-tune").is_dir()
         written = (tmp_path / "tuned" / f"{level}.yaml").read_text()
         (tmp_path / "tuned" / f"{level}.yaml").write_text(
-            written.replace("../search.yaml", f"../{level}.yaml").replace(
-                f"{LR}: 0.", f"{LR}: {trials}."
-            )  # values that no other record has
+            # values that no other record has
+            written.replace("../search.yaml", f"../{level}.yaml").replace(f"{LR}: 0.", f"{LR}: {trials}.")
         )
     found = Study.read(tmp_path / "study.yaml")
     records = {level: TunedRecord.read(tmp_path / f"tuned/{level}.yaml") for level in ("few", "many")}

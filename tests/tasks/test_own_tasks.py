@@ -73,9 +73,8 @@ def test_a_segmentation_and_a_quantile_are_learnt(page, tmp_path):
     settings = {"max_rounds": 10, "participation": 1.0, "local_epochs": 2}
     pixels = (torch.rand(400, 8, 8) > 0.7).long()
     images = pixels[:, None] + 0.3 * torch.randn(400, 1, 8, 8)
-    network = partial(
-        nn.Conv2d, 1, kernel_size=1
-    )  # of which the first free argument is the number of classes
+    # of which the first free argument is the number of classes
+    network = partial(nn.Conv2d, 1, kernel_size=1)
     method = FedAvg(network=lambda num_classes: network(out_channels=num_classes), optimizer=sgd(0.5))
     data = other_data(page, page["Segmentation"](), images, pixels, 2)
     result = run(method, data, tmp_path / "pixels", **settings).progress.summary

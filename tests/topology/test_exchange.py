@@ -78,9 +78,8 @@ def test_random_groups_leave_r_minus_1_in_n_minus_1_of_the_variance():
         after = peers.exchange()[0]["consensus/distance"]
         seen, before = [*seen, after / before], after
     assert seen[0] == pytest.approx(15 / 63, rel=0.01)
-    many = Exchange(
-        Gossip(RandomGroups(16)), normal(64, size=2000)
-    )  # the second partition depends on no first
+    # the second partition depends on no first
+    many = Exchange(Gossip(RandomGroups(16)), normal(64, size=2000))
     ratios = []
     for seed in range(12):
         many.start(normal(64, 2000, seed))

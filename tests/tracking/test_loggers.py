@@ -23,9 +23,8 @@ FIT = [
     "--trainer.allow_changed",
     "true",
 ]
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Experiment logs directory .* exists and is not empty"
-)  # it is written anew, wholly
+# it is written anew, wholly
+pytestmark = pytest.mark.filterwarnings("ignore:Experiment logs directory .* exists and is not empty")
 
 
 @pytest.fixture(autouse=True)

@@ -27,9 +27,8 @@ from fl_lightning.tracking.loggers import Tracking, as_params
 from fl_lightning.tracking.runs import _read_run
 
 mlflow = pytest.importorskip("mlflow")
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The ``noload`` loader strategy:DeprecationWarning"
-)  # MLflow's mappers, SQLAlchemy 2.1
+# MLflow's mappers, SQLAlchemy 2.1
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 
 
 @pytest.fixture(autouse=True)

@@ -195,9 +195,8 @@ class TextFiles(TextData):
         train, test = [], []
         for path in files:
             windows = encode_windows(self._text(path), self.tokenizer, self.context)
-            share = min(
-                max(1, round(self.test_fraction * len(windows))), len(windows) - 1
-            )  # one: to train on
+            # one: to train on
+            share = min(max(1, round(self.test_fraction * len(windows))), len(windows) - 1)
             first = len(windows) - (0 if tests or self.run_form else share)
             train.append((numbers[path.name], part_of_windows(windows, slice(0, first))))
             test.append((numbers[path.name], part_of_windows(windows, slice(first, None))))

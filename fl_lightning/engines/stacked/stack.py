@@ -55,9 +55,8 @@ class Stack:
         names = {id(parameter): name for name, parameter in method.named_parameters()}
         self.groups = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         self.trained = {name for name, parameter in method.named_parameters() if parameter.requires_grad}
-        state = {
-            names[id(p)]: state for p, state in self.optimizer.state.items()
-        }  # some have one before the first step
+        # some have one before the first step
+        state = {names[id(p)]: state for p, state in self.optimizer.state.items()}
         self.state = {
             name: {
                 key: value.expand(self.size, *value.shape).clone()

@@ -184,9 +184,8 @@ def serve() -> list[str] | None:
                 mlflow_store.prepare_with_database()
             its_end, pipes[number] = os.pipe()
             with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore", DeprecationWarning
-                )  # the threads of a BLAS library know forks
+                # the threads of a BLAS library know forks
+                warnings.simplefilter("ignore", DeprecationWarning)
                 pids[number] = os.fork()
             if pids[number] == 0:
                 for other in (woken, wake, *pipes.values()):
