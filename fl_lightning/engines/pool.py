@@ -8,6 +8,7 @@ memory that both sides share.
 
 from __future__ import annotations
 
+import logging
 import math
 import multiprocessing
 import os
@@ -48,6 +49,7 @@ from fl_lightning.engines.worker import (
 from fl_lightning.errors import RankLost
 from fl_lightning.methods import Method
 
+log = logging.getLogger("fl_lightning")
 T = TypeVar("T")
 AHEAD_BYTES = 2**27
 """Results come in any order and are handed on in that of the tasks: at most twice so many bytes wait, or the
@@ -75,8 +77,11 @@ class PoolEngine(Engine):
         self.engine, self.method, self.data, self.size, self.timeout = engine, method, data, workers, timeout
         self.name = engine.name
         self.workers: list[Worker] = []
+        self.forked: dict[str, Any] = {}  # the method's attributes as the workers have them
+        self.receives_here = False
 
     def start(self) -> None:
+        self.forked = dict(vars(self.method))
         for _ in range(self.size):
             self.workers.append(Worker(self.engine, self.method, self.workers))
 
@@ -89,7 +94,7 @@ class PoolEngine(Engine):
     def train_own(
         self, tasks: Sequence[ClientTask], units: Units | None = None, into: AddedUploads | None = None
     ) -> Iterator[tuple[int, ClientResult]]:
-        opening = None if into is None else Opening.of(self.method)
+        opening = None if into is None else self._opening()
         ahead = self._ahead(tasks)
         waiting = self._portions(tasks, self.units(tasks) if units is None else units, ahead)
         done: dict[int, ClientResult] = {}
@@ -114,11 +119,22 @@ class PoolEngine(Engine):
                     yield given, done.pop(given)
                     given += 1
                     self._hand_out(waiting, tasks, busy, given + 2 * ahead, opening)
-            if into is not None:
+            if into is not None and opening is not None:
                 self._add_up(into)
         finally:
             if busy:  # someone raised: what they are at is of no use
                 self.close()
+
+    def _opening(self) -> Opening | None:
+        """Return what workers need to receive uploads in this round; None where that cannot be sent, and the
+        uploads come back."""
+        try:
+            return Opening.of(self.method, self.forked)
+        except Exception as error:  # whatever an attribute raises that somebody has set
+            if not self.receives_here:
+                log.info("uploads of workers are received in this process: %s", error)
+            self.receives_here = True
+            return None
 
     def _hand_out(
         self,

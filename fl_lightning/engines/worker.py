@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pickle
 import signal
 import sys
 import traceback
@@ -43,23 +44,31 @@ class Opening(NamedTuple):
     """What receiving a round's uploads takes beside them.
 
     Args:
-        cohort: clients that were asked.
-        steps_asked: local steps that each of them was asked for, by id.
+        attributes: of the method's other attributes, those that were set since the workers were forked, such
+            as ``cohort``: pickled, by name.
         entries: of the server's state: name, type and shape of each.
         places: of their values; they are tensors while they are in the parent's process.
     """
 
-    cohort: int
-    steps_asked: Mapping[int, int]
+    attributes: bytes
     entries: list[tuple[str, torch.dtype, torch.Size]]
     places: list[Any]
 
     @classmethod
-    def of(cls, method: Method) -> Opening:
-        """Return it for the present round of the server's half of a method."""
+    def of(cls, method: Method, forked: Mapping[str, Any]) -> Opening:
+        """Return it for the present round of the server's half of a method.
+
+        Args:
+            forked: the method's attributes as the workers have them.
+
+        Raises:
+            Exception: an attribute that was set since cannot be pickled.
+        """
+        found = {name: value for name, value in vars(method).items() if forked.get(name) is not value}
+        found.pop("server", None)
         server = {name: tensor.contiguous() for name, tensor in method.server.items()}
         entries = [(name, tensor.dtype, tensor.shape) for name, tensor in server.items()]
-        return cls(method.cohort, method.steps_asked, entries, [*server.values()])
+        return cls(pickle.dumps(found), entries, [*server.values()])
 
 
 class Portion(NamedTuple):
@@ -121,7 +130,8 @@ class Receiver:
         self.method.server = {
             name: tensor_at(down, place, dtype).reshape(shape) for (name, dtype, shape), place in found
         }
-        self.method.cohort, self.method.steps_asked = opening.cohort, opening.steps_asked
+        for name, value in pickle.loads(opening.attributes).items():
+            setattr(self.method, name, value)
         uploads = self.method.intake()
         assert isinstance(uploads, AddedUploads), "it is one in the parent's process"
         self.uploads = uploads

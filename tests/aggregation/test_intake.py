@@ -192,6 +192,38 @@ def test_sums_added_in_parts_are_merged_over_processes(parts, monkeypatch):
     assert torch.equal(first.total("weights"), whole.total("weights"))
 
 
+class Remembers(FedAvg):
+    """Its server's half keeps a number beside ``server``, and perhaps what no process can be sent."""
+
+    def __init__(self, closes_over: bool = False, **settings):
+        super().__init__(**settings)
+        self.closes_over, self.rounds_done = closes_over, 0
+
+    def next_state(self, sums):
+        super().next_state(sums)
+        self.rounds_done += 1
+        if self.closes_over:
+            self.function = lambda: self.rounds_done
+
+    def addends(self, upload, client_id, weight):
+        found = super().addends(upload, client_id, weight)
+        found["weights"] = replace(found["weights"], values=found["weights"].values * (1 + self.rounds_done))
+        return found
+
+
+@pytest.mark.parametrize("closes_over", [False, True])
+def test_workers_know_what_was_set_on_the_method_since(closes_over, tmp_path, monkeypatch, caplog):
+    """Where it cannot be sent, the parent receives the uploads."""
+
+    def found(workers):
+        method = Remembers(closes_over, network=SMALL)
+        return in_workers(method, tmp_path, monkeypatch, caplog, engine="sequential", workers=workers)
+
+    alone, pooled = found(1), found(2)
+    assert all(torch.equal(alone[0][entry], pooled[0][entry]) for entry in alone[0])
+    assert (pooled[3] > 0) == closes_over
+
+
 class AddsNonsense(FedAvg):
     def addends(self, upload, client_id, weight):
         raise ZeroDivisionError("a bug of the method")
