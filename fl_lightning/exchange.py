@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import TypeVar
 
 from fl_lightning.aggregation.base import Receipt
-from fl_lightning.aggregation.intake import AddedUploads, Uploads
-from fl_lightning.aggregation.receiving import Received, check_upload, decode_upload
+from fl_lightning.aggregation.elsewhere import entry_of, log_rejected
+from fl_lightning.aggregation.intake import Uploads
+from fl_lightning.aggregation.receiving import check_upload, decode_upload
 from fl_lightning.aggregation.undeclared import UndeclaredUploads
 from fl_lightning.client import Assignment, Client
 from fl_lightning.engines import ClientResult, ClientTask
@@ -21,7 +22,6 @@ from fl_lightning.hooks import sees_one_upload, sees_uploads, stress, tell
 from fl_lightning.wire import LedgerEntry, PayloadError
 
 log = logging.getLogger("fl_lightning")
-REJECTED = "round %d: upload of client %d rejected: %s"
 T = TypeVar("T")
 
 
@@ -84,7 +84,7 @@ def receive(
     if result.status:
         return LedgerEntry(task.round, client.id, result.status, sent)
     if result.received is not None:
-        return _entry(task, result.received, sent, uploads)
+        return entry_of(result.received, task.round, client.id, sent, uploads)
     status, size, leaves = "lost", len(result.upload), fed.aggregation.uploads_leave_clients
     data: bytes | None = result.upload
     if leaves:
@@ -101,31 +101,10 @@ def receive(
                 status = "trained"
         except PayloadError as error:
             status = "rejected"
-            log.warning(REJECTED, task.round, client.id, error)
+            log_rejected(task.round, client.id, error)
     size = size if leaves else 0
     wasted = 0 if status == "trained" else size
     return LedgerEntry(task.round, client.id, status, sent, size, wasted)
-
-
-def _entry(task: ClientTask, received: Received, sent: int, uploads: Uploads) -> LedgerEntry:
-    """Return what an upload cost that was received where its client was trained, and note whether it
-    counts."""
-    id, size = task.client.id, received.size
-    if received.examples:
-        assert isinstance(uploads, AddedUploads)
-        uploads.take_examples(id, received.examples)
-        return LedgerEntry(task.round, id, "trained", sent, size, 0)
-    if received.refusal:
-        log.warning(REJECTED, task.round, id, received.refusal)
-    return LedgerEntry(task.round, id, "rejected" if received.refusal else "lost", sent, size, size)
-
-
-def added_where_trained(fed: Federation, uploads: Uploads) -> AddedUploads | None:
-    """Return ``uploads`` if they may be added up in the processes that train the clients, and no stressor
-    wants to see one of them here before; else None."""
-    if isinstance(uploads, AddedUploads) and uploads.adds_anywhere:
-        return None if any(map(sees_one_upload, fed.callbacks)) else uploads
-    return None
 
 
 def intake(fed: Federation, declared: bool) -> Uploads:
@@ -133,7 +112,9 @@ def intake(fed: Federation, declared: bool) -> Uploads:
     again before, a stressor that knows all of them, a clock that leaves late ones out, or the comparison of
     those whose shapes are not declared."""
     again = fed.timing is not None or not declared or any(map(sees_uploads, fed.callbacks))
-    return Uploads() if again else fed.aggregation.intake()
+    uploads = Uploads() if again else fed.aggregation.intake()
+    uploads.adds_anywhere &= not any(map(sees_one_upload, fed.callbacks))
+    return uploads
 
 
 def change_uploads(fed: Federation, round: int, uploads: Uploads, receipts: list[Receipt]) -> None:
@@ -153,7 +134,7 @@ def change_uploads(fed: Federation, round: int, uploads: Uploads, receipts: list
             else:
                 entry = entry.unused()
         except PayloadError as error:
-            log.warning("round %d: upload of client %d rejected: %s", round, id, error)
+            log_rejected(round, id, error)
             entry = replace(entry, status="rejected", wasted=entry.upload)
         receipts[position] = replace(receipt, entry=entry)
 

@@ -21,15 +21,7 @@ from fl_lightning.clock.trained import Trained
 from fl_lightning.distributed.collectives import world_size
 from fl_lightning.engines import ClientTask, Engine, exchange_receipts
 from fl_lightning.engines.base import one_thread
-from fl_lightning.exchange import (
-    added_where_trained,
-    assignments,
-    change_uploads,
-    deliver,
-    intake,
-    make_tasks,
-    receive,
-)
+from fl_lightning.exchange import assignments, change_uploads, deliver, intake, make_tasks, receive
 from fl_lightning.federation import Federation
 from fl_lightning.hooks import RoundRecord, reads_probabilities, sees_uploads, stress, tell
 from fl_lightning.methods.terms import require_terms
@@ -122,9 +114,8 @@ def train_clients(
     """
     single = fed.aggregation.single
     receipts: dict[int, Receipt] = {}
-    into = added_where_trained(fed, uploads)
-    # results come one by one, while workers train the clients that follow
-    for position, result in enumerate(engine.train(tasks)) if single else engine.train_own(tasks, into=into):
+    trained = enumerate(engine.train(tasks)) if single else engine.train_own(tasks, into=uploads)
+    for position, result in trained:  # one by one, while workers train the clients that follow
         task, client = tasks[position], result.client
         if result.status != "dropped":
             tell(fed.callbacks, "on_client_end", client, task.round, fed)

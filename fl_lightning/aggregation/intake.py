@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import torch
-
-from fl_lightning.aggregation.exact_sum import ExactSum
 from fl_lightning.aggregation.sums import Addend, Sums, add_all
 from fl_lightning.wire import Payload
 
@@ -21,6 +18,9 @@ WAITING_UPLOADS, WAITING_BYTES = 2, 2**24
 
 class Uploads(dict[int, Payload]):
     """Uploads that count and that this process has, by client id."""
+
+    adds_anywhere: bool = False
+    """Whether other processes may add some of them up and hand over their sums."""
 
     def take(self, id: int, upload: Payload) -> None:
         """Take one more client's upload, which has been checked."""
@@ -35,8 +35,7 @@ class AddedUploads(Uploads):
         addends: what the upload of a client adds, by name.
     """
 
-    adds_anywhere: bool = True
-    """Whether other processes may add some of them up and hand over their sums."""
+    adds_anywhere = True
 
     def __init__(self, sums: Sums, addends: Callable[[Payload, int], Mapping[str, Addend]]) -> None:
         super().__init__()
@@ -49,14 +48,6 @@ class AddedUploads(Uploads):
         self._bytes += upload.nbytes
         if len(self._waiting) >= WAITING_UPLOADS and self._bytes >= WAITING_BYTES:
             self._add()
-
-    def take_examples(self, id: int, examples: int) -> None:
-        """Take n_k of a client whose upload another process has added up."""
-        self[id] = Payload({"examples": torch.tensor(examples)})
-
-    def take_sum(self, name: str, total: ExactSum, weight: int, most: int) -> None:
-        """Take one sum over uploads that another process has added up, as :meth:`Sums.add_merged` does."""
-        self._sums.add_merged(name, total, weight, most)
 
     def added(self) -> Sums:
         """Return the sums over all uploads that this process has or has been given."""

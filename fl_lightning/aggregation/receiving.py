@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fl_lightning.aggregation.client_weights import BY_EXAMPLES, ClientWeights
 from fl_lightning.aggregation.exact_sum import MAX_MAGNITUDE
-from fl_lightning.aggregation.intake import Uploads
-from fl_lightning.aggregation.server import SummingServer, examples_in
+from fl_lightning.aggregation.server import SummingServer
 from fl_lightning.aggregation.undeclared import UndeclaredUploads, read_upload
 from fl_lightning.client import Client
 from fl_lightning.wire import Limit, Payload, PayloadError
@@ -20,32 +18,6 @@ from fl_lightning.wire import Limit, Payload, PayloadError
 UNDECLARED_FACTOR, MIN_UNDECLARED_VALUES = 8, 2**22
 """An upload of a method that does not declare what its uploads hold has at most so many times the values of
 the server's state, or so many values: 16 MiB once they are decoded."""
-
-
-class Received(NamedTuple):
-    """What became of an upload in the process that trained its client, which is not the server's.
-
-    Args:
-        size: its bytes.
-        examples: n_k if it counts; else 0.
-        refusal: why it was refused; empty where it counts, or is lost on its way.
-    """
-
-    size: int
-    examples: int = 0
-    refusal: str = ""
-
-
-def receive_here(method: SummingServer, data: bytes, client: Client, uploads: Uploads) -> Received:
-    """Check an upload that has not left this machine's memory, give it to ``uploads`` if it counts, and say
-    what became of it."""
-    try:
-        upload = decode_upload(method, data, client, verified=True)
-        check_upload(method, upload, client, uploads)
-        uploads.take(client.id, upload)
-    except PayloadError as error:
-        return Received(len(data), refusal=str(error))
-    return Received(len(data), examples_in(upload))
 
 
 def decode_upload(method: SummingServer, data: bytes, client: Client, *, verified: bool) -> Payload:

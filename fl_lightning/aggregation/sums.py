@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from fl_lightning.aggregation.average import Average, GuidedAverage
@@ -129,14 +128,6 @@ class Sums:
             if part.merged is None:
                 total = part.exact_sum(self.cohort)
                 self._parts[name] = Part([], [sum(part.weights)], part.most, total)
-
-    def integers(self) -> dict[str, Tensor]:
-        """Return the sums as they travel between servers, by name: int64 ``[P + 1]``, the last value of which
-        is the sum of the weights."""
-        return {
-            name: torch.cat([total.integers, torch.tensor([weight])])
-            for name, total, weight, _ in self.merged()
-        }
 
     def __iter__(self) -> Iterator[str]:
         """Yield the names of the sums."""

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from fl_lightning.aggregation.intake import AddedUploads
+from fl_lightning.aggregation.elsewhere import Received
+from fl_lightning.aggregation.intake import Uploads
 from fl_lightning.aggregation.masked_round import MaskedRound, add_up_here
-from fl_lightning.aggregation.receiving import Received
 from fl_lightning.aggregation.sum_form import SumForm
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
@@ -134,16 +134,15 @@ class Engine(ABC):
         """
 
     def train_own(
-        self, tasks: Sequence[ClientTask], units: Units | None = None, into: AddedUploads | None = None
+        self, tasks: Sequence[ClientTask], units: Units | None = None, into: Uploads | None = None
     ) -> Iterator[tuple[int, ClientResult]]:
         """Yield position and result of each task that this process is responsible for: with one process of
         all.
 
         Args:
             units: as :meth:`train` takes them.
-            into: what uploads are added to, where an engine has other processes that can add up what they
-                have trained: it is then given their sums, and of each upload what became of it. None: every
-                upload comes back.
+            into: what uploads are given to; if it says so, other processes add up what they have trained: it
+                gets their sums, and of an upload comes back what became of it. None: all come back.
         """
         yield from enumerate(self.train(tasks, units))
 

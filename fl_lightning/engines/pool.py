@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import torch
 
 from fl_lightning.aggregation.exact_sum import ExactSum
-from fl_lightning.aggregation.intake import AddedUploads
+from fl_lightning.aggregation.intake import AddedUploads, Uploads
 from fl_lightning.data import FederatedData
 from fl_lightning.engines.base import ClientResult, ClientTask, Engine, Units
 from fl_lightning.engines.ranks import work
@@ -92,9 +92,9 @@ class PoolEngine(Engine):
         yield from (result for _, result in self.train_own(tasks, units))
 
     def train_own(
-        self, tasks: Sequence[ClientTask], units: Units | None = None, into: AddedUploads | None = None
+        self, tasks: Sequence[ClientTask], units: Units | None = None, into: Uploads | None = None
     ) -> Iterator[tuple[int, ClientResult]]:
-        opening = None if into is None else self._opening()
+        opening = self._opening() if isinstance(into, AddedUploads) and into.adds_anywhere else None
         ahead = self._ahead(tasks)
         waiting = self._portions(tasks, self.units(tasks) if units is None else units, ahead)
         done: dict[int, ClientResult] = {}
@@ -119,7 +119,7 @@ class PoolEngine(Engine):
                     yield given, done.pop(given)
                     given += 1
                     self._hand_out(waiting, tasks, busy, given + 2 * ahead, opening)
-            if into is not None and opening is not None:
+            if isinstance(into, AddedUploads) and opening is not None:
                 self._add_up(into)
         finally:
             if busy:  # someone raised: what they are at is of no use
@@ -158,7 +158,7 @@ class PoolEngine(Engine):
         for worker in adding:
             self._answering({worker: []}, wait_for_it=True)
             for name, total, weight, most in worker.take_sums(into.cohort):
-                into.take_sum(name, total, weight, most)
+                into.added().add_merged(name, total, weight, most)
 
     def _ahead(self, tasks: Sequence[ClientTask]) -> int:
         """Return half of how many clients may be handed out from the one on whose turn it is."""

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from fl_lightning.aggregation.base import Receipt
-from fl_lightning.aggregation.intake import AddedUploads
+from fl_lightning.aggregation.intake import Uploads
 from fl_lightning.data import FederatedData
 from fl_lightning.distributed.collectives import gather_bytes, gather_parts, rank, world_size
 from fl_lightning.engines.base import ClientResult, ClientTask, Engine, Units
@@ -60,7 +60,7 @@ class RankedEngine(Engine):
             yield _unpack(packed, task, state)
 
     def train_own(
-        self, tasks: Sequence[ClientTask], units: Units | None = None, into: AddedUploads | None = None
+        self, tasks: Sequence[ClientTask], units: Units | None = None, into: Uploads | None = None
     ) -> Iterator[tuple[int, ClientResult]]:
         """Yield position and result of this rank's share of the tasks.
 

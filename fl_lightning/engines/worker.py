@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import pickle
 import signal
 import sys
 import traceback
@@ -23,8 +22,8 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from fl_lightning.aggregation.elsewhere import Received, receive_here
 from fl_lightning.aggregation.intake import AddedUploads
-from fl_lightning.aggregation.receiving import Received, receive_here
 from fl_lightning.data import FederatedData
 from fl_lightning.engines.base import ClientResult, ClientTask, Engine
 from fl_lightning.methods import Method
@@ -40,12 +39,22 @@ Place: TypeAlias = "tuple[int, int] | bytes"
 """Where bytes begin and end in a shared memory, or the bytes."""
 
 
+class ByValue(ForkingPickler):
+    """What the pipes of ``multiprocessing`` write objects with, but tensors are copied and not shared."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        flat = value.detach().cpu().contiguous()
+        return tensor_of, (bytes(bytes_of(flat)), flat.dtype, flat.shape)
+
+
 class Opening(NamedTuple):
     """What receiving a round's uploads takes beside them.
 
     Args:
         attributes: of the method's other attributes, those that were set since the workers were forked, such
-            as ``cohort``: pickled, by name.
+            as ``cohort``: by name, as a pipe between processes takes them.
         entries: of the server's state: name, type and shape of each.
         places: of their values; they are tensors while they are in the parent's process.
     """
@@ -62,13 +71,13 @@ class Opening(NamedTuple):
             forked: the method's attributes as the workers have them.
 
         Raises:
-            Exception: an attribute that was set since cannot be pickled.
+            Exception: an attribute that was set since cannot be sent.
         """
         found = {name: value for name, value in vars(method).items() if forked.get(name) is not value}
         found.pop("server", None)
         server = {name: tensor.contiguous() for name, tensor in method.server.items()}
         entries = [(name, tensor.dtype, tensor.shape) for name, tensor in server.items()]
-        return cls(pickle.dumps(found), entries, [*server.values()])
+        return cls(bytes(ByValue.dumps(found)), entries, [*server.values()])
 
 
 class Portion(NamedTuple):
@@ -128,9 +137,9 @@ class Receiver:
         """Begin a round."""
         found = zip(opening.entries, opening.places, strict=True)
         self.method.server = {
-            name: tensor_at(down, place, dtype).reshape(shape) for (name, dtype, shape), place in found
+            name: tensor_at(down, place, dtype, shape) for (name, dtype, shape), place in found
         }
-        for name, value in pickle.loads(opening.attributes).items():
+        for name, value in ByValue.loads(opening.attributes).items():
             setattr(self.method, name, value)
         uploads = self.method.intake()
         assert isinstance(uploads, AddedUploads), "it is one in the parent's process"
@@ -273,11 +282,18 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.view(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
 
 
-def tensor_at(memory: mmap, place: Place, dtype: torch.dtype) -> Tensor:
-    """Return a copy of what lies there, as a tensor in one dimension."""
-    with memoryview(place if isinstance(place, bytes) else memory) as view:
-        data = bytearray(view if isinstance(place, bytes) else view[place[0] : place[1]])
-    return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+def tensor_of(data: bytes | memoryview, dtype: torch.dtype, shape: Sequence[int] = (-1,)) -> Tensor:
+    """Return a tensor of its own with these bytes."""
+    flat = torch.frombuffer(bytearray(data), dtype=dtype) if len(data) else torch.empty(0, dtype=dtype)
+    return flat.view(shape)
+
+
+def tensor_at(memory: mmap, place: Place, dtype: torch.dtype, shape: Sequence[int] = (-1,)) -> Tensor:
+    """Return a copy of the tensor that lies there."""
+    if isinstance(place, bytes):
+        return tensor_of(place, dtype, shape)
+    with memoryview(memory) as whole, whole[place[0] : place[1]] as part:
+        return tensor_of(part, dtype, shape)
 
 
 def pack(state: dict[str, Tensor]) -> bytes:

@@ -7,9 +7,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any
 
+import torch
+
 from fl_lightning.aggregation.base import Aggregation, Receipt, Round
 from fl_lightning.aggregation.intake import Uploads
 from fl_lightning.aggregation.server import SummingServer, examples_in
+from fl_lightning.aggregation.sums import Sums
 from fl_lightning.config.constraints import at_least
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import require
@@ -135,6 +138,13 @@ class Edges(NodeAggregation):
         down, links = Payload(cloud).nbytes, []
         for edge in self.nodes.ids:
             ids = of_edge.get(edge, ())
-            up = Payload(self.add(uploads, {id: weights[id] for id in ids}).integers()).nbytes if ids else 0
+            up = nbytes_of(self.add(uploads, {id: weights[id] for id in ids})) if ids else 0
             links.append(LedgerEntry(round, -1 - edge, "edge", down, up))
         return links
+
+
+def nbytes_of(sums: Sums) -> int:
+    """Return the bytes of sums on their way between servers: the integers of each, and then the sum of its
+    weights."""
+    parts = {name: [total.integers, torch.tensor([weight])] for name, total, weight, _ in sums.merged()}
+    return Payload({name: torch.cat(part) for name, part in parts.items()}).nbytes
