@@ -31,7 +31,7 @@ with here(Path(sys.argv[1]), sys.argv[2]):
 """
 # without collections: Python drops what a signal's handler raises while it collects, and this would sleep on
 COMMAND = """
-import gc, os, sys, time
+import gc, time
 from pathlib import Path
 from fl_lightning.__main__ import program
 from fl_lightning.deploy import command
@@ -43,7 +43,7 @@ def show(words, folder, home):
     time.sleep(120)
 command.launch.require_flower = lambda: None
 launch._show = show
-program(sys.argv[1:])
+program()
 """
 
 
