@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fl_lightning.client import Assignment, Client
 from fl_lightning.config.overriding import overrides
-from fl_lightning.config.recorded import Recorded, arguments_of
+from fl_lightning.config.recorded import Recorded
 from fl_lightning.metrics.declared import Emitter
 from fl_lightning.wire import Payload
 
@@ -204,19 +204,6 @@ def sees_uploads(callback: object) -> bool:
 def sees_one_upload(callback: object) -> bool:
     """Return whether a callback changes, or looks at, uploads one by one."""
     return isinstance(callback, Stressor) and any(overrides(callback, Stressor, hook) for hook in MAY_LOSE)
-
-
-def stressors_text(callbacks: Iterable[object]) -> str:
-    """Return by what a run is stressed, or that it is not, for the first lines of its log.
-
-    A meter that uses a stressor's hook to observe is none.
-    """
-    found = [one for one in callbacks if isinstance(one, Stressor) and not isinstance(one, Meter)]
-    shown = [
-        f"{type(one).__name__}({', '.join(f'{name}={value}' for name, value in arguments_of(one).items())})"
-        for one in found
-    ]
-    return f"stressed by: {', '.join(shown)}" if shown else "no stressors"
 
 
 def stop_reason(callbacks: Iterable[object]) -> str:

@@ -40,11 +40,15 @@ class AddedUploads(Uploads):
     def __init__(self, sums: Sums, addends: Callable[[Payload, int], Mapping[str, Addend]]) -> None:
         super().__init__()
         self.addends, self.cohort, self._sums = addends, sums.cohort, sums
-        self._waiting, self._bytes = dict[int, Payload](), 0
+        self._waiting, self._bytes = list[Mapping[str, Addend]](), 0
 
     def take(self, id: int, upload: Payload) -> None:
+        self.keep(id, upload, self.addends(upload, id))
+
+    def keep(self, id: int, upload: Payload, addends: Mapping[str, Addend]) -> None:
+        """Take what a client's upload adds."""
         self[id] = Payload({"examples": upload.tensor("examples")})
-        self._waiting[id] = upload
+        self._waiting.append(addends)
         self._bytes += upload.nbytes
         if len(self._waiting) >= WAITING_UPLOADS and self._bytes >= WAITING_BYTES:
             self._add()
@@ -55,5 +59,5 @@ class AddedUploads(Uploads):
         return self._sums
 
     def _add(self) -> None:
-        add_all(self._sums, [self.addends(upload, id) for id, upload in self._waiting.items()])
-        self._waiting, self._bytes = {}, 0
+        add_all(self._sums, self._waiting)
+        self._waiting, self._bytes = [], 0

@@ -55,7 +55,7 @@ AHEAD_BYTES = 2**27
 """Results come in any order and are handed on in that of the tasks: at most twice so many bytes wait, or the
 uploads of four clients a worker."""
 MAX_WAIT_SECONDS = 1.0
-"""Of one wait for an answer, so that a pause of the whole program counts as one of them."""
+"""Seconds of one wait for an answer, at most: a pause of the whole program then counts as one such wait."""
 POLL_SECONDS = 0.002  # seconds between looks at who has finished, while there are results to hand on
 
 
@@ -113,7 +113,8 @@ class PoolEngine(Engine):
                         portion = [at for unit in busy.pop(worker) for at in unit]
                         answer = worker.hear()
                         self._hand_out(waiting, tasks, busy, given + 2 * ahead, opening)  # and then read
-                        done |= zip(portion, worker.take(answer, [tasks[at] for at in portion]), strict=True)
+                        results = worker.take(answer, [tasks[at] for at in portion])
+                        done |= zip(portion, map(self._own, results), strict=True)
                     looked = monotonic()
                 if given in done:
                     yield given, done.pop(given)
@@ -129,12 +130,23 @@ class PoolEngine(Engine):
         """Return what workers need to receive uploads in this round; None where that cannot be sent, and the
         uploads come back."""
         try:
-            return Opening.of(self.method, self.forked)
+            return None if self.receives_here else Opening.of(self.method, self.forked)
         except Exception as error:  # whatever an attribute raises that somebody has set
-            if not self.receives_here:
-                log.info("uploads of workers are received in this process: %s", error)
-            self.receives_here = True
+            self._receive_here(str(error))
             return None
+
+    def _own(self, result: ClientResult) -> ClientResult:
+        """Return a result whose upload this process receives, where receiving it has written something."""
+        if result.received is None or not result.received.changed:
+            return result
+        self._receive_here(f"{type(self.method).__name__} writes {result.received.changed} when it has one")
+        return replace(result, received=None)
+
+    def _receive_here(self, reason: str) -> None:
+        """Have all uploads come back from now on."""
+        if not self.receives_here:
+            log.info("uploads of workers are received in this process: %s", reason)
+        self.receives_here = True
 
     def _hand_out(
         self,
@@ -320,7 +332,7 @@ class Worker:
         Its memory is written to again in the portion after the next, so it is read before that one is given.
         """
         results = []
-        uploads = read(self.ups[answer.memory], answer.places or [b""] * len(tasks))
+        uploads = read(self.ups[answer.memory], answer.places)
         for task, upload, (kept, losses, steps, received) in zip(tasks, uploads, answer.kept, strict=True):
             state = unpack(kept)
             client = replace(task.client, state=state)

@@ -101,7 +101,7 @@ class Answer(NamedTuple):
 
     Args:
         memory: which of the two memories for uploads it lies in.
-        places: of each upload there; none where uploads are added up here.
+        places: of each upload there; empty where it has been added up here.
         kept: of each client: its state, losses, steps, and what became of its upload here.
     """
 
@@ -132,6 +132,7 @@ class Receiver:
     def __init__(self, method: Method) -> None:
         self.method = method
         self.uploads: AddedUploads | None = None
+        self.changed = ""  # what the server's half wrote to in this round; uploads go back from then on
 
     def open(self, opening: Opening, down: mmap) -> None:
         """Begin a round."""
@@ -143,14 +144,18 @@ class Receiver:
             setattr(self.method, name, value)
         uploads = self.method.intake()
         assert isinstance(uploads, AddedUploads), "it is one in the parent's process"
-        self.uploads = uploads
+        self.uploads, self.changed = uploads, ""
 
     def receive(self, result: ClientResult, returns: bool) -> Received:
         """Take one client's upload."""
         assert self.uploads is not None, "open comes first"
+        if self.changed:
+            return Received(len(result.upload), changed=self.changed)
         if not returns:
             return Received(len(result.upload))
-        return receive_here(self.method, result.upload, result.client, self.uploads)
+        received = receive_here(self.method, result.upload, result.client, self.uploads)
+        self.changed = received.changed
+        return received
 
     def close(self, up: mmap) -> AddedHere:
         """End the round, and return its sums."""
@@ -228,7 +233,8 @@ def _trained(
         ]
         for task, result in zip(tasks, engine.train(tasks, [list(range(len(tasks)))]), strict=True):
             received = receiver.receive(result, task.returns) if portion.adds else None
-            uploads += [] if portion.adds else [result.upload]
+            stays = received is not None and not received.changed
+            uploads.append(b"" if stays else result.upload)
             kept.append((pack(result.state), result.losses, result.steps, received))
     return Answer(memory, write(up, uploads), kept)
 

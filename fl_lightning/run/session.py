@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from fl_lightning.config.recorded import arguments_of
 from fl_lightning.distributed.launch import start_others, stop_others
 from fl_lightning.engines import Engine, spread_states
 from fl_lightning.federation import Federation, weights_hash
-from fl_lightning.hooks import stressors_text, tell
+from fl_lightning.hooks import Meter, Stressor, tell
 from fl_lightning.loop import run_round
 from fl_lightning.run.clients import clients_csv
 from fl_lightning.run.interrupts import Interrupts
@@ -178,3 +179,16 @@ def _left(error: SystemExit) -> RuntimeError:
     found = RuntimeError(f"code of this run called sys.exit({error.code!r}) in mid-run; raise an exception")
     found.__cause__ = error
     return found
+
+
+def stressors_text(callbacks: Iterable[object]) -> str:
+    """Return by what a run is stressed, or that it is not, for the first lines of its log.
+
+    A meter that uses a stressor's hook to observe is none.
+    """
+    found = [one for one in callbacks if isinstance(one, Stressor) and not isinstance(one, Meter)]
+    shown = [
+        f"{type(one).__name__}({', '.join(f'{name}={value}' for name, value in arguments_of(one).items())})"
+        for one in found
+    ]
+    return f"stressed by: {', '.join(shown)}" if shown else "no stressors"

@@ -224,6 +224,67 @@ def test_workers_know_what_was_set_on_the_method_since(closes_over, tmp_path, mo
     assert (pooled[3] > 0) == closes_over
 
 
+class Counts(FedAvg):
+    """Its server's half writes while it receives, and the next state depends on it.
+
+    Args:
+        where: what it writes to, and in which hook.
+    """
+
+    def __init__(self, where: str = "", **settings):
+        super().__init__(**settings)
+        self.where, self.count, self.found, self.order = where, 0, {}, []
+
+    def build(self, data):
+        super().build(data)
+        self.server["count"] = torch.zeros(1)
+
+    def write(self, hook, id):
+        if self.where == f"server, {hook}":
+            self.server["count"] = self.server["count"] * 2 + id
+        elif self.where == f"server in place, {hook}":
+            self.server["count"] += id
+        elif self.where == f"attribute, {hook}":
+            self.count = self.count * 2 + id + 1
+        elif self.where == f"dictionary, {hook}":
+            self.found[self.round, id] = id
+        elif self.where == f"list, {hook}":
+            self.order.append(id)
+
+    def check(self, upload, client):
+        self.write("check", client.id)
+        super().check(upload, client)
+
+    def addends(self, upload, client_id, weight):
+        self.write("addends", client_id)
+        return super().addends(upload, client_id, weight)
+
+    def next_state(self, sums):
+        super().next_state(sums)
+        counted = self.server["count"] + self.count + sum(self.found.values()) + sum(self.order)
+        self.server["weights"] = self.server["weights"] + counted / 1024
+
+
+@pytest.mark.parametrize("hook", ["check", "addends"])
+@pytest.mark.parametrize("to", ["server", "server in place", "attribute", "dictionary", "list"])
+def test_what_the_servers_half_writes_is_written_in_the_parent(to, hook, tmp_path, monkeypatch, caplog):
+    """As by one process; the log says once why the uploads come back."""
+
+    def found(workers):
+        method = Counts(f"{to}, {hook}", network=SMALL)
+        with caplog.at_level("INFO", "fl_lightning"):
+            server, ledger, _, decoded = in_workers(
+                method, tmp_path, monkeypatch, caplog, engine="sequential", workers=workers
+            )
+            told = [line for line in caplog.messages if "received in this process: Counts writes" in line]
+        return server, ledger, decoded, told
+
+    alone, pooled = found(1), found(2)
+    assert all(torch.equal(alone[0][entry], pooled[0][entry]) for entry in alone[0])
+    assert alone[1:3] == pooled[1:3]
+    assert (len(alone[3]), len(pooled[3])) == (0, 1)
+
+
 class AddsNonsense(FedAvg):
     def addends(self, upload, client_id, weight):
         raise ZeroDivisionError("a bug of the method")

@@ -283,7 +283,7 @@ def test_a_refused_upload_is_not_named_and_leaves_before_it_is_masked(tmp_path, 
     monkeypatch.setattr("fl_lightning.deploy.node.secure.check_upload", refuse)
     transport = Mortal(tmp_path)
     cli = deployed("fedavg", tmp_path, transport, *IMAGES)
-    assert not any(b"4711" in answer for answer in transport.answers)
+    assert not any(b"secret 4711" in answer for answer in transport.answers)
     statuses = {row["client"]: row["status"] for row in table(cli, "ledger")}
     assert statuses == {"0": "trained", "1": "rejected", "2": "trained", "3": "trained"}
 

@@ -234,7 +234,8 @@ class Pool:
                 return RunningJob(job, started, slot)
             key = frozenset(environment.items())
             if key in self.servers and self.servers[key].process.poll() is not None:
-                self.servers.pop(key).close()  # somebody has killed it
+                self.servers[key].listen(0.0)  # its jobs have ended with it: somebody has killed it
+                self.servers.pop(key).close()
             if key not in self.servers:
                 self.servers[key] = ForkServer(environment, self.held, log)
             return RunningJob(job, self.servers[key].start(job.args, job.log), slot)
