@@ -280,20 +280,20 @@ def _global(fabric: Fabric, method: Method, data: FederatedData) -> dict[str, fl
     """Return the task's metrics of a personalised method's one model for all, on the whole test set."""
     if not method.has_global_model:
         return {}
-    network, task = method.deploy(), data.task
-    sums: dict[str, Tensor] = {}
-    for number, (inputs, target) in share(data.test_batches()):
-        sums |= _of_batch(number, evaluate_batch(fabric, task, network, inputs, target)[1])
-    found = task.finish(averages(_totals(collectives.gather_parts(sums))))
-    return {f"global/{name}": float(found[name]) for name in task.per_client if name in found}
+    found = of_network(fabric, method.deploy(), data, shared=True)
+    return {f"global/{name}": found[name] for name in data.task.per_client if name in found}
 
 
-def of_network(fabric: Fabric, network: nn.Module, data: FederatedData) -> dict[str, float]:
-    """Return the task's metrics of one network on the whole test set, evaluated on this rank alone."""
+def of_network(
+    fabric: Fabric, network: nn.Module, data: FederatedData, *, shared: bool = False
+) -> dict[str, float]:
+    """Return the task's metrics of one network on the whole test set, evaluated on this rank alone, or shared
+    by all."""
     sums: dict[str, Tensor] = {}
-    for number, (inputs, target) in enumerate(data.test_batches()):
+    for number, (inputs, target) in (share if shared else enumerate)(data.test_batches()):
         sums |= _of_batch(number, evaluate_batch(fabric, data.task, network, inputs, target)[1])
-    return {name: float(value) for name, value in data.task.finish(averages(_totals(sums))).items()}
+    found = averages(_totals(collectives.gather_parts(sums) if shared else sums))
+    return {name: float(value) for name, value in data.task.finish(found).items()}
 
 
 def averages(sums: Mapping[str, Any], counted: Collection[str] = ()) -> dict[str, np.ndarray]:

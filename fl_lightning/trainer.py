@@ -30,6 +30,7 @@ from fl_lightning.privacy.secure import SecureSum
 from fl_lightning.probing import command as probing
 from fl_lightning.run.directory import RunName, check_name
 from fl_lightning.run.dry_run import forecast, show
+from fl_lightning.run.given import check_given
 from fl_lightning.run.interrupts import Interrupts
 from fl_lightning.run.journal import Journal
 from fl_lightning.run.log import RunLog
@@ -239,9 +240,10 @@ class FederatedTrainer(RunViews):
                 counted.
         """
         if dry_run:
+            self._take(method, data, seed)
             return self._forecast(method, data)
         with deterministic(self.deterministic), self.interrupts, self.log_file, trial_run(self, ckpt_path):
-            self.method, self.data, self.seed = method, data, seed
+            self._take(method, data, seed)
             outside = launched_from_outside(self.fabric)
             if outside:
                 join(self.fabric)
@@ -323,8 +325,7 @@ class FederatedTrainer(RunViews):
                 another seed.
         """
         with deterministic(self.deterministic), self.interrupts:
-            self.method, self.data, self.seed = method, data, seed
-            self._require_one_process("test")
+            self._take(method, data, seed, alone="test")
             data.continued = True
             found = probing.examine(
                 self._prepare,
@@ -370,8 +371,7 @@ class FederatedTrainer(RunViews):
                 folder is not empty.
         """
         with deterministic(self.deterministic), self.interrupts:
-            self.method, self.data, self.seed = method, data, seed
-            self._require_one_process("export")
+            self._take(method, data, seed, alone="export")
             data.continued = True
             return export_checkpoint(
                 self._prepare,
@@ -390,7 +390,7 @@ class FederatedTrainer(RunViews):
             InputError: the data or the method cannot be used.
         """
         with deterministic(self.deterministic):
-            self.method, self.data, self.seed = method, data, seed
+            self._take(method, data, seed)
             return self._prepare()
 
     def check_settings(self, method: Method, data: FederatedData | None = None) -> None:
@@ -404,10 +404,12 @@ class FederatedTrainer(RunViews):
         """
         check_settings(self, method, data)
 
-    def _require_one_process(self, command: str) -> None:
+    def _take(self, method: Method, data: FederatedData, seed: int, alone: str = "") -> None:
+        check_given(method, data, seed)
+        self.method, self.data, self.seed = method, data, seed
         require(
-            not launched_from_outside(self.fabric),
-            f"{command} in several processes",
+            not alone or not launched_from_outside(self.fabric),
+            f"{alone} in several processes",
             "it runs in one",
             "start it without torchrun or srun",
         )

@@ -6,6 +6,7 @@ import logging
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import NoneType
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +22,14 @@ from fl_lightning.aggregation.server_optimizers import EVALUATED, SQUARES, Serve
 from fl_lightning.aggregation.sums import Addend, Sums, sums_of
 from fl_lightning.client import Client
 from fl_lightning.config.overriding import overrides
+from fl_lightning.support.hook_values import check_kept, check_returned
 from fl_lightning.wire import Codes, Layout, LedgerEntry, Limit, Payload, PayloadError
 
 log = logging.getLogger("fl_lightning")
 
 SHARE_UNITS = 2**30
 """Shares that ``max_share`` bounds are integers in units of 1 / 2^30."""
+SET_SERVER = 'write self.server["weights"] = ..., or call super() and change what it has made'
 LAST_UPDATE = "last_update/"
 """What the server's entries begin with that remember the last update of an average, by the name of the
 sum."""
@@ -135,7 +138,7 @@ class SummingServer:
         starts = self.starts() if self.average.guide == "last_update" else {}
         single = self.adapters.singles(self, uploads)
         sums = self.add_up(uploads, {id: examples_in(upload) for id, upload in uploads.items()})
-        self.next_state(sums)
+        self._make_next_state(sums)
         if single is not None:
             mean = self.adapters.whole(self, sums.mean("weights"))
             self.server |= self.adapters.beside(self, single, mean)
@@ -174,13 +177,17 @@ class SummingServer:
     def take_sums(self, sums: Sums) -> None:
         """Make the next server state of sums over clients of whom it has seen no upload."""
         if PRODUCTS not in {*sums}:
-            self.next_state(sums)
+            self._make_next_state(sums)
             return
         found = self.adapters.summed(self, sums.mean(PRODUCTS))
         made = self.adapters.made(self.adapters.whole(self, sums.mean("weights")), found)
         sums.replace("weights", made)
-        self.next_state(sums)
+        self._make_next_state(sums)
         self.server |= self.adapters.beside(self, found, made)
+
+    def _make_next_state(self, sums: Sums) -> None:
+        make: Callable[[Sums], object] = self.next_state
+        check_returned(self, "next_state", make(sums), NoneType, SET_SERVER)
 
     def guides(self) -> Mapping[str, Tensor]:
         """Return the updates that ``average`` goes by in this round, by the name of the sum: ``[P]``; none
@@ -350,7 +357,7 @@ def examples_in(upload: Payload) -> int:
 
 
 def set_next_state(
-    method: SummingServer, round: int, entries: Iterable[LedgerEntry], make: Callable[[], None]
+    method: SummingServer, round: int, entries: Iterable[LedgerEntry], make: Callable[[], object]
 ) -> bool:
     """Let the method make the server's next state, and return whether it did: the server keeps its last one
     where the next would not be finite, its weights would be too large for any upload of the next round, or
@@ -363,7 +370,7 @@ def set_next_state(
     before = dict(method.server)
     method.served = [entry.client for entry in entries if entry.status == "trained"]
     try:
-        make()
+        check_returned(method, "aggregate", make(), NoneType, SET_SERVER)
     except NoAverageError as reason:
         method.server = before
         log.log(
@@ -374,6 +381,7 @@ def set_next_state(
         )
         method.has_said_no_average = True
         return False
+    check_kept("self.server", method.server)
     broken = [name for name, tensor in method.server.items() if not is_finite(tensor)]
     why = f"{', '.join(broken)} would not be finite" if broken else ""
     if not broken and not largest(method.server.get("weights", torch.zeros(0))) < MAX_MAGNITUDE:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from inspect import Parameter, signature
+from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -27,6 +28,7 @@ class Constraint:
         rule: what is right, in words; empty: the list of names.
         instead: what to write in its place: a value; or what to do, a text of several words.
         interval: the numbers that are right, as mathematics writes them: ``(0, 1]`` or ``[1, inf)``.
+        whole: whether they are integers.
         names: the texts that are right, those of a Literal if none are given; beside an interval, what else
             is right.
         names_from: ``module:function``, which returns the names where they are too many to be kept with each
@@ -41,6 +43,7 @@ class Constraint:
     rule: str = ""
     instead: str = ""
     interval: str = ""
+    whole: bool = False
     names: tuple[str | int, ...] = ()
     names_from: str = ""
     near: bool = False
@@ -52,6 +55,8 @@ class Constraint:
         if value in self.names:
             return True
         if self.interval:
+            if self._odd_type(value):
+                return False
             least, most = map(_number, self.interval[1:-1].split(","))
             above = value > least if self.interval[0] == "(" else value >= least
             return bool(above and (value < most if self.interval[-1] == ")" else value <= most))
@@ -59,6 +64,11 @@ class Constraint:
             found = Path(value)
             return {"file": found.is_file, "folder": found.is_dir, "any": found.exists}[self.path]()
         return not self.names
+
+    def _odd_type(self, value: Any) -> str:
+        """Return the type of a value that is no number, or not whole where it has to be; else ""."""
+        right = isinstance(value, Integral if self.whole else Real)
+        return type(value).__name__ if self.interval and not right else ""
 
     def refusal(self, value: Any) -> InputError | None:
         """Return the error of a value that is not allowed; None of one that is."""
@@ -73,6 +83,9 @@ class Constraint:
         instead = f"write {near}" if near else self.instead
         is_folder = self.path == "file" and Path(value).is_dir()
         rule = "it is a folder, and a file is needed" if is_folder else self.rule
+        if odd := self._odd_type(value):
+            shown = repr(value)
+            rule = f"it is {odd}, where {'an int' if self.whole else 'a number'} is needed"
         return InputError(self.given.replace("{value}", str(shown)), rule, instead)
 
     def check(self, value: Any) -> None:
@@ -189,8 +202,9 @@ def _constraints_in(hint: Any) -> Iterator[Constraint]:
     members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     literals = [member for member in members if get_origin(member) is Literal]
     names = tuple(name for member in literals for name in get_args(member))
+    whole = int in members and float not in members
     yield from (
-        replace(one, names=one.names or names, rule=one.rule or one_of(names).rule)
+        replace(one, names=one.names or names, rule=one.rule or one_of(names).rule, whole=whole)
         for one in declared
         if isinstance(one, Constraint)
     )

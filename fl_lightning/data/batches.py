@@ -6,8 +6,7 @@ numbers.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,20 +83,3 @@ def draw_pass(
         epoch = np.arange(epochs).repeat(2 * n if twice else n)[: sum(sizes)]
         drawn = drawn[epoch, position]
     return Pass(position, sizes, drawn)
-
-
-def side_by_side(passes: Sequence[Pass]) -> Iterator[list[tuple[list[int], np.ndarray]]]:
-    """Yield for each step the clients that still have a batch, in groups of equal batch size.
-
-    A group holds the positions of its clients in ``passes``, and the positions of their examples in the
-    concatenation of all passes, int64 ``[K, B]``.
-    """
-    start = np.concatenate([[0], np.cumsum([len(one.position) for one in passes])])[:-1]
-    for step in range(max((len(one.sizes) for one in passes), default=0)):
-        groups: dict[int, list[int]] = defaultdict(list)
-        for at, one in enumerate(passes):
-            if step < len(one.sizes):
-                groups[one.sizes[step]].append(at)
-        yield [(where, start[where][:, None] + np.arange(size)) for size, where in groups.items()]
-        for size, where in groups.items():
-            start[where] += size

@@ -15,11 +15,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from fl_lightning.client import Client
 from fl_lightning.config.overriding import overrides
-from fl_lightning.data.batches import Draws, Pass, batch_sizes, draw_pass, side_by_side
+from fl_lightning.data.batches import Draws, Pass, batch_sizes, draw_pass
 from fl_lightning.data.holdings import Holdings
 from fl_lightning.rng import stream
 
@@ -114,7 +113,7 @@ class ExampleBatches(ABC):
     def public_index(self) -> Tensor:
         """The indices ``public`` on the device."""
         if self._public_moved is None or self._public_moved[0] is not self.public:
-            self._public_moved = self.public, self._to_device(self.public)
+            self._public_moved = self.public, self.to_device(self.public)
         return self._public_moved[1]
 
     def public_batches(
@@ -131,19 +130,19 @@ class ExampleBatches(ABC):
         if rng is not None:
             sizes = batch_sizes(n, self.batch_size)
             position = np.resize(rng.permutation(n), sum(sizes))  # one example is taken twice
-        for index in self._to_device(position).split(sizes):
+        for index in self.to_device(position).split(sizes):
             yield self.public_inputs(index), index
 
     def labels(self, client: Client) -> Tensor:
         """Return the targets of the client's training examples in the order of ``client.train``, ``[n, ...]``
         on the device; of classification int64 ``[n]``."""
-        return self.train_target[self._to_device(client.train)]
+        return self.train_target[self.to_device(client.train)]
 
     def labels_of(self, clients: Sequence[Client]) -> tuple[Tensor, ...]:
         """Return :meth:`labels` of each client, gathered in one operation."""
         if not clients or overrides(self, ExampleBatches, "labels"):
             return tuple(map(self.labels, clients))
-        index = self._to_device(np.concatenate([client.train for client in clients]))
+        index = self.to_device(np.concatenate([client.train for client in clients]))
         return self.train_target[index].split([len(client.train) for client in clients])
 
     def num_steps(self, client: Client, epochs: int) -> int:
@@ -176,82 +175,23 @@ class ExampleBatches(ABC):
             labels: labels in place of the client's own, int64 ``[n]`` in the order of ``client.train``.
             steps: largest number of batches; None: all.
         """
-        one = self._pass(client, epochs, steps, round, self.draws)
+        one = self.pass_of(client, epochs, steps, round, self.draws)
         if not one.sizes:
             return
-        target = (self.labels(client) if labels is None else labels)[self._to_device(one.position)].split(
+        target = (self.labels(client) if labels is None else labels)[self.to_device(one.position)].split(
             one.sizes
         )
-        index = self._to_device(client.train[one.position]).split(one.sizes)
+        index = self.to_device(client.train[one.position]).split(one.sizes)
         draws: Sequence[Tensor | None] = [None] * len(one.sizes)
         if one.draws is not None:
-            draws = self._to_device(one.draws).split(one.sizes)
+            draws = self.to_device(one.draws).split(one.sizes)
         for index_B, target_B, draws_B in zip(index, target, draws, strict=True):
             inputs = self.inputs("train", index_B, draws_B)
             yield (inputs if labels is None else self.with_labels(inputs, target_B)), target_B
 
-    def stacked_batches(
-        self,
-        clients: Sequence[Client],
-        *,
-        round: int,
-        epochs: Sequence[int],
-        labels: Sequence[Tensor],
-        steps: Sequence[int],
-    ) -> Iterator[list[tuple[list[int], tuple[Any, Tensor]]]]:
-        """Yield the batches of many clients step by step, if :meth:`can_stack` allows it.
-
-        The batches are those of :meth:`train_batches`, gathered in one operation for each step.
-
-        Args:
-            clients: the clients.
-            round: number of the round.
-            epochs: number of epochs of each client.
-            labels: labels of each client, int64 ``[n]``.
-            steps: largest number of batches of each client.
-
-        Yields:
-            For each step, groups of clients whose batches have the same size. A group holds the positions of
-            its clients in ``clients``, and inputs and targets ``[K, B, ...]`` in the same order.
-        """
-        draws_of = self.draws if self.augments else None
-        passes = [self._pass(*one, round, draws_of) for one in zip(clients, epochs, steps, strict=True)]
-        index = self._to_device(
-            np.concatenate([c.train[one.position] for c, one in zip(clients, passes, strict=True)])
-        )
-        first = np.cumsum([0, *map(len, labels)])
-        position = np.concatenate([begin + one.position for begin, one in zip(first, passes, strict=False)])
-        target = torch.cat(list(labels))[self._to_device(position)]
-        drawn = [one.draws for one in passes if one.draws is not None]
-        draws = self._to_device(np.concatenate(drawn)) if drawn else None
-        for groups in side_by_side(passes):
-            step = []
-            for where, place in groups:
-                place_KB = self._to_device(place)
-                flat = place_KB.reshape(-1)
-                inputs = self.inputs("train", index[flat], None if draws is None else draws[flat])
-                inputs = self.with_labels(inputs, target[flat])
-                step.append(
-                    (
-                        where,
-                        (
-                            tree_map(lambda leaf, shape=place.shape: leaf.unflatten(0, shape), inputs),
-                            target[place_KB],
-                        ),
-                    )
-                )
-            yield step
-
-    def can_stack(self, clients: Sequence[Client], labels: Sequence[Tensor]) -> bool:
-        """Return whether :meth:`stacked_batches` yields the same batches as :meth:`train_batches`."""
-        examplewise = vars(type(self)).get("examplewise", False)
-        own = not overrides(self, ExampleBatches, "train_batches")
-        whole = all(len(given) == len(client.train) for given, client in zip(labels, clients, strict=True))
-        return (
-            examplewise and own and whole and len({(given.dtype, given.shape[1:]) for given in labels}) == 1
-        )
-
-    def _pass(self, client: Client, epochs: int, steps: int | None, round: int, draws: Draws | None) -> Pass:
+    def pass_of(
+        self, client: Client, epochs: int, steps: int | None, round: int, draws: Draws | None
+    ) -> Pass:
         """Draw the order of the client's examples in one round, and the sizes of its batches."""
         return draw_pass(
             len(client.train),
@@ -298,15 +238,16 @@ class ExampleBatches(ABC):
     def _all_validation(self) -> tuple[Tensor, Tensor]:
         """Validation examples of all clients and their owners, on the device."""
         index, owner = self._holdings.validation()
-        return self._to_device(index), self._to_device(owner)
+        return self.to_device(index), self.to_device(owner)
 
     def _validation_of(self, clients: Iterable[Client]) -> tuple[Tensor, Tensor]:
         held = [(client.id, client.val) for client in clients]
         index = np.concatenate([val for _, val in held]) if held else np.empty(0, np.int64)
         owner = np.repeat(np.array([id for id, _ in held], np.int64), [len(val) for _, val in held])
-        return self._to_device(index), self._to_device(owner)
+        return self.to_device(index), self.to_device(owner)
 
-    def _to_device(self, array: np.ndarray) -> Tensor:
+    def to_device(self, array: np.ndarray) -> Tensor:
+        """Return an array of indices on the device of the examples."""
         tensor = torch.from_numpy(array)
         if self.device.type == "cuda":
             # a copy from pageable memory would wait until the device has finished all queued work

@@ -173,7 +173,7 @@ def find_images(folder: Path, client_folders: bool, *, tells: bool = False) -> l
     Args:
         folder: holds folders of classes, or of clients with folders of classes.
         client_folders: whether it holds those of clients.
-        tells: whether a warning says what is left out.
+        tells: whether warnings say what is left out.
 
     Raises:
         InputError: there is no such folder, it holds no images, or its form is another one.
@@ -189,6 +189,7 @@ def find_images(folder: Path, client_folders: bool, *, tells: bool = False) -> l
     )
     found: list[ImageFile] = []
     left_out: Counter[str] = Counter()
+    empty: list[str] = []
     for outer in _folders(folder):
         inner = _folders(outer)
         require(
@@ -198,11 +199,13 @@ def find_images(folder: Path, client_folders: bool, *, tells: bool = False) -> l
             "write client_folders: true if they are client/class/image, or move the images up",
         )
         for label in inner if client_folders else [outer]:
+            before = len(found)
             for path in sorted(label.iterdir()):
                 if path.is_file() and path.suffix.lower() in SUFFIXES:
                     found.append(ImageFile(path, label.name, outer.name if client_folders else None))
                 elif not path.name.startswith("."):
                     left_out[path.suffix or path.name] += 1
+            empty += [label.relative_to(folder).as_posix()] if len(found) == before else []
     if not found:
         flat = sum(path.is_file() and path.suffix.lower() in SUFFIXES for path in folder.iterdir())
         rule, instead = f"it holds no images; the form is {form}", f"give images: {', '.join(SUFFIXES)}"
@@ -213,6 +216,8 @@ def find_images(folder: Path, client_folders: bool, *, tells: bool = False) -> l
     if left_out and tells:
         kinds = ", ".join(f"{count} of {kind}" for kind, count in left_out.most_common(5))
         log.warning("%s: left out as no images: %s", folder, kinds)
+    if empty and tells:
+        log.warning("%s: left out, as they hold no image: %s", folder, ", ".join(empty))
     return found
 
 

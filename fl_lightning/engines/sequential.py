@@ -28,6 +28,7 @@ from fl_lightning.methods import Method
 from fl_lightning.methods.lit_module import require_asked
 from fl_lightning.methods.local_work import LocalWork
 from fl_lightning.methods.optimizing import clip_gradients, local_optimizer
+from fl_lightning.support.hook_values import check_kept, check_outputs, check_returned
 from fl_lightning.wire import Payload
 
 
@@ -81,6 +82,7 @@ def local_step(
     graph."""
     with fabric.autocast():
         outputs = method.training_step(batch, index)
+    check_outputs(method, outputs)
     descend(fabric, method, optimizer, outputs["loss"])
     method.on_train_batch_end(outputs, batch, index)
     return {name: value.detach() for name, value in outputs.items()}
@@ -105,6 +107,11 @@ def upload_of(method: Method, client: Client, steps: int, optimizer: Optimizer) 
     method.local_work = LocalWork(steps, optimizer)
     try:
         method.end_client(client)
-        return method.upload(client)
+        upload = method.upload(client)
     finally:
         method.local_work = None
+    check_returned(
+        method, "upload", upload, Payload, 'write return Payload({"weights": ..., "examples": ...})'
+    )
+    check_kept("client.state", client.state)
+    return upload

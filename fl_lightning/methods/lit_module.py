@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any, Protocol
 
-import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -18,6 +17,7 @@ from fl_lightning.aggregation.server import SummingServer
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import InputError, MisuseError, require
 from fl_lightning.methods.module_steps import NoTrainer, call_step, try_steps
+from fl_lightning.models.checks import check_outputs
 
 log = logging.getLogger("fl_lightning")
 
@@ -100,15 +100,10 @@ def adopt(method: Host, module: LightningModule, data: FederatedData) -> Lightni
     module.log = module.log_dict = _logs_nothing  # type: ignore[method-assign, assignment]
     module.trainer = NoTrainer(type(module).__name__)  # type: ignore[assignment]
     name = type(module).__name__
-    with torch.no_grad():
-        outputs = module.eval()(data.example_inputs())
-    if not data.task.accepts(outputs, data.num_classes, 2):
-        shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-        raise InputError(
-            f"--model.module {name}, whose forward makes {shape} of two examples",
-            f"{data.task.outputs_form('2', data.num_classes)} are evaluated",
-            "make its forward return them",
-        )
+    inputs = data.example_inputs()
+    check_outputs(
+        module.eval(), f"--model.module {name}", data.num_classes, inputs, logits=True, task=data.task
+    )
     client = data.client(int(data.active[0]))
     batch = next(iter(data.train_batches(client, round=1, epochs=1, steps=1)))
     module.gave_loss = False  # type: ignore[assignment]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from inspect import Parameter, signature
 from typing import Any, Literal, get_args
@@ -18,6 +19,7 @@ from fl_lightning.errors import InputError, as_bad_input
 from fl_lightning.models.channels_last import lay_out
 from fl_lightning.models.checks import check_maker, check_outputs, error_text, name_of
 from fl_lightning.models.first_inputs import FirstInputs
+from fl_lightning.models.freshness import check_new, new_parameters
 from fl_lightning.models.language import LlamaPretrained, LlamaTiny, LlamaTinyDeep
 from fl_lightning.models.measured import MeasuredNetwork
 from fl_lightning.models.mlp import MLP
@@ -143,7 +145,7 @@ def build_network(
     made = _make(network, num_classes, example_shape, classifies_text)
     if inputs is None:
         inputs = torch.zeros(2, *example_shape)
-    check_outputs(made, network, num_classes, inputs, logits, task or Classification())
+    check_outputs(made, f"network={name_of(network)}", num_classes, inputs, logits, task or Classification())
     return lay_out(made)
 
 
@@ -221,9 +223,15 @@ def _call_maker(
     parameters = _parameters(make).values()
     named = any(p.name == "num_classes" or p.kind is p.VAR_KEYWORD for p in parameters)
     shape = {"example_shape": example_shape} if "example_shape" in _parameters(innermost(make)) else {}
+    arguments, by_name = ([], {"num_classes": num_classes}) if named else ([num_classes], {})
+    again = partial(make, *arguments, **by_name, **shape)
     try:
-        given_by = {"num_classes": num_classes} if named else {}
-        made = made_by(make, *([] if named else [num_classes]), **given_by, **shape)
+        with new_parameters() as new:
+            made = made_by(make, *arguments, **by_name, **shape)
+        if isinstance(made, nn.Module):
+            check_new(made, again, new, given)
+    except InputError:
+        raise
     except ValueError:  # the network refuses its own settings
         raise
     except Exception as error:

@@ -42,16 +42,19 @@ def check_maker(make: Any, given: object) -> None:
 
 
 def check_outputs(
-    made: nn.Module, given: object, num_outputs: int, inputs: Any, logits: bool, task: Task
+    made: nn.Module, given: str, num_outputs: int, inputs: Any, logits: bool, task: Task
 ) -> None:
     """Refuse a network that does not map inputs of two examples to the outputs that the task needs.
+
+    Args:
+        given: how a message names it.
 
     Raises:
         InputError: the network is refused.
     """
     if getattr(made, "reads_tokens", False) and not task.of_tokens:
         raise InputError(
-            f"network={name_of(given)} where the task is {type(task).__name__}",
+            f"{given} where the task is {type(task).__name__}",
             "a language model reads examples of tokens",
             "write small_cnn for images, or take data of tokens",
         )
@@ -64,7 +67,7 @@ def check_outputs(
         raise
     except Exception as error:
         raise InputError(
-            f"network={name_of(given)}: it raised {error_text(error)}",
+            f"{given}: it raised {error_text(error)}",
             f"it has to map {_form_of(inputs)} to {needed}",
             "correct its forward method or its sizes",
         ) from error
@@ -74,7 +77,7 @@ def check_outputs(
     if not (task.accepts(outputs, num_outputs, 2) if logits else is_batch):
         found = tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else type(outputs).__name__
         raise InputError(
-            f"network={name_of(given)} makes {found} of two examples",
+            f"{given} makes {found} of two examples",
             f"{task.outputs_form('2', num_outputs)} are needed",
             "correct its forward method or its sizes",
         )

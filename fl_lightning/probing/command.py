@@ -289,11 +289,18 @@ def _machine(fed: Federation) -> dict[str, Any]:
 def write_results(run: RunDirectory, new: dict[str, Any]) -> dict[str, Any]:
     """Write ``test.json`` and return its content.
 
-    Results of other probes are kept if all of ``IDENTITY_KEYS`` are equal. Otherwise the old file is kept
-    under another name.
+    Results of other probes are kept if all of ``IDENTITY_KEYS`` are equal, also those of an earlier test that
+    has been kept under another name, as the present file is where it is of another checkpoint.
     """
-    before = run.read_json(RESULTS_FILE)
-    if before and all(before.get(name) == new[name] for name in IDENTITY_KEYS):
+
+    def same(document: Mapping[str, Any]) -> bool:
+        return all(document.get(name) == new[name] for name in IDENTITY_KEYS)
+
+    before, kept = run.read_json(RESULTS_FILE), run.read_json(f"test_{new['checkpoint']}.json")
+    if before and not same(before) and same(kept):
+        run.write_json(f"test_{before.get('checkpoint', 'before')}.json", before)
+        before = kept
+    if before and same(before):
         parts = ("metrics", "recorded", "timings", "probes")
         skipped = {name: said for name, said in before["skipped"].items() if name not in new["probes"]}
         new = {

@@ -17,6 +17,7 @@ from fl_lightning.aggregation.private import PrivateAggregation
 from fl_lightning.clock import Rounds, Timing
 from fl_lightning.compatibility import Run, check_run
 from fl_lightning.data import FederatedData
+from fl_lightning.data.checks import check_inputs, check_targets
 from fl_lightning.data.example_batches import Split
 from fl_lightning.distributed.launch import one_first
 from fl_lightning.engines import check_optimizer, check_workers
@@ -30,6 +31,7 @@ from fl_lightning.metrics.declared import declared_by
 from fl_lightning.models import MeasuredNetwork
 from fl_lightning.privacy.secure import SecureSum
 from fl_lightning.sampling import Sampler
+from fl_lightning.support.hook_values import check_kept
 from fl_lightning.support.user_code import errors_as_refusals
 from fl_lightning.tasks.base import in_float32
 from fl_lightning.topology import Topology
@@ -141,16 +143,19 @@ def _build(settings: FederationSettings, method: Method, data: FederatedData, se
     fabric = settings.fabric
     one_first(fabric, data.prepare_data)
     data.setup("fit")
+    check_targets(data)
     if settings.deal is None:
         data.distribute(seed, fabric.device)
     else:
         settings.deal(data, seed, fabric.device)
+    check_inputs(data)
     check_settings(settings, method, data)
     method.seed = seed
     method.gradient_clip_val = settings.gradient_clip_val
     method.gradient_clip_algorithm = settings.gradient_clip_algorithm
     with rng.torch_stream(seed, "weights"):
         method.build(data)
+    check_kept("self.server", method.server)
     prepare_guides(fabric, method, data)
     method.has_said_no_average = False
     method.to(fabric.device)

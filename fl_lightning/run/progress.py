@@ -122,7 +122,8 @@ class Progress:
         raise RunStopped(
             f"no upload of {len(self.history)} rounds was ever counted ({rejected} rejected, {dropped} "
             "dropped), so nothing was learned",
-            "run.log in the run directory says why uploads were rejected and rounds were void",
+            "ledger.csv in the run directory says what became of each upload, and run.log why uploads were "
+            "rejected and rounds were void",
             "mend the cause and start the run anew",
         )
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from fl_lightning.config.recorded import Recorded, arguments_of
 from fl_lightning.data import FederatedData
+from fl_lightning.errors import MisuseError
 from fl_lightning.run.directory import RunDirectory
 from fl_lightning.run.journal import Journal
 from fl_lightning.run.progress import Progress
@@ -34,7 +35,13 @@ class RunViews(Recorded):
 
     @property
     def run(self) -> RunDirectory:
-        """The directory of the run that goes on, or of the last one."""
+        """The directory of the run that goes on, or of the last one.
+
+        Raises:
+            MisuseError: there is none yet.
+        """
+        if not self._has_run:
+            raise MisuseError("the run of a trainer", "it has none before its first fit", "call fit first")
         return self.journal.run
 
     @property

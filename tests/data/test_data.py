@@ -15,6 +15,7 @@ from toy import ready
 from fl_lightning.client import Client
 from fl_lightning.data import IID, Dirichlet, FederatedImages, Shards
 from fl_lightning.data.batches import batch_sizes
+from fl_lightning.engines.stacked.batches import stacked_batches
 from fl_lightning.rng import stream
 
 CPU = torch.device("cpu")
@@ -113,7 +114,7 @@ def test_batches_side_by_side_are_those_of_each_client(augmented: bool) -> None:
     steps = [1 + data.num_steps(client, 3) // (1 + at % 3) for at, client in enumerate(clients)]
     seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in clients]
     groups = 0
-    for step in data.stacked_batches(clients, round=3, epochs=epochs, labels=labels, steps=steps):
+    for step in stacked_batches(data, clients, round=3, epochs=epochs, labels=labels, steps=steps):
         groups = max(groups, len(step))
         for where, (x, y) in step:
             for at, batch in zip(where, zip(x, y, strict=True), strict=True):

@@ -82,9 +82,13 @@ def test_what_is_no_image_is_told(tmp_path, caplog):
     write(tmp_path)
     (tmp_path / "red" / "notes.txt").write_text("not an image")
     (tmp_path / ".cache").mkdir()
+    (tmp_path / "violet").mkdir()
     with caplog.at_level(logging.WARNING):
         ready(tmp_path)
-    assert [record.message for record in caplog.records] == [f"{tmp_path}: left out as no images: 1 of .txt"]
+    assert [record.message for record in caplog.records] == [
+        f"{tmp_path}: left out as no images: 1 of .txt",
+        f"{tmp_path}: left out, as they hold no image: violet",
+    ]
 
 
 def split(folder: Path) -> None:

@@ -17,6 +17,7 @@ from fl_lightning.data import IID, Dirichlet, InstructionData
 from fl_lightning.data.text import instructions as made
 from fl_lightning.data.text.federation import records_sha256
 from fl_lightning.data.text.tokens import IGNORED, ByteTokenizer, prompt_of
+from fl_lightning.engines.stacked.batches import stacked_batches
 from fl_lightning.errors import InputError
 from fl_lightning.methods import FedMPQKD
 from fl_lightning.rng import stream
@@ -307,7 +308,7 @@ def test_a_wrong_answer_is_read_as_it_is_learnt(batch_tokens):
             changed += int(learnt.sum())
         assert changed > 50
     steps = [found.num_steps(client, 1) for client in clients]
-    stacked = found.stacked_batches(clients, round=1, epochs=[1, 1], labels=noisy, steps=steps)
+    stacked = stacked_batches(found, clients, round=1, epochs=[1, 1], labels=noisy, steps=steps)
     seen = {0: [], 1: []}
     for step in stacked:
         for places, (inputs, target) in step:

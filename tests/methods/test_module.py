@@ -48,9 +48,9 @@ class LitClassifier(LightningModule):
 
 
 class Lit(LightningModule):
-    def __init__(self, outputs: int = 10) -> None:
+    def __init__(self, outputs: int = 10, width: int = 3 * 32 * 32) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, outputs))
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(width, outputs))
 
     def forward(self, x):
         return self.net(x)
@@ -219,6 +219,10 @@ class Manual(Lit):
     ("make", "says"),
     [
         (lambda: FedAvg(module=Lit(7)), r"makes \(2, 7\) of two examples; logits \[2, 10\]"),
+        (
+            lambda: FedAvg(module=Lit(width=5)),
+            r"--model.module Lit: it raised RuntimeError .*; it has to map",
+        ),
         (lambda: FedAvg(module=FedMPQ()), "write --model FedMPQ"),
         (lambda: FedAvg(module=Manual()), "manual optimisation"),
         (lambda: FedAvg(module=Lossless()), "returned NoneType as loss"),

@@ -4,6 +4,7 @@ code."""
 from __future__ import annotations
 
 from collections import Counter
+from copy import deepcopy
 from functools import partial
 
 import numpy as np
@@ -454,6 +455,6 @@ def test_overridden_hooks_of_clients_are_called_where_nothing_is_personal_and_no
 
         setattr(Own, name, counted)
     network = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 4))
-    trainer = run(Own(network=lambda num_classes: network, optimizer=sgd()), images(), tmp_path)
+    trainer = run(Own(network=lambda num_classes: deepcopy(network), optimizer=sgd()), images(), tmp_path)
     assert len(called) == 7
     assert trainer.history["train/loss_own"].notna().all()

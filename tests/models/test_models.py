@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import socket
+from copy import deepcopy
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import conv2d, linear, max_pool2d, relu
 
+from fl_lightning.errors import InputError
 from fl_lightning.models import NETWORKS, ResNet20, SmallCNN, build_network
 from fl_lightning.rng import torch_stream
 
@@ -141,6 +143,30 @@ def test_torchvision_makers_get_the_number_of_classes_and_no_weights():
 
     for network in ("torchvision.models.resnet18", torchvision.models.resnet18):
         assert build_network(network, 7, (3, 32, 32)).fc.out_features == 7
+
+
+class Head(nn.Module):
+    def __init__(self, num_classes: int, body: nn.Module) -> None:
+        super().__init__()
+        self.body, self.head = body, nn.Linear(5, num_classes)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def test_a_function_must_not_return_the_same_network_twice() -> None:
+    """It would go on from what the run before has learnt. A copy begins anew, and draws nothing."""
+    body = nn.Sequential(nn.Flatten(), nn.Linear(12, 5))
+    for make in (lambda num_classes: body, lambda num_classes: Head(num_classes, body)):
+        with pytest.raises(InputError, match="returns tensors that exist already"):
+            build_network(make, 5, (3, 2, 2))
+    torch.manual_seed(1)
+    made = build_network(lambda num_classes: deepcopy(body), 5, (3, 2, 2))
+    drawn = torch.rand(1)
+    torch.manual_seed(1)
+    assert torch.equal(torch.rand(1), drawn)
+    assert torch.equal(made[1].weight, body[1].weight)
+    assert made[1].weight is not body[1].weight
 
 
 def test_a_network_without_logits_is_refused():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections import defaultdict
+from copy import deepcopy
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -57,6 +58,7 @@ WHY = {
     "aggregation/compiled_sum.py": "the same in one pass, where a compiler is",
     "support/compiled.py": "the library of that",
     "config/overriding.py": "whether a method or data have a rule of their own",
+    "support/hook_values.py": "what hooks of a method return and leave",
     "distributed/collectives.py": "whether there are other processes",
     "evaluation.py": "test set and validation",
     "metrics/mean.py": "means of the losses",
@@ -95,7 +97,7 @@ def path_of_a_round(folder: Path | str) -> tuple[dict[str, set[str]], dict[str, 
     network = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 4))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "run_round", traced)
-        method = FedAvg(network=lambda num_classes: network, optimizer=sgd())
+        method = FedAvg(network=lambda num_classes: deepcopy(network), optimizer=sgd())
         run(method, data, folder, max_rounds=2, engine="sequential", workers=1)
     return functions, lines
 

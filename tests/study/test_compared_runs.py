@@ -258,6 +258,20 @@ def test_tests_of_different_checkpoints_are_not_put_side_by_side(tmp_path, of_b,
     assert len(results.runs) == 4
 
 
+def test_a_test_of_another_checkpoint_takes_nothing_from_the_tables(tmp_path):
+    """What was measured of the round that the study selects counts, whichever was tested last."""
+    for seed in range(2):
+        make_run(tmp_path / "study", "A", seed, 0.9, tested={"fgsm/accuracy": 0.5})
+        folder = make_run(
+            tmp_path / "study", "B", seed, 0.9, tested={"fgsm/accuracy": 0.1}, chosen="best", tested_round=3
+        )
+        of_last = {"chosen": "last", "round": 5, "metrics": {"fgsm/accuracy": 0.4}}
+        (folder / "test_round_000005.json").write_text(json.dumps(of_last))
+    results = gather("study", tmp_path)
+    assert {(run.label, run.metrics["fgsm/accuracy"]) for run in results.runs} == {("A", 0.5), ("B", 0.4)}
+    assert not results.not_counted
+
+
 def test_tags_that_only_some_runs_carry_are_no_axis(tmp_path):
     for seed in range(2):
         make_run(tmp_path / "tuned", "A", seed, 0.9, tags={"tuned_by": "tune_kd"})

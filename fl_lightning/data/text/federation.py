@@ -278,10 +278,12 @@ class TextData(FederatedData):
             return super().epoch_sizes(client)
         return token_batch_sizes(self._length[client.train], self.batch_size, self.batch_tokens)
 
-    def _pass(self, client: Client, epochs: int, steps: int | None, round: int, draws: Draws | None) -> Pass:
+    def pass_of(
+        self, client: Client, epochs: int, steps: int | None, round: int, draws: Draws | None
+    ) -> Pass:
         """Draw the order of the client's examples in one round, and the sizes of its batches."""
         if self.batch_tokens is None:
-            return super()._pass(client, epochs, steps, round, draws)
+            return super().pass_of(client, epochs, steps, round, draws)
         return draw_token_pass(
             self._length[client.train],
             self.batch_size,

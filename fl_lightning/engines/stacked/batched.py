@@ -37,11 +37,13 @@ from fl_lightning.engines.base import (
     start_client,
 )
 from fl_lightning.engines.sequential import SequentialEngine, upload_of
+from fl_lightning.engines.stacked.batches import can_stack, stacked_batches
 from fl_lightning.engines.stacked.stack import CannotStackError, Stack, StackLosses
 from fl_lightning.engines.stacked.start_state import StartState
 from fl_lightning.engines.stacked.uploads import default_uploads
 from fl_lightning.methods import Method
 from fl_lightning.models.tensors import constants_of, tensors_of
+from fl_lightning.support.hook_values import check_outputs
 
 log = logging.getLogger("fl_lightning")
 
@@ -146,8 +148,8 @@ class BatchedEngine(Engine):
     def _ready(self, tasks: Sequence[ClientTask]) -> list[Row]:
         method, shared = self.method, None
         plain = not overrides(method, Method, "local_batches")  # others may go on from what was received
-        gathered = plain and self.data.can_stack(
-            [task.client for task in tasks], [task.labels for task in tasks]
+        gathered = plain and can_stack(
+            self.data, [task.client for task in tasks], [task.labels for task in tasks]
         )
         if plain and has_same_start(method) and len({id(task.message) for task in tasks}) == 1:
             start_client(method, tasks[0])
@@ -195,7 +197,8 @@ class BatchedEngine(Engine):
             yield from _stacked([row.batches or [] for row in rows])
             return
         tasks = [row.task for row in rows]
-        steps = self.data.stacked_batches(
+        steps = stacked_batches(
+            self.data,
             [task.client for task in tasks],
             round=tasks[0].round,
             epochs=[task.epochs for task in tasks],
@@ -222,6 +225,7 @@ class BatchedEngine(Engine):
                 outputs, tensors = vmap(self._call, (0, 0, None, None, 0, None))(
                     leaves, others, stack.shared, "training_step", batch, step
                 )
+            check_outputs(self.method, outputs)
             outputs["loss"].sum().backward()
             stack.step(where, leaves)
             tensors = {name: leaves.get(name, tensor).detach() for name, tensor in tensors.items()}

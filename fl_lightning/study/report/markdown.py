@@ -306,7 +306,8 @@ def _open(open_ones: Sequence[Difference], family: int, levels: Levels) -> str:
     written = open_ones[0].column
     needed = [f"{one.a} − {one.b}{_needed(one)}" for one in open_ones]
     smallest = [one.test.detectable for one in open_ones]
-    range_ = f"{written.number(min(smallest))} to {written.number(max(smallest))}{written.unit}"
+    bounds = dict.fromkeys(written.number(value) for value in (min(smallest), max(smallest)))
+    range_ = " to ".join(bounds) + written.unit
     text = (
         f"{len(open_ones)} of {family} differences are inside the noise: {', '.join(needed)}. Found with "
         f"{POWER:.0%}: {range_}."

@@ -7,9 +7,9 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fl_lightning.config.recorded import not_recorded
 from fl_lightning.config.settings import config_of, is_free, settings_hash
@@ -29,6 +29,26 @@ PROBED = (
 """The beginnings of metrics that ``test`` alone measures."""
 
 
+class Tested(NamedTuple):
+    """What ``test`` measured of one checkpoint.
+
+    Args:
+        metrics: by name.
+        checkpoint: the one that it was told to take: ``last``, ``best`` or a name.
+        round: the round of that checkpoint.
+    """
+
+    metrics: Mapping[str, float]
+    checkpoint: str = "last"
+    round: Any = None
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Tested:
+        """Return the content of a ``test.json``."""
+        metrics = _numbers({**document.get("metrics", {}), **document.get("timings", {})})
+        return cls(metrics, str(document.get("chosen", "last")), document.get("round"))
+
+
 @dataclass(frozen=True)
 class RunRecord:
     """What was read of a run, finished or not.
@@ -38,7 +58,7 @@ class RunRecord:
         where: the folder, or the run's id in MLflow.
         metadata: what ``metadata.json`` says.
         history: a row of metrics per round.
-        tested: metrics that ``test`` has measured.
+        tested: metrics that ``test`` has measured, the last time that it ran.
         problem: why the run cannot be counted, or empty.
         settings: its configuration, with dotted keys.
         typed: whether the settings have their types, as in ``config.yaml``; in MLflow all are text, and have
@@ -46,6 +66,7 @@ class RunRecord:
         checkpoint: the one that ``test`` was told to take: ``last``, ``best`` or a name.
         tested_round: the round of that checkpoint.
         clients: the text of ``clients.csv``; empty where there is none.
+        older_tests: what ``test`` has measured of other checkpoints.
     """
 
     name: str
@@ -59,6 +80,15 @@ class RunRecord:
     checkpoint: str = "last"
     tested_round: Any = None
     clients: str = ""
+    older_tests: Sequence[Tested] = ()
+
+    def tested_at(self, round: float) -> RunRecord:
+        """Return the record with what ``test`` measured of a round in the place of its last test, if that was
+        of another round."""
+        older = next((one for one in self.older_tests if one.round == round), None)
+        if self.tested_round == round or older is None:
+            return self
+        return replace(self, tested=older.metrics, checkpoint=older.checkpoint, tested_round=older.round)
 
 
 def read_folder(folder: Path) -> list[RunRecord]:
@@ -90,8 +120,10 @@ def read_directory(path: Path) -> RunRecord:
         file = "metrics.csv"
         history = numbers((path / file).read_bytes()) if (path / file).exists() else []
         file = "test.json"
-        document = _mapping(path / file) if (path / file).exists() else {}
-        tested = _numbers({**document.get("metrics", {}), **document.get("timings", {})})
+        tested, older = Tested.of(_mapping(path / file) if (path / file).exists() else {}), []
+        for other in sorted(path.glob("test_*.json")):
+            file = other.name
+            older.append(Tested.of(_mapping(other)))
         file = "config.yaml"
         clients = _text(path / CLIENTS)
         settings = config_of(path) if (path / file).exists() else {}
@@ -100,18 +132,18 @@ def read_directory(path: Path) -> RunRecord:
         reason = getattr(error, "strerror", None) or str(error)
         return RunRecord(path.name, str(path), metadata, [], {}, f"{file} cannot be read: {reason}")
     wrong = problem(metadata, history) or _changed_metrics(path, metadata, history) or unknown
-    checkpoint = str(document.get("chosen", "last"))
     return RunRecord(
         path.name,
         str(path),
         metadata,
         history,
-        tested,
+        tested.metrics,
         wrong,
         settings,
-        checkpoint=checkpoint,
-        tested_round=document.get("round"),
+        checkpoint=tested.checkpoint,
+        tested_round=tested.round,
         clients=clients,
+        older_tests=older,
     )
 
 

@@ -337,7 +337,9 @@ def selected(results: Results) -> Results:
         if run.published is not None:
             runs.append(run if run.published == study.selection else replace(run, metrics={}))
             continue
-        record, chosen = run.record, selected_round(run.record, study.selection)
+        chosen = selected_round(run.record, study.selection)
+        record = run.record.tested_at(chosen)
+        run = replace(run, record=record)
         if record.tested and record.tested_round != chosen:
             others.append(ExcludedRun(f"test.json of {run.name}", _why_other(run, chosen, study.selection)))
         metrics = run_metrics(record, study.target_value, study.selection, study.task)

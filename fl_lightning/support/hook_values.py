@@ -1,0 +1,67 @@
+"""What the hooks of a method leave or return, checked where it is taken: a slip in a hook of one's own is
+named there, and not by what fails on it later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import NoneType
+from typing import Any
+
+from torch import Tensor
+
+from fl_lightning.errors import MisuseError
+
+
+def check_outputs(method: object, outputs: Any) -> None:
+    """Refuse what ``training_step`` returned, if it is no dictionary of tensors with a ``loss``.
+
+    Raises:
+        MisuseError: it is something else.
+    """
+    right = isinstance(outputs, Mapping) and "loss" in outputs
+    if not right or not all(isinstance(value, Tensor) for value in outputs.values()):
+        entries = [f"{name!r}: {_kind(value)}" for name, value in outputs.items()] if right else []
+        raise MisuseError(
+            f"{type(method).__name__}.training_step returned {', '.join(entries) or _kind(outputs)}",
+            'a method returns a dictionary of tensors with the key "loss"',
+            'write return {"loss": loss}',
+        )
+
+
+def check_returned(method: object, hook: str, value: Any, kind: type, instead: str) -> None:
+    """Refuse what a hook returned, if it is nothing of the right kind.
+
+    Args:
+        kind: the right one; ``NoneType`` where a hook changes ``self.server`` and returns nothing.
+        instead: what to write.
+
+    Raises:
+        MisuseError: it is something else.
+    """
+    if not isinstance(value, kind):
+        lost = "it changes self.server, and what it returns is lost"
+        rule = lost if kind is NoneType else f"it returns a {kind.__name__}"
+        raise MisuseError(f"{type(method).__name__}.{hook} returned {_kind(value)}", rule, instead)
+
+
+def check_kept(owner: str, entries: Mapping[str, Any]) -> None:
+    """Refuse what a server or a client keeps from round to round, if it is not all tensors.
+
+    Args:
+        owner: whose entries they are, as code names them, such as ``self.server``.
+
+    Raises:
+        MisuseError: it is something else.
+    """
+    for name, value in entries.items():
+        if not isinstance(value, Tensor):
+            raise MisuseError(
+                f"{owner}[{name!r}] is {_kind(value)}",
+                "what is kept from round to round is tensors, as checkpoints and messages hold them",
+                "write torch.tensor(...)",
+            )
+
+
+def _kind(value: object) -> str:
+    path = f"{type(value).__module__}.{type(value).__name__}".removeprefix("builtins.")
+    return "nothing" if value is None else path

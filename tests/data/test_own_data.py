@@ -1,0 +1,74 @@
+"""Data of the user's own class are refused with one line before anything is created, if a round would stumble
+over them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from toy import run, sgd
+
+from fl_lightning.data import IID, FederatedData
+from fl_lightning.errors import InputError
+from fl_lightning.methods import FedAvg
+
+
+class Own(FederatedData):
+    """Twelve examples of three classes; ``changes`` are made to what ``setup`` sets.
+
+    Args:
+        shape: what the constructor says of an example.
+        changes: by name, a function of the right value; None: it is left out.
+    """
+
+    def __init__(self, shape=(4,), **changes):
+        super().__init__(dataset="own", num_clients=2, partition=IID(), batch_size=4, val_fraction=0.0)
+        self.num_classes, self.example_shape, self.changes = 3, shape, changes
+
+    def setup(self, stage=None):
+        targets = torch.arange(12) % 3
+        self.values = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+        for name, value in (("train_target", targets), ("test_target", targets[:6])):
+            change = self.changes.get(name, lambda right: right)
+            if change is not None:
+                setattr(self, name, change(value))
+
+    def inputs(self, split, index, draws=None):
+        return self.changes.get("inputs", lambda right: right)(self.values[index])
+
+    @property
+    def train_group(self):
+        return self.changes.get("train_group", lambda right: right)(super().train_group)
+
+
+def fit(data, folder):
+    return run(FedAvg(network="mlp", optimizer=sgd()), data, folder, max_rounds=1)
+
+
+def test_data_as_they_should_be(tmp_path):
+    assert fit(Own(), tmp_path).history.shape[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"train_target": lambda y: y + 1}, "train_target has classes from 1 to 3; with num_classes=3 they"),
+        ({"test_target": lambda y: y - 1}, "test_target has classes from -1 to 1"),
+        ({"train_target": lambda y: y.numpy()}, "train_target is numpy.ndarray; .*write torch.as_tensor"),
+        ({"train_target": lambda y: y.int()}, r"train_target is torch.int32 \[12\]; classes are int64"),
+        ({"train_target": lambda y: y.float()}, r"train_target is torch.float32 \[12\]"),
+        ({"train_target": lambda y: y[:, None]}, r"train_target is torch.int64 \[12, 1\]"),
+        ({"test_target": None}, "which has no test_target; setup sets test_target"),
+        ({"test_target": lambda y: y[:0]}, "without a test example"),
+        ({"inputs": lambda x: x.double()}, "inputs of 2 examples are torch.float64; weights are float32"),
+        ({"inputs": lambda x: x * torch.nan}, "hold NaN or infinity"),
+        ({"inputs": lambda x: np.asarray(x)}, "are ndarray; they are tensors"),
+        ({"shape": (5,)}, r"inputs of 2 examples are \[2, 4\] where example_shape=\(5,\)"),
+        ({"train_group": lambda g: g - 1}, r"train_group is torch.int64 \[12\]; it is int64 \[12\]"),
+        ({"train_group": lambda g: g.float()}, r"train_group is torch.float32"),
+    ],
+)
+def test_data_that_a_round_would_stumble_over(changes, says, tmp_path):
+    with pytest.raises(InputError, match=says):
+        fit(Own(**changes), tmp_path)
+    assert not any(tmp_path.iterdir())

@@ -1,0 +1,79 @@
+"""A slip in a hook of one's own ends the run in its first round with one line that names the hook."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from toy import ready, run, sgd
+
+from fl_lightning.errors import MisuseError
+from fl_lightning.methods import FedAvg
+
+
+class ReturnsState(FedAvg):
+    def next_state(self, sums):
+        return {"weights": sums.mean("weights")}
+
+
+class ReturnsAggregate(FedAvg):
+    def aggregate(self, uploads):
+        return {"weights": self.server["weights"]}
+
+
+class KeepsNumber(FedAvg):
+    def keep_own(self, client):
+        client.state["visits"] = 3
+
+
+class BeginsWithNumber(FedAvg):
+    def build(self, data):
+        super().build(data)
+        self.server["count"] = 0
+
+
+class CountsInList(FedAvg):
+    def next_state(self, sums):
+        super().next_state(sums)
+        self.server["counts"] = [1]
+
+
+class ReturnsLoss(FedAvg):
+    def training_step(self, batch, batch_idx=0):
+        return super().training_step(batch, batch_idx)["loss"]
+
+
+class ReturnsFloat(FedAvg):
+    def training_step(self, batch, batch_idx=0):
+        outputs = super().training_step(batch, batch_idx)
+        return {**outputs, "loss_other": 1.0}
+
+
+class ReturnsNothing(FedAvg):
+    def training_step(self, batch, batch_idx=0):
+        super().training_step(batch, batch_idx)
+
+
+class UploadsDictionary(FedAvg):
+    def upload(self, client):
+        return {"weights": torch.zeros(1)}
+
+
+@pytest.mark.parametrize(
+    ("method", "says"),
+    [
+        (ReturnsState, r"ReturnsState.next_state returned dict; it changes self.server"),
+        (ReturnsAggregate, r"ReturnsAggregate.aggregate returned dict; it changes self.server"),
+        (KeepsNumber, r"client.state\['visits'\] is int; .*write torch.tensor"),
+        (BeginsWithNumber, r"self.server\['count'\] is int; .*write torch.tensor"),
+        (CountsInList, r"self.server\['counts'\] is list"),
+        (ReturnsLoss, r"ReturnsLoss.training_step returned torch.Tensor; .*write return \{\"loss\": loss\}"),
+        (ReturnsFloat, r"ReturnsFloat.training_step returned 'loss': torch.Tensor, .*'loss_other': float"),
+        (ReturnsNothing, r"ReturnsNothing.training_step returned nothing"),
+        (UploadsDictionary, r"UploadsDictionary.upload returned dict; it returns a Payload"),
+    ],
+)
+@pytest.mark.parametrize("settings", [{"engine": "sequential", "workers": 1}, {"workers": 2}])
+def test_the_hook_is_named(method, says, settings, tmp_path):
+    with pytest.raises(MisuseError, match=says) as error:
+        run(method(network="mlp", optimizer=sgd()), ready(), tmp_path, max_rounds=1, **settings)
+    assert error.value.__context__ is None, "one error, not two"

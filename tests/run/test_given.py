@@ -1,0 +1,65 @@
+"""What a user of Lightning types first is answered with what to write."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lightning import LightningDataModule
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.utils.data import DataLoader
+from toy import ready
+
+from fl_lightning.conformance.toy import trainer_in
+from fl_lightning.errors import InputError, MisuseError
+from fl_lightning.methods import FedAvg
+
+
+class NoBase(FedAvg):
+    def __init__(self):
+        self.mu = 0.1
+
+
+class OnlyModule(FedAvg):
+    def __init__(self):
+        nn.Module.__init__(self)
+
+
+METHOD, DATA = FedAvg(), ready()
+
+
+@pytest.mark.parametrize(
+    ("method", "data", "seed", "says"),
+    [
+        (
+            LightningModule(),
+            DATA,
+            0,
+            r"method=LightningModule; .*write FedAvg\(module=LightningModule\(...\)\)",
+        ),
+        (nn.Linear(1, 1), DATA, 0, r"method=Linear; .*write FedAvg\(network=Linear\)"),
+        (FedAvg, DATA, 0, r"method=FedAvg; it is a class, .*write FedAvg\(...\)"),
+        (DATA, METHOD, 0, r"the method comes first: fit\(method, data\)"),
+        (METHOD, type(DATA), 0, "it is a class, and an object is needed"),
+        (METHOD, LightningDataModule(), 0, "write fl_lightning.data.DataModuleData"),
+        (METHOD, DataLoader([1]), 0, "write fl_lightning.data.DatasetData"),
+        (METHOD, None, 0, "data=NoneType; it is no fl_lightning.FederatedData"),
+        (NoBase(), DATA, 0, r"its constructor does not call .*begin NoBase.__init__ with super\(\).__init__"),
+        (OnlyModule(), DATA, 0, "its constructor does not call that of fl_lightning.Method"),
+        (METHOD, DATA, None, "seed=None; a seed is an int, at least 0 and below 2.63"),
+        (METHOD, DATA, "1", "seed='1'; it is str, where an int is needed"),
+        (METHOD, DATA, 1.5, "seed=1.5; it is float, where an int is needed"),
+        (METHOD, DATA, -1, "seed=-1; a seed is an int"),
+        (METHOD, DATA, torch.tensor(1), "it is Tensor, where an int is needed"),
+    ],
+)
+@pytest.mark.parametrize("command", ["fit", "test", "export", "prepare"])
+def test_it_is_said_what_to_write(command, method, data, seed, says, tmp_path):
+    with pytest.raises(InputError, match=says):
+        getattr(trainer_in(tmp_path), command)(method, data, seed=seed)
+    assert not any(tmp_path.iterdir())
+
+
+def test_before_the_first_run_there_is_no_directory(tmp_path):
+    with pytest.raises(MisuseError, match="it has none before its first fit"):
+        _ = trainer_in(tmp_path).run_dir
