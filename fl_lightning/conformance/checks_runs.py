@@ -55,7 +55,6 @@ def contract(bench: Bench) -> None:
         )
     expect(outputs["loss"].requires_grad, "the loss of training_step has no gradient; do not detach it")
     upload = _attempt("its upload fails", lambda: upload_of(method, client, 1, local_optimizer(method)))
-    expect(isinstance(upload, Payload), f"upload gives {form(upload)}; return a Payload")
 
 
 def _attempt(stage: str, action: Callable[[], T]) -> T:

@@ -94,7 +94,7 @@ class SendsADictionary(FedAvg):
         (NestedLosses, "gives 'terms' as a dictionary of task: Tensor []"),
         (OneLossAnExample, "gives 'loss' as Tensor [16]"),
         (WantsTokens, "its training_step fails on a tuple of Tensor [16, 3, 16, 16], Tensor [16]: TypeError"),
-        (SendsADictionary, "upload gives a dictionary of examples: Tensor [], weights: Tensor"),
+        (SendsADictionary, "SendsADictionary.upload returned dict; it returns a Payload"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
