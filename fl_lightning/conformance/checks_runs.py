@@ -54,7 +54,7 @@ def contract(bench: Bench) -> None:
             ),
         )
     expect(outputs["loss"].requires_grad, "the loss of training_step has no gradient; do not detach it")
-    upload = _attempt("its upload fails", lambda: upload_of(method, client, 1, local_optimizer(method)))
+    _attempt("its upload fails", lambda: upload_of(method, client, 1, local_optimizer(method)))
 
 
 def _attempt(stage: str, action: Callable[[], T]) -> T:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from dataclasses import replace as replaced
 from pathlib import Path
@@ -38,8 +39,8 @@ MAX_CHANGES_SHOWN = 4
 
 
 @dataclass
-class SearchSession:
-    """One session of a search.
+class SearchRun(ABC):
+    """One session of a search, or of the searches of all methods of a study.
 
     Args:
         search: the search file.
@@ -49,11 +50,6 @@ class SearchSession:
         environment: the variables of each run.
         resolve: turns arguments of ``fit`` into the whole configuration.
         parent: the search's own run in MLflow.
-        task: the task of the runs.
-        knows_task: whether a trial has told it.
-        at_work, pruned: numbers of trials.
-        settings: the settings of each run of this session, by its name, with dotted keys.
-        runs: the run directories, by name, once they exist.
     """
 
     search: Search
@@ -63,6 +59,73 @@ class SearchSession:
     environment: Mapping[str, str]
     resolve: Callable[[list[str]], str]
     parent: StudyRun | None = None
+
+    def run(self) -> None:
+        """Run until all trials and what follows them have ended.
+
+        Raises:
+            SystemExit: 1 when every trial of a method failed, or what follows them did.
+        """
+        self.open()
+        if self.logger:
+            self.parent = begin_study(self.search.name, self.folder, {"tunes": self.search.study})
+        self.display = Display(self.summary, self.shown)
+        self.display.line(f"{self.summary()}; {len(self.pool.slots)} at a time, in {self.folder}")
+        done = good = False
+        try:
+            with self.display:
+                self.pool.run(self.jobs(), self.ended, self.look)
+                good = self.finish()
+            done = True
+        finally:
+            status: Status = "KILLED" if not done else "FINISHED" if good else "FAILED"
+            end_study(self.parent, self.folder, status, files=())
+            if not done:
+                self.display.line("stopped; the same command continues")
+        if not good:
+            sys.exit(1)
+
+    @abstractmethod
+    def open(self) -> None:
+        """Begin or continue the search."""
+
+    @abstractmethod
+    def jobs(self) -> Iterable[Job]:
+        """Return the first trials."""
+
+    @abstractmethod
+    def ended(self, running: RunningJob, code: int) -> Job | None:
+        """Tell Optuna the outcome, and return the next trial."""
+
+    @abstractmethod
+    def look(self, running: list[RunningJob]) -> None:
+        """Tell Optuna the rounds that have ended, and end the trials that it prunes."""
+
+    @abstractmethod
+    def finish(self) -> bool:
+        """Do what follows the trials, and return whether it went well."""
+
+    @abstractmethod
+    def summary(self) -> str:
+        """Return how far the search is, in one line."""
+
+    @abstractmethod
+    def shown(self, job: Job) -> tuple[Path | None, int]:
+        """Return the run directory of a trial, once it exists, and its number of rounds."""
+
+
+@dataclass
+class SearchSession(SearchRun):
+    """One session of a search for one method.
+
+    Args:
+        task: the task of the runs.
+        knows_task: whether a trial has told it.
+        at_work, pruned: numbers of trials.
+        settings: the settings of each run of this session, by its name, with dotted keys.
+        runs: the run directories, by name, once they exist.
+    """
+
     task: TaskMetrics = CLASSIFICATION
     knows_task: bool = False
     at_work: set[int] = field(default_factory=set)
@@ -75,39 +138,17 @@ class SearchSession:
         """The name of the search, with the method that is tuned."""
         return f"{self.search.name}, {self.search.label}" if self.search.label else self.search.name
 
-    def run(self) -> None:
-        """Run until all trials and the final run have ended.
-
-        Raises:
-            SystemExit: 1 when every trial failed, or the final run did.
-        """
-        self.open()
-        if self.logger:
-            self.parent = begin_study(self.search.name, self.folder, {"tunes": self.search.study})
-        self.display = Display(
-            self.summary, lambda job: (self.run_of(job), int(self.settings[job.name]["trainer.max_rounds"]))
-        )
-        self.display.line(f"{self.summary()}; {len(self.pool.slots)} at a time, in {self.folder}")
-        done = good = False
-        try:
-            with self.display:
-                first = [job for _ in self.pool.slots if (job := self.next_job())]
-                self.pool.run(first, self.ended, self.look)
-                good = self.finish()
-            done = True
-        finally:
-            status: Status = "KILLED" if not done else "FINISHED" if good else "FAILED"
-            end_study(self.parent, self.folder, status, files=())
-            if not done:
-                self.display.line("stopped; the same command continues")
-        if not good:
-            sys.exit(1)
-
     def open(self) -> None:
         """Begin or continue the search, with what its trials have told of their task."""
         self.study = open_search(self.search, self.folder, self.resolve)
         known = self.study.user_attrs
         self.task, self.knows_task = TaskMetrics.of_run(known), TASK in known
+
+    def jobs(self) -> Iterable[Job]:
+        return [job for _ in self.pool.slots if (job := self.next_job())]
+
+    def shown(self, job: Job) -> tuple[Path | None, int]:
+        return self.run_of(job), int(self.settings[job.name]["trainer.max_rounds"])
 
     def learn_task(self, run: Path | None) -> None:
         """Note the task of a run; it is the same for all trials.
@@ -157,7 +198,6 @@ class SearchSession:
         return [trial for trial in trials if set(trial.params) == set(self.search.space)]
 
     def summary(self) -> str:
-        """Return how far the search is, in one line."""
         ended = self.trials(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
         best = self.best()
         shown = f", best {self.metric} {self.value_of(best):.4g} in {self.name_of(best)}" if best else ""
@@ -211,7 +251,6 @@ class SearchSession:
         return self.runs.get(job.name)
 
     def look(self, running: list[RunningJob]) -> None:
-        """Tell Optuna the rounds that have ended, and end the trials that it prunes."""
         self.prune(running)
         self.display.look(running)
 
@@ -241,7 +280,6 @@ class SearchSession:
         return False
 
     def ended(self, running: RunningJob, code: int) -> Job | None:
-        """Tell Optuna the outcome, and return the next trial."""
         job, number = running.job, number_of(running.job)
         self.at_work.discard(number)
         run = self.run_of(job)

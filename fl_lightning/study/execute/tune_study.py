@@ -8,8 +8,7 @@ methods are at work together, so that what is tried does not depend on which tri
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,12 @@ from optuna.trial import TrialState
 
 from fl_lightning import __version__
 from fl_lightning.errors import InputError, require
-from fl_lightning.study.execute.display import Display
-from fl_lightning.study.execute.jobs import Job, Pool, RunningJob
-from fl_lightning.study.execute.trials import SearchSession
+from fl_lightning.study.execute.jobs import Job, RunningJob
+from fl_lightning.study.execute.trials import SearchRun, SearchSession
 from fl_lightning.study.plan.search import MethodSearch, Range, Search
 from fl_lightning.study.plan.spec_file import SpecFile
 from fl_lightning.study.plan.tuned import TunedMethod, TunedRecord, file_hash
 from fl_lightning.support.disk import replace
-from fl_lightning.tracking.mlflow_store import Status
-from fl_lightning.tracking.runs import StudyRun, begin_study, end_study
 
 
 def check_record(search: Search) -> None:
@@ -50,61 +46,25 @@ def check_record(search: Search) -> None:
 
 
 @dataclass
-class StudySearchSession:
-    """One session of a search over all methods of a study.
+class StudySearchSession(SearchRun):
+    """One session of a search over all methods of a study, whose record follows its trials.
 
     Args:
-        search: the search file.
-        folder: the folder of the trials.
-        pool: runs their processes.
-        logger: whether MLflow is used.
-        environment: the variables of each run.
-        resolve: turns arguments of ``fit`` into the whole configuration.
         parts: the search of each method, by label.
     """
 
-    search: Search
-    folder: Path
-    pool: Pool
-    logger: bool
-    environment: Mapping[str, str]
-    resolve: Callable[[list[str]], str]
     parts: dict[str, SearchSession] = field(default_factory=dict)
 
-    def run(self) -> None:
-        """Run until all trials have ended, and write the record.
-
-        Raises:
-            SystemExit: 1 when every trial of a method failed.
-        """
-        parent: StudyRun | None = None
+    def open(self) -> None:
         for part in self.search.parts:
             session = SearchSession(part, self.folder, self.pool, self.logger, self.environment, self.resolve)
             session.open()
             self.parts[part.label] = session
-        if self.logger:
-            parent = begin_study(self.search.name, self.folder, {"tunes": self.search.study})
-        self.display = Display(self.summary, self.shown)
-        for session in self.parts.values():
-            session.parent, session.display = parent, self.display
-        self.display.line(f"{self.summary()}; {len(self.pool.slots)} at a time, in {self.folder}")
-        done = good = False
-        try:
-            with self.display:
-                self.pool.run(self.jobs(), self.ended, self.look)
-                good = self.finish()
-            done = True
-        finally:
-            status: Status = "KILLED" if not done else "FINISHED" if good else "FAILED"
-            end_study(parent, self.folder, status, files=())
-            if not done:
-                self.display.line("stopped; the same command continues")
-        if not good:
-            sys.exit(1)
 
     def jobs(self) -> Iterator[Job]:
         """Yield the first trial of each method that has trials left."""
         for session in self.parts.values():
+            session.parent, session.display = self.parent, self.display
             if job := session.next_job():
                 yield job
 
@@ -112,23 +72,19 @@ class StudySearchSession:
         return next(session for session in self.parts.values() if job.name in session.settings)
 
     def shown(self, job: Job) -> tuple[Path | None, int]:
-        """Return the run directory of a trial, once it exists, and its number of rounds."""
         session = self.part_of(job)
         return session.run_of(job), int(session.settings[job.name]["trainer.max_rounds"])
 
     def summary(self) -> str:
-        """Return how far the search is, in one line."""
         states = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
         ended = sum(len(session.trials(*states)) for session in self.parts.values())
         total = self.search.trials * len(self.parts)
         return f"{self.search.name}: {ended} of {total} trials of {len(self.parts)} methods"
 
     def ended(self, running: RunningJob, code: int) -> Job | None:
-        """Tell Optuna the outcome, and return the next trial of the method."""
         return self.part_of(running.job).ended(running, code)
 
     def look(self, running: list[RunningJob]) -> None:
-        """Tell Optuna the rounds that have ended, and show how far the trials are."""
         for session in self.parts.values():
             session.prune([one for one in running if one.job.name in session.settings])
         self.display.look(running)
