@@ -102,7 +102,7 @@ IN_EVERY_RUN = {"kd_default", "fedavg", "private", "secure"}
 def test_every_config_runs_two_rounds(config):
     if config.name == "private.yaml":
         pytest.importorskip("dp_accounting")
-    run = fit(config=config)
+    run = fit("--trainer.eval_every", "2", "--trainer.max_local_steps", "2", config=config)
     validates = config.name != "private.yaml"  # its clients have one or two examples each
     assert {path.name for path in run.iterdir()} == RUN_FILES - (set() if validates else {"clients.csv"})
     assert [row["round"] for row in rows(run, "metrics.csv")] == ["1", "2"]
