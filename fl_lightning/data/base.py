@@ -229,6 +229,11 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
         if 2 * len(self.active) < self.num_clients:
             idle = self.num_clients - len(self.active)
             log.warning("%d of %d clients have no training example and never train", idle, self.num_clients)
+        if self.val_fraction and not len(self.validating):
+            log.warning(
+                "no client has a validation example (data.val_fraction %g), so no val/* and no best round",
+                self.val_fraction,
+            )
         assert own is None or not np.isin(self._holdings.index, self.public).any(), (
             "a client holds public examples"
         )

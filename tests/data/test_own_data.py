@@ -41,6 +41,18 @@ class Own(FederatedData):
         return self.changes.get("train_group", lambda right: right)(super().train_group)
 
 
+def test_it_is_said_that_nobody_has_a_validation_example(caplog):
+    """One example each: none can be held out."""
+    data = Own()
+    data.num_clients, data.val_fraction = 12, 0.1
+    for fraction, lines in ((0.1, 1), (0.0, 0)):
+        caplog.clear()
+        data.val_fraction = fraction
+        data.setup()
+        data.distribute(0, torch.device("cpu"))
+        assert len([line for line in caplog.messages if "no client has a validation example" in line]) == lines
+
+
 def fit(data, folder):
     return run(FedAvg(network="mlp", optimizer=sgd()), data, folder, max_rounds=1)
 
