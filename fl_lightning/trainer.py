@@ -272,6 +272,7 @@ class FederatedTrainer(RunViews):
             self.journal = Journal(
                 start, self.progress, config, self.root, self.experiment, str(self._name), logger=self.logger
             )
+            self.fitted = method, data, seed
             if self.journal.is_finished(self.max_rounds, self._stop_reason):
                 return Results(self.progress.summary)
             session = RunSession(

@@ -42,7 +42,7 @@ def export_model(
     if isinstance(run, FederatedTrainer):
         given = "export_model of a trainer without a run"
         require(hasattr(run, "journal"), given, "a model is one that was trained", "call its fit first")
-        trainer, method, data, seed, place = run, run.method, run.data, run.seed, run.run_dir
+        trainer, place, (method, data, seed) = run, run.run_dir, run.fitted
     else:
         import_short_names()
         cli: Any = FederatedCLI("export", with_config_of_run("export", [str(run)]))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from fl_lightning.config.recorded import Recorded, arguments_of
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import MisuseError
+from fl_lightning.methods import Method
 from fl_lightning.run.directory import RunDirectory
 from fl_lightning.run.journal import Journal
 from fl_lightning.run.progress import Progress
@@ -23,12 +24,14 @@ class RunViews(Recorded):
 
     Attributes:
         journal: where the run is written; there is none before the first run.
+        fitted: method, data and seed of that run; what a fit was given that was refused is none.
         progress: its rounds.
         data: its federation.
         max_rounds: rounds that it shall have.
     """
 
     journal: Journal
+    fitted: tuple[Method, FederatedData, int]
     progress: Progress
     data: FederatedData
     max_rounds: int

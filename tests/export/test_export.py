@@ -25,6 +25,7 @@ from fl_lightning.__main__ import main
 from fl_lightning.conformance.toy import images, run
 from fl_lightning.data import IID, TokenData
 from fl_lightning.data.text.tokens import HuggingFaceTokenizer
+from fl_lightning.errors import InputError
 from fl_lightning.export import formats
 from fl_lightning.methods import HEST, FedAvg, FedMosaic, FedMPQ, FineTune, LocalOnly
 from fl_lightning.models import LlamaTiny
@@ -147,6 +148,16 @@ def test_the_loader_is_tried_out(tmp_path: Path):
     folder = fl_lightning.export_model(trainer, tmp_path / "home")
     assert "network" not in loaded(folder)
     assert loaded(folder)["load"](trainer.method.network) is trainer.method.network
+
+
+def test_a_fit_that_is_refused_leaves_the_model_of_the_one_before(tmp_path):
+    trainer = run(FedAvg(network=Two), images(), tmp_path, max_rounds=1, workers=1)
+    inputs, expected = answers(trainer)
+    with pytest.raises(InputError, match="tiny_cnn"):
+        trainer.fit(FedAvg(network="tiny_cnn"), images(), seed=1)
+    made = loaded(fl_lightning.export_model(trainer, tmp_path / "home"))["network"]
+    with torch.no_grad():
+        torch.testing.assert_close(made(inputs), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.fixture(scope="module")
