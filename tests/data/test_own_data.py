@@ -50,7 +50,9 @@ def test_it_is_said_that_nobody_has_a_validation_example(caplog):
         data.val_fraction = fraction
         data.setup()
         data.distribute(0, torch.device("cpu"))
-        assert len([line for line in caplog.messages if "no client has a validation example" in line]) == lines
+        assert (
+            len([line for line in caplog.messages if "no client has a validation example" in line]) == lines
+        )
 
 
 def fit(data, folder):

@@ -277,21 +277,33 @@ def test_a_study_of_the_project_can_be_judged_and_its_ends_resolve(path):
             assert noise == [{"on": 0.1, "off": 0.0}[cell.levels[axis]]]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "path",
-    [
-        # it takes a minute, and its plan has the form of leaderboard_digits
-        pytest.param(path, id=path.stem, marks=[] if path.stem == "leaderboard" else pytest.mark.essential)
-        for path in STUDIES
-    ],
-)
-def test_every_cell_of_every_study_of_the_project_resolves_to_another_run(path, tmp_path):
-    """Of one seed: the others differ from these in their number alone."""
-    study = Study.read(path)
-    cells = StudyCells.plan(replace(study, seeds=study.seeds[:1], until=None), tmp_path, cli.resolve)
+def hashes(study, folder):
+    """Of the cells of one seed: the others differ from these in their number alone."""
+    cells = StudyCells.plan(replace(study, seeds=study.seeds[:1], until=None), folder, cli.resolve)
     assert len({record.hash for record in cells}) == len(cells.states) > 0
-    assert list(tmp_path.iterdir()) == []
+    assert list(folder.iterdir()) == []
+    return {record.hash for record in cells}
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_every_method_and_every_level_of_the_projects_studies_is_another_run(path, tmp_path):
+    """All methods at the first levels, and the first method at all levels."""
+    study = Study.read(path)
+    methods = dict(list(study.methods.items())[:1])
+    of_methods = hashes(
+        replace(study, grid={axis: dict([*levels.items()][:1]) for axis, levels in study.grid.items()}),
+        tmp_path,
+    )
+    of_levels = hashes(replace(study, methods=methods), tmp_path)
+    assert len(of_methods & of_levels) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_every_cell_of_every_study_of_the_project_resolves_to_another_run(path, tmp_path):
+    hashes(Study.read(path), tmp_path)
 
 
 @pytest.mark.slow
