@@ -31,6 +31,7 @@ from fl_lightning.cli.configs import (
     with_config_of_run,
 )
 from fl_lightning.cli.description import Description, read_description
+from fl_lightning.cli.flags import flags_in
 from fl_lightning.cli.plain_values import (
     CHECKS,
     INT,
@@ -156,11 +157,9 @@ class _Check:
         for text in self.given.texts.values():
             named = class_in(yaml.safe_load(text).get(group)) or named
         for flag in (group, f"{group}.class_path"):
-            words = self.given.args
-            for word, following in zip(words, [*words[1:], ""], strict=False):
-                name, equals, value = word.partition("=")
+            for name, value in flags_in(self.given.args):
                 if name == f"--{flag}":
-                    named = class_in(yaml.safe_load(value if equals else following)) or named
+                    named = class_in(yaml.safe_load(value)) or named
         cls = self.known.bases[base].get(str(named), "")
         if named and not cls and "." in str(named):
             raise Unsure

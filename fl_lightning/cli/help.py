@@ -11,6 +11,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
+from fl_lightning.cli.flags import flags_in
 from fl_lightning.cli.types import (
     concrete_classes,
     hint_of,
@@ -33,12 +34,11 @@ def class_help(args: list[str], settings: Mapping[str, Any]) -> str | None:
     Raises:
         InputError: there is no class of that name for that setting.
     """
-    for arg, following in zip(args, [*args[1:], ""], strict=False):
-        flag, equals, name = arg.partition("=")
+    for flag, value in flags_in(args):
         path = flag.removeprefix("--").removesuffix(".help")
         if not flag.endswith(".help") or path not in settings:
             continue
-        name = name if equals else "" if following.startswith("-") else following
+        name = "" if value.startswith("-") else value
         known = {
             cls.__name__: cls
             for member in _classes(hint_of(settings[path]))

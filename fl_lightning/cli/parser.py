@@ -54,6 +54,7 @@ from fl_lightning.cli.configs import (
     with_config_of_run,
 )
 from fl_lightning.cli.description import Description, read_description, write_description
+from fl_lightning.cli.flags import flags_in
 from fl_lightning.cli.help import class_help
 from fl_lightning.cli.messages import constructor_message, explain, explain_null, wrong_nulls
 from fl_lightning.cli.refusals import CLOSED, UserInput
@@ -409,10 +410,9 @@ def named_class(args: list[str], group: str, base: type) -> str:
     with suppress(Exception):  # whatever is wrong with it, the parser finds it
         for text in read_configs(args).values():
             named = class_in(load_yaml(text).get(group)) or named
-        for flag, following in zip(args, [*args[1:], ""], strict=True):
-            name, equals, value = flag.partition("=")
+        for name, value in flags_in(args):
             if name in (f"--{group}", f"--{group}.class_path"):
-                named = class_in(yaml.safe_load(value if equals else following)) or named
+                named = class_in(yaml.safe_load(value)) or named
         imported = import_class(str(named))  # it may define the class
         found = {cls for cls in concrete_classes(base) if cls is imported or cls.__name__ == named}
         return "".join(f"{cls.__module__}.{cls.__qualname__}" for cls in found) if len(found) == 1 else ""

@@ -17,6 +17,7 @@ import yaml
 
 from fl_lightning.cli.commands import COMMANDS
 from fl_lightning.cli.configs import beside_class_path, line_of, variable_of
+from fl_lightning.cli.flags import flags_in
 from fl_lightning.config.constraints import Constraint
 from fl_lightning.config.documents import load_yaml
 from fl_lightning.config.near_names import MOST_LISTED, listed, nearest
@@ -70,17 +71,15 @@ class UserInput:
     def flag_value(self, path: str) -> str | None:
         """Return the value of the last ``--path VALUE`` or ``--path=VALUE``; None if there is none."""
         value = None
-        for arg, following in zip(self.args, [*self.args[1:], ""], strict=False):
-            name, equals, rest = arg.partition("=")
+        for name, given in flags_in(self.args):
             if name.rstrip("+").replace(".init_args", "").removesuffix(".class_path") == f"--{path}":
-                value = rest if equals else following
+                value = given
         return value
 
     def flag_below(self, path: str, value: str) -> str | None:
         """Return the flag that gives a setting inside of ``path`` this value, as ``--path.init_args.KEY``."""
-        for arg, following in zip(self.args, [*self.args[1:], ""], strict=False):
-            name, equals, rest = arg.partition("=")
-            if name.startswith(f"--{path}.") and (rest if equals else following) == value:
+        for name, given in flags_in(self.args):
+            if name.startswith(f"--{path}.") and given == value:
                 return name
         return None
 
@@ -90,9 +89,7 @@ class UserInput:
         The flag's value may be the text or name a file with it. If the text is found nowhere, the beginning
         of the text is returned.
         """
-        for arg, following in zip(self.args, [*self.args[1:], ""], strict=False):
-            name, equals, rest = arg.partition("=")
-            value = rest if equals else following
+        for name, value in flags_in(self.args):
             with suppress(OSError, ValueError):  # a value that is no path
                 if value == document or Path(value).read_text() == document:
                     return f"{name} {_shortened(value)}"

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from fl_lightning.cli.configs import read_configs
+from fl_lightning.cli.flags import flags_in
 from fl_lightning.config.packaged import with_found_configs
 from fl_lightning.config.settings import is_free, is_under
 from fl_lightning.errors import InputError
@@ -65,11 +66,10 @@ def overrides(args: Sequence[str]) -> list[str]:
 def _flags(args: Sequence[str]) -> list[tuple[str, bool, str]]:
     """Return the dotted setting of each flag, whether it appends to a list, and its value as it was typed."""
     found = []
-    for arg, following in zip(args, [*args[1:], ""], strict=False):
-        name, equals, value = arg.partition("=")
+    for name, value in flags_in(args):
         if name.startswith("--"):
             path = name[2:].replace(".init_args", "").removesuffix(".class_path")
-            found.append((path.rstrip("+"), path.endswith("+"), value if equals else following))
+            found.append((path.rstrip("+"), path.endswith("+"), value))
     return found
 
 
