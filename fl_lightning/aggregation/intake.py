@@ -8,10 +8,12 @@ a round then takes the server's state and a few uploads, whatever its cohort.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 from fl_lightning.aggregation.sums import Addend, Sums, add_all
 from fl_lightning.wire import Payload
 
+AddendsOf: TypeAlias = Callable[[Payload, int], Mapping[str, Addend]]
 WAITING_UPLOADS, WAITING_BYTES = 2, 2**24
 """So many uploads, of so many bytes together, are added at once: each time reads and writes the sums."""
 
@@ -33,22 +35,17 @@ class AddedUploads(Uploads):
     Args:
         sums: what they are added to.
         addends: what the upload of a client adds, by name.
+        anywhere: whether other processes may add some of them.
     """
 
-    adds_anywhere = True
-
-    def __init__(self, sums: Sums, addends: Callable[[Payload, int], Mapping[str, Addend]]) -> None:
+    def __init__(self, sums: Sums, addends: AddendsOf, anywhere: bool) -> None:
         super().__init__()
-        self.addends, self.cohort, self._sums = addends, sums.cohort, sums
-        self._waiting, self._bytes = list[Mapping[str, Addend]](), 0
+        self.addends, self.cohort, self._sums, self.adds_anywhere = addends, sums.cohort, sums, anywhere
+        self._waiting, self._bytes = dict[int, Payload](), 0
 
     def take(self, id: int, upload: Payload) -> None:
-        self.keep(id, upload, self.addends(upload, id))
-
-    def keep(self, id: int, upload: Payload, addends: Mapping[str, Addend]) -> None:
-        """Take what a client's upload adds."""
         self[id] = Payload({"examples": upload.tensor("examples")})
-        self._waiting.append(addends)
+        self._waiting[id] = upload
         self._bytes += upload.nbytes
         if len(self._waiting) >= WAITING_UPLOADS and self._bytes >= WAITING_BYTES:
             self._add()
@@ -59,5 +56,5 @@ class AddedUploads(Uploads):
         return self._sums
 
     def _add(self) -> None:
-        add_all(self._sums, self._waiting)
-        self._waiting, self._bytes = [], 0
+        add_all(self._sums, [self.addends(upload, id) for id, upload in self._waiting.items()])
+        self._waiting, self._bytes = {}, 0

@@ -73,10 +73,9 @@ class ClippedUploads(AddedUploads):
         method: says what they add, in its present round.
     """
 
-    adds_anywhere = False  # what the sums start from is known here alone
-
     def __init__(self, privacy: PrivateAggregation, method: SummingServer) -> None:
-        super().__init__(Sums(WEIGHTED_MEAN, privacy.cohort), self._message)
+        # what the sums start from is known here alone
+        super().__init__(Sums(WEIGHTED_MEAN, privacy.cohort), self._message, anywhere=False)
         self.privacy, self.method = privacy, method
         self.starts: dict[str, Tensor] = {}
 

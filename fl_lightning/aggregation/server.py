@@ -30,6 +30,8 @@ log = logging.getLogger("fl_lightning")
 SHARE_UNITS = 2**30
 """Shares that ``max_share`` bounds are integers in units of 1 / 2^30."""
 SET_SERVER = 'write self.server["weights"] = ..., or call super() and change what it has made'
+RECEIVING = {"addends", "check", "decode", "starts", "upload_limits"}
+"""The hooks that the server calls with a client's upload before the round is closed."""
 LAST_UPDATE = "last_update/"
 """What the server's entries begin with that remember the last update of an average, by the name of the
 sum."""
@@ -60,6 +62,9 @@ class SummingServer:
     sums_over_any: bool = False
     """Declares that an own ``next_state`` makes a state of sums over any clients, such as those that one peer
     hears, and counts nothing over all clients."""
+    receives_anywhere: bool = True
+    """Declares that ``RECEIVING`` hooks write to nothing, so that worker processes may receive uploads. A
+    class of one's own that overrides one of them says so anew."""
     reads_public: bool = False
     """Whether ``decode`` reads an upload with weights that its sender had before. A server knows them; peers
     know what the sender has told them last, which is then ``server["public"]``."""
@@ -164,7 +169,8 @@ class SummingServer:
         if self.max_share < 1 or not average.is_sum or any(overrides(self, SummingServer, n) for n in own):
             return Uploads()
         sums = Sums(average, self.cohort)
-        return AddedUploads(sums, lambda upload, id: self.addends(upload, id, examples_in(upload)))
+        anywhere = receives_anywhere(self)
+        return AddedUploads(sums, lambda upload, id: self.addends(upload, id, examples_in(upload)), anywhere)
 
     def product_addends(self, upload: Payload) -> dict[str, Addend]:
         """Return what a client adds under masks beside :meth:`addends`: the products of its adapters, where
@@ -349,6 +355,15 @@ class SummingServer:
 
     def _capped(self, examples: Sequence[int]) -> list[float]:
         return capped([n / sum(examples) for n in examples], self.max_share)
+
+
+def receives_anywhere(method: SummingServer) -> bool:
+    """Return whether a process that is not the server's may receive uploads: whether the hooks that do are
+    the package's, or declare that they write to nothing."""
+    theirs = (cls for cls in type(method).__mro__ if not cls.__module__.startswith("fl_lightning."))
+    says = {cls: vars(cls).get("receives_anywhere") for cls in (*theirs, SummingServer)}
+    first = next(cls for cls, said in says.items() if said is not None or vars(cls).keys() & RECEIVING)
+    return bool(says[first]) and not vars(method).keys() & RECEIVING
 
 
 def examples_in(upload: Payload) -> int:

@@ -78,7 +78,7 @@ class PoolEngine(Engine):
         self.name = engine.name
         self.workers: list[Worker] = []
         self.forked: dict[str, Any] = {}  # the method's attributes as the workers have them
-        self.receives_here = False
+        self.told_unsendable = False
 
     def start(self) -> None:
         self.forked = dict(vars(self.method))
@@ -94,7 +94,7 @@ class PoolEngine(Engine):
     def train_own(
         self, tasks: Sequence[ClientTask], units: Units | None = None, into: Uploads | None = None
     ) -> Iterator[tuple[int, ClientResult]]:
-        opening = self._opening() if isinstance(into, AddedUploads) and into.adds_anywhere else None
+        opening = self._opening(isinstance(into, AddedUploads) and into.adds_anywhere)
         ahead = self._ahead(tasks)
         waiting = self._portions(tasks, self.units(tasks) if units is None else units, ahead)
         done: dict[int, ClientResult] = {}
@@ -113,40 +113,32 @@ class PoolEngine(Engine):
                         portion = [at for unit in busy.pop(worker) for at in unit]
                         answer = worker.hear()
                         self._hand_out(waiting, tasks, busy, given + 2 * ahead, opening)  # and then read
-                        results = worker.take(answer, [tasks[at] for at in portion])
-                        done |= zip(portion, map(self._own, results), strict=True)
+                        done |= zip(portion, worker.take(answer, [tasks[at] for at in portion]), strict=True)
                     looked = monotonic()
                 if given in done:
                     yield given, done.pop(given)
                     given += 1
                     self._hand_out(waiting, tasks, busy, given + 2 * ahead, opening)
-            if isinstance(into, AddedUploads) and opening is not None:
+            if isinstance(into, AddedUploads) and opening is not None and opening.adds:
                 self._add_up(into)
         finally:
             if busy:  # someone raised: what they are at is of no use
                 self.close()
 
-    def _opening(self) -> Opening | None:
-        """Return what workers need to receive uploads in this round; None where that cannot be sent, and the
-        uploads come back."""
+    def _opening(self, adds: bool) -> Opening | None:
+        """Return what workers are told of the method in this round; None where that cannot be sent, and
+        their uploads come back.
+
+        Args:
+            adds: whether they are to add up the uploads of their clients.
+        """
         try:
-            return None if self.receives_here else Opening.of(self.method, self.forked)
+            return Opening.of(self.method, self.forked, adds)
         except Exception as error:  # whatever an attribute raises that somebody has set
-            self._receive_here(str(error))
+            if not self.told_unsendable:
+                log.info("what was set on the method cannot be sent to workers: %s", error)
+            self.told_unsendable = True
             return None
-
-    def _own(self, result: ClientResult) -> ClientResult:
-        """Return a result whose upload this process receives, where receiving it has written something."""
-        if result.received is None or not result.received.changed:
-            return result
-        self._receive_here(f"{type(self.method).__name__} writes {result.received.changed} when it has one")
-        return replace(result, received=None)
-
-    def _receive_here(self, reason: str) -> None:
-        """Have all uploads come back from now on."""
-        if not self.receives_here:
-            log.info("uploads of workers are received in this process: %s", reason)
-        self.receives_here = True
 
     def _hand_out(
         self,
@@ -164,7 +156,7 @@ class PoolEngine(Engine):
 
     def _add_up(self, into: AddedUploads) -> None:
         """Give ``into`` what the workers have added up in this round."""
-        adding = [worker for worker in self.workers if worker.opening is not None]
+        adding = [worker for worker in self.workers if worker.opening is not None]  # who had a portion
         for worker in adding:
             worker.ask_for_sums()
         for worker in adding:
@@ -253,7 +245,7 @@ class Worker:
 
         Args:
             units: their tasks.
-            opening: of the round, if the worker is to add their uploads up; None: they come back.
+            opening: of the round; None: it cannot be sent.
         """
         messages = list({id(task.message): task.message for unit in units for task in unit}.values())
         index = {id(message): at for at, message in enumerate(messages)}
@@ -285,7 +277,7 @@ class Worker:
         places = write(self.down, [*sent, *state])
         if opening is not None:
             opening = opening._replace(places=places[len(sent) :]) if begins else None
-        self._say(Portion(None if same else places[: len(sent)], packed, self.opening is not None, opening))
+        self._say(Portion(None if same else places[: len(sent)], packed, opening))
 
     def ask_for_sums(self) -> None:
         """Have it end the round, and answer with the sums of the uploads that it was to add up."""
@@ -332,7 +324,7 @@ class Worker:
         Its memory is written to again in the portion after the next, so it is read before that one is given.
         """
         results = []
-        uploads = read(self.ups[answer.memory], answer.places)
+        uploads = read(self.ups[answer.memory], answer.places or [b""] * len(tasks))
         for task, upload, (kept, losses, steps, received) in zip(tasks, uploads, answer.kept, strict=True):
             state = unpack(kept)
             client = replace(task.client, state=state)

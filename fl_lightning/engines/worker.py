@@ -50,21 +50,23 @@ class ByValue(ForkingPickler):
 
 
 class Opening(NamedTuple):
-    """What receiving a round's uploads takes beside them.
+    """What a worker is told of the method when a round begins.
 
     Args:
-        attributes: of the method's other attributes, those that were set since the workers were forked, such
-            as ``cohort``: by name, as a pipe between processes takes them.
-        entries: of the server's state: name, type and shape of each.
+        adds: whether it adds up the uploads of its clients, as the server's half would.
+        attributes: those of the method, less ``server``, that were set since the workers were forked, such as
+            ``cohort``: by name, as a pipe between processes takes them.
+        entries: of the server's state, if it adds: name, type and shape of each.
         places: of their values; they are tensors while they are in the parent's process.
     """
 
+    adds: bool
     attributes: bytes
     entries: list[tuple[str, torch.dtype, torch.Size]]
     places: list[Any]
 
     @classmethod
-    def of(cls, method: Method, forked: Mapping[str, Any]) -> Opening:
+    def of(cls, method: Method, forked: Mapping[str, Any], adds: bool) -> Opening:
         """Return it for the present round of the server's half of a method.
 
         Args:
@@ -75,9 +77,9 @@ class Opening(NamedTuple):
         """
         found = {name: value for name, value in vars(method).items() if forked.get(name) is not value}
         found.pop("server", None)
-        server = {name: tensor.contiguous() for name, tensor in method.server.items()}
+        server = {name: tensor.contiguous() for name, tensor in method.server.items() if adds}
         entries = [(name, tensor.dtype, tensor.shape) for name, tensor in server.items()]
-        return cls(bytes(ByValue.dumps(found)), entries, [*server.values()])
+        return cls(adds, bytes(ByValue.dumps(found)), entries, [*server.values()])
 
 
 class Portion(NamedTuple):
@@ -86,13 +88,11 @@ class Portion(NamedTuple):
     Args:
         messages: the broadcasts; None: the same as in the portion before.
         units: of each unit its tasks, less the labels, and these as a few arrays.
-        adds: whether uploads are added up here.
-        opening: of the round, if they are and this is its first portion here.
+        opening: of the round, if this is its first portion here.
     """
 
     messages: list[Place] | None
     units: list[tuple[list[tuple[Any, ...]], list[np.ndarray]]]
-    adds: bool = False
     opening: Opening | None = None
 
 
@@ -101,7 +101,7 @@ class Answer(NamedTuple):
 
     Args:
         memory: which of the two memories for uploads it lies in.
-        places: of each upload there; empty where it has been added up here.
+        places: of each upload there; none where uploads are added up here.
         kept: of each client: its state, losses, steps, and what became of its upload here.
     """
 
@@ -132,30 +132,28 @@ class Receiver:
     def __init__(self, method: Method) -> None:
         self.method = method
         self.uploads: AddedUploads | None = None
-        self.changed = ""  # what the server's half wrote to in this round; uploads go back from then on
 
     def open(self, opening: Opening, down: mmap) -> None:
         """Begin a round."""
+        for name, value in ByValue.loads(opening.attributes).items():
+            setattr(self.method, name, value)
+        self.uploads = None
+        if not opening.adds:
+            return
         found = zip(opening.entries, opening.places, strict=True)
         self.method.server = {
             name: tensor_at(down, place, dtype, shape) for (name, dtype, shape), place in found
         }
-        for name, value in ByValue.loads(opening.attributes).items():
-            setattr(self.method, name, value)
         uploads = self.method.intake()
         assert isinstance(uploads, AddedUploads), "it is one in the parent's process"
-        self.uploads, self.changed = uploads, ""
+        self.uploads = uploads
 
     def receive(self, result: ClientResult, returns: bool) -> Received:
         """Take one client's upload."""
         assert self.uploads is not None, "open comes first"
-        if self.changed:
-            return Received(len(result.upload), changed=self.changed)
         if not returns:
             return Received(len(result.upload))
-        received = receive_here(self.method, result.upload, result.client, self.uploads)
-        self.changed = received.changed
-        return received
+        return receive_here(self.method, result.upload, result.client, self.uploads)
 
     def close(self, up: mmap) -> AddedHere:
         """End the round, and return its sums."""
@@ -232,9 +230,8 @@ def _trained(
             for (id, state, at, _, round, epochs, steps, returns), own in zip(unit, each, strict=True)
         ]
         for task, result in zip(tasks, engine.train(tasks, [list(range(len(tasks)))]), strict=True):
-            received = receiver.receive(result, task.returns) if portion.adds else None
-            stays = received is not None and not received.changed
-            uploads.append(b"" if stays else result.upload)
+            received = receiver.receive(result, task.returns) if receiver.uploads is not None else None
+            uploads += [result.upload] if received is None else []
             kept.append((pack(result.state), result.losses, result.steps, received))
     return Answer(memory, write(up, uploads), kept)
 

@@ -43,16 +43,6 @@ def constant_buffers(module: nn.Module) -> set[str]:
     }
 
 
-def constants_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that no local step changes, by name: frozen parameters and constant buffers."""
-    buffers = constant_buffers(module)
-    return {
-        name: tensor
-        for name, tensor in tensors_of(module).items()
-        if name in buffers or (isinstance(tensor, nn.Parameter) and not tensor.requires_grad)
-    }
-
-
 def sha256_of_parameters(module: nn.Module, without: Collection[str]) -> str:
     """Return the SHA-256 of the names and bytes of a module's parameters but some; empty if none is left."""
     digest, some = sha256(), False

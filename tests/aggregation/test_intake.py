@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from weakref import WeakValueDictionary
 
+import numpy as np
 import pytest
 import torch
 from ten import SMALL, make
@@ -14,6 +15,7 @@ from toy import run, sgd
 from fl_lightning import exchange, loop
 from fl_lightning.aggregation import intake, sums
 from fl_lightning.aggregation.averages import WEIGHTED_MEAN
+from fl_lightning.aggregation.server import receives_anywhere
 from fl_lightning.aggregation.sums import Addend, Sums
 from fl_lightning.conformance.toy import Sizes, images
 from fl_lightning.data import IID
@@ -21,6 +23,7 @@ from fl_lightning.engines import pool, worker
 from fl_lightning.hooks import Meter, Stressor
 from fl_lightning.methods import FedAvg
 from fl_lightning.privacy import ClientPrivacy
+from fl_lightning.privacy.secure import SecureSum
 
 CLIENTS, WAITING = 12, 3
 
@@ -195,6 +198,8 @@ def test_sums_added_in_parts_are_merged_over_processes(parts, monkeypatch):
 class Remembers(FedAvg):
     """Its server's half keeps a number beside ``server``, and perhaps what no process can be sent."""
 
+    receives_anywhere = True
+
     def __init__(self, closes_over: bool = False, **settings):
         super().__init__(**settings)
         self.closes_over, self.rounds_done = closes_over, 0
@@ -224,32 +229,57 @@ def test_workers_know_what_was_set_on_the_method_since(closes_over, tmp_path, mo
     assert (pooled[3] > 0) == closes_over
 
 
+class Holds:
+    total = 0
+
+
 class Counts(FedAvg):
-    """Its server's half writes while it receives, and the next state depends on it.
+    """Its server's half writes while it receives, its clients read what the server's half has set, and the
+    next state depends on both.
 
     Args:
-        where: what it writes to, and in which hook.
+        into: what it writes to.
+        hook: in which hook.
     """
 
-    def __init__(self, where: str = "", **settings):
+    def __init__(self, into: str = "", hook: str = "", **settings):
         super().__init__(**settings)
-        self.where, self.count, self.found, self.order = where, 0, {}, []
+        self.into, self.hook, self.count, self.found, self.order = into, hook, 0, {}, []
+        self.nested, self.held, self.array, self.drawn = {"ids": []}, Holds(), np.zeros(1), 0
+        self.generator, self.scale = torch.Generator().manual_seed(0), 1.0
+        self.register_buffer("buffer", torch.zeros(1))
 
     def build(self, data):
         super().build(data)
         self.server["count"] = torch.zeros(1)
 
     def write(self, hook, id):
-        if self.where == f"server, {hook}":
+        if hook != self.hook:
+            return
+        if self.into == "server":
             self.server["count"] = self.server["count"] * 2 + id
-        elif self.where == f"server in place, {hook}":
+        elif self.into == "server in place":
             self.server["count"] += id
-        elif self.where == f"attribute, {hook}":
-            self.count = self.count * 2 + id + 1
-        elif self.where == f"dictionary, {hook}":
+        elif self.into == "attribute":
+            self.count = self.count * 2 + id
+        elif self.into == "dictionary":
             self.found[self.round, id] = id
-        elif self.where == f"list, {hook}":
+        elif self.into == "list":
             self.order.append(id)
+        elif self.into == "nested list":
+            self.nested["ids"].append(id)
+        elif self.into == "object":
+            self.held.total += id
+        elif self.into == "array":
+            self.array[0] += id
+        elif self.into == "buffer":
+            self.buffer += id
+        elif self.into == "generator":
+            self.drawn = float(torch.rand(1, generator=self.generator))
+
+    def training_step(self, batch, batch_idx=0):
+        outputs = super().training_step(batch, batch_idx)
+        return {**outputs, "loss": outputs["loss"] * self.scale}
 
     def check(self, upload, client):
         self.write("check", client.id)
@@ -261,28 +291,68 @@ class Counts(FedAvg):
 
     def next_state(self, sums):
         super().next_state(sums)
-        counted = self.server["count"] + self.count + sum(self.found.values()) + sum(self.order)
+        self.scale *= 0.5
+        counted = self.server["count"] + self.count + sum(self.found.values()) + sum(self.order) + self.buffer
+        counted = counted + sum(self.nested["ids"]) + self.held.total + float(self.array[0]) + self.drawn
         self.server["weights"] = self.server["weights"] + counted / 1024
 
 
+WRITTEN = (
+    *("server", "server in place", "attribute", "dictionary", "list", "nested list", "object", "array"),
+    *("buffer", "generator"),
+)
+
+
 @pytest.mark.parametrize("hook", ["check", "addends"])
-@pytest.mark.parametrize("to", ["server", "server in place", "attribute", "dictionary", "list"])
+@pytest.mark.parametrize("to", WRITTEN)
 def test_what_the_servers_half_writes_is_written_in_the_parent(to, hook, tmp_path, monkeypatch, caplog):
-    """As by one process; the log says once why the uploads come back."""
+    """As by one process, which has all its uploads."""
 
     def found(workers):
-        method = Counts(f"{to}, {hook}", network=SMALL)
-        with caplog.at_level("INFO", "fl_lightning"):
-            server, ledger, _, decoded = in_workers(
-                method, tmp_path, monkeypatch, caplog, engine="sequential", workers=workers
-            )
-            told = [line for line in caplog.messages if "received in this process: Counts writes" in line]
-        return server, ledger, decoded, told
+        return in_workers(
+            Counts(to, hook, network=SMALL),
+            tmp_path,
+            monkeypatch,
+            caplog,
+            engine="sequential",
+            workers=workers,
+        )
 
     alone, pooled = found(1), found(2)
     assert all(torch.equal(alone[0][entry], pooled[0][entry]) for entry in alone[0])
-    assert alone[1:3] == pooled[1:3]
-    assert (len(alone[3]), len(pooled[3])) == (0, 1)
+    assert alone[1:] == pooled[1:]
+
+
+def test_under_masks_workers_know_what_was_set_too(tmp_path, monkeypatch, caplog):
+    def found(workers):
+        settings = {"engine": "sequential", "workers": workers, "secure_sum": SecureSum()}
+        return in_workers(Counts(network=SMALL), tmp_path, monkeypatch, caplog, **settings)
+
+    pytest.importorskip("cryptography")
+    alone, pooled = found(1), found(2)
+    assert all(torch.equal(alone[0][entry], pooled[0][entry]) for entry in alone[0])
+
+
+def test_who_says_that_its_hooks_write_to_nothing():
+    class Overrides(FedAvg):
+        def addends(self, upload, client_id, weight):
+            return super().addends(upload, client_id, weight)
+
+    class Says(Overrides):
+        receives_anywhere = True
+
+    class SaysNoMore(Says):
+        def check(self, upload, client):
+            super().check(upload, client)
+
+    class Trains(Says):
+        def training_step(self, batch, batch_idx=0):
+            return super().training_step(batch, batch_idx)
+
+    patched = FedAvg()
+    patched.decode = lambda upload: upload.tensor("weights")
+    methods = [FedAvg(), make("SCAFFOLD"), Overrides(), Says(), SaysNoMore(), Trains(), patched]
+    assert [receives_anywhere(method) for method in methods] == [True, True, False, True, False, True, False]
 
 
 class AddsNonsense(FedAvg):

@@ -42,7 +42,7 @@ from fl_lightning.engines.stacked.stack import CannotStackError, Stack, StackLos
 from fl_lightning.engines.stacked.start_state import StartState
 from fl_lightning.engines.stacked.uploads import default_uploads
 from fl_lightning.methods import Method
-from fl_lightning.models.tensors import constants_of, tensors_of
+from fl_lightning.models.tensors import constant_buffers, tensors_of
 from fl_lightning.support.hook_values import check_outputs
 
 log = logging.getLogger("fl_lightning")
@@ -335,3 +335,13 @@ def _stacked(rows: Sequence[Sequence[Any]]) -> Iterator[list[tuple[list[int], An
             (where, tree_map(lambda *leaves: torch.stack(leaves), *(rows[at][step] for at in where)))
             for where in groups.values()
         ]
+
+
+def constants_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that no local step changes, by name: frozen parameters and constant buffers."""
+    buffers = constant_buffers(module)
+    return {
+        name: tensor
+        for name, tensor in tensors_of(module).items()
+        if name in buffers or (isinstance(tensor, nn.Parameter) and not tensor.requires_grad)
+    }
