@@ -272,7 +272,7 @@ class FederatedTrainer(RunViews):
             self.journal = Journal(
                 start, self.progress, config, self.root, self.experiment, str(self._name), logger=self.logger
             )
-            self.fitted = method, data, seed
+            self.fitted = method, data, self.seed
             if self.journal.is_finished(self.max_rounds, self._stop_reason):
                 return Results(self.progress.summary)
             session = RunSession(
@@ -407,7 +407,7 @@ class FederatedTrainer(RunViews):
 
     def _take(self, method: Method, data: FederatedData, seed: int, alone: str = "") -> None:
         check_given(method, data, seed)
-        self.method, self.data, self.seed = method, data, seed
+        self.method, self.data, self.seed = method, data, int(seed)
         require(
             not alone or not launched_from_outside(self.fabric),
             f"{alone} in several processes",

@@ -29,7 +29,7 @@ log = logging.getLogger("fl_lightning")
 
 SHARE_UNITS = 2**30
 """Shares that ``max_share`` bounds are integers in units of 1 / 2^30."""
-SET_SERVER = 'write self.server["weights"] = ..., or call super() and change what it has made'
+SET_SERVER = 'set self.server["weights"] there, or call super(), and end it without a value'
 RECEIVING = {"addends", "check", "decode", "starts", "upload_limits"}
 """The hooks that the server calls with a client's upload before the round is closed."""
 LAST_UPDATE = "last_update/"

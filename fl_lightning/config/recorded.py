@@ -110,12 +110,12 @@ def describe(value: Any) -> Any:
 
     An object becomes its class path and arguments; arrays and code become hashes.
     """
+    if isinstance(value, np.generic):  # before the next: np.float64 is a float, and no plain one
+        return value.item()
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Path):
         return str(value)
-    if isinstance(value, np.generic):
-        return value.item()
     if isinstance(value, Mapping):
         return {str(key): describe(item) for key, item in value.items()}
     if isinstance(value, (set, frozenset)):

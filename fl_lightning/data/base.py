@@ -182,6 +182,8 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
 
     def move(self, device: torch.device) -> None:
         """Move the examples to the device."""
+        given = f"data {type(self).__name__}, which has no test_target"
+        require(hasattr(self, "test_target"), given, "setup sets test_target", "set it there")
         self.device = device
         self._public_moved = None
         self.train_target, self.test_target = self.train_target.to(device), self.test_target.to(device)

@@ -5,62 +5,84 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_lightning.data.base import FederatedData
 from fl_lightning.errors import InputError, require
-from fl_lightning.tasks import Classification
+from fl_lightning.tasks import Classification, Regression
 
 
-def check_targets(data: FederatedData) -> None:
-    """Refuse targets and groups that a round would stumble over; call it after ``setup``.
+def check_training_set(data: FederatedData) -> None:
+    """Refuse what a partition would stumble over; call it after ``setup``.
 
     Raises:
         InputError: the constructor or ``setup`` left something out, or a target or a group is out of range.
     """
-    name = type(data).__name__
-    for attribute in ("num_classes", "example_shape", "train_target", "test_target"):
-        where = "setup" if attribute.endswith("target") else "its constructor"
-        missing = f"{where} sets {attribute}"
-        require(hasattr(data, attribute), f"data {name}, which has no {attribute}", missing, "set it there")
-    for attribute in ("train_target", "test_target"):
-        target = getattr(data, attribute)
-        given = f"data {name}, whose {attribute}"
-        if not isinstance(target, Tensor):
-            raise InputError(
-                f"{given} is {type(target).__module__}.{type(target).__name__}",
-                "targets are a tensor, with one entry for each example",
-                "write torch.as_tensor(...)",
-            )
-        if not len(target):
-            continue  # such as the test set of a node
-        if type(data.task) is Classification:
-            _check_classes(target, data.num_classes, given)
-        elif target.is_floating_point():
-            finite = bool(target.isfinite().all())
-            require(
-                finite, f"{given} holds NaN or infinity", "targets are finite", "leave those examples out"
-            )
-    if data.run_form is None:
-        has_test = len(data.test_target) > 0
-        require(
-            has_test, f"data {name} without a test example", "runs are evaluated on them", "set some aside"
-        )
+    for attribute in ("num_classes", "example_shape", "train_target"):
+        where = "setup" if attribute == "train_target" else "its constructor"
+        given = f"data {type(data).__name__}, which has no {attribute}"
+        require(hasattr(data, attribute), given, f"{where} sets {attribute}", "set it there")
+    _check_target(data, "train_target")
+    if hasattr(data, "test_target"):
+        _check_target(data, "test_target")
+    check_groups(data)
+
+
+def check_test_set(data: FederatedData) -> None:
+    """Refuse a test set that is empty or of wrong targets; call it after ``distribute``, which may set it.
+
+    Raises:
+        InputError: it is.
+    """
+    _check_target(data, "test_target")
+    if data.run_form is None:  # a node of a deployment has none
+        given = f"data {type(data).__name__} without a test example"
+        require(len(data.test_target), given, "runs are evaluated on them", "set some aside")
+
+
+def check_groups(data: FederatedData) -> None:
+    """Refuse groups of the training examples that no partition can go by.
+
+    Raises:
+        InputError: there are some.
+    """
     group = data.train_group
+    if not isinstance(group, Tensor):
+        kind = f"{type(group).__module__}.{type(group).__name__}"
+        given = f"data {type(data).__name__}, whose train_group is {kind}"
+        raise InputError(given, "groups are a tensor", "write torch.as_tensor(...)")
     integers = not group.is_floating_point() and len(group) == len(data.train_target)
     require(
         integers and (not len(group) or int(group.min()) >= 0),
-        f"data {name}, whose train_group is {group.dtype} {list(group.shape)}",
+        f"data {type(data).__name__}, whose train_group is {group.dtype} {list(group.shape)}",
         f"it has an integer for each of {len(data.train_target)} examples, and groups are 0, 1, ...",
         "number the groups from 0",
     )
 
 
+def _check_target(data: FederatedData, attribute: str) -> None:
+    target, given = getattr(data, attribute), f"data {type(data).__name__}, whose {attribute}"
+    if not isinstance(target, Tensor):
+        raise InputError(
+            f"{given} is {type(target).__module__}.{type(target).__name__}",
+            "targets are a tensor, with one entry for each example",
+            "write torch.as_tensor(...)",
+        )
+    if not len(target):
+        return
+    if type(data.task) is Classification:
+        _check_classes(target, data.num_classes, given)
+    elif type(data.task) is Regression:  # a task of one's own may leave NaN out
+        finite = target.isfinite().all()
+        require(finite, f"{given} holds NaN or infinity", "targets are finite", "leave those examples out")
+
+
 def _check_classes(target: Tensor, num_classes: int, given: str) -> None:
-    if target.dtype != torch.int64 or target.ndim != 1:
+    if target.dtype not in (torch.int64, torch.uint8) or target.ndim != 1:
         raise InputError(
             f"{given} is {target.dtype} {list(target.shape)}",
             "classes are int64, one for each example",
@@ -76,33 +98,59 @@ def _check_classes(target: Tensor, num_classes: int, given: str) -> None:
 
 
 def check_inputs(data: FederatedData) -> None:
-    """Refuse inputs of other numbers or another shape than ``example_shape`` says; call it after
+    """Refuse inputs that are no tensors or of another shape than ``example_shape`` says; call it after
     ``distribute``. Two training examples are looked at.
 
     Raises:
-        InputError: they are others.
+        InputError: they are.
     """
-    index = torch.arange(min(2, len(data.train_target)), device=data.device)
-    if not len(index):
-        return
-    inputs: Any = data.inputs("train", index)
-    given = f"data {type(data).__name__}, whose inputs of {len(index)} examples"
+    inputs, given = _two_inputs(data)
     if isinstance(inputs, Tensor):
-        form = (len(index), *data.example_shape)
-        right = tuple(inputs.shape) == form
-        rule = "a batch is [B, *example_shape]"
-        require(
-            right,
-            f"{given} are {list(inputs.shape)} where example_shape={data.example_shape}",
-            rule,
-            "correct one",
-        )
+        form = f"{given} are {list(inputs.shape)} where example_shape={data.example_shape}"
+        right = tuple(inputs.shape[1:]) == tuple(data.example_shape)
+        require(right, form, "a batch is [B, *example_shape]", "correct one")
     for tensor in inputs.values() if isinstance(inputs, dict) else [inputs]:
         if not isinstance(tensor, Tensor):
             kind = type(tensor).__name__
             raise InputError(f"{given} are {kind}", "they are tensors", "write torch.as_tensor(...)")
-        if tensor.is_floating_point():
-            single = tensor.dtype == torch.float32
-            require(single, f"{given} are {tensor.dtype}", "weights are float32", "write .float()")
-            finite = bool(tensor.isfinite().all())
-            require(finite, f"{given} hold NaN or infinity", "they are finite", "leave those examples out")
+
+
+def check_values(data: FederatedData, network: nn.Module, autocast: AbstractContextManager[Any]) -> None:
+    """Refuse inputs of another type than float32, or that are not finite, with which the network fails: it
+    may convert them itself. The same two examples are looked at.
+
+    Args:
+        data: dealt out.
+        network: in its place on the device.
+        autocast: what a step is made in.
+
+    Raises:
+        InputError: it fails.
+    """
+    inputs, given = _two_inputs(data)
+    for tensor in inputs.values() if isinstance(inputs, dict) else [inputs]:
+        if not tensor.is_floating_point():
+            continue
+        if tensor.dtype != torch.float32:
+            error = InputError(f"{given} are {tensor.dtype}", "weights are float32", "write .float()")
+        elif not tensor.isfinite().all():
+            error = InputError(f"{given} hold NaN or infinity", "they are finite", "leave those examples out")
+        else:
+            continue
+        training = network.training
+        try:
+            with torch.no_grad(), autocast:
+                outputs = network.eval()(inputs)
+        except Exception as cause:
+            raise error from cause
+        finally:
+            network.train(training)
+        if isinstance(outputs, Tensor) and not outputs.isfinite().all():
+            raise error
+
+
+def _two_inputs(data: FederatedData) -> tuple[Any, str]:
+    """Return the inputs of two training examples, if there are two, and how a message names them."""
+    index = torch.arange(min(2, len(data.train_target)), device=data.device)
+    inputs = data.inputs("train", index) if len(index) else {}
+    return inputs, f"data {type(data).__name__}, whose inputs of {len(index)} examples"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -143,6 +144,8 @@ def build_network(
         raise _not_images(f"network={network!r}", example_shape)
     classifies_text = is_text and not is_language
     made = _make(network, num_classes, example_shape, classifies_text)
+    if torch.get_default_device().type == "meta":  # a copy: it may hold modules that the caller still needs
+        made = copy.deepcopy(made).to("meta")
     if inputs is None:
         inputs = torch.zeros(2, *example_shape)
     check_outputs(made, f"network={name_of(network)}", num_classes, inputs, logits, task or Classification())

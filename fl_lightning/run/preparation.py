@@ -17,7 +17,7 @@ from fl_lightning.aggregation.private import PrivateAggregation
 from fl_lightning.clock import Rounds, Timing
 from fl_lightning.compatibility import Run, check_run
 from fl_lightning.data import FederatedData
-from fl_lightning.data.checks import check_inputs, check_targets
+from fl_lightning.data.checks import check_inputs, check_test_set, check_training_set, check_values
 from fl_lightning.data.example_batches import Split
 from fl_lightning.distributed.launch import one_first
 from fl_lightning.engines import check_optimizer, check_workers
@@ -143,11 +143,12 @@ def _build(settings: FederationSettings, method: Method, data: FederatedData, se
     fabric = settings.fabric
     one_first(fabric, data.prepare_data)
     data.setup("fit")
-    check_targets(data)
+    check_training_set(data)
     if settings.deal is None:
         data.distribute(seed, fabric.device)
     else:
         settings.deal(data, seed, fabric.device)
+    check_test_set(data)
     check_inputs(data)
     check_settings(settings, method, data)
     method.seed = seed
@@ -159,6 +160,7 @@ def _build(settings: FederationSettings, method: Method, data: FederatedData, se
     prepare_guides(fabric, method, data)
     method.has_said_no_average = False
     method.to(fabric.device)
+    check_values(data, method.network, fabric.autocast())
     check_optimizer(method, settings.max_rounds)
     check_workers(fabric, settings.workers)
 

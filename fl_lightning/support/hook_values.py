@@ -24,7 +24,7 @@ def check_outputs(method: object, outputs: Any) -> None:
         raise MisuseError(
             f"{type(method).__name__}.training_step returned {', '.join(entries) or _kind(outputs)}",
             'a method returns a dictionary of tensors with the key "loss"',
-            'write return {"loss": loss}',
+            'write return {"loss": loss}, and torch.tensor(...) for other numbers',
         )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from toy import run, sgd
 
 from fl_lightning.data import IID, FederatedData
@@ -39,6 +40,33 @@ class Own(FederatedData):
     @property
     def train_group(self):
         return self.changes.get("train_group", lambda right: right)(super().train_group)
+
+
+class Converts(nn.Module):
+    """It takes float32 of other numbers, and 0 for NaN."""
+
+    def __init__(self, num_classes):
+        super().__init__()
+        self.linear = nn.Linear(4, num_classes)
+
+    def forward(self, x):
+        return self.linear(x.float().nan_to_num())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"inputs": lambda x: x.double()},
+        {"inputs": lambda x: x.half()},
+        {"inputs": lambda x: torch.where(x > 1, torch.nan, x)},
+        {"train_target": lambda y: y.byte(), "test_target": lambda y: y.byte()},
+        {"train_group": lambda g: g.int()},
+        {"shape": [4]},
+    ],
+)
+def test_what_a_network_takes_is_taken(changes, tmp_path):
+    trainer = run(FedAvg(network=Converts, optimizer=sgd()), Own(**changes), tmp_path, max_rounds=1)
+    assert trainer.history["test/loss"].notna().all()
 
 
 def test_it_is_said_that_nobody_has_a_validation_example(caplog):
@@ -80,6 +108,7 @@ def test_data_as_they_should_be(tmp_path):
         ({"shape": (5,)}, r"inputs of 2 examples are \[2, 4\] where example_shape=\(5,\)"),
         ({"train_group": lambda g: g - 1}, r"train_group is torch.int64 \[12\]; .*groups are 0, 1, ..."),
         ({"train_group": lambda g: g.float()}, r"train_group is torch.float32"),
+        ({"train_group": lambda g: g.numpy()}, r"train_group is numpy.ndarray; groups are a tensor"),
     ],
 )
 def test_data_that_a_round_would_stumble_over(changes, says, tmp_path):

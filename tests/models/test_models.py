@@ -160,6 +160,12 @@ def test_a_function_must_not_return_the_same_network_twice() -> None:
     for make in (lambda num_classes: body, lambda num_classes: Head(num_classes, body)):
         with pytest.raises(InputError, match="returns tensors that exist already"):
             build_network(make, 5, (3, 2, 2))
+    frozen = deepcopy(body).requires_grad_(False)
+    assert build_network(lambda num_classes: Head(num_classes, frozen), 5, (3, 2, 2)).body is frozen
+    once = iter([deepcopy(body)])
+    assert len(build_network(lambda num_classes: next(once), 5, (3, 2, 2))) == 2
+    lazy = nn.Sequential(nn.Flatten(), nn.LazyLinear(5))
+    assert len(build_network(lambda num_classes: deepcopy(lazy), 5, (3, 2, 2))) == 2
     torch.manual_seed(1)
     made = build_network(lambda num_classes: deepcopy(body), 5, (3, 2, 2))
     drawn = torch.rand(1)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -76,6 +78,26 @@ def test_adapters_of_all_kinds_have_a_forecast(kind: AdapterKind, tmp_path: Path
     for way in ("download", "upload"):
         counted = float(row[f"comm/{way}_bytes"]) / 4
         assert abs(found[f"comm/client_{way}_bytes"] - counted) <= 0.02 * counted + ENTRIES, way
+
+
+def test_a_copied_network_has_a_forecast_too():
+    """The one of the maker that it is copied from; the network that is copied, or held, keeps its values."""
+    data = records(generate=False)
+
+    def new(vocab_size: int) -> nn.Module:
+        return add_adapter(Llama(vocab_size, width=16, depth=1, heads=2), "lora", rank=2)
+
+    def told(maker: Callable[[int], nn.Module]) -> dict[str, float]:
+        method = FedAvg(network=maker, optimizer=adam())
+        return forecast(method, data, participation=1.0, rounds=2).metrics()
+
+    network = new(data.num_classes)
+    before = copy.deepcopy(network.state_dict())
+    assert told(lambda vocab_size: copy.deepcopy(network)) == told(new)
+    network.requires_grad_(False)
+    head = told(lambda vocab_size: nn.Sequential(network, nn.Linear(vocab_size, vocab_size, bias=False)))
+    assert head["comm/client_upload_bytes"] > 4 * data.num_classes**2
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
 
 
 MASKED = [(rule, 2) for rule in RULES if rule not in ("padded", "share_a")]

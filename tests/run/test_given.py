@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+import yaml
 from lightning import LightningDataModule
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader
-from toy import ready
+from toy import ready, sgd
 
 from fl_lightning.conformance.toy import trainer_in
 from fl_lightning.errors import InputError, MisuseError
-from fl_lightning.methods import FedAvg
+from fl_lightning.methods import FedAvg, FedProx
 
 
 class NoBase(FedAvg):
@@ -63,3 +65,10 @@ def test_it_is_said_what_to_write(command, method, data, seed, says, tmp_path):
 def test_before_the_first_run_there_is_no_directory(tmp_path):
     with pytest.raises(MisuseError, match="it has none before its first fit"):
         _ = trainer_in(tmp_path).run_dir
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path):
+    trainer = trainer_in(tmp_path, max_rounds=np.int64(1))
+    trainer.fit(FedProx(mu=np.float64(0.1), network="mlp", optimizer=sgd()), ready(), seed=np.int64(1))
+    settings = yaml.safe_load((trainer.run_dir / "config.yaml").read_text())
+    assert (settings["seed_everything"], settings["model"]["init_args"]["mu"]) == (1, 0.1)

@@ -267,6 +267,8 @@ def test_a_test_of_another_checkpoint_takes_nothing_from_the_tables(tmp_path):
         )
         of_last = {"chosen": "last", "round": 5, "metrics": {"fgsm/accuracy": 0.4}}
         (folder / "test_round_000005.json").write_text(json.dumps(of_last))
+        (folder / "test_round_000004.json").write_text("[1")
+        (folder / "test_notes.json").write_text("[1]")
     results = gather("study", tmp_path)
     assert {(run.label, run.metrics["fgsm/accuracy"]) for run in results.runs} == {("A", 0.5), ("B", 0.4)}
     assert not results.not_counted

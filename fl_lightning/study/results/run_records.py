@@ -16,7 +16,7 @@ from fl_lightning.config.settings import config_of, is_free, settings_hash
 from fl_lightning.errors import InputError
 from fl_lightning.run.checkpoint import CheckpointError, load_document
 from fl_lightning.run.clients import FILE as CLIENTS
-from fl_lightning.run.directory import numbered
+from fl_lightning.run.directory import numbered, read_json
 from fl_lightning.run.paths import checkpoints_in
 from fl_lightning.run.tables import CsvTable, numbers
 
@@ -120,10 +120,8 @@ def read_directory(path: Path) -> RunRecord:
         file = "metrics.csv"
         history = numbers((path / file).read_bytes()) if (path / file).exists() else []
         file = "test.json"
-        tested, older = Tested.of(_mapping(path / file) if (path / file).exists() else {}), []
-        for other in sorted(path.glob("test_*.json")):
-            file = other.name
-            older.append(Tested.of(_mapping(other)))
+        tested = Tested.of(_mapping(path / file) if (path / file).exists() else {})
+        older = [Tested.of(read_json(other)) for other in sorted(path.glob("test_round_*.json"))]
         file = "config.yaml"
         clients = _text(path / CLIENTS)
         settings = config_of(path) if (path / file).exists() else {}
