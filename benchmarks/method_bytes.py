@@ -25,6 +25,7 @@ ROUNDS = 2
 FEW = {
     "max_rounds": str(ROUNDS),
     "eval_every": str(ROUNDS),
+    "max_local_steps": "2",
     "participation": "0.05",
     "callbacks": "[]",
     "logger": "false",

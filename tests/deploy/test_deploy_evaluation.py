@@ -23,7 +23,8 @@ from fl_lightning.evaluation import MAX_PARTS
 SMALL = ["--trainer.eval_every=1", "--trainer.max_rounds=2", "--data.num_clients=5"]
 IMAGES = [*SMALL, "--data.dataset=synthetic", "--data.synthetic_examples=240"]
 IMAGES += ["--data.synthetic_test_examples=40"]
-TEXTS = [*SMALL, "--trainer.max_local_steps=1", "--data.partition=IID", "--data.examples_per_client=60"]
+TEXTS = [*SMALL, "--trainer.max_local_steps=1", "--data.partition=IID", "--data.examples_per_client=12"]
+TEXTS += ["--data.tests_per_task=1"]
 
 
 def measured(cli, name: str = "metrics") -> list[dict[str, str]]:

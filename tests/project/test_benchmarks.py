@@ -51,10 +51,15 @@ NEEDS = {"calibrated_clock": "flwr", "deploy": "flwr", "secure_sum": "Crypto"}
 LONG = {
     "attacks",
     "calibrated_clock",
+    "clock_cost",
+    "language_base",
     "language_engines",
+    "rank_sums",
+    "ranks",
     "shipped_tables",
     "startup",
     "word_list",
+    "workload_ours",
     "workloads",
 }
 """Tried with ``-m slow`` alone: they take a quarter to two minutes in their shortest form."""
