@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -20,7 +19,7 @@ from fl_lightning.errors import InputError, as_bad_input
 from fl_lightning.models.channels_last import lay_out
 from fl_lightning.models.checks import check_maker, check_outputs, error_text, name_of
 from fl_lightning.models.first_inputs import FirstInputs
-from fl_lightning.models.freshness import check_new, new_parameters
+from fl_lightning.models.freshness import of_its_own
 from fl_lightning.models.language import LlamaPretrained, LlamaTiny, LlamaTinyDeep
 from fl_lightning.models.measured import MeasuredNetwork
 from fl_lightning.models.mlp import MLP
@@ -144,8 +143,8 @@ def build_network(
         raise _not_images(f"network={network!r}", example_shape)
     classifies_text = is_text and not is_language
     made = _make(network, num_classes, example_shape, classifies_text)
-    if torch.get_default_device().type == "meta":  # a copy: it may hold modules that the caller still needs
-        made = copy.deepcopy(made).to("meta")
+    if torch.get_default_device().type == "meta":
+        made = made.to("meta")  # one that was copied has values
     if inputs is None:
         inputs = torch.zeros(2, *example_shape)
     check_outputs(made, f"network={name_of(network)}", num_classes, inputs, logits, task or Classification())
@@ -227,12 +226,9 @@ def _call_maker(
     named = any(p.name == "num_classes" or p.kind is p.VAR_KEYWORD for p in parameters)
     shape = {"example_shape": example_shape} if "example_shape" in _parameters(innermost(make)) else {}
     arguments, by_name = ([], {"num_classes": num_classes}) if named else ([num_classes], {})
-    again = partial(make, *arguments, **by_name, **shape)
+    call = partial(made_by, make, *arguments, **by_name, **shape)
     try:
-        with new_parameters() as new:
-            made = made_by(make, *arguments, **by_name, **shape)
-        if isinstance(made, nn.Module):
-            check_new(made, again, new, given)
+        made = call() if make in _OWN_NETWORKS.values() else of_its_own(call, given)
     except InputError:
         raise
     except ValueError:  # the network refuses its own settings

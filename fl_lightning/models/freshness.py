@@ -1,76 +1,58 @@
-"""Whether a function that is given as ``network`` makes a new network each time that it is called.
+"""A network of its own for every run, whatever a function that is given as ``network`` returns.
 
-One that returns the same modules again would carry what a run has learnt into the next one, silently. What
-a new module is given of tensors that exist, as ``load_state_dict(..., assign=True)`` does, is not seen.
+One that returns the same modules again, or puts tensors that exist into new ones, would carry what a run has
+learnt into the next one, silently.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.nn.parameter import UninitializedParameter
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
 
 from fl_lightning.errors import InputError
-from fl_lightning.models.checks import name_of
+from fl_lightning.models.checks import error_text, name_of
+from fl_lightning.models.recipe import copied
 
 
-@contextmanager
-def new_parameters() -> Iterator[set[int]]:
-    """Collect the identities of the parameters that modules register within the block."""
-    found = set[int]()
-
-    def note(module: nn.Module, name: str, parameter: Any) -> None:
-        found.add(id(parameter))
-
-    handle = register_module_parameter_registration_hook(note)
-    try:
-        yield found
-    finally:
-        handle.remove()
-
-
-def check_new(made: nn.Module, again: Callable[[], Any], new: set[int], given: object) -> None:
-    """Refuse a function whose networks have trained parameters in common.
-
-    It is called once more where not all of them were registered while it ran: it may have copied them.
+def of_its_own(make: Callable[[], Any], given: object) -> Any:
+    """Return what a function makes; a network that has parameters or buffers of the one before is copied.
 
     Args:
-        made: what it has made.
-        again: calls it.
-        new: what :func:`new_parameters` has found.
-        given: how the function was given.
+        make: calls the function. It is called twice with the same random numbers; the second one counts.
+        given: the function, for the message.
 
     Raises:
-        InputError: they have.
+        InputError: a network shares some, and cannot be copied.
     """
-    if all(id(parameter) in new for parameter in _trained(made)):
-        return
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        try:
-            other = again()
-        except Exception:  # it works once, so that no other run can have its network
-            return
-    if isinstance(other, nn.Module) and _places(made) & _places(other):
+    with isolate_rng():
+        before = make()
+    try:
+        made = make()
+    except Exception:  # it works once, so that no other run can have its network
+        return before
+    both_networks = isinstance(before, nn.Module) and isinstance(made, nn.Module)
+    if not both_networks or _places(before).isdisjoint(_places(made)):
+        return made
+    try:
+        return copied(made)
+    except Exception as error:
         raise InputError(
-            f"network={name_of(given)}",
-            "it returns tensors that exist already, which would be trained on from run to run",
-            "make the network in it, or return copy.deepcopy(network)",
-        )
+            f"network={name_of(given)}, which returns tensors again that it has returned before",
+            f"they take what a run has learnt into the next one, and a copy failed: {error_text(error)}",
+            "make new ones in it",
+        ) from error
 
 
-def _trained(module: nn.Module) -> list[nn.Parameter]:
-    return [
-        parameter
-        for parameter in module.parameters()
-        if parameter.requires_grad and not isinstance(parameter, UninitializedParameter)
-    ]
-
-
-def _places(module: nn.Module) -> set[tuple[int, str]]:
-    """Return where in memory the trained parameters of a module begin; those without a place are left out."""
-    return {(one.data_ptr(), str(one.device)) for one in _trained(module) if one.numel() and not one.is_meta}
+def _places(module: nn.Module) -> set[tuple[torch.device, int]]:
+    """Return where in memory the parameters and buffers of a module begin, of those that have a place."""
+    tensors: chain[Tensor] = chain(module.parameters(), module.buffers())
+    return {
+        (tensor.device, tensor.data_ptr())
+        for tensor in tensors
+        if not (nn.parameter.is_lazy(tensor) or tensor.is_meta or tensor.is_sparse) and tensor.numel()
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import isclass
@@ -42,6 +43,15 @@ def made_by(make: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
 def recipe_of(network: nn.Module) -> Recipe | None:
     """Return the call that made a network; None where it was not made by :func:`made_by`."""
     return _RECIPES.get(network)
+
+
+def copied(network: nn.Module) -> nn.Module:
+    """Return a deep copy of a network, made by the same call."""
+    another = deepcopy(network)
+    recipe = recipe_of(network)
+    if recipe is not None:
+        _RECIPES[another] = recipe
+    return another
 
 
 def innermost(make: Any) -> Any:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import conv2d, linear, max_pool2d, relu
 
 from fl_lightning.errors import InputError
 from fl_lightning.models import NETWORKS, ResNet20, SmallCNN, build_network
+from fl_lightning.models.recipe import recipe_of
 from fl_lightning.rng import torch_stream
 
 
@@ -154,25 +157,75 @@ class Head(nn.Module):
         return self.head(self.body(x))
 
 
-def test_a_function_must_not_return_the_same_network_twice() -> None:
-    """It would go on from what the run before has learnt. A copy begins anew, and draws nothing."""
-    body = nn.Sequential(nn.Flatten(), nn.Linear(12, 5))
-    for make in (lambda num_classes: body, lambda num_classes: Head(num_classes, body)):
-        with pytest.raises(InputError, match="returns tensors that exist already"):
-            build_network(make, 5, (3, 2, 2))
-    frozen = deepcopy(body).requires_grad_(False)
-    assert build_network(lambda num_classes: Head(num_classes, frozen), 5, (3, 2, 2)).body is frozen
-    once = iter([deepcopy(body)])
-    assert len(build_network(lambda num_classes: next(once), 5, (3, 2, 2))) == 2
+class Holds(nn.Module):
+    """A new module each time, with tensors that exist."""
+
+    def __init__(self, num_classes: int, **tensors: Tensor) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, num_classes)
+        if "state" in tensors:
+            self.layer.load_state_dict({"weight": tensors["state"], "bias": torch.zeros(5)}, assign=True)
+        if "parameter" in tensors:
+            self.layer.weight = tensors["parameter"]
+        self.table = nn.Embedding.from_pretrained(tensors["table"]) if "table" in tensors else None
+        self.register_buffer("mean", tensors.get("buffer"))
+
+    def forward(self, x):
+        return self.layer(x.flatten(1))
+
+
+BODY = nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.BatchNorm1d(5))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda num_classes: BODY,
+        lambda num_classes: Head(num_classes, BODY),
+        lambda num_classes: Head(num_classes, BODY.requires_grad_(False)),
+        partial(Holds, state=torch.rand(5, 12)),
+        partial(Holds, parameter=nn.Parameter(torch.rand(5, 12))),
+        partial(Holds, table=torch.rand(5, 12)),
+        partial(Holds, buffer=torch.rand(5)),
+    ],
+    ids=["module", "part", "frozen part", "state", "parameter", "table", "buffer"],
+)
+def test_every_run_has_tensors_of_its_own(make: Callable[[int], nn.Module]) -> None:
+    """What is written into the first network is not in the second, whatever the function returns."""
+    torch.manual_seed(1)
+    first = build_network(make, 5, (3, 2, 2))
+    drawn = torch.rand(1)
+    before = deepcopy(first.state_dict())
+    for value in first.state_dict().values():
+        value.zero_()
+    torch.manual_seed(1)
+    second = build_network(make, 5, (3, 2, 2))
+    assert torch.equal(torch.rand(1), drawn)
+    assert all(torch.equal(value, before[name]) for name, value in second.state_dict().items())
+    assert recipe_of(first) is not None
+
+
+def test_what_needs_no_copy_is_taken_as_it_is() -> None:
+    made: list[nn.Module] = []
+
+    def new(num_classes: int) -> nn.Module:
+        made.append(Holds(num_classes))
+        return made[-1]
+
+    assert build_network(new, 5, (3, 2, 2)) is made[-1]
+    once = iter(BODY.children())
+    assert isinstance(
+        build_network(lambda num_classes: nn.Sequential(next(once), next(once)), 5, (3, 2, 2))[1], nn.Linear
+    )
     lazy = nn.Sequential(nn.Flatten(), nn.LazyLinear(5))
     assert len(build_network(lambda num_classes: deepcopy(lazy), 5, (3, 2, 2))) == 2
-    torch.manual_seed(1)
-    made = build_network(lambda num_classes: deepcopy(body), 5, (3, 2, 2))
-    drawn = torch.rand(1)
-    torch.manual_seed(1)
-    assert torch.equal(torch.rand(1), drawn)
-    assert torch.equal(made[1].weight, body[1].weight)
-    assert made[1].weight is not body[1].weight
+
+
+def test_tensors_that_cannot_be_copied_are_refused() -> None:
+    body = nn.Sequential(nn.Flatten(), nn.Linear(12, 5))
+    body.derived = body[1].weight * 2  # no leaf of the graph
+    with pytest.raises(InputError, match="make new ones in it"):
+        build_network(lambda num_classes: body, 5, (3, 2, 2))
 
 
 def test_a_network_without_logits_is_refused():
