@@ -10,9 +10,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from lightning.fabric.loggers import Logger
 
-from fl_lightning.aggregation.named_clients import NamedClients
-from fl_lightning.aggregation.private import PrivateAggregation
-from fl_lightning.clock import Clock, Rounds, Synchronous, Timing
+from fl_lightning.clock import Clock, Rounds
 from fl_lightning.compatibility.signatures import check_signatures
 from fl_lightning.config.constraints import at_least, within
 from fl_lightning.config.recorded import settings_of_run
@@ -35,17 +33,17 @@ from fl_lightning.run.interrupts import Interrupts
 from fl_lightning.run.journal import Journal
 from fl_lightning.run.log import RunLog
 from fl_lightning.run.metadata import name_of
-from fl_lightning.run.places import check_place
 from fl_lightning.run.preparation import DealFunction, check_settings, prepare_federation
 from fl_lightning.run.progress import Progress
 from fl_lightning.run.resume import choose_start, identity_of
+from fl_lightning.run.round_parts import RoundParts
 from fl_lightning.run.session import RunSession
 from fl_lightning.run.trial import trial_run
 from fl_lightning.run.views import RunViews
-from fl_lightning.sampling import Sampler, Uniform
+from fl_lightning.sampling import Sampler
 from fl_lightning.support.notebook import Results
 from fl_lightning.support.redaction import redact_settings
-from fl_lightning.topology import Star, Topology
+from fl_lightning.topology import Topology
 
 log = logging.getLogger("fl_lightning")
 
@@ -162,19 +160,8 @@ class FederatedTrainer(RunViews):
     ) -> None:
         for name, text in (("experiment", experiment), ("run_name", run_name or "x")):
             check_name(text, f"--trainer.{name} {text!r}")
-        self.privacy = None if privacy is None else PrivateAggregation(privacy)
-        self.callbacks = [
-            *([self.privacy] if self.privacy else []),
-            *(callbacks or []),
-            *([NamedClients()] if secure_sum else []),
-        ]
-        self.rounds = rounds or Synchronous()
-        self.timing = None if clock is None else Timing(clock, self.rounds)
-        self.callbacks += [self.timing] if self.timing else []
-        self.topology = topology or Star()
-        self.callbacks += self.topology.meters()
-        self.sampler = sampler or Uniform()
-        self.callbacks += [] if self.sampler.is_uniform else [self.sampler]
+        self.parts = RoundParts.of(secure_sum, privacy, clock, rounds, topology, sampler)
+        self.callbacks = self.parts.around(callbacks or [])
         check_signatures(self.callbacks)
         self.fabric = make_fabric(
             accelerator,
@@ -193,7 +180,6 @@ class FederatedTrainer(RunViews):
         self.participation = participation
         self.local_epochs = local_epochs
         self.max_local_steps = max_local_steps
-        self.secure_sum = secure_sum
         self.eval_every = eval_every
         self.checkpoint_every = checkpoint_every
         self.keep_checkpoints = keep_checkpoints
@@ -255,19 +241,13 @@ class FederatedTrainer(RunViews):
             start = choose_start(ckpt_path, folder, self._name, settings, auto_resume=self.auto_resume)
             data.continued = start.run is not None
             fed = self._prepare()
-            private, deployed = self.privacy is not None, self.remote is not None
-            check_place(start, deployed=deployed, private=private, own_data=data.apart)
-            if self.secure_sum is not None:
-                self.secure_sum.check_usable(fed.cohort_size)
-                if self.remote is None:
-                    log.info(
-                        "secure_sum: keys are drawn from the seed, for reproducible runs; they are no secrets"
-                    )
+            deployed = self.remote is not None
+            self.parts.check_start(start, data, deployed=deployed)
+            self.parts.check_cohort(fed, deployed=deployed)
             every, keep = self.checkpoint_every, self.keep_checkpoints
             self.progress = Progress(settings, identity_of(fed), data.task, every=every, keep=keep)
             self.progress.restore(fed, start, self.allow_changed)
-            if self.privacy is not None:
-                self.privacy.continue_in(start.run, self.progress.done.round)
+            self.parts.continue_in(start.run, self.progress.done.round)
             method.round = self.progress.done.round
             self.journal = Journal(
                 start, self.progress, config, self.root, self.experiment, str(self._name), logger=self.logger
@@ -296,7 +276,7 @@ class FederatedTrainer(RunViews):
             data,
             participation=self.participation,
             rounds=self.max_rounds,
-            secure_sum=self.secure_sum,
+            secure_sum=self.parts.masks,
         )
         show(found, method, data, str(self.fabric.strategy.precision.precision))
         return Results(found.metrics())
@@ -427,7 +407,7 @@ class FederatedTrainer(RunViews):
     @property
     def _stop_reason(self) -> str:
         """Why the run ends after the rounds that are done; empty: it goes on."""
-        return stop_reason([self.privacy] if self.fast_dev_run else self.callbacks)
+        return stop_reason(self.parts.budgets if self.fast_dev_run else self.callbacks)
 
     def _prepare(self) -> Federation:
         check_name(str(self._name), f"the run's name {str(self._name)!r}")

@@ -28,7 +28,6 @@ from fl_lightning.deploy.server.roster import RoundRules
 from fl_lightning.deploy.server.wall_clock import measure_time
 from fl_lightning.errors import InputError, RunStopped, require
 from fl_lightning.run.interrupts import Interrupts
-from fl_lightning.run.places import check_place
 from fl_lightning.run.resume import find_start
 
 log = logging.getLogger("fl_lightning")
@@ -143,8 +142,7 @@ def deploy(cli: Any) -> None:
     check_deployable(cli.trainer.prepare(cli.model, cli.datamodule, seed=cli.config["seed_everything"]))
     if ckpt_path := cli.config_init["ckpt_path"]:
         start = find_start(ckpt_path, cli.trainer.root / cli.trainer.experiment, cli.trainer.run_name)
-        private, own_data = cli.trainer.privacy is not None, cli.datamodule.apart
-        check_place(start, deployed=True, private=private, own_data=own_data)
+        cli.trainer.parts.check_start(start, cli.datamodule, deployed=True)
     outcome = _run(cli, settings, rules)
     if outcome["code"]:
         raise (InputError if outcome["code"] == 2 else RunStopped)(*outcome["error"])
@@ -199,7 +197,7 @@ def _reach(cli: Any, settings: Deployment, started: launch.Started, nodes: Path)
     """Return the address of the SuperLink and further arguments of ``flwr run``. A SuperLink and nodes that
     are to be started here are started first."""
     if settings.simulation:
-        one_worker = cli.trainer.secure_sum is not None
+        one_worker = cli.trainer.parts.masks is not None
         address = launch.start_superlink(started, nodes / "superlink", "--simulation")
         return address, run_words(settings.simulation, one_worker=one_worker)
     if not settings.local_nodes:

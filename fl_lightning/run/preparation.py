@@ -12,9 +12,6 @@ from lightning.fabric import Fabric
 from torch import Tensor
 
 from fl_lightning import rng
-from fl_lightning.aggregation.choice import choose_aggregation
-from fl_lightning.aggregation.private import PrivateAggregation
-from fl_lightning.clock import Rounds, Timing
 from fl_lightning.compatibility import Run, check_run
 from fl_lightning.data import FederatedData
 from fl_lightning.data.checks import check_inputs, check_test_set, check_training_set, check_values
@@ -25,16 +22,14 @@ from fl_lightning.engines.finetuning import prepare_finetuning
 from fl_lightning.engines.root_set import prepare_guides
 from fl_lightning.evaluation import evaluation_mode
 from fl_lightning.federation import Federation
-from fl_lightning.hooks import sees_uploads, tell
+from fl_lightning.hooks import tell
 from fl_lightning.methods import Method
 from fl_lightning.metrics.declared import declared_by
 from fl_lightning.models import MeasuredNetwork
-from fl_lightning.privacy.secure import SecureSum
-from fl_lightning.sampling import Sampler
+from fl_lightning.run.round_parts import RoundParts
 from fl_lightning.support.hook_values import check_kept
 from fl_lightning.support.user_code import errors_as_refusals
 from fl_lightning.tasks.base import in_float32
-from fl_lightning.topology import Topology
 
 TRIED_EXAMPLES = 16
 """Examples that metrics are tried out on before a run begins."""
@@ -47,12 +42,7 @@ class FederationSettings(Protocol):
 
     fabric: Fabric
     callbacks: list[Any]
-    secure_sum: SecureSum | None
-    privacy: PrivateAggregation | None
-    timing: Timing | None
-    rounds: Rounds
-    topology: Topology
-    sampler: Sampler
+    parts: RoundParts
     workers: int | Literal["auto"]
     gradient_clip_val: float | None
     gradient_clip_algorithm: Literal["norm", "value"]
@@ -83,17 +73,11 @@ def prepare_federation(
     """
     with errors_as_refusals():
         _build(settings, method, data, seed)
-    usual = choose_aggregation(
-        method,
-        settings.secure_sum,
-        settings.privacy,
-        single=settings.rounds.has_versions or any(map(sees_uploads, settings.callbacks)),
-    )
     fed = Federation(
         settings.fabric,
         method,
         data,
-        settings.topology.way(usual, data),
+        settings.parts.aggregation(method, data, settings.callbacks),
         settings.callbacks,
         seed=seed,
         max_rounds=settings.max_rounds,
@@ -101,8 +85,8 @@ def prepare_federation(
         local_epochs=settings.local_epochs,
         max_local_steps=settings.max_local_steps,
         eval_every=settings.eval_every,
-        timing=settings.timing,
-        sampler=settings.sampler,
+        timing=settings.parts.timing,
+        sampler=settings.parts.sampler,
     )
     prepare_finetuning(settings.fabric, method, data, fed.labels_of)
     with errors_as_refusals():
@@ -123,17 +107,7 @@ def check_settings(settings: FederationSettings, method: Method, data: Federated
     Raises:
         InputError: there is something.
     """
-    run = Run(
-        method,
-        settings.callbacks,
-        settings.secure_sum,
-        settings.privacy,
-        deployed=settings.remote is not None,
-        rounds=settings.rounds,
-        topology=settings.topology,
-        sampler=settings.sampler,
-    )
-    run = run if settings.timing is None else run.timed(settings.timing)
+    run = settings.parts.combined(method, settings.callbacks, deployed=settings.remote is not None)
     check_run(run if data is None else replace(run, task=data.task, own_data=data.apart))
     declared_by((method, *settings.callbacks))
 

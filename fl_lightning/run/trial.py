@@ -31,7 +31,7 @@ class TrialSettings(Protocol):
     checkpoint_every: int | None
     auto_resume: bool
     callbacks: list[Any]
-    timing: Any
+    parts: Any
 
 
 class FewClients(Stressor, Meter):
@@ -73,8 +73,8 @@ def trial_run(trainer: TrialSettings, ckpt_path: str | None) -> Iterator[None]:
     trainer.logger, trainer.auto_resume = False, False
     trainer.max_rounds, trainer.eval_every, trainer.checkpoint_every = rounds, 1, 0
     trainer.callbacks = [*trainer.callbacks, FewClients()]
-    if trainer.timing is not None:
-        trainer.timing.most_clients = MAX_CLIENTS
+    if trainer.parts.timing is not None:
+        trainer.parts.timing.most_clients = MAX_CLIENTS
     try:
         with TemporaryDirectory(prefix="fl_lightning_") as folder:
             trainer.root = Path(folder)
@@ -82,8 +82,8 @@ def trial_run(trainer: TrialSettings, ckpt_path: str | None) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(trainer, name, value)
-        if trainer.timing is not None:
-            trainer.timing.most_clients = None
+        if trainer.parts.timing is not None:
+            trainer.parts.timing.most_clients = None
     clients = f"at most {MAX_CLIENTS} clients with one local step each"
     log.info(
         "fast_dev_run: everything ran: %d round%s of %s; nothing was kept", rounds, "s"[: rounds > 1], clients

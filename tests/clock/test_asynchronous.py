@@ -198,7 +198,7 @@ def test_nothing_but_the_seed_decides(tmp_path, devices):
     one = result(trained(tmp_path / "one", **settings).run_dir)
     assert result(trained(tmp_path / "two", workers=2, **settings).run_dir) == one
     half = trained(tmp_path / "half", max_rounds=3, **settings)
-    assert half.timing.flights.flying
+    assert half.parts.timing.flights.flying
     again = trained(tmp_path / "half", ckpt_path=str(half.run_dir), allow_changed=True, **settings)
     assert result(again.run_dir) == one
 

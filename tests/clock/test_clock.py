@@ -169,7 +169,7 @@ def test_late_uploads_are_lost_ones(tmp_path, method, rounds):
     for row in rows_lost(timed):
         late.setdefault(int(row["round"]), set()).add(int(row["client"]))
     assert sum(map(len, late.values())) == sum(column(timed, "clients/late")) > 0
-    share = timed.timing.rounds.invited(4) / 6
+    share = timed.parts.timing.rounds.invited(4) / 6
     lost = trained(tmp_path / "lost", method, participation=share, callbacks=[Loses(late)])
     assert same_training(lost, timed)
     for row in rows_lost(timed):

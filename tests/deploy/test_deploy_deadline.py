@@ -194,4 +194,4 @@ def test_what_has_no_place_in_a_deployment(tmp_path):
         check_run(Run(FedAvg(), rounds=Deadline(1.0)))
     plain = command_line("fedavg", tmp_path)
     measure_time(plain.trainer)
-    assert plain.trainer.timing is None
+    assert plain.trainer.parts.timing is None

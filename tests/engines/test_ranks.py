@@ -53,7 +53,7 @@ def test_uploads_on_their_way_go_on_with_two_processes(tmp_path):
     """Both take them from the checkpoint of a run that one process began."""
     fit("buffered", tmp_path / "whole")
     half = fit("buffered", tmp_path / "half", max_rounds=2)
-    assert half.timing.in_flight
+    assert half.parts.timing.in_flight
     program = started(tmp_path / "half", "resumed", half.run_dir)
     _, errors = program.communicate(timeout=240)
     assert program.returncode == 0, errors

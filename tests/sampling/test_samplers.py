@@ -291,11 +291,11 @@ def test_oort_learns_from_a_run(tmp_path):
     method = partial(FedAvg, network=Forgets)
     trainer = trained(tmp_path, method, sampler=Oort(), clock=clock, max_rounds=1, callbacks=[spies])
     ((weights, cohort),) = spies.seen
-    assert trainer.sampler.known.keys() == {*cohort}
+    assert trainer.parts.sampler.known.keys() == {*cohort}
     for k in cohort:
         losses = losses_of(trainer, weights, k)
         utility = len(losses) * losses.square().mean().sqrt().item()
-        assert trainer.sampler.known[k] == (pytest.approx(utility, rel=1e-5), 1, k + 1)
+        assert trainer.parts.sampler.known[k] == (pytest.approx(utility, rel=1e-5), 1, k + 1)
 
 
 @pytest.mark.parametrize(

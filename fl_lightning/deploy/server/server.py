@@ -42,8 +42,7 @@ def deploy_over(
     measure_time(trainer)
     sent = config_for_nodes(config)
     if own_data:
-        in_clear = trainer.secure_sum is None and trainer.privacy is None
-        census = Census(transport, sent, rules or RoundRules(), validates=in_clear)
+        census = Census(transport, sent, rules or RoundRules(), validates=trainer.parts.are_in_clear)
         trainer.deal, sent = census.deal, census.config
 
     def remote(fed: Federation, before: Mapping[str, Any]) -> RemoteEngine:

@@ -244,6 +244,7 @@ class WallTiming(Timing):
 
 def measure_time(trainer: FederatedTrainer) -> None:
     """Have rounds that go by a clock go by the time that passes, where clients are on nodes."""
-    if trainer.timing is None and trainer.rounds.goes_by_clock:
-        trainer.timing = WallTiming(trainer.rounds)
-        trainer.callbacks.append(trainer.timing)
+    parts = trainer.parts
+    if parts.timing is None and parts.rounds.goes_by_clock:
+        parts.timing = WallTiming(parts.rounds)
+        trainer.callbacks.append(parts.timing)
