@@ -156,6 +156,7 @@ def sums_on_test_set(
         named: takes the states of ``task.named`` after each batch; None: they are not evaluated.
         logs: takes what the ``test_step`` of a LightningModule logs; None: it is not called.
     """
+    method.unsent.restore(method)
     if is_test_set_dealt(method, data):
         batches = _dealt_batches(method, data, deal_test_set(data), states, holders)
     else:
@@ -394,6 +395,7 @@ def sums_of_validation(
         named: takes the states of ``task.named`` of each client; None: they are not evaluated.
         logs: as of :func:`validate`.
     """
+    method.unsent.restore(method)
     sums: dict[str, Tensor] = {}
     batches = _validation_batches(method, data, states, holders, clients)
     for number, network, (inputs, target, owners) in batches:

@@ -243,7 +243,7 @@ class FederatedTrainer(RunViews):
             fed = self._prepare()
             deployed = self.remote is not None
             self.parts.check_start(start, data, deployed=deployed)
-            self.parts.check_cohort(fed, deployed=deployed)
+            self.parts.check_masks(fed, deployed=deployed)
             every, keep = self.checkpoint_every, self.keep_checkpoints
             self.progress = Progress(settings, identity_of(fed), data.task, every=every, keep=keep)
             self.progress.restore(fed, start, self.allow_changed)

@@ -22,6 +22,7 @@ from fl_lightning.aggregation.server_optimizers import EVALUATED, SQUARES, Serve
 from fl_lightning.aggregation.sums import Addend, Sums, sums_of
 from fl_lightning.client import Client
 from fl_lightning.config.overriding import overrides
+from fl_lightning.models.tensors import apart_from
 from fl_lightning.support.hook_values import check_kept, check_returned
 from fl_lightning.wire import Codes, Layout, LedgerEntry, Limit, Payload, PayloadError
 
@@ -397,6 +398,8 @@ def set_next_state(
         method.has_said_no_average = True
         return False
     check_kept("self.server", method.server)
+    if isinstance(method, nn.Module):
+        method.server = apart_from(method, method.server)
     broken = [name for name, tensor in method.server.items() if not is_finite(tensor)]
     why = f"{', '.join(broken)} would not be finite" if broken else ""
     if not broken and not largest(method.server.get("weights", torch.zeros(0))) < MAX_MAGNITUDE:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fl_lightning.data.base import FederatedData
 from fl_lightning.errors import InputError, require
-from fl_lightning.tasks import Classification, Regression
+from fl_lightning.tasks import Classification, Regression, Task
 
 
 def check_training_set(data: FederatedData) -> None:
@@ -26,6 +26,9 @@ def check_training_set(data: FederatedData) -> None:
         where = "setup" if attribute == "train_target" else "its constructor"
         given = f"data {type(data).__name__}, which has no {attribute}"
         require(hasattr(data, attribute), given, f"{where} sets {attribute}", "set it there")
+    if not isinstance(data.task, Task):
+        given = f"data {type(data).__name__}, whose task is {data.task!r}"
+        raise InputError(given, "it is a fl_lightning.tasks.Task", "write task = Regression()")
     _check_target(data, "train_target")
     if hasattr(data, "test_target"):
         _check_target(data, "test_target")
@@ -77,6 +80,8 @@ def _check_target(data: FederatedData, attribute: str) -> None:
     if type(data.task) is Classification:
         _check_classes(target, data.num_classes, given)
     elif type(data.task) is Regression:  # a task of one's own may leave NaN out
+        given_type, number = f"{given} is {target.dtype}", target.is_floating_point()
+        require(number, given_type, "what is regressed on is float32", "write .float()")
         finite = target.isfinite().all()
         require(finite, f"{given} holds NaN or infinity", "targets are finite", "leave those examples out")
 
@@ -129,11 +134,9 @@ def check_values(data: FederatedData, network: nn.Module, autocast: AbstractCont
     """
     inputs, given = _two_inputs(data)
     for tensor in inputs.values() if isinstance(inputs, dict) else [inputs]:
-        if not tensor.is_floating_point():
-            continue
-        if tensor.dtype != torch.float32:
+        if tensor.dtype != torch.float32 and (tensor.is_floating_point() or not isinstance(inputs, dict)):
             error = InputError(f"{given} are {tensor.dtype}", "weights are float32", "write .float()")
-        elif not tensor.isfinite().all():
+        elif tensor.is_floating_point() and not tensor.isfinite().all():
             error = InputError(f"{given} hold NaN or infinity", "they are finite", "leave those examples out")
         else:
             continue

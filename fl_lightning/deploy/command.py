@@ -7,8 +7,11 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
+
+import yaml
 
 from fl_lightning.config.constraints import check_fields, path_to, within
 from fl_lightning.config.near_names import require_choice
@@ -20,6 +23,7 @@ from fl_lightning.deploy.node.build import builder, counter
 from fl_lightning.deploy.node.cleaning import clean
 from fl_lightning.deploy.node.node import Node, NodeSettings
 from fl_lightning.deploy.node.own_data import OwnData
+from fl_lightning.deploy.protocol.gate import config_for_nodes, names_in
 from fl_lightning.deploy.server import halves
 from fl_lightning.deploy.server.census import stand_in
 from fl_lightning.deploy.server.deployable import check_deployable
@@ -32,6 +36,8 @@ from fl_lightning.run.resume import find_start
 
 log = logging.getLogger("fl_lightning")
 
+PACKAGES = {"callbacks", "fl_lightning", "torch", "torchmetrics", "torchvision"}
+"""Of which nodes import what does no harm."""
 NODES = within("[0, inf)", "it is a number of nodes", "write 0 for none")
 
 
@@ -203,8 +209,10 @@ def _reach(cli: Any, settings: Deployment, started: launch.Started, nodes: Path)
     if not settings.local_nodes:
         return settings.superlink, []
     address = launch.start_superlink(started, nodes / "superlink")
+    packages = names_in(config_for_nodes(yaml.safe_load(cli.config_text))) - PACKAGES
+    allow = [name for name in sorted(packages) if find_spec(name)]  # the user's own, who starts the nodes too
     for number in range(settings.local_nodes):
-        launch.start_node(started, address, nodes / f"node{number}", number, settings.local_nodes)
+        launch.start_node(started, address, nodes / f"node{number}", number, settings.local_nodes, allow)
     return address, []
 
 

@@ -28,6 +28,7 @@ from fl_lightning.methods import Method
 from fl_lightning.methods.lit_module import require_asked
 from fl_lightning.methods.local_work import LocalWork
 from fl_lightning.methods.optimizing import clip_gradients, local_optimizer
+from fl_lightning.models.tensors import apart_from
 from fl_lightning.support.hook_values import check_kept, check_outputs, check_returned
 from fl_lightning.wire import Payload
 
@@ -114,4 +115,5 @@ def upload_of(method: Method, client: Client, steps: int, optimizer: Optimizer) 
         method, "upload", upload, Payload, 'write return Payload({"weights": ..., "examples": ...})'
     )
     check_kept("client.state", client.state)
+    client.state.update(apart_from(method, client.state))
     return upload

@@ -28,6 +28,7 @@ from fl_lightning.data import FederatedData
 from fl_lightning.engines.base import ClientResult, ClientTask, Engine
 from fl_lightning.methods import Method
 from fl_lightning.metrics import Mean
+from fl_lightning.support.separate import separate
 
 MIN_SHARED_BYTES = 2**26
 """Bytes of each of a worker's shared memories (one down, two up), at least; only what is used is taken. What
@@ -300,7 +301,7 @@ def tensor_at(memory: mmap, place: Place, dtype: torch.dtype, shape: Sequence[in
 
 
 def pack(state: dict[str, Tensor]) -> bytes:
-    return save({name: tensor.detach().contiguous() for name, tensor in state.items()}) if state else b""
+    return save(separate(state)) if state else b""
 
 
 def unpack(packed: bytes) -> dict[str, Tensor]:

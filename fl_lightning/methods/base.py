@@ -46,6 +46,7 @@ from fl_lightning.methods.terms import Term, check_terms
 from fl_lightning.methods.with_terms import WithTerms
 from fl_lightning.metrics.declared import Emitter
 from fl_lightning.models import KNOWN_NETWORK, NetworkName, build_network
+from fl_lightning.models.tensors import UnsentBuffers
 from fl_lightning.tasks import Classification, Task
 from fl_lightning.wire import Layout, Limit, Payload
 
@@ -172,6 +173,7 @@ class Method(Recorded, Emitter, SummingServer, WithLocalWork, WithPersonal, With
         # the trainer's: what each local step's gradient is clipped to
         self.gradient_clip_val: float | None = None
         self.gradient_clip_algorithm: Literal["norm", "value"] = "norm"
+        self.unsent = UnsentBuffers(nn.Module())  # the trainer's: of the network that it has built
         self.has_received = False  # whether terms know what the client received
         self.module = deepcopy(module)  # the user's own stays as it is, for another method or another run
         self.module_start = (

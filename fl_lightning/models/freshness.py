@@ -7,10 +7,9 @@ learnt into the next one, silently.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain
+from inspect import getclosurevars, isfunction
 from typing import Any
 
-import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
@@ -38,21 +37,37 @@ def of_its_own(make: Callable[[], Any], given: object) -> Any:
     both_networks = isinstance(before, nn.Module) and isinstance(made, nn.Module)
     if not both_networks or _places(before).isdisjoint(_places(made)):
         return made
+    again = f"network={name_of(given)}, which returns tensors again that it has returned before"
+    if bound := _bound_function(made):
+        rule = f"they would be copied, and {bound}, which the network holds, goes on using these"
+        raise InputError(again, rule, "make new ones in it")
     try:
         return copied(made)
     except Exception as error:
-        raise InputError(
-            f"network={name_of(given)}, which returns tensors again that it has returned before",
-            f"they take what a run has learnt into the next one, and a copy failed: {error_text(error)}",
-            "make new ones in it",
-        ) from error
+        rule = f"they take what a run has learnt into the next one, and a copy failed: {error_text(error)}"
+        raise InputError(again, rule, "make new ones in it") from error
 
 
-def _places(module: nn.Module) -> set[tuple[torch.device, int]]:
-    """Return where in memory the parameters and buffers of a module begin, of those that have a place."""
-    tensors: chain[Tensor] = chain(module.parameters(), module.buffers())
-    return {
-        (tensor.device, tensor.data_ptr())
+def _places(module: nn.Module) -> set[object]:
+    """Return the identities of a module's parameters and buffers, and where in memory they begin."""
+    tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
+    placed = (
+        tensor
         for tensor in tensors
         if not (nn.parameter.is_lazy(tensor) or tensor.is_meta or tensor.is_sparse) and tensor.numel()
-    }
+    )
+    return {*map(id, tensors), *((tensor.device, tensor.data_ptr()) for tensor in placed)}
+
+
+def _bound_function(module: nn.Module) -> str:
+    """Return the name of a function that a module holds, such as a hook, and that refers to a part of it by
+    a variable, which no copy changes; empty if there is none."""
+    parts = {*map(id, module.modules()), *map(id, module.parameters()), *map(id, module.buffers())}
+    for each in module.modules():
+        held = [*vars(each).values()]
+        hooks = [hook for value in held if isinstance(value, dict) for hook in value.values()]
+        for function in filter(isfunction, [*held, *hooks]):
+            found = getclosurevars(function)
+            if any(id(value) in parts for value in (*found.nonlocals.values(), *found.globals.values())):
+                return function.__qualname__
+    return ""

@@ -6,7 +6,7 @@ longer than the training.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from hashlib import sha256
 
 import torch
@@ -41,6 +41,35 @@ def constant_buffers(module: nn.Module) -> set[str]:
         for prefix, owner in _modules_by_prefix(module).items()
         for name in owner._non_persistent_buffers_set
     }
+
+
+def apart_from(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors without gradients, copies of those that share memory with a module's."""
+    live = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(module).values()} if tensors else ()
+    detached = {name: tensor.detach() for name, tensor in tensors.items()}
+    return {
+        name: tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor
+        for name, tensor in detached.items()
+    }
+
+
+class UnsentBuffers:
+    """The buffers that no message has, as they are now: integers, such as BatchNorm's counter, and those that
+    are not in the ``state_dict``. Each client starts with them, and not with what the one before has left."""
+
+    def __init__(self, module: nn.Module) -> None:
+        constants, seen = constant_buffers(module), dict[str, tuple[Tensor, int]]()
+        buffers = {n: b for n, b in module.named_buffers() if n in constants or not b.is_floating_point()}
+        self.start, self._seen = {name: buffer.clone() for name, buffer in buffers.items()}, seen
+
+    def restore(self, module: nn.Module) -> None:
+        """Set those again that have been written to since."""
+        tensors = tensors_of(module) if self.start else {}
+        for name in self.start.keys() & tensors.keys():
+            buffer, (seen, version) = tensors[name], self._seen.get(name, (None, 0))
+            if seen is not buffer or version != buffer._version:
+                buffer.data = self.start[name].to(buffer.device, copy=True)
+                self._seen[name] = buffer, buffer._version
 
 
 def sha256_of_parameters(module: nn.Module, without: Collection[str]) -> str:

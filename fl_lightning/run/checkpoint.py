@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fl_lightning.errors import ThreePartError
 from fl_lightning.support import disk
+from fl_lightning.support.separate import separate
 
 MANIFEST = "manifest.json"
 Tensors = Mapping[str, Mapping[str, Tensor]]
@@ -50,7 +51,7 @@ def save_checkpoint(folder: Path, tensors: Tensors, documents: Mapping[str, obje
     Raises:
         OSError: the disk does not take it.
     """
-    files = {f"{name}.safetensors": save_tensors(_separate(group)) for name, group in tensors.items()}
+    files = {f"{name}.safetensors": save_tensors(separate(group)) for name, group in tensors.items()}
     files |= {f"{name}.json": json.dumps(document).encode() for name, document in documents.items()}
     files[MANIFEST] = json.dumps(
         {name: sha256(data).hexdigest() for name, data in files.items()}, indent=1
@@ -135,17 +136,3 @@ def remove_checkpoint(folder: Path) -> None:
         disk.remove(aside)
         folder.rename(aside)
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _separate(group: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous tensors that share no memory, since safetensors takes no others."""
-    seen: set[int] = set()
-    tensors = {}
-    for name, tensor in group.items():
-        tensor = tensor.detach().contiguous()
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() in seen or storage.nbytes() != tensor.numel() * tensor.element_size():
-            tensor = tensor.clone()
-        seen.add(tensor.untyped_storage().data_ptr())
-        tensors[name] = tensor
-    return tensors

@@ -26,6 +26,7 @@ from fl_lightning.hooks import tell
 from fl_lightning.methods import Method
 from fl_lightning.metrics.declared import declared_by
 from fl_lightning.models import MeasuredNetwork
+from fl_lightning.models.tensors import UnsentBuffers, apart_from
 from fl_lightning.run.round_parts import RoundParts
 from fl_lightning.support.hook_values import check_kept
 from fl_lightning.support.user_code import errors_as_refusals
@@ -77,7 +78,7 @@ def prepare_federation(
         settings.fabric,
         method,
         data,
-        settings.parts.aggregation(method, data, settings.callbacks),
+        settings.parts.aggregation(method, data, settings.callbacks, settings.fabric.world_size),
         settings.callbacks,
         seed=seed,
         max_rounds=settings.max_rounds,
@@ -131,9 +132,11 @@ def _build(settings: FederationSettings, method: Method, data: FederatedData, se
     with rng.torch_stream(seed, "weights"):
         method.build(data)
     check_kept("self.server", method.server)
+    method.server = apart_from(method, method.server)
     prepare_guides(fabric, method, data)
     method.has_said_no_average = False
     method.to(fabric.device)
+    method.unsent = UnsentBuffers(method)
     check_values(data, method.network, fabric.autocast())
     check_optimizer(method, settings.max_rounds)
     check_workers(fabric, settings.workers)

@@ -11,6 +11,7 @@ from fl_lightning.aggregation.base import Aggregation
 from fl_lightning.aggregation.choice import choose_aggregation
 from fl_lightning.aggregation.named_clients import NamedClients
 from fl_lightning.aggregation.private import PrivateAggregation
+from fl_lightning.aggregation.server import RECEIVING, receives_anywhere
 from fl_lightning.clock import Clock, Rounds, Synchronous, Timing
 from fl_lightning.compatibility import Run
 from fl_lightning.data import FederatedData
@@ -89,9 +90,17 @@ class RoundParts:
             *([] if self.sampler.is_uniform else [self.sampler]),
         ]
 
-    def aggregation(self, method: Method, data: FederatedData, callbacks: Sequence[Callback]) -> Aggregation:
-        """Return the way from uploads to the next state."""
+    def aggregation(
+        self, method: Method, data: FederatedData, callbacks: Sequence[Callback], processes: int
+    ) -> Aggregation:
+        """Return the way from uploads to the next state.
+
+        Args:
+            processes: those that train clients; each of them receives all uploads if what receives them
+                writes to the method.
+        """
         single = self.rounds.has_versions or any(map(sees_uploads, callbacks))
+        single = single or (processes > 1 and not receives_anywhere(method))
         return self.topology.way(choose_aggregation(method, self.masks, self.privacy, single=single), data)
 
     def combined(self, method: Method, callbacks: Sequence[Callback], *, deployed: bool) -> Run:
@@ -113,8 +122,8 @@ class RoundParts:
         :func:`fl_lightning.run.places.check_place` has it."""
         check_place(start, deployed=deployed, private=self.privacy is not None, own_data=data.apart)
 
-    def check_cohort(self, fed: Federation, *, deployed: bool) -> None:
-        """Refuse masks that a cohort cannot have.
+    def check_masks(self, fed: Federation, *, deployed: bool) -> None:
+        """Refuse masks that a cohort cannot have, and say what a method loses under them.
 
         Raises:
             InputError: it has one client, or the cryptography is not installed.
@@ -124,6 +133,13 @@ class RoundParts:
         self.masks.check_usable(fed.cohort_size)
         if not deployed:
             log.info("secure_sum: keys are drawn from the seed, for reproducible runs; they are no secrets")
+        if not receives_anywhere(fed.method):
+            log.warning(
+                "secure_sum: each client receives its upload, and what %s of %s write to the method is lost; "
+                "receives_anywhere = True says that they write nothing",
+                ", ".join(sorted(RECEIVING)),
+                type(fed.method).__name__,
+            )
 
     def continue_in(self, run_dir: Path | None, done: int) -> None:
         """Go on with the budget of a run, as :meth:`PrivateAggregation.continue_in` has it."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import NoneType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fl_lightning.errors import MisuseError
@@ -45,7 +46,7 @@ def check_returned(method: object, hook: str, value: Any, kind: type, instead: s
 
 
 def check_kept(owner: str, entries: Mapping[str, Any]) -> None:
-    """Refuse what a server or a client keeps from round to round, if it is not all tensors.
+    """Refuse what a server or a client keeps from round to round, if it is not all dense tensors.
 
     Args:
         owner: whose entries they are, as code names them, such as ``self.server``.
@@ -54,6 +55,10 @@ def check_kept(owner: str, entries: Mapping[str, Any]) -> None:
         MisuseError: it is something else.
     """
     for name, value in entries.items():
+        if name in ("", "__metadata__"):
+            raise MisuseError(f"{owner}[{name!r}]", "no file of tensors can hold this name", "write another")
+        if isinstance(value, Tensor) and value.layout != torch.strided:
+            raise MisuseError(f"{owner}[{name!r}] is sparse", "what is kept is dense", "write .to_dense()")
         if not isinstance(value, Tensor):
             raise MisuseError(
                 f"{owner}[{name!r}] is {_kind(value)}",

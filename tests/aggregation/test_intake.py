@@ -331,6 +331,7 @@ def test_under_masks_workers_know_what_was_set_too(tmp_path, monkeypatch, caplog
     pytest.importorskip("cryptography")
     alone, pooled = found(1), found(2)
     assert all(torch.equal(alone[0][entry], pooled[0][entry]) for entry in alone[0])
+    assert any("of Counts write to the method is lost" in line for line in caplog.messages)
 
 
 def test_who_says_that_its_hooks_write_to_nothing():

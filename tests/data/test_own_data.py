@@ -3,6 +3,8 @@ over them."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from toy import run, sgd
 from fl_lightning.data import IID, FederatedData
 from fl_lightning.errors import InputError
 from fl_lightning.methods import FedAvg
+from fl_lightning.tasks import Classification, Regression
 
 
 class Own(FederatedData):
@@ -25,6 +28,7 @@ class Own(FederatedData):
     def __init__(self, shape=(4,), **changes):
         super().__init__(dataset="own", num_clients=2, partition=IID(), batch_size=4, val_fraction=0.0)
         self.num_classes, self.example_shape, self.changes = 3, shape, changes
+        self.task = changes.get("task", Classification())
 
     def setup(self, stage=None):
         targets = torch.arange(12) % 3
@@ -84,7 +88,8 @@ def test_it_is_said_that_nobody_has_a_validation_example(caplog):
 
 
 def fit(data, folder):
-    return run(FedAvg(network="mlp", optimizer=sgd()), data, folder, max_rounds=1)
+    network = partial(nn.Linear, 4)
+    return run(FedAvg(network=network, optimizer=sgd()), data, folder, max_rounds=1)
 
 
 def test_data_as_they_should_be(tmp_path):
@@ -103,6 +108,9 @@ def test_data_as_they_should_be(tmp_path):
         ({"test_target": None}, "which has no test_target; setup sets test_target"),
         ({"test_target": lambda y: y[:0]}, "without a test example"),
         ({"inputs": lambda x: x.double()}, "inputs of 2 examples are torch.float64; weights are float32"),
+        ({"inputs": lambda x: x.to(torch.int8)}, "inputs of 2 examples are torch.int8; weights are float32"),
+        ({"task": "regression"}, "whose task is 'regression'; it is a fl_lightning.tasks.Task"),
+        ({"task": Regression()}, "train_target is torch.int64; what is regressed on is float32"),
         ({"inputs": lambda x: x * torch.nan}, "hold NaN or infinity"),
         ({"inputs": lambda x: np.asarray(x)}, "are ndarray; they are tensors"),
         ({"shape": (5,)}, r"inputs of 2 examples are \[2, 4\] where example_shape=\(5,\)"),

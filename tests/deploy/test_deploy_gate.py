@@ -75,9 +75,9 @@ def ask(node: Node, config: object, kind: str = "check") -> Message:
     return Message.from_bytes(node.answer(Message({"kind": kind}, (data,)).to_bytes()))
 
 
-def refused(tmp_path: Path, config: object) -> str:
+def refused(tmp_path: Path, config: object, *allow: str) -> str:
     """The reason of a node that keeps nothing."""
-    answer = ask(node_in(tmp_path), config)
+    answer = ask(node_in(tmp_path, allow=allow), config)
     assert answer.kind == "refused"
     assert not [path for path in (tmp_path / "node").rglob("*") if path.is_file()]
     return answer.header["reason"]
@@ -268,6 +268,8 @@ def test_the_owners_packages_are_imported_by_name_or_with_allow(honest, mark, tm
     assert mark.exists()
     answer = ask(node_in(tmp_path / "other", allow=("evilpkg",)), run)
     assert answer.kind == "checked", answer.header
+    older = refused(tmp_path / "older", changed(honest, "model/init_args/network", "evilpkg.New"), "evilpkg")
+    assert "may import its package; it has no such class there" in older
     run = changed(honest, "model/init_args/network", "evilpkg.os.system")
     assert "evilpkg.os.system" in refused(tmp_path / "third", run)
 

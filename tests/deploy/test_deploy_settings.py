@@ -18,7 +18,7 @@ from test_deploy import ALL, ROOT, command_line
 from fl_lightning.__main__ import main
 from fl_lightning.deploy import command
 from fl_lightning.deploy.command import Deployment
-from fl_lightning.deploy.flower import fleet
+from fl_lightning.deploy.flower import fleet, launch
 from fl_lightning.deploy.flower.addresses import not_found, require_tls
 from fl_lightning.deploy.flower.launch import APP
 from fl_lightning.errors import InputError
@@ -42,6 +42,11 @@ def no_names(monkeypatch) -> None:
         raise socket.gaierror(socket.EAI_NONAME, f"{host} is not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", find)
+
+
+def test_a_program_of_flower_that_is_not_there_is_named(tmp_path):
+    with launch.Started() as started, pytest.raises(InputError, match="flower-nothing; it comes with flwr"):
+        started.start(["flower-nothing"], tmp_path)
 
 
 def said(capsys) -> str:
@@ -70,6 +75,23 @@ def test_a_node_refuses_its_settings_in_one_line(words, says, quiet, capsys):
     assert main(["node", *words]) == 2
     assert says in (line := said(capsys))
     assert "Traceback" not in line
+
+
+@pytest.mark.parametrize(
+    ("more", "allowed"), [([], []), (["--model.network=my_networks.Mine"], ["my_networks"])]
+)
+def test_nodes_that_are_started_here_may_import_what_the_run_names(more, allowed, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "my_networks.py").write_text(
+        "from torch import nn\n\n\nclass Mine(nn.Sequential):\n    def __init__(self, num_classes):\n"
+        "        super().__init__(nn.Flatten(), nn.LazyLinear(num_classes))\n"
+    )
+    monkeypatch.setattr(command.launch, "start_superlink", lambda *a: "127.0.0.1:1")
+    started = []
+    monkeypatch.setattr(command.launch, "start_node", lambda *a: started.append(a))
+    cli = command_line("fedavg", tmp_path, *ALL[:5], *more)
+    command._reach(cli, Deployment(local_nodes=2), None, tmp_path / "nodes")
+    assert [words[-1] for words in started] == [allowed] * 2
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,28 @@ def test_what_needs_no_copy_is_taken_as_it_is() -> None:
     assert len(build_network(lambda num_classes: deepcopy(lazy), 5, (3, 2, 2))) == 2
 
 
+def test_a_lazy_module_that_exists_is_copied() -> None:
+    lazy = nn.Sequential(nn.Flatten(), nn.LazyLinear(5))
+    made = build_network(lambda num_classes: lazy, 5, (3, 2, 2))
+    assert made[1].weight.shape == (5, 12)
+    assert nn.parameter.is_lazy(lazy[1].weight)
+
+
+@pytest.mark.parametrize("held", ["hook", "attribute"])
+def test_functions_that_refer_to_what_would_be_copied_are_refused(held: str) -> None:
+    """A copy would compute with the weights of the original."""
+    body = nn.Sequential(nn.Flatten(), nn.Linear(12, 5))
+    if held == "hook":
+        body[1].register_forward_pre_hook(lambda module, inputs: (inputs[0] * body[1].weight.norm(),))
+    else:
+        body.twice = lambda x: body[1](x) * 2
+    with pytest.raises(InputError, match=r"<lambda>, which the network holds, goes on using these; make new"):
+        build_network(lambda num_classes: body, 5, (3, 2, 2))
+    body = nn.Sequential(nn.Flatten(), nn.Linear(12, 5))
+    body[1].register_forward_hook(lambda module, inputs, outputs: outputs * module.weight.norm())
+    assert build_network(lambda num_classes: body, 5, (3, 2, 2)) is not body
+
+
 def test_tensors_that_cannot_be_copied_are_refused() -> None:
     body = nn.Sequential(nn.Flatten(), nn.Linear(12, 5))
     body.derived = body[1].weight * 2  # no leaf of the graph

@@ -66,7 +66,7 @@ WHY = {
     "metrics/spread.py": "mean and spread over clients",
 }
 """The package's files in which at least one function runs, and what for."""
-MOST_LINES = 6750
+MOST_LINES = 6800
 LENGTHS = {"trainer.py": 430, "loop.py": 240, "methods/base.py": 390}
 
 

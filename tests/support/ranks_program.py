@@ -57,10 +57,26 @@ OVER = {
     "edges": ("FedMPQKD", Hierarchy(groups=2, every=2)),
 }
 """Methods without a server, or with several."""
-MANY = (*TEN, "clipped", "late", "FedAdam", "FedExP", "FedACG", "choice", "oort", "buffered", *OVER)
+MANY = (*TEN, "counts", "clipped", "late", "FedAdam", "FedExP", "FedACG", "choice", "oort", "buffered", *OVER)
+
+
+class Counts(FedAvg):
+    """Its server's half writes to itself while it receives uploads, and the next state depends on it."""
+
+    count = 0
+
+    def addends(self, upload, client_id, weight):
+        self.count = self.count * 2 + client_id
+        return super().addends(upload, client_id, weight)
+
+    def next_state(self, sums):
+        super().next_state(sums)
+        self.server["weights"] = self.server["weights"] + self.count / 1024
 
 
 def method_of(name: str) -> Method:
+    if name == "counts":
+        return Counts(optimizer=sgd(0.05), network=Dropped)
     if name == "clipped":
         return make("FedAvg", optimizer=sgd(0.05), scheduler=partial(ExponentialLR, gamma=0.5))
     if name in OVER:

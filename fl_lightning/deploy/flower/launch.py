@@ -73,9 +73,14 @@ class Started:
 
         Args:
             output: the file that what it prints is appended to; None: it prints where this process does.
+
+        Raises:
+            InputError: there is no such program.
         """
         parent, env = os.getpid(), environment(home)
-        with open(output or os.devnull, "ab") as file:
+        rule, instead = "it comes with flwr and is not on the PATH", "activate the environment that has flwr"
+        missing = as_bad_input(words[0], rule, instead, FileNotFoundError)
+        with open(output or os.devnull, "ab") as file, missing:
             program = subprocess.Popen(
                 list(words),
                 env=env,
@@ -159,14 +164,20 @@ def start_superlink(started: Started, folder: Path, *more: str) -> str:
     raise RunStopped("the SuperLink did not start", "a deployment needs one", f"read {output}")
 
 
-def start_node(started: Started, address: str, folder: Path, number: int, of: int) -> subprocess.Popen:
+def start_node(
+    started: Started, address: str, folder: Path, number: int, of: int, allow: Sequence[str] = ()
+) -> subprocess.Popen:
     """Start a node on this machine.
+
+    Args:
+        allow: packages whose classes a run may name.
 
     Raises:
         InputError: another node has the folder.
     """
     words = [sys.executable, "-m", "fl_lightning", "node", "--superlink", address, "--folder", str(folder)]
     words += ["--partition_id", str(number), "--num_partitions", str(of)]
+    words += ["--allow", ",".join(allow)] if allow else []
     own_folder(folder)
     with locked(folder):  # else the node would end, and say why in its own log alone
         pass

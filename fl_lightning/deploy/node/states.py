@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fl_lightning.errors import InputError, as_bad_input, require
 from fl_lightning.support import disk
+from fl_lightning.support.separate import separate
 
 KEPT_ROUNDS = 3
 """States of a client that stay on the disk: after the round that is done, after the one that it started from,
@@ -99,7 +100,7 @@ class StateFolder:
         folder = self._of(run, client)
         if not (state or always or folder.exists()):
             return
-        packed = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+        packed = separate({name: tensor.cpu() for name, tensor in state.items()})
         given = f"what client {client} keeps after round {round}"
         instead = "make room, or let the node write its folder; the client counts as dropped"
         with as_bad_input(given, "the node's disk does not take it", instead, OSError):

@@ -208,6 +208,12 @@ def _check_text(place: Place, text: str, allow: Collection[str], names: set[str]
         return
     found = _found(path, allow)
     require(
+        found is not None or not is_under(path, allow),
+        f"{given}: this node may import its package",
+        "it has no such class there",
+        "give it the package as it is now, and start it again",
+    )
+    require(
         found is not None,
         given,
         f"import path {path}: this node imports classes of fl_lightning, optimisers and layers of torch, "

@@ -113,10 +113,14 @@ class BatchedEngine(Engine):
         """Train clients as one stack for each kind among them, or one by one where that cannot be, which is
         logged once."""
         if not self.reason:
+            kept = [dict(task.client.state) for task in tasks]
             try:
                 with one_thread(self.fabric.device):
                     return self._train_stacks(tasks)
             except CannotStackError as reason:
+                for task, before in zip(tasks, kept, strict=True):  # receive is called once more
+                    task.client.state.clear()
+                    task.client.state.update(before)
                 self.reason = str(reason)
                 log.warning("clients are trained one by one, not batched: %s", reason)
         return list(self.one_by_one.train(tasks))

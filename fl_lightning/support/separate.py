@@ -1,0 +1,21 @@
+"""Tensors as files take them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+
+def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous tensors that share no memory, since safetensors takes no others."""
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().contiguous()
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in seen or storage.nbytes() != tensor.numel() * tensor.element_size():
+            tensor = tensor.clone()
+        seen.add(tensor.untyped_storage().data_ptr())
+        found[name] = tensor
+    return found
