@@ -54,22 +54,28 @@ def apart_from(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Te
 
 
 class UnsentBuffers:
-    """The buffers that no message has, as they are now: integers, such as BatchNorm's counter, and those that
-    are not in the ``state_dict``. Each client starts with them, and not with what the one before has left."""
+    """The buffers of a module's parts that no message has, as they are now: integers, such as BatchNorm's
+    counter, and those that are not in the ``state_dict``. Each client starts with them."""
 
     def __init__(self, module: nn.Module) -> None:
-        constants, seen = constant_buffers(module), dict[str, tuple[Tensor, int]]()
+        constants = constant_buffers(module)
         buffers = {n: b for n, b in module.named_buffers() if n in constants or not b.is_floating_point()}
-        self.start, self._seen = {name: buffer.clone() for name, buffer in buffers.items()}, seen
+        self.start = {name: buffer.clone() for name, buffer in buffers.items() if "." in name}
+        self._seen = {name: (buffers[name], buffers[name]._version) for name in self.start}
 
+    @torch.no_grad()
     def restore(self, module: nn.Module) -> None:
-        """Set those again that have been written to since."""
+        """Set those again that have been written to, or replaced, since."""
         tensors = tensors_of(module) if self.start else {}
         for name in self.start.keys() & tensors.keys():
-            buffer, (seen, version) = tensors[name], self._seen.get(name, (None, 0))
-            if seen is not buffer or version != buffer._version:
-                buffer.data = self.start[name].to(buffer.device, copy=True)
-                self._seen[name] = buffer, buffer._version
+            buffer, (seen, version), start = tensors[name], self._seen[name], self.start[name]
+            if seen is not buffer:  # somebody may hold on to the one that is there now
+                owner, _, last = name.rpartition(".")
+                buffer = start.to(buffer.device, copy=True)
+                module.get_submodule(owner)._buffers[last] = buffer
+            elif version != buffer._version:
+                buffer.copy_(start)
+            self._seen[name] = buffer, buffer._version
 
 
 def sha256_of_parameters(module: nn.Module, without: Collection[str]) -> str:

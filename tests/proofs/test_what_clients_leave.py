@@ -142,19 +142,21 @@ def test_no_client_finds_buffers_that_another_has_written_to(kind, tmp_path):
 
 
 def test_buffers_are_set_again_where_they_were_written_to():
-    module = Counting("outside", 4)
-    unsent = UnsentBuffers(module)
-    assert unsent.start.keys() == {"norm.num_batches_tracked", "count"}
-    unsent.restore(module)
-    kept = module.norm.num_batches_tracked
-    version = kept._version
-    unsent.restore(module)
-    assert module.norm.num_batches_tracked is kept
-    assert kept._version == version  # nothing was written to
+    method = nn.Module()
+    method.network = module = Counting("outside", 4)
+    method.register_buffer("own", torch.zeros(1), persistent=False)  # what a method has is its own affair
+    unsent = UnsentBuffers(method)
+    assert unsent.start.keys() == {"network.norm.num_batches_tracked", "network.count"}
+    kept, count = module.norm.num_batches_tracked, module.count
+    unsent.restore(method)
+    assert module.count is count  # nothing was written to
     module.train()(torch.rand(2, 3, 16, 16))
-    assert (int(kept), int(module.count)) == (1, 1)
-    unsent.restore(module)
+    written = module.count
+    assert (int(kept), int(written)) == (1, 1)
+    unsent.restore(method)
     assert (int(module.norm.num_batches_tracked), int(module.count)) == (0, 0)
+    assert module.norm.num_batches_tracked is kept  # a module may have it under two names
+    assert int(written) == 1  # somebody else may have it
 
 
 class States(Meter):
