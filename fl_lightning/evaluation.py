@@ -28,6 +28,7 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from fl_lightning import rng
 from fl_lightning.data import FederatedData
 from fl_lightning.data.test_owners import deal_test_set
 from fl_lightning.distributed import collectives
@@ -156,7 +157,7 @@ def sums_on_test_set(
         named: takes the states of ``task.named`` after each batch; None: they are not evaluated.
         logs: takes what the ``test_step`` of a LightningModule logs; None: it is not called.
     """
-    method.unsent.restore(method)
+    method.unsent.restore()
     if is_test_set_dealt(method, data):
         batches = _dealt_batches(method, data, deal_test_set(data), states, holders)
     else:
@@ -164,7 +165,8 @@ def sums_on_test_set(
         batches = ((number, network, batch) for number, batch in share(data.test_batches()))
     sums: dict[str, Tensor] = {}
     for number, network, (inputs, target) in batches:
-        outputs, found = evaluate_batch(fabric, data.task, network, inputs, target)
+        with rng.torch_stream(method.seed, "test batch", method.round, number):
+            outputs, found = evaluate_batch(fabric, data.task, network, inputs, target)
         sums |= _of_batch(number, found)
         if columns is not None:
             columns.append((number, (outputs, target)))
@@ -395,11 +397,12 @@ def sums_of_validation(
         named: takes the states of ``task.named`` of each client; None: they are not evaluated.
         logs: as of :func:`validate`.
     """
-    method.unsent.restore(method)
+    method.unsent.restore()
     sums: dict[str, Tensor] = {}
     batches = _validation_batches(method, data, states, holders, clients)
     for number, network, (inputs, target, owners) in batches:
-        outputs, found = evaluate_batch(fabric, data.task, network, inputs, target)
+        with rng.torch_stream(method.seed, "validation batch", method.round, number):
+            outputs, found = evaluate_batch(fabric, data.task, network, inputs, target)
         ids, index = torch.unique(owners, return_inverse=True)
         for name, (total, weight) in found.items():
             pairs = torch.stack([total, weight], 1)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fl_lightning.errors import RankLost
+from fl_lightning.support.tensor_bytes import raw_bytes
 
 RANK_REPORT_SECONDS = 5.0
 """Time for the watch of processes to report which rank died, before a broken connection is reported."""
@@ -95,7 +96,7 @@ def _slices(frame: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, s
 
 
 def _raw(part: bytes | Tensor) -> bytes | memoryview:
-    return part if isinstance(part, bytes) else part.contiguous().view(-1).view(torch.uint8).numpy().data
+    return part if isinstance(part, bytes) else raw_bytes(part.contiguous()).numpy().data
 
 
 def _broadcast(buffer: Tensor, source: int) -> dist.Work | None:
@@ -118,7 +119,7 @@ def transfer(
         RankLost: the other rank is gone.
     """
     with lost_rank_errors(other):
-        return send_or_receive(part.view(-1).view(torch.uint8), other, tag=tag) if part.numel() else None
+        return send_or_receive(raw_bytes(part), other, tag=tag) if part.numel() else None
 
 
 def wait_for(work: dist.Work | None, source: int) -> None:

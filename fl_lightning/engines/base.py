@@ -192,7 +192,7 @@ class LossSums:
 def start_client(method: Method, task: ClientTask) -> None:
     """Make the resident module what this client starts its round from, in training mode."""
     method.round = task.round
-    method.unsent.restore(method)
+    method.unsent.restore()
     method.start_client(task.payload(), task.client, task.labels)
     method.train()
 

@@ -28,7 +28,6 @@ from fl_lightning.methods import Method
 from fl_lightning.methods.lit_module import require_asked
 from fl_lightning.methods.local_work import LocalWork
 from fl_lightning.methods.optimizing import clip_gradients, local_optimizer
-from fl_lightning.models.tensors import apart_from
 from fl_lightning.support.hook_values import check_kept, check_outputs, check_returned
 from fl_lightning.wire import Payload
 
@@ -115,5 +114,6 @@ def upload_of(method: Method, client: Client, steps: int, optimizer: Optimizer) 
         method, "upload", upload, Payload, 'write return Payload({"weights": ..., "examples": ...})'
     )
     check_kept("client.state", client.state)
-    client.state.update(apart_from(method, client.state))
+    # copies: what a method goes on to write into, such as its network, serves the next client too
+    client.state.update({name: tensor.detach().clone() for name, tensor in client.state.items()})
     return upload

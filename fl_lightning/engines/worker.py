@@ -28,7 +28,7 @@ from fl_lightning.data import FederatedData
 from fl_lightning.engines.base import ClientResult, ClientTask, Engine
 from fl_lightning.methods import Method
 from fl_lightning.metrics import Mean
-from fl_lightning.support.separate import separate
+from fl_lightning.support.tensor_bytes import raw_bytes, separate
 
 MIN_SHARED_BYTES = 2**26
 """Bytes of each of a worker's shared memories (one down, two up), at least; only what is used is taken. What
@@ -283,7 +283,7 @@ def read(memory: mmap, places: Sequence[Place]) -> list[bytes]:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a tensor in one piece, of any type."""
-    return tensor.view(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
+    return raw_bytes(tensor).numpy().data if tensor.numel() else memoryview(b"")
 
 
 def tensor_of(data: bytes | memoryview, dtype: torch.dtype, shape: Sequence[int] = (-1,)) -> Tensor:

@@ -6,8 +6,11 @@ learnt into the next one, silently.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from inspect import getclosurevars, isfunction
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from inspect import getclosurevars, isbuiltin, isfunction, ismethod
+from itertools import chain
 from typing import Any
 
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -38,14 +41,15 @@ def of_its_own(make: Callable[[], Any], given: object) -> Any:
     if not both_networks or _places(before).isdisjoint(_places(made)):
         return made
     again = f"network={name_of(given)}, which returns tensors again that it has returned before"
-    if bound := _bound_function(made):
-        rule = f"they would be copied, and {bound}, which the network holds, goes on using these"
-        raise InputError(again, rule, "make new ones in it")
     try:
-        return copied(made)
+        copy = copied(made)
     except Exception as error:
         rule = f"they take what a run has learnt into the next one, and a copy failed: {error_text(error)}"
         raise InputError(again, rule, "make new ones in it") from error
+    if _holds(copy, parts_of=made):
+        rule = "a copy of it holds a function, such as a hook, that goes on using these"
+        raise InputError(again, rule, "make new ones in it")
+    return copy
 
 
 def _places(module: nn.Module) -> set[object]:
@@ -59,15 +63,37 @@ def _places(module: nn.Module) -> set[object]:
     return {*map(id, tensors), *((tensor.device, tensor.data_ptr()) for tensor in placed)}
 
 
-def _bound_function(module: nn.Module) -> str:
-    """Return the name of a function that a module holds, such as a hook, and that refers to a part of it by
-    a variable, which no copy changes; empty if there is none."""
-    parts = {*map(id, module.modules()), *map(id, module.parameters()), *map(id, module.buffers())}
-    for each in module.modules():
-        held = [*vars(each).values()]
-        hooks = [hook for value in held if isinstance(value, dict) for hook in value.values()]
-        for function in filter(isfunction, [*held, *hooks]):
-            found = getclosurevars(function)
-            if any(id(value) in parts for value in (*found.nonlocals.values(), *found.globals.values())):
-                return function.__qualname__
-    return ""
+def _holds(copy: nn.Module, *, parts_of: nn.Module) -> bool:
+    """Return whether functions that a copied network holds lead to parts of the one that it was copied from:
+    by a variable, a default or what they are bound to, which no copy changes."""
+    wanted: set[int] = {*map(id, parts_of.modules()), *map(id, parts_of.parameters())}
+    wanted |= set(map(id, parts_of.buffers()))
+    found: list[Any] = [value for module in copy.modules() for value in vars(module).values()]
+    known = dict[int, Any]()  # they stay alive, so that no other one has an id of theirs
+    while found:
+        value = found.pop()
+        if id(value) in wanted:
+            return True
+        if id(value) not in known:
+            known[id(value)] = value
+            found += _held_by(value)
+    return False
+
+
+def _held_by(value: Any) -> list[Any]:
+    """Return what a function or a container leads to."""
+    if isfunction(value):
+        more = [value.__defaults__ or (), (value.__kwdefaults__ or {}).values(), vars(value).values()]
+        with suppress(ValueError):  # a variable that has no value yet
+            names = getclosurevars(value)
+            more += [names.nonlocals.values(), names.globals.values()]
+        return [*chain(*more)]
+    if ismethod(value):
+        return [value.__self__, value.__func__]
+    if isbuiltin(value):
+        return [value.__self__]
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, Mapping):
+        return [*value.values()]
+    return [*value] if isinstance(value, (list, tuple, set, frozenset)) else []

@@ -12,6 +12,9 @@ from hashlib import sha256
 import torch
 from torch import Tensor, nn
 
+SMALL = 1024
+"""Values of a buffer that is not worth asking whether it was written to: ``.data`` does not say so."""
+
 
 def modules_of(module: nn.Module) -> list[nn.Module]:
     """Return the modules that ``module.modules()`` yields, in the same order."""
@@ -58,24 +61,31 @@ class UnsentBuffers:
     counter, and those that are not in the ``state_dict``. Each client starts with them."""
 
     def __init__(self, module: nn.Module) -> None:
-        constants = constant_buffers(module)
-        buffers = {n: b for n, b in module.named_buffers() if n in constants or not b.is_floating_point()}
-        self.start = {name: buffer.clone() for name, buffer in buffers.items() if "." in name}
-        self._seen = {name: (buffers[name], buffers[name]._version) for name in self.start}
+        self.start: list[tuple[nn.Module, str, Tensor | None]] = []
+        for owner in modules_of(module)[1:]:
+            for name, buffer in owner._buffers.items():
+                if buffer is None:
+                    self.start.append((owner, name, None))
+                elif name in owner._non_persistent_buffers_set or not buffer.is_floating_point():
+                    self.start.append((owner, name, buffer.clone()))
+        there = [owner._buffers[name] for owner, name, _ in self.start]
+        self._seen = [(buffer, _version(buffer)) for buffer in there]
 
     @torch.no_grad()
-    def restore(self, module: nn.Module) -> None:
-        """Set those again that have been written to, or replaced, since."""
-        tensors = tensors_of(module) if self.start else {}
-        for name in self.start.keys() & tensors.keys():
-            buffer, (seen, version), start = tensors[name], self._seen[name], self.start[name]
-            if seen is not buffer:  # somebody may hold on to the one that is there now
-                owner, _, last = name.rpartition(".")
-                buffer = start.to(buffer.device, copy=True)
-                module.get_submodule(owner)._buffers[last] = buffer
-            elif version != buffer._version:
+    def restore(self) -> None:
+        """Set those again that have been written to, or replaced, since; small ones in any case."""
+        for at, (owner, name, start) in enumerate(self.start):
+            buffer, (seen, version) = owner._buffers.get(name), self._seen[at]
+            if start is None or buffer is None or seen is not buffer or buffer.is_inference():
+                # somebody may hold on to the one that is there now
+                owner._buffers[name] = buffer = None if start is None else start.clone()
+            elif version != buffer._version or buffer.numel() <= SMALL:
                 buffer.copy_(start)
-            self._seen[name] = buffer, buffer._version
+            self._seen[at] = buffer, _version(buffer)
+
+
+def _version(tensor: Tensor | None) -> int:
+    return -1 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def sha256_of_parameters(module: nn.Module, without: Collection[str]) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fl_lightning.errors import ThreePartError
 from fl_lightning.support import disk
-from fl_lightning.support.separate import separate
+from fl_lightning.support.tensor_bytes import separate
 
 MANIFEST = "manifest.json"
 Tensors = Mapping[str, Mapping[str, Tensor]]

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.errors import MisuseError, ThreePartError
+from fl_lightning.support.tensor_bytes import raw_bytes
 from fl_lightning.wire.codes import Codes, pack, packed_nbytes, unpack
 
 MAGIC, VERSION = b"FLPW", 1
@@ -379,7 +380,7 @@ def entry_head(name: str, value: Tensor | Codes) -> bytes:
 def _entry_data(value: Tensor | Codes) -> bytes | memoryview:
     if isinstance(value, Codes):
         return pack(value)
-    return value.contiguous().view(-1).view(torch.uint8).numpy().data if value.numel() else b""
+    return raw_bytes(value.contiguous()).numpy().data if value.numel() else b""
 
 
 def _entry_identity(value: Tensor | Codes) -> tuple[object, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
+from functools import partial, wraps
 
 import pytest
 import torch
@@ -228,19 +228,50 @@ def test_a_lazy_module_that_exists_is_copied() -> None:
     assert nn.parameter.is_lazy(lazy[1].weight)
 
 
-@pytest.mark.parametrize("held", ["hook", "attribute"])
-def test_functions_that_refer_to_what_would_be_copied_are_refused(held: str) -> None:
+def _wrapped(body: nn.Module) -> None:
+    before = body[1].forward
+    body[1].forward = wraps(before)(lambda x: before(x) * 2)
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda body: body[1].register_forward_pre_hook(lambda module, x: (x[0] * body[1].weight.norm(),)),
+        lambda body: setattr(body, "twice", lambda x: body[1](x) * 2),
+        lambda body: body[1].register_forward_hook(
+            lambda module, x, y, first=body[1]: y * first.weight.norm()
+        ),
+        lambda body: body.register_forward_hook(
+            partial(lambda by, module, x, y: by * y * body[1].bias.norm(), 2)
+        ),
+        lambda body: setattr(body, "later", (lambda held: lambda: held[0])([body[1]])),
+        _wrapped,
+    ],
+    ids=["hook", "attribute", "default", "partial", "list", "wrapped"],
+)
+def test_functions_that_refer_to_what_would_be_copied_are_refused(hold: Callable[[nn.Module], None]) -> None:
     """A copy would compute with the weights of the original."""
     body = nn.Sequential(nn.Flatten(), nn.Linear(12, 5))
-    if held == "hook":
-        body[1].register_forward_pre_hook(lambda module, inputs: (inputs[0] * body[1].weight.norm(),))
-    else:
-        body.twice = lambda x: body[1](x) * 2
-    with pytest.raises(InputError, match=r"<lambda>, which the network holds, goes on using these; make new"):
+    hold(body)
+    with pytest.raises(
+        InputError, match=r"a copy of it holds a function.* that goes on using these; make new"
+    ):
         build_network(lambda num_classes: body, 5, (3, 2, 2))
-    body = nn.Sequential(nn.Flatten(), nn.Linear(12, 5))
+
+
+def test_functions_that_a_copy_takes_over_are_no_reason() -> None:
+    class Bound(nn.Linear):
+        def twice(self, module, inputs, outputs):
+            return outputs * self.weight.norm()
+
+    body = nn.Sequential(nn.Flatten(), Bound(12, 5))
     body[1].register_forward_hook(lambda module, inputs, outputs: outputs * module.weight.norm())
-    assert build_network(lambda num_classes: body, 5, (3, 2, 2)) is not body
+    body[1].register_forward_hook(body[1].twice)
+    body.partial = partial(torch.mul, other=body[1].bias)
+    body.parts, body.activation = [body[1]], torch.relu
+    made = build_network(lambda num_classes: body, 5, (3, 2, 2))
+    assert made is not body
+    assert made.parts[0] is made[1]
 
 
 def test_tensors_that_cannot_be_copied_are_refused() -> None:

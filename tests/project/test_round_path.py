@@ -31,6 +31,7 @@ WHY = {
     "asking.py": "what samplers ask of clients: here nothing",
     "hooks.py": "where stressors and meters join; here there are none",
     "wire/payload.py": "messages to bytes and back",
+    "support/tensor_bytes.py": "the bytes of a tensor",
     "wire/layout.py": "the network's tensors as one vector",
     "wire/ledger.py": "the bytes of each client",
     "models/tensors.py": "the tensors of a network by name",
@@ -66,7 +67,7 @@ WHY = {
     "metrics/spread.py": "mean and spread over clients",
 }
 """The package's files in which at least one function runs, and what for."""
-MOST_LINES = 6800
+MOST_LINES = 6850
 LENGTHS = {"trainer.py": 430, "loop.py": 240, "methods/base.py": 390}
 
 

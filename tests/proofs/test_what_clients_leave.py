@@ -13,7 +13,9 @@ from fl_lightning.engines.worker import pack, unpack
 from fl_lightning.errors import MisuseError
 from fl_lightning.hooks import Meter
 from fl_lightning.methods import FedAvg
-from fl_lightning.models.tensors import UnsentBuffers
+from fl_lightning.models.tensors import SMALL, UnsentBuffers
+from fl_lightning.support.tensor_bytes import raw_bytes
+from fl_lightning.wire import Payload
 
 
 def network(num_classes: int) -> nn.Module:
@@ -24,12 +26,12 @@ class KeepsItsNetwork(FedAvg):
     """Clients start half way between what they are sent and what they ended with.
 
     Args:
-        how: what is kept: the parameters, their data, views of them, or copies.
+        how: what is kept: the parameters, their data, views of them, something that is written into, or copies.
     """
 
     def __init__(self, how: str, **settings):
         super().__init__(**settings)
-        self.how = how
+        self.how, self.scratch = how, {}
 
     def receive(self, message, client):
         super().receive(message, client)
@@ -45,6 +47,7 @@ class KeepsItsNetwork(FedAvg):
                 "view": value.view(-1),
                 "copy": value.data.clone(),
             }
+            kept["scratch"] = self.scratch.setdefault(name, torch.empty_like(value)).copy_(value)
             client.state[name] = kept[self.how]
         return super().upload(client)
 
@@ -74,7 +77,7 @@ def weights(method, folder, data=None, **settings):
     return run(method, data or images(), folder, **settings).method.server["weights"]
 
 
-@pytest.mark.parametrize("how", ["parameter", "data", "view"])
+@pytest.mark.parametrize("how", ["parameter", "data", "view", "scratch"])
 def test_what_a_client_keeps_of_its_network_is_as_it_was(how, tmp_path):
     def found(how, **settings):
         method = KeepsItsNetwork(how, network=network, optimizer=sgd())
@@ -144,19 +147,60 @@ def test_no_client_finds_buffers_that_another_has_written_to(kind, tmp_path):
 def test_buffers_are_set_again_where_they_were_written_to():
     method = nn.Module()
     method.network = module = Counting("outside", 4)
-    method.register_buffer("own", torch.zeros(1), persistent=False)  # what a method has is its own affair
+    module.register_buffer("cache", None, persistent=False)
+    module.register_buffer("table", torch.zeros(SMALL + 1), persistent=False)
+    method.register_buffer("own", torch.ones(1), persistent=False)  # what a method has is its own affair
     unsent = UnsentBuffers(method)
-    assert unsent.start.keys() == {"network.norm.num_batches_tracked", "network.count"}
-    kept, count = module.norm.num_batches_tracked, module.count
-    unsent.restore(method)
-    assert module.count is count  # nothing was written to
+    kept, table = module.norm.num_batches_tracked, module.table
+    unsent.restore()
+    assert module.table is table
+    assert table._version == 0  # nothing was written to
     module.train()(torch.rand(2, 3, 16, 16))
-    written = module.count
+    written, module.cache = module.count, torch.ones(1)
+    table[0] = 1
     assert (int(kept), int(written)) == (1, 1)
-    unsent.restore(method)
-    assert (int(module.norm.num_batches_tracked), int(module.count)) == (0, 0)
+    unsent.restore()
+    assert (int(module.norm.num_batches_tracked), int(module.count), int(table.sum())) == (0, 0, 0)
     assert module.norm.num_batches_tracked is kept  # a module may have it under two names
     assert int(written) == 1  # somebody else may have it
+    assert module.cache is None
+    with torch.inference_mode():
+        module.count = torch.ones(1)
+    unsent.restore()
+    module.count.data += 1  # which nobody is told of
+    unsent.restore()
+    assert (int(module.count), int(method.own)) == (0, 1)
+
+
+class DrawsInEvaluation(nn.Module):
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.head = network(num_classes)
+
+    def forward(self, x):
+        return self.head(nn.functional.dropout(x, 0.5, training=True))
+
+
+def test_what_an_evaluation_draws_is_its_own(tmp_path):
+    """A run that is continued measures what the whole one did."""
+
+    def measured(name, **settings):
+        given = {"local_epochs": 1, "experiment": name, "run_name": "run", **settings}
+        method = FedAvg(network=DrawsInEvaluation, optimizer=sgd())
+        history = run(method, images(), tmp_path, **given).history
+        return history["test/loss"].tolist()
+
+    whole = measured("whole", max_rounds=3)
+    measured("half", max_rounds=2)
+    path = str(tmp_path / "half" / "run")
+    assert measured("half", max_rounds=3, ckpt_path=path, allow_changed=True) == whole
+
+
+def test_a_single_value_of_any_stride_travels():
+    one = torch.arange(2.0)[::2]
+    assert one.stride() == (2,)
+    assert raw_bytes(one).tolist() == raw_bytes(torch.zeros(1)).tolist()
+    assert Payload.from_bytes(Payload({"one": one}).to_bytes()).tensor("one").tolist() == [0.0]
 
 
 class States(Meter):

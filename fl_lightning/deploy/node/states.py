@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fl_lightning.errors import InputError, as_bad_input, require
 from fl_lightning.support import disk
-from fl_lightning.support.separate import separate
+from fl_lightning.support.tensor_bytes import separate
 
 KEPT_ROUNDS = 3
 """States of a client that stay on the disk: after the round that is done, after the one that it started from,

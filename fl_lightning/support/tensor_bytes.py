@@ -1,10 +1,17 @@
-"""Tensors as files take them."""
+"""Tensors as files, pipes and messages take them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
+
+
+def raw_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor, uint8 ``[n]``, where they are. A tensor of one value counts as
+    contiguous whatever its stride is."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
