@@ -294,7 +294,8 @@ def of_network(
     by all."""
     sums: dict[str, Tensor] = {}
     for number, (inputs, target) in (share if shared else enumerate)(data.test_batches()):
-        sums |= _of_batch(number, evaluate_batch(fabric, data.task, network, inputs, target)[1])
+        with rng.torch_stream(data.seed, "test batch", 0, number):
+            sums |= _of_batch(number, evaluate_batch(fabric, data.task, network, inputs, target)[1])
     found = averages(_totals(collectives.gather_parts(sums) if shared else sums))
     return {name: float(value) for name, value in data.task.finish(found).items()}
 

@@ -192,6 +192,16 @@ class SummingServer:
         self._make_next_state(sums)
         self.server |= self.adapters.beside(self, found, made)
 
+    def keep_server(self) -> None:
+        """Copy what ``server`` has of the module's own tensors, which go on to other values.
+
+        Raises:
+            MisuseError: an entry is no tensor that a checkpoint can hold.
+        """
+        check_kept("self.server", self.server)
+        if isinstance(self, nn.Module):
+            self.server = apart_from(self, self.server)
+
     def _make_next_state(self, sums: Sums) -> None:
         make: Callable[[Sums], object] = self.next_state
         check_returned(self, "next_state", make(sums), NoneType, SET_SERVER)
@@ -397,9 +407,7 @@ def set_next_state(
         )
         method.has_said_no_average = True
         return False
-    check_kept("self.server", method.server)
-    if isinstance(method, nn.Module):
-        method.server = apart_from(method, method.server)
+    method.keep_server()
     broken = [name for name, tensor in method.server.items() if not is_finite(tensor)]
     why = f"{', '.join(broken)} would not be finite" if broken else ""
     if not broken and not largest(method.server.get("weights", torch.zeros(0))) < MAX_MAGNITUDE:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.config.constraints import check_arguments, own_constraints
+from fl_lightning.support.tensor_bytes import raw_bytes
 
 NOT_RECORDED = "not recorded: "
 # A longer list is replaced by its hash, or the configuration would be too large to be read back.
@@ -306,7 +307,7 @@ def _add_code(digest: Any, code: CodeType) -> None:
 
 def _described_array(array: np.ndarray | Tensor) -> dict[str, Any]:
     values = (
-        array.detach().cpu().contiguous().view(torch.uint8).numpy()
+        raw_bytes(array.detach().cpu().contiguous()).numpy()
         if isinstance(array, Tensor)
         else np.ascontiguousarray(array)
     )

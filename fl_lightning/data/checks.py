@@ -32,7 +32,7 @@ def check_training_set(data: FederatedData) -> None:
     _check_target(data, "train_target")
     if hasattr(data, "test_target"):
         _check_target(data, "test_target")
-    check_groups(data)
+    _check_groups(data)
 
 
 def check_test_set(data: FederatedData) -> None:
@@ -47,7 +47,7 @@ def check_test_set(data: FederatedData) -> None:
         require(len(data.test_target), given, "runs are evaluated on them", "set some aside")
 
 
-def check_groups(data: FederatedData) -> None:
+def _check_groups(data: FederatedData) -> None:
     """Refuse groups of the training examples that no partition can go by.
 
     Raises:

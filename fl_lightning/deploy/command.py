@@ -37,7 +37,7 @@ from fl_lightning.run.resume import find_start
 log = logging.getLogger("fl_lightning")
 
 PACKAGES = {"callbacks", "fl_lightning", "torch", "torchmetrics", "torchvision"}
-"""Of which nodes import what does no harm."""
+"""Packages that need no ``--allow``: of them a node imports classes that do no harm."""
 NODES = within("[0, inf)", "it is a number of nodes", "write 0 for none")
 
 

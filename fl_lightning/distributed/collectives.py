@@ -23,6 +23,7 @@ from fl_lightning.distributed.frames import (
     transfer,
     wait_for,
 )
+from fl_lightning.support.tensor_bytes import raw_bytes
 
 Part = TypeVar("Part", bound=bytes | Tensor)
 
@@ -160,5 +161,5 @@ def _itemsize(kind: str) -> int:
 def _to_tensor(view: memoryview, kind: str, shape: Sequence[int]) -> Tensor:
     """Return a tensor with memory of its own from the bytes in ``view``."""
     tensor = torch.empty(list(shape), dtype=getattr(torch, kind))
-    tensor.view(-1).view(torch.uint8).numpy().data[:] = view
+    raw_bytes(tensor).numpy().data[:] = view
     return tensor

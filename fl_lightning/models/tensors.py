@@ -12,6 +12,8 @@ from hashlib import sha256
 import torch
 from torch import Tensor, nn
 
+from fl_lightning.support.tensor_bytes import raw_bytes
+
 SMALL = 1024
 """Values of a buffer that is not worth asking whether it was written to: ``.data`` does not say so."""
 
@@ -64,12 +66,10 @@ class UnsentBuffers:
         self.start: list[tuple[nn.Module, str, Tensor | None]] = []
         for owner in modules_of(module)[1:]:
             for name, buffer in owner._buffers.items():
-                if buffer is None:
-                    self.start.append((owner, name, None))
-                elif name in owner._non_persistent_buffers_set or not buffer.is_floating_point():
-                    self.start.append((owner, name, buffer.clone()))
-        there = [owner._buffers[name] for owner, name, _ in self.start]
-        self._seen = [(buffer, _version(buffer)) for buffer in there]
+                outside = name in owner._non_persistent_buffers_set
+                if buffer is None or outside or not buffer.is_floating_point():
+                    self.start.append((owner, name, None if buffer is None else buffer.clone()))
+        self._seen = [(one._buffers[name], _version(one._buffers[name])) for one, name, _ in self.start]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -94,7 +94,7 @@ def sha256_of_parameters(module: nn.Module, without: Collection[str]) -> str:
     for name, parameter in module.named_parameters():
         if name not in without:
             digest.update(name.encode())
-            digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            digest.update(raw_bytes(parameter.detach().cpu().contiguous()).numpy().data)
             some = True
     return digest.hexdigest() if some else ""
 

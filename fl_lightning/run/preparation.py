@@ -26,9 +26,8 @@ from fl_lightning.hooks import tell
 from fl_lightning.methods import Method
 from fl_lightning.metrics.declared import declared_by
 from fl_lightning.models import MeasuredNetwork
-from fl_lightning.models.tensors import UnsentBuffers, apart_from
+from fl_lightning.models.tensors import UnsentBuffers
 from fl_lightning.run.round_parts import RoundParts
-from fl_lightning.support.hook_values import check_kept
 from fl_lightning.support.user_code import errors_as_refusals
 from fl_lightning.tasks.base import in_float32
 
@@ -131,8 +130,7 @@ def _build(settings: FederationSettings, method: Method, data: FederatedData, se
     method.gradient_clip_algorithm = settings.gradient_clip_algorithm
     with rng.torch_stream(seed, "weights"):
         method.build(data)
-    check_kept("self.server", method.server)
-    method.server = apart_from(method, method.server)
+    method.keep_server()
     prepare_guides(fabric, method, data)
     method.has_said_no_average = False
     method.to(fabric.device)
