@@ -203,15 +203,6 @@ class WritesTheServerInPlace(FedAvg):
         self.server["weights"] = before.copy_(self.server["weights"])
 
 
-@BROKEN.fails("nothing in place")
-class KeepsAView(FedAvg):
-    """What the client keeps is the network's own memory, which the next client trains."""
-
-    def upload(self, client):
-        client.state["last"] = next(self.network.parameters()).data
-        return super().upload(client)
-
-
 @BROKEN.fails("kept state is used")
 class KeepsForNothing(FedAvg):
     def upload(self, client):
