@@ -37,16 +37,17 @@ PERSONAL = ("APFL", "Ditto", "FedALA", "FedProto", "FedRoD")
 
 
 @pytest.mark.slow
-@pytest.mark.essential
 @pytest.mark.parametrize(
     ("config", "more"),
     [
-        ("local_only", IMAGES),
+        pytest.param("local_only", IMAGES, marks=pytest.mark.essential),
         ("fedmosaic_digits", SMALL),
-        ("vemoe_default", TEXTS),
+        pytest.param("vemoe_default", TEXTS, marks=pytest.mark.essential),
         ("lora_default", [*TEXTS, "--model=LocalOnly"]),
-        ("lora_default", [*TEXTS, "--model.adapter_average=residual"]),
-        ("fedper", IMAGES),
+        pytest.param(
+            "lora_default", [*TEXTS, "--model.adapter_average=residual"], marks=pytest.mark.essential
+        ),
+        pytest.param("fedper", IMAGES, marks=pytest.mark.essential),
         ("finetune", IMAGES),
         *((name.lower(), IMAGES) for name in PERSONAL),
     ],

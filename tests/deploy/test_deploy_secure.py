@@ -112,20 +112,31 @@ class Mortal(InProcess):
 
 
 @pytest.mark.slow
-@pytest.mark.essential
 @pytest.mark.parametrize(
     ("config", "more"),
     [
-        ("fedavg", [*IMAGES, "--model.average=NormClipping", "--model.average.max_norm=0.05"]),
+        pytest.param(
+            "fedavg",
+            [*IMAGES, "--model.average=NormClipping", "--model.average.max_norm=0.05"],
+            marks=pytest.mark.essential,
+        ),
         ("fedavg", [*IMAGES, "--model.server_optimizer=Extrapolation"]),
-        ("qfedavg", [*IMAGES, "--trainer.secure_sum={threshold: 0.6, neighbours: 2}"]),
+        pytest.param(
+            "qfedavg",
+            [*IMAGES, "--trainer.secure_sum={threshold: 0.6, neighbours: 2}"],
+            marks=pytest.mark.essential,
+        ),
         ("fedmpq", IMAGES),
-        ("hest_tokens", TEXTS),
+        pytest.param("hest_tokens", TEXTS, marks=pytest.mark.essential),
         (
             "hest_default",
             [*TEXTS, "--model.all_on_rounds", "1", "--model.subset_rounds", "2", "--model.levels", "1"],
         ),
-        ("vemoe_default", [*TEXTS, "--model.wire=oblivious", "--model.down=changed"]),
+        pytest.param(
+            "vemoe_default",
+            [*TEXTS, "--model.wire=oblivious", "--model.down=changed"],
+            marks=pytest.mark.essential,
+        ),
         ("lora_default", [*TEXTS, "--model.adapter_average=alternate"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

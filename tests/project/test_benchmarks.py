@@ -56,13 +56,20 @@ LONG = {
     "language_engines",
     "rank_sums",
     "ranks",
+    "scale_point",
+    "shares",
     "shipped_tables",
+    "soak",
     "startup",
+    "weights",
+    "wire",
     "word_list",
+    "workload_limit",
     "workload_ours",
+    "workload_plain",
     "workloads",
 }
-"""Tried with ``-m slow`` alone: they take a quarter to two minutes in their shortest form."""
+"""Tried with ``-m slow`` alone: they take ten seconds to two minutes in their shortest form."""
 MAY_FAIL = {"shipped_tables": "tables measured in a blink are too far off, and it says so"}
 
 

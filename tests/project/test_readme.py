@@ -51,7 +51,7 @@ def write_short_files(folder: Path) -> None:
     (folder / "configs").mkdir()
     for name, less in (("try", {"seeds": [0, 1]}), ("tune_try", {"trials": 2, "final": {}})):
         study = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text()) | less
-        study["settings"]["trainer.max_rounds"] = 2
+        study["settings"] |= {"trainer.max_rounds": 2, "trainer.max_local_steps": 2}
         (folder / "configs" / f"{name}.yaml").write_text(yaml.safe_dump(study))
     write_cifar(folder / "data", "cifar100", rows=40)
 

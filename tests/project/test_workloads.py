@@ -68,7 +68,6 @@ def test_who_is_measured(workloads):
 
 
 @pytest.mark.slow
-@pytest.mark.essential
 def test_a_peer_that_fails_has_a_row_that_says_so(workloads, monkeypatch, capsys, tmp_path):
     broken, lazy = tmp_path / "broken.py", tmp_path / "lazy.py"
     broken.write_text("import a_peer_that_is_not_installed")

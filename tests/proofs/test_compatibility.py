@@ -44,6 +44,10 @@ KINDS = {
     if isinstance(kind := getattr(methods, name), type) and issubclass(kind, Method) and kind is not Method
 }
 FEATURES = [feature for row in ROWS for feature in row.features]
+OF_EACH_KIND = {
+    "FedAvg", "SCAFFOLD", "FedMPQKD", "FedKD", "FedMosaic", "Ditto", "FedBN", "FedProto", "FedVEMoE", "HEST", "LocalOnly"
+}  # fmt: skip
+"""Tried in every run of CI where trying all takes long."""
 EXTRAS = {"secure_sum": "Crypto", "privacy": "dp_accounting"}
 
 
@@ -232,8 +236,14 @@ def test_all_that_the_table_allows_runs(name, feature, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.essential
-@pytest.mark.parametrize("name", [name for name in KINDS if name != "FedAdaLoRA"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.essential if name in OF_EACH_KIND else [])
+        for name in KINDS
+        if name != "FedAdaLoRA"
+    ],
+)
 def test_nodes_with_data_of_their_own(name, tmp_path):
     """Of the methods of language, one class of each example is all that these nodes have."""
     test = leaf_file(tmp_path / "test.json", {"t": 30})

@@ -17,9 +17,15 @@ MOST = 2.0
 
 
 @pytest.mark.slow
-@pytest.mark.essential
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("flags", [[], ["--mlflow"], ["--clients", "200000", "--val_fraction", "0"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--mlflow"],
+        pytest.param(["--clients", "200000", "--val_fraction", "0"], marks=pytest.mark.essential),
+    ],
+)
 def test_rounds_do_not_grow(flags, tmp_path, monkeypatch):
     """MLflow's own caches fill up over a thousand rounds, so that its memory is left to the long figure."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))

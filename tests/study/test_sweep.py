@@ -40,6 +40,7 @@ config: {configs}/kd_default.yaml
 settings:
   trainer.max_rounds: 2
   trainer.eval_every: 30
+  trainer.max_local_steps: 2
   data.num_clients: 4
   data.partition.init_args.beta: 5.0
   trainer.callbacks: [{{class_path: callbacks.LabelNoise, init_args: {{round: 2}}}}]
@@ -131,6 +132,7 @@ def test_killed_and_continued_a_study_is_as_if_never_killed(write, capfd):
     small = [
         "--trainer.max_rounds=60",
         "--trainer.eval_every=30",
+        "--trainer.max_local_steps=2",
         "--data.num_clients=4",
         "--data.partition.init_args.beta=5.0",
         "--trainer.logger=false",

@@ -274,7 +274,6 @@ def test_a_method_without_a_finished_trial_leaves_no_record(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.essential
 def test_from_the_command_line(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

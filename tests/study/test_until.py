@@ -285,7 +285,6 @@ def test_a_study_that_cannot_be_decided_so_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.essential
 def test_from_the_command_line(tmp_path, monkeypatch, capfd):
     """A study without the entry, the flags, and a report that reads the study file."""
     monkeypatch.chdir(tmp_path)

@@ -114,6 +114,7 @@ def fit(name: str, root: Path, method: Method | None = None, **settings):
         **({"topology": OVER[name][1], "max_rounds": 3} if name in OVER else {}),
         "participation": 0.5,
         "local_epochs": 1,
+        "max_local_steps": 3,
         "experiment": name,
         "run_name": "run",
         **settings,

@@ -278,7 +278,6 @@ def test_a_run(
 
 
 @pytest.mark.slow
-@pytest.mark.essential
 def test_a_study_of_one_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tiny.yaml").write_text(TINY)
     secrets = {"data.root": "https://bob:pa55w0rd@host?token=hush"}
