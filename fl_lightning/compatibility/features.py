@@ -74,6 +74,10 @@ def overrides_hook(method: Any, hook: str) -> bool:
     return overrides(method, SummingServer, hook)
 
 
+SHOWN = 6
+"""Methods that a refusal names."""
+
+
 def methods_with(feature: Feature) -> list[str]:
     """Return the names of the package's methods whose classes can have a feature."""
     kinds, names = [SummingServer], set()
@@ -84,6 +88,13 @@ def methods_with(feature: Feature) -> list[str]:
         if concrete and kind.__module__.startswith("fl_lightning.methods.") and not why_not(kind, feature):
             names.add(kind.__name__)
     return sorted(names)
+
+
+def some_with(feature: Feature) -> str:
+    """Return the first names of :func:`methods_with`, and where the others stand."""
+    names = sorted(methods_with(feature), key=lambda name: (name != "FedAvg", name))
+    shown, others = ", ".join(names[:SHOWN]), len(names) - SHOWN
+    return shown + (f" or {others} more in docs/what-works.md" if others > 0 else "")
 
 
 def feature_of(task: Task) -> TaskFeature:

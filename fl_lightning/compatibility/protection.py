@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fl_lightning.aggregation.average import Average
-from fl_lightning.compatibility.features import methods_with, overrides_hook, why_not
+from fl_lightning.compatibility.features import overrides_hook, some_with, why_not
 from fl_lightning.compatibility.runs import Refusal, Run
 from fl_lightning.config.overriding import overrides
 from fl_lightning.hooks import Stressor, sees_uploads
@@ -19,8 +19,7 @@ def secure_sum(run: Run) -> Iterator[Refusal]:
         return
     given, method = "--trainer.secure_sum with", run.method
     if why := why_not(method, "secure_sum"):
-        others = ", ".join(methods_with("secure_sum"))
-        yield f"{given} --model {run.name}", why, f"leave it out, or take one of {others}"
+        yield f"{given} --model {run.name}", why, f"leave it out, or take one of {some_with('secure_sum')}"
     given_average = f"{given} --model.average {type(method.average).__name__}"
     if not method.average.is_sum:
         rule = "it compares the clients' single vectors, and the server gets their sum alone"

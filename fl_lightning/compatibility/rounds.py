@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fl_lightning.compatibility.features import methods_with, why_not
+from fl_lightning.compatibility.features import some_with, why_not
 from fl_lightning.compatibility.protection import MASKED_TO_THE_END, protected, seen_uploads
 from fl_lightning.compatibility.runs import Refusal, Run
 
@@ -56,7 +56,7 @@ def topology(run: Run) -> Iterator[Refusal]:
     rule = "it changes uploads knowing those that one server gets, and here there are several"
     yield from seen_uploads(run, f"{given} with", rule)
     if why := why_not(method, "topology"):
-        yield with_model, why, f"take one of {', '.join(methods_with('topology'))}"
+        yield with_model, why, f"take one of {some_with('topology')}"
     if method.server_optimizer is not None:
         rule = "a server optimiser remembers the updates of one server"
         instead = "leave server_optimizer out, or write --model FedAvg"

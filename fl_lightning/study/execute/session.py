@@ -66,14 +66,14 @@ class SweepSession:
             if self.logger and any(one.config.get("trainer.logger") is True for one in cells.every):
                 tags, view = {"cells": str(len(cells.every))}, mlflow_page.view_tags(list(study.grid))
                 self.parent = begin_study(study.name, cells.folder, tags, view)
-        for state in cells:
-            if state.status == "failed" and not state.problem:
-                state.status = "interrupted"  # it is tried again
         cells.write()
         self.display = Display(
             self.summary, lambda job: (self.at_work(job.name).run, self.at_work(job.name).rounds)
         )
         self.display.line(f"{self.summary()}; {len(self.pool.slots)} at a time, in {cells.folder}")
+        for state in cells:
+            if state.status == "failed" and not state.problem:
+                state.status = "interrupted"  # it is tried again
         self.show_registration(known)
         self.learn_task(next((task_of(state.run) for state in cells if state.run), self.task))
         self.show_problems()
