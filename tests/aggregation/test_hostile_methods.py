@@ -95,7 +95,7 @@ class Seen(Stressor):
         return upload
 
 
-ONE_ROUND = {"local_epochs": 1, "participation": 0.5, "eval_every": 10**6, "checkpoint_every": 0}
+ONE_ROUND = {"max_local_steps": 1, "participation": 0.5, "eval_every": 10**6, "checkpoint_every": 0}
 MADE = {
     "SCAFFOLD": SCAFFOLD,
     "SCAFFOLD with a personal part": partial(SCAFFOLD, personal="norm"),

@@ -78,7 +78,9 @@ def test_the_server_has_the_mean_of_what_clients_keep(method, names, way, tmp_pa
         pytest.importorskip("cryptography")
     means = [MeanOfKept(*pair) for pair in names]
     subject = method(network=small_network, optimizer=sgd(0.05))
-    run(subject, images(), tmp_path, max_rounds=5, callbacks=[Fates(), *means], **WAYS[way])
+    run(
+        subject, images(), tmp_path, max_rounds=5, max_local_steps=3, callbacks=[Fates(), *means], **WAYS[way]
+    )
     for mean in means:
         assert mean.size > 1e-3
         assert mean.furthest < 1e-6

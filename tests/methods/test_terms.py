@@ -59,7 +59,14 @@ NEUTRAL += [CalibratedLogits(0.0), ContrastiveTerm(0.0), DynamicTerm(0.0)]
 
 
 def fitted(method: Method, tmp_path, **settings):
-    settings = {"max_rounds": 2, "participation": 0.5, "local_epochs": 1, "engine": "sequential", **settings}
+    settings = {
+        "max_rounds": 2,
+        "participation": 0.5,
+        "local_epochs": 1,
+        "max_local_steps": 4,
+        "engine": "sequential",
+        **settings,
+    }
     trainer = run(method, digits(), tmp_path, **settings)
     return method.server["weights"], rows_of(trainer.run_dir / "metrics.csv")
 
