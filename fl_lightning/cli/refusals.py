@@ -395,4 +395,5 @@ def _takes_class(takes: Iterable[Any]) -> bool:
 
 
 def _names_a_class(value: str) -> bool:
-    return value.strip("[]").replace(".", "_").replace(",", "_").replace(" ", "").isidentifier()
+    is_word = value.strip("[]").replace(".", "_").replace(",", "_").replace(" ", "").isidentifier()
+    return is_word and value not in ("true", "false")
