@@ -176,9 +176,9 @@ class Method(Recorded, Emitter, SummingServer, WithLocalWork, WithPersonal, With
         self.unsent = UnsentBuffers(nn.Module())  # the trainer's: of the network that it has built
         self.has_received = False  # whether terms know what the client received
         self.module = deepcopy(module)  # the user's own stays as it is, for another method or another run
-        self.module_start = (
-            {} if module is None else {name: tensor.clone() for name, tensor in module.state_dict().items()}
-        )
+        self.untrained = (
+            self.module,
+        )  # of which each run trains a copy; no part of the method's own tensors
         check_run(Run(self))
         if module is not None:
             check_module(self, module)
@@ -195,13 +195,13 @@ class Method(Recorded, Emitter, SummingServer, WithLocalWork, WithPersonal, With
         generators as they stand."""
         self.take_task(data.task)
         self.client_weights = ClientWeights.by(self.weigh_by, data)
-        if self.module is None:
+        if (untrained := self.untrained[0]) is None:
             outputs, shape, example = data.num_classes, data.example_shape, data.example_inputs()
             self.network = build_network(
                 self.network_spec, outputs, shape, logits=self.logits, task=data.task, inputs=example
             )
         else:
-            self.module.load_state_dict(self.module_start)
+            self.module = deepcopy(untrained)
             self.network = adopt(self, self.module, data)
         data.see_network(self.network)
         self.adapters.prepare(self.network)

@@ -324,3 +324,51 @@ def test_a_final_accuracy_that_is_no_number_is_listed(tmp_path, value):
     assert [(entry.name, "final/accuracy" in entry.reason) for entry in results.excluded] == [
         ("B-seed1", True)
     ]
+
+
+def test_settings_that_are_no_methods_own_and_differ_are_named(tmp_path):
+    """Also where the seeds of one method differ. What only the method decides may differ between methods."""
+    folder = make_study(tmp_path, {"A": A, "B": B, "C": C})
+    for label, participation in (("A", 0.5), ("B", 0.5), ("C", 1.0)):
+        for seed in (0, 1, 2):
+            model = {"class_path": label, "init_args": {"mu": 0.2 if (label, seed) == ("B", 1) else 0.1}}
+            config = {"model": model, "trainer": {"participation": participation}, "seed_everything": seed}
+            (folder / f"{label}-seed{seed}" / "config.yaml").write_text(json.dumps(config))
+    assert main(["compare", "--study", "study", "--root", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    text = (tmp_path / "out" / "report.md").read_text()
+    between = "Methods differ in settings that are not their own: `trainer.participation` (0.5; C: 1.0)."
+    within = "The runs of B differ in more than the seed: `model.init_args.mu` (0.1; seed 1: 0.2)."
+    assert between in text
+    assert within in text
+    assert text.count("differ in more than the seed") == 1
+    assert "drop-outs and noise, but for the settings named above. The 95 %" in text
+
+
+def test_means_over_other_seeds_are_said_to_be(tmp_path, capsys):
+    folder = make_study(tmp_path, {"A": A, "B": B, "C": C})
+    shutil.rmtree(folder / "B-seed1")
+    assert main(["compare", "--study", "study", "--root", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    said = "Means and places are over each method's own seeds: B has none of seed 1."
+    assert said in (tmp_path / "out" / "report.md").read_text()
+    assert said in capsys.readouterr().out
+
+
+def test_a_file_of_the_clock_that_has_changed_between_methods_is_refused(tmp_path, capsys):
+    """Where their settings of it are the same; another file is another setting."""
+    folder = make_study(tmp_path, {"A": A, "B": B})
+    words = ["compare", "--study", "study", "--root", str(tmp_path), "--out", str(tmp_path / "out")]
+
+    def read(label, seed, file, sha256):
+        run = folder / f"{label}-seed{seed}"
+        (run / "config.yaml").write_text(json.dumps({"trainer": {"clock": file}, "seed_everything": seed}))
+        metadata = json.loads((run / "metadata.json").read_text())
+        (run / "metadata.json").write_text(json.dumps({**metadata, "clock_sha256": sha256}))
+
+    for seed in (0, 1, 2):
+        read("A", seed, "slow.csv", "0" * 64)
+        read("B", seed, "slow.csv", "1" * 64)
+    assert main(words) == 2
+    assert "content of the clock's files" in capsys.readouterr().err
+    for seed in (0, 1, 2):
+        read("B", seed, "fast.csv", "1" * 64)
+    assert main(words) == 0

@@ -34,6 +34,7 @@ grid:
     noisy: {{settings: {{trainer.callbacks: [{{class_path: callbacks.LabelNoise, init_args: {{round: 1}}}}]}}}}
 proposed: [{proposed}]
 """
+BORING = "lightning.pytorch.demos.boring_classes"
 THEIRS = "A: {}, B: {settings: {model.init_args.optimizer.init_args.lr: 0.01}}"
 MINE = "Third: {settings: {model.class_path: ranked_method.Third, model.init_args.mu: 0.5}}"
 METHOD = """
@@ -136,6 +137,7 @@ def test_what_breaks_the_pairing_is_refused_before_anything_is_trained(published
     for more, named in (
         ({"settings": {"data.batch_size": 64}}, "data.init_args.batch_size: 256 published, 64 here"),
         ({"settings": {"model.network": "mlp"}}, "model.init_args.network"),
+        ({"settings": {"model.module": f"{BORING}.BoringModel"}}, "model.init_args.module"),
         ({"seeds": 3}, "--seeds 3"),
         ({"seeds": 0}, "--seeds 0"),
         ({"setting": "nosy"}, "--setting nosy"),
@@ -154,6 +156,11 @@ def test_what_breaks_the_pairing_is_refused_before_anything_is_trained(published
     Path("reports/two-FedProx/mine.txt").write_text("mine")
     with refused("--out reports/two-FedProx"):
         of()
+    runs = (published / "runs.csv").read_text()
+    (published / "runs.csv").write_text(runs.replace(",0.", ",O.", 1))
+    with refused("runs.csv", "make the report again"):
+        of(label="Other")
+    (published / "runs.csv").write_text(runs)
     (published / "study.yaml").unlink()
     with refused("--against published", "compare of this release"):
         of()
@@ -168,6 +175,8 @@ def test_a_dry_run_says_what_is_left_and_creates_nothing(published, capsys):
     assert ranked("--dry_run", "true", "--seeds", "1") == 0
     assert "two-Third: 2 cells, 2 to run, 2 rounds" in capsys.readouterr().out
     assert not Path("runs/two-Third").exists()
+    sgd = "{class_path: torch.optim.SGD, init_args: {lr: 0.02}}"
+    assert ranked("--dry_run", "true", "--settings", f"{{model.init_args.optimizer: {sgd}}}") == 0
 
 
 def test_a_method_can_be_ranked_against_the_leaderboard_that_comes_with_the_project(

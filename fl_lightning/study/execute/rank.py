@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from fl_lightning.config.near_names import nearest
 from fl_lightning.config.packaged import find_config
@@ -26,7 +25,7 @@ from fl_lightning.study.plan.spec_file import SpecFile
 from fl_lightning.study.plan.study import Study
 from fl_lightning.study.plan.variations import Variation
 from fl_lightning.study.report.compare import check_out, compare
-from fl_lightning.study.results.published import check_paired, check_protocol
+from fl_lightning.study.results.published import check_paired, check_protocol, published_rows
 from fl_lightning.study.results.run_records import read_directory
 from fl_lightning.study.results.runs import FinishedRun
 
@@ -60,6 +59,10 @@ class RankSession(SweepSession):
         return following
 
 
+Plain = bool | int | float | str | list | dict | None
+"""What a file can hold; of ``Any`` the parser makes the objects that a ``class_path`` names."""
+
+
 def rank(
     model: str,
     against: str = LEADERBOARD,
@@ -67,7 +70,7 @@ def rank(
     seeds: int | None = None,
     label: str | None = None,
     method_config: str | None = None,
-    settings: dict[str, Any] | None = None,
+    settings: dict[str, Plain] | None = None,
     out: Path | None = None,
     jobs: int = 1,
     root: str = "runs",
@@ -103,6 +106,7 @@ def rank(
             differs.
     """
     published = PublishedStudy.read(find_published(against), f"--against {against}")
+    published_rows(published)
     label = label or model.rpartition(".")[2]
     files = [] if method_config is None else [_file(method_config)]
     own = Variation(tuple(files), {"model.class_path": model, **(settings or {})})

@@ -15,7 +15,9 @@ from fl_lightning.config.settings import is_under, result_settings
 
 CALLBACKS = "trainer.callbacks"
 NETWORK = "model.init_args.network"
-"""The one setting of a method that belongs to the protocol: methods are ranked on one network."""
+"""A setting of a method that belongs to the protocol: methods are ranked on one network."""
+MODULE = "model.init_args.module"
+"""The LightningModule that has the network, where there is one."""
 WATCHERS = frozenset(
     {
         *("AccuracyBytesFigure", "BitWidthFigure", "ClientAccuracyFigure", "ConfusionMatrix", "ExpertFigure"),
@@ -47,6 +49,8 @@ def protocol_of(settings: Mapping[str, Any]) -> dict[str, Any]:
         if key.startswith(f"{CALLBACKS}.") and number.isdigit():
             callbacks.setdefault(int(number), {})[rest] = value
         elif is_under(key, [NETWORK]) or not is_under(key, ["model", "seed_everything", CALLBACKS]):
+            found[key] = value
+        elif is_under(key, [MODULE]) and value is not None:
             found[key] = value
     kept = [one for _, one in sorted(callbacks.items()) if not _only_watches(one)]
     for place, one in enumerate(kept):

@@ -22,12 +22,14 @@ from fl_lightning.study.report.places import places_table
 from fl_lightning.study.report.registered import NOT_REGISTERED, RegistrationReport
 from fl_lightning.study.report.transfer_tables import how_to_read as how_to_read_transfer
 from fl_lightning.study.report.transfer_tables import transfer_tables
+from fl_lightning.study.report.unequal import missing_seeds, unequal_methods, unequal_seeds
 from fl_lightning.study.report.verdicts import verdicts
 from fl_lightning.study.statistics import POWER
 
+SAME_CONDITIONS = "both methods met the same partition, cohorts, drop-outs and noise"
 HOW_TO_READ = (
-    "Differences are paired by seed: both methods met the same partition, cohorts, drop-outs and "
-    "noise. The 95 % t interval decides; the bootstrap (BCa) beside it is too narrow below about "
+    f"Differences are paired by seed: {SAME_CONDITIONS}. "
+    "The 95 % t interval decides; the bootstrap (BCa) beside it is too narrow below about "
     "ten seeds. p (Holm) is the t-test's, corrected for all rows of its table; Wilcoxon's cannot be "
     "below 2^(1 − n) with n seeds. g_z is the mean in standard deviations of the differences, "
     "corrected for small samples; detectable: the true difference that so many seeds find with "
@@ -54,6 +56,8 @@ def how_to_read(comparison: Comparison) -> str:
     text = HOW_TO_READ
     for fixed, sequential in IN_A_SEQUENCE.items() if comparison.is_sequential else ():
         text = text.replace(fixed, sequential)
+    if unequal_methods(comparison):
+        text = text.replace(SAME_CONDITIONS, f"{SAME_CONDITIONS}, but for the settings named above")
     return text if comparison.study.task.primary == ACCURACY else text.replace("(accuracies in", "(shares in")
 
 
@@ -165,7 +169,8 @@ def answers(comparison: Comparison) -> Iterator[str]:
         winner = f"winner: {ranking.winner}" if ranking.winner else "no winner"
         parts = _sentence(ranking.reason), comparison.nobody_learnt(levels), _gap(ranking.gap)
         yield " ".join(filter(None, (f"**{where}{winner}.**", *parts)))
-    yield _unlike(comparison)
+    unequal = unequal_methods(comparison), *unequal_seeds(comparison), missing_seeds(comparison)
+    yield from filter(None, (_unlike(comparison), *unequal))
     counted = [verdict.decision for verdict in verdicts(comparison) if not verdict.criterion.is_timing]
     if counted:
         tally = ", ".join(

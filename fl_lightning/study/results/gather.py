@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fl_lightning.config.near_names import nearest
 from fl_lightning.config.packaged import find_config
-from fl_lightning.config.settings import settings_hash
+from fl_lightning.config.settings import is_under, settings_hash
 from fl_lightning.errors import InputError, require
 from fl_lightning.study.metric_names import direction, higher_is_better
 from fl_lightning.study.plan.kinds import folder_of, is_study_file
@@ -226,10 +227,15 @@ def check_comparable(results: Results) -> None:
         if axis in levels and levels[axis] in compared:
             del levels[axis]
         groups.setdefault(tuple(levels.items()), []).append(run)
-    for label, level in {(run.label, tuple(run.levels.items())) for run in results.runs}:
-        runs = [run for run in results.runs if run.label == label and tuple(run.levels.items()) == level]
-        hint = "a file of trainer.clock has changed: run all seeds again with one version of it"
-        _require_one(runs, "content of the clock's files", lambda run: run.clock, hint)
+    readers: dict[tuple[str, str], list[FinishedRun]] = {}
+    """Runs with the same settings of a clock or a topology, which read the same files."""
+    for run in results.runs:
+        for name in run.files:
+            own = {key: value for key, value in run.protocol.items() if is_under(key, [f"trainer.{name}"])}
+            readers.setdefault((name, str(own or (run.label, run.levels))), []).append(run)
+    for (name, _), runs in readers.items():
+        hint = f"a file of trainer.{name} has changed: run all again with one version of it"
+        _require_one(runs, f"content of the {name}'s files", partial(_files, name), hint)
     for runs in alike.values():
         hint = "the examples are not the same: run all methods again on one version of the files"
         _require_one(runs, "content of the data", lambda run: run.content, hint)
@@ -248,6 +254,10 @@ def check_comparable(results: Results) -> None:
             same_seed = [run for run in runs if run.seed == seed and run.label not in controls]
             if same_seed:
                 _require_one(same_seed, "partition", lambda run: run.partition, hint)
+
+
+def _files(name: str, run: FinishedRun) -> str:
+    return run.files[name]
 
 
 def _require_one(runs: list[FinishedRun], what: str, value: Callable[[FinishedRun], str], hint: str) -> None:

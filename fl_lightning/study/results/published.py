@@ -89,6 +89,10 @@ def check_paired(published: PublishedStudy, run: FinishedRun, is_control: bool =
     if is_control:
         return
     check_protocol(published, run.name, run.levels, run.protocol)
+    for name, ours in run.files.items():
+        theirs = (level.get("files_sha256") or {}).get(name, ours)  # reports of before have none
+        given = f"{run.name} has other files of trainer.{name} than {where}"
+        require(ours == theirs, given, "runs are paired on one content of them", "use the published files")
     theirs = str((level.get("partition_sha256") or {}).get(str(run.seed)) or "")
     given = f"{run.name} has partition {run.partition[:12]}, {where} has {theirs[:12] or 'none'}"
     rule, instead = (
@@ -132,41 +136,52 @@ def _is_of_protocol(published: PublishedStudy, run: FinishedRun) -> bool:
 
 def _runs(published: PublishedStudy, study: Study) -> Iterator[FinishedRun]:
     """Yield the published runs at the levels and seeds of a study."""
-    wanted = study.combinations()
-    for row in _rows(published):
+    wanted, needed = study.combinations(), _needed(published)
+    for row in published_rows(published):
         levels = {axis: row[axis] for axis in published.levels[0]["levels"]}
-        if levels not in wanted or int(row["seed"]) not in study.seeds:
+        seed, rounds, metrics = _numbers(row, needed)
+        if levels not in wanted or seed not in study.seeds:
             continue
         level = published.level(levels, published.name)
         about = {key: row[key] for key in HASHES if row[key]}
         metadata = {
             **about,
-            "seed": int(row["seed"]),
+            "seed": seed,
             "dataset": level["dataset"],
             "constant_guess": level.get("constant_guess"),
             "task": published.report.get("task"),
         }
-        no_metrics = {"run", "method", "seed", "rounds", *levels, *HASHES}
-        metrics = {key: float(cell) for key, cell in row.items() if key not in no_metrics and cell}
         if published.report.get("target") != study.target_value:
             metrics = {key: value for key, value in metrics.items() if not key.startswith("target/")}
-        history = [{"round": float(row["rounds"])}]
+        history = [{"round": rounds}]
         record = RunRecord(row["run"], f"{published.path}: {row['run']}", metadata, history, {})
         selection = published.report["selection"]
-        yield FinishedRun(row["method"], int(row["seed"]), levels, record, metrics, selection)
+        yield FinishedRun(row["method"], seed, levels, record, metrics, selection)
 
 
-def _rows(published: PublishedStudy) -> list[dict[str, str]]:
+def published_rows(published: PublishedStudy) -> list[dict[str, str]]:
     """Return the lines of ``runs.csv``.
 
     Raises:
         InputError: it is not the table of its report.
     """
-    path, needed = published.path / RUNS, {"run", "method", "seed", "rounds", *HASHES}
+    path, needed = published.path / RUNS, _needed(published)
     rule, errors = "it is not the table of its report", (OSError, ValueError, csv.Error)
     with as_bad_input(f"{path}", rule, AGAIN, *errors), path.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-        needed |= {*published.levels[0]["levels"]}
         if not all(needed <= {*row} and None not in row.values() for row in rows):
             raise ValueError(f"each line needs {', '.join(sorted(needed))}")
+        for row in rows:
+            _numbers(row, needed)  # before anything is trained that cannot be compared
         return rows
+
+
+def _numbers(row: Mapping[str, str], needed: set[str]) -> tuple[int, float, dict[str, float]]:
+    """Return the seed, the rounds and the metrics of a line."""
+    metrics = {key: float(cell) for key, cell in row.items() if key not in needed and cell}
+    return int(row["seed"]), float(row["rounds"]), metrics
+
+
+def _needed(published: PublishedStudy) -> set[str]:
+    """Return the headings beside the metrics."""
+    return {"run", "method", "seed", "rounds", *HASHES, *published.levels[0]["levels"]}

@@ -114,9 +114,10 @@ class FinishedRun:
         return str(self.record.metadata.get("content_sha256") or "")
 
     @property
-    def clock(self) -> str:
-        """SHA-256 of the files of devices and traces; empty where the clock reads none."""
-        return str(self.record.metadata.get("clock_sha256") or "")
+    def files(self) -> dict[str, str]:
+        """SHA-256 of the files that ``trainer.clock`` and ``trainer.topology`` read, by their names."""
+        hashes = {name: self.record.metadata.get(f"{name}_sha256") for name in ("clock", "topology")}
+        return {name: str(value) for name, value in hashes.items() if value}
 
     @property
     def task(self) -> TaskMetrics:

@@ -1,0 +1,72 @@
+"""What differs between the runs of a comparison beside the method and the seed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fl_lightning.config.settings import result_settings
+from fl_lightning.study.report.comparison import Comparison
+
+MOST_SETTINGS = 5
+"""Settings that are named."""
+
+
+def unequal_methods(comparison: Comparison) -> str:
+    """Return which settings that are no method's own differ between methods; empty where none does."""
+    differing: dict[str, str] = {}
+    for levels in comparison.levels:
+        found: dict[str, Mapping[str, Any]] = {}
+        for run in comparison.results.runs:
+            if run.levels == levels and run.label not in comparison.study.controls and run.protocol:
+                found.setdefault(run.label, run.protocol)
+        differing = _differing(found) | differing
+    return _sentence("Methods differ in settings that are not their own", differing)
+
+
+def unequal_seeds(comparison: Comparison) -> Iterator[str]:
+    """Yield of each method whose seeds have other settings, at one combination of levels, which these are."""
+    for label in comparison.study.methods:
+        differing: dict[str, str] = {}
+        for levels in comparison.levels:
+            found: dict[str, Mapping[str, Any]] = {}
+            for run in comparison.results.runs:
+                if run.label == label and run.levels == levels and run.record.settings:
+                    own = result_settings(run.record.settings)
+                    found[f"seed {run.seed}"] = {**own, "seed_everything": 0}
+            differing = _differing(found) | differing
+        yield _sentence(f"The runs of {label} differ in more than the seed", differing)
+
+
+def missing_seeds(comparison: Comparison) -> str:
+    """Return which methods lack seeds that others have at the same combination of levels; empty where none
+    does."""
+    missing: dict[str, set[int]] = {}
+    for levels in comparison.levels:
+        table = comparison.table(comparison.study.metric, levels).dropna(how="all")
+        for label, column in table.items():
+            if column.isna().any() and not column.isna().all():
+                missing.setdefault(str(label), set()).update(table.index[column.isna()])
+    each = [
+        f"{label} has none of seed {', '.join(map(str, sorted(seeds)))}" for label, seeds in missing.items()
+    ]
+    return f"Means and places are over each method's own seeds: {'; '.join(each)}." if each else ""
+
+
+def _differing(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return of each setting in which those of several names differ what most have, and who has what else."""
+    found = {}
+    for key in dict.fromkeys(key for each in settings.values() for key in each):
+        values = {name: str(each.get(key, "not set")) for name, each in settings.items()}
+        usual = Counter(values.values()).most_common(1)[0][0]
+        if others := [f"{name}: {value}" for name, value in values.items() if value != usual]:
+            found[key] = f"`{key}` ({usual}; {', '.join(others)})"
+    return found
+
+
+def _sentence(what: str, differing: Mapping[str, str]) -> str:
+    if not differing:
+        return ""
+    more = f" and {len(differing) - MOST_SETTINGS} more" if len(differing) > MOST_SETTINGS else ""
+    return f"{what}: {', '.join([*differing.values()][:MOST_SETTINGS])}{more}."
