@@ -18,6 +18,7 @@ from toy import ready, run, sgd
 
 from fl_lightning import methods, rng
 from fl_lightning.__main__ import main
+from fl_lightning.hooks import Meter
 from fl_lightning.methods import FedAvg, FedMPQ, Method
 
 PLAIN = """
@@ -311,3 +312,37 @@ def test_a_method_trains_a_copy_of_its_module_from_where_it_was(tmp_path):
     first, second = (run(method, ready(), tmp_path, max_rounds=2).method.server["weights"] for _ in range(2))
     assert torch.equal(first, second)
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+
+
+class Scaled(Lit):
+    """What its outputs are multiplied by is in no ``state_dict``, and moves with each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()), persistent=False)
+
+    def forward(self, x):
+        return self.net(x) * self.scale
+
+    def training_step(self, batch, batch_idx):
+        self.scale.mul_(0.9)
+        return super().training_step(batch, batch_idx)
+
+
+class Interrupted(Meter):
+    def on_client_end(self, client, round, context):
+        if round == 2:
+            raise KeyboardInterrupt
+
+
+def test_a_fit_goes_on_with_the_objects_that_were_interrupted_in_mid_round(tmp_path):
+    """As the log says that it does; and begun anew with them it is the run of new ones."""
+    whole = run(FedAvg(module=seeded(Scaled)), ready(), tmp_path, max_rounds=3).method.server["weights"]
+    method = FedAvg(module=seeded(Scaled))
+    with pytest.raises(KeyboardInterrupt):
+        run(method, ready(), tmp_path, max_rounds=3, callbacks=[Interrupted()], run_name="half", workers=1)
+    path = str(next(tmp_path.glob("*/half")))
+    run(method, ready(), tmp_path, max_rounds=3, ckpt_path=path, allow_changed=True)
+    assert torch.equal(method.server["weights"], whole)
+    run(method, ready(), tmp_path, max_rounds=3)
+    assert torch.equal(method.server["weights"], whole)
