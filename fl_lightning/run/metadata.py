@@ -24,6 +24,7 @@ from fl_lightning.methods import Method
 from fl_lightning.metrics.declared import Emitter, declared_by
 from fl_lightning.run.directory import RunName, read_json
 from fl_lightning.support.redaction import redact_arguments
+from fl_lightning.support.user_code import code_of
 from fl_lightning.tasks import Task
 
 log = logging.getLogger("fl_lightning")
@@ -62,6 +63,7 @@ def describe_run(
         "constant_guess": fed.data.task.constant_guess(fed.data.test_target),
         "git": git_state(),
         "versions": versions(),
+        "code": code_of(fed.method, fed.method.network, fed.data, *fed.callbacks),
         "command_line": redact_arguments(list(command_line)),
         "device": str(fed.fabric.device),
         "engine": engine,
@@ -105,6 +107,10 @@ def continued_metadata(before: Mapping[str, Any], here: Mapping[str, Any], round
             log.warning(
                 "%s: %s -> %s; from here on sums may be rounded differently", name, before[name], here[name]
             )
+    if changed := [
+        name for name, sha in here["code"].items() if before.get("code", {}).get(name, sha) != sha
+    ]:
+        log.warning("the file of %s has changed since the run began", ", ".join(changed))
     resumed, deployment = before.get("resumed"), before.get("deployment")
     return {
         **here,

@@ -1,13 +1,16 @@
-"""The distinction between a bug in the user's code and bad input, by the code that raised the error."""
+"""The user's code: whether a bug in it raised an error, or bad input did, and whether it has changed."""
 
 from __future__ import annotations
 
 import linecache
 import re
+import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 
 from fl_lightning.errors import InputError, MisuseError
@@ -56,6 +59,30 @@ def _users_place(error: BaseException) -> str:
     last = traceback.extract_tb(error.__traceback__)[-1]
     file = Path(last.filename)
     return f"{file.name}, line {last.lineno}, {last.name}: " if _is_users(file) else ""
+
+
+def code_of(*objects: object) -> dict[str, str]:
+    """Return the SHA-256 of the user's files that have the classes of these objects, by the names of their
+    modules; a script's and a notebook's own classes are in none."""
+    modules = {cls.__module__ for one in objects for cls in type(one).__mro__} - {"__main__"}
+    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in sorted(modules)}
+    return {
+        name: sha256(Path(file).read_bytes()).hexdigest()
+        for name, file in files.items()
+        if file and _is_users(Path(file)) and Path(file).is_file()
+    }
+
+
+def changed_code(code: Mapping[str, str]) -> list[str]:
+    """Return the modules whose files are others now than :func:`code_of` found; none that cannot be found is
+    among them."""
+    changed = []
+    for name, sha in code.items():
+        with suppress(ImportError, ValueError, OSError):
+            spec = find_spec(name)
+            if spec and spec.origin and sha256(Path(spec.origin).read_bytes()).hexdigest() != sha:
+                changed.append(name)
+    return changed
 
 
 def first_cause(error: BaseException) -> BaseException:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,16 @@ def test_a_third_method_alone_is_ranked_as_in_one_sweep_of_all_and_nothing_is_tr
     assert len(InProcessPool.started) == 4
 
     compare("all", Path("swept"))
+    shown = capsys.readouterr()
+    assert "Place of what is proposed" in shown.out
+    assert "setting=iid" in shown.out
+    assert "trained with another" not in shown.err
+    code = Path(sys.modules["ranked_method"].__file__)
+    code.write_text(METHOD.replace("one's own", "another"))
+    assert ranked() == 0
+    code.write_text(METHOD)
+    said = "Third-setting=iid-seed3: trained with another ranked_method, as 4 finished cells were"
+    assert said in capsys.readouterr().err
     of_rank, of_sweep = report_of(Path("reports/two-Third")), report_of(Path("swept"))
     assert of_rank["levels"] == of_sweep["levels"]  # to the last digit
     assert [(one["a"], one["b"]) for one in of_rank["levels"][0]["differences"]] == [
@@ -103,9 +114,6 @@ def test_a_third_method_alone_is_ranked_as_in_one_sweep_of_all_and_nothing_is_tr
     ]
     assert of_rank["levels"][0]["differences"][0]["family"] == 2
     assert of_rank["registration"]["status"] == "not as registered"  # a level was added after the first start
-    text = capsys.readouterr().out
-    assert "Place of what is proposed" in text
-    assert "setting=iid" in text
     for file, said in (
         ("report.md", "## Places at setting=iid"),
         ("tables.tex", r"\label{tab:two-Third-place}"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 from pathlib import Path
@@ -20,6 +20,7 @@ from fl_lightning.study.plan.study import Cell, Study
 from fl_lightning.study.results.run_records import find_run, read_cells, read_metrics
 from fl_lightning.support.disk import replace
 from fl_lightning.support.redaction import redact_settings
+from fl_lightning.support.user_code import changed_code
 
 Status = Literal["waiting", "running", "interrupted", "finished", "failed"]
 
@@ -37,6 +38,7 @@ class CellState:
         threads: the threads of its process; the same in every session, since they change how sums are
             rounded.
         problem: what keeps a run that has ended from being counted, and what to do; or empty.
+        changed: modules of the user whose files are others now than when the run was trained.
     """
 
     cell: Cell
@@ -46,6 +48,7 @@ class CellState:
     run: Path | None = None
     threads: int = 0
     problem: str = ""
+    changed: Sequence[str] = ()
 
     @property
     def rounds(self) -> int:
@@ -62,7 +65,7 @@ class CellState:
             if not self.threads and isinstance(threads, int):
                 self.threads = threads  # of a folder that was copied without the cells.json of its sweep
             self.status = status if status in ("finished", "failed") else "interrupted"
-            self.problem = ""
+            self.problem, self.changed = "", changed_code(metadata.get("code") or {})
             if status == "finished" and not self.metrics():
                 self.status = "failed"
                 self.problem = (
@@ -176,8 +179,16 @@ class StudyCells:
         return sum(state.status == status for state in self.states)
 
     def problems(self) -> list[str]:
-        """Return what the user must do before some cells can be run."""
-        return [f"{state.cell.name}: {state.problem}" for state in self.states if state.problem]
+        """Return what the user must do before some cells can be run, or run again."""
+        problems = [f"{state.cell.name}: {state.problem}" for state in self.states if state.problem]
+        stale = [state for state in self.states if state.changed and state.status == "finished"]
+        if stale:
+            changed = ", ".join(sorted({name for state in stale for name in state.changed}))
+            problems.append(
+                f"{stale[0].cell.name}: trained with another {changed}, as {len(stale)} finished cells were; "
+                "move their runs away, or take another label, to train them again"
+            )
+        return problems
 
     def left_to_others(self) -> int:
         """Return how many cells of other shards have no finished run in this folder."""

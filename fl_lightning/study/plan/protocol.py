@@ -48,9 +48,11 @@ def protocol_of(settings: Mapping[str, Any]) -> dict[str, Any]:
         number, _, rest = key.removeprefix(f"{CALLBACKS}.").partition(".")
         if key.startswith(f"{CALLBACKS}.") and number.isdigit():
             callbacks.setdefault(int(number), {})[rest] = value
-        elif is_under(key, [NETWORK]) or not is_under(key, ["model", "seed_everything", CALLBACKS]):
-            found[key] = value
-        elif is_under(key, [MODULE]) and value is not None:
+        elif (
+            not is_under(key, ["model", "seed_everything", CALLBACKS])
+            or is_under(key, [NETWORK])
+            or (is_under(key, [MODULE]) and value is not None)
+        ):
             found[key] = value
     kept = [one for _, one in sorted(callbacks.items()) if not _only_watches(one)]
     for place, one in enumerate(kept):
