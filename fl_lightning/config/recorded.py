@@ -152,6 +152,8 @@ def describe(value: Any) -> Any:
             "class_path": import_path(type(value)),
             "init_args": _ignored(value, hyperparameters) | describe(hyperparameters),
         }
+    if hasattr(value, "hparams") and not inspect.signature(type(value)).parameters:
+        return {"class_path": import_path(type(value)), "init_args": {}}
     from torchmetrics import Metric
 
     if isinstance(value, Metric):  # it keeps what it was given under the names of the arguments

@@ -223,12 +223,13 @@ def check_same(
         start.checkpoint.progress if start.checkpoint else {"config": config_of(start.run), **identity}
     )
     settings = flatten(config)
-    changed = changed_settings(saved["config"], settings)
+    changed, instead = changed_settings(saved["config"], settings), "give the same one, or"
     if not saved["config"]:
         changed = ["its settings, which were not recorded"]
     elif unknown := sorted(
         {key for key in not_recorded({**saved["config"], **settings}) if not is_free(key)}
     ):
+        instead = "call save_hyperparameters() where that is a LightningModule, or give"
         changed = [
             f"{key}, which cannot be recorded ({settings.get(key, 'not set')})" for key in unknown
         ] + changed
@@ -237,7 +238,7 @@ def check_same(
         raise InputError(
             f"--ckpt_path {start.run}",
             f"it was written with another configuration ({_shown(changed)})",
-            "give the same one, or --trainer.allow_changed true",
+            f"{instead} --trainer.allow_changed true",
         )
     if changed:
         log.warning("resuming with a changed configuration: %s", ", ".join(changed))

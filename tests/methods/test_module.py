@@ -3,6 +3,7 @@ loss and other terms."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -18,6 +19,7 @@ from toy import ready, run, sgd
 
 from fl_lightning import methods, rng
 from fl_lightning.__main__ import main
+from fl_lightning.errors import InputError
 from fl_lightning.hooks import Meter
 from fl_lightning.methods import FedAvg, FedMPQ, Method
 
@@ -346,3 +348,22 @@ def test_a_fit_goes_on_with_the_objects_that_were_interrupted_in_mid_round(tmp_p
     assert torch.equal(method.server["weights"], whole)
     run(method, ready(), tmp_path, max_rounds=3)
     assert torch.equal(method.server["weights"], whole)
+
+
+def test_a_module_without_arguments_goes_on_and_one_that_keeps_none_is_told_what_to_call(tmp_path):
+    class Same(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+
+    class Hidden(Lit):
+        def __init__(self, outputs: int = 10) -> None:
+            super().__init__(outputs)
+
+    for cls in (Same, Hidden):
+        path = str(run(FedAvg(module=seeded(cls)), ready(), tmp_path, max_rounds=1).run_dir)
+        with (
+            nullcontext()
+            if cls is Same
+            else pytest.raises(InputError, match=r"call save_hyperparameters\(\)")
+        ):
+            run(FedAvg(module=seeded(cls)), ready(), tmp_path, max_rounds=1, ckpt_path=path)
