@@ -152,7 +152,11 @@ class Node:
         return known.decode()
 
     def _check(self, message: Message) -> bytes:
-        """Keep the run's configuration, build what it describes, and say what that is."""
+        """Keep the run's configuration, build what it describes, and say what that is.
+
+        It is built anew each time: the data may have changed since a run of the same configuration.
+        """
+        self.built = None
         fed, _ = self._prepared(self._keep(message.parts[0]))
         if fed.aggregation.masks is not None:
             fed.aggregation.masks.check_usable(fed.cohort_size)

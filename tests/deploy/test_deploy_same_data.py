@@ -1,0 +1,61 @@
+"""Which data a node trains on: those of now, those of the server, and in a run that goes on those of before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from deploy_transports import InProcess
+from own_leaves import config, own_nodes
+from own_leaves import deployed as deployed_on_own_data
+from test_deploy import RULES, nodes_in, weights
+
+from fl_lightning.cli.parser import FederatedCLI
+from fl_lightning.deploy.node.node import Node
+from fl_lightning.deploy.server.server import deploy_over
+
+
+def table(path: Path, *, flipped: bool = False, rows: int = 40) -> Path:
+    """A table of as many rows whichever labels it has."""
+    rng = np.random.default_rng(0)
+    lines = ["size,weight,kind"]
+    for _ in range(rows):
+        kind = int(rng.integers(2))
+        lines.append(f"{rng.normal() + 2 * kind:.4f},{rng.normal():.4f},{1 - kind if flipped else kind}")
+    path.write_text("\n".join(lines))
+    return path
+
+
+def run_of(folder: Path, name: str, train: Path, model: str = "FedAvg", **trainer: object) -> FederatedCLI:
+    data = {"train": str(train), "test": str(table(folder / "test.csv")), "target": "kind", "num_clients": 4}
+    data |= {"partition": {"class_path": "IID"}, "batch_size": 4, "val_fraction": 0.0}
+    return config(folder, name, {"class_path": "TableData", "init_args": data}, model, **trainer)
+
+
+def deployed(cli: FederatedCLI, nodes: Mapping[str, Node]) -> FederatedCLI:
+    deploy_over(cli.trainer, yaml.safe_load(cli.config_text), InProcess(nodes), RULES)
+    cli.start()
+    return cli
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_the_next_run_reads_a_file_that_was_changed(own, tmp_path):
+    """The same node processes have the weights of nodes that were started again."""
+    train = table(tmp_path / "train.csv", flipped=True)
+
+    def nodes(folder: Path) -> dict[str, Node]:
+        return own_nodes(folder, {0: train}, 1) if own else nodes_in(folder)
+
+    def run(name: str, on: Mapping[str, Node]) -> str:
+        if own:
+            cli = run_of(tmp_path, name, table(tmp_path / "test.csv"))
+            return weights(deployed_on_own_data(cli, on, 1))
+        return weights(deployed(run_of(tmp_path, name, train), on))
+
+    kept = nodes(tmp_path / "kept")
+    before = run("before", kept)
+    table(train)
+    assert run("after", kept) == run("fresh", nodes(tmp_path / "fresh")) != before
