@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,8 +15,10 @@ from own_leaves import deployed as deployed_on_own_data
 from test_deploy import RULES, nodes_in, weights
 
 from fl_lightning.cli.parser import FederatedCLI
-from fl_lightning.deploy.node.node import Node
+from fl_lightning.deploy.node.build import builder
+from fl_lightning.deploy.node.node import Node, NodeSettings
 from fl_lightning.deploy.server.server import deploy_over
+from fl_lightning.errors import InputError
 
 
 def table(path: Path, *, flipped: bool = False, rows: int = 40) -> Path:
@@ -59,3 +62,32 @@ def test_the_next_run_reads_a_file_that_was_changed(own, tmp_path):
     before = run("before", kept)
     table(train)
     assert run("after", kept) == run("fresh", nodes(tmp_path / "fresh")) != before
+
+
+@pytest.mark.parametrize("other", ["seed", "data", "partition"])
+def test_a_node_with_another_file_seed_or_partition_is_refused_by_name(other, tmp_path):
+    """Each has as many examples of each client as the server's."""
+    train, flipped = table(tmp_path / "train.csv"), table(tmp_path / "other.csv", flipped=True)
+    holders = tmp_path / "holders.json"
+    holders.write_text(json.dumps([list(range(k, 40, 4)) for k in range(4)]))
+    differs, names = {
+        "seed": ({"seed_everything": 7}, ["seed", "SHA-256 of who holds which example"]),
+        "data": ({"data": {"init_args": {"train": str(flipped)}}}, ["SHA-256 of the data"]),
+        "partition": (
+            {
+                "data": {
+                    "init_args": {
+                        "partition": {"class_path": "FromFile", "init_args": {"path": str(holders)}}
+                    }
+                }
+            },
+            ["SHA-256 of who holds which example"],
+        ),
+    }[other]
+    overlay = tmp_path / "overlay.yaml"
+    overlay.write_text(yaml.safe_dump(differs))
+    node = Node(NodeSettings(tmp_path / "node", name="n0"), builder([overlay]))
+    with pytest.raises(InputError, match="node n0; ") as caught:
+        deployed(run_of(tmp_path, "server", train), {"node0": node})
+    assert [part.split(":")[0] for part in caught.value.rule.split("; ")] == names
+    assert not (tmp_path / "server").exists()

@@ -23,6 +23,9 @@ NAMES = {
     "frozen": "SHA-256 of the frozen weights",
     "secure_sum": "secure sum",
     "privacy": "client-level privacy",
+    "seed": "seed",
+    "content": "SHA-256 of the data",
+    "partition": "SHA-256 of who holds which example",
 }
 MAX_LISTED = 3  # tensors or clients that one line names
 MAX_SHOWN = 1000  # characters of what a node has
@@ -30,9 +33,9 @@ MAX_SHOWN = 1000  # characters of what a node has
 
 def describe(fed: Federation, clients: Iterable[int]) -> dict[str, Any]:
     """Return what the results of these clients rest on, as JSON: the package's version, method, task, layout
-    of the network, form of the examples, the settings of a secure sum and of
-    client-level privacy, and how many training examples each
-    client has."""
+    of the network, form of the examples, the settings of a secure sum and of client-level privacy, the seed,
+    the hashes of the examples and of who holds which (none of data that nodes alone have), and how many
+    training examples each client has."""
     method, data = fed.method, fed.data
     cls = type(method)
     tensors = {name: tensor for name, tensor in method.server.items() if name not in method.growing}
@@ -48,6 +51,9 @@ def describe(fed: Federation, clients: Iterable[int]) -> dict[str, Any]:
         "frozen": frozen,
         "secure_sum": None if fed.aggregation.masks is None else asdict(fed.aggregation.masks),
         "privacy": None if fed.aggregation.privacy is None else terms_of(fed.aggregation.privacy),
+        "seed": fed.seed,
+        "content": "" if data.apart else data.content_sha256,
+        "partition": "" if data.apart else data.partition_hash,
         "layout": shapes,
         "examples": {str(id): int(data.sizes[id]) for id in clients},
     }
