@@ -103,8 +103,10 @@ def test_a_damaged_state_costs_its_client_and_is_named(tmp_path, caplog):
     assert path.stat().st_size == 100  # nobody has touched it
 
 
-def test_a_state_that_cannot_be_read_is_named(tmp_path):
+@pytest.mark.parametrize("data", ["", "5" * 64])
+def test_a_state_that_cannot_be_read_is_named(data, tmp_path):
     kept = StateFolder(tmp_path)
+    kept.data = data
     kept.save(RUN, 3, 1, {"w": torch.ones(20)}, started_from=0)
     path = tmp_path / RUN / "client_000003" / "after_000001.safetensors"
     whole = path.read_bytes()

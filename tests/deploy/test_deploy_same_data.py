@@ -12,13 +12,13 @@ import yaml
 from deploy_transports import InProcess
 from own_leaves import config, own_nodes
 from own_leaves import deployed as deployed_on_own_data
-from test_deploy import RULES, nodes_in, weights
+from test_deploy import RULES, KilledInRoundThree, nodes_in, weights
 
 from fl_lightning.cli.parser import FederatedCLI
 from fl_lightning.deploy.node.build import builder
 from fl_lightning.deploy.node.node import Node, NodeSettings
 from fl_lightning.deploy.server.server import deploy_over
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, RunStopped
 
 
 def table(path: Path, *, flipped: bool = False, rows: int = 40) -> Path:
@@ -91,3 +91,23 @@ def test_a_node_with_another_file_seed_or_partition_is_refused_by_name(other, tm
         deployed(run_of(tmp_path, "server", train), {"node0": node})
     assert [part.split(":")[0] for part in caught.value.rule.split("; ")] == names
     assert not (tmp_path / "server").exists()
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_what_a_client_kept_is_not_taken_up_with_other_data_of_its_node(changed, tmp_path, caplog):
+    """The table has as many rows as before; with the same one the run comes to its end."""
+    train = table(tmp_path / "train.csv")
+    nodes = own_nodes(tmp_path, {0: train}, 1)
+    cli = run_of(tmp_path, "server", tmp_path / "test.csv", "LocalOnly", max_rounds=3)
+    deploy_over(cli.trainer, yaml.safe_load(cli.config_text), KilledInRoundThree(nodes), RULES, own_data=True)
+    with pytest.raises(KeyboardInterrupt):
+        cli.start()
+    table(train, flipped=changed)
+    words = ["--config", str(tmp_path / "server.yaml"), f"--ckpt_path={cli.trainer.run_dir}"]
+    again = FederatedCLI("fit", words)
+    if not changed:
+        assert weights(deployed_on_own_data(again, nodes, 1))
+        return
+    with pytest.raises(RunStopped, match="what clients 0 kept is on none of the connected nodes"):
+        deployed_on_own_data(again, nodes, 1)
+    assert "the node had other data of its own then; put those back, or start the run anew" in caplog.text

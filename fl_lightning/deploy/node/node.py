@@ -293,6 +293,7 @@ class Node:
             check_run(Run.of(fed, deployed=True))
             if (privacy := fed.aggregation.privacy) is not None:
                 privacy.randomness = self.randomness
+            self.states.data = fed.data.content_sha256 if fed.data.apart else ""
             self.built = digest, fed, SequentialEngine(fed.fabric, fed.method, fed.data)
         return self.built[1:]
 

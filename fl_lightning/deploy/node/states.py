@@ -37,7 +37,7 @@ def run_id(value: object) -> str:
 
 
 class LostStateError(InputError):
-    """What a client kept is not here, or cannot be read: without it, it is not trained."""
+    """What a client kept is not here, cannot be read, or is of other data: without it, it is not trained."""
 
 
 class StateFolder:
@@ -45,22 +45,25 @@ class StateFolder:
 
     ``<folder>/<run>/client_<id>/after_<round>.safetensors`` is what a client kept after that round. A file is
     written aside, synced and renamed, so that one with its final name is whole. Its metadata has the SHA-256
-    of the same file without metadata. The server says from which round's state a client goes on: one that
-    falls back to an earlier checkpoint finds the state of then.
+    of the node's own data, and one of this and of the same file without metadata. The server says from which
+    round's state a client goes on: one that falls back to an earlier checkpoint finds the state of then.
 
     Args:
         folder: it is made when the first state is written.
+
+    Attributes:
+        data: SHA-256 of the node's own data, of which states are; empty where it has none or they do not say.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.data = folder, ""
 
     def load(self, run: str, client: int, round: int) -> dict[str, Tensor] | None:
         """Return what a client kept after a round; nothing after round 0; None where no such state is
         here.
 
         Raises:
-            LostStateError: it is here and cannot be read. It is left as it is.
+            LostStateError: it is here and cannot be read, or is of other data. It is left as it is.
         """
         if round == 0:
             return {}
@@ -68,7 +71,7 @@ class StateFolder:
         with suppress(OSError):
             os.utime(self.folder / run)  # the run is in use: it is not one of long ago
         try:
-            return _unpacked(path) if path.exists() else None
+            state, data = _unpacked(path) if path.exists() else (None, "")
         except (OSError, SafetensorError) as error:
             raise LostStateError(
                 f"{path}, what client {client} kept after round {round}",
@@ -76,6 +79,13 @@ class StateFolder:
                 "put it back from a copy, or continue the run from a checkpoint of an earlier round if there "
                 "is one; until then the client counts as dropped",
             ) from error
+        if data and data != self.data:
+            raise LostStateError(
+                f"{path}, what client {client} kept after round {round}",
+                "the node had other data of its own then",
+                "put those back, or start the run anew",
+            )
+        return state
 
     def save(
         self,
@@ -105,7 +115,8 @@ class StateFolder:
         instead = "make room, or let the node write its folder; the client counts as dropped"
         with as_bad_input(given, "the node's disk does not take it", instead, OSError):
             folder.mkdir(parents=True, exist_ok=True)
-            whole = save(packed, {"sha256": sha256(save(packed)).hexdigest()})
+            own = {"data": self.data} if self.data else {}
+            whole = save(packed, {"sha256": _sum_of(packed, self.data), **own})
             disk.replace(folder / f"after_{round:06d}.safetensors", whole)
         rounds = {int(found[1]): path for path in folder.iterdir() if (found := AFTER.fullmatch(path.name))}
         past = sorted(number for number in rounds if number <= started_from)[1 - KEPT_ROUNDS :]
@@ -117,8 +128,8 @@ class StateFolder:
         return self.folder / run_id(run) / f"client_{int(client):06d}"
 
 
-def _unpacked(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file.
+def _unpacked(path: Path) -> tuple[dict[str, Tensor], str]:
+    """Return the tensors of a file, and the SHA-256 of the node's own data, empty where none was noted.
 
     Raises:
         OSError: it cannot be read.
@@ -126,7 +137,12 @@ def _unpacked(path: Path) -> dict[str, Tensor]:
     """
     state = load(path.read_bytes())
     with safe_open(path, "pt") as file:
-        known = (file.metadata() or {}).get("sha256")
-    if known != sha256(save(state)).hexdigest():
+        about = file.metadata() or {}
+    data = about.get("data", "")
+    if about.get("sha256") != _sum_of(state, data):
         raise SafetensorError("its SHA-256 is another")
-    return state
+    return state, data
+
+
+def _sum_of(state: Mapping[str, Tensor], data: str) -> str:
+    return sha256(save(dict(state)) + data.encode()).hexdigest()
