@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -425,19 +425,32 @@ class TableData(ArrayData):
         else:
             fit = fit_ordinal(train[name])
         self._columns[name] = fit
-        found, unknown = encoded(test[name], fit)
-        self._warn_of_unknown(name, unknown, len(test), test_file)
-        return encoded(train[name], fit)[0], found
+        found = [encoded(some[name], fit) for some in (train, test)]
+        self._warn_of_unknown(name, [unknown for _, unknown in found], [len(train), len(test)], test_file)
+        return found[0][0], found[1][0]
 
-    def _warn_of_unknown(self, name: str, count: int, rows: int, test_file: Path) -> None:
+    def _warn_of_unknown(
+        self, name: str, counts: Sequence[int], rows: Sequence[int], test_file: Path
+    ) -> None:
+        """Say how many rows have another category than those that are known: of the test rows, or of all rows
+        of a node's own data.
+
+        Args:
+            counts: of training and of test rows, those that have.
+            rows: the numbers of training and of test rows.
+        """
+        own = self.run_form is not None
+        count, total = (sum(counts), sum(rows)) if own else (counts[1], rows[1])
         if count:
             log.warning(
-                "%s, column %s: %d of %d test rows have a category that no training row has; they count as "
-                "none of them",
-                test_file,
+                "%s, column %s: %d of %d %s; they count as none of them",
+                self.train_path if own else test_file,
                 name,
                 count,
-                rows,
+                total,
+                "rows have a category that the run does not know"
+                if own
+                else "test rows have a category that no training row has",
             )
 
     def _feature_blocks(self, train: pd.DataFrame) -> Iterator[tuple[list[str], bool]]:
@@ -484,8 +497,8 @@ class TableData(ArrayData):
             f"it has {len(numbers)} categories in {len(train)} training rows",
             f"name the features without {name}",
         )
-        unknown = ~texts[1].isin(list(numbers))
-        self._warn_of_unknown(name, int(unknown.sum()), len(test), test_file)
+        unknown = [int((~text.isin(list(numbers))).sum()) for text in texts]
+        self._warn_of_unknown(name, unknown, [len(train), len(test)], test_file)
         found = []
         for text in texts:
             place = text.map(numbers).fillna(-1).to_numpy(np.int64)

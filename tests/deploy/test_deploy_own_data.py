@@ -214,7 +214,7 @@ def test_folders_of_images_take_over_the_runs_classes_and_constants(tmp_path):
         own.setup()
 
 
-def test_tables_take_over_the_runs_moments_and_categories(tmp_path):
+def test_tables_take_over_the_runs_moments_and_categories(tmp_path, caplog):
     rows = ["size,colour,kind", *(f"{n},{'red' if n % 2 else 'blue'},{n % 3}" for n in range(12))]
     (tmp_path / "run.csv").write_text("\n".join(rows))
     (tmp_path / "own.csv").write_text("\n".join(["colour,kind,size", "red,1,7", "green,1,8"]))
@@ -228,6 +228,7 @@ def test_tables_take_over_the_runs_moments_and_categories(tmp_path):
     expected = np.column_stack([size, [0, 0], [1, 0]])  # blue and red; green is neither
     np.testing.assert_allclose(inputs, expected, rtol=1e-6)
     assert own.train_target.tolist() == [1, 1]
+    assert "own.csv, column colour: 1 of 2 rows have a category that the run does not know" in caplog.text
 
 
 def test_classes_of_a_hugging_face_data_set_are_matched_by_name(tmp_path):
