@@ -153,9 +153,11 @@ class TableData(ArrayData):
         """
         import pandas as pd
 
-        table, self._columns, self._mended = read_table(self.train_path), {}, {}
+        known = self._run_categories.items()
+        texts = [name for name, some in known if np.isnan(pd.to_numeric(some, errors="coerce")).any()]
+        table, self._columns, self._mended = read_table(self.train_path, texts), {}, {}
         self._check_columns(table)
-        test_table = read_table(self.test_path) if self.test_path else None
+        test_table = read_table(self.test_path, texts) if self.test_path else None
         test_file = self.test_path or self.train_path
         self._check_target(table[table[self.target].notna()])
         if test_table is not None:
@@ -166,7 +168,7 @@ class TableData(ArrayData):
             chosen = np.zeros(len(table), bool) if own else in_test(labels.to_numpy(), self.test_fraction)
             train, test = table[~chosen], table[chosen]
         features, run = self._features(train), self._run_columns
-        self._encodings = encodings_of(train, features, self.categorical, self.text, run)
+        self._encodings = encodings_of(train, features, self._categorical, self.text, run)
         self._check_values(table, test_table)
         train, test = self._complete(train, test, test_file)
         classes, targets = self._targets(train, test, test_file)
@@ -216,6 +218,21 @@ class TableData(ArrayData):
         columns = self.run_form.columns.items()
         return {name: entry["column"] if _has_fill(entry) else entry for name, entry in columns}
 
+    @property
+    def _run_categories(self) -> dict[str, list[str]]:
+        """The categories of the run's columns that have some, of a node's own data."""
+        columns = (self._run_columns or {}).items()
+        return {
+            name: entry
+            for name, entry in columns
+            if not isinstance(entry, Mapping) and isinstance(entry[0], str)
+        }
+
+    @property
+    def _categorical(self) -> list[str]:
+        """Columns that are categories even where their values are numbers."""
+        return [*self.categorical, *self._run_categories]
+
     def _check_columns(self, table: pd.DataFrame) -> None:
         for name in dict.fromkeys([self.target, *self.categorical, *(self.features or []), *self._others]):
             check_column(table, name, self.train_path)
@@ -263,7 +280,7 @@ class TableData(ArrayData):
         if self.missing is None:
             return train, test
         features = self._seen(train)
-        names = [*self.categorical, *(name for name in self._others if self._is_name(name))]
+        names = [*self._categorical, *(name for name in self._others if self._is_name(name))]
         used = [*features, *self._others]
         gaps = [some[[name for name in used if name in some]].isna() for some in (train, test)]
         counts = gaps[0].sum().add(gaps[1].sum(), fill_value=0)
@@ -460,9 +477,9 @@ class TableData(ArrayData):
 
         kinds = dict(zip(train.columns, train.dtypes, strict=True))
         most, together = max(1, BLOCK_VALUES // len(train)), list[str]()
-        names = {*self.categorical, *self._encodings}
+        names, own = {*self._categorical, *self._encodings}, self.run_form is not None
         for name in self._seen(train):
-            numeric = name not in names and pd.api.types.is_numeric_dtype(kinds[name])
+            numeric = name not in names and (own or pd.api.types.is_numeric_dtype(kinds[name]))
             if together and (not numeric or len(together) == most):
                 yield together, True
                 together = []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,8 +31,12 @@ MANY_COLUMNS = 1000
 column, and a look at all columns takes a hundredth of the time."""
 
 
-def read_table(path: Path) -> pd.DataFrame:
+def read_table(path: Path, texts: Iterable[str] = ()) -> pd.DataFrame:
     """Return the rows of a file.
+
+    Args:
+        path: the file.
+        texts: columns of a CSV file that are text even where all their values are numbers.
 
     Raises:
         InputError: it cannot be read, has no rows, or has two columns of one name.
@@ -45,7 +50,7 @@ def read_table(path: Path) -> pd.DataFrame:
             table = pd.read_parquet(path)
         else:
             separator = "\t" if path.name.endswith(".tsv") else ","
-            table = pd.read_csv(path, sep=separator, low_memory=False)
+            table = pd.read_csv(path, sep=separator, low_memory=False, dtype=dict.fromkeys(texts, str))
             first = pd.read_csv(path, sep=separator, header=None, nrows=1, dtype=str)
             _check_names(first.iloc[0].dropna().tolist(), path)
     except InputError:

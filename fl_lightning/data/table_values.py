@@ -302,12 +302,15 @@ def filled(table: pd.DataFrame, fills: Mapping[str, Any]) -> pd.DataFrame:
         table: the rows.
         fills: of each column that is filled in, the number or text.
     """
+    import pandas as pd
+
     lacking = [name for name in fills if table[name].isna().any()]
     table = table.copy() if lacking else table
     for name in lacking:
         text = isinstance(fills[name], str)
         column = table[name].astype(object).map(str, na_action="ignore") if text else table[name]
-        table[name] = column.astype(object if text else np.float64).fillna(fills[name])
+        numeric = not text and pd.api.types.is_numeric_dtype(column)
+        table[name] = column.astype(np.float64 if numeric else object).fillna(fills[name])
     return table
 
 

@@ -231,6 +231,30 @@ def test_tables_take_over_the_runs_moments_and_categories(tmp_path, caplog):
     assert "own.csv, column colour: 1 of 2 rows have a category that the run does not know" in caplog.text
 
 
+def test_a_column_is_numbers_or_text_as_it_is_in_the_run(tmp_path):
+    """A ward or a code that is a number on a node is one of the run's categories, with its zeros in front; text
+    in a column of numbers is refused by its name."""
+
+    def data(name: str, lines: list[str], **settings: object) -> TableData:
+        (tmp_path / name).write_text("\n".join(["size,ward,code,postcode,kind", *lines]))
+        found = TableData(str(tmp_path / name), "kind", num_clients=1, missing="most_frequent", **settings)
+        found.run_form = form
+        return found
+
+    form = None
+    wards, codes = ["1", "2", "B"], ["01", "02", "A3"]
+    lines = [f"{n},{wards[n % 3]},{codes[n % 3]},{10 + n % 2},{n % 2}" for n in range(12)]
+    run = data("run.csv", lines, test=str(tmp_path / "run.csv"), categorical=["postcode"])
+    run.setup()
+    form = Form(**json.loads(json.dumps(vars(run.form()))))
+    own = data("own.csv", ["7,2,01,11,1", "8,,02,10,1", "9,1,02,11,0"])
+    own.setup()
+    expected = [[0, 1, 0, 1, 0, 0, 0, 1], [1, 0, 0, 0, 1, 0, 1, 0], [1, 0, 0, 0, 1, 0, 0, 1]]
+    assert own.inputs("train", torch.arange(3))[:, 1:].tolist() == expected
+    with pytest.raises(InputError, match=r"text.csv, row 1, column size; small is no finite number"):
+        data("text.csv", ["small,1,01,10,1", ",2,02,11,0"]).setup()
+
+
 def test_classes_of_a_hugging_face_data_set_are_matched_by_name(tmp_path):
     """A node whose labels are numbered in another order has the same classes, and one with another class is
     refused by its name. The folder that ``save_to_disk`` wrote takes the place of ``path``."""
