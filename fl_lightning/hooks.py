@@ -117,6 +117,8 @@ class Stressor(Callback):
 
     attacks: bool = False
     """Whether it replaces what clients have learned, which not all methods have them send."""
+    by_group: bool = False
+    """Whether it goes by the clients' groups, which the server does not know of the nodes' own data."""
 
     def change_cohort(self, cohort: list[Assignment], *, round: int, context: Context) -> list[Assignment]:
         return cohort

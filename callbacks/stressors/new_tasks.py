@@ -32,6 +32,8 @@ class NewTasks(Stressor):
         leaves: last round in which they do; null: the last round of the run.
     """
 
+    by_group = True
+
     def __init__(self, group: str | int, arrives: int = 1, leaves: int | None = None) -> None:
         require(
             arrives >= 1 and (leaves is None or leaves >= arrives) and (arrives > 1 or leaves is not None),

@@ -53,6 +53,11 @@ def deployed_privacy(run: Run) -> Iterator[Refusal]:
 def own_data(run: Run) -> Iterator[Refusal]:
     if not run.own_data:
         return
+    for callback in run.callbacks:
+        if isinstance(callback, Stressor) and callback.by_group:
+            given = f"callbacks.{type(callback).__name__} on the nodes' own data"
+            rule = "it goes by the clients' groups, and nodes do not say of which groups their examples are"
+            yield given, rule, f"leave {type(callback).__name__} out"
     if why := why_not(run.method, "own_data"):
         yield f"{run.name} on the nodes' own data", why, "take another method"
     if run.method.weigh_by == "tokens":

@@ -18,7 +18,7 @@ from refusals import refused
 from torch import nn
 from torch.nn import functional as F
 
-from callbacks import ByzantineClients, Calibration, LabelNoise
+from callbacks import ByzantineClients, Calibration, LabelNoise, NewTasks
 from fl_lightning import methods
 from fl_lightning.cli.parser import resolve
 from fl_lightning.compatibility import FORMER, ROWS, Run, check_run, why_not
@@ -268,6 +268,13 @@ def test_a_stressor_that_changes_what_only_nodes_have_is_refused_in_a_deployment
     check_run(Run(FedAvg(), [LabelNoise()]))
     with refused("LabelNoise", "deployment"):
         check_run(Run(FedAvg(), [LabelNoise()], deployed=True))
+
+
+def test_a_stressor_that_goes_by_groups_is_refused_on_the_nodes_own_data():
+    arrives = NewTasks(group=0, arrives=3)
+    check_run(Run(FedAvg(), [arrives], deployed=True))
+    with refused("callbacks.NewTasks on the nodes' own data"):
+        check_run(Run(FedAvg(), [arrives], deployed=True, own_data=True))
 
 
 def test_probabilities_are_those_of_classes_of_examples():
