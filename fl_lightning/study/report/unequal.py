@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fl_lightning.config.settings import result_settings
+from fl_lightning.config.settings import is_free, result_settings
 from fl_lightning.study.report.comparison import Comparison
 
+SEED = "seed_everything"
 MOST_SETTINGS = 5
 """Settings that are named."""
 
@@ -19,8 +20,9 @@ def unequal_methods(comparison: Comparison) -> str:
     for levels in comparison.levels:
         found: dict[str, Mapping[str, Any]] = {}
         for run in comparison.results.runs:
-            if run.levels == levels and run.label not in comparison.study.controls and run.protocol:
-                found.setdefault(run.label, run.protocol)
+            is_first = run.levels == levels and run.label not in found
+            if is_first and run.label not in comparison.study.controls and run.protocol:
+                found[run.label] = run.protocol
         differing = _differing(found) | differing
     return _sentence("Methods differ in settings that are not their own", differing)
 
@@ -30,11 +32,14 @@ def unequal_seeds(comparison: Comparison) -> Iterator[str]:
     for label in comparison.study.methods:
         differing: dict[str, str] = {}
         for levels in comparison.levels:
-            found: dict[str, Mapping[str, Any]] = {}
-            for run in comparison.results.runs:
-                if run.label == label and run.levels == levels and run.record.settings:
-                    own = result_settings(run.record.settings)
-                    found[f"seed {run.seed}"] = {**own, "seed_everything": 0}
+            found = {
+                f"seed {run.seed}": run.record.settings
+                for run in comparison.results.runs
+                if run.label == label and run.levels == levels and run.record.settings
+            }
+            if all(is_free(key) or key == SEED for key in _differing(found)):
+                continue
+            found = {name: {**result_settings(each), SEED: 0} for name, each in found.items()}
             differing = _differing(found) | differing
         yield _sentence(f"The runs of {label} differ in more than the seed", differing)
 
