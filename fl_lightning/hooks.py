@@ -95,14 +95,12 @@ class Callback(Recorded, Emitter):
     def stop_reason(self) -> str:
         """Return why the run is to end after the rounds that are done; empty: it goes on.
 
-        It follows from arguments and ``state_dict`` alone, so that a run that is continued comes to the same
-        end.
+        It follows from arguments and ``state_dict`` alone: a run that is continued comes to the same end.
         """
         return ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what must survive a resume, as JSON; nothing for a callback that is a function of its
-        streams alone."""
+        """Return what must survive a resume, as JSON; nothing of a function of its streams alone."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -205,7 +205,7 @@ def test_resume_is_exact(tmp_path):
 @pytest.mark.parametrize(
     ("name", "settings", "given", "instead"),
     [
-        *((name, {}, f"--model {name}", "FedMPQKD") for name in ("FedKD", "FedMosaic", "LocalOnly", "Centralised", "Oracle")),
+        *((name, {}, f"--model {name}", "FedAvg, APFL") for name in ("FedKD", "FedMosaic", "LocalOnly", "Centralised", "Oracle")),
         ("FedAvg", {"average": CoordinateMedian()}, "--model.average CoordinateMedian", "NormClipping"),
         (
             *("AQFL", {"average": NormClipping(1.0), "download": "quantised"}),
