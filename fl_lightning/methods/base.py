@@ -176,9 +176,7 @@ class Method(Recorded, Emitter, SummingServer, WithLocalWork, WithPersonal, With
         self.unsent = UnsentBuffers(nn.Module())  # the trainer's: of the network that it has built
         self.has_received = False  # whether terms know what the client received
         self.module = deepcopy(module)  # the user's own stays as it is, for another method or another run
-        self.untrained = (
-            self.module,
-        )  # of which each run trains a copy; no part of the method's own tensors
+        self.untrained = (self.module,)  # each run trains a copy; in a tuple it is no part of this module
         check_run(Run(self))
         if module is not None:
             check_module(self, module)

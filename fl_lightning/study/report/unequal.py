@@ -41,7 +41,8 @@ def unequal_seeds(comparison: Comparison) -> Iterator[str]:
                 continue
             found = {name: {**result_settings(each), SEED: 0} for name, each in found.items()}
             differing = _differing(found) | differing
-        yield _sentence(f"The runs of {label} differ in more than the seed", differing)
+        if differing:
+            yield _sentence(f"The runs of {label} differ in more than the seed", differing)
 
 
 def missing_seeds(comparison: Comparison) -> str:
