@@ -48,6 +48,9 @@ SEQUENCE_C2 = 0.25
 the first seed."""
 MOST_SEEDS = 10_000
 """More seeds than these are not counted, but called ``inf``."""
+MOST_PERMUTED = 13
+"""Tied differences of more seeds have the normal approximation of Wilcoxon's p; those of fewer have all signs
+counted."""
 
 
 @dataclass(frozen=True)
@@ -288,7 +291,22 @@ def wilcoxon(values: Sequence[float] | np.ndarray) -> float:
     x = np.asarray(values, np.float64)
     if x.size < 2:
         return nan
-    return float(stats.wilcoxon(x).pvalue) if np.any(x != 0) else 1.0
+    sizes = np.abs(x[x != 0])
+    if not sizes.size:
+        return 1.0
+    if x.size > MOST_PERMUTED or np.unique(sizes).size == x.size:
+        return float(stats.wilcoxon(x).pvalue)
+    # scipy.stats.wilcoxon permutes here too, but ranks the same values again for each permutation
+    signed_ranks = np.zeros(x.size)
+    signed_ranks[x != 0] = np.sign(x[x != 0]) * stats.rankdata(sizes)
+    return float(
+        stats.permutation_test(
+            (signed_ranks,),
+            lambda ranks, axis: np.maximum(ranks, 0).sum(axis),
+            permutation_type="samples",
+            vectorized=True,
+        ).pvalue
+    )
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -7,6 +7,7 @@ from math import inf, isnan, pi, sqrt
 
 import numpy as np
 import pytest
+import scipy.stats
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -44,6 +45,14 @@ def test_three_seeds_by_hand():
 )
 def test_wilcoxon_by_counting_signs(differences, p):
     assert paired_test(differences).p_wilcoxon == pytest.approx(p)
+
+
+@pytest.mark.parametrize(
+    "differences",
+    [[0, 1, 2], [1, 1, -1], [-2, 1, 2, 0, 0, 3], [0.1, -0.1, 0.2, 0.2, -0.4, 0, 0.3, 0.3], [*range(-3, 9), 2, 2]],
+)
+def test_wilcoxon_of_ties_and_zeros_is_scipys(differences):
+    assert statistics.wilcoxon(differences) == scipy.stats.wilcoxon(differences).pvalue
 
 
 def test_holm_by_hand():
