@@ -157,6 +157,9 @@ FOREIGN_NAMES = {
     "num_rounds": "trainer.max_rounds",
     "n_rounds": "trainer.max_rounds",
     "fraction": "trainer.participation",
+    "fraction_fit": "trainer.participation",
+    "join_ratio": "trainer.participation",
+    "clients_per_round": "trainer.participation",
     "client_fraction": "trainer.participation",
     "gpu": "trainer.devices",
     "gpus": "trainer.devices",
@@ -185,6 +188,8 @@ def intended_setting(name: str, valid: Iterable[str]) -> str | None:
     'trainer.run_name'
     >>> intended_setting("trainer.gpus", ["trainer.tags"])
     'trainer.devices'
+    >>> intended_setting("federation.rounds", ["trainer.rounds"])
+    'trainer.max_rounds'
     >>> intended_setting("batch_size", ["data.batch_size", "data"])
     'data.batch_size'
     """
@@ -196,7 +201,7 @@ def intended_setting(name: str, valid: Iterable[str]) -> str | None:
             "passes over its data"
         )
     same = [option for option in valid if option.rpartition(".")[2] == leaf]
-    alike = [*filter(None, [FOREIGN_NAMES.get(name)]), *same, *filter(None, [FOREIGN_NAMES.get(leaf)])]
+    alike = [*filter(None, [FOREIGN_NAMES.get(name), FOREIGN_NAMES.get(leaf)]), *same]
     group = f"{name.partition('.')[0]}."
     of_group = [option for option in alike if option.startswith(group)]
     return next(iter(of_group or alike), None) or nearest(name, valid)
@@ -340,6 +345,9 @@ def bad_value(
         inner = next(name for name in settings if name.startswith(f"{path}."))
         example = getattr(settings[inner], "example", "VALUE")
         return InputError(shown, f"{path} is a group of settings", f"write --{inner} {example}")
+    foreign = FOREIGN_NAMES.get(path.rpartition(".")[2])
+    if flagged is not None and value.isdigit() and foreign in settings:
+        return InputError(shown, f"{path} is no number", f"write --{foreign} {value}")
     setting = setting or Setting(None, "VALUE")
     near = near or _near_choice(value, setting)
     instead = near or setting.example

@@ -134,6 +134,8 @@ BAD = [
     ("fit --config base.yaml --rounds 5", "write --trainer.max_rounds"),
     ("fit --config base.yaml --seed 1", "write --seed_everything"),
     ("fit --config base.yaml --trainer.seed 1", "write --seed_everything"),
+    ("fit --config base.yaml --trainer.rounds 3", "write --trainer.max_rounds 3"),
+    ("fit --config base.yaml --federation.rounds 3", "write --trainer.max_rounds"),
     ("fit --config base.yaml --lr 0.1", "write --model.optimizer.lr"),
     ("fit --config base.yaml --model.lr 0.1", "write --model.optimizer.lr 0.1"),
     ("fit --config base.yaml --optimizer.lr 0.1", "write --model.optimizer.lr"),
