@@ -18,6 +18,7 @@ device. Nothing is published under this name: see docs/methods/hestladder.md.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
@@ -37,7 +38,7 @@ from fl_lightning.energy.budgets.gates import GateWeights, energy_of
 from fl_lightning.energy.budgets.gates import next_price as next_gate_price
 from fl_lightning.energy.budgets.ladder import LARGEST_LOSS, BranchCosts, distinct, drawn_masks
 from fl_lightning.energy.budgets.ladder_network import EVALUATED_SEQUENCES, LadderNetwork
-from fl_lightning.energy.budgets.ladder_search import GATED, LadderSearch, Search
+from fl_lightning.energy.budgets.ladder_search import GATED, Budgeted, LadderSearch, Search
 from fl_lightning.energy.budgets.layer_gates import gates_for
 from fl_lightning.energy.budgets.measuring import COUNTED
 from fl_lightning.energy.budgets.network import embedding_of
@@ -49,7 +50,10 @@ from fl_lightning.energy.switched.branches import PARTS, BranchWeights
 from fl_lightning.errors import require
 from fl_lightning.methods.base import KnownNetwork, Method
 from fl_lightning.methods.losses import distillation as distilled
+from fl_lightning.tasks import LanguageModelling
 from fl_lightning.wire import Codes, Layout, Limit, Payload, PayloadError
+
+log = logging.getLogger("fl_lightning")
 
 ROUNDS = within("[1, inf)", "a stage has 1 round or more", "leave it out")
 PRICE = "price"
@@ -158,8 +162,12 @@ class HESTLadder(Method):
         count = len(blocks) if blocks is not None else 0
         shipped = getattr(self.network, "block_costs", "")
         self.devices = branch_devices(costs, self.budget_shares, count, self.deciding, shipped)
+        lengths = Lengths.of(data.test_target, data.test_target.shape[1])
         for device in self.devices:
-            require_reachable(device, Lengths.of(data.test_target, data.test_target.shape[1]))
+            require_reachable(device, lengths)
+        if isinstance(data.task, LanguageModelling) and data.task.generates:
+            lengths = lengths.with_answers(data.task.max_new_tokens)
+        self.budgeted = Budgeted.of(self.devices, lengths)
         controller = None
         if self.deciding != "none":
             controller = RegretController(embedding_of(self.network).embedding_dim, self.plan.levels)
@@ -172,6 +180,7 @@ class HESTLadder(Method):
             f"it tries all subsets of at most {MOST_ENUMERATED} branches",
             "write --model.search elimination",
         )
+        self.has_said_no_ladder = False
         self.layout = Layout.of(self.network)
         self.start_server()
         self.server |= self.plan.start(branches)
@@ -337,8 +346,7 @@ class HESTLadder(Method):
         losses = (sums.mean("losses") / self.loss_scale).clamp(0, LARGEST_LOSS) if self.searches else None
         noise = self.stream("ladder")
         gates = self.layout.unpack(self.server["weights"].float()).get("gates.theta")
-        device = self.devices[0]
-        self.server |= self.plan.next_entries(self.server, losses, self.round, device, noise, gates)
+        self.server |= self.plan.next_entries(self.server, losses, self.round, self.budgeted, noise, gates)
 
     def server_metrics(self) -> dict[str, float]:
         found = super().server_metrics()
@@ -353,9 +361,21 @@ class HESTLadder(Method):
         client, on the first device at the price 0."""
         super().deploy(client)
         if self.limited:
+            self._say_no_ladder()
             device = self.devices[0] if client is None else self.device_of(client)
             self.laddered.run_on(device, self.server["ladder"].bool(), kept_price(client))
         return self.network
+
+    def _say_no_ladder(self) -> None:
+        last = self.plan.first_ladder - 1
+        if self.has_said_no_ladder or self.round >= last or min(self.budget_shares) >= 1:
+            return
+        self.has_said_no_ladder = True
+        log.warning(
+            "no ladder is known before the end of round %d: until then all sequences under a budget below 1 "
+            "are refused, and their perplexity is that of a guess",
+            last,
+        )
 
 
 def kept_price(client: Client | None) -> float:

@@ -80,5 +80,5 @@ def test_the_lowest_gates_go_first(tmp_path):
     entries = method.plan.start(4)
     for round in (2, 3, 4):
         noise = np.random.default_rng(0)
-        entries |= method.plan.next_entries(entries, None, round, method.devices[0], noise, logits)
+        entries |= method.plan.next_entries(entries, None, round, method.budgeted, noise, logits)
     assert entries["ladder"].tolist() == [[1, 1, 1, 1], [1, 0, 1, 1], [1, 0, 0, 1]]

@@ -22,9 +22,11 @@ from fl_lightning.energy.budgets.ladder import (
     without_each,
 )
 from fl_lightning.energy.budgets.ladder_network import LadderNetwork
+from fl_lightning.energy.budgets.ladder_search import Budgeted, LadderSearch
 from fl_lightning.energy.budgets.ledger import REFUSED, UNITS_PER_JOULE
 from fl_lightning.energy.budgets.levels import LevelLedger, levels_of
 from fl_lightning.energy.budgets.passes import Lengths
+from fl_lightning.energy.budgets.tables import branch_devices
 from fl_lightning.models import LlamaTiny
 from fl_lightning.models.language.llama import Block
 
@@ -76,10 +78,27 @@ def test_vi_elimination_is_enumeration_where_losses_add_up(seed):
     losses = torch.stack([0.2 + worth[~mask].sum() for mask in every])
     for mask in masks:
         own = float(BranchCosts(0.1, costs).share(mask.unsqueeze(0)))
-        best = best_within(shares, losses, own + 1e-9)
+        best = best_within(shares <= own + 1e-9, shares, losses)
         assert float(losses[best]) == pytest.approx(float(0.2 + worth[~mask].sum()))
     ratios = (worth / costs)[branches]
     assert torch.equal(ratios, ratios.sort().values)
+
+
+def test_a_ladder_goes_on_until_prompts_fit_too():
+    """The shipped table measures 32 tokens as dear as they were: without two attentions and a feed-forward
+    layer one token fits a budget of 0.6, and a prompt of 32 with three tokens after it does not."""
+    device = branch_devices([None], [0.6], 4)[0]
+    search = LadderSearch("elimination", 1, 6, 4, [0.6])
+    budgeted = Budgeted.of([device], Lengths(torch.tensor([20, 32, 32]), torch.tensor([9, 3, 3])))
+    known = search.start(8)
+    for round, cheapest in ((2, 6), (3, 5), (4, 3), (5, 4)):
+        losses = torch.full((9,), 0.9)
+        losses[[0, cheapest]] = 0.1
+        known |= search.next_entries(known, losses, round, budgeted, np.random.default_rng(0))
+    ladder = known["ladder"].bool()
+    assert (~ladder).sum(1).tolist() == [0, 1, 2, 3, 4]
+    assert BranchCosts.of(device, "q99").share(ladder[3:4]) <= 0.6
+    assert budgeted.refused(ladder, 0.6).tolist() == [3, 3, 3, 2, 0]
 
 
 def test_of_branches_that_cost_no_loss_the_dearest_goes_first():

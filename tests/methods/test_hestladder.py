@@ -193,7 +193,7 @@ def test_enumeration_takes_the_best_of_all_subsets():
     method, _ = built_ladder(search="enumeration", budget=[0.8, 0.5], round=4)
     assert method.searches
     losses = torch.rand(16, generator=torch.Generator().manual_seed(0))
-    method.server |= method.plan.next_entries(method.server, losses, 4, method.devices[0], method.stream("x"))
+    method.server |= method.plan.next_entries(method.server, losses, 4, method.budgeted, method.stream("x"))
     shares = BranchCosts.of(method.devices[0], "q99").share(all_masks(4))
     for row, budget in ((1, 0.8), (2, 0.5)):
         assert float(method.server["ladder_losses"][row]) == float(losses[shares <= budget].min())
@@ -208,10 +208,9 @@ def test_a_level_may_leave_out_several_branches():
     alone = torch.tensor([0.5, 0.53, 0.52, 0.7, 0.54, 0.6, 0.5])
     method.server["ladder"], method.server["protected"] = torch.ones(3, 6).to(torch.uint8), torch.zeros(6)
     for round in (3, 4):
-        found = method.plan.next_entries(
-            method.server, alone, round, method.devices[0], method.stream("ladder")
+        method.server |= method.plan.next_entries(
+            method.server, alone, round, method.budgeted, method.stream("ladder")
         )
-        method.server |= found
     assert method.server["ladder"].tolist() == [[1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 0]]
     assert method.server["ladder_losses"].tolist() == pytest.approx([0.5, 0.53, 0.52])
     shares = BranchCosts.of(method.devices[0], "q99").share(method.server["ladder"].bool())

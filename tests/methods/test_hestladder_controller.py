@@ -140,7 +140,7 @@ def test_enumeration_keeps_the_first_block_too():
     method, _ = built_ladder(search="enumeration", controller="sequence", budget=[0.8, 0.65], round=4)
     losses = torch.rand(16, generator=torch.Generator().manual_seed(0))
     losses[0b1100] = 0.0  # without the first block, which is then the best of all
-    method.server |= method.plan.next_entries(method.server, losses, 4, method.devices[0], method.stream("x"))
+    method.server |= method.plan.next_entries(method.server, losses, 4, method.budgeted, method.stream("x"))
     assert method.server["ladder"][:, :2].all()
 
 

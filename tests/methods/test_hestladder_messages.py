@@ -89,6 +89,7 @@ def test_losses_that_cannot_be_are_refused():
     ("settings", "said"),
     [
         ({"budget": 0.0}, "--model.budget 0.0"),
+        ({"budget": "half"}, "--model.budget half"),
         ({"budget": [0.5, math.inf]}, "--model.budget [0.5, inf]"),
         ({"budget": 0.05}, "--model.budget 0.05 where the cheapest options cost"),
         ({"subset_rounds": 2}, "--model.subset_rounds 2 with --model.levels 2"),

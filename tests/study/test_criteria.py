@@ -100,6 +100,17 @@ def test_epsilon_is_that_of_the_whole_run_and_needs_no_spread(selection, tmp_pat
     assert [verdict.decision for verdict in verdicts(comparison)] == ["fails", "holds"]
 
 
+def test_joules_by_a_table_may_be_the_same_in_all_seeds(tmp_path):
+    """They are tokens by a table, so a ladder costs the same with every seed that finds it."""
+    texts = [f'last("energy/joules", A) {relation} last("energy/joules", B)' for relation in ("<=", "<", ">")]
+    folder = make_study(tmp_path, {"A": A, "B": B}, criteria=texts)
+    for label, joules in (("A", 0.2), ("B", 0.3)):
+        for path in folder.glob(f"{label}-*/metrics.csv"):
+            header, *rows = path.read_text().splitlines()
+            path.write_text("\n".join([f"{header},energy/joules", *(f"{row},{joules}" for row in rows), ""]))
+    assert [verdict.decision for verdict in verdicts(comparison_of(tmp_path))] == ["holds", "holds", "fails"]
+
+
 def test_labels_that_are_no_names(tmp_path):
     accuracies = {"KD a=1": A, "KD-a": B, "KD": C}
     text = [

@@ -49,7 +49,13 @@ def test_wilcoxon_by_counting_signs(differences, p):
 
 @pytest.mark.parametrize(
     "differences",
-    [[0, 1, 2], [1, 1, -1], [-2, 1, 2, 0, 0, 3], [0.1, -0.1, 0.2, 0.2, -0.4, 0, 0.3, 0.3], [*range(-3, 9), 2, 2]],
+    [
+        [0, 1, 2],
+        [1, 1, -1],
+        [-2, 1, 2, 0, 0, 3],
+        [0.1, -0.1, 0.2, 0.2, -0.4, 0, 0.3, 0.3],
+        [*range(-3, 9), 2, 2],
+    ],
 )
 def test_wilcoxon_of_ties_and_zeros_is_scipys(differences):
     assert statistics.wilcoxon(differences) == scipy.stats.wilcoxon(differences).pvalue

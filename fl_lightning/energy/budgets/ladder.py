@@ -114,16 +114,15 @@ def all_masks(branches: int) -> Tensor:
     return ((torch.arange(2**branches).unsqueeze(1) >> torch.arange(branches)) & 1).bool()
 
 
-def best_within(shares: Tensor, losses: Tensor, budget: float) -> int:
-    """Return which of M subsets has the least loss among those that cost no more than a budget; of equally
-    good ones the cheapest. Where none is that cheap, the cheapest of all.
+def best_within(fits: Tensor, shares: Tensor, losses: Tensor) -> int:
+    """Return which of M subsets has the least loss among those that a budget affords; of equally good ones
+    the cheapest. Where it affords none, the cheapest of all.
 
     Args:
+        fits: which it affords, bool ``[M]``.
         shares: of the full network's cost, ``[M]``.
         losses: ``[M]``.
-        budget: as a share.
     """
-    fits = shares <= budget
     if not bool(fits.any()):
         return int(shares.argmin())
     least = losses.masked_fill(~fits, torch.inf).min()

@@ -15,7 +15,6 @@ from fl_lightning.energy.budgets.gates import BranchGates
 from fl_lightning.energy.budgets.ladder import LARGEST_LOSS, BranchCosts, distinct
 from fl_lightning.energy.budgets.ladder_decoding import Decoding, options
 from fl_lightning.energy.budgets.layer_gates import LayerGates, masks_by_cost
-from fl_lightning.energy.budgets.ledger import whole_units
 from fl_lightning.energy.budgets.levels import LevelLedger, levels_of, mixed_levels
 from fl_lightning.energy.budgets.measuring import Measurements
 from fl_lightning.energy.budgets.passes import Lengths
@@ -94,12 +93,7 @@ class LadderNetwork(MeasuredNetwork, Generating):
 
     def ledger(self, lengths: Lengths) -> LevelLedger:
         """Return the ledger of sequences of these lengths."""
-        each = list(zip(lengths.prompts.tolist(), lengths.new.tolist(), strict=True))
-        budgets = torch.tensor([self.on.budget(*one, "q99") for one in each], dtype=torch.float64)
-        prompts = [BranchCosts.of(self.on, "q99", prompt).units(self.levels) for prompt, _ in each]
-        costs = BranchCosts.of(self.on, "q99").units(self.levels)
-        once, each_step = (whole_units(self.on.decision(step, "q99")) for step in ("sequence", "step"))
-        return LevelLedger(budgets, torch.stack(prompts) + once, costs + each_step, lengths.new)
+        return LevelLedger.of(self.on, lengths, self.levels)
 
     # Levels that are decided
 

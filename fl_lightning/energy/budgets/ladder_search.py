@@ -29,6 +29,8 @@ from fl_lightning.energy.budgets.ladder import (
     without,
     without_each,
 )
+from fl_lightning.energy.budgets.levels import LevelLedger
+from fl_lightning.energy.budgets.passes import Lengths
 
 log = logging.getLogger("fl_lightning")
 
@@ -37,6 +39,41 @@ Search: TypeAlias = Literal["elimination", "random", "enumeration", "gates", "ta
 that are trained by gradient, of the branches alone or of the states that enter their blocks."""
 GATED: tuple[Search, ...] = ("gates", "tabs")
 """The searches by gates."""
+
+
+@dataclass(frozen=True)
+class Budgeted:
+    """The sequences that a ladder is for, on devices with budgets of their own.
+
+    A prompt is one step, and what a step of many tokens costs is measured: a subset that fits a budget token
+    by token need not fit it with its prompt.
+
+    Args:
+        devices: of the clients.
+        lengths: of the sequences, each once.
+        counts: how many sequences have each of them, int64 ``[B]``.
+    """
+
+    devices: Sequence[Device]
+    lengths: Lengths
+    counts: Tensor
+
+    @classmethod
+    def of(cls, devices: Sequence[Device], lengths: Lengths) -> Budgeted:
+        """Return what there is where sequences have these lengths; without any, one token."""
+        pairs = torch.stack((lengths.prompts, lengths.new), 1)
+        each, counts = (pairs if len(pairs) else torch.tensor([[1, 0]])).unique(dim=0, return_counts=True)
+        return cls(devices, Lengths(each[:, 0], each[:, 1]), counts)
+
+    def refused(self, masks: Tensor, budget: float) -> Tensor:
+        """Return how many sequences cannot be afforded with each subset, where devices grant the least, on
+        those whose budget is at least this one; int64 ``[M]`` of masks ``[M, G]``."""
+        found = torch.zeros(len(masks), dtype=torch.int64)
+        for device in self.devices:
+            if device.share >= budget:
+                refused = ~LevelLedger.of(device, self.lengths, masks).affordable()
+                found = torch.maximum(found, (refused * self.counts.unsqueeze(1)).sum(0))
+        return found
 
 
 @dataclass(frozen=True)
@@ -109,7 +146,7 @@ class LadderSearch:
         known: Mapping[str, Tensor],
         losses: Tensor | None,
         round: int,
-        device: Device,
+        budgeted: Budgeted,
         noise: np.random.Generator,
         gates: Tensor | None = None,
     ) -> dict[str, Tensor]:
@@ -119,7 +156,7 @@ class LadderSearch:
             known: these entries.
             losses: of the round's candidates ``[M]``; None where none were asked for.
             round: the round.
-            device: by whose joules a branch is chosen.
+            budgeted: what the ladder is for; a branch is chosen by the joules of its first device.
             noise: what ``random`` draws from.
             gates: logits of the branches ``[G]``, where there are gates.
         """
@@ -130,21 +167,24 @@ class LadderSearch:
         level = self.level_of(round)
         if not level or (self.kind == "enumeration" and losses is None):
             return {}
-        charged = BranchCosts.of(device, "q99")
         if self.kind == "enumeration":
             assert losses is not None
-            found = self._best(known, losses, charged)
+            found = self._best(known, losses, budgeted)
         else:
-            found = self._next(known, losses, level, BranchCosts.of(device), charged, noise, gates)
-        share = float(charged.share(found["ladder"][-1:].bool()))
+            found = self._next(known, losses, level, budgeted, noise, gates)
         refuses = self.kind != "tabs"  # whose gates choose among all subsets
-        if refuses and round == self.first_ladder - 1 and share > min(self.budgets):
-            log.warning(
-                "the ladder ends at %.2f of the full network's energy, and sequences under the budget %g are "
-                "refused: write more --model.levels, or a larger budget",
-                share,
-                min(self.budgets),
-            )
+        if refuses and round == self.first_ladder - 1:
+            last = found["ladder"][-1:].bool()
+            if refused := int(budgeted.refused(last, min(self.budgets))):
+                share = float(BranchCosts.of(budgeted.devices[0], "q99").share(last))
+                log.warning(
+                    "the ladder ends at %.2f of the full network's energy, and under the budget %g %d of %d "
+                    "sequences of the test set are refused: write more --model.levels, or a larger budget",
+                    share,
+                    min(self.budgets),
+                    refused,
+                    int(budgeted.counts.sum()),
+                )
         return found
 
     def _next(
@@ -152,18 +192,18 @@ class LadderSearch:
         known: Mapping[str, Tensor],
         losses: Tensor | None,
         level: int,
-        costs: BranchCosts,
-        charged: BranchCosts,
+        budgeted: Budgeted,
         noise: np.random.Generator,
         gates: Tensor | None,
     ) -> dict[str, Tensor]:
-        """Return the ladder with one level more: branches are left out of the last one, as far as it does not
-        fit the smallest budget already."""
+        """Return the ladder with one level more: branches are left out of the last one, as long as some
+        sequence is refused with it under some budget."""
+        costs = BranchCosts.of(budgeted.devices[0])
         mask, protected = known["ladder"][-1].bool(), known["protected"].bool()
         left_out: list[int] = []
         while len(left_out) < self.step:
             free = (mask & ~protected).nonzero()[:, 0].tolist()
-            if not free or float(charged.share(mask.unsqueeze(0))) <= min(self.budgets):
+            if not free or not budgeted.refused(mask.unsqueeze(0), min(self.budgets)):
                 break
             if gates is not None:
                 branch = min(free, key=gates.tolist().__getitem__)
@@ -181,16 +221,16 @@ class LadderSearch:
             of_levels[level:] = _loss_without(left_out, losses)
         return {"ladder": ladder, "ladder_losses": of_levels}
 
-    def _best(self, known: Mapping[str, Tensor], losses: Tensor, charged: BranchCosts) -> dict[str, Tensor]:
+    def _best(self, known: Mapping[str, Tensor], losses: Tensor, budgeted: Budgeted) -> dict[str, Tensor]:
         """Return the ladder of the best subset for each budget; it need not be nested."""
         every = all_masks(known["ladder"].shape[1])
         possible = every[:, : self.kept].all(1)
         masks, losses = every[possible], losses[possible]
-        shares, ladder = charged.share(masks), known["ladder"].clone()
+        shares, ladder = BranchCosts.of(budgeted.devices[0], "q99").share(masks), known["ladder"].clone()
         of_levels = torch.full_like(known["ladder_losses"], float(losses[-1]))
         wanted = sorted({share for share in self.budgets if share < 1}, reverse=True)
         for level, budget in enumerate(wanted[: self.levels], start=1):
-            best = best_within(shares, losses.double(), budget)
+            best = best_within(budgeted.refused(masks, budget) == 0, shares, losses.double())
             ladder[level:], of_levels[level:] = masks[best].to(torch.uint8), losses[best]
         return {"ladder": ladder, "ladder_losses": of_levels}
 

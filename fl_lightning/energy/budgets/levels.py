@@ -19,7 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.energy.budgets.ledger import REFUSED, Account
+from fl_lightning.energy.budgets.device import Device
+from fl_lightning.energy.budgets.ladder import BranchCosts
+from fl_lightning.energy.budgets.ledger import REFUSED, Account, whole_units
 from fl_lightning.energy.budgets.passes import Lengths
 
 
@@ -36,6 +38,27 @@ class LevelLedger(Account):
     def __init__(self, budget: Tensor, prompts: Tensor, costs: Tensor, owed: Tensor) -> None:
         super().__init__(budget, owed)
         self.prompts, self.costs = prompts, costs
+
+    @classmethod
+    def of(cls, device: Device, lengths: Lengths, levels: Tensor) -> LevelLedger:
+        """Return the ledger of sequences of these lengths on a device, by what it charges.
+
+        Args:
+            device: with its budget.
+            lengths: of the sequences.
+            levels: the branches that each computes, bool ``[K + 1, G]``.
+        """
+        each = list(zip(lengths.prompts.tolist(), lengths.new.tolist(), strict=True))
+        budgets = torch.tensor([device.budget(*one, "q99") for one in each], dtype=torch.float64)
+        prompts = [BranchCosts.of(device, "q99", prompt).units(levels) for prompt, _ in each]
+        costs = BranchCosts.of(device, "q99").units(levels)
+        once, each_step = (whole_units(device.decision(step, "q99")) for step in ("sequence", "step"))
+        return cls(budgets, torch.stack(prompts) + once, costs + each_step, lengths.new)
+
+    def affordable(self) -> Tensor:
+        """Return the levels that each sequence can have from its first token to its last, bool
+        ``[B, K + 1]``."""
+        return self.prompts + self.owed.unsqueeze(1) * self.costs <= self.budget.unsqueeze(1)
 
     def standing(self, full_prompt: bool) -> tuple[Tensor, Tensor]:
         """Return the levels that prompts and the tokens after them have where nothing decides for each,

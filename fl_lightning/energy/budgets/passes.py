@@ -50,6 +50,12 @@ class Lengths:
         prompts = torch.where(some, first + 1, labelled.shape[1])
         return cls(prompts.cpu(), torch.where(some, last - first, 0).cpu())
 
+    def with_answers(self, most: int) -> Lengths:
+        """Return these sequences, and each prompt with an answer of so many tokens at most, the first of
+        which comes with the prompt."""
+        answers = torch.full_like(self.new, most - 1)
+        return Lengths(self.prompts.repeat(2), torch.cat((self.new, answers)))
+
     @property
     def ends(self) -> Tensor:
         """The tokens of each sequence, int64 ``[B]``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from numbers import Real
 from pathlib import Path
 from typing import TypeAlias
 
@@ -152,9 +153,10 @@ def budget_shares(budget: float | list[float], whole: str, example: float) -> li
         InputError: one is not positive, or some are infinite and some are not.
     """
     shares = list(budget) if isinstance(budget, list) else [budget]
-    unlimited = [math.isinf(share) for share in shares]
+    numbers = all(isinstance(share, Real) for share in shares)
+    unlimited = [numbers and math.isinf(share) for share in shares]
     require(
-        shares and all(share > 0 for share in shares) and all(unlimited) == any(unlimited),
+        shares and numbers and all(share > 0 for share in shares) and all(unlimited) == any(unlimited),
         f"--model.budget {budget}",
         f"a budget is a positive share of the energy {whole}, for each client or for all",
         f"write --model.budget {example}, or .inf for none",

@@ -50,6 +50,7 @@ OVER = " / "
 COUNTS = (
     *("bits/", "clients/", "comm/", "privacy/epsilon"),
     *("energy/clamped", "energy/refused", "energy/over_budget"),
+    *("energy/joules", "energy/spent", "energy/granted"),  # tokens by a table of joules
 )
 """First parts of the metrics of rounds that count something; what is counted can be the same in every run."""
 WITH_METRIC = ("metric", *OVER_ROUNDS)
