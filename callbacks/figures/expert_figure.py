@@ -103,6 +103,8 @@ class ExpertFigure(FigureMeter):
         ids = sorted(self.seen["clients"], key=int)
         groups, names = self._groups(ids, context), context.data.group_names
         labels = [f"{id}  {names[group]}" for id, group in zip(ids, groups, strict=True)]
+        if not context.data.group_counts().any():  # nodes do not say them of their own data
+            labels = ids
         r = self._responsibilities(ids)
         served = self.seen["evaluated"], self.seen["mean"], self.seen["worst"]
         lost = np.array([self.seen["lost"].get(id, [np.nan, np.nan]) for id in ids])

@@ -26,7 +26,8 @@ class PartitionFigure(Meter):
         counts = context.data.group_counts()
         group = "class" if isinstance(context.data.task, Classification) else "group"
         names = context.data.group_names
-        draw(context, "partition", lambda: partition_figure(counts, group, names))
+        if counts.any():  # a server does not know it of the nodes' own data
+            draw(context, "partition", lambda: partition_figure(counts, group, names))
 
 
 def partition_figure(counts: np.ndarray, group: str = "class", names: Sequence[str] = ()) -> Figure:

@@ -51,7 +51,10 @@ class RelevanceFigure(FigureMeter):
 
     def figure(self, context: Context) -> Figure:
         ids, relevance = context.method.relevance()
-        return relevance_figure(ids, relevance, context.data.group_counts()[ids])
+        counts = context.data.group_counts()[ids]
+        if not counts.any():
+            raise ValueError("nodes do not say how many examples of each class they have")
+        return relevance_figure(ids, relevance, counts)
 
 
 def label_similarity(counts: np.ndarray) -> np.ndarray:

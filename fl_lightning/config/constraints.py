@@ -36,6 +36,7 @@ class Constraint:
         near: whether the nearest of the names is proposed before ``instead``.
         path: what a path must lead to, ``file``, ``folder`` or ``any``; empty for what is no path.
         at_once: whether the constructor refuses other values; else it is refused where the setting is used.
+        optional: whether it may be None.
         given: how a value is shown, with ``{value}`` in its place; empty: as the class shows its settings. A
             text is in quotes after a ``=``.
     """
@@ -49,6 +50,7 @@ class Constraint:
     near: bool = False
     path: str = ""
     at_once: bool = True
+    optional: bool = False
     given: str = ""
 
     def allows(self, value: Any) -> bool:
@@ -189,9 +191,10 @@ def check_arguments(cls: type, constraints: Mapping[str, Constraint], given: Map
         InputError: one is not allowed.
     """
     for name, constraint in constraints.items():
-        value = given.get(name)
-        if constraint.at_once and value is not None and not constraint.allows(value):
-            constraint.of(cls, name).check(value)
+        if not constraint.at_once or name not in given or (constraint.optional and given[name] is None):
+            continue
+        if not constraint.allows(given[name]):
+            constraint.of(cls, name).check(given[name])
 
 
 def _constraints_in(hint: Any) -> Iterator[Constraint]:
@@ -203,13 +206,20 @@ def _constraints_in(hint: Any) -> Iterator[Constraint]:
     literals = [member for member in members if get_origin(member) is Literal]
     names = tuple(name for member in literals for name in get_args(member))
     whole = int in members and float not in members
+    optional = NoneType in members
     yield from (
-        replace(one, names=one.names or names, rule=one.rule or one_of(names).rule, whole=whole)
+        replace(
+            one,
+            names=one.names or names,
+            rule=one.rule or one_of(names).rule,
+            whole=whole,
+            optional=optional,
+        )
         for one in declared
         if isinstance(one, Constraint)
     )
     if names and {*members} <= {*literals, NoneType}:
-        yield one_of(names)
+        yield replace(one_of(names), optional=optional)
 
 
 def _number(text: str) -> float:

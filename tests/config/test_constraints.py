@@ -41,6 +41,7 @@ class LargeBox(Box):
         ({"share": 1.5}, "Box(share=1.5); a share lies in (0, 1]; write share: 0.2"),
         ({"share": math.nan}, "Box(share=nan); a share lies in (0, 1]; write share: 0.2"),
         ({"share": "0.5"}, "Box(share='0.5'); it is str, where a number is needed; write share: 0.2"),
+        ({"share": None}, "Box(share=None); it is NoneType, where a number is needed; write share: 0.2"),
         ({"rounds": 2.0}, "Box(rounds=2.0); it is float, where an int is needed; write rounds: 1"),
         ({"rounds": [1]}, "Box(rounds=[1]); it is list, where an int is needed; write rounds: 1"),
         ({"rounds": 0}, "Box(rounds=0); at least 1 is needed; write rounds: 1"),

@@ -82,10 +82,13 @@ def test_a_node_with_the_data_of_two_clients_has_two_clients(leaves, tmp_path):
         0: leaf_file(tmp_path / "even.json", {"a": SIZES["a"], "c": SIZES["c"]}),
         1: leaf_file(tmp_path / "odd.json", {"b": SIZES["b"], "d": SIZES["d"]}),
     }
-    simulated = config(tmp_path, "simulated", leaf(whole, test), participation=0.5)
+    figures = [{"class_path": "callbacks.PartitionFigure"}]
+    simulated = config(tmp_path, "simulated", leaf(whole, test), participation=0.5, callbacks=figures)
     simulated.start()
-    server = config(tmp_path, "server", leaf(test, test), participation=0.5)
+    server = config(tmp_path, "server", leaf(test, test), participation=0.5, callbacks=figures)
     cli = deployed(server, own_nodes(tmp_path, data, step=2), count=2)
+    drawn = [one.trainer.run_dir.joinpath("figures", "partition.png").exists() for one in (simulated, cli)]
+    assert drawn == [True, False], "nodes do not say of which classes their examples are"
     assert metadata(cli)["weights_sha256"] == metadata(simulated)["weights_sha256"]
     assert metadata(cli)["deployment"]["nodes"] == {"n0 (node0)": [0, 2], "n1 (node1)": [1, 3]}
 
