@@ -139,18 +139,24 @@ class DrawnDevices(Devices):
         return max(value, self.floor, 0.0) * (examples if self.per == "example" else 1)
 
 
+MEANT = {name: name for name in ("client", "seconds_per_example", "down", "up", "latency")}
+MEANT |= dict.fromkeys(("download", "downlink"), "down") | dict.fromkeys(("upload", "uplink"), "up")
+"""The column of a table of devices that a name in small letters means."""
+
+
 class DeviceTable(Devices):
     """Every client's measured device, from a file.
 
     Args:
         path: a CSV or Parquet file of one row for each client, with the columns ``client`` (its id),
             ``seconds_per_example``, and both or neither of ``down`` and ``up``, in bytes per second; with
-            them perhaps ``latency``, in seconds.
+            them perhaps ``latency``, in seconds. Other columns are not read.
             ``configs/devices/phones.csv`` comes with the project.
 
     Raises:
-        InputError: the file cannot be read, a column is missing, a client has two rows, a time is below 0,
-            or a rate not above 0. A client with examples and no row is refused before the run begins.
+        InputError: the file cannot be read, a column is missing or has such a name in other letters,
+            a client has two rows, a time is below 0, or a rate not above 0. A client with examples and no row
+            is refused before the run begins.
     """
 
     def __init__(self, path: str) -> None:
@@ -160,10 +166,15 @@ class DeviceTable(Devices):
         data = _bytes_of(Path(path))
         self._sha256 = sha256(data).hexdigest()
         frame = _read(Path(path), data)
+        for name in map(str, frame.columns):
+            meant = MEANT.get(name.strip().lower().replace(" ", "_"), name)
+            require(
+                name == meant, f"{path}, column {name}", "it is not read", f"call it {meant}, or leave it out"
+            )
         columns = ["client", "seconds_per_example"]
-        lines = {"down", "up"} & set(frame.columns)
+        lines = {"down", "up", "latency"} & set(frame.columns)
         columns += ["down", "up"] if lines else []
-        columns += ["latency"] if lines and "latency" in frame.columns else []
+        columns += ["latency"] if "latency" in lines else []
         missing = [name for name in columns if name not in frame.columns]
         instead = "write client,seconds_per_example,down,up above the rows"
         require(not missing, path, f"it has no column {', '.join(missing)}", instead)

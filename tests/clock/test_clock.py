@@ -294,6 +294,8 @@ def test_a_table_of_devices_has_times_and_lines(tmp_path):
     for text, given in {
         "client\n0\n": "phones.csv",
         "client,seconds_per_example,down\n0,1,1\n": "phones.csv",
+        "client,seconds_per_example,latency\n0,1,5\n": "phones.csv",
+        "client,seconds_per_example,Down,upload\n0,1,5,5\n": "column Down",
         "client,seconds_per_example\n0,fast\n": "row 2",
         "client,seconds_per_example\n0,1\n0,2\n": "client 0",
         "client,seconds_per_example,down,up\n0,1,0,1\n": "down and up",

@@ -172,6 +172,31 @@ def test_a_trial_below_the_median_is_ended_and_a_failed_one_does_not_stop_the_se
     assert runs.jobs[-1].name == "tuned-seed0"
 
 
+def test_no_combination_is_tried_twice_and_no_more_than_there_are(tmp_path):
+    text = SEARCH.replace("{{low: 1.0e-3, high: 1.0e-1, log: true}}", "[0.01, 0.03]")
+    text = text.replace("{{low: 1, high: 4}}", "{{low: 2, high: 3}}").replace("trials: 8", "trials: 9")
+    one, runs = session(tmp_path / "whole", text=text)
+    one.run()
+    assert one.summary().startswith("small-tune: 8 of 8 trials")
+    found = {str(sorted(params.items())) for _, params, *_ in tried(tmp_path / "whole")}
+    assert len(found) == len(runs.jobs) - 1 == 8  # and the final run
+    killed, _ = session(tmp_path / "killed", lives=5, text=text)
+    with pytest.raises(SystemExit):
+        killed.run()
+    session(tmp_path / "killed", text=text)[0].run()
+    assert tried(tmp_path / "killed") == tried(tmp_path / "whole")
+
+
+def test_what_is_tuned_is_not_fixed_too(tmp_path):
+    for where in ("settings", "final"):
+        line = f"{where}: {{trainer.max_rounds:"
+        text = SEARCH.replace(
+            line.replace("{", "{{"), f"{where}: {{{{trainer.local_epochs: 2, trainer.max_rounds:"
+        )
+        with pytest.raises(InputError, match=f"{where}: trainer.local_epochs; it is in space as well"):
+            search_in(tmp_path, text)
+
+
 def test_a_search_is_not_continued_as_another(tmp_path):
     session(tmp_path)[0].run()
     trials = tmp_path / "small-tune"

@@ -33,6 +33,8 @@ from fl_lightning.tracking.runs import StudyRun, begin_study, end_study
 TUNED = "tuned"
 """The name of the final run, and its label."""
 TRIAL = "trial-"
+REPEATED = "repeated"
+"""The mark of a trial with the values of an earlier one, which is not made."""
 TASK = "task"
 """What ``metadata.json`` calls the task of a run; the search keeps it."""
 MAX_CHANGES_SHOWN = 4
@@ -193,15 +195,16 @@ class SearchSession(SearchRun):
         return self.sign * trial.value
 
     def trials(self, *states: TrialState) -> list[FrozenTrial]:
-        """Return the trials that were drawn completely."""
+        """Return the trials that were drawn completely, but for those that were drawn before."""
         trials = self.study.get_trials(states=states)
-        return [trial for trial in trials if set(trial.params) == set(self.search.space)]
+        drawn = (trial for trial in trials if set(trial.params) == set(self.search.space))
+        return [trial for trial in drawn if REPEATED not in trial.user_attrs]
 
     def summary(self) -> str:
         ended = self.trials(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
         best = self.best()
         shown = f", best {self.metric} {self.value_of(best):.4g} in {self.name_of(best)}" if best else ""
-        return f"{self.what}: {len(ended)} of {self.search.trials} trials{shown}"
+        return f"{self.what}: {len(ended)} of {self.search.wanted} trials{shown}"
 
     def best(self) -> FrozenTrial | None:
         """Return the best trial; the first of equally good ones."""
@@ -217,11 +220,17 @@ class SearchSession(SearchRun):
                     return self.job(trial)
                 # killed while it was drawn: it does not count
                 self.study.tell(trial.number, state=TrialState.FAIL)
-        if len(self.trials(*TrialState)) >= self.search.trials:
+        before = self.trials(*TrialState)
+        if len(before) >= self.search.wanted:
             return None
-        self.study.sampler = self.search.sampler(len(self.trials(*TrialState)))
-        number = self.study.ask(self.search.distributions()).number
-        return self.job(self.study.get_trials()[number])
+        self.study.sampler = self.search.sampler(len(before))
+        drawn, tried = self.study.ask(self.search.distributions()), [trial.params for trial in before]
+        if drawn.params in tried:  # the same seed would give the same metric
+            drawn.set_user_attr(REPEATED, True)
+            self.study.tell(drawn, state=TrialState.FAIL)
+            self.study.enqueue_trial(self.search.untried(tried, len(before)))
+            drawn = self.study.ask(self.search.distributions())
+        return self.job(self.study.get_trials()[drawn.number])
 
     def job(self, trial: FrozenTrial) -> Job:
         self.at_work.add(trial.number)
@@ -341,7 +350,7 @@ class SearchSession(SearchRun):
 
         self.pool.run([job], ended, self.display.look)
         if codes == [0]:
-            found = f"best of {self.search.trials} trials: {json.dumps(best.params)}"
+            found = f"best of {self.search.wanted} trials: {json.dumps(best.params)}"
             self.display.line(f"{found}; run directory {self.run_of(job)}")
         return codes == [0]
 

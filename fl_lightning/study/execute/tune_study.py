@@ -78,7 +78,7 @@ class StudySearchSession(SearchRun):
     def summary(self) -> str:
         states = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
         ended = sum(len(session.trials(*states)) for session in self.parts.values())
-        total = self.search.trials * len(self.parts)
+        total = sum(session.search.wanted for session in self.parts.values())
         return f"{self.search.name}: {ended} of {total} trials of {len(self.parts)} methods"
 
     def ended(self, running: RunningJob, code: int) -> Job | None:

@@ -9,7 +9,7 @@ space:                           # dotted setting -> range, or list of choices
   model.optimizer.init_args.lr: {low: 1.0e-3, high: 1.0e-1, log: true}
   trainer.local_epochs: {low: 1, high: 5}
   model.temperature: [1.0, 2.0, 4.0]
-trials: 20
+trials: 20                       # or as many as there are combinations, of which none is tried twice
 metric: final/best_val_accuracy  # of validation or training, never of the test set; default: the best
                                  # validation of the primary metric that the runs have
 direction: maximize              # default: as the name of the metric, or the task of the runs, says
@@ -31,12 +31,14 @@ seed: 1000                       # none of the study's seeds
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
+from itertools import product
+from math import inf, prod
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.samplers import TPESampler
 
@@ -187,9 +189,29 @@ class Search:
         """Return the space as Optuna's distributions."""
         return {name: _distribution(allowed) for name, allowed in self.space.items()}
 
+    @property
+    def wanted(self) -> int:
+        """The trials that are to be made: no more than there are combinations of values."""
+        sizes = [len(_values(allowed)) or inf for allowed in self.space.values()]
+        return int(min(self.trials, prod(sizes)))
+
+    def untried(self, tried: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any]:
+        """Return a combination of values that no trial has had, for trial ``number``; there is one."""
+        draws = stream(self.seed, "tune/untried", number)
+        values = [draws.permutation(np.array(_values(allowed), object)) for allowed in self.space.values()]
+        points = (dict(zip(self.space, point, strict=True)) for point in product(*values))
+        return next(point for point in points if point not in tried)
+
     def sampler(self, number: int) -> TPESampler:
         """Return the sampler of trial ``number``."""
         return TPESampler(seed=int(stream(self.seed, "tune", number).integers(2**32)))
+
+
+def _values(allowed: Range | list[Any]) -> Sequence[Any]:
+    """Return the values of a setting one by one; none of a range of real numbers, which is drawn from."""
+    if not isinstance(allowed, Range):
+        return allowed
+    return range(int(allowed.low), int(allowed.high) + 1) if allowed.is_whole else ()
 
 
 def _distribution(allowed: Range | list[Any]) -> BaseDistribution:
@@ -241,6 +263,12 @@ def _search(file: SpecFile, given: SearchEntries) -> Search:
     }
     configs, settings = file.configs(given.config, "config"), file.settings(given.settings, "settings")
     final = file.settings(given.final, "final")
+    for where, fixed in (("settings", settings), ("final", final)):
+        twice = min(
+            {*fixed} & {key for own in (given.space, *given.space_of.values()) for key in own}, default=""
+        )
+        rule = "it is in space as well, and what is tuned has the values of trials"
+        file.require(not twice, f"{where}: {twice}", rule, "leave one of them out")
     if Path(given.study).suffix in (".yaml", ".yml"):
         return _search_of_study(file, given, shared, configs, settings)
     rule, instead = "one configuration is tuned, of which there is no record", "write study: my_study.yaml"
