@@ -5,9 +5,8 @@
 Whole rounds of the trainer, clients and server, in one process and one thread, without evaluation. Each method
 takes turns with FedAvg; of each turn the first round warms up. What counts is the processor's time of the process in
 its fastest round, since other work on the machine only adds to it: some percent even then, so compare on an idle
-one. The limits are those that a
-method may cost: what differs on the server or in what stays on a client is nearly free, and each further pass
-of a step costs what a pass costs.
+one. The limits are those that a method may cost: what differs on the server or in what stays on a client is nearly
+free, and each further pass of a step costs what a pass costs.
 """
 
 from __future__ import annotations

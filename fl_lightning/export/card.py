@@ -109,13 +109,16 @@ def card_of(model: TrainedModel, format: FormatName, needs: str, loader: str) ->
         loader: the text of the loader.
     """
     about, form = model.about, model.preprocessing()
+    after = f"round {about['round']}"
+    if "of_rounds" in about:
+        after += f" of {about['of_rounds']}, when it had not finished"
     whose = "the global model" if about["client"] is None else f"the model of client {about['client']}"
     shape = ", ".join(["B", *(["T"] if model.reads_tokens else map(str, form["example_shape"]))])
     length = form["example_shape"][-1] if model.reads_tokens else 0
     outputs = model.data.task.outputs_form("B", form["num_outputs"])
     lines = [
         f"# {about['method']} on {about['dataset']}",
-        f"This is {whose} of the run `{about['run']}` (seed {about['seed']}) after round {about['round']}, "
+        f"This is {whose} of the run `{about['run']}` (seed {about['seed']}) after {after}, "
         f"written by fl_lightning {__version__} in the format `{format}`.",
         *_facts(model),
         f"Inputs are {'token ids int64' if model.reads_tokens else 'examples'} [{shape}]; outputs are "

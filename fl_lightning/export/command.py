@@ -21,7 +21,8 @@ from fl_lightning.export.trained_model import TrainedModel
 from fl_lightning.federation import Federation
 from fl_lightning.probing import ProbedModel
 from fl_lightning.probing.command import choose_checkpoint, load_model, parse_request
-from fl_lightning.run.directory import to_json
+from fl_lightning.run.directory import read_json, to_json
+from fl_lightning.run.snapshot import Checkpoint
 
 log = logging.getLogger("fl_lightning")
 
@@ -86,6 +87,7 @@ def export_checkpoint(
         "round": saved.progress["round"],
         "client": target.client,
         "seed": probed.seed,
+        **unfinished(saved, fed.max_rounds),
         **record_of(saved, probed.method.network_spec),
     }
     moved = probed.method.adapters.base_moved(probed.method)
@@ -95,6 +97,18 @@ def export_checkpoint(
     finally:
         network.to(probed.fabric.device)
     return path
+
+
+def unfinished(saved: Checkpoint, rounds: int) -> dict[str, int]:
+    """Return how many rounds the run of a checkpoint was to have, as ``of_rounds``, and say it, where it has
+    not ended; else nothing."""
+    run = saved.path.parent.parent
+    if read_json(run / "metadata.json").get("status") == "finished" or saved.progress["round"] >= rounds:
+        return {}
+    log.warning(
+        "the run has not finished: this is its model after %d of %d rounds", saved.progress["round"], rounds
+    )
+    return {"of_rounds": rounds}
 
 
 def _client(probed: ProbedModel, id: int | None) -> Client | None:

@@ -116,12 +116,19 @@ class Progress:
         """
         if any(row["clients/trained"] for row in self.history):
             return
-        rejected, dropped = (
-            int(sum(row[f"clients/{what}"] for row in self.history)) for what in ("rejected", "dropped")
-        )
+        names = {
+            "rejected": "rejected",
+            "dropped": "dropped",
+            "late": "of them late",
+            "offline": "of them offline",
+        }
+        ends = {
+            said: int(sum(row.get(f"clients/{end}", 0) for row in self.history))
+            for end, said in names.items()
+        }
+        counts = ", ".join(f"{count} {said}" for said, count in ends.items() if count)
         raise RunStopped(
-            f"no upload of {len(self.history)} rounds was ever counted ({rejected} rejected, {dropped} "
-            "dropped), so nothing was learned",
+            f"no upload of {len(self.history)} rounds was ever counted ({counts}), so nothing was learned",
             "ledger.csv in the run directory says what became of each upload, and run.log why uploads were "
             "rejected and rounds were void",
             "mend the cause and start the run anew",

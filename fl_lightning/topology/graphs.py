@@ -77,8 +77,7 @@ class Ring(Graph):
 
 
 class Torus(Graph):
-    """Peers are placed row by row on a grid, as near to a square as their number allows, that is
-    closed in
+    """Peers are placed row by row on a grid, as near to a square as their number allows, that is closed in
     both directions: each hears four others, and W_ij = 1/5."""
 
     stays = True

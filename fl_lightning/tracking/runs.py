@@ -198,8 +198,8 @@ def read_runs(uri: str, experiment: str) -> list[dict[str, Any]]:
 
     Each is a dictionary with ``name``, ``id``, ``metadata`` (as in ``metadata.json``), ``history`` (one row
     per round), ``clients`` (the text of ``clients.csv``, or nothing), ``settings`` (with dotted keys) and
-    ``typed``. The last is False if ``config.yaml`` could not
-    be read from the store: the settings are then its parameters, which are all texts.
+    ``typed``. The last is False if ``config.yaml`` could not be read from the store: the settings are then
+    its parameters, which are all texts.
 
     Args:
         uri: address of the store.

@@ -248,6 +248,17 @@ def test_files_are_overwritten_when_asked_and_others_stay(local: FederatedTraine
     assert {path.name for path in tmp_path.iterdir()} == {"home", "outside.txt"}, "nothing is left beside it"
 
 
+def test_the_model_of_a_run_that_was_killed_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    trainer = run(FedAvg(network=Two), images(), tmp_path / "runs", max_rounds=1, workers=1)
+    record = trainer.run_dir / "metadata.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "status": "running"}))
+    trainer.max_rounds = 4
+    folder = fl_lightning.export_model(trainer, tmp_path / "home")
+    assert "the run has not finished: this is its model after 1 of 4 rounds" in caplog.text
+    assert json.loads((folder / "export.json").read_text())["of_rounds"] == 4
+    assert "after round 1 of 4, when it had not finished" in (folder / "README.md").read_text()
+
+
 @pytest.fixture
 def mosaic(tmp_path: Path) -> FederatedTrainer:
     method = FedMosaic(network="residual_mlp", rank=2, num_blocks=2, reference="mlp")

@@ -3,8 +3,7 @@
 All blocks of a network have one shape, so a step with the attentions alone, one with the feed-forward
 layers alone and one without branches say what each costs in its place, in calls as well as in products:
 on a CPU a step of one token pays an attention mostly by its calls. A controller of levels is measured beside
-them. Steps with all branches are not
-fitted to, and say how far the table is from a whole network."""
+them. Steps with all branches are not fitted to, and say how far the table is from a whole network."""
 
 from __future__ import annotations
 
