@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from lightning.fabric.loggers import Logger
 
 from fl_lightning.clock import Clock, Rounds
 from fl_lightning.compatibility.signatures import check_signatures
 from fl_lightning.config.constraints import at_least, within
+from fl_lightning.config.documents import as_yaml
 from fl_lightning.config.recorded import settings_of_run
 from fl_lightning.data import FederatedData
 from fl_lightning.distributed.launch import join, launched_from_outside, make_fabric
@@ -234,9 +234,7 @@ class FederatedTrainer(RunViews):
             if outside:
                 join(self.fabric)
             settings = self._settings()
-            config = (
-                self.config_text if settings == self.config else yaml.safe_dump(settings, sort_keys=False)
-            )
+            config = self.config_text if settings == self.config else as_yaml(settings)
             folder = self.root / self.experiment
             start = choose_start(ckpt_path, folder, self._name, settings, auto_resume=self.auto_resume)
             data.continued = start.run is not None

@@ -1,7 +1,9 @@
 import logging
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +18,14 @@ hypothesis.settings.load_profile("project")
 # started in the background of a script; processes made by tests inherit it
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# thousands of run directories of small files, which wait for the disk: in memory where it has much room
+MEMORY, ROOM = Path("/dev/shm"), 12 << 30
+if "TMPDIR" not in os.environ and MEMORY.is_dir() and os.access(MEMORY, os.W_OK):
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if min(shutil.disk_usage(MEMORY).free, free) > ROOM:
+        os.environ["TMPDIR"] = tempfile.tempdir = str(MEMORY)
 
 
 def pytest_addoption(parser):

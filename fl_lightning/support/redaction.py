@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from types import TracebackType
 from typing import Any
 
@@ -55,6 +56,7 @@ _PLAIN = re.compile(r"(?i)(?:null|none|true|false|~|\*\*\*)?$")
 _NUMBER = re.compile(r"[-+]?[\d.]+(?:[eE][-+]?\d+)?$")
 
 
+@lru_cache(maxsize=4096)
 def is_secret(name: str) -> bool:
     """Return whether a name, or a part of a dotted name, is that of a secret.
 
