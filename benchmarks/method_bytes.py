@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -47,12 +48,17 @@ def method_bytes(config: str, folder: Path) -> tuple[float, float]:
     return up, down
 
 
-def relative_bytes() -> dict[str, tuple[float, float]]:
-    """Up and down of every method relative to FedAvg's, rounded as the pages of methods have them."""
-    configs = {row["method"]: row["config"] for of_kind in rows().values() for row in of_kind}
+def relative_bytes(only: Collection[str] = ()) -> dict[str, tuple[float, float]]:
+    """Up and down of every method, or of some, relative to FedAvg's, rounded as the pages of methods have
+    them."""
+    every = (row for of_kind in rows().values() for row in of_kind)
+    configs = {
+        row["method"]: row["config"] for row in every if not only or row["method"] in {*only, "FedAvg"}
+    }
     with TemporaryDirectory() as folder:
         measured = {name: method_bytes(config, Path(folder)) for name, config in configs.items()}
-        on_adapters = method_bytes(ON_ADAPTERS, Path(folder))
+        of_language = OF_LANGUAGE & configs.keys()
+        on_adapters = method_bytes(ON_ADAPTERS, Path(folder)) if of_language else (0.0, 0.0)
     relative = {}
     for name, (own_up, own_down) in measured.items():
         up, down = on_adapters if name in OF_LANGUAGE else measured["FedAvg"]

@@ -127,7 +127,7 @@ class Mortal(InProcess):
             marks=pytest.mark.essential,
         ),
         ("fedmpq", IMAGES),
-        pytest.param("hest_tokens", TEXTS, marks=pytest.mark.essential),
+        ("hest_tokens", TEXTS),
         (
             "hest_default",
             [*TEXTS, "--model.all_on_rounds", "1", "--model.subset_rounds", "2", "--model.levels", "1"],

@@ -76,6 +76,11 @@ def test_alpha_zero_is_fedmpq_bit_for_bit(tmp_path):
     assert not torch.equal(plain, weights_after(FedMPQKD(optimizer=sgd(), alpha=0.5), tmp_path))
 
 
+@pytest.fixture(scope="module")
+def default(tmp_path_factory) -> torch.Tensor:
+    return weights_after(FedMPQKD(optimizer=sgd()), tmp_path_factory.mktemp("default"))
+
+
 @pytest.mark.slow
 @pytest.mark.essential
 @pytest.mark.parametrize(
@@ -96,8 +101,7 @@ def test_alpha_zero_is_fedmpq_bit_for_bit(tmp_path):
     ],
     ids=str,
 )
-def test_every_option_changes_the_result_and_stays_finite(settings, tmp_path):
-    default = weights_after(FedMPQKD(optimizer=sgd()), tmp_path)
+def test_every_option_changes_the_result_and_stays_finite(settings, default, tmp_path):
     changed = weights_after(FedMPQKD(optimizer=sgd(), **settings), tmp_path)
     assert changed.isfinite().all()
     assert not torch.equal(default, changed)

@@ -49,11 +49,15 @@ TRIED_ELSEWHERE = {
 }
 NEEDS = {"calibrated_clock": "flwr", "deploy": "flwr", "secure_sum": "Crypto"}
 LONG = {
+    "adapters",
     "attacks",
     "calibrated_clock",
     "clock_cost",
+    "hest_latency",
     "language_base",
     "language_engines",
+    "language_step",
+    "method_prices",
     "rank_sums",
     "ranks",
     "scale_point",
