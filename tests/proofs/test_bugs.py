@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,7 @@ def project(tmp_path, monkeypatch) -> Path:
     (tmp_path / "own_methods.py").write_text(METHODS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("own_methods", None)  # of the test before, whose file is gone
     return tmp_path
 
 
