@@ -277,24 +277,28 @@ def beside_class_path(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
         yield from beside_class_path(value, path if key == "init_args" else f"{path}.{key}".lstrip("."))
 
 
-def check_kind(texts: Mapping[str, str]) -> None:
-    """Refuse files of ``sweep`` and of ``tune`` in place of a configuration of ``fit``.
+PROGRAM = "python -m fl_lightning"
+
+
+def check_kind(texts: Mapping[str, str], command: str = "fit") -> None:
+    """Refuse files of ``sweep`` and of ``tune`` in place of a configuration of ``fit`` or of the arguments of
+    ``compare``.
 
     Args:
         texts: the text of each configuration file, by its path.
+        command: which the files were given to.
 
     Raises:
         InputError: one is such a file.
     """
     for path, text in texts.items():
         keys = {*load_yaml(text)}
-        for key, what, command in (("methods", "a study", "sweep"), ("space", "a search", "tune")):
+        for key, what, other in (("methods", "a study", "sweep"), ("space", "a search", "tune")):
             if {"study", key} <= keys:
-                raise InputError(
-                    f"--config {path}",
-                    f"it is {what}, and fit runs one configuration",
-                    f"write python -m fl_lightning {command} --config {path}",
-                )
+                rule, instead = "fit runs one configuration", f"{PROGRAM} {other} --config {path}"
+                if command == "compare" and other == "sweep":
+                    rule, instead = "compare finds the arguments of its flags there", f"--study {path}"
+                raise InputError(f"--config {path}", f"it is {what}, and {rule}", f"write {instead}")
 
 
 def class_in(data: object) -> object:

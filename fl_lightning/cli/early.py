@@ -93,8 +93,8 @@ def refuse_by(description: Description | None, command: str, args: list[str]) ->
         return
     given = with_found_configs(with_config_of_run(command, args))
     texts = read_configs(given, COMMANDS[command].usual_config)
-    if COMMANDS[command].function is None or COMMANDS[command].settings is not None:
-        check_kind(texts)
+    if COMMANDS[command].function is None or COMMANDS[command].settings is not None or command == "compare":
+        check_kind(texts, command)
     if command == "track" and len(given) == 1 and not given[0].startswith("-"):
         require_run(given[0])
     if description is None or {"-h", "--help"} & {*given}:

@@ -325,7 +325,10 @@ def _run_function(command: str, function: Any, args: list[str]) -> None:
     args = with_found_configs(args)
     parser, names, switches = _parser_of_function(command, function)
     args = with_bare_flags(args, switches)
-    config = parse(parser, UserInput(args, read_configs(args, COMMANDS[command].usual_config)))
+    texts = read_configs(args, COMMANDS[command].usual_config)
+    if command == "compare":
+        check_kind(texts, command)
+    config = parse(parser, UserInput(args, texts))
     with as_input_errors():
         values = parser.instantiate(config)
     handed = {"resolve": resolve} if COMMANDS[command].resolves else {}

@@ -173,6 +173,7 @@ FOREIGN_NAMES = {
     "resume": "ckpt_path",
     "resume_from_checkpoint": "ckpt_path",
     "checkpoint": "ckpt_path",
+    "study": "config",
 }
 """The name of a setting here, by the name that other programs give it (the whole or its last part)."""
 EPOCH_NAMES = ("epochs", "max_epochs", "num_epochs", "n_epochs", "max_epoch")

@@ -155,6 +155,8 @@ BAD = [
             "study.yaml"
         ),
     ),
+    ("compare --config study.yaml --out report", "write --study study.yaml"),
+    ("sweep --study study.yaml", "write --config"),
     ("fit --config search.yaml", "write python -m fl_lightning tune --config search.yaml"),
     ("sweep --config base.yaml", "write python -m fl_lightning fit --config base.yaml"),
     ("sweep --config search.yaml", "write python -m fl_lightning tune --config search.yaml"),
