@@ -136,7 +136,11 @@ class ImageFolder(ImageData):
         tested = {file.label for file in test}
         if test and (untested := [name for name in classes if name not in tested]):
             some = ", ".join(untested[:5]) + (" ..." if len(untested) > 5 else "")
-            log.warning("%s has no image of %s: accuracy is of the other classes", self.test_path, some)
+            log.warning(
+                "%s has no image of %s: accuracy is of the other classes",
+                self.test_path or "the test set",
+                some,
+            )
         clients = number_names(file.client for file in train) if self.client_folders else {}
         self._owner = np.array([clients[file.client] for file in train], np.int64) if clients else None
         self.names = Names(classes=list(classes), clients=list(clients))

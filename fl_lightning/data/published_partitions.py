@@ -42,12 +42,15 @@ def _members(labels: np.ndarray) -> list[np.ndarray]:
     return [np.flatnonzero(labels == value) for value in np.unique(labels)]
 
 
-def _no_draw(partition: IndexPartition, num_clients: int, min_size: int) -> InputError:
-    return InputError(
-        f"{partition} for num_clients={num_clients}",
-        f"{MAX_DRAWS} draws left a client with fewer than {min_size} examples",
-        "write fewer clients, or a larger beta",
-    )
+def _no_draw(partition: IndexPartition, num_clients: int, min_size: int, total: int) -> InputError:
+    given = f"{partition} for num_clients={num_clients}"
+    if min_size * num_clients > total:
+        rule = f"{total} examples are too few for {min_size} each"
+        return InputError(given, rule, "write fewer clients, or a smaller min_size")
+    rule = f"{MAX_DRAWS} draws left a client with fewer than {min_size} examples"
+    if min_size == 0:
+        rule = "a beta so near to 0 draws shares that are no numbers"
+    return InputError(given, rule, "write fewer clients, or a larger beta")
 
 
 class DealtOut(NamedTuple):
@@ -168,7 +171,7 @@ class Quantity(IndexPartition):
             if np.min(share * total) >= self.min_size:
                 break
         else:
-            raise _no_draw(self, num_clients, self.min_size)
+            raise _no_draw(self, num_clients, self.min_size, total)
         owner = np.empty(total, np.int64)
         owner[shuffled] = _cut(share, total)
         return Holdings.by_owner(owner, num_clients)
@@ -216,7 +219,7 @@ class NIIDBenchDirichlet(IndexPartition):
             owner = self._draw(members, num_clients, rng)
             if owner is not None and np.bincount(owner, minlength=num_clients).min() >= fewest:
                 return DealtOut(owner, np.concatenate(members), rng)
-        raise _no_draw(self, num_clients, fewest)
+        raise _no_draw(self, num_clients, fewest, len(labels))
 
     def _draw(
         self, by_class: list[np.ndarray], num_clients: int, rng: np.random.RandomState

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 CSV_SUFFIXES, PARQUET_SUFFIXES = (".csv", ".csv.gz", ".tsv"), (".parquet", ".pq")
 MAX_NUMBER = 1e30
 """A larger number would spoil the deviation of its column: its square is more than float32 holds."""
-CONSTANT = 1e-12
+CONSTANT = 1e-14
 """A column whose deviation is a smaller share of its largest value is a constant, but for rounding."""
 MANY_COLUMNS = 1000
 """A wider table is copied once: the copy has one array for each type, where the parser leaves one for each
@@ -50,11 +51,17 @@ def read_table(path: Path, texts: Iterable[str] = ()) -> pd.DataFrame:
             table = pd.read_parquet(path)
         else:
             separator = "\t" if path.name.endswith(".tsv") else ","
-            table = pd.read_csv(path, sep=separator, low_memory=False, dtype=dict.fromkeys(texts, str))
+            with warnings.catch_warnings():  # of rows that are longer than the names above them
+                warnings.simplefilter("error", pd.errors.ParserWarning)
+                types = dict.fromkeys(texts, str)
+                table = pd.read_csv(path, sep=separator, low_memory=False, dtype=types, index_col=False)
             first = pd.read_csv(path, sep=separator, header=None, nrows=1, dtype=str)
             _check_names(first.iloc[0].dropna().tolist(), path)
     except InputError:
         raise
+    except pd.errors.ParserWarning:
+        rule, instead = "its rows have more values than there are names above them", "name each column"
+        raise InputError(f"{path}", rule, f"{instead}, a first one with the names of rows too") from None
     except ImportError as error:
         raise InputError(
             f"{path}", f"Parquet needs pyarrow ({error})", "pip install pyarrow, or write a .csv file"
@@ -162,6 +169,9 @@ def block_of(table: pd.DataFrame, names: list[str], path: Path) -> np.ndarray:
 
 
 def moments(values: np.ndarray) -> tuple[float, float]:
-    """Return mean and standard deviation; 1 in place of one that is 0 but for rounding."""
+    """Return mean and standard deviation; in place of one that is 0 but for rounding, the largest distance
+    from the mean, at least 1."""
     mean, deviation = float(values.mean()), float(values.std())
-    return mean, deviation if deviation > CONSTANT * float(np.abs(values).max()) else 1.0
+    if deviation > CONSTANT * float(np.abs(values).max()):
+        return mean, deviation
+    return mean, max(float(np.abs(values - mean).max()), 1.0)

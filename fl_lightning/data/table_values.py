@@ -166,8 +166,10 @@ def _missing_problems(
     filled = [told[name] for name in told if name not in (*others, *empty)]
     fixed = [told[name] for name in told if name in others and name not in empty]
     drop = "write --data.missing drop, which leaves out the rows"
+    if fixed:
+        drop += ", or other words where NA, NaN, None or null are names"
     if missing is None and filled:
-        rule = "values are missing (empty, NA, NaN or null)"
+        rule = "values are missing (empty, NA, NaN, None or null)"
         some = f"write --data.missing {', '.join(MISSING[:-1])} or drop"
         found.append((rule, filled, drop if fixed else some))
     if missing != "drop" and fixed:

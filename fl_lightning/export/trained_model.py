@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,5 +66,5 @@ class TrainedModel:
             mean, std = form.moments
             found["pixels"] = {"divided_by": 255, "mean": list(mean), "std": list(std)}
         if form.columns:
-            found["columns"] = {name: list(values) for name, values in form.columns.items()}
+            found["columns"] = json.loads(json.dumps(form.columns))
         return found

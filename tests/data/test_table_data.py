@@ -282,6 +282,7 @@ def test_a_mistake_is_one_line(tmp_path, mistake):
         (b"a,b,kind\n1,2\xff,x\n", r"b'2\\xff' is not UTF-8"),
         (b"a,b,kind\n1,2,x,4,5\n1,2,3\n1,2,3,4,5,6,7\n", "it is no table"),
         (b"a,b,kind\n1,2,x\n1,2,3,4\n", "line 3 has 4 values, and the lines before it 3"),
+        (b"a,b,kind\n9,1,2,x\n8,3,4,y\n", "more values than there are names above them"),
         (b"a,a,kind\n1,2,x\n3,4,y\n", "two columns are named"),
         (b",a,kind\n0,2,x\n1,4,y\n", "a column has no name"),
         (b"a;b;kind\n0;2;x\n1;4;y\n", "separate the columns by commas"),
@@ -292,6 +293,21 @@ def test_a_damaged_file_is_one_line(tmp_path, content, words):
     with pytest.raises(InputError, match=words) as error:
         ready(tmp_path / "train.csv")
     assert "\n" not in str(error.value)
+
+
+def test_commas_at_the_end_of_each_row_shift_no_column(tmp_path):
+    plain = written(tmp_path, rows())
+    first, *others = plain.read_text().splitlines()
+    (tmp_path / "commas.csv").write_text("\n".join([first, *(f"{line}," for line in others), ""]))
+    one, other = ready(plain), ready(tmp_path / "commas.csv")
+    assert torch.equal(one.inputs("train", torch.arange(40)), other.inputs("train", torch.arange(40)))
+    assert torch.equal(one.train_target, other.train_target)
+
+
+def test_a_column_that_varies_little_beside_its_size_is_scaled(tmp_path):
+    large = 1.5e18 + 1000.0 * np.arange(60)
+    data = ready(written(tmp_path, rows().assign(size=large)), features=["size"])
+    assert 1 < data.inputs("train", torch.arange(40)).abs().max() < 2
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from fl_lightning.__main__ import main
 from fl_lightning.data import Natural, TableData
 from fl_lightning.data.form import Form
 from fl_lightning.errors import InputError
+from fl_lightning.export.trained_model import TrainedModel
 
 NOTES = ["slow pulse", "fast pulse", "Pulse normal", "slow slow breath", "unusual", ""]
 
@@ -33,6 +34,18 @@ def inputs_of(data: TableData) -> tuple[np.ndarray, np.ndarray]:
         data.inputs(split, torch.arange(len(target))).double().numpy()
         for split, target in (("train", data.train_target), ("test", data.test_target))
     )
+
+
+def test_an_export_has_the_codes_of_columns_that_are_filled_or_text(tmp_path):
+    """As :class:`Form` documents them, and JSON keeps them."""
+    data = ready(written(tmp_path, with_gaps()), missing="median", text={"notes": "tfidf"})
+    columns = TrainedModel(torch.nn.Identity(), data).preprocessing()["columns"]
+    age = columns["age"]
+    ages = with_gaps()["age"]
+    assert ages.min() <= age["fill"] <= ages.max()
+    assert len(age["column"]) == 2
+    assert len(columns["notes"]["column"]["words"]) == len(columns["notes"]["column"]["idf"]) > 2
+    assert json.loads(json.dumps(columns)) == columns
 
 
 @pytest.mark.parametrize("strategy", ["mean", "median", "most_frequent"])
@@ -186,13 +199,13 @@ def test_all_problems_of_a_file_are_one_message(tmp_path):
         ready(written(tmp_path, table))
     assert str(error.value).partition("; ")[2] == (
         "columns have no value at all: scan, "
-        "and values are missing (empty, NA, NaN or null): age (6 of 60, row 1), colour (6 of 60, row 3), "
+        "and values are missing (empty, NA, NaN, None or null): age (6 of 60, row 1), colour (6 of 60, row 3), "
         "and target, group and client are never filled in, and values of them are missing: kind (1 of 60, row 10), "
         "and columns have too many different values for categories: notes (60 in 60 rows), "
         "and dates are neither numbers nor categories: day (as 2024-01-01), "
         "and a value is no number, and nearly all values of its column are: room (? in row 1)"
         "; name the features without the empty columns, "
-        "and write --data.missing drop, which leaves out the rows, "
+        "and write --data.missing drop, which leaves out the rows, or other words where NA, NaN, None or null are names, "
         "and write --data.text ordinal, tfidf or drop, or name the features without them, "
         "and make numbers of them, such as days since the first, or write --data.text drop, "
         "and correct it, leave it empty and write --data.missing, or write categorical: [COLUMN]"

@@ -128,7 +128,8 @@ class ConversationFiles(TextData):
             require(
                 len(some.sequences) or not is_needed,
                 f"{path}",
-                "no conversation is left",
+                f"no conversation is left for {'training' if some is parts[0] else 'the test set'}: those "
+                "with one first question stay together",
                 "give more of them, or another test_fraction",
             )
         return parts
