@@ -205,9 +205,11 @@ def find_images(folder: Path, client_folders: bool, *, tells: bool = False) -> l
         for label in inner if client_folders else [outer]:
             before = len(found)
             for path in sorted(label.iterdir()):
+                if path.name.startswith("."):  # such as ._1.png, which macOS leaves beside 1.png
+                    continue
                 if path.is_file() and path.suffix.lower() in SUFFIXES:
                     found.append(ImageFile(path, label.name, outer.name if client_folders else None))
-                elif not path.name.startswith("."):
+                else:
                     left_out[path.suffix or path.name] += 1
             empty += [label.relative_to(folder).as_posix()] if len(found) == before else []
     if not found:

@@ -181,7 +181,10 @@ def _parts(item: Any, where: str) -> Mapping[str, Any]:
 def _value(item: Any, key: Key, where: str) -> Any:
     """Return what an item says of its client or its group."""
     if isinstance(item, Mapping):
-        require(key in item, f"{key}", f"{where} has no such name", f"write {nearest_or_list(key, item)}")
+        names = [name for name in item if name not in PARTS]
+        require(
+            key in item, f"{key}", f"{where} has no such name", f"write {nearest_or_list(key, names or item)}"
+        )
     else:
         there = isinstance(item, tuple) and isinstance(key, int) and 0 <= key < len(item)
         require(there, f"{key}", f"{where} has no such position", "write the position in the tuple")
