@@ -165,7 +165,7 @@ def likely_cause(run: QuadraticRun) -> str:
             return f"this is the optimum of client {k} alone: the others' uploads are not used"
     share = float((end - start) @ (expected - start) / (expected - start).square().sum())
     if _is_near(end, start + share * (expected - start), start):
-        if 0 < share < 1:
+        if 0 < share < 0.995:  # more is 100 %
             return f"it has gone {share:.0%} of the way: a step of the server is too short, or shrinks"
         if abs(share - 1) <= NEAR:
             return (
