@@ -346,8 +346,9 @@ def bad_value(
         inner = next(name for name in settings if name.startswith(f"{path}."))
         example = getattr(settings[inner], "example", "VALUE")
         return InputError(shown, f"{path} is a group of settings", f"write --{inner} {example}")
-    foreign = FOREIGN_NAMES.get(path.rpartition(".")[2], path)
-    if flagged is not None and value.isdigit() and foreign != path:
+    group, _, leaf = path.rpartition(".")
+    foreign = FOREIGN_NAMES.get(leaf, path)
+    if flagged is not None and value.isdigit() and foreign != path and foreign.startswith(f"{group}."):
         return InputError(shown, f"{path} is no number", f"write --{foreign} {value}")
     setting = setting or Setting(None, "VALUE")
     near = near or _near_choice(value, setting)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,5 +65,5 @@ class TrainedModel:
             mean, std = form.moments
             found["pixels"] = {"divided_by": 255, "mean": list(mean), "std": list(std)}
         if form.columns:
-            found["columns"] = json.loads(json.dumps(form.columns))
+            found["columns"] = dict(form.columns)
         return found

@@ -116,17 +116,9 @@ class Progress:
         """
         if any(row["clients/trained"] for row in self.history):
             return
-        names = {
-            "rejected": "rejected",
-            "dropped": "dropped",
-            "late": "of them late",
-            "offline": "of them offline",
-        }
-        ends = {
-            said: int(sum(row.get(f"clients/{end}", 0) for row in self.history))
-            for end, said in names.items()
-        }
-        counts = ", ".join(f"{count} {said}" for said, count in ends.items() if count)
+        ends = ("rejected", "dropped", "late", "offline")  # those that are late or offline are dropped too
+        sums = {end: int(sum(row.get(f"clients/{end}", 0) for row in self.history)) for end in ends}
+        counts = ", ".join(f"{count} {end}" for end, count in sums.items())
         raise RunStopped(
             f"no upload of {len(self.history)} rounds was ever counted ({counts}), so nothing was learned",
             "ledger.csv in the run directory says what became of each upload, and run.log why uploads were "

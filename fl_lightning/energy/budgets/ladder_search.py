@@ -179,7 +179,8 @@ class LadderSearch:
                 share = float(BranchCosts.of(budgeted.devices[0], "q99").share(last))
                 log.warning(
                     "the ladder ends at %.2f of the full network's energy, and under the budget %g %d of %d "
-                    "sequences of the test set are refused: write more --model.levels, or a larger budget",
+                    "sequences of the test set, read and answered, are refused: write more --model.levels, "
+                    "or a larger budget",
                     share,
                     min(self.budgets),
                     refused,

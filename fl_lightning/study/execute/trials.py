@@ -225,10 +225,11 @@ class SearchSession(SearchRun):
             return None
         self.study.sampler = self.search.sampler(len(before))
         drawn, tried = self.study.ask(self.search.distributions()), [trial.params for trial in before]
-        if drawn.params in tried:  # the same seed would give the same metric
+        another = self.search.untried(tried, len(before)) if drawn.params in tried else None
+        if another is not None:  # the same seed would give the same metric
             drawn.set_user_attr(REPEATED, True)
             self.study.tell(drawn, state=TrialState.FAIL)
-            self.study.enqueue_trial(self.search.untried(tried, len(before)))
+            self.study.enqueue_trial(another)
             drawn = self.study.ask(self.search.distributions())
         return self.job(self.study.get_trials()[drawn.number])
 

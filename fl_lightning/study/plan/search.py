@@ -195,23 +195,29 @@ class Search:
         sizes = [len(_values(allowed)) or inf for allowed in self.space.values()]
         return int(min(self.trials, prod(sizes)))
 
-    def untried(self, tried: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any]:
-        """Return a combination of values that no trial has had, for trial ``number``; there is one."""
+    def untried(self, tried: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any] | None:
+        """Return a combination of values that no trial has had, for trial ``number``; None where values are
+        drawn from a range without an end."""
         draws = stream(self.seed, "tune/untried", number)
         values = [draws.permutation(np.array(_values(allowed), object)) for allowed in self.space.values()]
         points = (dict(zip(self.space, point, strict=True)) for point in product(*values))
-        return next(point for point in points if point not in tried)
+        return next((point for point in points if point not in tried), None)
 
     def sampler(self, number: int) -> TPESampler:
         """Return the sampler of trial ``number``."""
         return TPESampler(seed=int(stream(self.seed, "tune", number).integers(2**32)))
 
 
+MOST_VALUES = 10_000
+"""Of a range of more integers values are drawn as of one of real numbers."""
+
+
 def _values(allowed: Range | list[Any]) -> Sequence[Any]:
-    """Return the values of a setting one by one; none of a range of real numbers, which is drawn from."""
+    """Return the values of a setting one by one; none of a range that is drawn from without an end."""
     if not isinstance(allowed, Range):
         return allowed
-    return range(int(allowed.low), int(allowed.high) + 1) if allowed.is_whole else ()
+    values = range(int(allowed.low), int(allowed.high) + 1) if allowed.is_whole else ()
+    return values if len(values) <= MOST_VALUES else ()
 
 
 def _distribution(allowed: Range | list[Any]) -> BaseDistribution:
