@@ -209,7 +209,8 @@ class Search:
 
 
 MOST_VALUES = 10_000
-"""Of a range of more integers values are drawn as of one of real numbers."""
+"""A range of more integers than these is searched like a range of real numbers: its combinations are not
+counted, and one may be tried twice."""
 
 
 def _values(allowed: Range | list[Any]) -> Sequence[Any]:
