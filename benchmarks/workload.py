@@ -160,7 +160,15 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument(
         "--channels_last", action="store_true", help="deep networks channels last, as this project has them"
     )
+    made.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    made.add_argument("--precision", default="32-true", choices=("32-true", "bf16-mixed"))
     return made
+
+
+def wait(device: str) -> None:
+    """Let a card end what it was asked to do, before the clock is read."""
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def travelling(network: nn.Module) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command sets it, b
 import numpy as np
 import torch
 from torch import Tensor
-from workload import WORKLOADS, Workload, now, parser, report, weights
+from workload import WORKLOADS, Workload, now, parser, report, wait, weights
 
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData, Partition
@@ -50,6 +50,10 @@ class Tensors(FederatedData):
         self.train_inputs, self.train_target = self.work.data()
         self.test_target = self.train_target[:100]
 
+    def move(self, device: torch.device) -> None:
+        super().move(device)
+        self.train_inputs = self.train_inputs.to(device)
+
     def example_inputs(self) -> Tensor:
         return self.work.data()[0][:2]
 
@@ -71,6 +75,7 @@ class Marks(Meter):
     def on_round_start(self, round: int, context: Any) -> None:
         if round == 2:
             context.files.tracker.flush()  # opening the store, in a thread of its own, is start-up
+        wait(context.data.device.type)
         self.clock.append(now())
 
     def on_client_end(self, client: Client, round: int, context: Context) -> None:
@@ -88,7 +93,7 @@ def main() -> None:
         work = replace(work, clients=options.cohort, cohort=options.cohort)
     rounds = 2 + (options.rounds or work.rounds)  # the start of the last one is the end of the one before it
     trainer = FederatedTrainer(
-        accelerator="cpu", max_rounds=rounds, participation=work.cohort / work.clients, local_epochs=work.epochs,
+        accelerator=options.device, precision=options.precision, max_rounds=rounds, participation=work.cohort / work.clients, local_epochs=work.epochs,
         eval_every=10**6, callbacks=[marks], engine=options.engine, deterministic=False,
         workers="auto" if options.workers == "auto" else int(options.workers),
     )  # fmt: skip

@@ -6,15 +6,21 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import nn
-from workload import WORKLOADS, Workload, now, parser, report, travelling, weights
+from workload import WORKLOADS, Workload, now, parser, report, travelling, wait, weights
 
 
 def main() -> None:
-    options = parser(__doc__).parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--compile", action="store_true", help="the network by torch.compile")
+    options = arguments.parse_args()
     work = WORKLOADS[options.workload]
     model = with_peft() if work.tokens else work.build(options.channels_last)
+    model.to(options.device)
+    if options.compile:
+        model.compile()
+    autocast = torch.autocast(options.device, torch.bfloat16, enabled=options.precision == "bf16-mixed")
     before, steps, marks = weights(model), 0, [now()]
-    inputs, target = work.data()
+    inputs, target = (tensor.to(options.device) for tensor in work.data())
     state = {name: value.detach().clone() for name, value in travelling(model).items()}
     rng = np.random.default_rng(0)
     rounds = 1 + (options.rounds or work.rounds)
@@ -22,10 +28,11 @@ def main() -> None:
         total = {name: torch.zeros_like(value, dtype=torch.float32) for name, value in state.items()}
         for client in rng.choice(work.clients, work.cohort, replace=False):
             model.load_state_dict(state, strict=False)
-            steps += train(model, work, inputs, target, int(client), rng)
+            steps += train(model, work, inputs, target, int(client), rng, autocast)
             for name, value in travelling(model).items():
                 total[name] += value.detach() / work.cohort
         state = {name: value.to(state[name].dtype) for name, value in total.items()}
+        wait(options.device)
         marks.append(now())
     model.load_state_dict(state, strict=False)
     report(marks, steps=steps, rounds=rounds, moved=weights(model) - before, packages=("timm",))
@@ -44,13 +51,15 @@ def train(
     target: torch.Tensor,
     client: int,
     rng: np.random.Generator,
+    autocast: torch.autocast,
 ) -> int:
     """The client's local epochs; how many steps they had."""
     optimizer, steps = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], **work.sgd), 0
     for _ in range(work.epochs):
         order = torch.from_numpy(rng.permutation(work.examples)) + client * work.examples
-        for index in order.split(work.batch):
-            loss = work.loss(model, inputs[index], target[index])
+        for index in order.to(inputs.device).split(work.batch):
+            with autocast:
+                loss = work.loss(model, inputs[index], target[index])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

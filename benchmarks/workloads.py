@@ -146,12 +146,11 @@ def measure(name: str, command: tuple[str, ...], rounds: int) -> Result:
     if found is None:
         return {"error": f"there is no interpreter at {python}"}
     rest = [str(HERE / part) if part.endswith(".py") else part for part in rest]
-    paths = [str(HERE), str(HERE.parent)]  # a peer's environment has no fl_lightning, and needs its networks
     others, launched = cores_in_use(), time.time()
     with tempfile.TemporaryDirectory() as folder:
         done = run(
             [os.path.abspath(found), *rest, name, "--rounds", str(rounds or WORKLOADS[name].rounds)],
-            folder=Path(folder), environment=os.environ | {"PYTHONPATH": os.pathsep.join(paths)}, timeout=TIMEOUT,
+            folder=Path(folder), environment=os.environ | {"PYTHONPATH": search_path(python)}, timeout=TIMEOUT,
         )  # fmt: skip
     if done.code != 0:
         said = [text for text in done.stderr.splitlines() if text.strip()] or ["it said nothing"]
@@ -164,6 +163,12 @@ def measure(name: str, command: tuple[str, ...], rounds: int) -> Result:
         }
     start = result.pop("first_round_ended") - launched - result["seconds"]
     return result | {"start_seconds": start, "peak_mib": done.peak_mib, "others": others}
+
+
+def search_path(python: str) -> str:
+    """``PYTHONPATH`` of a contender: a peer's environment has no fl_lightning, and needs its networks."""
+    ours = [os.environ["PYTHONPATH"]] if python == sys.executable and "PYTHONPATH" in os.environ else []
+    return os.pathsep.join([str(HERE), str(HERE.parent), *ours])
 
 
 def summarise(name: str, runs: dict[str, list[Result]]) -> list[Result]:

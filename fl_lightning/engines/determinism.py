@@ -13,7 +13,11 @@ import torch
 
 log = logging.getLogger("fl_lightning")
 
-WARNING = re.compile(r"(\S+) does not have a deterministic implementation")
+WARNING = re.compile(
+    r"(\S+) does not have a deterministic implementation|(.+?) defaults to a non-deterministic algorithm"
+)
+"""What torch says of operations without a deterministic form, and of attention on CUDA, which has it in the
+strict mode alone, where the former would be errors."""
 
 
 @contextmanager
@@ -43,14 +47,16 @@ def _to_log(show: Any) -> Any:
         match = WARNING.match(str(message))
         if match is None:
             show(message, *where, **more)
-        elif match[1] not in named:
-            named.add(match[1])
+            return
+        operation = match[1] or match[2]
+        if operation not in named:
+            named.add(operation)
             log.warning(
                 (
                     "%s has no deterministic form on this device: two runs of one seed may differ in "
                     "the last digits"
                 ),
-                match[1],
+                operation,
             )
 
     return note

@@ -18,7 +18,7 @@ from fl_lightning.export.trained_model import TrainedModel
 from fl_lightning.models.adapters import adapter_layers, merged_lora, plain_weights
 from fl_lightning.models.language import Llama
 from fl_lightning.models.language.experts import ExpertLoRA
-from fl_lightning.models.language.hf import TransformersLM, to_transformers, without_bars
+from fl_lightning.models.language.hf import NF4, TransformersLM, to_transformers, without_bars
 
 BASE = "base"
 """Folder of the base model, of which an export of ``llama_tiny`` has the weights."""
@@ -69,18 +69,23 @@ def write_peft(trained: TrainedModel, folder: Path) -> str:
     adapted.save_pretrained(folder, save_embedding_layers=False)
     _save_tokenizer(trained, folder)
     dtype = next(weight.dtype for weight in network.parameters() if weight.is_floating_point())
+    in_4bit = getattr(network, "in_4bit", False)
+    settings = ", ".join(f"{name}={value!r}" for name, value in NF4.items())
+    given = ", quantization_config=in_4bit" * in_4bit
     lines = [
         "from pathlib import Path",
         "",
         "import torch",
         "from peft import PeftModel",
-        "from transformers import AutoModelForCausalLM",
+        f"from transformers import AutoModelForCausalLM{', BitsAndBytesConfig' * in_4bit}",
         "",
-        f"base = AutoModelForCausalLM.from_pretrained({base}, dtype={dtype})",
+        *[f"in_4bit = BitsAndBytesConfig(load_in_4bit=True, {settings})"] * in_4bit,
+        f"base = AutoModelForCausalLM.from_pretrained({base}, dtype={dtype}{given})",
         "network = PeftModel.from_pretrained(base, Path(__file__).parent).eval()",
     ]
     (folder / LOADER).write_text(source(lines, "Load the adapters on their base by peft."))
-    return "transformers and peft" + ("" if with_base else f", and the base {name}")
+    needed = f"transformers{', bitsandbytes' * in_4bit} and peft"
+    return needed + ("" if with_base else f", and the base {name}{' in 4 bits' * in_4bit}")
 
 
 @without_bars()
@@ -92,7 +97,7 @@ def write_transformers(trained: TrainedModel, folder: Path) -> str:
     if isinstance(network, Llama):
         model = to_transformers(network)
     elif hasattr(network.model, "peft_config"):
-        model = deepcopy(network.model).merge_and_unload()
+        model = (_whole(network.model) if network.in_4bit else deepcopy(network.model)).merge_and_unload()
     else:
         model = _plain(network, merge=True)
     model.save_pretrained(folder)
@@ -109,6 +114,18 @@ def write_transformers(trained: TrainedModel, folder: Path) -> str:
     ]
     (folder / LOADER).write_text(source(lines, "Load the exported model by transformers."))
     return "transformers"
+
+
+def _whole(adapted: Any) -> Any:
+    """Return peft's model on the whole weights that a base of 4 bits stands for: a sum in 4 bits would round
+    off most of what the adapters add."""
+    from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+    model = deepcopy(adapted)
+    config, adapters = model.peft_config["default"], get_peft_model_state_dict(model)
+    again = get_peft_model(model.unload().dequantize(), config)
+    set_peft_model_state_dict(again, adapters)
+    return again
 
 
 def _adapted(network: Any) -> Any:

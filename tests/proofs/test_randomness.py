@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import warnings
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from toy import run, sgd
 from fl_lightning import rng
 from fl_lightning.aggregation.choice import choose_aggregation
 from fl_lightning.engines import SequentialEngine
+from fl_lightning.engines.determinism import deterministic
 from fl_lightning.exchange import assignments, make_tasks
 from fl_lightning.federation import Federation
 from fl_lightning.hooks import Meter
@@ -159,3 +161,14 @@ def test_operations_without_a_deterministic_form_are_named_once(deterministic, t
     assert len(named) == deterministic
     assert all("max_unpool" in message for message in named)
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_attention_that_is_not_deterministic_is_named_once(caplog):
+    """On CUDA torch says so of attention in half precision, with other words."""
+    caplog.set_level(logging.WARNING, "fl_lightning")
+    with deterministic(True):
+        for _ in range(2):
+            warnings.warn(
+                "cuDNN Attention defaults to a non-deterministic algorithm. To enable", stacklevel=1
+            )
+    assert [record.message.split(" has ")[0] for record in caplog.records] == ["cuDNN Attention"]

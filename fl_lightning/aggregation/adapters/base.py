@@ -59,6 +59,12 @@ class AdapterAverage(PlainWeights):
     def bind(self, method: Averaging, clients: int) -> dict[str, Tensor]:
         entries = super().bind(method, clients)
         self.pairs = self._pairs(method)
+        require(
+            not (self.moves_base and getattr(method.network, "in_4bit", False)),
+            f"--model.adapter_average {self.name} with load_in_4bit",
+            "it adds what adapters have learnt to the weights of their base, and 4 bits would round it away",
+            "write --model.adapter_average product, or load_in_4bit: false",
+        )
         own = list(getattr(method.network, "client_ranks", ()))
         self.ranks = own if len({*own}) > 1 else []
         require(

@@ -42,6 +42,8 @@ from fl_lightning.models.language.llama import (
 
 log = logging.getLogger(__name__)
 PRECISIONS = ("float32", "bfloat16", "float16")
+NF4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16"}
+"""Settings of bitsandbytes for a base of 4 bits (QLoRA, Dettmers et al. 2023, arXiv 2305.14314)."""
 PEFT_DEFAULT = "peft-default"
 """The targets that peft has for an architecture where none are named."""
 
@@ -107,6 +109,10 @@ class TransformersLM(Generating):
         if load_in_4bit and not shapes_alone():
             _require_4bit(name, rank, kind)
         model = load(name, dtype, "CausalLM", **_special(gguf_file, load_in_4bit))
+        for layer in model.modules():
+            if hasattr(layer, "support_avx512bf16_for_cpu"):
+                # else an evaluation on a CPU packs the weights in a form that no training and no card reads
+                layer.support_avx512bf16_for_cpu = False
         check_vocabulary(f"{HF_PREFIX}{name}", model.config, num_classes)
         with catch_warnings():  # these names of transformers, which peft uses too, change with version 6
             simplefilter("ignore", FutureWarning)
@@ -234,19 +240,11 @@ def _require_4bit(name: str, rank: int, kind: AdapterKind = "lora") -> None:
         InputError: bitsandbytes or CUDA is missing, there would be nothing to train, or the adapter needs
             the singular directions of whole weights.
     """
-    lacking = [
-        what
-        for what, there in (
-            ("bitsandbytes", find_spec("bitsandbytes") is not None),
-            ("CUDA", torch.cuda.is_available()),
-        )
-        if not there
-    ]
     require(
-        not lacking,
-        f"load_in_4bit of {HF_PREFIX}{name} without {' and '.join(lacking)}",
-        "4-bit weights need bitsandbytes on a CUDA device",
-        "write load_in_4bit: false",
+        find_spec("bitsandbytes") is not None,
+        f"load_in_4bit of {HF_PREFIX}{name} without bitsandbytes",
+        "4-bit weights are those of bitsandbytes",
+        "run pip install bitsandbytes, or write load_in_4bit: false",
     )
     require(
         rank > 0,
@@ -308,9 +306,8 @@ def _special(gguf_file: str | None, load_in_4bit: bool) -> dict[str, Any]:
 
     options: dict[str, Any] = {} if gguf_file is None else {"gguf_file": gguf_file}
     if load_in_4bit:
-        options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
-        )
+        options["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, **NF4)
+        options["device_map"] = {"": "cpu"}  # as all networks are made; a run moves them
     return options
 
 
