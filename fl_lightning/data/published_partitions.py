@@ -309,6 +309,12 @@ class PFLlibPathological(IndexPartition):
         """Return what the published code deals out; arguments and errors as of :meth:`holdings`."""
         check_clients(num_clients)
         members, rng = _members(labels), _generator(seed if self.drawn_at is None else self.drawn_at)
+        require(
+            self.classes_per_client <= len(members),
+            f"{self} of data with {len(members)} classes",
+            "a client holds each class once at most",
+            f"write classes_per_client {len(members)} or less",
+        )
         left = np.full(num_clients, self.classes_per_client)
         per_class = math.ceil(num_clients / len(members) * self.classes_per_client)
         least = _least_samples(self.batch_size, len(labels), num_clients) / len(members)

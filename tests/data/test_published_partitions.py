@@ -152,6 +152,7 @@ def test_five_hundred_clients_of_a_hundred_classes_come_to_an_end(partition: Par
         (NIIDBenchDirichlet(0.01), TEN, 500, "draws left a client with fewer than 10 examples"),
         (PFLlibPractical(1e-3), TEN, 200, "draws left a client with fewer than 15 examples"),
         (PFLlibPathological(2), TEN, 12, "do not come out evenly"),
+        (PFLlibPathological(11), TEN, 20, "write classes_per_client 10 or less"),
         (PFLlibPathological(10), TEN, 600, "write fewer clients, or balanced true"),
         (DirichletPerClient(), TEN[:9], 10, "num_clients=10; 9 examples"),
         (LabelsPerClient(), TEN, 0, "num_clients=0"),
