@@ -245,7 +245,7 @@ class FederatedTrainer(RunViews):
             every, keep = self.checkpoint_every, self.keep_checkpoints
             self.progress = Progress(settings, identity_of(fed), data.task, every=every, keep=keep)
             self.progress.restore(fed, start, self.allow_changed)
-            self.parts.continue_in(start.run, self.progress.done.round)
+            self.parts.continue_in(start.run, self.progress.done.round, self.progress.taken_back)
             method.round = self.progress.done.round
             self.journal = Journal(
                 start, self.progress, config, self.root, self.experiment, str(self._name), logger=self.logger

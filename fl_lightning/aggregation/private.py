@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from fl_lightning.aggregation.exact_sum import MAX_MAGNITUDE, fraction_bits
 from fl_lightning.aggregation.intake import AddedUploads
 from fl_lightning.aggregation.server import SummingServer
 from fl_lightning.aggregation.sums import Addend, Sums, sums_of
+from fl_lightning.client import Assignment
 from fl_lightning.config.overriding import overrides
 from fl_lightning.distributed.collectives import world_size
 from fl_lightning.errors import InputError, MisuseError, RunStopped, require
@@ -103,6 +104,7 @@ class PrivateAggregation(Meter):
     Attributes:
         rounds: rounds that are done.
         begun: noisy sums that were begun, where no seed tells their noise.
+        clipped_at: C of the round, which the next one may no longer have.
     """
 
     def __init__(self, settings: ClientPrivacy, randomness: Randomness = rng.stream) -> None:
@@ -110,7 +112,8 @@ class PrivateAggregation(Meter):
         self._forget()
 
     def _forget(self) -> None:
-        self.clip_norm, self.rounds, self.begun = self.settings.clip_norm, 0, 0
+        self.clip_norm = self.clipped_at = self.settings.clip_norm
+        self.rounds = self.begun = 0
 
     @property
     def releases(self) -> int:
@@ -122,17 +125,25 @@ class PrivateAggregation(Meter):
         """Epsilon of all noisy sums that were begun."""
         return self.accountant.epsilon(self.releases)
 
-    def continue_in(self, run_dir: Path | None, done: int) -> None:
+    def continue_in(self, run_dir: Path | None, done: int, taken_back: bool) -> None:
         """Count the sums that a run has begun, whichever of its checkpoints it goes on from.
 
         Args:
             run_dir: the run that is continued; None: it is a new one.
             done: rounds that it has done.
+            taken_back: whether rounds that it had done are made anew with other settings.
 
         Raises:
-            InputError: the file that says so cannot be read, some of the rounds were without privacy, or none
-                is done and the budget is spent.
+            InputError: the file that says so cannot be read, some of the rounds were without privacy, none
+                is done and the budget is spent, or the noise of a round would be that of another sum.
         """
+        require(
+            not (taken_back and self.randomness is rng.stream),
+            f"--ckpt_path with trainer.privacy, changed after round {done}",
+            "later rounds are done, their noise is a function of the seed, and the difference of two sums "
+            "with one noise has none",
+            "continue from the last checkpoint, or start a new run",
+        )
         if run_dir is not None:
             self._count_begun(run_dir / SUMS_FILE)
         self._check_rounds(done)
@@ -234,10 +245,13 @@ class PrivateAggregation(Meter):
             NOISE_OF_SEED if self.randomness is rng.stream else NOISE_OF_SYSTEM,
         )  # fmt: skip
 
+    def on_round_start(self, round: int, context: Any) -> None:
+        self.clipped_at = self.clip_norm
+
     def on_round_end(self, record: RoundRecord, context: Any) -> None:
         self.rounds = record.round
         record.metrics["privacy/epsilon"] = self.epsilon
-        record.metrics["privacy/clip_norm"] = self.clip_norm
+        record.metrics["privacy/clip_norm"] = self.clipped_at
 
     def stop_reason(self) -> str:
         most = self.settings.max_epsilon
@@ -289,6 +303,22 @@ class PrivateAggregation(Meter):
             spent,
             "start a new run",
         )
+
+    def check_cohort(self, cohort: Sequence[Assignment], among: Collection[int]) -> None:
+        """Refuse a cohort in which a stressor has put a client that was not drawn, or one twice: epsilon is
+        that of uniform draws.
+
+        Raises:
+            MisuseError: there is one.
+        """
+        ids = [assignment.client.id for assignment in cohort]
+        strange = [id for id in ids if id not in among or ids.count(id) > 1]
+        if strange:
+            raise MisuseError(
+                f"client {strange[0]} by change_cohort of a stressor, with trainer.privacy",
+                "epsilon is accounted for the clients that were drawn, each of them once",
+                "take clients away alone",
+            )
 
     # The sums
 

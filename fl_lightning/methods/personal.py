@@ -89,7 +89,7 @@ class WithPersonal:
             self.personal is None or self.layout.size > 0,
             f"--model.personal {self.personal} with a network of which it is all",
             "something has to travel",
-            "write --model.personal head, or --model LocalOnly",
+            "take a network of more than that, or --model LocalOnly",
         )
         require(
             self.personal in (None, "norm") or self.own.size > 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,7 @@ from fl_lightning.run.snapshot import Snapshot, restore
 from fl_lightning.run.tables import numbers
 from fl_lightning.tasks import Task
 
+log = logging.getLogger("fl_lightning")
 CHECKPOINT_SHARE = 0.02
 """Share of a run's time that checkpoints may take where ``checkpoint_every`` is not given."""
 
@@ -36,6 +38,7 @@ class Progress:
         history: one row of metrics per round.
         saved: round of the newest checkpoint; 0 if there is none.
         changed: whether the run is continued with another configuration than before.
+        taken_back: whether rounds that were there are made anew with it.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Progress:
         self.done = Snapshot()
         self.history: list[dict[str, float]] = []
         self.saved = 0
+        self.taken_back = False
         self.changed = False
         self._unsaved_best: Snapshot | None = None
         self._next_save = 0.0  # on the clock of time.monotonic
@@ -80,9 +84,15 @@ class Progress:
             self.done = restore(fed, start.checkpoint)
             start.checkpoint.tensors.clear()  # a rank need not keep the states of all clients
             self.saved = self.done.round
-            self.history = numbers(
-                RunDirectory(start.run).tables["metrics"].until(self.done.tables["metrics"])
-            )
+            table = RunDirectory(start.run).tables["metrics"]
+            self.history = numbers(table.until(self.done.tables["metrics"]))
+            self.taken_back = self.changed and len(numbers(table.path.read_bytes())) > len(self.history)
+            if self.taken_back:
+                log.warning(
+                    "rounds after %d are made anew with other settings: metrics.csv will have these, and "
+                    "MLflow keeps what it has of the former ones",
+                    self.done.round,
+                )
 
     def add(self, fed: Federation, record: RoundRecord, run: RunDirectory) -> None:
         """Add a round that is done: append its rows to the tables, and save a checkpoint if one is due.

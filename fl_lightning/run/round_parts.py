@@ -141,7 +141,16 @@ class RoundParts:
                 type(fed.method).__name__,
             )
 
-    def continue_in(self, run_dir: Path | None, done: int) -> None:
+    def continue_in(self, run_dir: Path | None, done: int, taken_back: bool) -> None:
         """Go on with the budget of a run, as :meth:`PrivateAggregation.continue_in` has it."""
         if self.privacy is not None:
-            self.privacy.continue_in(run_dir, done)
+            self.privacy.continue_in(run_dir, done, taken_back)
+        elif done and run_dir is not None and "privacy/epsilon" in _columns(run_dir / "metrics.csv"):
+            log.warning(
+                "earlier rounds of this run were private, later ones are not: it has no epsilon any more"
+            )
+
+
+def _columns(path: Path) -> list[str]:
+    with path.open() as file:
+        return file.readline().strip().split(",")

@@ -76,5 +76,11 @@ class Uniform(Sampler):
 
     is_uniform = True
 
+    def __init_subclass__(cls, **settings: Any) -> None:
+        """A draw of its own is not uniform, unless the class says so again."""
+        super().__init_subclass__(**settings)
+        if "draw" in vars(cls) and "is_uniform" not in vars(cls):
+            cls.is_uniform = False
+
     def draw(self, view: ServerView, among: np.ndarray, count: int) -> list[int]:
         return among[view.stream().choice(len(among), count, replace=False, shuffle=False)].tolist()

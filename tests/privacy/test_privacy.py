@@ -23,10 +23,13 @@ from toy import Points, on_points, run, run_for_nothing
 from callbacks import ByzantineClients, StragglerDropout
 from fl_lightning import methods
 from fl_lightning.aggregation.private import PrivateAggregation
+from fl_lightning.client import Assignment
 from fl_lightning.conformance.toy import CENTRES, images, small_network
+from fl_lightning.errors import MisuseError
 from fl_lightning.hooks import Meter, Stressor
 from fl_lightning.methods import CoordinateMedian
 from fl_lightning.privacy import ClientPrivacy, RoundAccountant
+from fl_lightning.sampling import Uniform
 
 dp_accounting = pytest.importorskip("dp_accounting")
 mpmath = pytest.importorskip("mpmath")
@@ -228,6 +231,58 @@ class Pull(Meter):
     def on_round_end(self, record, context):
         if record.round == 3:
             raise KeyboardInterrupt
+
+
+def test_no_two_sums_get_one_noise(tmp_path):
+    """Rounds that are there are not made anew with other settings, whose models are others."""
+    whole = fit(tmp_path, run_name="run", checkpoint_every=1, keep_checkpoints=3)
+    back = {"ckpt_path": str(whole.run_dir / "checkpoints/round_000001"), "run_name": "run"}
+    with refused("trainer.privacy, changed after round 1", "from the last checkpoint"):
+        fit(tmp_path, local_epochs=2, allow_changed=True, **back)
+    assert result(fit(tmp_path, checkpoint_every=1, keep_checkpoints=3, **back).run_dir) == result(
+        whole.run_dir
+    )
+
+
+def test_a_run_that_is_private_no_more_says_so(tmp_path, caplog):
+    first = fit(tmp_path, run_name="run", max_rounds=1)
+    again = {"ckpt_path": str(first.run_dir), "allow_changed": True, "run_name": "run"}
+    fit(tmp_path, privacy=None, **again)
+    assert [record.message for record in caplog.records if "it has no epsilon any more" in record.message]
+
+
+class Familiar(Stressor):
+    """Puts clients 0 to 2 in the place of whoever was drawn, or the first of these three times."""
+
+    def __init__(self, repeated: bool):
+        self.repeated = repeated
+
+    def change_cohort(self, cohort, *, round, context):
+        if self.repeated:
+            return cohort[:1] * 3
+        return [Assignment(context.data.client(id)) for id in range(3)]
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_a_stressor_takes_clients_away_and_brings_none(repeated, tmp_path):
+    with pytest.raises(MisuseError, match="accounted for the clients that were drawn, each of them once"):
+        fit(tmp_path, callbacks=[Familiar(repeated)])
+
+
+class TheSame(Uniform):
+    def draw(self, view, among, count):
+        return among[:count].tolist()
+
+
+def test_a_draw_of_ones_own_is_not_uniform(tmp_path):
+    assert not TheSame.is_uniform
+    with refused("TheSame with"):
+        fit(tmp_path, sampler=TheSame())
+
+
+def test_the_clip_of_a_round_is_the_one_that_it_clipped_by(tmp_path):
+    rows = rows_of(fit(tmp_path, privacy=private(target_quantile=0.5)).run_dir)
+    assert float(rows[0]["privacy/clip_norm"]) == C != float(rows[1]["privacy/clip_norm"])
 
 
 @pytest.mark.slow

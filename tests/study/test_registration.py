@@ -83,6 +83,17 @@ def test_an_edited_criterion_is_visible_in_the_first_line_and_both_verdicts_are_
     assert "Not as registered" in capsys.readouterr().out
 
 
+def test_a_look_at_a_part_of_the_cells_is_not_called_as_registered(runs):
+    """Nor where a finished run was removed."""
+    shutil.rmtree(runs / "study/B-seed1")
+    for cell in ("A-seed2", "B-seed2", "C-seed2"):
+        shutil.rmtree(runs / "study" / cell)
+    line, report = head(runs)
+    assert line.startswith("**Not complete**: 4 of 9 cells have no run that counts, such as B-seed1.")
+    assert report["registration"]["status"] == "not complete"
+    assert "; seeds 0, 1; " in (runs.parent / "out/report.md").read_text()
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

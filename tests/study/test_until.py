@@ -246,6 +246,8 @@ def test_a_cell_that_fails_ends_it_since_no_seed_after_it_can_count(tmp_path):
     pool, said = sweep(tmp_path, slots=2, failing="A-seed4")
     assert (pool.code, said["ending"], said["seeds"]) == (1, "failed", [])
     assert not any(name.endswith("seed8") for name in pool.started)
+    compare("small", tmp_path / "report", tmp_path)
+    assert "a cell failed, and seeds count in order" in (tmp_path / "report/report.md").read_text()
     pool, said = sweep(tmp_path, slots=2)
     assert pool.started[0] == "A-seed4"
     assert (said["ending"], len(said["seeds"])) == ("decided", first_decided())

@@ -71,5 +71,7 @@ def counted(results: Results) -> Results:
         return results
     *_, stopping = [Stopping(), *looks(results, len(study.seeds))]
     seeds = stopping.seeds or study.seeds
+    if stopping.ending == "open" and any(entry.has_failed for entry in results.excluded):
+        stopping = replace(stopping, ending="failed")
     stopping = replace(stopping, beyond=tuple(begun_beyond(results, seeds)))
     return replace(of_seeds(results, seeds), stopping=stopping)

@@ -238,7 +238,8 @@ def _how_tuned(record: TunedRecord) -> str:
 def _setup(comparison: Comparison) -> str:
     runs = comparison.results.distinct
     datasets, rounds = sorted({run.dataset for run in runs}), sorted({run.rounds for run in runs})
-    used = ", ".join(str(seed) for seed in comparison.study.seeds)
+    seen = {run.seed for run in comparison.results.runs}
+    used = ", ".join(str(seed) for seed in comparison.study.seeds if seed in seen)
     controls = [label for label in comparison.labels if label in comparison.study.controls]
     partitions = len({run.partition for run in runs if run.label not in controls})
     others = f"; the controls ({', '.join(controls)}) have others" if controls else ""

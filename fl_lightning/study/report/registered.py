@@ -14,6 +14,7 @@ from fl_lightning.study.plan.registration import (
     TAG_LENGTH,
     Registration,
     differences,
+    level_key,
     registered_hash,
     seedless_hash,
 )
@@ -24,7 +25,7 @@ from fl_lightning.study.results.gather import check_comparable, gather_registere
 from fl_lightning.study.results.published import add_published, without_published
 from fl_lightning.study.results.runs import FinishedRun, Results
 
-Status = Literal["as registered", "not as registered", "registered late", "not registered"]
+Status = Literal["as registered", "not complete", "not as registered", "registered late", "not registered"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class RegistrationReport:
     """How a report stands to the registration of its study.
 
     Args:
-        status: ``registered late``: runs were there before.
+        status: ``not complete``: as registered, and cells have no run that counts; ``registered late``: runs
+            were there before.
         line: the first line of the report, below its title.
         differences: what differs from the registered plan, one clause each.
         sha256: the hash of the registered plan, or empty.
@@ -85,11 +87,31 @@ def registration_report(results: Results, folder: Path) -> RegistrationReport:
         were = f"{first.runs} run{'s were' if first.runs > 1 else ' was'}"
         line = f"**Registered late**, on {_day(first.date)} ({mark}), when {were} in the folder already."
         return RegistrationReport("registered late", line, (), first.sha256, dates)
-    line = (
-        f"As registered before the first run ({mark}): selection, metric, criteria, premises, methods, seeds "
-        "and stopping rule are unchanged."
+    unchanged = (
+        f"s registered before the first run ({mark}): selection, metric, criteria, premises, methods, seeds "
+        "and stopping rule are unchanged"
     )
-    return RegistrationReport("as registered", line, (), first.sha256, dates)
+    without = cells_without_run(results)
+    if without and results.study.until is None:
+        cells = f"{len(without)} of {len(results.study.cells())} cells have no run that counts"
+        line = (
+            f"**Not complete**: {cells}, such as {without[0]}. What follows is of the others, and its 95 % "
+            "are those of one look when all are there: whoever looks in between and stops where it suits "
+            f"errs more often. Else a{unchanged}."
+        )
+        return RegistrationReport("not complete", line, (), first.sha256, dates)
+    return RegistrationReport("as registered", f"A{unchanged}.", (), first.sha256, dates)
+
+
+def cells_without_run(results: Results) -> list[str]:
+    """Return the cells of the study, by name, that have no run that counts."""
+    study = results.study
+    done = {(run.label, run.seed, level_key(run.levels)) for run in results.runs}
+    return [
+        cell.name
+        for cell in study.cells()
+        if any((cell.method, cell.seed, level_key(at)) not in done for at in study.compared_at(cell))
+    ]
 
 
 def _registered(results: Results, registration: Registration, folder: Path) -> tuple[Comparison | None, str]:

@@ -20,6 +20,7 @@ from fl_lightning.study.plan.study import Cell, Study
 from fl_lightning.study.results.labels import label_all
 from fl_lightning.study.results.run_records import RunRecord, from_store, read_cells, read_folder
 from fl_lightning.study.results.runs import (
+    FAILED,
     NO_RUN,
     ExcludedRun,
     FinishedRun,
@@ -143,7 +144,7 @@ def assign(
         if chosen is None:
             excluded.append(ExcludedRun(cell.name, f"{NO_RUN}; {entry.get('status', 'never started')}"))
         elif chosen.problem:
-            failed = ", failed in the sweep" if entry.get("status") == "failed" else ""
+            failed = FAILED if entry.get("status") == "failed" else ""
             excluded.append(ExcludedRun(cell.name, chosen.problem + failed))
         else:
             runs += [FinishedRun(cell.method, cell.seed, at, chosen) for at in plan.compared_at(cell)]

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 NO_RUN = "no run"
 """The beginning of the reason why a cell without a run is not in the comparison."""
+FAILED = ", failed in the sweep"
+"""The end of the reason where a run was left by a cell that failed."""
 HASHES = ("content_sha256", "partition_sha256", "protocol_sha256")
 """What ``runs.csv`` says of a run beside its numbers: what runs have in common that can be paired."""
 WARM_UP_ROUNDS = 3
@@ -163,6 +165,11 @@ class ExcludedRun:
 
     name: str
     reason: str
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the sweep tried it, and it failed."""
+        return self.reason == f"{NO_RUN}; failed" or self.reason.endswith(FAILED)
 
 
 @dataclass(frozen=True)
