@@ -28,7 +28,8 @@ def main() -> None:
         total = {name: torch.zeros_like(value, dtype=torch.float32) for name, value in state.items()}
         for client in rng.choice(work.clients, work.cohort, replace=False):
             model.load_state_dict(state, strict=False)
-            steps += train(model, work, inputs, target, int(client), rng, autocast)
+            with autocast:
+                steps += train(model, work, inputs, target, int(client), rng)
             for name, value in travelling(model).items():
                 total[name] += value.detach() / work.cohort
         state = {name: value.to(state[name].dtype) for name, value in total.items()}
@@ -51,15 +52,13 @@ def train(
     target: torch.Tensor,
     client: int,
     rng: np.random.Generator,
-    autocast: torch.autocast,
 ) -> int:
     """The client's local epochs; how many steps they had."""
     optimizer, steps = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], **work.sgd), 0
     for _ in range(work.epochs):
         order = torch.from_numpy(rng.permutation(work.examples)) + client * work.examples
         for index in order.to(inputs.device).split(work.batch):
-            with autocast:
-                loss = work.loss(model, inputs[index], target[index])
+            loss = work.loss(model, inputs[index], target[index])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -27,8 +27,7 @@ T = TypeVar("T")
 
 def assignments(fed: Federation, ids: Iterable[int]) -> list[Assignment]:
     """Ask clients to do all their work, in order of id."""
-    # copies: what a client keeps counts once it is done, so that an interrupted round leaves no trace in the
-    # checkpoint
+    # copies: an interrupted round leaves no trace of what a client keeps in the checkpoint
     return [Assignment(fed.data.client(int(id), dict(fed.states.get(int(id), {})))) for id in sorted(ids)]
 
 

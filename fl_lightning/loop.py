@@ -76,9 +76,7 @@ def train_round(fed: Federation, engine: Engine, record: RoundRecord) -> None:
 
 def train_cohort(fed: Federation, engine: Engine, round: int, ids: Iterable[int]) -> Trained:
     """Train clients from the server's present state, as far as stressors let them."""
-    drawn = assignments(fed, ids)
-    cohort = stress(fed.callbacks, "change_cohort", drawn, round=round, context=fed)
-    fed.aggregation.check_cohort(cohort, among={assignment.client.id for assignment in drawn})
+    cohort = stress(fed.callbacks, "change_cohort", assignments(fed, ids), round=round, context=fed)
     fed.method.cohort = len(cohort)
     tell(fed.callbacks, "on_cohort", cohort, round, fed)
     at_work = [assignment for assignment in cohort if assignment.trains]

@@ -98,11 +98,6 @@ class Aggregation(ABC):
         """Let the method's server be the one that this client has, within the block: there may be several."""
         yield
 
-    def check_cohort(self, cohort: Sequence[Assignment], among: Collection[int]) -> None:
-        """Refuse what stressors made of a cohort, where a guarantee is for the clients that were drawn."""
-        if self.privacy is not None:
-            self.privacy.check_cohort(cohort, among)
-
     def addends(self, upload: Payload, client: int, round: int) -> dict[str, Addend]:
         """Return what a client's upload adds to the server's sums, by name."""
         return self.method.addends(upload, client, examples_in(upload))

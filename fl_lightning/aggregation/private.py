@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from fl_lightning.client import Assignment
 from fl_lightning.config.overriding import overrides
 from fl_lightning.distributed.collectives import world_size
 from fl_lightning.errors import InputError, MisuseError, RunStopped, require
-from fl_lightning.hooks import Meter, RoundRecord
+from fl_lightning.hooks import Meter, RoundRecord, Stressor
 from fl_lightning.privacy import (
     ClientPrivacy,
     Generator,
@@ -86,7 +86,7 @@ class ClippedUploads(AddedUploads):
         return self.privacy.private_addends(self.method, addends, client, self.method.round)
 
 
-class PrivateAggregation(Meter):
+class PrivateAggregation(Meter, Stressor):
     """Makes a round's sums private and accounts for them.
 
     The trainer puts it before the callbacks of the configuration, so that C and the number of rounds survive
@@ -248,6 +248,26 @@ class PrivateAggregation(Meter):
     def on_round_start(self, round: int, context: Any) -> None:
         self.clipped_at = self.clip_norm
 
+    def change_cohort(self, cohort: list[Assignment], *, round: int, context: Any) -> list[Assignment]:
+        """Note who was drawn; no stressor comes before."""
+        self.drawn = {assignment.client.id for assignment in cohort}
+        return cohort
+
+    def on_cohort(self, cohort: list[Assignment], round: int, context: Any) -> None:
+        """Refuse a cohort in which a stressor has put a client that was not drawn, or one twice.
+
+        Raises:
+            MisuseError: there is one.
+        """
+        ids = [assignment.client.id for assignment in cohort]
+        strange = [id for id in ids if id not in self.drawn or ids.count(id) > 1]
+        if strange:
+            raise MisuseError(
+                f"client {strange[0]} by change_cohort of a stressor, with trainer.privacy",
+                "epsilon is accounted for the clients that were drawn, each of them once",
+                "take clients away alone",
+            )
+
     def on_round_end(self, record: RoundRecord, context: Any) -> None:
         self.rounds = record.round
         record.metrics["privacy/epsilon"] = self.epsilon
@@ -303,22 +323,6 @@ class PrivateAggregation(Meter):
             spent,
             "start a new run",
         )
-
-    def check_cohort(self, cohort: Sequence[Assignment], among: Collection[int]) -> None:
-        """Refuse a cohort in which a stressor has put a client that was not drawn, or one twice: epsilon is
-        that of uniform draws.
-
-        Raises:
-            MisuseError: there is one.
-        """
-        ids = [assignment.client.id for assignment in cohort]
-        strange = [id for id in ids if id not in among or ids.count(id) > 1]
-        if strange:
-            raise MisuseError(
-                f"client {strange[0]} by change_cohort of a stressor, with trainer.privacy",
-                "epsilon is accounted for the clients that were drawn, each of them once",
-                "take clients away alone",
-            )
 
     # The sums
 

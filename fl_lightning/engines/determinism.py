@@ -13,11 +13,7 @@ import torch
 
 log = logging.getLogger("fl_lightning")
 
-WARNING = re.compile(
-    r"(\S+) does not have a deterministic implementation|(.+?) defaults to a non-deterministic algorithm"
-)
-"""What torch says of operations without a deterministic form, and of attention on CUDA, which has it in the
-strict mode alone, where the former would be errors."""
+WARNING = re.compile(r"(.+?) (does not have a deterministic implem|defaults to a non-deterministic algo)")
 
 
 @contextmanager
@@ -47,16 +43,14 @@ def _to_log(show: Any) -> Any:
         match = WARNING.match(str(message))
         if match is None:
             show(message, *where, **more)
-            return
-        operation = match[1] or match[2]
-        if operation not in named:
-            named.add(operation)
+        elif match[1] not in named:
+            named.add(match[1])
             log.warning(
                 (
                     "%s has no deterministic form on this device: two runs of one seed may differ in "
                     "the last digits"
                 ),
-                operation,
+                match[1],
             )
 
     return note

@@ -28,7 +28,7 @@ def record_of(saved: Checkpoint, network: Any) -> dict[str, Any]:
 
     Args:
         saved: the checkpoint that is exported.
-        network: ``model.network``.
+        network: ``model.network``, where the configuration has no class of it.
     """
     config = saved.progress.get("config", {})
     own = {
@@ -51,8 +51,16 @@ def record_of(saved: Checkpoint, network: Any) -> dict[str, Any]:
         }
         if found:
             evaluated = {"round": int(row["round"]), **found}
+    given = {
+        name.removeprefix("network.init_args."): value
+        for name, value in own.items()
+        if name.startswith("network.init_args.")
+    }
+    base = (
+        {"class_path": own["network.class_path"], "init_args": given} if "network.class_path" in own else None
+    )
     return {
-        "base": describe(network),
+        "base": base or describe(network),
         "data_sha256": saved.progress.get("content", ""),
         "partition_sha256": saved.progress.get("partition", ""),
         "settings": own,
@@ -87,6 +95,17 @@ def _facts(model: TrainedModel) -> list[str]:
             f"**Bytes.** All clients together sent {up:,} bytes and were sent {down:,}; {wasted:,} of those "
             "that they sent did not count."
         )
+    if levels := about.get("levels"):
+        rows = [
+            f"| {number} | {level['share']:.3f} | {', '.join(level['left_out']) or 'nothing'} |"
+            for number, level in enumerate(levels)
+        ]
+        lines.append(
+            f"**Levels.** The network that is written here has all branches. The run kept a budget of "
+            f"{about['budget']:g} of its joules by leaving branches out, and what is evaluated below are the "
+            f"answers within it. `{SUMMARY}` has these levels too."
+        )
+        lines.append("\n".join(["| level | share of a step | leaves out |", "|---|---|---|", *rows]))
     if evaluation := dict(about.get("evaluation", {})):
         round = evaluation.pop("round")
         table = [f"| {name} | {value:.6g} |" for name, value in evaluation.items()]

@@ -11,6 +11,7 @@ from typing import Any
 from fl_lightning import __version__
 from fl_lightning.client import Client
 from fl_lightning.config.near_names import require_choice
+from fl_lightning.energy.budgets.ladder_network import LadderNetwork
 from fl_lightning.errors import InputError, require
 from fl_lightning.evaluation import evaluation_mode
 from fl_lightning.export.card import card_of, record_of
@@ -90,6 +91,9 @@ def export_checkpoint(
         **unfinished(saved, fed.max_rounds),
         **record_of(saved, probed.method.network_spec),
     }
+    if isinstance(network, LadderNetwork):
+        about |= {"levels": network.levels_in_words(), "budget": network.on.share}
+        network = network.network
     moved = probed.method.adapters.base_moved(probed.method)
     try:
         with evaluation_mode(network.cpu()):

@@ -16,6 +16,7 @@ from fl_lightning.errors import InputError, require
 from fl_lightning.export import language
 from fl_lightning.export.loader import LOADER, WEIGHTS, source, weights_loader
 from fl_lightning.export.trained_model import TrainedModel
+from fl_lightning.models.language.hf import layers_in_4bit
 
 FormatName = Literal["auto", "safetensors", "peft", "transformers", "onnx"]
 FORMATS: tuple[FormatName, ...] = get_args(FormatName)
@@ -82,7 +83,11 @@ def check_extras(format: FormatName) -> None:
 
 def _write_safetensors(model: TrainedModel, folder: Path) -> str:
     # tensors that share memory, as tied embeddings do, are written one by one
-    weights = {name: tensor.contiguous().clone() for name, tensor in model.network.state_dict().items()}
+    weights = {
+        name: tensor.contiguous().clone()
+        for name, tensor in model.network.state_dict().items()
+        if not name.startswith(layers_in_4bit(model.network))
+    }
     save_file(weights, folder / WEIGHTS, {"format": "pt"})
     text, needs = weights_loader(model, folder)
     (folder / LOADER).write_text(text)

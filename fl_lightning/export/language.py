@@ -69,6 +69,7 @@ def write_peft(trained: TrainedModel, folder: Path) -> str:
     adapted.save_pretrained(folder, save_embedding_layers=False)
     _save_tokenizer(trained, folder)
     dtype = next(weight.dtype for weight in network.parameters() if weight.is_floating_point())
+    dtype = getattr(network, "read_as", dtype)
     in_4bit = getattr(network, "in_4bit", False)
     settings = ", ".join(f"{name}={value!r}" for name, value in NF4.items())
     given = ", quantization_config=in_4bit" * in_4bit
@@ -98,6 +99,8 @@ def write_transformers(trained: TrainedModel, folder: Path) -> str:
         model = to_transformers(network)
     elif hasattr(network.model, "peft_config"):
         model = (_whole(network.model) if network.in_4bit else deepcopy(network.model)).merge_and_unload()
+        if network.in_4bit:
+            _turn_conv1d_back(model)
     else:
         model = _plain(network, merge=True)
     model.save_pretrained(folder)
@@ -126,6 +129,16 @@ def _whole(adapted: Any) -> Any:
     again = get_peft_model(model.unload().dequantize(), config)
     set_peft_model_state_dict(again, adapters)
     return again
+
+
+def _turn_conv1d_back(model: Any) -> None:
+    """Transpose the weights of layers that are ``Conv1D`` in the model's own architecture, as GPT-2's are, of
+    which bitsandbytes has made linear layers."""
+    with torch.device("meta"):
+        own = dict(type(model)(model.config).named_modules())
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear) and type(own[name]).__name__ == "Conv1D":
+            layer.weight = nn.Parameter(layer.weight.t().contiguous(), requires_grad=False)
 
 
 def _adapted(network: Any) -> Any:

@@ -13,6 +13,7 @@ from torch import nn
 from fl_lightning.config.recorded import import_path
 from fl_lightning.export.trained_model import TrainedModel
 from fl_lightning.models import Recipe, recipe_of
+from fl_lightning.models.language.hf import layers_in_4bit
 
 LOADER = "load.py"
 WEIGHTS = "model.safetensors"
@@ -38,6 +39,8 @@ def weights_loader(model: TrainedModel, folder: Path) -> tuple[str, str]:
     written, the loader is a function that takes a network, and what it needs is a sentence.
     """
     network = model.network
+    read = f'load_file(Path(__file__).with_name("{WEIGHTS}"))'
+    read += ", strict=False" * bool(layers_in_4bit(network))
     recipe = _of_module(network) or recipe_of(network)
     call = None if recipe is None else _call(recipe)
     if call is not None:
@@ -49,7 +52,7 @@ def weights_loader(model: TrainedModel, folder: Path) -> tuple[str, str]:
             "from safetensors.torch import load_file",
             "",
             f"network = {name}({arguments}).eval()",
-            f'network.load_state_dict(load_file(Path(__file__).with_name("{WEIGHTS}")))',
+            f"network.load_state_dict({read})",
         ]
         text = source(lines, "Load the exported network; ``network`` maps inputs to outputs.")
         if _loads(text, model, folder / LOADER):
@@ -63,7 +66,7 @@ def weights_loader(model: TrainedModel, folder: Path) -> tuple[str, str]:
         "",
         "def load(network):",
         f'    """Give weights to a network made as the run made it, a {kind}, and return it."""',
-        f'    network.load_state_dict(load_file(Path(__file__).with_name("{WEIGHTS}")))',
+        f"    network.load_state_dict({read})",
         "    return network.eval()",
     ]
     text = source(lines, f"Give the exported weights to a {kind}.")

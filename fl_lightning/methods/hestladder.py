@@ -46,7 +46,7 @@ from fl_lightning.energy.budgets.passes import Lengths
 from fl_lightning.energy.budgets.tables import branch_devices, budget_shares, require_reachable
 from fl_lightning.energy.options import Deciding
 from fl_lightning.energy.regret import RegretController, next_price
-from fl_lightning.energy.switched.branches import PARTS, BranchWeights
+from fl_lightning.energy.switched.branches import PARTS, BranchWeights, blocks_of
 from fl_lightning.errors import require
 from fl_lightning.methods.base import KnownNetwork, Method
 from fl_lightning.methods.losses import distillation as distilled
@@ -158,8 +158,7 @@ class HESTLadder(Method):
         if not self.limited:
             return
         costs = self.costs if isinstance(self.costs, list) else [self.costs]
-        blocks = getattr(self.network, "layers", None)
-        count = len(blocks) if blocks is not None else 0
+        count = len(blocks_of(self.network))
         shipped = getattr(self.network, "block_costs", "")
         self.devices = branch_devices(costs, self.budget_shares, count, self.deciding, shipped)
         lengths = Lengths.of(data.test_target, data.test_target.shape[1])

@@ -109,8 +109,10 @@ def _frozen_bytes(network: nn.Module) -> int:
     if getattr(network, "in_4bit", False):
         base: Any = network.base  # type: ignore[union-attr]
         head = base.get_output_embeddings()
-        layers = [module for module in base.modules() if isinstance(module, nn.Linear) and module is not head]
-        narrow = {id(layer.weight) for layer in layers if not layer.weight.requires_grad}
+        layers = [
+            one for one in base.modules() if isinstance(one, nn.Linear) or type(one).__name__ == "Conv1D"
+        ]
+        narrow = {id(one.weight) for one in layers if one is not head and not one.weight.requires_grad}
     found = {id(p): p for p in [*network.parameters(), *network.buffers()] if not p.requires_grad}
     return sum(
         round(FOUR_BIT_BYTES * tensor.numel()) if key in narrow else _bytes(tensor)

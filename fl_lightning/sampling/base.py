@@ -23,8 +23,7 @@ class ServerView:
         number: of the draw within the round, from 0.
         sizes: how many training examples each client says it has, int64 ``[K]`` by id.
         randomness: makes the stream of a seed, a purpose, a round and a number.
-        ask: sends clients the server's model and returns the mean loss that each of them answers with, by id,
-            of those that answer; what that costs is in the ledger.
+        ask: sends clients the server's model, which the ledger counts, and returns the mean losses by id.
     """
 
     seed: int
@@ -77,10 +76,8 @@ class Uniform(Sampler):
     is_uniform = True
 
     def __init_subclass__(cls, **settings: Any) -> None:
-        """A draw of its own is not uniform, unless the class says so again."""
         super().__init_subclass__(**settings)
-        if "draw" in vars(cls) and "is_uniform" not in vars(cls):
-            cls.is_uniform = False
+        cls.is_uniform = vars(cls).get("is_uniform", cls.draw is Uniform.draw)
 
     def draw(self, view: ServerView, among: np.ndarray, count: int) -> list[int]:
         return among[view.stream().choice(len(among), count, replace=False, shuffle=False)].tolist()

@@ -15,6 +15,7 @@ from torch import Tensor
 import fl_lightning
 from fl_lightning.errors import InputError
 from fl_lightning.methods import FedAvg
+from fl_lightning.models import step_memory
 from fl_lightning.models.language import BYTE_VOCABULARY, hf
 
 transformers = pytest.importorskip("transformers")
@@ -95,6 +96,39 @@ def test_both_exports_answer_as_the_run_did(folder: Path, tmp_path: Path):
             loaded = runpy.run_path(str(tmp_path / to / "load.py"))["network"]
             assert off(loaded(ids()).logits, expected) < HALF_DIGITS
     assert "in 4 bits" in (tmp_path / "peft/README.md").read_text()
+
+
+def test_safetensors_hold_what_the_four_bits_do_not(folder: Path, tmp_path: Path):
+    trainer = fit(
+        FedAvg(network=partial(hf.TransformersLM, name=str(folder), load_in_4bit=True), optimizer=adam(0.05)),
+        tmp_path,
+    )
+    fl_lightning.export_model(trainer, tmp_path / "out", format="safetensors")
+    loaded = runpy.run_path(str(tmp_path / "out/load.py"))["network"]
+    with torch.no_grad():
+        assert torch.equal(loaded(ids()), trainer.fitted[0].deploy().eval()(ids()))
+
+
+def test_layers_of_an_architecture_of_its_own_are_exported_as_it_has_them(tmp_path: Path):
+    """GPT-2's are transposed; and 4 bits of bfloat16 are not those of float32."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=BYTE_VOCABULARY, n_positions=80, n_embd=64, n_layer=1, n_head=2
+    )
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    network = partial(hf.TransformersLM, name=str(tmp_path / "gpt2"), load_in_4bit=True, dtype="bfloat16")
+    trainer = fit(FedAvg(network=network, optimizer=adam(0.05)), tmp_path)
+    whole, narrow = (
+        step_memory._frozen_bytes(hf.TransformersLM(BYTE_VOCABULARY, str(tmp_path / "gpt2"), load_in_4bit=on))
+        for on in (False, True)
+    )
+    assert narrow < 0.6 * whole
+    with torch.no_grad():
+        expected = trainer.fitted[0].deploy().eval()(ids())
+        for to in ("peft", "transformers"):
+            fl_lightning.export_model(trainer, tmp_path / to, format=to)
+            loaded = runpy.run_path(str(tmp_path / to / "load.py"))["network"]
+            assert off(loaded(ids()).logits.float(), expected) < HALF_DIGITS, to
 
 
 @pytest.mark.parametrize("rule", ["residual", "stack"])

@@ -91,6 +91,18 @@ class LadderNetwork(MeasuredNetwork, Generating):
             return self.network(inputs)
         return self._read(inputs)[0]
 
+    def levels_in_words(self) -> list[dict[str, Any]]:
+        """Return what each level leaves out, by the branches' names, and its share of the joules of a step of
+        all branches, ready for JSON; the dearest level comes first."""
+        names, shares = list(self.on.table.groups), BranchCosts.of(self.on).share(self.levels)
+        return [
+            {
+                "left_out": [name for name, on in zip(names, mask, strict=True) if not on],
+                "share": round(share, 4),
+            }
+            for mask, share in zip(self.levels.tolist(), shares.tolist(), strict=True)
+        ]
+
     def ledger(self, lengths: Lengths) -> LevelLedger:
         """Return the ledger of sequences of these lengths."""
         return LevelLedger.of(self.on, lengths, self.levels)

@@ -190,13 +190,8 @@ def _on_rows(x: Tensor, gate: Tensor, branch: Callable[[Tensor], Tensor]) -> Ten
     return x.index_add(0, rows, branch(x[rows]).to(x.dtype))
 
 
-def switch_branches(network: nn.Module) -> BranchBoard:
-    """Put a :class:`SwitchedBlock` in the place of every block of a network, and return the board that they
-    read. Names of parameters stay as they are.
-
-    Args:
-        network: a :class:`~fl_lightning.models.language.llama.Llama`, perhaps with adapters; it is changed in
-            place.
+def blocks_of(network: nn.Module) -> nn.ModuleList:
+    """Return the blocks of a network whose branches can be switched.
 
     Raises:
         InputError: it has no such blocks.
@@ -211,6 +206,21 @@ def switch_branches(network: nn.Module) -> BranchBoard:
         "switches the layers of any language model",
     )
     assert isinstance(blocks, nn.ModuleList)
+    return blocks
+
+
+def switch_branches(network: nn.Module) -> BranchBoard:
+    """Put a :class:`SwitchedBlock` in the place of every block of a network, and return the board that they
+    read. Names of parameters stay as they are.
+
+    Args:
+        network: a :class:`~fl_lightning.models.language.llama.Llama`, perhaps with adapters; it is changed in
+            place.
+
+    Raises:
+        InputError: it has no such blocks.
+    """
+    blocks = blocks_of(network)
     board = BranchBoard(len(PARTS) * len(blocks))
     for index, block in enumerate(blocks):
         assert isinstance(block, Block)

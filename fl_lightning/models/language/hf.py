@@ -67,7 +67,7 @@ class TransformersLM(Generating):
         ffa: FFA-LoRA: A is frozen, and B alone is trained and travels; the same as ``adapter: ffa``.
         dtype: precision of the weights. Adapters on a narrower base are float32.
         gguf_file: the file in the folder, where the weights are GGUF.
-        load_in_4bit: whether the frozen base is quantised to 4 bits by bitsandbytes, which needs CUDA.
+        load_in_4bit: whether the frozen base is quantised to 4 bits by bitsandbytes.
         gradient_checkpointing: whether activations are computed again in the backward pass, which takes less
             memory and more time.
         adapter: kind of the adapters: lora, ffa, pissa and adalora are peft's; svft and spectral are those of
@@ -84,6 +84,8 @@ class TransformersLM(Generating):
     """Declares that ``generate`` moves the padding of prompts to their left."""
     in_4bit = False
     """Whether the linear layers of the base, but the output layer, have 4 bits."""
+    read_as: torch.dtype = torch.float32
+    """The precision in which the weights are read, of which those 4 bits are."""
 
     def __init__(
         self,
@@ -105,7 +107,7 @@ class TransformersLM(Generating):
         rank = largest_rank(rank, kind)
         check_adapters(name, rank, alpha)
         require_choice(dtype, PRECISIONS, "dtype")
-        self.in_4bit = load_in_4bit
+        self.in_4bit, self.read_as = load_in_4bit, getattr(torch, dtype)
         if load_in_4bit and not shapes_alone():
             _require_4bit(name, rank, kind)
         model = load(name, dtype, "CausalLM", **_special(gguf_file, load_in_4bit))
@@ -237,7 +239,7 @@ def _require_4bit(name: str, rank: int, kind: AdapterKind = "lora") -> None:
     """Refuse 4-bit weights where they do not work.
 
     Raises:
-        InputError: bitsandbytes or CUDA is missing, there would be nothing to train, or the adapter needs
+        InputError: bitsandbytes is missing, there would be nothing to train, or the adapter needs
             the singular directions of whole weights.
     """
     require(
@@ -309,6 +311,13 @@ def _special(gguf_file: str | None, load_in_4bit: bool) -> dict[str, Any]:
         options["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, **NF4)
         options["device_map"] = {"": "cpu"}  # as all networks are made; a run moves them
     return options
+
+
+def layers_in_4bit(network: nn.Module) -> tuple[str, ...]:
+    """Return how the names of tensors begin whose layers have 4 bits: bitsandbytes writes and does not read
+    them, and whoever makes the network has them."""
+    layers = network.named_modules()  # peft's layers around them have the same name
+    return tuple(f"{name}." for name, one in layers if type(one).__module__.startswith("bitsandbytes."))
 
 
 def shapes_alone() -> bool:
