@@ -86,7 +86,8 @@ class Progress:
             self.saved = self.done.round
             table = RunDirectory(start.run).tables["metrics"]
             self.history = numbers(table.until(self.done.tables["metrics"]))
-            self.taken_back = self.changed and len(numbers(table.path.read_bytes())) > len(self.history)
+            lines = table.path.read_bytes().count(b"\n") if table.path.exists() else 0
+            self.taken_back = self.changed and lines > len(self.history) + 1
             if self.taken_back:
                 log.warning(
                     "rounds after %d are made anew with other settings: metrics.csv will have these, and "

@@ -151,6 +151,6 @@ class RoundParts:
             )
 
 
-def _columns(path: Path) -> list[str]:
-    with path.open() as file:
-        return file.readline().strip().split(",")
+def _columns(path: Path) -> str:
+    """Return the first line of a table; empty where it is gone, to be restored."""
+    return path.read_text(errors="replace").partition("\n")[0] if path.is_file() else ""

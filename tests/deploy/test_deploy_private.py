@@ -341,7 +341,7 @@ def test_nothing_is_asked_of_nodes_before_the_line_is_on_the_disk(tmp_path):
     assert not (tmp_path / "node0" / "noisy_sums").exists()
     (run,) = (tmp_path / "deployed" / "fedavg").iterdir()
     with pytest.raises(InputError, match="it says how much of the budget is spent, and cannot be read"):
-        prepared(tmp_path, CENTRAL).aggregation.privacy.continue_in(run, 0)
+        prepared(tmp_path, CENTRAL).aggregation.privacy.continue_in(run, 0, taken_back=False)
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
