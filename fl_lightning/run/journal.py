@@ -213,7 +213,9 @@ class Journal:
 
     def track(self) -> None:
         """Start the trackers without waiting for them, and give them the rounds before this start."""
-        self.tracker.start(params=self.progress.settings, tags=tags_of(self.metadata, self.run.path))
+        anew = self.progress.done.round if self.progress.taken_back else None
+        tags = tags_of(self.metadata, self.run.path)
+        self.tracker.start(params=self.progress.settings, tags=tags, anew=anew)
         if self.start.run is not None:
             self.tracker.catch_up(self.progress.history, round_times(self.metadata, self.progress.history))
         self.tracker.log_artifact(self.run.path / "config.yaml")

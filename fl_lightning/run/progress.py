@@ -90,8 +90,8 @@ class Progress:
             self.taken_back = self.changed and lines > len(self.history) + 1
             if self.taken_back:
                 log.warning(
-                    "rounds after %d are made anew with other settings: metrics.csv will have these, and "
-                    "MLflow keeps what it has of the former ones",
+                    "rounds after %d are made anew with other settings: metrics.csv will have these alone, "
+                    "and MLflow's charts those of before too",
                     self.done.round,
                 )
 

@@ -193,17 +193,19 @@ class Tracking:
         path = Path(uri.removeprefix(SQLITE))
         return f"mlflow ui --backend-store-uri {SQLITE}{path.name if path.parent == Path.cwd() else path}"
 
-    def start(self, params: Mapping[str, Any], tags: Mapping[str, Any]) -> None:
+    def start(self, params: Mapping[str, Any], tags: Mapping[str, Any], anew: int | None = None) -> None:
         """Open the stores, and record the settings, the tags and what has been logged already.
 
         Args:
             params: nested settings, which are recorded under dotted names.
             tags: tags of the run.
+            anew: the round after which rounds are made anew with other settings; what MLflow has of them is
+                logged once more, and the later value counts. None: the store has the values that come again.
         """
         flat = as_params(redact_settings(params))
         marks = {key: str(value) for key, value in redact_settings(tags).items()}
         for channel in self._channels:
-            begin = partial(self._begin, channel, flat, marks), START_LIMIT
+            begin = partial(self._begin, channel, flat, marks, anew), START_LIMIT
             if channel.logger is None:
                 channel.writer.start((partial(self._open_default, channel), START_LIMIT), begin)
             else:
@@ -309,7 +311,9 @@ class Tracking:
             return None
         return find_mlflow_run(uri, experiment, "run_dir", str(self.run_dir.absolute()), self._since)
 
-    def _begin(self, channel: Channel, params: dict[str, str], tags: dict[str, str]) -> None:
+    def _begin(
+        self, channel: Channel, params: dict[str, str], tags: dict[str, str], anew: int | None
+    ) -> None:
         logger = channel.logger
         if not channel.is_mlflow:
             if (
@@ -336,7 +340,7 @@ class Tracking:
         if run_id in (channel.resumes, self._resume_id):
             client.update_run(run_id, status="RUNNING")
             known = client.get_run(run_id).data.params
-            channel.known = logged_steps(client, run_id)
+            channel.known = logged_steps(client, run_id, anew)
         log_settings(client, run_id, params, tags, known)
 
     def _failed(self, channel: Channel, error: BaseException) -> None:

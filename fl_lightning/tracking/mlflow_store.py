@@ -220,15 +220,18 @@ def _database(uri: str) -> Iterator[bool]:
         yield True
 
 
-def logged_steps(client: Any, run_id: str) -> dict[str, dict[int, int]]:
+def logged_steps(client: Any, run_id: str, until: int | None = None) -> dict[str, dict[int, int]]:
     """Return the steps of each metric that the store has of a run, and their times.
 
     The times are in milliseconds since 1970.
+
+    Args:
+        until: the last step that counts; None: all do.
     """
-    names = client.get_run(run_id).data.metrics
+    found = {name: client.get_metric_history(run_id, name) for name in client.get_run(run_id).data.metrics}
     return {
-        name: {metric.step: metric.timestamp for metric in client.get_metric_history(run_id, name)}
-        for name in names
+        name: {one.step: one.timestamp for one in history if until is None or one.step <= until}
+        for name, history in found.items()
     }
 
 

@@ -266,7 +266,8 @@ def _read_run(client: Any, run: Any) -> dict[str, Any]:
         if name.startswith("final/"):
             metadata[name] = last
             continue
-        for point in client.get_metric_history(run.info.run_id, name):
+        # a round that was made anew with other settings has two values, of which the later one counts
+        for point in sorted(client.get_metric_history(run.info.run_id, name), key=lambda one: one.timestamp):
             value = copysign(inf, point.value) if abs(point.value) == sys.float_info.max else point.value
             rows.setdefault(point.step, {"round": point.step})[name] = value  # the store has no infinity
     metadata["status"] = run.info.status.lower()

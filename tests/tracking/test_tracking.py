@@ -24,7 +24,7 @@ from fl_lightning.run.metadata import milliseconds
 from fl_lightning.tracking import loggers as tracking
 from fl_lightning.tracking import mlflow_store
 from fl_lightning.tracking.loggers import Tracking, as_params
-from fl_lightning.tracking.runs import _read_run
+from fl_lightning.tracking.runs import _read_run, read_runs
 
 mlflow = pytest.importorskip("mlflow")
 # MLflow's mappers, SQLAlchemy 2.1
@@ -101,6 +101,22 @@ def test_a_run_and_its_continuation(
     assert len(client.search_runs([run.info.experiment_id])) == 1
     assert caplog.messages == []
     assert capfd.readouterr() == ("", ""), "MLflow's announcements of migrations and new experiments"
+
+
+def test_rounds_that_are_made_anew_with_other_settings_count_as_they_are_now(tmp_path: Path) -> None:
+    first = track()
+    first.start({}, {"partition_sha256": "p"})
+    for r in (1, 2, 3):
+        first.log_metrics({"test/accuracy": r / 10}, step=r)
+    first.finish("FINISHED", {"final/accuracy": 0.3})
+    second = track(run_id=first.run_id)
+    second.start({}, {"partition_sha256": "p"}, anew=1)
+    for r in (2, 3):
+        second.log_metrics({"test/accuracy": r / 20}, step=r)
+    second.finish("FINISHED", {"final/accuracy": 0.15})
+    (run,) = read_runs(f"sqlite:///{tmp_path}/mlflow.db", "exp")
+    assert [row["test/accuracy"] for row in run["history"]] == [0.1, 0.1, 0.15]
+    assert run["metadata"]["final/accuracy"] == 0.15
 
 
 def test_a_round_is_one_transaction(tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
