@@ -26,6 +26,12 @@ def check_signatures(callbacks: Iterable[object]) -> None:
         InputError: there is one, which would end the run in the middle of a round.
     """
     for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise InputError(
+                f"callbacks: {type(callback).__name__}",
+                "they are those of fl_lightning, whose rounds Lightning's know nothing of",
+                "derive it from fl_lightning.Meter, or fl_lightning.Stressor",
+            )
         bases = (Callback, Stressor, Meter) if isinstance(callback, Stressor) else (Callback, Meter)
         for hook, right in ((hook, right) for base in bases for hook, right in hooks_of(base).items()):
             given = getattr(callback, hook, None)

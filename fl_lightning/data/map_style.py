@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import isclass
@@ -10,11 +11,14 @@ from typing import Any
 from lightning import LightningDataModule
 from torch.utils.data import Dataset
 
+from fl_lightning.config.overriding import overrides
 from fl_lightning.data.arrays import ArrayData, Examples, Names
 from fl_lightning.data.items import Key, Keys, read_items, to_examples
 from fl_lightning.errors import InputError, error_reason
 from fl_lightning.rng import torch_stream
 from fl_lightning.support.user_code import is_bug_of_user
+
+log = logging.getLogger("fl_lightning")
 
 DatasetCallable = Callable[[], Dataset]
 DataModuleCallable = Callable[[], LightningDataModule]
@@ -117,6 +121,10 @@ class DatasetData(ItemData):
         return examples
 
 
+BATCH_HOOKS = ["on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"]
+"""What a LightningDataModule may do to batches, and nobody calls."""
+
+
 class DataModuleData(ItemData):
     """The datasets behind the ``train_dataloader`` and ``test_dataloader`` of a ``LightningDataModule``.
 
@@ -184,6 +192,15 @@ def module_datasets(source: DataModuleCallable, splits: Sequence[str]) -> dict[s
     with torch_stream(0, "data_module"):  # a split that the module draws is the same in every run
         for stage in ("fit", "test"):  # before a loader is asked: one that ignores the stage splits anew
             made(partial(module.setup, stage), "data.module")
+    unread = ["val_dataloader"] * ("val" not in splits) + BATCH_HOOKS
+    ignored = [name for name in unread if overrides(module, LightningDataModule, name)]
+    if ignored:
+        log.warning(
+            "%s of %s: not called; datasets are read item by item, and validation examples are a share of "
+            "each client's own (data.val_fraction)",
+            ", ".join(ignored),
+            type(module).__name__,
+        )
     return {split: _dataset_of(module, split) for split in splits}
 
 

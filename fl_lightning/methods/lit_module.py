@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import Mapping
 from copy import deepcopy
+from types import MethodType
 from typing import Any, Protocol
 
+import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from fl_lightning.aggregation.server import SummingServer
+from fl_lightning.config.overriding import overrides
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import InputError, MisuseError, require
-from fl_lightning.methods.module_steps import NoTrainer, call_step, try_steps
+from fl_lightning.methods.module_steps import EPOCH_HOOKS, NoTrainer, call_step, try_steps
 from fl_lightning.models.checks import check_outputs
+from fl_lightning.models.tensors import constant_buffers
 
 log = logging.getLogger("fl_lightning")
 
@@ -35,6 +41,18 @@ STEP_HOOKS = (
     "optimizer_zero_grad",
 )
 """What a LightningModule may override to change a training step, and the engines do not call."""
+NOT_CALLED = sorted(
+    {
+        name
+        for base in (ModelHooks, DataHooks, CheckpointHooks)
+        for name, function in vars(base).items()
+        if inspect.isfunction(function) and not name.startswith("_")
+    }
+    - {*STEP_HOOKS, *EPOCH_HOOKS}
+)
+"""Its other hooks, which are not called either."""
+NORM_TOLERANCE = 1e-9
+"""Relative, between norms in float64 of the same values on two devices."""
 
 
 class Host(Protocol):
@@ -44,6 +62,7 @@ class Host(Protocol):
     module_optimizes: bool
     network_spec: Any
     optimizer_spec: Any
+    adapters: Any
 
 
 def check_module(method: Host, module: LightningModule) -> None:
@@ -97,7 +116,11 @@ def adopt(method: Host, module: LightningModule, data: FederatedData) -> Lightni
         ValueError: its ``forward`` gives no logits, its ``training_step`` no loss, or it uses
             ``self.trainer``.
     """
-    module.log = module.log_dict = _logs_nothing  # type: ignore[method-assign, assignment]
+    for one in module.modules():
+        if isinstance(one, LightningModule):
+            one.log = one.log_dict = _logs_nothing  # type: ignore[method-assign, assignment]
+    _stay_in_eval(module)
+    _say_what_is_ignored(module)
     module.trainer = NoTrainer(type(module).__name__)  # type: ignore[assignment]
     name = type(module).__name__
     inputs = data.example_inputs()
@@ -109,10 +132,14 @@ def adopt(method: Host, module: LightningModule, data: FederatedData) -> Lightni
     module.gave_loss = False  # type: ignore[assignment]
     batch = tree_map(lambda tensor: tensor.cpu(), batch)
     try:
-        module_loss(deepcopy(module).train(), batch, 0)
+        loss = module_loss(deepcopy(module).train(), batch, 0)
+        if not loss.requires_grad:
+            given = f"{name}.training_step returned a loss without a gradient"
+            raise MisuseError(given, "a local step descends along it", "compute it with trained weights")
     except MisuseError as error:
         raise InputError(error.given, error.rule, error.instead) from error
     try_steps(module, batch)
+    module.frozen_norms = _frozen_norms(module)  # type: ignore[assignment]
     if method.optimizer_spec is not None:
         used, unused = f"{name}.configure_optimizers", "--model.optimizer"
         if not method.module_optimizes:
@@ -148,14 +175,22 @@ def module_loss(
             "a local step needs a loss",
             "return one",
         )
-    return loss
+    if loss.numel() != 1:
+        raise MisuseError(
+            f"{type(module).__name__}.training_step returned a loss of shape {tuple(loss.shape)}",
+            "a local step descends along one number",
+            "return its mean",
+        )
+    return loss.reshape(())
 
 
 def require_asked(method: Host) -> None:
-    """Refuse a method that has trained without its module's loss.
+    """Refuse a method that has trained without its module's loss, or a module that has changed what it says
+    is frozen.
 
     Raises:
         TypeError: its ``training_step`` never asked the module.
+        MisuseError: a parameter without a gradient has changed.
     """
     if method.module is not None and not getattr(method.module, "gave_loss", False):
         name, mine = type(method.module).__name__, type(method).__name__
@@ -163,6 +198,64 @@ def require_asked(method: Host) -> None:
             f"--model.module {name} with --model {mine}, whose training_step never asks {name} for a "
             "loss; it would be ignored; call super().training_step there, or give the reason in "
             f"{mine}.refuses['module']"
+        )
+    if method.module is None or method.adapters.moves_base:
+        return
+    now = _frozen_norms(method.module, method.module.frozen_norms)  # type: ignore[arg-type]
+    for tensor, norm in method.module.frozen_norms.items():  # type: ignore[operator, union-attr]
+        if not math.isclose(now[tensor], norm, rel_tol=NORM_TOLERANCE):
+            raise MisuseError(
+                f"--model.module {type(method.module).__name__}, whose {tensor} did not require a gradient "
+                "when the run began, and has changed",
+                "it is in no message and no checkpoint, and would pass from one client to the next",
+                "make it a buffer by register_buffer, which travels and is averaged, or let it require a "
+                "gradient in __init__",
+            )
+
+
+def _frozen_norms(module: nn.Module, names: Mapping[str, float] | None = None) -> dict[str, float]:
+    """Return the norm of each parameter that requires no gradient, or of those with these names."""
+    return {
+        name: float(torch.linalg.vector_norm(one.detach(), dtype=torch.float64))
+        for name, one in module.named_parameters()
+        if (one.is_floating_point() and not one.requires_grad if names is None else name in names)
+    }
+
+
+def _stay_in_eval(module: LightningModule) -> None:
+    """Have parts that are in evaluation mode stay so, as Lightning does from 2.2 on: it is how a backbone's
+    BatchNorm and dropout are frozen."""
+    still = [one for one in module.modules() if not one.training]
+    for one in still:
+        one.train = MethodType(_unchanged, one)  # type: ignore[method-assign]
+    if still:
+        log.info("%d parts of %s are in eval mode and stay so", len(still), type(module).__name__)
+
+
+def _unchanged(self: nn.Module, mode: bool = True) -> nn.Module:
+    return self
+
+
+def _say_what_is_ignored(module: LightningModule) -> None:
+    name, constants = type(module).__name__, constant_buffers(module)
+    hooks = [hook for hook in NOT_CALLED if overrides(module, LightningModule, hook)]
+    if hooks:
+        log.warning(
+            "%s of %s: not called; a client's steps are the engine's, so do it in __init__, training_step or "
+            "configure_optimizers",
+            ", ".join(hooks),
+            name,
+        )
+    counts = [
+        buffer
+        for buffer, values in module.named_buffers()
+        if not (values.is_floating_point() or buffer in constants or buffer.endswith("num_batches_tracked"))
+    ]
+    if counts:
+        log.warning(
+            "%s of %s: whole numbers do not travel, and each client begins each round with those of __init__",
+            ", ".join(counts),
+            name,
         )
 
 

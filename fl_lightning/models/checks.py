@@ -58,6 +58,13 @@ def check_outputs(
             "a language model reads examples of tokens",
             "write small_cnn for images, or take data of tokens",
         )
+    unreal = [name for name, values in made.named_parameters() if values.is_complex()]
+    if unreal:
+        raise InputError(
+            f"{given} with complex numbers in {unreal[0]}",
+            "weights travel as real numbers",
+            "hold the real and the imaginary part in two tensors",
+        )
     was_training = made.training
     needed = task.outputs_form("B", num_outputs)
     try:

@@ -177,6 +177,21 @@ def test_no_training_example_of_a_module_is_a_test_example():
     assert torch.equal(all_inputs(one), all_inputs(other))  # the split is the same in every run
 
 
+class WithMore(SplitsInEachSetup):
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(self.test)
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return batch
+
+
+def test_what_of_a_module_is_not_read_is_named(caplog):
+    dealt(DataModuleData(WithMore, num_clients=2, partition=IID()))
+    said = [record.message for record in caplog.records if "not called" in record.message]
+    assert said
+    assert said[0].startswith("val_dataloader, on_after_batch_transfer of WithMore")
+
+
 WRONG = {
     "no items": ([], {}, "it has no items"),
     "a stream": (Stream(), {}, "Stream has no length or no items by position"),

@@ -11,6 +11,7 @@ from typing import ClassVar
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import EarlyStopping
 from places import CONFIGS
 from torch import nn
 from torch.nn import functional as F
@@ -19,13 +20,14 @@ from toy import ready, run, sgd
 
 from fl_lightning import methods, rng
 from fl_lightning.__main__ import main
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, MisuseError
 from fl_lightning.hooks import Meter
 from fl_lightning.methods import FedAvg, FedMPQ, Method
 
 PLAIN = """
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 from torch.nn import functional as F
 
@@ -218,6 +220,22 @@ class Manual(Lit):
         self.automatic_optimization = False
 
 
+class Spread(Lit):
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0]), batch[1], reduction="none")
+
+
+class Detached(Lit):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx)["loss"].detach()
+
+
+class Complex(Lit):
+    def __init__(self):
+        super().__init__()
+        self.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -229,6 +247,9 @@ class Manual(Lit):
         (lambda: FedAvg(module=FedMPQ()), "write --model FedMPQ"),
         (lambda: FedAvg(module=Manual()), "manual optimisation"),
         (lambda: FedAvg(module=Lossless()), "returned NoneType as loss"),
+        (lambda: FedAvg(module=Spread()), r"a loss of shape \(\d+,\).*return its mean"),
+        (lambda: FedAvg(module=Detached()), "a loss without a gradient"),
+        (lambda: FedAvg(module=Complex()), "complex numbers in phase"),
         (lambda: FedAvg(module=ByBatch()), "steps its scheduler by 'step'"),
         (lambda: FedAvg(module=Plateau()), "ReduceLROnPlateau; .* not from a metric"),
         (
@@ -261,6 +282,103 @@ def test_what_cannot_work_is_said_before_anything_is_made(make, says, tmp_path):
         run(make(), ready(), tmp_path / "runs", max_rounds=1)
     assert str(caught.value).count(";") >= 2
     assert not (tmp_path / "runs").exists()
+
+
+class Teacher(Lit):
+    """Its teacher follows it as an average, in parameters without a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = nn.Linear(3 * 32 * 32, 10).requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        for mine, followed in zip(self.teacher.parameters(), self.net[1].parameters(), strict=True):
+            mine.data.lerp_(followed.data, 0.01)
+        return super().training_step(batch, batch_idx)
+
+
+class Thawing(Lit):
+    def __init__(self):
+        super().__init__()
+        self.net.requires_grad_(False)
+        self.head = nn.Linear(10, 10)
+
+    def forward(self, x):
+        return self.head(super().forward(x))
+
+    def training_step(self, batch, batch_idx):
+        self.net.requires_grad_(batch_idx > 0)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("make", "name"), [(Teacher, "teacher.weight"), (Thawing, "net.1.weight")])
+def test_what_changes_without_being_trained_from_the_start_does_not_pass_between_clients(
+    make, name, tmp_path
+):
+    with pytest.raises(MisuseError, match=f"{name} did not require a gradient when the run began"):
+        run(FedAvg(module=make()), ready(), tmp_path, max_rounds=1, workers=1)
+
+
+class Normed(Lit):
+    """A frozen BatchNorm before the layer that learns, as Lightning's users freeze one."""
+
+    def __init__(self, still: bool):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3)
+        if still:
+            self.norm.eval()
+
+    def forward(self, x):
+        return self.net(self.norm(x))
+
+
+def test_a_part_in_eval_mode_stays_so(tmp_path):
+    for still in (True, False):
+        method = FedAvg(module=Normed(still))
+        run(method, ready(), tmp_path / str(still), max_rounds=1, workers=1)
+        mean = method.deploy().norm.running_mean
+        assert torch.equal(mean, torch.zeros(3)) == still
+
+
+class Nested(Lit):
+    def __init__(self):
+        super().__init__()
+        self.inner = Lit()
+
+    def training_step(self, batch, batch_idx):
+        return self.inner.training_step(batch, batch_idx)["loss"].reshape(1)
+
+    forward = property(lambda self: self.inner.forward)
+
+
+def test_a_module_in_a_module_logs_nothing_either_and_a_loss_may_be_one_number_in_a_list(tmp_path):
+    method = FedAvg(module=Nested())
+    run(method, ready(), tmp_path, max_rounds=1, workers=1)
+    assert all(torch.isfinite(weight).all() for weight in method.deploy().parameters())
+
+
+class Counting(Lit):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def setup(self, stage):
+        pass
+
+    def on_train_epoch_start(self):
+        pass
+
+
+def test_hooks_and_counts_that_do_nothing_are_named(tmp_path, caplog):
+    run(FedAvg(module=Counting()), ready(), tmp_path, max_rounds=1, workers=1)
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert any(text.startswith("on_train_epoch_start, setup of Counting: not called") for text in said)
+    assert any(text.startswith("steps of Counting: whole numbers do not travel") for text in said)
+
+
+def test_a_callback_of_lightning_is_told_what_it_is_not(tmp_path):
+    with pytest.raises(InputError, match=r"EarlyStopping; .*derive it from fl_lightning.Meter"):
+        run(FedAvg(module=Lit()), ready(), tmp_path, callbacks=[EarlyStopping("loss")])
 
 
 class OwnStep(Method):
