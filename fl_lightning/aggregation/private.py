@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -259,8 +260,8 @@ class PrivateAggregation(Meter, Stressor):
         Raises:
             MisuseError: there is one.
         """
-        ids = [assignment.client.id for assignment in cohort]
-        strange = [id for id in ids if id not in self.drawn or ids.count(id) > 1]
+        counts = Counter(assignment.client.id for assignment in cohort)
+        strange = [id for id, count in counts.items() if id not in self.drawn or count > 1]
         if strange:
             raise MisuseError(
                 f"client {strange[0]} by change_cohort of a stressor, with trainer.privacy",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import isclass
@@ -11,14 +10,12 @@ from typing import Any
 from lightning import LightningDataModule
 from torch.utils.data import Dataset
 
-from fl_lightning.config.overriding import overrides
+from fl_lightning.config.not_called import overridden, warn_of_ignored
 from fl_lightning.data.arrays import ArrayData, Examples, Names
 from fl_lightning.data.items import Key, Keys, read_items, to_examples
 from fl_lightning.errors import InputError, error_reason
 from fl_lightning.rng import torch_stream
 from fl_lightning.support.user_code import is_bug_of_user
-
-log = logging.getLogger("fl_lightning")
 
 DatasetCallable = Callable[[], Dataset]
 DataModuleCallable = Callable[[], LightningDataModule]
@@ -193,14 +190,8 @@ def module_datasets(source: DataModuleCallable, splits: Sequence[str]) -> dict[s
         for stage in ("fit", "test"):  # before a loader is asked: one that ignores the stage splits anew
             made(partial(module.setup, stage), "data.module")
     unread = ["val_dataloader"] * ("val" not in splits) + BATCH_HOOKS
-    ignored = [name for name in unread if overrides(module, LightningDataModule, name)]
-    if ignored:
-        log.warning(
-            "%s of %s: not called; datasets are read item by item, and validation examples are a share of "
-            "each client's own (data.val_fraction)",
-            ", ".join(ignored),
-            type(module).__name__,
-        )
+    why = "not called; items are read one by one, and data.val_fraction holds validation examples out"
+    warn_of_ignored(overridden(module, LightningDataModule, unread), module, why)
     return {split: _dataset_of(module, split) for split in splits}
 
 

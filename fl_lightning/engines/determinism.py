@@ -13,7 +13,9 @@ import torch
 
 log = logging.getLogger("fl_lightning")
 
-WARNING = re.compile(r"(.+?) (does not have a deterministic implem|defaults to a non-deterministic algo)")
+WARNING = re.compile(
+    r"(.+?) (does not have a deterministic implementation|defaults to a non-deterministic algorithm)"
+)
 
 
 @contextmanager

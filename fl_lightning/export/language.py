@@ -98,9 +98,7 @@ def write_transformers(trained: TrainedModel, folder: Path) -> str:
     if isinstance(network, Llama):
         model = to_transformers(network)
     elif hasattr(network.model, "peft_config"):
-        model = (_whole(network.model) if network.in_4bit else deepcopy(network.model)).merge_and_unload()
-        if network.in_4bit:
-            _turn_conv1d_back(model)
+        model = _merged(network)
     else:
         model = _plain(network, merge=True)
     model.save_pretrained(folder)
@@ -119,26 +117,24 @@ def write_transformers(trained: TrainedModel, folder: Path) -> str:
     return "transformers"
 
 
-def _whole(adapted: Any) -> Any:
-    """Return peft's model on the whole weights that a base of 4 bits stands for: a sum in 4 bits would round
-    off most of what the adapters add."""
+def _merged(network: TransformersLM) -> Any:
+    """Return the model of transformers with peft's adapters added to its weights; of a base of 4 bits to the
+    whole weights that these stand for, since a sum in 4 bits rounds off most of what adapters add."""
+    model = deepcopy(network.model)
+    if not network.in_4bit:
+        return model.merge_and_unload()
     from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
-    model = deepcopy(adapted)
     config, adapters = model.peft_config["default"], get_peft_model_state_dict(model)
-    again = get_peft_model(model.unload().dequantize(), config)
-    set_peft_model_state_dict(again, adapters)
-    return again
-
-
-def _turn_conv1d_back(model: Any) -> None:
-    """Transpose the weights of layers that are ``Conv1D`` in the model's own architecture, as GPT-2's are, of
-    which bitsandbytes has made linear layers."""
+    whole = get_peft_model(model.unload().dequantize(), config)
+    set_peft_model_state_dict(whole, adapters)
+    merged = whole.merge_and_unload()
     with torch.device("meta"):
-        own = dict(type(model)(model.config).named_modules())
-    for name, layer in model.named_modules():
+        own = dict(type(merged)(merged.config).named_modules())
+    for name, layer in merged.named_modules():  # bitsandbytes has made linear layers of GPT-2's Conv1D
         if isinstance(layer, nn.Linear) and type(own[name]).__name__ == "Conv1D":
             layer.weight = nn.Parameter(layer.weight.t().contiguous(), requires_grad=False)
+    return merged
 
 
 def _adapted(network: Any) -> Any:

@@ -56,14 +56,12 @@ class TrainedModel:
     def preprocessing(self) -> dict[str, Any]:
         """Return what a program has to know of inputs and outputs, ready for JSON."""
         form = self.data.form()
-        outputs = self.data.num_classes  # a language model may have more tokens than its data
-        outputs = self.outputs(self.example).shape[-1] if self.reads_tokens else outputs
+        outputs = self.data.num_classes
+        if self.reads_tokens:  # a language model may have more tokens than its data
+            outputs = self.outputs(self.example).shape[-1]
         found: dict[str, Any] = {
             "example_shape": list(self.data.example_shape),
-            # a language model may have more tokens than its data
-            "num_outputs": self.outputs(self.example).shape[-1]
-            if self.reads_tokens
-            else self.data.num_classes,
+            "num_outputs": outputs,
             "classes": [str(name) for name in form.classes],
         }
         if form.moments:

@@ -18,7 +18,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from fl_lightning.aggregation.server import SummingServer
-from fl_lightning.config.overriding import overrides
+from fl_lightning.config.not_called import overridden, warn_of_ignored
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import InputError, MisuseError, require
 from fl_lightning.methods.module_steps import EPOCH_HOOKS, NoTrainer, call_step, try_steps
@@ -92,9 +92,7 @@ def check_module(method: Host, module: LightningModule) -> None:
             "cannot be used",
             "write --model.optimizer SGD --model.optimizer.lr 0.05",
         )
-    ignored = [
-        hook for hook in STEP_HOOKS if getattr(type(module), hook) is not getattr(LightningModule, hook)
-    ]
+    ignored = overridden(module, LightningModule, STEP_HOOKS)
     if ignored:
         raise InputError(
             f"--model.module {name}, which overrides {', '.join(ignored)}",
@@ -184,29 +182,34 @@ def module_loss(
     return loss.reshape(())
 
 
-def require_asked(method: Host) -> None:
-    """Refuse a method that has trained without its module's loss, or a module that has changed what it says
-    is frozen.
+def check_trained(method: Host) -> None:
+    """Refuse what a client's steps have shown of a method and its module.
 
     Raises:
-        TypeError: its ``training_step`` never asked the module.
-        MisuseError: a parameter without a gradient has changed.
+        TypeError: the method's ``training_step`` never asked the module for its loss.
+        MisuseError: a parameter of the module that required no gradient has changed.
     """
-    if method.module is not None and not getattr(method.module, "gave_loss", False):
-        name, mine = type(method.module).__name__, type(method).__name__
+    module, mine = method.module, type(method).__name__
+    if module is None:
+        return
+    name = type(module).__name__
+    if not getattr(module, "gave_loss", False):
         raise TypeError(
             f"--model.module {name} with --model {mine}, whose training_step never asks {name} for a "
             "loss; it would be ignored; call super().training_step there, or give the reason in "
             f"{mine}.refuses['module']"
         )
-    if method.module is None or method.adapters.moves_base:
-        return
-    now = _frozen_norms(method.module, method.module.frozen_norms)  # type: ignore[arg-type]
-    for tensor, norm in method.module.frozen_norms.items():  # type: ignore[operator, union-attr]
+    if not method.adapters.moves_base:
+        _require_frozen(module, name)
+
+
+def _require_frozen(module: Any, name: str) -> None:
+    now = _frozen_norms(module, module.frozen_norms)
+    for tensor, norm in module.frozen_norms.items():
         if not math.isclose(now[tensor], norm, rel_tol=NORM_TOLERANCE):
             raise MisuseError(
-                f"--model.module {type(method.module).__name__}, whose {tensor} did not require a gradient "
-                "when the run began, and has changed",
+                f"--model.module {name}, whose {tensor} did not require a gradient when the run began, and "
+                "has changed",
                 "it is in no message and no checkpoint, and would pass from one client to the next",
                 "make it a buffer by register_buffer, which travels and is averaged, or let it require a "
                 "gradient in __init__",
@@ -237,26 +240,16 @@ def _unchanged(self: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def _say_what_is_ignored(module: LightningModule) -> None:
-    name, constants = type(module).__name__, constant_buffers(module)
-    hooks = [hook for hook in NOT_CALLED if overrides(module, LightningModule, hook)]
-    if hooks:
-        log.warning(
-            "%s of %s: not called; a client's steps are the engine's, so do it in __init__, training_step or "
-            "configure_optimizers",
-            ", ".join(hooks),
-            name,
-        )
+    steps = "not called; steps are the engine's: use __init__, training_step or configure_optimizers"
+    warn_of_ignored(overridden(module, LightningModule, NOT_CALLED), module, steps)
+    constants = constant_buffers(module)
     counts = [
-        buffer
-        for buffer, values in module.named_buffers()
-        if not (values.is_floating_point() or buffer in constants or buffer.endswith("num_batches_tracked"))
+        name
+        for name, values in module.named_buffers()
+        if not (values.is_floating_point() or name in constants or name.endswith("num_batches_tracked"))
     ]
-    if counts:
-        log.warning(
-            "%s of %s: whole numbers do not travel, and each client begins each round with those of __init__",
-            ", ".join(counts),
-            name,
-        )
+    start = "whole numbers do not travel, and each client begins each round with those of __init__"
+    warn_of_ignored(counts, module, start)
 
 
 class _Stepper(nn.Module):

@@ -20,6 +20,7 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from fl_lightning import rng
+from fl_lightning.config.not_called import overridden
 from fl_lightning.config.overriding import overrides
 from fl_lightning.errors import InputError
 from fl_lightning.metrics.states import MetricStates, State, clear, parts_of, state_of, value_of
@@ -83,7 +84,7 @@ def try_steps(module: LightningModule, batch: Any) -> None:
         else:
             continue
         module.left_out_steps = (*module.left_out_steps, step)  # type: ignore[assignment, misc]
-    ended = [hook for hook in EPOCH_HOOKS if overrides(module, LightningModule, hook)]
+    ended = overridden(module, LightningModule, EPOCH_HOOKS)
     if ended:
         log.info("%s of %s is not called: log in the steps", ", ".join(ended), type(module).__name__)
 

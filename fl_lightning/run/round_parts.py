@@ -153,4 +153,7 @@ class RoundParts:
 
 def _columns(path: Path) -> str:
     """Return the first line of a table; empty where it is gone, to be restored."""
-    return path.read_text(errors="replace").partition("\n")[0] if path.is_file() else ""
+    if not path.is_file():
+        return ""
+    with path.open(errors="replace") as file:
+        return file.readline()
