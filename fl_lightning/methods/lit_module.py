@@ -137,7 +137,8 @@ def adopt(method: Host, module: LightningModule, data: FederatedData) -> Lightni
     except MisuseError as error:
         raise InputError(error.given, error.rule, error.instead) from error
     try_steps(module, batch)
-    module.frozen_norms = _frozen_norms(module)  # type: ignore[assignment]
+    frozen = [one for one in module.parameters() if one.is_floating_point() and not one.requires_grad]
+    module.frozen_norms = [(one, _norm(one)) for one in frozen]  # type: ignore[assignment]
     if method.optimizer_spec is not None:
         used, unused = f"{name}.configure_optimizers", "--model.optimizer"
         if not method.module_optimizes:
@@ -204,25 +205,20 @@ def check_trained(method: Host) -> None:
 
 
 def _require_frozen(module: Any, name: str) -> None:
-    now = _frozen_norms(module, module.frozen_norms)
-    for tensor, norm in module.frozen_norms.items():
-        if not math.isclose(now[tensor], norm, rel_tol=NORM_TOLERANCE):
+    names = {one: tensor for tensor, one in module.named_parameters()}  # a method's experts rename some
+    for one, norm in module.frozen_norms:
+        if one in names and not math.isclose(_norm(one), norm, rel_tol=NORM_TOLERANCE):
             raise MisuseError(
-                f"--model.module {name}, whose {tensor} did not require a gradient when the run began, and "
-                "has changed",
+                f"--model.module {name}, whose {names[one]} did not require a gradient when the run began, "
+                "and has changed",
                 "it is in no message and no checkpoint, and would pass from one client to the next",
                 "make it a buffer by register_buffer, which travels and is averaged, or let it require a "
                 "gradient in __init__",
             )
 
 
-def _frozen_norms(module: nn.Module, names: Mapping[str, float] | None = None) -> dict[str, float]:
-    """Return the norm of each parameter that requires no gradient, or of those with these names."""
-    return {
-        name: float(torch.linalg.vector_norm(one.detach(), dtype=torch.float64))
-        for name, one in module.named_parameters()
-        if (one.is_floating_point() and not one.requires_grad if names is None else name in names)
-    }
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64))
 
 
 def _stay_in_eval(module: LightningModule) -> None:

@@ -311,12 +311,15 @@ class Thawing(Lit):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize(("make", "name"), [(Teacher, "teacher.weight"), (Thawing, "net.1.weight")])
+@pytest.mark.parametrize(
+    ("make", "name", "workers"),
+    [(Teacher, "teacher.weight", 1), (Teacher, "teacher.weight", 2), (Thawing, "net.1.weight", 1)],
+)
 def test_what_changes_without_being_trained_from_the_start_does_not_pass_between_clients(
-    make, name, tmp_path
+    make, name, workers, tmp_path
 ):
     with pytest.raises(MisuseError, match=f"{name} did not require a gradient when the run began"):
-        run(FedAvg(module=make()), ready(), tmp_path, max_rounds=1, workers=1)
+        run(FedAvg(module=make()), ready(), tmp_path, max_rounds=1, workers=workers)
 
 
 class Normed(Lit):
