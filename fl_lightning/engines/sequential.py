@@ -25,7 +25,7 @@ from fl_lightning.engines.base import (
     start_client,
 )
 from fl_lightning.methods import Method
-from fl_lightning.methods.lit_module import check_trained
+from fl_lightning.methods.lit_module import end_steps
 from fl_lightning.methods.local_work import LocalWork
 from fl_lightning.methods.optimizing import clip_gradients, local_optimizer
 from fl_lightning.support.hook_values import check_kept, check_outputs, check_returned
@@ -103,7 +103,7 @@ def upload_of(method: Method, client: Client, steps: int, optimizer: Optimizer) 
     """Return what the client sends after ``steps`` local steps of ``optimizer``, which ``upload`` may ask
     for."""
     if steps and method.module is not None:
-        check_trained(method)
+        end_steps(method)
     method.local_work = LocalWork(steps, optimizer)
     try:
         method.end_client(client)

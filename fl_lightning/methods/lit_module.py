@@ -22,6 +22,7 @@ from fl_lightning.config.not_called import overridden, warn_of_ignored
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import InputError, MisuseError, require
 from fl_lightning.methods.module_steps import EPOCH_HOOKS, NoTrainer, call_step, try_steps
+from fl_lightning.metrics.states import clear, parts_of
 from fl_lightning.models.checks import check_outputs
 from fl_lightning.models.tensors import constant_buffers
 
@@ -183,8 +184,9 @@ def module_loss(
     return loss.reshape(())
 
 
-def check_trained(method: Host) -> None:
-    """Refuse what a client's steps have shown of a method and its module.
+def end_steps(method: Host) -> None:
+    """Forget what the metrics of a method's module have counted in a client's steps, and refuse what these
+    have shown.
 
     Raises:
         TypeError: the method's ``training_step`` never asked the module for its loss.
@@ -193,6 +195,8 @@ def check_trained(method: Host) -> None:
     module, mine = method.module, type(method).__name__
     if module is None:
         return
+    for metric in parts_of(module).values():
+        clear(metric)
     name = type(module).__name__
     if not getattr(module, "gave_loss", False):
         raise TypeError(

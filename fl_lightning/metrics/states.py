@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -31,11 +31,12 @@ def quietly() -> Iterator[None]:
         yield
 
 
-def parts_of(metric: Metric) -> dict[str, Metric]:
-    """Return the metric, under an empty name, and those that it is made of, by their paths."""
+def parts_of(module: nn.Module) -> dict[str, Metric]:
+    """Return the metrics that a module has, or a metric is made of, by their paths; a metric itself has an
+    empty one."""
     from torchmetrics import Metric
 
-    return {path: part for path, part in metric.named_modules() if isinstance(part, Metric)}
+    return {path: part for path, part in module.named_modules() if isinstance(part, Metric)}
 
 
 def keeps_outputs(metric: Metric) -> bool:

@@ -61,12 +61,16 @@ def test_a_rank_that_does_not_answer_leaves_nobody_waiting(tmp_path, what):
 
 @pytest.mark.slow
 @pytest.mark.essential
-def test_ranks_that_disagree_all_say_so(tmp_path):
-    _, messages = run("disagree", 2, tmp_path)
-    assert all(
-        message.startswith("RuntimeError: ranks [1] have other tasks for this round than rank 0")
-        for message in messages
-    )
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("disagree", "RuntimeError: ranks [1] have other tasks for this round than rank 0"),
+        ("other_data", "InputError: --data SimpleNamespace of ranks [1]; it has other examples there"),
+    ],
+)
+def test_ranks_that_disagree_all_say_so(what, says, tmp_path):
+    _, messages = run(what, 2, tmp_path)
+    assert all(message.startswith(says) for message in messages)
 
 
 def test_frames_hold_whole_parts():

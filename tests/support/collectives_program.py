@@ -7,6 +7,7 @@ import signal
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from fl_lightning.client import Client
 from fl_lightning.distributed import collectives, frames
 from fl_lightning.engines import ClientTask, ranks
+from fl_lightning.errors import InputError
 
 
 def serve(rank: int, size: int, port: int, what: str, folder: Path) -> None:
@@ -27,7 +29,7 @@ def serve(rank: int, size: int, port: int, what: str, folder: Path) -> None:
     )
     try:
         globals()[what](rank, size)
-    except RuntimeError as error:
+    except (RuntimeError, InputError) as error:
         (folder / f"rank{rank}").write_text(f"{type(error).__name__}: {error}")
     else:
         # as launch._leave does: gloo's threads may outlive the interpreter, and end the process with SIGABRT
@@ -103,3 +105,7 @@ def disagree(rank: int, size: int) -> None:
     ranks.require_agreement(
         [ClientTask(Client(7, np.arange(3), np.arange(0)), 1, b"message", torch.tensor([0, 1, rank]), 1, 1)]
     )
+
+
+def other_data(rank: int, size: int) -> None:
+    ranks.require_same_data(SimpleNamespace(partition_hash="held", content_sha256=str(rank)))
