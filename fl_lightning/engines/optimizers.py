@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from inspect import Parameter, signature
 
 from torch import optim
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from fl_lightning.errors import InputError, require
 from fl_lightning.methods import Method
@@ -107,9 +108,13 @@ def check_optimizer(method: Method, rounds: int = 1) -> None:
             "a learning rate is finite",
             "write --model.optimizer.lr 0.05",
         )
-    if isinstance(optimizer, LBFGS):
+    if any(
+        name == "closure" and parameter.default is Parameter.empty
+        for name, parameter in signature(optimizer.step).parameters.items()
+    ):
+        where = "configure_optimizers returns" if method.optimizer_spec is None else "--model.optimizer"
         raise InputError(
-            "--model.optimizer LBFGS",
+            f"{where} {type(optimizer).__name__}",
             "a local step has one gradient and no closure",
             "write --model.optimizer SGD",
         )

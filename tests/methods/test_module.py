@@ -184,6 +184,11 @@ class ByBatch(Scheduled):
     settings: ClassVar[dict] = {"interval": "step"}
 
 
+class Closures(Lit):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
 class Plateau(Scheduled):
     make = schedules.ReduceLROnPlateau
     settings: ClassVar[dict] = {"monitor": "val_loss"}
@@ -252,6 +257,7 @@ class Complex(Lit):
         (lambda: FedAvg(module=Detached()), "a loss without a gradient"),
         (lambda: FedAvg(module=Complex()), "complex numbers in phase"),
         (lambda: FedAvg(module=ByBatch()), "steps its scheduler by 'step'"),
+        (lambda: FedAvg(module=Closures()), "configure_optimizers returns LBFGS; a local step has one gradient and no closure"),
         (lambda: FedAvg(module=Plateau()), "ReduceLROnPlateau; .* not from a metric"),
         (
             lambda: FedAvg(module=TwoOptimizers()),
