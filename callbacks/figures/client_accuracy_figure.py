@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from callbacks.figures.drawing import sample
 from callbacks.figures.figure_meter import FigureMeter
 from fl_lightning.figures import BLACK, BLUE, RED, legend_outside, open_frame
 from fl_lightning.hooks import Context, RoundRecord
@@ -23,12 +24,12 @@ class ClientAccuracyFigure(FigureMeter):
     examples, the worst decile marked."""
 
     name = "client_accuracy"
-    rule = "--data.val_fraction is 0 and no client has validation examples"
+    rule = "no client has validation examples"
     instead = "write --data.val_fraction 0.05, or leave it out"
     empty: ClassVar = {"round": 0, "ids": [], "accuracies": []}
 
     def applies_to(self, context: Context) -> bool:
-        return context.data.val_fraction > 0
+        return len(context.data.validating) > 0
 
     def on_check(self, context: Context) -> None:
         super().on_check(context)
@@ -66,7 +67,7 @@ def client_accuracy_figure(
         raise ValueError("no client has been validated")
     name, title, is_share = words_of(primary), task.title(primary), primary in task.shares
     shown = task.scale(primary) * np.sort(values)
-    worst = -(-K // 10)
+    worst = -(-K // 10) if K > 1 else 0
     is_worst = np.arange(K) < worst if task.higher_is_better else np.arange(K) >= K - worst
     figure = Figure(figsize=(9.6, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -78,7 +79,7 @@ def client_accuracy_figure(
         stacked=True,
         color=[RED, BLUE],
         edgecolor="white",
-        label=[f"worst decile: {worst} of {K} clients", "other clients"],
+        label=[f"worst decile: {worst} of {K} clients", "other clients"] if worst else None,
     )
     bins = ", bins of 10 points" if is_share else ""
     left.yaxis.set_major_locator(MaxNLocator(integer=True))
@@ -86,9 +87,8 @@ def client_accuracy_figure(
     share = 100 * np.arange(1, K + 1) / K
     right.step([low, *shown, high], [0, *share, 100], where="post", color=BLUE, linewidth=1.5, zorder=3)
     shade = (0, 100 * worst / K) if task.higher_is_better else (100 - 100 * worst / K, 100)
-    right.axhspan(*shade, color=RED, alpha=0.25, linewidth=0)
     scale = task.scale(primary)
-    mean, std, of_worst = shown.mean(), shown.std(), shown[is_worst].mean()
+    mean, std = shown.mean(), shown.std()
     spread = f"{std:.1f}" if is_share else f"{std:.3g}"
     right.axvline(
         mean,
@@ -97,13 +97,16 @@ def client_accuracy_figure(
         linewidth=1,
         label=f"mean {task.shown(primary, mean / scale)}, standard deviation {spread}",
     )
-    right.axvline(
-        of_worst,
-        color=RED,
-        linestyle=":",
-        linewidth=2,
-        label=f"mean of the worst decile {task.shown(primary, of_worst / scale)}",
-    )
+    if worst:
+        of_worst = shown[is_worst].mean()
+        right.axhspan(*shade, color=RED, alpha=0.25, linewidth=0)
+        right.axvline(
+            of_worst,
+            color=RED,
+            linestyle=":",
+            linewidth=2,
+            label=f"mean of the worst decile {task.shown(primary, of_worst / scale)}",
+        )
     margin = 0.01 * (high - low)
     right.set(
         xlabel=f"validation {title}",
@@ -111,9 +114,11 @@ def client_accuracy_figure(
         xlim=(low - margin, high + margin),
         ylim=(0, 101),
     )
-    few = f"{held.min()} to {held.max()} validation examples each, median {np.median(held):.0f}"
+    few = f"{held.min()} validation examples each"
+    if held.min() < held.max():
+        few = f"{held.min()} to {held.max()} validation examples each, median {np.median(held):.0f}"
     figure.suptitle(
-        f"{name[0].upper()}{name[1:]} of {K} clients on their own examples, round {round} ({few})",
+        f"{name[0].upper()}{name[1:]} of {sample(K, K)} on their own examples, round {round} ({few})",
         fontsize="medium",
     )
     legend_outside(figure, columns=2)

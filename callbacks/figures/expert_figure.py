@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 SHOWN = 40
 """Clients; the names of more cannot be read."""
+READABLE = 0.06
+"""The share of the use from which a number has room in the bar of an expert."""
+LUMINANCE = (0.2126, 0.7152, 0.0722)  # of red, green and blue
 SURE = 2.0
 """Standard errors by which a client's own adapter is better, for its transfer to count as negative."""
 
@@ -101,7 +104,8 @@ class ExpertFigure(FigureMeter):
         if not self.seen["clients"]:
             raise ValueError("no client has chosen an expert")
         ids = sorted(self.seen["clients"], key=int)
-        groups, names = self._groups(ids, context), context.data.group_names
+        groups = self._groups(ids, context)
+        names = context.data.group_names or range(context.data.num_groups)
         labels = [f"{id}  {names[group]}" for id, group in zip(ids, groups, strict=True)]
         if not context.data.group_counts().any():  # nodes do not say them of their own data
             labels = ids
@@ -195,15 +199,30 @@ def _draw_use(axes: Axes, use: np.ndarray, ever: np.ndarray) -> None:
     """Stack the shares of the use of some experts ``ever``; ``[R, S]``."""
     rounds, below = np.arange(1, len(use) + 1), np.zeros(len(use))
     for expert in ever:
-        colour = COLOURS[expert % (len(COLOURS) - 1)]
+        colour = _colour(expert, int(ever.max()))
         axes.bar(rounds, use[:, expert], 1.0, below, color=colour, edgecolor="white", linewidth=0.4)
         below += use[:, expert]
     axes.set(title="use of each expert", xlabel="round", ylabel="share of the clients' weight", ylim=(0, 1))
     for expert in ever:  # the name stands where the expert is used most
         at = int(use[:, expert].argmax())
         height = use[at, :expert].sum() + use[at, expert] / 2
-        if use[at, expert] > 0:
-            axes.text(at + 1, height, str(expert + 1), ha="center", va="center", color="white", weight="bold")
+        if use[at, expert] > READABLE:
+            ink = BLACK if _is_light(_colour(expert, int(ever.max()))) else "white"
+            axes.text(at + 1, height, str(expert + 1), ha="center", va="center", color=ink, weight="bold")
+
+
+def _colour(expert: int, last: int) -> Any:
+    """Return the colour of an expert: one of all figures', or of twenty where there are more experts."""
+    from matplotlib import colormaps
+
+    few = COLOURS[:-1]
+    return few[expert] if last < len(few) else colormaps["tab20"](expert % 20)
+
+
+def _is_light(colour: Any) -> bool:
+    from matplotlib.colors import to_rgb
+
+    return float(np.dot(to_rgb(colour), LUMINANCE)) > 0.6
 
 
 def _draw_lost(axes: Axes, lost: np.ndarray) -> None:
@@ -230,4 +249,4 @@ def _draw_served(axes: Axes, rounds: list[int], mean: list[float], worst: list[f
         axes.yaxis.set_major_formatter(ScalarFormatter())
         axes.yaxis.set_minor_formatter(ScalarFormatter())
     if mean:
-        axes.legend(frameon=False, labelcolor=BLACK)
+        axes.legend(frameon=False, labelcolor=BLACK, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)

@@ -31,7 +31,8 @@ class PartitionFigure(Meter):
 
 
 def partition_figure(counts: np.ndarray, group: str = "class", names: Sequence[str] = ()) -> Figure:
-    """Clients across, classes or other groups up, colour = examples; above, the size of each client.
+    """Clients across, classes or other groups up, colour = examples; above, the size of each client. Of one
+    group there are the sizes alone.
 
     Args:
         counts: examples per client and group ``[K, G]``. Of more than 200 clients, 200 evenly spaced ones are
@@ -48,11 +49,22 @@ def partition_figure(counts: np.ndarray, group: str = "class", names: Sequence[s
     counts = counts[shown]
     sizes = counts.sum(axis=1)
     held = (counts > 0).sum(axis=1)[sizes > 0]
-    figure = Figure(figsize=(11, 5), layout="constrained")
-    top, main = figure.subplots(2, 1, sharex=True, height_ratios=[1, 3])
+    figure = Figure(figsize=(11, 5 if classes > 1 else 3), layout="constrained")
     x = np.arange(len(shown))
+    ticks = x[:: max(1, -(-len(x) // 20))]
+    middle = f"{np.median(sizes):.0f} example{'s' if np.median(sizes) != 1 else ''}"
+    if classes == 1:
+        top = figure.subplots()
+        top.set_title(f"Partition: {sample(len(shown), clients)}, median {middle}")
+        top.set(xlabel="client", xlim=(-0.6, len(shown) - 0.4))
+        top.set_xticks(ticks, [str(shown[i]) for i in ticks])
+    else:
+        top, main = figure.subplots(2, 1, sharex=True, height_ratios=[1, 3])
     top.bar(x, sizes, width=0.85, color=GREY)
     top.set(ylabel="examples")
+    top.spines[["top", "right"]].set_visible(False)
+    if classes == 1:
+        return figure
     image = main.imshow(
         np.ma.masked_equal(counts.T, 0),
         aspect="auto",
@@ -65,22 +77,19 @@ def partition_figure(counts: np.ndarray, group: str = "class", names: Sequence[s
         main.set_yticks(range(len(names)), names)
     else:
         main.yaxis.set_major_locator(MaxNLocator(min(classes, 10), integer=True))
-    ticks = x[:: max(1, -(-len(x) // 20))]
     main.set_xticks(ticks, [str(shown[i]) for i in ticks])
     main.set(xlabel="client", ylabel=group, xlim=(-0.6, len(shown) - 0.4))
     bar = figure.colorbar(image, ax=main, label=f"examples of the {group} (log scale)", pad=0.01)
     bar.minorticks_off()
-    bar.set_ticks(
-        marks := [m * 10**e for e in range(7) for m in (1, 2, 5) if m * 10**e <= image.norm.vmax],
-        labels=[str(mark) for mark in marks],
-    )
+    decades = range(int(np.log10(image.norm.vmax)) + 1)
+    steps = (1, 2, 5) if len(decades) <= 4 else (1,)
+    marks = [step * 10**e for e in decades for step in steps if step * 10**e <= image.norm.vmax]
+    bar.set_ticks(marks, labels=[f"{mark:,}" for mark in marks])
     median = (
-        f", median {np.median(sizes):.0f} examples in {np.median(held):.0f} of {classes} {group}"
-        f"{'es' if group == 'class' else 's'}"
+        f", median {middle} in {np.median(held):.0f} of {classes} {group}{'es' if group == 'class' else 's'}"
         if len(held)
         else ""
     )
     top.set_title(f"Partition: {sample(len(shown), clients)}{median}")
-    for axes in (top, main):
-        axes.spines[["top", "right"]].set_visible(False)
+    main.spines[["top", "right"]].set_visible(False)
     return figure

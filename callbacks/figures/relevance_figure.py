@@ -122,9 +122,10 @@ def relevance_figure(ids: np.ndarray, relevance: np.ndarray, counts: np.ndarray)
         figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02)
         axes.set(title=title, xlabel="client", ylabel="client")
     share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    image = right.imshow(
-        np.ma.masked_equal(share, 0), vmin=0, vmax=1, cmap="viridis_r", aspect="auto", interpolation="nearest"
-    )
+    most = max(float(share.max(initial=0)), 1e-9)
+    held = np.ma.masked_equal(share, 0)
+    image = right.imshow(held, vmin=0, vmax=most, cmap="viridis_r", aspect="auto", interpolation="nearest")
+    right.set_box_aspect(1 / 0.75)  # as high as the squares beside it
     figure.colorbar(image, ax=right, shrink=0.8, pad=0.02, label="share of the client's examples")
     right.set(title="labels", xlabel="class", ylabel="client")
     right.xaxis.set_major_locator(MaxNLocator(min(counts.shape[1], 10), integer=True))

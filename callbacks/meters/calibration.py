@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fl_lightning")
 
+HATCHED = 30
+"""Up to so many bins have room for a pattern."""
+
 
 class Calibration(Meter):
     """Adds ``test/ece`` (in [0, 1]) and ``test/brier`` (in [0, 2]) to each evaluated round; both are NaN
@@ -100,7 +103,9 @@ def reliability_diagram(bins: CalibrationBins, title: str, M: int) -> Figure:
     top.plot([0, 1], [0, 1], color=GREY, linestyle="--", linewidth=1, label="perfect calibration")
     top.bar(centre[full], bins.accuracy[full], width[full], color=SKY, edgecolor="white", label="accuracy")
     low, high = np.minimum(bins.accuracy, bins.confidence), np.maximum(bins.accuracy, bins.confidence)
-    gap = {"color": "none", "edgecolor": RED, "hatch": "////", "linewidth": 1.0}
+    gap: dict[str, Any] = {"color": "none", "edgecolor": RED, "hatch": "////", "linewidth": 1.0}
+    if M > HATCHED:  # the hatching of narrow bars hides what is behind it
+        gap = {"color": RED, "alpha": 0.35, "linewidth": 0}
     top.bar(
         centre[full],
         (high - low)[full],

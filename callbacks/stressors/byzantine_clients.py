@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from callbacks.stressors.draws import own_stream
 from fl_lightning.aggregation.robust import squared_distances
 from fl_lightning.client import Client
 from fl_lightning.config.constraints import Constraint, within
@@ -30,7 +31,7 @@ OMNISCIENT = frozenset({"alie", "ipm", "min_max"})
 
 class ByzantineClients(Stressor):
     """The same seeded clients in every round; they train like the others and replace their upload by an
-    attack.
+    attack. Of two, each draws its own clients.
 
     An honest update u = x_k - x becomes, with the default ``strength``: ``sign_flip`` -10 u, ``scale`` 10 u,
     ``noise`` u + 10 rms(u) z with z standard normal. That is exact where values travel in fp32 (entries
@@ -128,7 +129,7 @@ class ByzantineClients(Stressor):
     def change_upload(self, upload: Payload, *, client: Client, round: int, context: Context) -> Payload:
         if round < self.round or client.id not in self.attackers(context):
             return upload
-        draws = stream(context.seed, "byzantine", round, client.id)
+        draws = stream(context.seed, own_stream("byzantine", self, context), round, client.id)
         method, starts = context.method, context.method.entry_starts(upload)
         return Payload(
             {
@@ -144,9 +145,8 @@ class ByzantineClients(Stressor):
             count = max(
                 int(self.clients * len(candidates) + 0.5), int(self.clients > 0 and len(candidates) > 0)
             )
-            self._attackers = frozenset(
-                stream(context.seed, "byzantine_clients").choice(candidates, count, replace=False).tolist()
-            )
+            random = stream(context.seed, own_stream("byzantine_clients", self, context))
+            self._attackers = frozenset(random.choice(candidates, count, replace=False).tolist())
             log.info("%s by %d of %d clients from round %d", self.attack, count, len(candidates), self.round)
         return self._attackers
 

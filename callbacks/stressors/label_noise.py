@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from torch import Tensor
 
+from callbacks.stressors.draws import own_stream
 from fl_lightning.client import Assignment, Client
 from fl_lightning.config.constraints import Constraint, within
 from fl_lightning.errors import InputError
@@ -25,7 +26,8 @@ class LabelNoise(Stressor):
 
     A noisy client has ``round(labels * n_k)`` labels flipped: of classification each to any other class with
     equal probability; of regression they change places; of language modelling the labelled tokens of these
-    examples become others, in the target and where the network reads them. Validation labels stay clean.
+    examples become others, in the target and where the network reads them. Validation labels stay clean. Of
+    two, each draws its own clients and flips.
 
     Args:
         round: first round with noise, counted from 1.
@@ -87,15 +89,14 @@ class LabelNoise(Stressor):
     def change_cohort(self, cohort: list[Assignment], *, round: int, context: Context) -> list[Assignment]:
         if self.among == "cohort" and round == self.round:
             self._noisy = self._choose(
-                np.array([a.client.id for a in cohort if len(a.client.train)], np.int64), context.seed
+                np.array([a.client.id for a in cohort if len(a.client.train)], np.int64), context
             )
         return cohort
 
     def change_labels(self, labels: Tensor, *, client: Client, round: int, context: Context) -> Tensor:
         if round < self.round or client.id not in self._noisy_clients(context):
             return labels
-        # two of them, from different rounds, differ
-        random = stream(context.seed, "label_noise", self.round, client.id)
+        random = stream(context.seed, own_stream("label_noise", self, context), self.round, client.id)
         where = random.choice(len(labels), size=_rounded(self.labels * len(labels)), replace=False)
         return context.data.task.corrupt(labels, where, random, context.data.num_classes)
 
@@ -113,14 +114,15 @@ class LabelNoise(Stressor):
                     "it chooses from that round's cohort",
                     "resume from an earlier checkpoint or write among: federation",
                 )
-            self._noisy = self._choose(np.flatnonzero(context.data.sizes), context.seed)
+            self._noisy = self._choose(np.flatnonzero(context.data.sizes), context)
         return self._noisy
 
-    def _choose(self, active: np.ndarray, seed: int) -> frozenset[int]:
+    def _choose(self, active: np.ndarray, context: Context) -> frozenset[int]:
         """Independent of the order of ``active``; sorted and drawn once, so that 100 000 clients cost
         milliseconds."""
         count = max(_rounded(self.clients * len(active)), int(self.clients > 0 and len(active) > 0))
-        chosen = stream(seed, "label_noise_clients").choice(np.sort(active), size=count, replace=False)
+        random = stream(context.seed, own_stream("label_noise_clients", self, context))
+        chosen = random.choice(np.sort(active), size=count, replace=False)
         share = 100 * self.labels
         log.info(
             "label noise from round %d: %d of %d clients, %g %% of their labels",

@@ -47,7 +47,7 @@ class NewTasks(Stressor):
 
     def on_check(self, context: Context) -> None:
         self.changed = 0
-        names = [str(name) for name in context.data.group_names]
+        names = _names(context)
         known = self.group in range(len(names)) if isinstance(self.group, int) else self.group in names
         if not known:
             raise InputError(
@@ -68,8 +68,7 @@ class NewTasks(Stressor):
         return self.arrives <= round and (self.leaves is None or round <= self.leaves)
 
     def _theirs(self, context: Context) -> set[int]:
-        names = [str(name) for name in context.data.group_names]
-        group = self.group if isinstance(self.group, int) else names.index(self.group)
+        group = self.group if isinstance(self.group, int) else _names(context).index(self.group)
         return set(np.flatnonzero(context.data.group_counts().argmax(1) == group).tolist())
 
     def on_round_end(self, record: RoundRecord, context: Context) -> None:
@@ -85,3 +84,8 @@ class NewTasks(Stressor):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.changed = state["changed"]
+
+
+def _names(context: Context) -> list[str]:
+    """Return the names of the groups; numbers of classes, where data have no other groups."""
+    return [str(name) for name in context.data.group_names or range(context.data.num_groups)]

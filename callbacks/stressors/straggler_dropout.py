@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Literal
 
+from callbacks.stressors.draws import own_stream
 from fl_lightning.client import Assignment
 from fl_lightning.config.constraints import Constraint, within
 from fl_lightning.hooks import Context, Stressor
@@ -13,7 +14,7 @@ from fl_lightning.rng import stream
 
 class StragglerDropout(Stressor):
     """Every sampled client is a straggler with the same probability, independently of the others and of the
-    order of the cohort.
+    order of the cohort. Of two, each draws its own.
 
     Args:
         probability: chance in [0, 1] that a sampled client is a straggler in a round.
@@ -39,12 +40,13 @@ class StragglerDropout(Stressor):
         self.probability, self.mode, self.work = probability, mode, work
 
     def change_cohort(self, cohort: list[Assignment], *, round: int, context: Context) -> list[Assignment]:
+        purpose = own_stream("straggler", self, context)
         return [
-            self._slowed(a) if self._is_straggler(a.client.id, round, context.seed) else a for a in cohort
+            self._slowed(a)
+            if stream(context.seed, purpose, round, a.client.id).random() < self.probability
+            else a
+            for a in cohort
         ]
-
-    def _is_straggler(self, client: int, round: int, seed: int) -> bool:
-        return stream(seed, "straggler", round=round, client=client).random() < self.probability
 
     def _slowed(self, assignment: Assignment) -> Assignment:
         if self.mode == "partial":

@@ -29,13 +29,12 @@ from fl_lightning.data.form import Form
 from fl_lightning.data.image_base import ImageData
 from fl_lightning.data.local import Arrays
 from fl_lightning.data.partition import Partition, check_memory
+from fl_lightning.data.pixels import is_deep
 from fl_lightning.errors import InputError, as_bad_input, require
 
 log = logging.getLogger(__name__)
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
-DEEP_MODES = ("I", "F", "I;16", "I;16L", "I;16B")
-"""Modes of PIL whose pixels have more than 8 bits."""
 
 
 class ImageFile(NamedTuple):
@@ -238,7 +237,7 @@ def read_image(path: Path, side: int) -> np.ndarray:
         as_bad_input(f"{path}", "it is no image or damaged", "remove or mend it", *errors),
         Image.open(path) as image,
     ):
-        deep = image.mode in DEEP_MODES
+        deep = is_deep(image)
         square = ImageOps.fit(image.convert("RGB"), (side, side), method=Image.Resampling.BILINEAR)
     require(not deep, f"{path}", "its pixels have more than 8 bits", "convert it to 8 bits a channel")
     return np.asarray(square).transpose(2, 0, 1)

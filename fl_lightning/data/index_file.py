@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fl_lightning.data.holdings import Holdings
-from fl_lightning.data.partition import IndexPartition
+from fl_lightning.data.partition import IndexPartition, times_held
 from fl_lightning.errors import InputError, as_bad_input, require
 
 
@@ -92,23 +92,7 @@ class FromFile(IndexPartition):
 
     def _check(self, index: np.ndarray, owner: np.ndarray, count: int) -> None:
         """Refuse lists that do not cover all examples once."""
-        outside = (index < 0) | (index >= count)
-        if outside.any():
-            place = int(outside.argmax())
-            raise InputError(
-                f"{self.path}, client {owner[place]}",
-                f"there is no example {index[place]}: the data has {count}, counted from 0",
-                f"write 0 to {count - 1}, or the data that the file was made for",
-            )
-        times = np.bincount(index, minlength=count)
-        if (times > 1).any():
-            example = int((times > 1).argmax())
-            holders = owner[index == example].tolist()
-            raise InputError(
-                f"{self.path}",
-                f"example {example} is listed twice, by the clients {holders[0]} and {holders[1]}",
-                "leave it in one list",
-            )
+        times = times_held(f"{self.path}", index, owner, count)
         if (times == 0).any():
             raise InputError(
                 f"{self.path}",

@@ -26,6 +26,7 @@ from fl_lightning.data.arrays import (
 )
 from fl_lightning.data.form import Form
 from fl_lightning.data.partition import check_memory
+from fl_lightning.data.pixels import is_deep
 from fl_lightning.errors import InputError, require
 from fl_lightning.rng import torch_stream
 from fl_lightning.support.user_code import is_bug_of_user
@@ -300,6 +301,8 @@ def plain(value: Any) -> Any:
 def _tensor(value: Any, where: str) -> Tensor:
     """Return an input as a tensor: images as uint8 ``[3, H, W]``, real numbers as float32, others int64."""
     if hasattr(value, "convert") and hasattr(value, "getbands"):  # an image of PIL
+        rule = f"an image in mode {value.mode} has more than 8 bits a channel"
+        require(not is_deep(value), where, rule, "give the dataset a transform that makes tensors of them")
         return torch.from_numpy(np.array(value.convert("RGB"))).permute(2, 0, 1)
     try:
         found = value.detach().cpu() if isinstance(value, Tensor) else torch.as_tensor(np.array(value))

@@ -6,6 +6,7 @@ of indices that together cover ``0 .. N - 1``. No array is larger than ``C x K``
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from abc import ABC, abstractmethod
@@ -19,6 +20,8 @@ from fl_lightning.config.recorded import Recorded
 from fl_lightning.data.holdings import Holdings
 from fl_lightning.errors import InputError, require
 from fl_lightning.rng import stream
+
+log = logging.getLogger("fl_lightning")
 
 MAX_DRAWS = 1000
 
@@ -198,7 +201,51 @@ def make_holdings(partition: Partition, labels: np.ndarray, num_clients: int, se
     """Return the result of ``partition(labels, num_clients, seed)`` as :class:`Holdings`."""
     if isinstance(partition, IndexPartition) and type(partition).__call__ is IndexPartition.__call__:
         return partition.holdings(labels, num_clients, seed)
-    return Holdings.of(partition(labels, num_clients, seed))
+    given, found = f"partition {type(partition).__name__}", partition(labels, num_clients, seed)
+    form = "return a sorted array of int64 for each"
+    require(len(found) == num_clients, given, f"it has {len(found)} parts for {num_clients} clients", form)
+    parts = [np.asarray(part) for part in found]
+    for client, part in enumerate(parts):
+        numbers = part.ndim == 1 and (part.dtype.kind in "iu" or not len(part))
+        require(numbers, given, f"the part of client {client} is no array of example numbers", form)
+    owner = np.repeat(np.arange(num_clients), [len(part) for part in parts])
+    index = np.concatenate(parts).astype(np.int64)
+    nobodys = int((times_held(given, index, owner, len(labels)) == 0).sum())
+    if nobodys:
+        log.warning("%s gives %d of %d examples to nobody", given, nobodys, len(labels))
+    return Holdings.of(parts)
+
+
+def times_held(given: str, index: np.ndarray, owner: np.ndarray, count: int) -> np.ndarray:
+    """Return how often each example is held, 0 or 1, int64 ``[count]``.
+
+    Args:
+        given: what lists them, for messages.
+        index: the examples of all clients, int64.
+        owner: the client of each.
+        count: how many examples the data have.
+
+    Raises:
+        InputError: an example does not exist, or is held twice.
+    """
+    outside = (index < 0) | (index >= count)
+    if outside.any():
+        place = int(outside.argmax())
+        raise InputError(
+            f"{given}, client {owner[place]}",
+            f"there is no example {index[place]}: the data has {count}, counted from 0",
+            f"write 0 to {count - 1}, or the data that it was made for",
+        )
+    times = np.bincount(index, minlength=count)
+    if (times > 1).any():
+        example = int((times > 1).argmax())
+        one, other, *_ = owner[index == example].tolist()
+        raise InputError(
+            given,
+            f"example {example} is listed twice, by the clients {one} and {other}",
+            "leave it in one list",
+        )
+    return times
 
 
 class Dirichlet(IndexPartition):

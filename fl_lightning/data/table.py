@@ -27,6 +27,7 @@ from fl_lightning.data.arrays import (
 from fl_lightning.data.form import Form
 from fl_lightning.data.partition import check_memory
 from fl_lightning.data.table_file import (
+    MAX_WHOLE,
     TABLE_FILE,
     block_of,
     check_column,
@@ -157,7 +158,11 @@ class TableData(ArrayData):
         texts = [name for name, some in known if np.isnan(pd.to_numeric(some, errors="coerce")).any()]
         table, self._columns, self._mended = read_table(self.train_path, texts), {}, {}
         self._check_columns(table)
-        test_table = read_table(self.test_path, texts) if self.test_path else None
+        test_table = None
+        if self.test_path is not None:  # "01" beside "0A" is no number, nor is it where it stands alone
+            others = table.columns[[not pd.api.types.is_numeric_dtype(kind) for kind in table.dtypes]]
+            words = [name for name in others if name not in texts and _is_text(table[name])]
+            test_table = read_table(self.test_path, [*texts, *words])
         test_file = self.test_path or self.train_path
         self._check_target(table[table[self.target].notna()])
         if test_table is not None:
@@ -277,10 +282,12 @@ class TableData(ArrayData):
         """
         if self.text is not None:
             self._mended["text"] = dict(self._encodings)
+        names = [*self._categorical, *(name for name in self._others if self._is_name(name))]
         if self.missing is None:
+            both = [name for name in names if name in test and train[name].dtype != test[name].dtype]
+            train, test = whole_names((train, test), both)
             return train, test
         features = self._seen(train)
-        names = [*self._categorical, *(name for name in self._others if self._is_name(name))]
         used = [*features, *self._others]
         gaps = [some[[name for name in used if name in some]].isna() for some in (train, test)]
         counts = gaps[0].sum().add(gaps[1].sum(), fill_value=0)
@@ -495,6 +502,15 @@ class TableData(ArrayData):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return columns of numbers in standard deviations from their means, float64 ``[N, D]``."""
         values = block_of(train, names, self.train_path), block_of(test, names, test_file)
+        for name, largest in zip(names, np.abs(values[0]).max(axis=1, initial=0.0), strict=True):
+            if largest >= MAX_WHOLE and train[name].dtype.kind in "iu":
+                log.warning(
+                    "%s, column %s: whole numbers from 2^53 on are rounded; if they are names, "
+                    "write --data.categorical [%s], else subtract the least of them",
+                    self.train_path,
+                    name,
+                    name,
+                )
         found = [self._moments(name, column) for name, column in zip(names, values[0], strict=True)]
         mean, std = (np.array(some)[:, None] for some in zip(*found, strict=True))
         return ((values[0] - mean) / std).T, ((values[1] - mean) / std).T
@@ -521,6 +537,12 @@ class TableData(ArrayData):
             place = text.map(numbers).fillna(-1).to_numpy(np.int64)
             found.append(place[:, None] == np.arange(len(numbers)))
         return found[0], found[1]
+
+
+def _is_text(column: pd.Series) -> bool:
+    """Return whether all values of a column that are there are text."""
+    values = column.dropna()
+    return len(values) > 0 and bool(values.map(lambda value: isinstance(value, str)).all())
 
 
 def _has_fill(entry: Any) -> bool:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections import Counter
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 CSV_SUFFIXES, PARQUET_SUFFIXES = (".csv", ".csv.gz", ".tsv"), (".parquet", ".pq")
 MAX_NUMBER = 1e30
 """A larger number would spoil the deviation of its column: its square is more than float32 holds."""
+MAX_WHOLE = 2**53
+"""From here on float64 does not tell whole numbers apart."""
 CONSTANT = 1e-14
 """A column whose deviation is a smaller share of its largest value is a constant, but for rounding."""
 MANY_COLUMNS = 1000
@@ -84,11 +87,22 @@ def read_table(path: Path, texts: Iterable[str] = ()) -> pd.DataFrame:
     kinds = table.dtypes
     if categories := [name for name in table if isinstance(kinds[name], pd.CategoricalDtype)]:
         table = table.astype(dict.fromkeys(categories, object))
+    for name in (name for name in table if kinds[name].kind == "O" and type(table[name].iloc[0]) is int):
+        if table[name].map(lambda value: type(value) is int).all():  # some are beyond 64 bits
+            table[name] = table[name].map(_as_float)
     if len(table.columns) > MANY_COLUMNS:
         table = table.copy()
     if not isinstance(table.index, pd.RangeIndex):  # of a Parquet file: it may hold a column
         table = table.reset_index() if all(table.index.names) else table.reset_index(drop=True)
     return table
+
+
+def _as_float(number: int) -> float:
+    """Return a whole number as a float, infinite where it is too large for one."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
 
 
 TABLE_FILE = path_to("file", "there is no such file", "write the path of a .csv or .parquet file")

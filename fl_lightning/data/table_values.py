@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 
 from fl_lightning.config.near_names import nearest_or_list, require_choice
-from fl_lightning.data.table_file import MAX_NUMBER, moments, row_of
+from fl_lightning.data.table_file import MAX_NUMBER, MAX_WHOLE, moments, row_of
 from fl_lightning.errors import InputError, require
 
 if TYPE_CHECKING:
@@ -30,8 +30,6 @@ MAX_SHARE_OF_NUMBERS = 0.9
 """A column of text of which more values than this share, but not all, are numbers has a wrong value."""
 MAX_WORDS = 1000
 """Largest number of words of a column; the most frequent ones are taken."""
-MAX_WHOLE = 2**53
-"""From here on float64 does not tell whole numbers apart."""
 MAX_LISTED = 10
 """Columns that a message names of each kind of problem."""
 DECIMAL_COMMA = r"[+-]?\d+,\d+"

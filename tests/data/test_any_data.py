@@ -14,6 +14,7 @@ import pytest
 import torch
 from lightning import LightningDataModule
 from page_commands import documented, file_of_page
+from PIL import Image
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, random_split
 from torchvision.datasets import MNIST, FakeData
 from toy import run
@@ -201,6 +202,8 @@ WRONG = {
     "wrong input": ([{"x": 1, "y": 2}] * 9, {"target": "y", "input": "z"}, "input=z"),
     "wrong place": (pairs(), {"client": 2}, "client=2; .* is a tuple of 2; write a position from 0 to 1"),
     "text": ([("a text", 1)] * 9, {}, "an input is a tensor, an array, an image or numbers, and this is a str"),
+    "16 bits": ([(Image.fromarray(np.full((9, 9), 40_000, np.uint16)), 1)] * 9, {}, "item 0; .* more than 8 bits a channel"),
+    "real pixels": ([(Image.fromarray(np.full((9, 9), 0.5, np.float32)), 1)] * 9, {}, "mode F has more than 8 bits"),
     "shapes": ([*pairs(), (torch.ones(3), "odd")], {}, r"item 40, input torch.float32 \[3\]; the first item's"),
     "not finite": (nan(7), {}, "item 7; its input has values that are not finite"),
     "fractions": ([(torch.ones(2), 0.5)] * 9, {}, "a class is a whole number or a text, and this is a float"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -110,6 +112,18 @@ def deep(folder: Path) -> None:
     Image.fromarray(np.full((9, 9), 40_000, np.uint16)).save(write(folder) / "red" / "deep.png")
 
 
+def deep_colours(folder: Path) -> None:
+    """A PNG of 16 bits a channel, which PIL cannot write and calls RGB where it reads one."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", 9, 9, 16, 2, 0, 0, 0))
+    pixels = chunk(b"IDAT", zlib.compress((b"\0" + bytes(9 * 6)) * 9))
+    path = write(folder) / "red" / "deep.png"
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + head + pixels + chunk(b"IEND", b""))
+
+
 WRONG = {
     "no folder": (lambda folder: None, {}, "there is no such folder"),
     "empty": (lambda folder: (folder / "red").mkdir(parents=True), {}, "it holds no images; the form is class/image"),
@@ -121,6 +135,7 @@ WRONG = {
     "cut off": (damaged, {}, r"003\.png; it is no image or damaged"),
     "not an image": (no_image, {}, r"003\.png; it is no image or damaged"),
     "16 bits": (deep, {}, r"deep\.png; its pixels have more than 8 bits"),
+    "16 bits of each colour": (deep_colours, {}, r"deep\.png; its pixels have more than 8 bits"),
     "nobody": (write, {"num_clients": 0}, "nothing says whose an example is"),
     "natural": (write, {"partition": Natural()}, "the data do not say whose an example is"),
     "size": (write, {"size": 0}, "at least one pixel"),

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fl_lightning.data import IID, Dirichlet, Partition, Shards, dirichlet_partition
-from fl_lightning.data.partition import _draw
+from fl_lightning.data.partition import _draw, make_holdings
+from fl_lightning.errors import InputError
 from fl_lightning.rng import stream
 
 
@@ -153,3 +154,36 @@ def test_constructors_refuse_at_once() -> None:
             make()
     with pytest.raises(ValueError, match="cannot be cut into 40 shards"):
         Shards(4)(np.zeros(30), 10, 0)
+
+
+class Own(Partition):
+    """What it returns is given to it."""
+
+    def __init__(self, parts) -> None:
+        self.parts = parts
+
+    def __call__(self, labels, num_clients, seed):
+        return self.parts
+
+
+@pytest.mark.parametrize(
+    ("parts", "says"),
+    [
+        ([np.arange(6), np.arange(3)], "example 0 is listed twice, by the clients 0 and 1"),
+        ([np.array([0, 0, 1, 2]), np.array([3, 4, 5])], "example 0 is listed twice, by the clients 0 and 0"),
+        ([np.arange(5), np.array([11])], "client 1; there is no example 11: the data has 6"),
+        ([np.arange(5), np.array([-1])], "there is no example -1"),
+        ([np.arange(6.0), np.arange(0)], "client 0 is no array of example numbers"),
+        ([np.ones(6, bool), np.zeros(6, bool)], "client 0 is no array of example numbers"),
+        ([np.arange(6)], "it has 1 parts for 2 clients"),
+    ],
+)
+def test_a_partition_of_ones_own_that_is_none_is_refused(parts, says):
+    with pytest.raises(InputError, match=says):
+        make_holdings(Own(parts), np.zeros(6, np.int64), 2, 0)
+
+
+def test_examples_that_an_own_partition_gives_to_nobody_are_counted(caplog):
+    held = make_holdings(Own([[4, 0], []]), np.zeros(6, np.int64), 2, 0)
+    assert held.sizes.tolist() == [2, 0]
+    assert "partition Own gives 4 of 6 examples to nobody" in caplog.text

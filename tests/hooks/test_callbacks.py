@@ -50,6 +50,7 @@ class FakeContext:
     max_rounds: int = 100
     run_dir: Path = Path()
     method: Any = None
+    callbacks: tuple[Any, ...] = ()
     data: Any = field(default_factory=Data)
     figures: dict[str, Figure] = field(default_factory=dict)
 

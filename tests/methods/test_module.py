@@ -257,7 +257,10 @@ class Complex(Lit):
         (lambda: FedAvg(module=Detached()), "a loss without a gradient"),
         (lambda: FedAvg(module=Complex()), "complex numbers in phase"),
         (lambda: FedAvg(module=ByBatch()), "steps its scheduler by 'step'"),
-        (lambda: FedAvg(module=Closures()), "configure_optimizers returns LBFGS; a local step has one gradient and no closure"),
+        (
+            lambda: FedAvg(module=Closures()),
+            "configure_optimizers returns LBFGS; a local step has one gradient and no closure",
+        ),
         (lambda: FedAvg(module=Plateau()), "ReduceLROnPlateau; .* not from a metric"),
         (
             lambda: FedAvg(module=TwoOptimizers()),

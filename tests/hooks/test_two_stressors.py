@@ -1,0 +1,84 @@
+"""Two stressors of one class hit apart, and the first as it does alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from toy import ready
+
+from callbacks import ByzantineClients, LabelNoise, NewTasks, StragglerDropout
+from fl_lightning.client import Assignment, Client
+from fl_lightning.errors import InputError
+from fl_lightning.tasks import Classification
+
+CLIENTS = 400
+
+
+def context(*callbacks) -> SimpleNamespace:
+    sizes = np.full(CLIENTS, 10)
+    data = SimpleNamespace(task=Classification(), num_classes=10, sizes=sizes)
+    return SimpleNamespace(seed=1, max_rounds=9, callbacks=callbacks, data=data)
+
+
+def client(id: int) -> Client:
+    return Client(id, train=np.arange(10), val=np.empty(0, np.int64))
+
+
+def dropped(*callbacks: StragglerDropout) -> set[int]:
+    cohort = [Assignment(client(id)) for id in range(CLIENTS)]
+    for one in callbacks:
+        cohort = one.change_cohort(cohort, round=1, context=context(*callbacks))
+    return {a.client.id for a in cohort if not a.returns}
+
+
+def test_stragglers_of_two_are_independent():
+    before, after = StragglerDropout(0.3), StragglerDropout(0.3, mode="after")
+    first, both = dropped(before), dropped(before, after)
+    assert first == dropped(after) < both  # the first alone is as it was
+    assert abs(len(both) / CLIENTS - 0.51) < 0.08  # 1 - 0.7^2, and not 0.3
+
+
+def flipped(*callbacks: LabelNoise) -> np.ndarray:
+    """How many labels of each client are wrong in round 1."""
+    given, wrong = context(*callbacks), []
+    for id in range(CLIENTS):
+        labels = torch.arange(10)
+        for one in callbacks:
+            labels = one.change_labels(labels, client=client(id), round=1, context=given)
+        wrong.append(int((labels != torch.arange(10)).sum()))
+    return np.array(wrong)
+
+
+def test_noise_of_two_hits_other_clients_and_other_labels():
+    one, two = (LabelNoise(round=1, clients=0.5, labels=0.5) for _ in range(2))
+    once = flipped(one)
+    twice = flipped(LabelNoise(round=1, clients=0.5, labels=0.5), two)
+    assert (once > 0).sum() == CLIENTS / 2
+    assert abs((twice > 0).mean() - 0.75) < 0.08
+    assert twice.sum() > 1.6 * once.sum()
+
+
+def test_attackers_of_two_are_others():
+    one, two = ByzantineClients(0.2), ByzantineClients(0.2, attack="noise")
+    given = context(one, two)
+    shared = one.attackers(given) & two.attackers(given)
+    assert len(one.attackers(given)) == len(two.attackers(given)) == CLIENTS / 5
+    assert len(shared) < CLIENTS / 10  # 16 are expected
+    assert one.attackers(given) == ByzantineClients(0.2).attackers(context())
+
+
+def test_a_class_arrives_where_data_have_no_other_groups():
+    data = ready()
+    mostly = data.group_counts().argmax(1)
+    given = SimpleNamespace(seed=0, max_rounds=5, data=data, callbacks=())
+    arrives = NewTasks(group=1, arrives=3)
+    arrives.on_check(given)
+    cohort = [Assignment(data.client(id)) for id in range(data.num_clients)]
+    early, late = (arrives.change_cohort(cohort, round=round, context=given) for round in (2, 3))
+    assert [a.trains for a in early] == [group != 1 for group in mostly]
+    assert all(a.trains for a in late)
+    with pytest.raises(InputError, match="the groups of these data are 0, 1"):
+        NewTasks(group="rose", arrives=3).on_check(given)
