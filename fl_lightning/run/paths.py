@@ -58,6 +58,12 @@ def require_run(path: str) -> Path:
     return run
 
 
+def rounds_kept(run: Path) -> list[int]:
+    """Return the rounds of the complete checkpoints of a run directory, newest first."""
+    rounds = [path.name.removeprefix("round_") for path in checkpoints_in(run / "checkpoints")]
+    return [int(round) for round in rounds if round.isdecimal()]
+
+
 def checkpoints_in(folder: Path) -> list[Path]:
     """Return the complete checkpoints ``round_*`` in a folder, newest first."""
     return sorted((path for path in folder.glob("round_*") if path.is_dir()), reverse=True)

@@ -118,6 +118,19 @@ def test_a_test_of_a_deployed_run_says_where_it_has_no_models_of_clients(name, t
 
 @pytest.mark.slow
 @pytest.mark.essential
+def test_a_run_goes_on_from_any_checkpoint_that_the_server_has_kept(tmp_path):
+    """Of each the nodes have what clients kept then, also of those that were not trained in between."""
+    more = [*SMALL, "--trainer.max_rounds=6", "--trainer.keep_checkpoints=9", "--trainer.participation=0.5"]
+    expected = simulated("scaffold", tmp_path, *more)
+    run = deployed("scaffold", tmp_path, InProcess(nodes_in(tmp_path)), *more).trainer.run_dir
+    for round in (4, 2, 1):
+        past = f"--ckpt_path={run}/checkpoints/round_{round:06d}"
+        again = deployed("scaffold", tmp_path, InProcess(nodes_in(tmp_path)), *more, past)
+        assert weights(again) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.essential
 def test_private_runs_and_batched_ones_are_refused_elsewhere(tmp_path):
     """Noise of a simulation follows from the seed, and stacked clients are rounded in another way."""
     private = [*SMALL, "--trainer.participation=1.0", "--model.weigh_by=clients"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,9 @@ from fl_lightning.deploy.node.node import Node, NodeSettings
 from fl_lightning.deploy.server.server import deploy_over
 from fl_lightning.errors import InputError, RunStopped
 
+IID = {"class_path": "IID"}
+SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.3}}
+
 
 def table(path: Path, *, flipped: bool = False, rows: int = 40) -> Path:
     """A table of as many rows whichever labels it has."""
@@ -32,9 +37,11 @@ def table(path: Path, *, flipped: bool = False, rows: int = 40) -> Path:
     return path
 
 
-def run_of(folder: Path, name: str, train: Path, model: str = "FedAvg", **trainer: object) -> FederatedCLI:
+def run_of(
+    folder: Path, name: str, train: Path, model: str = "FedAvg", partition: object = IID, **trainer: object
+) -> FederatedCLI:
     data = {"train": str(train), "test": str(table(folder / "test.csv")), "target": "kind", "num_clients": 4}
-    data |= {"partition": {"class_path": "IID"}, "batch_size": 4, "val_fraction": 0.0}
+    data |= {"partition": partition, "batch_size": 4, "val_fraction": 0.0}
     return config(folder, name, {"class_path": "TableData", "init_args": data}, model, **trainer)
 
 
@@ -64,32 +71,27 @@ def test_the_next_run_reads_a_file_that_was_changed(own, tmp_path):
     assert run("after", kept) == run("fresh", nodes(tmp_path / "fresh")) != before
 
 
-@pytest.mark.parametrize("other", ["seed", "data", "partition"])
-def test_a_node_with_another_file_seed_or_partition_is_refused_by_name(other, tmp_path):
+def holders(path: Path, first: int) -> str:
+    """A file of who holds which of 40 rows, the row ``first`` first."""
+    order = [(first + row) % 40 for row in range(40)]
+    path.write_text(json.dumps([order[k::4] for k in range(4)]))
+    return str(path)
+
+
+@pytest.mark.parametrize("other", ["data", "partition"])
+def test_a_node_with_other_files_is_refused_by_name(other, tmp_path):
     """Each has as many examples of each client as the server's."""
     train, flipped = table(tmp_path / "train.csv"), table(tmp_path / "other.csv", flipped=True)
-    holders = tmp_path / "holders.json"
-    holders.write_text(json.dumps([list(range(k, 40, 4)) for k in range(4)]))
-    differs, names = {
-        "seed": ({"seed_everything": 7}, ["seed", "SHA-256 of who holds which example"]),
-        "data": ({"data": {"init_args": {"train": str(flipped)}}}, ["SHA-256 of the data"]),
-        "partition": (
-            {
-                "data": {
-                    "init_args": {
-                        "partition": {"class_path": "FromFile", "init_args": {"path": str(holders)}}
-                    }
-                }
-            },
-            ["SHA-256 of who holds which example"],
-        ),
-    }[other]
+    here = {"class_path": "FromFile", "init_args": {"path": holders(tmp_path / "here.json", 0)}}
+    there = {"partition": {"init_args": {"path": holders(tmp_path / "there.json", 1)}}}
+    settings = {"train": str(flipped)} if other == "data" else there
     overlay = tmp_path / "overlay.yaml"
-    overlay.write_text(yaml.safe_dump(differs))
+    overlay.write_text(yaml.safe_dump({"data": {"init_args": settings}}))
     node = Node(NodeSettings(tmp_path / "node", name="n0"), builder([overlay]))
     with pytest.raises(InputError, match="node n0; ") as caught:
-        deployed(run_of(tmp_path, "server", train), {"node0": node})
-    assert [part.split(":")[0] for part in caught.value.rule.split("; ")] == names
+        deployed(run_of(tmp_path, "server", train, partition=here), {"node0": node})
+    names = {"data": "SHA-256 of the data", "partition": "SHA-256 of who holds which example"}
+    assert [part.split(":")[0] for part in caught.value.rule.split("; ")] == [names[other]]
     assert not (tmp_path / "server").exists()
 
 
@@ -111,3 +113,39 @@ def test_what_a_client_kept_is_not_taken_up_with_other_data_of_its_node(changed,
     with pytest.raises(RunStopped, match="what clients 0 kept is on none of the connected nodes"):
         deployed_on_own_data(again, nodes, 1)
     assert "the node had other data of its own then; put those back, or start the run anew" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("overlay", "says"),
+    [
+        (
+            {"model": {"init_args": {"optimizer": SGD}}},
+            r"model.init_args.optimizer.init_args.lr: not set -> 0.3[;)]",
+        ),
+        ({"trainer": {"precision": "bf16-mixed"}}, "trainer.precision"),
+        ({"data": {"init_args": {"batch_size": 7}}}, "data.init_args.batch_size: 4 -> 7"),
+        ({"seed_everything": 7}, "seed_everything: 0 -> 7"),
+    ],
+)
+@pytest.mark.parametrize("own", [False, True])
+def test_overlays_that_change_what_clients_compute_are_refused_by_name(own, overlay, says, tmp_path):
+    """Those that say where its data lie and on which device it trains are what they are for."""
+    train = table(tmp_path / "train.csv")
+
+    def run(name: str, settings: object) -> str:
+        path = tmp_path / f"{name}-overlay.yaml"
+        path.write_text(yaml.safe_dump(settings))
+        if own:
+            cli = run_of(tmp_path, name, table(tmp_path / "test.csv"))
+            return weights(deployed_on_own_data(cli, own_nodes(tmp_path / name, {0: train}, 1, [path]), 1))
+        return weights(
+            deployed(run_of(tmp_path, name, train), nodes_in(tmp_path / name, build=partial(builder, [path])))
+        )
+
+    if own and "data" in overlay:
+        pytest.skip("of its own data a node says what they are")
+    with pytest.raises(InputError, match=says):
+        run("other", overlay)
+    elsewhere = {"train": str(shutil.copy(train, tmp_path / "copy.csv"))}
+    place = {"trainer": {"accelerator": "cpu"}, **({} if own else {"data": {"init_args": elsewhere}})}
+    assert run("place", place) == run("plain", {})

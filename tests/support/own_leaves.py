@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -65,12 +65,14 @@ def leaf(train: Path, test: Path, **more: object) -> dict:
     }
 
 
-def own_nodes(folder: Path, data: Mapping[int, Path | str], step: int = 4) -> dict[str, Node]:
+def own_nodes(
+    folder: Path, data: Mapping[int, Path | str], step: int = 4, overlays: Sequence[Path] = ()
+) -> dict[str, Node]:
     nodes = {}
     for number, path in data.items():
         own = OwnData(str(path), number, step)
         settings = NodeSettings(folder / f"node{number}", number, step, name=f"n{number}")
-        nodes[f"node{number}"] = Node(settings, builder((), own), counter((), own))
+        nodes[f"node{number}"] = Node(settings, builder(overlays, own), counter(overlays, own))
     return nodes
 
 

@@ -12,12 +12,18 @@ import yaml
 from fl_lightning.cli.import_gate import more_imports
 from fl_lightning.cli.parser import FederatedCLI
 from fl_lightning.config.packaged import find_config, layers
+from fl_lightning.config.settings import changed_settings, flatten, is_under
 from fl_lightning.deploy.node.node import Build, Count
 from fl_lightning.deploy.node.own_data import OwnData, form_of
 from fl_lightning.deploy.protocol.gate import KEY, names_in
 from fl_lightning.errors import require
 from fl_lightning.federation import Federation
 from fl_lightning.support import disk
+
+EVALUATED = ("data.init_args.metrics", "data.init_args.primary")
+"""Settings that no client's training reads."""
+MAX_CHANGES = 3
+"""Settings that a refusal names."""
 
 
 def builder(overlays: Sequence[Path] = (), own: OwnData | None = None) -> Build:
@@ -95,8 +101,40 @@ def _parsed(path: Path, overlays: Sequence[Path], own: OwnData | None) -> Any:
     if own is not None:
         path = path.with_suffix(".own.yaml")
         disk.replace(path, yaml.safe_dump(own.config(run), sort_keys=False).encode())
-    cli: Any = FederatedCLI("fit", [word for file in (path, *overlays) for word in ("--config", str(file))])
+    cli: Any = FederatedCLI("fit", _words(path, *overlays))
+    if overlays:
+        _require_same_results(FederatedCLI("fit", _words(path)).config, cli.config, own is not None)
     if own is not None:
         cli.datamodule.run_form = form_of(entry)
         cli.trainer.deal = own.deal(entry["sizes"])
     return cli
+
+
+def _words(*files: Path) -> list[str]:
+    return [word for file in files for word in ("--config", str(file))]
+
+
+def _require_same_results(run: Any, own: Any, has_own_data: bool) -> None:
+    """Refuse files of the node's owner that change what its clients compute, which nobody would see.
+
+    Args:
+        run: the configuration that was sent.
+        own: the same with the node's own files over it.
+        has_own_data: whether the node's data are its own, which it describes itself.
+
+    Raises:
+        InputError: they do.
+    """
+    before, after = flatten(run.as_dict()), flatten(own.as_dict())
+    for key in [key for key in {**before, **after} if is_under(key, ["data"])]:
+        value = after.get(key)
+        is_place = isinstance(value, str) and Path(value).exists()  # the content there is compared by hash
+        if has_own_data or is_place or is_under(key, EVALUATED):
+            before.pop(key, None), after.pop(key, None)
+    changed = changed_settings(before, after)
+    require(
+        not changed,
+        f"--overlays of this node ({'; '.join(changed[:MAX_CHANGES])})",
+        "the clients of all nodes train with the settings of the run",
+        "leave in them where its data lie and the accelerator",
+    )

@@ -276,12 +276,13 @@ class Node:
             (result,) = engine.train([task])
         if state is None and result.state:
             raise LostStateError(
-                f"client {id}",
-                f"what it kept after round {since} is not in {self.states.folder}",
+                f"what it kept after round {since}",
+                f"it is not in {self.states.folder}",
                 "put the node's folder back, or start the run anew",
             )
         always = fed.method.personalised  # a client that keeps nothing differs from one whose state is lost
-        self.states.save(run, id, round, result.state, started_from=since, always=always)
+        then = [int(number) for number in message.header.get("checkpoints", ())]
+        self.states.save(run, id, round, result.state, started_from=since, checkpoints=then, always=always)
         return result
 
     def _prepared(self, digest: str) -> tuple[Federation, SequentialEngine]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -18,8 +18,8 @@ from fl_lightning.support import disk
 from fl_lightning.support.tensor_bytes import separate
 
 KEPT_ROUNDS = 3
-"""States of a client that stay on the disk: after the round that is done, after the one that it started from,
-and one more for a server that falls back to the checkpoint before its last."""
+"""States of a client that stay on the disk whatever the server keeps: after the round that is done, after the
+one that it started from, and one more for a server that falls back to the checkpoint before its last."""
 RUN_ID = re.compile(r"[0-9a-f]{8,64}")
 AFTER = re.compile(r"after_(\d+)\.safetensors")
 
@@ -95,6 +95,7 @@ class StateFolder:
         state: Mapping[str, Tensor],
         *,
         started_from: int,
+        checkpoints: Collection[int] = (),
         always: bool = False,
     ) -> None:
         """Write what a client keeps after a round, and remove what no server can ask for any more.
@@ -102,6 +103,8 @@ class StateFolder:
         Args:
             started_from: the round whose state it started from; states of rounds between are of a future that
                 the server has forgotten.
+            checkpoints: rounds of the server's checkpoints, to which it may go back: of each the state of
+                then stays.
             always: write a file also for a client that keeps nothing and never has.
 
         Raises:
@@ -119,9 +122,11 @@ class StateFolder:
             whole = save(packed, {"sha256": _sum_of(packed, self.data), **own})
             disk.replace(folder / f"after_{round:06d}.safetensors", whole)
         rounds = {int(found[1]): path for path in folder.iterdir() if (found := AFTER.fullmatch(path.name))}
-        past = sorted(number for number in rounds if number <= started_from)[1 - KEPT_ROUNDS :]
+        past = sorted(number for number in rounds if number <= started_from)
+        kept = {round, *past[1 - KEPT_ROUNDS :]}
+        kept |= {max((number for number in past if number <= then), default=round) for then in checkpoints}
         for number, path in rounds.items():
-            if number != round and number not in past:
+            if number not in kept:
                 path.unlink()
 
     def _of(self, run: str, client: int) -> Path:

@@ -31,6 +31,7 @@ from fl_lightning.engines.base import ClientSums, Units
 from fl_lightning.errors import InputError
 from fl_lightning.federation import Federation
 from fl_lightning.privacy import Randomness, from_system
+from fl_lightning.run.paths import rounds_kept
 
 if TYPE_CHECKING:  # it needs the extra privacy
     from fl_lightning.privacy.secure.simulation import Outcome
@@ -243,6 +244,7 @@ class RemoteEngine(Engine):
             "round": tasks[0].round,
             "seed": self.fed.seed,
             "cohort": self.fed.method.cohort,
+            "checkpoints": [] if self.fed.files is None else rounds_kept(self.fed.files.run_dir),
             "deterministic": self.deterministic,
             "clip_norm": None if privacy is None else privacy.clip_norm,
             **terms,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from fl_lightning.deploy.server.wall_clock import measure_time
 from fl_lightning.federation import Federation
 from fl_lightning.privacy import Randomness, from_system
 from fl_lightning.trainer import FederatedTrainer
+
+log = logging.getLogger("fl_lightning")
 
 
 def deploy_over(
@@ -40,6 +43,8 @@ def deploy_over(
         randomness: what the server's noise and the cohorts of a private run are drawn from.
     """
     measure_time(trainer)
+    if trainer.engine == "batched":
+        log.warning("trainer.engine batched; nodes train one client after another, so last bits may differ")
     sent = config_for_nodes(config)
     if own_data:
         census = Census(transport, sent, rules or RoundRules(), validates=trainer.parts.are_in_clear)
