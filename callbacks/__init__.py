@@ -15,6 +15,7 @@ from callbacks.figures.option_figure import OptionFigure
 from callbacks.figures.partition_figure import PartitionFigure
 from callbacks.figures.relevance_figure import RelevanceFigure
 from callbacks.figures.timeline_figure import TimelineFigure
+from callbacks.meters.bit_budgets import BitBudgets
 from callbacks.meters.calibration import Calibration
 from callbacks.meters.early_stopping import EarlyStopping
 from callbacks.meters.factor_error import FactorError
@@ -52,6 +53,7 @@ for _old, _room in {
 
 __all__ = [
     "AccuracyBytesFigure",
+    "BitBudgets",
     "BitWidthFigure",
     "ByzantineClients",
     "Calibration",

@@ -11,6 +11,7 @@ def own_stream(purpose: str, stressor: Stressor, context: Context) -> str:
     The second of its class among the callbacks has its number behind it, ``straggler/2``: under one name it
     would draw the numbers of the first, and hit the same clients.
     """
-    alike = [one for one in context.callbacks if type(one) is type(stressor)]
+    others = getattr(context, "callbacks", ())
+    alike = [one for one in others if type(one) is type(stressor)]
     number = next((place for place, one in enumerate(alike) if one is stressor), 0)
     return f"{purpose}/{number + 1}" if number else purpose

@@ -7,13 +7,16 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from outcomes import rows_of
 from refusals import refused
 from torch.nn import functional as F
 from toy import ready, run, sgd
 
+from callbacks import BitBudgets
 from fl_lightning import rng
 from fl_lightning.data import IID, FederatedImages
-from fl_lightning.methods import FedMPQ, FedMPQKD
+from fl_lightning.federation import weights_hash
+from fl_lightning.methods import FedAvg, FedMPQ, FedMPQKD
 from fl_lightning.methods.supernet import narrower
 from fl_lightning.tasks import Classification
 
@@ -73,12 +76,37 @@ def test_one_trained_model_serves_narrow_budgets_better(tmp_path):
         )
         run(method, data, tmp_path / str(supernet), max_rounds=4, max_local_steps=12, workers=1)
         for bits in (1, 2, 6):
-            network = method.deploy_at(bits).eval()
-            with torch.no_grad():
-                found = [(network(x).argmax(1) == y).float() for x, y in data.test_batches()]
-            accuracies[supernet, bits] = float(torch.cat(found).mean())
+            accuracies[supernet, bits] = accuracy_at(method, data, bits)
     assert accuracies[True, 1] > accuracies[False, 1] + 0.02, accuracies
     assert accuracies[True, 6] > accuracies[False, 6] - 0.02, accuracies
+
+
+def accuracy_at(method: FedMPQ, data: FederatedImages, bits: float) -> float:
+    network = method.deploy_at(bits).eval()
+    with torch.no_grad():
+        found = [(network(x).argmax(1) == y).double() for x, y in data.test_batches()]
+    return float(torch.cat(found).mean())
+
+
+def test_what_a_model_has_at_other_budgets_is_logged_and_changes_nothing(tmp_path):
+    hashes = []
+    for watched in ([], [BitBudgets([2, 4])]):
+        data = digits()
+        method = FedMPQ(network="mlp", optimizer=sgd(0.05), bits=6, supernet=True)
+        folder = tmp_path / str(len(watched))
+        trainer = run(
+            method, data, folder, max_rounds=3, max_local_steps=2, workers=1, eval_every=2, callbacks=watched
+        )
+        hashes.append(weights_hash(trainer))
+    rows = rows_of(trainer.run_dir / "metrics.csv")
+    assert [bool(row["bits/at/2/accuracy"]) for row in rows] == [False, True, True]
+    for bits in (2, 4):
+        assert float(rows[-1][f"bits/at/{bits}/accuracy"]) == pytest.approx(accuracy_at(method, data, bits))
+    assert hashes[0] == hashes[1]
+    with refused("callbacks.BitBudgets with FedAvg"):
+        run(FedAvg(network="mlp", optimizer=sgd(0.05)), digits(), tmp_path / "avg", callbacks=[BitBudgets()])
+    with refused("BitBudgets(budgets=[9])"):
+        BitBudgets([9])
 
 
 def test_what_has_no_other_grids_or_no_classes_is_refused():

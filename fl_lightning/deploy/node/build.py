@@ -20,8 +20,8 @@ from fl_lightning.errors import require
 from fl_lightning.federation import Federation
 from fl_lightning.support import disk
 
-EVALUATED = ("data.init_args.metrics", "data.init_args.primary")
-"""Settings that no client's training reads."""
+APART = ("data.init_args.metrics", "data.init_args.primary", "trainer.secure_sum", "trainer.privacy")
+"""Settings that no client's training reads, and those that the server compares itself."""
 MAX_CHANGES = 3
 """Settings that a refusal names."""
 
@@ -126,10 +126,10 @@ def _require_same_results(run: Any, own: Any, has_own_data: bool) -> None:
         InputError: they do.
     """
     before, after = flatten(run.as_dict()), flatten(own.as_dict())
-    for key in [key for key in {**before, **after} if is_under(key, ["data"])]:
-        value = after.get(key)
-        is_place = isinstance(value, str) and Path(value).exists()  # the content there is compared by hash
-        if has_own_data or is_place or is_under(key, EVALUATED):
+    for key in [*{**before, **after}]:
+        is_data, value = is_under(key, ["data"]), after.get(key)
+        is_place = is_data and isinstance(value, str) and Path(value).exists()  # the server compares hashes
+        if is_place or (is_data and has_own_data) or is_under(key, APART):
             before.pop(key, None), after.pop(key, None)
     changed = changed_settings(before, after)
     require(

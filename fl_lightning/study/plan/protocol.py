@@ -22,8 +22,16 @@ WATCHERS = frozenset(
     {
         *("AccuracyBytesFigure", "BitWidthFigure", "ClientAccuracyFigure", "ConfusionMatrix", "ExpertFigure"),
         *("FeatureMap", "LadderFigure", "LossLandscape", "OptionFigure", "PartitionFigure"),
-        *("Calibration", "GradientNorms", "Profile", "ProgressBar", "RelevanceFigure", "SlowClients"),
-        *("TimelineFigure", "TrainingCost"),
+        *(
+            "BitBudgets",
+            "Calibration",
+            "GradientNorms",
+            "Profile",
+            "ProgressBar",
+            "RelevanceFigure",
+            "SlowClients",
+        ),
+        *("TimelineFigure", "TrainingCost", "BitBudgets"),
     }
 )
 """The project's callbacks that measure and draw and change no result, by the names of their classes. They are
