@@ -132,6 +132,44 @@ def test_the_page_on_three_budgets_has_the_numbers_of_its_clients():
     ) == (25, 48)
 
 
+def test_the_page_on_ladders_has_the_differences_of_its_seeds():
+    page = (RESULTS / "hest_ladder" / "README.md").read_text()
+    runs = json.loads((RESULTS / "hest_ladder" / "report.json").read_text())["runs"]
+    whole = {run["seed"]: run["metrics"] for run in runs if run["method"] == "All on"}
+    budgets = ("0.9", "0.8", "0.6", "0.5")
+    for budget in budgets:
+        ladders = {
+            run["seed"]: run["metrics"]
+            for run in runs
+            if run["method"] == "Ladder" and run["levels"]["budget"] == budget
+        }
+        assert ladders.keys() == whole.keys() == {*range(1, 11)}
+        cells = []
+        for name, unit, measure in (
+            ("test/perplexity", "%", lambda own, other: 100 * (own / other - 1)),
+            ("test/exact_match", "points", lambda own, other: 100 * (own - other)),
+        ):
+            found = [measure(ladders[seed][name], whole[seed][name]) for seed in whole]
+            mean = sum(found) / len(found)
+            cells.append(
+                f"`{mean:+.1f} {unit}` (`{min(found):+.1f}` to `{max(found):+.1f}`)".replace("-", "−")
+            )
+        (row,) = (line for line in page.split("\n") if line.startswith(f"| `{budget}` |"))
+        assert [cell.strip() for cell in row.split("|")][3:6:2] == cells
+        levels = sorted(
+            (one["energy/levels"], round(one["energy/least_share"], 2)) for one in ladders.values()
+        )
+        if budget == "0.8":
+            assert levels == [(3, 0.77)] * 5 + [(4, 0.72)] * 5
+        if budget == "0.9":
+            assert levels == [(3, 0.77)] * 7 + [(3, 0.89)] * 3
+        if budget == "0.6":
+            two = {run["seed"]: run["metrics"] for run in runs if run["method"] == "Two blocks"}
+            for seed, one in ladders.items():
+                assert one["energy/joules"] == pytest.approx(two[seed]["energy/joules"])
+                assert one["test/perplexity"] < two[seed]["test/perplexity"]
+
+
 def test_the_page_on_smollm2_has_the_numbers_of_its_runs():
     page, folder = (RESULTS / "hest_smollm2.md").read_text(), RESULTS / "hest_smollm2"
     last, all_on, ladder = (rows_of(folder / f"{name}.csv") for name in ("metrics", "all_on", "ladder"))
