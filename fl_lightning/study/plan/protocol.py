@@ -22,15 +22,7 @@ WATCHERS = frozenset(
     {
         *("AccuracyBytesFigure", "BitWidthFigure", "ClientAccuracyFigure", "ConfusionMatrix", "ExpertFigure"),
         *("FeatureMap", "LadderFigure", "LossLandscape", "OptionFigure", "PartitionFigure"),
-        *(
-            "BitBudgets",
-            "Calibration",
-            "GradientNorms",
-            "Profile",
-            "ProgressBar",
-            "RelevanceFigure",
-            "SlowClients",
-        ),
+        *("Calibration", "GradientNorms", "Profile", "ProgressBar", "RelevanceFigure", "SlowClients"),
         *("TimelineFigure", "TrainingCost", "BitBudgets"),
     }
 )
