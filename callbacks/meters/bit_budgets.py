@@ -31,11 +31,7 @@ class BitBudgets(Meter):
                 f"a weight has 1 to {MAX_BITS} magnitude bits",
                 "write budgets: [1, 2, 4]",
             )
-        titles = (f"accuracy at {bits:g} bits (%)" for bits in self._budgets)
-        self.declared_metrics = tuple(
-            Metric(f"bits/at/{bits:g}/accuracy", title, 100.0, 1, " points", higher_is_better=True)
-            for bits, title in zip(self._budgets, titles, strict=True)
-        )
+        self.declared_metrics = tuple(_accuracy_at(bits) for bits in self._budgets)
 
     @property
     def _budgets(self) -> tuple[float, ...]:
@@ -60,3 +56,8 @@ class BitBudgets(Meter):
             network = context.method.deploy_at(bits)
             found = of_network(context.fabric, network, context.data, shared=True)
             record.metrics |= {f"bits/at/{bits:g}/{name}": value for name, value in found.items()}
+
+
+def _accuracy_at(bits: float) -> Metric:
+    title = f"accuracy at {bits:g} bits (%)"
+    return Metric(f"bits/at/{bits:g}/accuracy", title, 100.0, 1, " points", higher_is_better=True)
