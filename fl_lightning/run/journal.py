@@ -26,6 +26,8 @@ from fl_lightning.run.metadata import (
     now,
     round_times,
     tags_of,
+    tracked_anew,
+    tracked_since,
 )
 from fl_lightning.run.paths import short_path
 from fl_lightning.run.progress import Progress
@@ -137,7 +139,7 @@ class Journal:
                 self._reopen(fed)
             collectives.from_rank_zero(str(self.run.path))
             log_file.write_to(self.run.path)
-        started = milliseconds(self.metadata["started"])
+        since = tracked_since(self.metadata)
         self.tracker = Tracking(
             self.logger,
             experiment=self.experiment,
@@ -145,8 +147,9 @@ class Journal:
             run_dir=self.run.path,
             run_id=self.metadata["tracking_run_id"],
             resumes=self.start.run is not None,
-            since=min(self.run.created, started / 1000),
-            started=started,
+            since=since / 1000 if "tracked_since" in self.metadata else min(self.run.created, since / 1000),
+            started=since,
+            former=self.metadata.get("former_tracking_runs", ()),
             primary=fed.data.task.primary,
         )
         self.is_open = True
@@ -178,6 +181,8 @@ class Journal:
                 self.metadata["tracking_run_dir"],
             )
             self.metadata |= {"tracking_run_id": None, "tracking_run_dir": None}
+        if self.progress.taken_back:
+            self.note(**tracked_anew(self.metadata))  # before the rounds go, which say that it is so
         self.run.rewind(done.round, done.tables, changed=changed)
         self._restore_partition(fed)
         self.progress.prune(self.run)  # the process may have been killed before it pruned
@@ -213,9 +218,8 @@ class Journal:
 
     def track(self) -> None:
         """Start the trackers without waiting for them, and give them the rounds before this start."""
-        anew = self.progress.done.round if self.progress.taken_back else None
         tags = tags_of(self.metadata, self.run.path)
-        self.tracker.start(params=self.progress.settings, tags=tags, anew=anew)
+        self.tracker.start(params=self.progress.settings, tags=tags)
         if self.start.run is not None:
             self.tracker.catch_up(self.progress.history, round_times(self.metadata, self.progress.history))
         self.tracker.log_artifact(self.run.path / "config.yaml")

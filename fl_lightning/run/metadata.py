@@ -119,8 +119,28 @@ def continued_metadata(before: Mapping[str, Any], here: Mapping[str, Any], round
         "started": before["started"] if is_time(before.get("started")) else here["started"],
         "tracking_run_id": before.get("tracking_run_id"),
         "tracking_run_dir": before.get("tracking_run_dir"),
+        **{name: before[name] for name in ("tracked_since", "former_tracking_runs") if name in before},
         "resumed": [*(resumed if isinstance(resumed, list) else []), {"after_round": round, "at": now()}],
     }
+
+
+def tracked_anew(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a run that gets a new record in the tracking store, since rounds that the one of
+    before has are made anew with other settings: a store takes no metric back."""
+    former = [*metadata.get("former_tracking_runs", ()), metadata.get("tracking_run_id")]
+    return {
+        "tracking_run_id": None,
+        "tracking_run_dir": None,
+        "tracked_since": now(),
+        "former_tracking_runs": [run for run in former if run],
+    }
+
+
+def tracked_since(metadata: Mapping[str, Any]) -> int:
+    """Return when a run's record in the tracking store begins, in milliseconds since 1970: with the run, or
+    when rounds of it were last taken back."""
+    since = metadata.get("tracked_since")
+    return milliseconds(str(since) if is_time(since) else metadata["started"])
 
 
 def is_time(value: object) -> bool:

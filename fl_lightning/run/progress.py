@@ -90,8 +90,8 @@ class Progress:
             self.taken_back = self.changed and lines > len(self.history) + 1
             if self.taken_back:
                 log.warning(
-                    "rounds after %d are made anew with other settings: metrics.csv will have these alone, "
-                    "and MLflow's charts those of before too",
+                    "rounds after %d are made anew with other settings: metrics.csv will have these alone; "
+                    "in MLflow the run has a new record, and that of before a tag taken_back",
                     self.done.round,
                 )
 

@@ -18,7 +18,14 @@ import yaml
 from fl_lightning.config.documents import read_document
 from fl_lightning.errors import InputError
 from fl_lightning.run.directory import RunDirectory, read_json, to_json
-from fl_lightning.run.metadata import is_time, is_tracked_elsewhere, milliseconds, round_times, tags_of
+from fl_lightning.run.metadata import (
+    is_time,
+    is_tracked_elsewhere,
+    milliseconds,
+    round_times,
+    tags_of,
+    tracked_since,
+)
 from fl_lightning.run.paths import require_run
 from fl_lightning.run.tables import numbers
 from fl_lightning.support.redaction import redact, redact_settings
@@ -30,10 +37,12 @@ from fl_lightning.tracking.mlflow_store import (
     connect,
     default_uri,
     find_mlflow_run,
+    has_run,
     is_missing,
     log_rounds,
     log_settings,
     logged_steps,
+    mark_taken_back,
     open_run,
     reason,
     with_first_charts,
@@ -202,16 +211,15 @@ def add_missing(stored: StoredRun, uri: str) -> tuple[int, str]:
         How many rounds were missing, and the id of the run in the store.
     """
     run, metadata = stored.run, stored.metadata
-    tags, started = {"run_dir": str(run.path)}, milliseconds(metadata["started"])
+    tags, started = {"run_dir": str(run.path)}, tracked_since(metadata)
     known_id = find_in_store(stored, uri)
     logger: Any = open_run(uri, run.path.parent.name, run.path.name, known_id, tags, started)
     client, run_id = logger.experiment, logger.run_id
     tags = {key: str(value) for key, value in redact_settings(tags_of(metadata, run.path)).items()}
     if "mlflow.parentRunId" in tags and not has_run(client, tags["mlflow.parentRunId"]):
         del tags["mlflow.parentRunId"]  # the study's own run is in another store
-    log_settings(
-        client, run_id, as_params(redact_settings(stored.config)), tags, client.get_run(run_id).data.params
-    )
+    log_settings(client, run_id, as_params(redact_settings(stored.config)), tags)
+    mark_taken_back(client, metadata.get("former_tracking_runs", ()))
     known = logged_steps(client, run_id)
     seen = {step for name, steps in known.items() if "final/" not in name for step in steps}
     log_rounds(logger, with_ordered_times(stored.rounds, known), known)
@@ -233,19 +241,8 @@ def find_in_store(stored: StoredRun, uri: str) -> str | None:
     noted, path = stored.metadata.get("tracking_run_id"), stored.run.path
     if noted and not is_tracked_elsewhere(stored.metadata, path) and has_run(connect(uri), noted):
         return str(noted)
-    return find_mlflow_run(
-        uri, path.parent.name, "run_dir", str(path), milliseconds(stored.metadata["started"]) / 1000
-    )
-
-
-def has_run(client: Any, run_id: str) -> bool:
-    """Return whether the store has a run of this id that is not deleted."""
-    try:
-        return bool(client.get_run(run_id).info.lifecycle_stage == "active")
-    except Exception as error:
-        if getattr(error, "error_code", "") in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
-            return False
-        raise
+    since, former = tracked_since(stored.metadata) / 1000, stored.metadata.get("former_tracking_runs", ())
+    return find_mlflow_run(uri, path.parent.name, "run_dir", str(path), since, former)
 
 
 def note_tracked(stored: StoredRun, uri: str, run_id: str) -> None:

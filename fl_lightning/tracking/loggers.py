@@ -36,6 +36,7 @@ from fl_lightning.tracking.mlflow_store import (
     log_settings,
     logged_steps,
     make_run,
+    mark_taken_back,
     open_run,
     prepare,
     reason,
@@ -143,6 +144,7 @@ class Tracking:
         since: when ``run_dir`` was made, in seconds since 1970. Runs in the store that are older belong to an
             earlier directory of that name.
         started: when the run began, in milliseconds since 1970; None for now.
+        former: ids of MLflow runs that had rounds which were taken back; they get a tag that says so.
         primary: the task's primary metric, which MLflow shows first; empty: none is.
     """
 
@@ -157,6 +159,7 @@ class Tracking:
         resumes: bool = False,
         since: float = 0.0,
         started: int | None = None,
+        former: Sequence[str] = (),
         primary: str = "",
     ) -> None:
         given = [] if isinstance(logger, bool) else [logger] if isinstance(logger, Logger) else list(logger)
@@ -168,6 +171,7 @@ class Tracking:
         ]
         self._resume_id, self._resumes, self._since = run_id, resumes, since
         self._started = _now() if started is None else started
+        self._former = former
         self._step = 0
         self._primary = primary
 
@@ -193,19 +197,17 @@ class Tracking:
         path = Path(uri.removeprefix(SQLITE))
         return f"mlflow ui --backend-store-uri {SQLITE}{path.name if path.parent == Path.cwd() else path}"
 
-    def start(self, params: Mapping[str, Any], tags: Mapping[str, Any], anew: int | None = None) -> None:
+    def start(self, params: Mapping[str, Any], tags: Mapping[str, Any]) -> None:
         """Open the stores, and record the settings, the tags and what has been logged already.
 
         Args:
             params: nested settings, which are recorded under dotted names.
             tags: tags of the run.
-            anew: the round after which rounds are made anew with other settings; what MLflow has of them is
-                logged once more, and the later value counts. None: the store has the values that come again.
         """
         flat = as_params(redact_settings(params))
         marks = {key: str(value) for key, value in redact_settings(tags).items()}
         for channel in self._channels:
-            begin = partial(self._begin, channel, flat, marks, anew), START_LIMIT
+            begin = partial(self._begin, channel, flat, marks), START_LIMIT
             if channel.logger is None:
                 channel.writer.start((partial(self._open_default, channel), START_LIMIT), begin)
             else:
@@ -309,11 +311,10 @@ class Tracking:
         channel.tries += 1
         if not self._resumes and channel.tries == 1:
             return None
-        return find_mlflow_run(uri, experiment, "run_dir", str(self.run_dir.absolute()), self._since)
+        place = str(self.run_dir.absolute())
+        return find_mlflow_run(uri, experiment, "run_dir", place, self._since, self._former)
 
-    def _begin(
-        self, channel: Channel, params: dict[str, str], tags: dict[str, str], anew: int | None
-    ) -> None:
+    def _begin(self, channel: Channel, params: dict[str, str], tags: dict[str, str]) -> None:
         logger = channel.logger
         if not channel.is_mlflow:
             if (
@@ -336,12 +337,11 @@ class Tracking:
             logger.tags = {**redact_settings(logger.tags or {}), "run_dir": str(self.run_dir.absolute())}
         run_id = make_run(logger, self._started)
         client = logger.experiment
-        known: dict[str, str] = {}
         if run_id in (channel.resumes, self._resume_id):
             client.update_run(run_id, status="RUNNING")
-            known = client.get_run(run_id).data.params
-            channel.known = logged_steps(client, run_id, anew)
-        log_settings(client, run_id, params, tags, known)
+            channel.known = logged_steps(client, run_id)
+        log_settings(client, run_id, params, tags)
+        mark_taken_back(client, self._former)
 
     def _failed(self, channel: Channel, error: BaseException) -> None:
         log.warning(

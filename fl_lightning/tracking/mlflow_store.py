@@ -119,7 +119,9 @@ def connect(uri: str) -> Any:
     return MlflowClient(uri)
 
 
-def find_mlflow_run(uri: str, experiment: str, tag: str, value: str, since: float = 0.0) -> str | None:
+def find_mlflow_run(
+    uri: str, experiment: str, tag: str, value: str, since: float = 0.0, former: Container[str] = ()
+) -> str | None:
     """Return the id of the newest run of an experiment with a tag; None if there is none.
 
     Args:
@@ -127,6 +129,7 @@ def find_mlflow_run(uri: str, experiment: str, tag: str, value: str, since: floa
         experiment: name of the experiment.
         tag, value: name and value of the tag.
         since: earliest start of the run, in seconds since 1970.
+        former: ids of runs that are not meant.
     """
     if is_missing(uri):
         return None
@@ -141,7 +144,8 @@ def find_mlflow_run(uri: str, experiment: str, tag: str, value: str, since: floa
             f"tags.{tag} = {quote}{value}{quote}",
             order_by=["attributes.start_time DESC"],
         )
-        return next((run.info.run_id for run in runs if run.info.start_time >= 1000 * (since - 1)), None)
+        recent = [run.info.run_id for run in runs if run.info.start_time >= 1000 * (since - 1)]
+        return next((run_id for run_id in recent if run_id not in former), None)
 
 
 def open_run(
@@ -220,18 +224,39 @@ def _database(uri: str) -> Iterator[bool]:
         yield True
 
 
-def logged_steps(client: Any, run_id: str, until: int | None = None) -> dict[str, dict[int, int]]:
+TAKEN_BACK = "taken_back"
+"""The tag of a run of which rounds were made anew with other settings; another one has them."""
+
+
+def mark_taken_back(client: Any, run_ids: Sequence[str]) -> None:
+    """Tag runs, and name them so, of which rounds were made anew; those that the store lacks are left out."""
+    for run_id in run_ids:
+        if not has_run(client, run_id):
+            continue
+        run = client.get_run(run_id)
+        if TAKEN_BACK not in run.data.tags:
+            client.set_tag(run_id, TAKEN_BACK, "rounds of it were made anew with other settings")
+            client.update_run(run_id, name=f"{run.info.run_name} (taken back)")
+
+
+def has_run(client: Any, run_id: str) -> bool:
+    """Return whether the store has a run of this id that is not deleted."""
+    try:
+        return bool(client.get_run(run_id).info.lifecycle_stage == "active")
+    except Exception as error:
+        if getattr(error, "error_code", "") in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            return False
+        raise
+
+
+def logged_steps(client: Any, run_id: str) -> dict[str, dict[int, int]]:
     """Return the steps of each metric that the store has of a run, and their times.
 
     The times are in milliseconds since 1970.
-
-    Args:
-        until: the last step that counts; None: all do.
     """
-    found = {name: client.get_metric_history(run_id, name) for name in client.get_run(run_id).data.metrics}
     return {
-        name: {one.step: one.timestamp for one in history if until is None or one.step <= until}
-        for name, history in found.items()
+        name: {one.step: one.timestamp for one in client.get_metric_history(run_id, name)}
+        for name in client.get_run(run_id).data.metrics
     }
 
 
@@ -270,16 +295,16 @@ def with_ordered_times(rounds: Sequence[Round], known: Mapping[str, Mapping[int,
     return moved
 
 
-def log_settings(
-    client: Any, run_id: str, params: Mapping[str, str], tags: Mapping[str, str], known: Mapping[str, str]
-) -> None:
+def log_settings(client: Any, run_id: str, params: Mapping[str, str], tags: Mapping[str, str]) -> None:
     """Log tags, and the parameters that a run lacks.
 
-    A parameter that differs from the ``known`` one becomes a tag ``changed.<name>``, since MLflow does not
-    let a parameter change.
+    A parameter that differs from the run's becomes a tag ``changed.<name>``, since MLflow does not let a
+    parameter change; the tag of one that is as it was again goes.
     """
     from mlflow.entities import Param, RunTag
 
+    there = client.get_run(run_id).data
+    known = there.params
     cut = {key[:MAX_KEY_CHARACTERS]: _cut(value, MAX_PARAM_CHARACTERS) for key, value in params.items()}
     changed = {
         f"changed.{key}"[:MAX_KEY_CHARACTERS]: value
@@ -289,6 +314,9 @@ def log_settings(
     marks = {key: _cut(value, MAX_TAG_CHARACTERS) for key, value in {**tags, **changed}.items()}
     log_batches(client, run_id, params=[Param(key, value) for key, value in cut.items() if key not in known])
     log_batches(client, run_id, tags=[RunTag(key, value) for key, value in marks.items()])
+    for key in there.tags:
+        if key.startswith("changed.") and key not in marks:
+            client.delete_tag(run_id, key)
 
 
 def _cut(value: str, length: int) -> str:

@@ -22,6 +22,7 @@ from fl_lightning.support.redaction import redact
 from fl_lightning.tracking.mlflow_store import (
     CALL_LIMIT,
     START_LIMIT,
+    TAKEN_BACK,
     Status,
     absolute_uri,
     call_with_limit,
@@ -237,11 +238,14 @@ def read_runs(uri: str, experiment: str) -> list[dict[str, Any]]:
 
 
 def _search(client: Any, experiment_id: str) -> list[Any]:
-    """Return the experiment's runs of methods, without the study's own run, which has no partition."""
+    """Return the experiment's runs of methods, without the study's own run, which has no partition, and
+    without those that were taken back."""
     runs, token = [], None
     while True:
         page = client.search_runs([experiment_id], order_by=["attributes.start_time ASC"], page_token=token)
-        runs += [run for run in page if "partition_sha256" in run.data.tags]
+        runs += [
+            run for run in page if "partition_sha256" in run.data.tags and TAKEN_BACK not in run.data.tags
+        ]
         if not (token := page.token):
             return runs
 

@@ -103,20 +103,37 @@ def test_a_run_and_its_continuation(
     assert capfd.readouterr() == ("", ""), "MLflow's announcements of migrations and new experiments"
 
 
-def test_rounds_that_are_made_anew_with_other_settings_count_as_they_are_now(tmp_path: Path) -> None:
+def test_a_run_that_is_taken_back_has_a_new_record(tmp_path: Path) -> None:
     first = track()
-    first.start({}, {"partition_sha256": "p"})
+    first.start({"lr": 0.1}, {"partition_sha256": "p"})
     for r in (1, 2, 3):
         first.log_metrics({"test/accuracy": r / 10}, step=r)
     first.finish("FINISHED", {"final/accuracy": 0.3})
-    second = track(run_id=first.run_id)
-    second.start({}, {"partition_sha256": "p"}, anew=1)
-    for r in (2, 3):
-        second.log_metrics({"test/accuracy": r / 20}, step=r)
-    second.finish("FINISHED", {"final/accuracy": 0.15})
+    second = track(former=[first.run_id, "an id that the store does not have"], resumes=True)
+    second.start({"lr": 0.2}, {"partition_sha256": "p"})
+    second.catch_up([{"round": 1, "test/accuracy": 0.1}], [0])
+    second.log_metrics({"test/accuracy": 0.05}, step=2)
+    second.finish("FINISHED", {"final/accuracy": 0.05})
     (run,) = read_runs(f"sqlite:///{tmp_path}/mlflow.db", "exp")
-    assert [row["test/accuracy"] for row in run["history"]] == [0.1, 0.1, 0.15]
-    assert run["metadata"]["final/accuracy"] == 0.15
+    assert run["id"] == second.run_id != first.run_id
+    assert [row["test/accuracy"] for row in run["history"]] == [0.1, 0.05]
+    assert run["metadata"]["final/accuracy"] == 0.05
+    assert run["settings"] == {"lr": "0.2"}
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    assert "taken back" in client.get_run(first.run_id).info.run_name
+    assert not [tag for tag in client.get_run(second.run_id).data.tags if tag.startswith("changed.")]
+
+
+def test_a_setting_that_is_as_it_was_has_no_tag_of_a_change(tmp_path: Path) -> None:
+    first = track()
+    first.start({"kept": 2}, {})
+    first.finish("FINISHED", {})
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    for kept, tags in ((5, ["changed.kept"]), (2, [])):
+        again = track(run_id=first.run_id)
+        again.start({"kept": kept}, {})
+        again.finish("FINISHED", {})
+        assert [tag for tag in client.get_run(first.run_id).data.tags if tag.startswith("changed.")] == tags
 
 
 def test_a_round_is_one_transaction(tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
