@@ -77,11 +77,12 @@ class HESTLadder(Method):
         levels: K, most levels below all branches: one is added in each of the last rounds of stage B.
         branches_per_level: branches that a level leaves out more than the one before; 1, or more for networks
             of many blocks. All of a level are chosen by the losses without each of them alone.
-        search: ``elimination``: the branch whose joules cost the least loss; ``random``: any branch, a
-            baseline; ``enumeration``: of all subsets the best for each budget, a baseline that bounds every
-            ladder and takes 2^G passes over the validation examples; ``gates``: the branch of the lowest
-            gate, a baseline whose stage B trains a static gate a branch by gradient; ``tabs``: the same with
-            gates that read the states of their own block, and in use choose a subset for each sequence.
+        search: ``elimination``: the branch whose joules cost the least loss; ``random``: any branch that is
+            not protected, a baseline; ``enumeration``: of all subsets the one of least validation loss for
+            each budget at the end of stage B, a baseline that takes 2^G passes over the validation examples;
+            ``gates``: the branch of the lowest gate, a baseline whose stage B trains a static gate a branch
+            by gradient; ``tabs``: the same with gates that read the states of their own block, and in use
+            choose a subset for each sequence.
         phase: ``all``: a sequence has one level from its first token on; ``answer``: its prompt has all
             branches where the budget allows that.
         distillation: weight of KL(full || S).
@@ -92,6 +93,7 @@ class HESTLadder(Method):
         loss_scale: what clients multiply the losses of subsets by, in nats, in a message that is clipped and
             made noisy as a whole, above 0. ``trainer.privacy`` needs it. The noise of a loss is z C / (cohort
             times this) nats; the larger it is, the less of the clip is left to the weights. Default: 1.
+        gates_lr: learning rate of the gates of ``search: gates`` or ``tabs``; null: that of the adapter.
         settings: those of every method.
     """
 
@@ -123,6 +125,7 @@ class HESTLadder(Method):
         distillation: Annotated[float, within("[0, inf)", "it is 0 or more", "leave it out")] = 1.0,
         controller: Deciding = "none",
         loss_scale: Annotated[float | None, within("(0, inf)", "it is above 0", 0.1)] = None,
+        gates_lr: Annotated[float | None, within("(0, inf)", "it is above 0", 0.02)] = None,
         **settings: Any,
     ) -> None:
         super().__init__(network=network, **settings)
@@ -139,6 +142,13 @@ class HESTLadder(Method):
             "its gates choose one subset for a whole sequence, prompt and answer",
             "leave phase and controller out",
         )
+        require(
+            gates_lr is None or search in GATED,
+            f"--model.gates_lr {gates_lr} with --model.search {search}",
+            "it is of gates, and this search has none",
+            "leave it out, or write --model.search gates",
+        )
+        self.gates_lr = gates_lr
         self.budget_shares, self.costs, self.phase, self.distillation = budgets, costs, phase, distillation
         self.deciding, first = controller, all_on_rounds + 1
         kept = 0 if controller == "none" else len(PARTS)
@@ -184,6 +194,15 @@ class HESTLadder(Method):
         self.start_server()
         self.server |= self.plan.start(branches)
         self._build_terms(data)
+
+    def trainable(self) -> Iterable[nn.Parameter] | Iterable[dict[str, Any]]:
+        gated = self.laddered.gates if self.gates_lr and self.limited else None
+        if gated is None:
+            return super().trainable()
+        gates: dict[str, Any] = {"params": [*gated.parameters()], "lr": self.gates_lr}
+        apart = {*map(id, gates["params"])}
+        rest = [p for p in self.parameters() if p.requires_grad and id(p) not in apart]
+        return [{"params": rest}, gates]
 
     @property
     def keeps_state(self) -> bool:

@@ -24,23 +24,41 @@ def gates(*theta: float) -> BranchGates:
 
 
 def test_both_options_keep_a_chance_of_a_twentieth():
-    """However large a logit is; and within |theta| <= 3 its derivative is not 0."""
+    """However large a logit is, and a gradient that leads it back."""
     found = gates(50.0, -50.0, 0.0)
-    assert found.chances.tolist() == pytest.approx([0.95, 0.05, 0.5], abs=0.003)
+    assert found.chances.tolist() == pytest.approx([0.907, 0.093, 0.5], abs=0.001)
     drawn = found.drawn(4000, np.random.default_rng(0), FREE)
     assert set(drawn.detach().flatten().tolist()) == {0.0, 1.0}
-    assert drawn.detach().mean(0).tolist() == pytest.approx([0.95, 0.05, 0.5], abs=0.02)
+    assert drawn.detach().mean(0).tolist() == pytest.approx([0.907, 0.093, 0.5], abs=0.02)
+    for signs in (
+        [1.0, -1.0, 1.0],
+        [-1.0, 1.0, 1.0],
+    ):  # descent of the first leads both back, of the second away
+        (gradient,) = torch.autograd.grad(found.chances @ torch.tensor(signs), found.theta)
+        assert ((gradient * torch.tensor(signs))[:2] > 0.03).tolist() == [signs[0] > 0] * 2
+    inside = gates(2.96, -2.96, 0.0)
+    inside.chances.sum().backward()
+    assert bool((inside.theta.grad > 0.03).all())
     kept = found.drawn(50, np.random.default_rng(0), torch.tensor([False, True, False]))
     assert bool((kept[:, 1] == 1).all())
 
 
 def test_energy_and_its_gradient_by_hand():
-    """E = 1 + sum p c = 1 + 2 + 1 + 2 of 11 joules; dE / dtheta = p (1 - p) c."""
+    """E = 1 + sum p c = 1 + 2 + 1 + 2 of 11 joules; dE / dtheta = 0.9 sigmoid (1 - sigmoid) c."""
     found = gates(0.0, 0.0, 0.0)
     energy = energy_of(found.chances, COSTS, target=0.5)
     assert float(energy.detach()) == pytest.approx(6.0 / 5.5)
     energy.backward()
-    assert torch.allclose(found.theta.grad, torch.tensor([1.0, 0.5, 1.0]) / 5.5)
+    assert torch.allclose(found.theta.grad, 0.9 * torch.tensor([1.0, 0.5, 1.0]) / 5.5)
+
+
+def test_a_protected_branch_is_always_computed_and_paid_for_and_its_gate_stays():
+    found = gates(0.0, 0.0, 0.0)
+    drawn = found.weights(torch.ones(50), np.random.default_rng(0), torch.tensor([False, True, False]))
+    energy = energy_of(drawn.chances, COSTS, target=0.5)
+    assert float(energy.detach()) == pytest.approx(7.0 / 5.5)
+    (energy + drawn.weights.sum()).backward()
+    assert (found.theta.grad == 0).tolist() == [False, True, False]
 
 
 def test_the_price_cannot_pass_half_of_the_task_in_50_steps():
@@ -67,6 +85,16 @@ def test_weights_of_0_and_1_are_branches_off_and_on():
     assert network.board.weights is None
 
 
+def test_gates_have_a_learning_rate_of_their_own():
+    for given, rates in ((None, [0.01]), (0.02, [0.01, 0.02])):
+        method, _ = built_ladder(search="gates", gates_lr=given)
+        groups = method.configure_optimizers().param_groups
+        assert [group["lr"] for group in groups] == rates
+        trained = [p for p in method.parameters() if p.requires_grad]
+        assert {id(p) for group in groups for p in group["params"]} == {*map(id, trained)}
+        assert given is None or groups[1]["params"] == [method.laddered.gates.theta]
+
+
 def test_the_lowest_gates_go_first(tmp_path):
     """A run whose gates are trained, and whose ladder is nested in the order of what the server averaged."""
     method = ladder_of(search="gates", budget=0.6)
@@ -78,7 +106,9 @@ def test_the_lowest_gates_go_first(tmp_path):
     assert not torch.equal(theta, torch.full((4,), 2.0))
     logits = torch.tensor([0.3, -0.2, 0.1, 0.4])
     entries = method.plan.start(4)
-    for round in (2, 3, 4):
+    alone = torch.tensor([0.1, 0.2, 9.0, 0.3, 0.2])  # without the second branch the loss is high
+    for round, losses in ((2, alone), (3, None), (4, None)):
         noise = np.random.default_rng(0)
-        entries |= method.plan.next_entries(entries, None, round, method.budgeted, noise, logits)
-    assert entries["ladder"].tolist() == [[1, 1, 1, 1], [1, 0, 1, 1], [1, 0, 0, 1]]
+        entries |= method.plan.next_entries(entries, losses, round, method.budgeted, noise, logits)
+    assert entries["protected"].tolist() == [0, 1, 0, 0]
+    assert entries["ladder"].tolist() == [[1, 1, 1, 1], [1, 1, 0, 1], [0, 1, 0, 1]]

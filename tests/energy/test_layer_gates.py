@@ -21,14 +21,14 @@ from fl_lightning.energy.budgets.passes import Lengths
 from fl_lightning.energy.options import HIGH
 from fl_lightning.models.language.llama import Block
 
-KNOWN = [[1, 1, 1, 1], [1, 1, 0, 1], [1, 0, 0, 1]]
-"""A ladder that the server has found, which says that gates choose from now on."""
+KNOWN = [[1, 1, 1, 1], [0, 0, 0, 0], [0, 0, 0, 0]]
+"""What the server says when gates choose from now on, and no branch is protected."""
 
 
-def gated(budget: float, bias=None, size: float = 0.0, **settings):
+def gated(budget: float, bias=None, size: float = 0.0, protected=(0, 0, 0, 0), **settings):
     """A network in use whose gates have these biases, or random weights; and its data."""
     method, data = built_ladder(search="tabs", budget=budget, **settings)
-    method.server["ladder"] = torch.tensor(KNOWN, dtype=torch.uint8)
+    method.server["ladder"] = torch.tensor([KNOWN[0], protected, protected], dtype=torch.uint8)
     network = method.deploy(data.client(0)).eval()
     draws = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -61,6 +61,13 @@ def test_gates_without_weights_choose_the_knapsacks_subset(budget):
                 worth[tuple(mask.tolist())] = float(mask.float() @ theta)
         assert tuple(row.tolist()) == max(worth, key=worth.__getitem__)
         assert not row[3]
+
+
+def test_a_protected_branch_is_in_every_subset_however_low_its_gate_is():
+    network, data = gated(0.6, [2.0, 2.0, -3.0, 2.0], protected=(0, 0, 1, 0))
+    rows = taken(network, data)
+    assert bool(rows[:, 2].all())
+    assert not bool(rows.all(1).any())
 
 
 def test_gates_read_their_own_block_and_choose_for_each_sequence():
@@ -128,8 +135,8 @@ def test_drawn_weights_have_the_chances_of_their_prompts_and_a_gradient():
         drawn.enter(block, states)
     weights = torch.cat(drawn.columns, dim=1)
     first = states.detach()[:, :3, 0].mean(1) > 0
-    assert weights.detach()[first].mean(0).tolist() == pytest.approx([0.88, 1.0, 0.95, 0.88], abs=0.04)
-    assert weights.detach()[~first].mean(0).tolist() == pytest.approx([0.88, 1.0, 0.1, 0.88], abs=0.08)
+    assert weights.detach()[first].mean(0).tolist() == pytest.approx([0.84, 1.0, 0.9, 0.84], abs=0.04)
+    assert weights.detach()[~first].mean(0).tolist() == pytest.approx([0.84, 1.0, 0.14, 0.84], abs=0.08)
     costs = BranchCosts.of(Device(branch_costs(2), 0.5, whole=True))
     losses = drawn.losses()["loss_means"] + energy_of(drawn.chances, costs, 0.5)
     (losses + weights.sum()).backward()
@@ -163,10 +170,10 @@ def test_x_a_planted_slack_is_what_gates_learn_to_leave_out():
         optimizer.step()
         optimizer.zero_grad()
     assert gates.theta.argsort()[:2].sort().values.tolist() == [2, 3]
-    ladder = torch.tensor([[1] * 6, [1, 1, 0, 0, 1, 1]])
-    laddered.eval().run_on(device, ladder)
+    laddered.eval().run_on(device, torch.tensor([[1] * 6, [0] * 6]))
     options, _ = laddered.options_of(ids, target)
-    assert torch.equal(options == HIGH, ladder[1].bool().expand_as(options))
+    without_planted = torch.tensor([1, 1, 0, 0, 1, 1]).bool()
+    assert torch.equal(options == HIGH, without_planted.expand_as(options))
     laddered.expect(target)
     with torch.no_grad():
         assert torch.allclose(laddered(ids), network(ids), atol=1e-5)
@@ -174,8 +181,9 @@ def test_x_a_planted_slack_is_what_gates_learn_to_leave_out():
 
 
 def test_a_run_trains_gates_and_then_the_subsets_that_they_choose(tmp_path):
-    method = ladder_of(search="tabs", budget=0.6)
+    method = ladder_of(search="tabs", budget=0.6, gates_lr=0.02)
     found = rows_of(fit(method, tmp_path, max_rounds=5))
+    assert torch.equal(method.server["ladder"][1:], method.server["protected"].expand(2, -1))
     assert all({"train/loss_energy", "train/loss_means"} <= {*row} for row in found[1:4])
     assert "train/loss_energy" not in found[4]
     assert found[-1]["energy/refused"] == found[-1]["energy/over_budget"] == 0
@@ -192,6 +200,8 @@ def test_what_gates_cannot_choose_for_is_refused():
     ):
         with refused("--model.search tabs", message):
             ladder_of(search="tabs", **settings)
+    with refused("--model.gates_lr 0.1 with --model.search random", "write --model.search gates"):
+        ladder_of(search="random", gates_lr=0.1)
     many = {"network": lambda size: two_blocks(size, blocks=6), "costs": branch_costs(6)}
     with refused("--model.search tabs", "write --model.search elimination"):
         built_ladder(search="tabs", **many)

@@ -1,13 +1,14 @@
 """Static gates of branches that are trained by gradient: a baseline of how a ladder is found.
 
-    p_g = min(max(sigmoid(theta_g), 0.05), 0.95)
+    p_g = 0.05 + 0.9 sigmoid(theta_g),    1 of a branch that is protected
     L = CE(full) + CE(S) + KL(full || S) + lambda (E / E_t - 1)
 
 S has each branch with the chance p_g, one draw a sequence, straight through a relaxed draw at a temperature
 of 2/3 (Maddison et al. 2017, arXiv 1611.00712). E is the expected cost of a token and E_t the target, which
 falls from the whole network to the smallest budget. This is BHSP of :mod:`fl_lightning.energy.controllers`
 on branches, with what broke it repaired: the whole network is in every step, |theta| <= 3 and both options
-keep a chance of 0.05, the target falls slowly, and lambda cannot pass half of CE in 50 steps.
+keep a chance of 0.05, the target falls slowly, and lambda cannot pass half of CE in 50 steps. Branches that a
+ladder protects are always computed, as they are in the draws of the other searches.
 
 ``B`` sequences, ``G`` branches.
 """
@@ -24,7 +25,7 @@ from fl_lightning.energy.gating import TEMPERATURE, bounded
 from fl_lightning.energy.switched.branches import BranchWeights
 
 MOST_LOGIT = 3.0
-"""Largest size of a gate's logit, where its derivative is still 0.05."""
+"""Largest size of a gate's logit, where its chance still has a derivative of 0.04."""
 LEAST_CHANCE = 0.05
 """Least chance of either option in a draw."""
 FIRST_STEPS = 50
@@ -32,7 +33,8 @@ FIRST_STEPS = 50
 
 
 class GateWeights(BranchWeights):
-    """Weights that were drawn, and the chances that each branch was drawn with, ``[B, G]`` or ``[G]``."""
+    """Weights that were drawn, and the chances that each branch was drawn with, ``[B, G]`` or ``[G]``; those
+    of protected branches are 1."""
 
     def __init__(self, weights: Tensor, chances: Tensor) -> None:
         super().__init__(weights)
@@ -44,7 +46,7 @@ class GateWeights(BranchWeights):
 
 
 class BranchGates(nn.Module):
-    """A logit for each branch; all begin at 2, which is a chance of 0.88.
+    """A logit for each branch; all begin at 2, which is a chance of 0.84.
 
     Args:
         branches: G.
@@ -61,7 +63,8 @@ class BranchGates(nn.Module):
 
     def weights(self, prompts: Tensor, noise: np.random.Generator, protected: Tensor) -> GateWeights:
         """Return a draw for each of the sequences with these prompts ``[B]``; see :meth:`drawn`."""
-        return GateWeights(self.drawn(len(prompts), noise, protected), self.chances)
+        chances = self.chances.masked_fill(protected.to(self.theta.device), 1.0)
+        return GateWeights(self.drawn(len(prompts), noise, protected), chances)
 
     def drawn(self, sequences: int, noise: np.random.Generator, protected: Tensor) -> Tensor:
         """Return weights of 0 and 1 of each branch in each sequence, float ``[B, G]``, with the gradient of a
@@ -78,7 +81,7 @@ class BranchGates(nn.Module):
 
 def chances_of(theta: Tensor) -> Tensor:
     """Return the chances of branches to be drawn, of bounded logits of any shape."""
-    return theta.sigmoid().clamp(LEAST_CHANCE, 1 - LEAST_CHANCE)
+    return LEAST_CHANCE + (1 - 2 * LEAST_CHANCE) * theta.sigmoid()
 
 
 def straight_through(chances: Tensor, noise: np.ndarray) -> Tensor:

@@ -51,7 +51,8 @@ class LadderNetwork(MeasuredNetwork, Generating):
         controller: what predicts the loss of each level, where levels are chosen by it; the device says what
             it chooses for. The first block is then computed for every token.
         gates: of the branches, where the ladder is found by them. Where they read states and a ladder is
-            known, its levels are all subsets, and the gates choose one for each sequence.
+            known, its levels are all subsets that have the branches of the ladder's last one, and the gates
+            choose one for each sequence.
     """
 
     reads_tokens = True
@@ -78,7 +79,7 @@ class LadderNetwork(MeasuredNetwork, Generating):
         known = len(self.levels) > 1
         self.choosing = self.gates if known and isinstance(self.gates, LayerGates) else None
         if self.choosing is not None:
-            self.levels = masks_by_cost(BranchCosts.of(device, "q99"), self.board.branches)
+            self.levels = masks_by_cost(BranchCosts.of(device, "q99"), ladder[-1].bool())
         self.on = device if known else device.undecided
         self._masks = torch.cat((self.levels, torch.zeros_like(self.levels[:1])))  # the last: of no level
         self._expected: Tensor | None = None

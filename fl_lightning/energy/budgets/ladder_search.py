@@ -118,8 +118,6 @@ class LadderSearch:
 
     def asks(self, round: int) -> bool:
         """Return whether clients report the losses of candidates in a round."""
-        if self.kind in GATED:
-            return False
         if self.kind == "enumeration":
             return round in (self.first_subsets, self.first_ladder - 1)
         return round == self.first_subsets or (self.kind == "elimination" and self.level_of(round) > 0)
@@ -160,20 +158,22 @@ class LadderSearch:
             noise: what ``random`` draws from.
             gates: logits of the branches ``[G]``, where there are gates.
         """
-        if round == self.first_subsets and self.kind not in GATED:
+        if round == self.first_subsets:
             assert losses is not None, "the first round of stage B asks for losses"
             protected = protected_by(losses)
             return {"protected": (protected | self._kept(len(protected))).to(torch.uint8)}
         level = self.level_of(round)
         if not level or (self.kind == "enumeration" and losses is None):
             return {}
-        if self.kind == "enumeration":
+        if self.kind == "tabs":  # whose gates choose among all subsets that have the protected branches
+            least = known["protected"].expand(self.levels, -1)
+            found = {"ladder": torch.cat((known["ladder"][:1], least))}
+        elif self.kind == "enumeration":
             assert losses is not None
             found = self._best(known, losses, budgeted)
         else:
             found = self._next(known, losses, level, budgeted, noise, gates)
-        refuses = self.kind != "tabs"  # whose gates choose among all subsets
-        if refuses and round == self.first_ladder - 1:
+        if round == self.first_ladder - 1:
             last = found["ladder"][-1:].bool()
             if refused := int(budgeted.refused(last, min(self.budgets))):
                 share = float(BranchCosts.of(budgeted.devices[0], "q99").share(last))

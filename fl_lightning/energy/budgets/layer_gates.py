@@ -1,7 +1,7 @@
 """Gates of branches that read the states of their own block: TABS on branches, a baseline.
 
     theta_b = v_b + <w_b, h_l - E h_l>,    |theta_b| <= 3
-    m = argmax_m sum_b m_b theta_b    over the subsets m that E_max affords
+    m = argmax_m sum_b m_b theta_b    over the subsets m with all protected branches that E_max affords
 
 h_l is the mean over the prompt of the states that enter block l, the block of branch b, at length d^-1/2, and
 E h_l, which is regressed on it, its mean over sequences. So v_b is what a gate is expected to be. Each
@@ -121,7 +121,8 @@ class DrawnInBlocks(_InBlocks):
     @property
     def chances(self) -> Tensor:  # type: ignore[override]
         """The chances that each branch was drawn with, ``[B, G]``, when all blocks have been entered."""
-        return chances_of(torch.cat(self.logits, dim=1))
+        found = chances_of(torch.cat(self.logits, dim=1))
+        return found.masked_fill(self.protected.to(found.device), 1.0)
 
     def losses(self) -> dict[str, Tensor]:
         """Return ``loss_means``, half the squared distance of E h from the mean of what was read."""
@@ -158,9 +159,10 @@ def rows_of(block: int) -> slice:
     return slice(len(PARTS) * block, len(PARTS) * (block + 1))
 
 
-def masks_by_cost(costs: BranchCosts, branches: int) -> Tensor:
-    """Return all subsets, the dearest first, bool ``[2^G, G]``."""
-    masks = all_masks(branches)
+def masks_by_cost(costs: BranchCosts, least: Tensor) -> Tensor:
+    """Return all subsets that have the branches of ``least [G]``, the dearest first, bool ``[M, G]``."""
+    masks = all_masks(len(least))
+    masks = masks[(masks | ~least).all(1)]
     return masks[costs.units(masks).argsort(descending=True, stable=True)]
 
 
