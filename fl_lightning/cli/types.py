@@ -166,7 +166,7 @@ def type_in_words(hint: Any) -> str:
         if get_origin(member) is list:
             names = [f"a list of {', '.join(names) or type_in_words(get_args(member)[0])}"]
         elif get_origin(member) in MAPPINGS and not names:
-            names = ["a mapping"]
+            names = ["a mapping of names to texts" if _is_of_texts(member) else "a mapping"]
         words.update(
             dict.fromkeys(
                 [TYPE_WORDS[member]]
@@ -176,6 +176,10 @@ def type_in_words(hint: Any) -> str:
         )
     *most, last = words
     return f"{', '.join(most)} or {last}" if most else last
+
+
+def _is_of_texts(mapping: Any) -> bool:
+    return get_args(mapping)[1:] == (str,)
 
 
 def example_of(action: Any) -> str:
@@ -193,7 +197,12 @@ def _plain_example(action: Any) -> str:
     kinds = list(members(hint_of(action)))
     kinds += [item for kind in kinds if get_origin(kind) is list for item in members(get_args(kind)[0])]
     found = (
-        "'{NAME: VALUE}'" if get_origin(kind) in MAPPINGS else TYPE_EXAMPLES.get(kind, "") for kind in kinds
+        TYPE_EXAMPLES.get(kind, "")
+        if get_origin(kind) not in MAPPINGS
+        else """'{NAME: "TEXT"}'"""
+        if _is_of_texts(kind)
+        else "'{NAME: VALUE}'"
+        for kind in kinds
     )
     return next(filter(None, found), "")
 

@@ -146,7 +146,7 @@ def deploy(cli: Any) -> None:
     measure_time(cli.trainer)
     # what the server would refuse is refused here, in one line, before anything starts
     check_deployable(cli.trainer.prepare(cli.model, cli.datamodule, seed=cli.config["seed_everything"]))
-    if ckpt_path := cli.config_init["ckpt_path"]:
+    if (ckpt_path := cli.config_init["ckpt_path"]) is not None:
         start = find_start(ckpt_path, cli.trainer.root / cli.trainer.experiment, cli.trainer.run_name)
         cli.trainer.parts.check_start(start, cli.datamodule, deployed=True)
     outcome = _run(cli, settings, rules)

@@ -11,7 +11,7 @@ from typing import Any
 from fl_lightning.config.recorded import not_recorded
 from fl_lightning.config.settings import changed_settings, config_of, flatten, is_free
 from fl_lightning.distributed import collectives
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, require
 from fl_lightning.federation import Federation
 from fl_lightning.models.tensors import sha256_of_parameters
 from fl_lightning.run.checkpoint import CheckpointError
@@ -62,6 +62,7 @@ def find_start(ckpt_path: str, experiment: Path, run_name: str | None = None) ->
     Raises:
         InputError: there is no such run or checkpoint, or none of its checkpoints can be read.
     """
+    require(ckpt_path, "--ckpt_path ''", "it names no run", "write a run's directory, or last")
     named = str(_last_run(experiment, run_name)) if ckpt_path == "last" else ckpt_path
     run, candidates = run_and_checkpoints(named)
     if not candidates:
@@ -137,7 +138,7 @@ def choose_start(
         InputError: ``ckpt_path`` leads to no run that can be continued.
     """
     start = Start()
-    if collectives.rank() == 0 and ckpt_path:
+    if collectives.rank() == 0 and ckpt_path is not None:
         start = find_start(ckpt_path, experiment, name.asked)
     elif collectives.rank() == 0 and auto_resume:
         start = find_same(experiment, name, config)

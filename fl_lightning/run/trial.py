@@ -62,7 +62,7 @@ def trial_run(trainer: TrialSettings, ckpt_path: str | None) -> Iterator[None]:
     if not rounds:
         yield
         return
-    if ckpt_path:
+    if ckpt_path is not None:
         raise InputError(
             f"--trainer.fast_dev_run with --ckpt_path {ckpt_path}",
             "it tries a configuration out and continues no run",

@@ -207,6 +207,10 @@ BAD = [
         "rank --model FedAvg --settings words",
         "it must be a mapping or null; write --settings '{NAME: VALUE}'",
     ),
+    (
+        "fit --config base.yaml --trainer.tags '{a: 1}'",
+        """a mapping of names to texts or null; write --trainer.tags '{NAME: "TEXT"}'""",
+    ),
     ("sweep --config study.yaml --dryrun", "write --dry_run"),
     ("compare --study s --no_such_thing 3", "there is no such flag"),
     # files
@@ -259,6 +263,7 @@ BAD = [
 
 
 ONLY_BY_THE_PARSER = {
+    "fit --config base.yaml --trainer.tags '{a: 1}'",
     "rank --model FedAvg --settings words",
     # what Fabric refuses, what is of the whole configuration, settings below no class, and words as a flag
     "track --run_dirs runs/a",

@@ -347,6 +347,8 @@ def test_a_path_that_is_no_run(path, tmp_path):
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(InputError, match=r"--ckpt_path .*;.*;"):
         fit(tmp_path, ckpt_path=str(tmp_path / path))
+    with pytest.raises(InputError, match="--ckpt_path ''; it names no run"):  # a variable that is not set
+        fit(tmp_path, ckpt_path="")
     with pytest.raises(InputError, match="--ckpt_path last; there is no run under"):
         fit(tmp_path, ckpt_path="last", experiment="another")
     assert sorted(tmp_path.rglob("*")) == before
