@@ -275,6 +275,7 @@ class FederatedTrainer(RunViews):
             participation=self.participation,
             rounds=self.max_rounds,
             secure_sum=self.parts.masks,
+            kind=self.parts.rounds,
         )
         show(found, method, data, str(self.fabric.strategy.precision.precision))
         return Results(found.metrics())

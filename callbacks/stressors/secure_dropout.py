@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Literal
 
+from callbacks.stressors.draws import own_stream
 from fl_lightning.client import Assignment
 from fl_lightning.config.constraints import within
 from fl_lightning.hooks import Context, Stressor
@@ -35,10 +36,10 @@ class SecureDropout(Stressor):
         self.probability, self.phase = probability, phase
 
     def change_cohort(self, cohort: list[Assignment], *, round: int, context: Context) -> list[Assignment]:
+        purpose = own_stream(f"secure_dropout/{self.phase}", self, context, by="phase")
         return [
             leaving(assignment, self.phase)
-            if stream(context.seed, f"secure_dropout/{self.phase}", round, assignment.client.id).random()
-            < self.probability
+            if stream(context.seed, purpose, round, assignment.client.id).random() < self.probability
             else assignment
             for assignment in cohort
         ]

@@ -62,6 +62,9 @@ class Asynchronous(Rounds):
     def invited(self, cohort: int) -> int:
         return self.concurrency
 
+    def exchanges(self, cohort: int) -> int:
+        return self.buffer
+
     def limited(self, clients: int | None) -> Asynchronous:
         """Return the same rounds with at most so many clients at work; None: these."""
         if clients is None:
@@ -107,6 +110,14 @@ class Asynchronous(Rounds):
                 given,
                 len(clients),
                 self.concurrency,
+            )
+        if not method.average.is_sum and self.buffer < 3:
+            log.warning(
+                "%s with --model.average %s: of %d uploads in a version none can be an outlier; "
+                "write --trainer.rounds FedBuff with a buffer of 3 or more",
+                given,
+                type(method.average).__name__,
+                self.buffer,
             )
         sends = declared_limits(method, context.data.client(int(clients[0])))
         others = method.personalised or method.keeps_state

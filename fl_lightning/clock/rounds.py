@@ -44,6 +44,10 @@ class Rounds(Recorded, ABC):
         """Return how many clients are asked where ``cohort`` are wanted."""
         return cohort
 
+    def exchanges(self, cohort: int) -> int:
+        """Return with how many clients a round exchanges messages, where there are enough."""
+        return self.invited(cohort)
+
     def patience(self, cohort: int) -> tuple[float, float]:
         """Return the seconds after which, and the number of uploads at which, a round on real machines is
         over, whoever is still at work.

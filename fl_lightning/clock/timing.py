@@ -96,7 +96,7 @@ class Timing(Meter):
         there, self.began = reach.first_online(context.data.active, self.now)
         trained = train(draw(there, min(context.invited, len(there)), 0))
         planned = self._planned(context, round, trained)
-        receipts, answered, valid, offline = [], {}, set[int](), list[float]()
+        receipts, answered, valid, offline, gone = [], {}, set[int](), 0, list[float]()
         for receipt in trained.receipts:
             id, entry = receipt.client.id, receipt.entry
             if id in trained.examples:
@@ -104,9 +104,12 @@ class Timing(Meter):
                 took = self.seconds(context.seed, trained.examples, full)
                 if lost := reach.lost(full.timed(self.began, self.began + took)):
                     receipt, entry = replace(receipt, entry=lost, examples=0), lost
-                    offline.append(lost.ended or 0.0)
+                    offline += 1
+                    gone.append((lost.ended or 0.0) - self.began)
                 elif entry.status in ANSWERED:
                     answered[id] = took
+                else:
+                    gone.append(took)
             valid |= {id} if entry.status == "trained" else set()
             receipts.append(receipt)
         self.ending = self.rounds.end(
@@ -117,11 +120,9 @@ class Timing(Meter):
             lot=lambda client: stream(context.seed, "clock/ties", round, client).random(),
         )
         if not answered and not self.ending.seconds:  # nobody is left to wait for
-            self.ending = replace(
-                self.ending, seconds=max([self.lead, *(end - self.began for end in offline)])
-            )
+            self.ending = replace(self.ending, seconds=max([self.lead, *gone]))
         used = only_used(trained, receipts, self.ending.used)
-        return replace(used, late=self.ending.late, offline=len(offline))
+        return replace(used, late=self.ending.late, offline=offline)
 
     def _planned(self, context: Any, round: int, trained: Trained) -> dict[int, LedgerEntry]:
         """Return the entries by which it is decided who goes offline too early, by client id, where somebody

@@ -217,9 +217,11 @@ def configs(args: Sequence[str]) -> None:
             "Lists the configurations, or copies them to FOLDER.\n"
         )
         return
-    if len(args) > 1 or any(arg.startswith("-") for arg in args):
+    if len(args) > 1 or any(arg.startswith("-") or not arg for arg in args):
         raise InputError(
-            f"configs {' '.join(args)}", "it takes a folder to copy to, or nothing", "write configs FOLDER"
+            f"configs {' '.join(args) or repr('')}",
+            "it takes a folder to copy to, or nothing",
+            "write configs FOLDER",
         )
     source = configs_folder()
     names = sorted(path.relative_to(source) for path in source.rglob("*.yaml"))

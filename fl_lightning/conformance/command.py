@@ -37,6 +37,7 @@ def check(
             settings.
         SystemExit: a check failed; the exit code is 1.
     """
+    require(noise is None or noise >= 0, f"--noise {noise}", "a deviation is 0 or more", "write --noise 0.01")
     given_settings, given_neutral, kind = made_terms(settings), made_terms(neutral), find_method(model)
     require(
         not kind.pools_examples,

@@ -56,6 +56,7 @@ class HuggingFaceData(ItemData):
         client: str | None = None,
         **settings: Any,
     ) -> None:
+        require(test != train, f"train={train}, test={test}", "a test split has other rows", "leave test out")
         self.dataset, self.has_test = name_from(path), test is not None
         super().__init__(input=input, target=target, group=group, client=client, **settings)
         self.path, self.configuration, self.splits = path, name, (train, test)
@@ -76,9 +77,11 @@ class HuggingFaceData(ItemData):
         """
         loaded = self._load()
         places = [f"{self.path}, {split}" for split in self.splits]
-        feature = loaded[0].features[self.keys.target]
-        coded = hasattr(feature, "int2str") and self.task.has_classes
-        if coded and self.run_form:  # which knows classes by their names
+        features = [rows.features[self.keys.target] for rows in loaded if rows is not None]
+        coded = hasattr(features[0], "int2str") and self.task.has_classes
+        orders = [feature.names for feature in features if hasattr(feature, "names")]
+        by_names = coded and (bool(self.run_form) or orders[0] != orders[-1])
+        if by_names:  # a node knows classes by these, and in the test split a number may be another class
             loaded = [None if rows is None else named_classes(rows, self.keys.target) for rows in loaded]
         items = [
             None if rows is None else self.items_of(rows, place)
@@ -86,14 +89,16 @@ class HuggingFaceData(ItemData):
         ]
         first, second, names = self.examples_of(items, places)
         if coded and not self.run_form:
-            unknown = [number for number in names.classes if not 0 <= int(number) < feature.num_classes]
+            known = {*orders[0], *orders[-1]} if by_names else range(len(orders[0]))
+            unknown = [name for name in names.classes if (name if by_names else int(name)) not in known]
             require(
                 not unknown,
                 f"{self.path}, column {self.keys.target}",
-                f"labels {', '.join(map(str, unknown))} are none of the {feature.num_classes} classes",
+                f"labels {', '.join(map(str, unknown))} are none of the {len(orders[0])} classes",
                 "leave out rows without a label",
             )
-            names = Names([feature.int2str(int(n)) for n in names.classes], names.groups, names.clients)
+        if coded and not by_names:
+            names = Names([orders[0][int(number)] for number in names.classes], names.groups, names.clients)
         return first, second, names
 
     def items_of(self, rows: Any, place: str) -> Any:
@@ -158,6 +163,8 @@ def load_splits(
             continue
         if not isinstance(found, dict):  # a single split, which save_to_disk may write
             require(wanted[1] is None, f"test={wanted[1]}", f"{path} has a single split", "leave test out")
+            own = str(found.split or split)
+            require(split in ("train", own), f"train={split}", f"{path} is the split {own}", f"write {own}")
             splits.append(found)
             continue
         require(

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -259,7 +259,8 @@ def _parts(item: Any, keys: Keys, where: str) -> dict[str, Any]:
                 f"write a position from 0 to {len(item) - 1}",
             )
         found[name] = item[place]
-    return {name: plain(value) if name in ("group", "client") else value for name, value in found.items()}
+    names = {name: _name(found[name], name, where) for name in ("group", "client") if name in found}
+    return found | names
 
 
 def _parts_of_dictionary(item: Mapping[Any, Any], keys: Keys, where: str) -> dict[str, Any]:
@@ -274,7 +275,7 @@ def _parts_of_dictionary(item: Mapping[Any, Any], keys: Keys, where: str) -> dic
     for name, key in named.items():
         if key is not None:
             _require_key(key, item, name, where)
-            found[name] = item[key] if name == "target" else plain(item[key])
+            found[name] = item[key] if name == "target" else _name(item[key], name, where)
     if isinstance(keys.input, (int, str)):
         wanted: list[Any] = [keys.input]
     else:
@@ -290,6 +291,18 @@ def _require_key(key: Any, item: Mapping[Any, Any], name: str, where: str) -> No
     if key not in item:
         instead = f"write {nearest_or_list(key, item)}"
         raise InputError(f"{name}={key}", f"{where} has no such name", instead)
+
+
+def _name(value: Any, name: str, where: str) -> Any:
+    """Return whose an item is, or its group."""
+    found = plain(value)
+    require(
+        isinstance(found, Hashable) and found is not None and found == found,
+        f"{where}, {name} {found}",
+        f"a {name} is a number or a text, and none is missing",
+        "say whose it is, or leave the item out" if name == "client" else "give it one, or leave it out",
+    )
+    return found
 
 
 def plain(value: Any) -> Any:

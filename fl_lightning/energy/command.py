@@ -25,6 +25,7 @@ from fl_lightning.models.adapters import ALL_LINEAR
 from fl_lightning.support import disk
 
 METERS = ("best", "modelled")
+DEFAULT_SECONDS = 60.0
 SHOWN_TOKENS = (1, 16, 256)
 """Numbers of tokens of a step that a printed table has columns for."""
 
@@ -39,7 +40,7 @@ def energy(
     gguf_file: str | None = None,
     meter: str = "best",
     watts: float = DEFAULT_WATTS,
-    seconds: float = 60.0,
+    seconds: float = DEFAULT_SECONDS,
     scope: str | None = None,
     high: str = "float32",
     context: int = DEFAULT_CONTEXT,
@@ -73,12 +74,26 @@ def energy(
     """
     console = Console()
     if not calibrate:
-        require(
-            out is None,
-            f"--out {out} without --calibrate",
-            "only what was measured is written",
-            "add --calibrate",
-        )
+        measured = {
+            "adapter": (adapter, None),
+            "rank": (rank, None),
+            "targets": (targets, ALL_LINEAR),
+            "gguf_file": (gguf_file, None),
+            "meter": (meter, "best"),
+            "watts": (watts, DEFAULT_WATTS),
+            "seconds": (seconds, DEFAULT_SECONDS),
+            "scope": (scope, None),
+            "high": (high, "float32"),
+            "context": (context, DEFAULT_CONTEXT),
+            "out": (out, None),
+        }
+        for name, (value, default) in measured.items():
+            require(
+                value == default,
+                f"--{name} {value} without --calibrate",
+                "it is of a measurement, and a table that is read has its own",
+                "add --calibrate true, or name a table",
+            )
         print_table(read_table(table) if table else shipped_table(network), console)
         return
     require(

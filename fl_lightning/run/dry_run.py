@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fl_lightning.clock.rounds import Rounds
 from fl_lightning.compatibility.methods import own_messages_of
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import InputError, require
@@ -71,6 +72,7 @@ def forecast(
     participation: float,
     rounds: int,
     secure_sum: SecureSum | None = None,
+    kind: Rounds | None = None,
 ) -> Forecast:
     """Return what a run will take, from the configuration of its network alone.
 
@@ -80,6 +82,7 @@ def forecast(
         participation: share of the clients that a round asks for.
         rounds: rounds of the run.
         secure_sum: with which uploads are masked, where nobody drops out; None: they are not.
+        kind: what a round is; None: everybody that is asked returns.
 
     Raises:
         InputError: what the network sees is known only once the data are read, or the network cannot be made
@@ -107,6 +110,8 @@ def forecast(
     layout = Layout.of(network, include=lambda name: name not in stays)
     known = 0 if getattr(data, "count_clients", False) else data.num_clients
     cohort = max(1, int(participation * known + 0.5)) if known else 0
+    if cohort and kind is not None:
+        cohort = min(kind.exchanges(cohort), known)
     down, up = method.adapters.round_values(network, layout, cohort or 1)
     width = layout.dtype.itemsize
     down_bytes = round(down * width) + _envelope("weights")

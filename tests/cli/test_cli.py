@@ -536,6 +536,13 @@ def test_rejected_uploads_are_one_line_and_their_number(
     assert len([record for record in caplog.records if "upload of client" in record.getMessage()]) == 12
 
 
+def test_configurations_are_not_copied_to_a_folder_without_a_name(capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["configs", ""]) == 2
+    assert "it takes a folder to copy to" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.slow
 @pytest.mark.essential
 def test_the_program_from_any_directory(here: Path) -> None:

@@ -202,6 +202,9 @@ BAD = [
     ("fit --config base.yaml --data.partition", "--data.partition without a value"),
     ("fit --config base.yaml --trainer.logger", "--trainer.logger without a value; it needs one; write"),
     ("check --modell FedAvg", "write --model"),
+    ("energy --rank 4", "--rank 4 without --calibrate; it is of a measurement"),
+    ("energy --high bfloat16", "--high bfloat16 without --calibrate"),
+    ("check --model FedAvg --noise -1", "--noise -1.0; a deviation is 0 or more"),
     ("check", "write --model FedAvg, or the import path of yours"),
     (
         "rank --model FedAvg --settings words",
@@ -263,6 +266,9 @@ BAD = [
 
 
 ONLY_BY_THE_PARSER = {
+    "energy --rank 4",
+    "energy --high bfloat16",
+    "check --model FedAvg --noise -1",
     "fit --config base.yaml --trainer.tags '{a: 1}'",
     "rank --model FedAvg --settings words",
     # what Fabric refuses, what is of the whole configuration, settings below no class, and words as a flag

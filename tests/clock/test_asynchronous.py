@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from toy import CENTRES, Points, on_points, run, sgd
 
 from callbacks import ByzantineClients, LabelNoise, TrainingCost
 from fl_lightning import methods
+from fl_lightning.aggregation.averages import TrimmedMean
 from fl_lightning.aggregation.base import Receipt
 from fl_lightning.client import Client
 from fl_lightning.clock import (
@@ -291,6 +293,14 @@ def test_what_does_not_go_together(tmp_path, method, settings, given):
     with refused(given):
         trained(tmp_path, method, **settings)
     assert not any(tmp_path.iterdir())
+
+
+def test_a_robust_average_of_fewer_than_three_uploads_is_warned_of(tmp_path, caplog):
+    for buffer, said in ((2, True), (3, False)):
+        caplog.clear()
+        settings = {"clock": Clock(devices=SameDevice()), "rounds": FedBuff(3, buffer), "max_rounds": 1}
+        trained(tmp_path / f"{buffer}", partial(FedAvg, average=TrimmedMean()), **settings)
+        assert ("none can be an outlier" in caplog.text) is said
 
 
 class Started(Meter):

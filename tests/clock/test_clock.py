@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 from clocked import Loses, column, rows
+from outcomes import rows_of
 from ranked import result
 from refusals import refused
 from ten import SMALL
 from toy import run, sgd
 
+from callbacks import StragglerDropout
 from fl_lightning.clock import (
     Clock,
     Deadline,
@@ -28,7 +30,7 @@ from fl_lightning.clock import (
     Synchronous,
 )
 from fl_lightning.conformance.toy import images
-from fl_lightning.errors import MisuseError
+from fl_lightning.errors import MisuseError, RunStopped
 from fl_lightning.hooks import Stressor
 from fl_lightning.methods import SCAFFOLD, FedAvg
 from fl_lightning.privacy import ClientPrivacy
@@ -122,6 +124,17 @@ def test_a_rejected_upload_has_arrived(tmp_path, rounds):
     both = [trained(tmp_path / str(n), rounds=form, **settings) for n, form in enumerate((None, rounds))]
     assert [column(one, "clock/seconds") for one in both] == [[5.0, 10.0]] * 2
     assert [column(one, "clients/rejected") for one in both] == [[1.0, 1.0]] * 2
+
+
+@pytest.mark.parametrize("rounds", [Synchronous(), OverSelection(1.0)])
+def test_a_round_whose_uploads_are_all_lost_lasts_as_long_as_its_clients(tmp_path, rounds):
+    settings = {"max_rounds": 1, "participation": 1.0, "clock": Clock(devices=SameDevice(0.01))}
+    lost = StragglerDropout(probability=1.0, mode="after")
+    with pytest.raises(RunStopped, match="no upload of 1 round"):
+        trained(tmp_path / "lost", callbacks=[lost], rounds=rounds, **settings)
+    (row,) = rows_of(min((tmp_path / "lost").rglob("metrics.csv"), key=lambda path: len(path.parts)))
+    whole = column(trained(tmp_path / "whole", rounds=rounds, **settings), "clock/seconds")
+    assert [float(row["clock/seconds"])] == whole != [0.0]
 
 
 def test_examples_are_those_of_the_local_steps(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from toy import ready
 
-from callbacks import ByzantineClients, LabelNoise, NewTasks, StragglerDropout
+from callbacks import ByzantineClients, LabelNoise, NewTasks, SecureDropout, StragglerDropout
 from fl_lightning.client import Assignment, Client
 from fl_lightning.errors import InputError
 from fl_lightning.tasks import Classification
@@ -39,6 +39,18 @@ def test_stragglers_of_two_are_independent():
     first, both = dropped(before), dropped(before, after)
     assert first == dropped(after) < both  # the first alone is as it was
     assert abs(len(both) / CLIENTS - 0.51) < 0.08  # 1 - 0.7^2, and not 0.3
+
+
+@pytest.mark.parametrize(("second", "first_of_its_kind"), [("masked", False), ("keys", True)])
+def test_dropouts_of_a_secure_sum_are_independent(second, first_of_its_kind):
+    """Those of another phase draw apart already, so that they are as they are alone."""
+    masked, other = SecureDropout(0.3), SecureDropout(0.3, phase=second)
+    both = dropped(masked, other)
+    assert dropped(masked) < both
+    assert abs(len(both) / CLIENTS - 0.51) < 0.08
+    assert (dropped(other) <= both) is True
+    alone = dropped(SecureDropout(0.3, phase=second))
+    assert (alone == both - (dropped(masked) - alone)) is first_of_its_kind
 
 
 def flipped(*callbacks: LabelNoise) -> np.ndarray:

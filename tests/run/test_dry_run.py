@@ -20,7 +20,8 @@ from tiny_transformers import save_base
 from torch import nn
 
 from fl_lightning.__main__ import main
-from fl_lightning.data import PreferencePairs
+from fl_lightning.clock import FedBuff, OverSelection
+from fl_lightning.data import FederatedImages, PreferencePairs
 from fl_lightning.errors import InputError
 from fl_lightning.methods import FedAvg
 from fl_lightning.models.adapters import ADAPTERS, AdapterKind, add_adapter
@@ -117,6 +118,15 @@ def test_masks_are_in_the_forecast(rule: str | None, rank: int | list[int], tmp_
     for way in ("download", "upload"):
         counted = sum(float(row[f"comm/{way}_bytes"]) for row in rows) / len(rows) / 4
         assert abs(found[f"comm/client_{way}_bytes"] - counted) <= 0.02 * counted + ENTRIES, way
+
+
+@pytest.mark.parametrize(("rounds", "clients"), [("OverSelection", 7), ("FedBuff", 3)])
+def test_a_forecast_is_of_the_clients_that_a_round_exchanges_messages_with(rounds: str, clients: int):
+    """Ten clients of which half are wanted: 1.3 times as many are asked, or three make a version."""
+    kind = OverSelection(1.3) if rounds == "OverSelection" else FedBuff(concurrency=6, buffer=3)
+    data = FederatedImages(dataset="synthetic", num_clients=10)
+    found = forecast(FedAvg(network="mlp"), data, participation=0.5, rounds=4, kind=kind)
+    assert found.cohort == clients
 
 
 def test_nothing_is_loaded_or_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):

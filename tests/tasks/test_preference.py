@@ -91,6 +91,8 @@ def test_the_loss_is_that_of_the_paper():
 def test_what_is_too_long_is_refused_or_cut_where_it_begins():
     with refused("pair 2", "context: 15"):
         encode_pairs(PAIRS, ByteTokenizer(), context=8)
+    with refused("pair 1", "write context: 43"):
+        encode_pairs([AnswerPair("p", "y" * 41, "y" * 40 + "n")], ByteTokenizer(), context=16, too_long="cut")
     cut = encode_pairs(PAIRS, ByteTokenizer(), context=8, too_long="cut")
     assert cut.cut == 1
     tokens = cut.input_ids[1].flatten().tolist()
@@ -198,6 +200,10 @@ def test_json_lines_of_ones_own(tmp_path):
     assert len(data.train_target) + len(data.test_target) == 60
     assert 0 < len(data.test_target) < 20
     assert float(rows[-1]["test/preference_accuracy"]) > 0.9
+    held = write(tmp_path / "held.jsonl", [*lines[:5], {**lines[0], "chosen": "of course"}])
+    tested = PreferenceFiles(str(file), test=str(held), num_clients=5, partition=IID(), context=32)
+    assert len(prepare_data(tested).test_target) == 1
+    assert tested.text_summary["test pairs left out"] == 5
     dealt = PreferenceFiles(str(file), num_clients=5, partition=IID(), context=32)
     assert prepare_data(dealt).num_clients == 5
     for line, given in (

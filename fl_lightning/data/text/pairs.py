@@ -93,6 +93,12 @@ def encode_pairs(
             cut += 1
             prompt = prompt[min(extra, max(len(prompt) - 1, 0)) :]
             answers = [answer[: context + 1 - len(start) - len(prompt)] for answer in answers]
+            require(
+                answers[0] != answers[1],
+                place,
+                f"within {context} tokens its two answers are the same",
+                f"write context: {context + extra}, or remove the line",
+            )
         chosen_is_first = key(0, "text/order/" + "\0".join(pair))[0] < 128
         preferred.append(chosen_is_first)
         head = start + prompt

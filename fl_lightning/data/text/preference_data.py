@@ -222,6 +222,9 @@ class PreferenceFiles(PreferenceData):
         first = 0.0 if test else self.test_fraction
         held = self._lines(test) if test else [line for line in lines if _place(line[0]) < first]
         lines = [line for line in lines if _place(line[0]) >= first]
+        trained = {pair for pair, *_ in lines}
+        self._left_out = sum(pair in trained for pair, *_ in held)
+        held = [line for line in held if line[0] not in trained]
         for path, some in ((train, lines), (test or train, held)):
             require(some, f"{path}", "no pair is left", "give more pairs, or another test_fraction")
         self._sha256 = sha256_of(text for line in [*lines, *held] for text in line[0])
@@ -268,7 +271,8 @@ class PreferenceFiles(PreferenceData):
 
     @property
     def text_summary(self) -> dict[str, Any]:
-        return {"files": [path.name for path in self.paths if path], "sha256": self._sha256}
+        left_out = {"test pairs left out": self._left_out} if self._left_out else {}
+        return {"files": [path.name for path in self.paths if path], "sha256": self._sha256, **left_out}
 
 
 def sha256_of(texts: Iterable[str]) -> str:
