@@ -40,3 +40,12 @@ def test_more_methods_than_a_page_has_rows_for_are_a_matrix(tmp_path):
     assert looks[1, 0] == (BLUE, 1.0)
     assert looks[0, 1] == (ORANGE, 1.0)
     assert looks[11, 10][1] == looks[10, 11][1] == PALE
+
+
+def test_runs_that_are_evaluated_once_have_no_curve_over_rounds(tmp_path):
+    for label in "AB":
+        for seed in range(3):
+            make_run(tmp_path / "study", label, seed, 0.8 + 0.01 * seed, rounds=1)
+    drawn = dict(figures(comparison_of(tmp_path)))
+    assert drawn["accuracy_over_rounds"] is None
+    assert drawn["accuracy_over_megabytes"] is not None

@@ -107,12 +107,13 @@ def over(
     curve: Callable[[Sequence[FinishedRun], Column], Curve],
 ) -> Figure | None:
     """Draw the primary metric of every method over rounds, megabytes or virtual seconds; None where nothing
-    was evaluated, or each run of too many methods for one pair of axes once."""
+    was evaluated, or each run once: over rounds, or with too many methods for one pair of axes."""
     task, tested = comparison.study.task, tested_as(comparison)
     runs = {label: list(comparison.runs(label, levels).values()) for label in comparison.labels}
     curves = {label: curve(of_one, tested) for label, of_one in runs.items() if of_one}
     curves = {label: (x, y) for label, (x, y) in curves.items() if x.size}
-    if not curves or (len(curves) > MOST_CURVES and all(x.size < 2 for x, _ in curves.values())):
+    once = all(x.size < 2 for x, _ in curves.values())
+    if not curves or (once and (xlabel == "round" or len(curves) > MOST_CURVES)):
         return None
     title = title_of(f"Test {task.primary_in_words}, mean and standard deviation over seeds", levels)
     of_x = xlabel != "round" and is_wide([x[-1] for x, _ in curves.values()])
