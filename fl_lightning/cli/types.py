@@ -196,15 +196,13 @@ def _plain_example(action: Any) -> str:
         return str(default)
     kinds = list(members(hint_of(action)))
     kinds += [item for kind in kinds if get_origin(kind) is list for item in members(get_args(kind)[0])]
-    found = (
-        TYPE_EXAMPLES.get(kind, "")
-        if get_origin(kind) not in MAPPINGS
-        else """'{NAME: "TEXT"}'"""
-        if _is_of_texts(kind)
-        else "'{NAME: VALUE}'"
-        for kind in kinds
-    )
-    return next(filter(None, found), "")
+    return next(filter(None, map(_example_of_type, kinds)), "")
+
+
+def _example_of_type(kind: Any) -> str:
+    if get_origin(kind) not in MAPPINGS:
+        return TYPE_EXAMPLES.get(kind, "")
+    return """'{NAME: "TEXT"}'""" if _is_of_texts(kind) else "'{NAME: VALUE}'"
 
 
 def describe(action: Any, constraint: Constraint | None = None) -> Setting:
