@@ -49,6 +49,20 @@ methods:
   Long: {{settings: {{trainer.max_rounds: 60}}}}
   Broken: {{settings: {{data.public_examples: {public}}}}}
 """
+SLOW = """
+import time
+from pathlib import Path
+
+from fl_lightning.hooks import Meter
+
+
+class Slow(Meter):
+    \"\"\"Until there is a file `go` a round takes a second, so that no run has ended before it is killed.\"\"\"
+
+    def on_round_end(self, record, context):
+        if not Path("go").exists():
+            time.sleep(1)
+"""
 
 
 @pytest.fixture
@@ -98,14 +112,24 @@ def cells() -> dict[str, dict]:
 
 @pytest.mark.slow
 @pytest.mark.essential
-def test_killed_and_continued_a_study_is_as_if_never_killed(write, capfd):
+def test_killed_and_continued_a_study_is_as_if_never_killed(write, capfd, tmp_path, monkeypatch):
     """One cell is at work when the sweep is killed, one fails, and once it is mended only that one runs
     again."""
-    write()
+    noise = '{"class_path": "callbacks.LabelNoise", "init_args": {"round": 2}}'
+    slow = STUDY.replace(
+        "[{{class_path: callbacks.LabelNoise, init_args: {{round: 2}}}}]",
+        f"[{noise}, {{class_path: slow.Slow}}]".replace("{", "{{").replace("}", "}}"),
+    )
+    Path("slow.py").write_text(SLOW)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(tmp_path)
+    write(slow)
     before = start("--jobs", "1")
     wait_for(lambda: len(rows("runs/small/Long-seed3")) >= 3)
     before.kill()
     before.wait()
+    wait_for(lambda: "stopped in round" in Path("runs/small/logs/Long-seed3.log").read_text())
+    Path("go").touch()
     capfd.readouterr()
     assert main(["sweep", "--config", "study.yaml", "--jobs", "2", "--logger", "false"]) == 1
     said = capfd.readouterr().err
@@ -137,20 +161,19 @@ def test_killed_and_continued_a_study_is_as_if_never_killed(write, capfd):
         "--data.partition.init_args.beta=5.0",
         "--trainer.logger=false",
     ]
-    noise = '--trainer.callbacks=[{"class_path": "callbacks.LabelNoise", "init_args": {"round": 2}}]'
     alone = [
         "fit",
         "--config",
         f"{CONFIGS}/kd_default.yaml",
         *small,
-        noise,
+        f'--trainer.callbacks=[{noise}, {{"class_path": "slow.Slow"}}]',
         "--seed_everything=3",
         "--trainer.run_name=alone",
     ]
     assert main(alone) == 0
     assert outcome("runs/small/Long-seed3") == outcome("runs/kd_default/alone")
 
-    write(public=5)
+    write(slow, public=5)
     capfd.readouterr()
     assert main(["sweep", "--config", "study.yaml", "--dry_run", "true"]) == 0
     assert "2 cells, 1 to run" in capfd.readouterr().out
