@@ -1,11 +1,12 @@
-"""Time a training step of the byte model with each kind of adapter, in turn, on one thread; then the options of
-its switched layers.
+"""Time a training step of the byte model with each kind of adapter, in turn, on one thread; then
+the options of its switched layers.
 
-    OMP_NUM_THREADS=1 python benchmarks/adapters.py [--repeats 20] [--rows 16] [--length 64] [--rank 8]
+    OMP_NUM_THREADS=1 python benchmarks/adapters.py [--repeats 20] [--rows 16] [--length 64] [--rank
+    8]
 
-A step is forward, loss of the next byte, backward and AdamW. Memory is what autograd keeps for the backward
-pass, without parameters and buffers. The second table is one pass through all 16 switched layers on their own,
-with narrow weights kept; times are those of a pass of n tokens.
+A step is forward, loss of the next byte, backward and AdamW. Memory is what autograd keeps for the
+backward pass, without parameters and buffers. The second table is one pass through all 16 switched
+layers on their own, with narrow weights kept; times are those of a pass of n tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def loss_of(network: nn.Module, ids: Tensor) -> Tensor:
 
 def step_of(network: nn.Module, ids: Tensor) -> Callable[[], None]:
     """Return a training step."""
-    optimizer = torch.optim.AdamW([p for p in network.parameters() if p.requires_grad], lr=1e-5, fused=True)
+    optimizer = torch.optim.AdamW(
+        [p for p in network.parameters() if p.requires_grad], lr=1e-5, fused=True
+    )
 
     def step() -> None:
         loss_of(network, ids).backward()
@@ -108,19 +111,23 @@ def print_options(rank: int, repeats: int) -> None:
     """Print the time of each option at several numbers of tokens."""
     print("\n| tokens | option | least us | ratio to high |\n|---|---|---|---|")
     networks = {
-        high: LlamaTiny(BYTE_VOCABULARY, rank=rank, adapter="spectral") for high in ("float32", "bfloat16")
+        high: LlamaTiny(BYTE_VOCABULARY, rank=rank, adapter="spectral")
+        for high in ("float32", "bfloat16")
     }
     layers = {high: add_switches(network, high=high) for high, network in networks.items()}  # type: ignore[arg-type]
     with narrow_kept(networks["float32"]), narrow_kept(networks["bfloat16"]):
         for tokens in (1, 16, 64, 256, 1024):
             inputs = [torch.randn(tokens, layer.shape[0]) for layer in layers["float32"]]
             contenders: dict[str, Callable[[], None]] = {
-                option: partial(through_all, layers["float32"], option, inputs) for option in OPTIONS
+                option: partial(through_all, layers["float32"], option, inputs)
+                for option in OPTIONS
             }
             contenders["high, bfloat16"] = partial(through_all, layers["bfloat16"], "high", inputs)
             seconds = in_turn(contenders, repeats)
             for name, times in seconds.items():
-                ratio = median(time / first for time, first in zip(times, seconds["high"], strict=True))
+                ratio = median(
+                    time / first for time, first in zip(times, seconds["high"], strict=True)
+                )
                 print(f"| {tokens} | {name} | {1e6 * min(times):.0f} | {ratio:.2f} |")
 
 
@@ -136,7 +143,9 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     keep_freed_memory()
-    print_steps(options.rank, torch.randint(0, 256, (options.rows, options.length + 1)), options.repeats)
+    print_steps(
+        options.rank, torch.randint(0, 256, (options.rows, options.length + 1)), options.repeats
+    )
     print_options(options.rank, options.repeats)
 
 

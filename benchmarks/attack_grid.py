@@ -3,12 +3,13 @@
     python benchmarks/attack_grid.py docs/results/attack_grid.csv --seeds 10
     python benchmarks/attack_grid.py docs/results/attack_grid.csv --table
 
-The first command makes the runs that the file lacks and appends each as it ends: it can be stopped and
-started again. The second one prints the Markdown tables of a file.
+The first command makes the runs that the file lacks and appends each as it ends: it can be stopped
+and started again. The second one prints the Markdown tables of a file.
 
-Digits, twenty clients (Dirichlet 0.5), all of them in every round, FedAvg, 12 rounds of 2 epochs; averages
-that ask are told that f is 4. The public set of 100 examples, which no client has, is there in all runs.
-Nothing was tuned: each average has the settings of ``AVERAGES`` against every attack.
+Digits, twenty clients (Dirichlet 0.5), all of them in every round, FedAvg, 12 rounds of 2 epochs;
+averages that ask are told that f is 4. The public set of 100 examples, which no client has, is
+there in all runs. Nothing was tuned: each average has the settings of ``AVERAGES`` against every
+attack.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def make_run(average: str, attack: str, seed: int, rounds: int) -> tuple[float, 
         dataset="digits", num_clients=CLIENTS, partition=Dirichlet(beta=0.5, min_size=10), batch_size=32,
         public_examples=100,
     )  # fmt: skip
-    method = averages.FedAvg(optimizer=partial(SGD, lr=0.05, momentum=0.9), average=AVERAGES[average]())
+    method = averages.FedAvg(
+        optimizer=partial(SGD, lr=0.05, momentum=0.9), average=AVERAGES[average]()
+    )
     settings = ATTACKS[attack]
     attackers = [] if settings is None else [ByzantineClients(clients=F / CLIENTS, **settings)]
     with tempfile.TemporaryDirectory() as folder:
@@ -75,13 +78,17 @@ def make_run(average: str, attack: str, seed: int, rounds: int) -> tuple[float, 
             callbacks=attackers, eval_every=rounds,
         )  # fmt: skip
         found = trainer.fit(method, data, seed=seed)
-        return found["final/accuracy"], int(sum(row["clients/rejected"] for row in trainer.progress.history))
+        return found["final/accuracy"], int(
+            sum(row["clients/rejected"] for row in trainer.progress.history)
+        )
 
 
 def read_runs(path: Path) -> dict[tuple[str, str, int], dict[str, str]]:
     """Return the rows of a file by average, attack and seed."""
     with path.open(newline="") as file:
-        return {(row["average"], row["attack"], int(row["seed"])): row for row in csv.DictReader(file)}
+        return {
+            (row["average"], row["attack"], int(row["seed"])): row for row in csv.DictReader(file)
+        }
 
 
 def make_runs(path: Path, seeds: int, rounds: int) -> None:
@@ -103,7 +110,9 @@ def accuracies(path: Path) -> Accuracies:
     runs = read_runs(path)
     pairs = [(average, attack) for attack in ATTACKS for average in AVERAGES]
     seeds = [
-        seed for seed in sorted({seed for *_, seed in runs}) if all((*pair, seed) in runs for pair in pairs)
+        seed
+        for seed in sorted({seed for *_, seed in runs})
+        if all((*pair, seed) in runs for pair in pairs)
     ]
     return {
         (average, attack): [float(runs[average, attack, seed]["accuracy"]) for seed in seeds]
@@ -112,7 +121,8 @@ def accuracies(path: Path) -> Accuracies:
 
 
 def tables(found: Accuracies) -> str:
-    """Return two Markdown tables: accuracies, and their differences to the mean's under the same attack."""
+    """Return two Markdown tables: accuracies, and their differences to the mean's under the same
+    attack."""
     head = f"| average | {' | '.join(ATTACKS)} |\n|---{'|---' * len(ATTACKS)}|\n"
     first = [
         f"| `{average}` | {' | '.join(_with_interval(found[average, attack]) for attack in ATTACKS)} |\n"
@@ -122,7 +132,9 @@ def tables(found: Accuracies) -> str:
     pairs = [(average, attack) for average in others for attack in ATTACKS]
     tests = with_holm(
         [
-            paired_test([a - b for a, b in zip(found[pair], found[MEAN, pair[1]], strict=True)], len(pairs))
+            paired_test(
+                [a - b for a, b in zip(found[pair], found[MEAN, pair[1]], strict=True)], len(pairs)
+            )
             for pair in pairs
         ]
     )
@@ -149,7 +161,9 @@ def main() -> None:
     parser.add_argument("runs", type=Path, help="a CSV file with a row for each run")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--table", action="store_true", help="print the tables of the file and run nothing")
+    parser.add_argument(
+        "--table", action="store_true", help="print the tables of the file and run nothing"
+    )
     given = parser.parse_args()
     logging.getLogger("fl_lightning").setLevel(logging.CRITICAL)
     if not given.table:

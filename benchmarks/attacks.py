@@ -1,13 +1,13 @@
-"""What one hostile client of ten does to each average: with its true number of examples, and with a lie about
-it.
+"""What one hostile client of ten does to each average: with its true number of examples, and with a
+lie about it.
 
     python benchmarks/attacks.py --seeds 3
 
-Digits, ten clients (Dirichlet 0.5), all of them in every round, FedAvg, 12 rounds of 2 epochs. The attacker
-sends x - u in place of x + u, u its honest update; ``claims 2**62`` is its ``examples``, which the server
-refuses, as it knows what the client enrolled with. Prints a Markdown table: final test accuracy, mean over
-the seeds (lowest to highest).
-``benchmarks/attack_grid.py`` has all averages and all attacks.
+Digits, ten clients (Dirichlet 0.5), all of them in every round, FedAvg, 12 rounds of 2 epochs. The
+attacker sends x - u in place of x + u, u its honest update; ``claims 2**62`` is its ``examples``,
+which the server refuses, as it knows what the client enrolled with. Prints a Markdown table: final
+test accuracy, mean over the seeds (lowest to highest). ``benchmarks/attack_grid.py`` has all
+averages and all attacks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ from torch.optim import SGD
 
 from callbacks import ByzantineClients
 from fl_lightning.aggregation.average import Average
-from fl_lightning.aggregation.averages import CoordinateMedian, NormClipping, TrimmedMean, WeightedMean
+from fl_lightning.aggregation.averages import (
+    CoordinateMedian,
+    NormClipping,
+    TrimmedMean,
+    WeightedMean,
+)
 from fl_lightning.data import Dirichlet, FederatedImages
 from fl_lightning.methods import FedAvg
 from fl_lightning.trainer import FederatedTrainer
@@ -41,7 +46,9 @@ def accuracy(average: Average, attack: dict | None, seed: int, rounds: int) -> t
     )
     method = FedAvg(optimizer=partial(SGD, lr=0.05, momentum=0.9), average=average)
     attackers = (
-        [] if attack is None else [ByzantineClients(clients=0.1, attack="sign_flip", strength=1.0, **attack)]
+        []
+        if attack is None
+        else [ByzantineClients(clients=0.1, attack="sign_flip", strength=1.0, **attack)]
     )
     with tempfile.TemporaryDirectory() as folder:
         trainer = FederatedTrainer(
@@ -49,7 +56,9 @@ def accuracy(average: Average, attack: dict | None, seed: int, rounds: int) -> t
             eval_every=rounds,
         )  # fmt: skip
         found = trainer.fit(method, data, seed=seed)
-        return found["final/accuracy"], int(sum(row["clients/rejected"] for row in trainer.progress.history))
+        return found["final/accuracy"], int(
+            sum(row["clients/rejected"] for row in trainer.progress.history)
+        )
 
 
 def main() -> None:

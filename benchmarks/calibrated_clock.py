@@ -1,12 +1,14 @@
-"""Print how well virtual time that is calibrated from round 1 of a deployment predicts its other rounds.
+"""Print how well virtual time that is calibrated from round 1 of a deployment predicts its other
+rounds.
 
     python benchmarks/calibrated_clock.py --rounds 8 --rates 1 2 4
 
-needs root, ``ip`` and ``tc`` with ``sch_tbf``, and the extra ``deploy``. Each node is a network namespace of its
-own with a line to the server's whose rate in both directions is limited by the kernel, in Mbit/s; each has one
-client. A deployment runs with ``Deadline`` without end, which measures and leaves nobody out, and leaves
-``devices.csv``, from round 1 alone. A simulation with these devices then says how long each round takes; and how
-long those of a deployment of another method take, whose uploads have another size and whose round 1 is not used.
+needs root, ``ip`` and ``tc`` with ``sch_tbf``, and the extra ``deploy``. Each node is a network
+namespace of its own with a line to the server's whose rate in both directions is limited by the
+kernel, in Mbit/s; each has one client. A deployment runs with ``Deadline`` without end, which
+measures and leaves nobody out, and leaves ``devices.csv``, from round 1 alone. A simulation with
+these devices then says how long each round takes; and how long those of a deployment of another
+method take, whose uploads have another size and whose round 1 is not used.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ def shape(namespace: str, device: str, rate: float) -> None:
 
 @contextmanager
 def machines(rates: Sequence[float]) -> Iterator[list[str]]:
-    """Make the namespaces of a server and of nodes, with a shaped line from each node to the server."""
+    """Make the namespaces of a server and of nodes, with a shaped line from each node to the
+    server."""
     names = [f"fl-{os.getpid()}-{name}" for name in ("server", *map(str, range(len(rates))))]
     try:
         for name in names:
@@ -79,10 +82,16 @@ def machines(rates: Sequence[float]) -> Iterator[list[str]]:
 
 
 def start(namespace: str, folder: Path, log: str, *words: object) -> subprocess.Popen:
-    home = {"FLWR_HOME": str(folder / "flower"), "FLWR_TELEMETRY_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+    home = {
+        "FLWR_HOME": str(folder / "flower"),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "OMP_NUM_THREADS": "1",
+    }
     command = list(map(str, ("ip", "netns", "exec", namespace, *words)))
     with open(folder / log, "ab") as file:
-        return subprocess.Popen(command, cwd=folder, env=os.environ | home, stdout=file, stderr=file)
+        return subprocess.Popen(
+            command, cwd=folder, env=os.environ | home, stdout=file, stderr=file
+        )
 
 
 def wait_for(log: Path, text: str, seconds: float = 120.0) -> None:
@@ -129,17 +138,35 @@ def seconds_in(folder: Path) -> list[float]:
 def deployed(names: list[str], folder: Path, config: str, rounds: int) -> list[float]:
     address, ours, programs = f"{SERVER}:8000", [sys.executable, "-m", "fl_lightning"], []
     try:
-        link = ["flower-superlink", "--host", SERVER, "--port", 8000, "--ssl-ca-certfile", "certs/ca.crt"]
+        link = [
+            "flower-superlink",
+            "--host",
+            SERVER,
+            "--port",
+            8000,
+            "--ssl-ca-certfile",
+            "certs/ca.crt",
+        ]
         link += ["--ssl-certfile", "certs/server.pem", "--ssl-keyfile", "certs/server.key"]
         link.append("--disable-runtime-dependency-installation")
         programs.append(start(names[0], folder, "superlink.log", *link))
         for number, name in enumerate(names[1:]):
-            words = ["node", "--superlink", address, "--folder", f"node{number}", "--partition_id", number]
+            words = [
+                "node",
+                "--superlink",
+                address,
+                "--folder",
+                f"node{number}",
+                "--partition_id",
+                number,
+            ]
             words += ["--num_partitions", len(names) - 1, "--root_certificates", "certs/ca.crt"]
             programs.append(start(name, folder, f"n{number}.log", *ours, *words))
         for number in range(len(names) - 1):
             wait_for(folder / f"n{number}.log", "as SuperNode")
-        words = words_of(config, len(names) - 1, rounds, "deployed", f"--deploy.superlink={address}")
+        words = words_of(
+            config, len(names) - 1, rounds, "deployed", f"--deploy.superlink={address}"
+        )
         words += ["--deploy.root_certificates=certs/ca.crt", f"--deploy.min_nodes={len(names) - 1}"]
         server = start(names[0], folder, "deploy.log", *ours, "deploy", *words)
         programs.append(server)
@@ -159,7 +186,9 @@ def deployed(names: list[str], folder: Path, config: str, rounds: int) -> list[f
 def simulated(folder: Path, config: str, clients: int, rounds: int, devices: Path) -> list[float]:
     table = f"--trainer.clock.devices={{class_path: DeviceTable, init_args: {{path: {devices}}}}}"
     words = words_of(config, clients, rounds, str(folder / "simulated"), table)
-    subprocess.run([sys.executable, "-m", "fl_lightning", "fit", *words], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "fl_lightning", "fit", *words], check=True, capture_output=True
+    )
     return seconds_in(folder / "simulated")
 
 
@@ -168,7 +197,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--rates", type=float, nargs="+", default=[1.0, 2.0, 4.0], help="Mbit/s of each node")
+    parser.add_argument(
+        "--rates", type=float, nargs="+", default=[1.0, 2.0, 4.0], help="Mbit/s of each node"
+    )
     parser.add_argument(
         "--methods", nargs="+", default=["fedavg", "qfedavg"], help="the first one calibrates"
     )
@@ -188,7 +219,10 @@ def main() -> None:
                 print(devices.read_text(), end="")
             predicted = simulated(folder, config, len(asked.rates), asked.rounds, devices)
             first = 1 if config == asked.methods[0] else 0
-            errors = [one / other - 1 for one, other in zip(predicted[first:], measured[first:], strict=True)]
+            errors = [
+                one / other - 1
+                for one, other in zip(predicted[first:], measured[first:], strict=True)
+            ]
             total = sum(predicted[first:]) / sum(measured[first:]) - 1
             print(f"{config}: measured  {' '.join(f'{one:.2f}' for one in measured)} s")
             print(f"{config}: predicted {' '.join(f'{one:.2f}' for one in predicted)} s")

@@ -1,14 +1,16 @@
-"""Print what virtual time takes of a round: on kd_default, and of 100 000 clients of whom 100 are sampled.
+"""Print what virtual time takes of a round: on kd_default, and of 100 000 clients of whom 100 are
+sampled.
 
     python benchmarks/clock_cost.py
 
-Runs without and with a clock (devices, lines and clients that come and go) are timed in turn. Printed are the
-median milliseconds of a round without and with it, their ratio, and the share of the rounds' time that is spent
-in the clock itself: in ``Timing`` and what it calls, without training, drawing and weighing stale updates, which
-it calls too; the first round is left out. The share is far less noisy than the ratio. The clock is allowed 1 % of
-a round of kd_default and 5 % of one of 100 000 clients. What an asynchronous round costs is by arrival, whatever the
-number of clients, so its share is that of how long a client trains: one local step of 20 examples is the least that
-there is, and ten are shown beside it.
+Runs without and with a clock (devices, lines and clients that come and go) are timed in turn.
+Printed are the median milliseconds of a round without and with it, their ratio, and the share of
+the rounds' time that is spent in the clock itself: in ``Timing`` and what it calls, without
+training, drawing and weighing stale updates, which it calls too; the first round is left out. The
+share is far less noisy than the ratio. The clock is allowed 1 % of a round of kd_default and 5 % of
+one of 100 000 clients. What an asynchronous round costs is by arrival, whatever the number of
+clients, so its share is that of how long a client trains: one local step of 20 examples is the
+least that there is, and ten are shown beside it.
 """
 
 from __future__ import annotations
@@ -55,18 +57,39 @@ OPTIONS = {
 
 
 def kd_default(folder: str, rounds: int, form: str) -> pd.Series:
-    """Return the seconds of each round of kd_default, with a clock where there is a form of the rounds."""
+    """Return the seconds of each round of kd_default, with a clock where there is a form of the
+    rounds."""
     flags = [part for name, value in OPTIONS.items() for part in (f"--trainer.clock.{name}", value)]
-    flags += ["--trainer.max_rounds", str(rounds), "--trainer.logger", "false", "--trainer.workers", "1"]
-    flags += ["--trainer.default_root_dir", folder, "--trainer.run_name", "run", "--trainer.eval_every", "5"]
+    flags += [
+        "--trainer.max_rounds",
+        str(rounds),
+        "--trainer.logger",
+        "false",
+        "--trainer.workers",
+        "1",
+    ]
+    flags += [
+        "--trainer.default_root_dir",
+        folder,
+        "--trainer.run_name",
+        "run",
+        "--trainer.eval_every",
+        "5",
+    ]
     fl_lightning(["fit", "--config", "kd_default", *(flags if form else flags[2 * len(OPTIONS) :])])
     return _times(folder)
 
 
-def scaled(folder: str, rounds: int, form: str, clients: int, cohort: int, epochs: int = 1) -> pd.Series:
+def scaled(
+    folder: str, rounds: int, form: str, clients: int, cohort: int, epochs: int = 1
+) -> pd.Series:
     """Return the same of many clients with little work each: as many local steps as epochs."""
     data = Vectors(
-        dataset="vectors", num_clients=clients, partition=IID(), batch_size=EXAMPLES, val_fraction=0.0
+        dataset="vectors",
+        num_clients=clients,
+        partition=IID(),
+        batch_size=EXAMPLES,
+        val_fraction=0.0,
     )
     settings: dict[str, Any] = {}
     if form:
@@ -89,7 +112,9 @@ def scaled(folder: str, rounds: int, form: str, clients: int, cohort: int, epoch
         run_name="run",
         **settings,
     )
-    method = FedAvg(network=OneHidden, optimizer=partial(torch.optim.SGD, lr=0.1), weigh_by="clients")
+    method = FedAvg(
+        network=OneHidden, optimizer=partial(torch.optim.SGD, lr=0.1), weigh_by="clients"
+    )
     trainer.fit(method, data)
     return _times(folder)
 

@@ -1,9 +1,11 @@
-"""How often a confidence sequence is ever wrong, and how many seeds it needs: the tables of docs/seeds.md.
+"""How often a confidence sequence is ever wrong, and how many seeds it needs: the tables of
+docs/seeds.md.
 
     python benchmarks/confidence_sequences.py
 
-Every sequence is looked at after each of its values. Beside it stands the t-test: with one look at a number
-of seeds that was fixed before, and with a look after every seed, as who stops when p < 0.05 looks.
+Every sequence is looked at after each of its values. Beside it stands the t-test: with one look at
+a number of seeds that was fixed before, and with a look after every seed, as who stops when p <
+0.05 looks.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ DISTRIBUTIONS: dict[str, tuple[Draw, float]] = {
         lambda rng, size: rng.exponential(size=size) - rng.exponential(size=size),
         0.0,
     ),
-    "normal, rounded to whole standard deviations": (lambda rng, size: np.round(rng.normal(size=size)), 0.0),
+    "normal, rounded to whole standard deviations": (
+        lambda rng, size: np.round(rng.normal(size=size)),
+        0.0,
+    ),
     "-1 or 1": (lambda rng, size: rng.choice([-1.0, 1.0], size), 0.0),
     "exponential": (lambda rng, size: rng.exponential(size=size), 1.0),
     "lognormal": (lambda rng, size: rng.lognormal(size=size), exp(0.5)),
@@ -48,12 +53,15 @@ ONE_LOOK = 10
 
 
 def t_values(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return t of the first 1, 2, 3 ... values of each row ``[sequences, values]``, and whether they differ."""
+    """Return t of the first 1, 2, 3 ... values of each row ``[sequences, values]``, and whether
+    they differ."""
     n = np.arange(1, x.shape[1] + 1)
     means = x.cumsum(1) / n
     spread = np.sqrt(np.maximum((x * x).cumsum(1) / n - means**2, 0.0))
     known = spread > 1e-9
-    return np.where(known, means / np.where(known, spread, 1.0) * np.sqrt(np.maximum(n - 1, 0)), 0.0), known
+    return np.where(
+        known, means / np.where(known, spread, 1.0) * np.sqrt(np.maximum(n - 1, 0)), 0.0
+    ), known
 
 
 def thresholds(most: int) -> tuple[np.ndarray, np.ndarray]:
@@ -67,10 +75,16 @@ def thresholds(most: int) -> tuple[np.ndarray, np.ndarray]:
 def print_coverage(sequences: int, most: int) -> None:
     sequence, student = thresholds(most)
     looks = ", ".join(f"from {first}" for first in FIRST_LOOKS)
-    print(f"Percent ever wrong in {sequences} sequences of {most} values: looks {looks}; t at {ONE_LOOK};")
+    print(
+        f"Percent ever wrong in {sequences} sequences of {most} values: looks {looks}; t at {ONE_LOOK};"
+    )
     print("t-test at every look from 3\n")
     heads = [f"from value {first}" for first in FIRST_LOOKS]
-    print("| differences |", " | ".join(heads), f"| t-test, once at {ONE_LOOK} | t-test, at every look |")
+    print(
+        "| differences |",
+        " | ".join(heads),
+        f"| t-test, once at {ONE_LOOK} | t-test, at every look |",
+    )
     print("|---" * (len(FIRST_LOOKS) + 3) + "|")
     for name, (draw, mean) in DISTRIBUTIONS.items():
         t, known = t_values(draw(np.random.default_rng(0), (sequences, most)) - mean)
@@ -91,7 +105,9 @@ def print_power(sequences: int) -> None:
         t, _ = t_values(np.random.default_rng(1).normal(effect, 1.0, (sequences, MAX_SEEDS)))
         found = t > sequence
         first = np.where(found.any(1), found.argmax(1) + 1, MAX_SEEDS + 1)
-        median, most = (int(np.quantile(first, share, method="inverted_cdf")) for share in (0.5, 0.8))
+        median, most = (
+            int(np.quantile(first, share, method="inverted_cdf")) for share in (0.5, 0.8)
+        )
         shown = [f"{n}" if n <= MAX_SEEDS else f"over {MAX_SEEDS}" for n in (median, most)]
         power = f"{100 * (first <= MAX_SEEDS).mean():.1f} %"
         print("|", effect, "|", int(seeds_needed(effect)), "|", " | ".join(shown), "|", power, "|")

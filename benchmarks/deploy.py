@@ -2,9 +2,10 @@
 
     python benchmarks/deploy.py --nodes 4 --rounds 5 --network small_cnn [--steps 1]
 
-needs the extra ``deploy``. A SuperLink and the nodes run on this machine, so they share its cores and the
-network is its loopback, where a message passes three times: server to SuperLink, SuperLink to SuperNode,
-SuperNode to its app. ``loopback`` counts all of that, and whatever else uses it meanwhile.
+needs the extra ``deploy``. A SuperLink and the nodes run on this machine, so they share its cores
+and the network is its loopback, where a message passes three times: server to SuperLink, SuperLink
+to SuperNode, SuperNode to its app. ``loopback`` counts all of that, and whatever else uses it
+meanwhile.
 """
 
 from __future__ import annotations
@@ -29,11 +30,22 @@ def loopback_bytes() -> int:
 
 
 def run(command: str, folder: Path, words: list[str]) -> tuple[list[float], int, dict]:
-    """Return the seconds of each round but the first, the payload bytes of a round, and the metadata."""
-    line = [sys.executable, "-m", "fl_lightning", command, *words, "--trainer.default_root_dir", str(folder)]
+    """Return the seconds of each round but the first, the payload bytes of a round, and the
+    metadata."""
+    line = [
+        sys.executable,
+        "-m",
+        "fl_lightning",
+        command,
+        *words,
+        "--trainer.default_root_dir",
+        str(folder),
+    ]
     done = subprocess.run(line, capture_output=True, text=True, timeout=3600)
     if done.returncode:
-        sys.exit(f"{command} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        sys.exit(
+            f"{command} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        )
     (metadata,) = folder.glob("*/*/metadata.json")
     with open(metadata.with_name("metrics.csv")) as file:
         rows = list(csv.DictReader(file))
@@ -54,8 +66,16 @@ def main() -> None:
     )
     asked = parser.parse_args()
     words = ["--config", "configs/fedavg.yaml", "--trainer.callbacks=[]", "--trainer.logger=false"]
-    words += ["--trainer.participation=1.0", "--trainer.accelerator=cpu", "--trainer.engine=sequential"]
-    words += ["--trainer.workers=1", f"--trainer.max_rounds={asked.rounds}", "--trainer.local_epochs=1"]
+    words += [
+        "--trainer.participation=1.0",
+        "--trainer.accelerator=cpu",
+        "--trainer.engine=sequential",
+    ]
+    words += [
+        "--trainer.workers=1",
+        f"--trainer.max_rounds={asked.rounds}",
+        "--trainer.local_epochs=1",
+    ]
     words += [f"--trainer.eval_every={asked.rounds}", f"--data.num_clients={asked.nodes}"]
     words += [f"--model.network={asked.network}", "--data.partition=Shards"]
     words += ["--data.partition.classes_per_client=5", f"--trainer.max_local_steps={asked.steps}"]
@@ -73,8 +93,12 @@ def main() -> None:
         f"{asked.nodes} nodes of one client, {asked.network}, {asked.rounds} rounds (the first is not timed)"
     )
     print(f"same weights        {simulated['weights_sha256'] == deployed['weights_sha256']}")
-    print(f"training, simulated {one:8.2f} s a round (median; {min(alone):.2f} to {max(alone):.2f})")
-    print(f"training, deployed  {other:8.2f} s a round (median; {min(over):.2f} to {max(over):.2f})")
+    print(
+        f"training, simulated {one:8.2f} s a round (median; {min(alone):.2f} to {max(alone):.2f})"
+    )
+    print(
+        f"training, deployed  {other:8.2f} s a round (median; {min(over):.2f} to {max(over):.2f})"
+    )
     first, *beside = traffic["beside_training"]
     middle = statistics.median(beside)
     print(
@@ -82,7 +106,9 @@ def main() -> None:
     )
     print(f"payloads            {payload:12,d} bytes a round")
     print(f"messages            {messages:12,.0f} bytes a round, with the checks of the nodes")
-    print(f"loopback            {carried:12,.0f} bytes a round, three passes, with starting and polling")
+    print(
+        f"loopback            {carried:12,.0f} bytes a round, three passes, with starting and polling"
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""One card: a plain loop, recorded steps, and fl_lightning in turn and in stacks, in 32 bits and in bfloat16.
+"""One card: a plain loop, recorded steps, and fl_lightning in turn and in stacks, in 32 bits and in
+bfloat16.
 
 python benchmarks/gpu.py [W2 W3 L1] [--repeats 2] [--at_once 1 2 4] [--out FILE]
 
-Each measurement is a process of its own, one after another, and gives the mean seconds of a round after the
-first; the figure is the median of the repeats. ``recorded`` (``workload_graph.py``) is the hand-made limit: it
-logs, checks and saves nothing. ``N at once`` are N runs of fl_lightning on the card at the same time, as
-``sweep --jobs N`` starts them: the mean seconds of their rounds, over N. Rounds of kd_default are of its
-command. It needs a card, and says so where there is none.
+Each measurement is a process of its own, one after another, and gives the mean seconds of a round
+after the first; the figure is the median of the repeats. ``recorded`` (``workload_graph.py``) is
+the hand-made limit: it logs, checks and saves nothing. ``N at once`` are N runs of fl_lightning on
+the card at the same time, as ``sweep --jobs N`` starts them: the mean seconds of their rounds, over
+N. Rounds of kd_default are of its command. It needs a card, and says so where there is none.
 """
 
 from __future__ import annotations
@@ -52,7 +53,11 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("no CUDA device: nothing is measured")
         return
-    document: dict[str, Any] = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": []}
+    document: dict[str, Any] = {
+        "card": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "rows": [],
+    }
     print(document["card"], document["torch"])
     heads = f"{'ms a round':>12}{'ratio':>8}{'-':>10}{'start s':>10}{'host MiB':>10}{'others':>10}"
     print(f"{'':10}{'who':24}{heads}")
@@ -72,10 +77,12 @@ def main() -> None:
 
 
 def rows_of(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Measure one contender after another, the first of which the ratios are to; each row is there as soon
-    as it is measured, since a lent card may go before the last one."""
+    """Measure one contender after another, the first of which the ratios are to; each row is there
+    as soon as it is measured, since a lent card may go before the last one."""
     for who in options.who:
-        yield from summarise(name, measure_all(name, {who: (sys.executable, *CONTENDERS[who])}, options))
+        yield from summarise(
+            name, measure_all(name, {who: (sys.executable, *CONTENDERS[who])}, options)
+        )
     for jobs in options.at_once:
         yield at_once(name, jobs, options)
 
@@ -86,10 +93,16 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("workloads", nargs="*", help="W1 W2 W3 B1 B2 W4 L1; none: W2 W3 L1")
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=0, help="that are timed; 0: the workload's own number")
-    parser.add_argument("--at_once", type=int, nargs="*", default=[2, 4], help="runs that share the card")
+    parser.add_argument(
+        "--rounds", type=int, default=0, help="that are timed; 0: the workload's own number"
+    )
+    parser.add_argument(
+        "--at_once", type=int, nargs="*", default=[2, 4], help="runs that share the card"
+    )
     parser.add_argument("--who", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
-    parser.add_argument("--kd_default", type=int, default=1, help="how often rounds of kd_default are timed")
+    parser.add_argument(
+        "--kd_default", type=int, default=1, help="how often rounds of kd_default are timed"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="everything measured, as JSON")
     options = parser.parse_args()
     options.workloads = options.workloads or ["W2", "W3", "L1"]
@@ -104,7 +117,8 @@ def at_once(name: str, jobs: int, options: argparse.Namespace) -> dict[str, Any]
     single = argparse.Namespace(**vars(options) | {"repeats": 1})
     with ThreadPoolExecutor(jobs) as pool:
         found = [
-            each["run"][0] for each in pool.map(lambda _: measure_all(name, command, single), range(jobs))
+            each["run"][0]
+            for each in pool.map(lambda _: measure_all(name, command, single), range(jobs))
         ]
     row: dict[str, Any] = {"workload": name, "who": f"{jobs} at once", "runs": found}
     row |= dict.fromkeys(("to_limit", "peak_mib", "others"))
@@ -129,7 +143,9 @@ def kd_default(accelerator: str, precision: str) -> dict[str, float] | str:
         if done.returncode:
             return (done.stderr.strip() or "it said nothing").splitlines()[-1]
         rows = list(csv.DictReader((Path(folder) / "kd_default/timed/metrics.csv").open()))[1:]
-        return {name: median(float(row[name]) for row in rows) for name in ("time/round", "time/train")}
+        return {
+            name: median(float(row[name]) for row in rows) for name in ("time/round", "time/train")
+        }
 
 
 def save(document: dict[str, Any], out: Path | None) -> None:

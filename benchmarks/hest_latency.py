@@ -1,17 +1,18 @@
-"""Seconds and modelled joules of an answer: HEST, TABS and no controller on a budget, and a merged adapter.
+"""Seconds and modelled joules of an answer: HEST, TABS and no controller on a budget, and a merged
+adapter.
 
     OMP_NUM_THREADS=1 python benchmarks/hest_latency.py [--budget 0.6] [--rounds 10] [--answers 100]
     OMP_NUM_THREADS=1 python benchmarks/hest_latency.py --run hest=DIR --run tabs=DIR --run none=DIR
 
-Each contender is trained for some rounds of configs/hest_tokens.yaml, or comes from a run directory. Then
-prompts of the test set are answered one at a time, by each contender in turn and in rotating order, on one
-thread: the switched layers compute the option of each token, and leave out what is off. ``none`` is LoRA with
-all layers at *high*, as in the study; ``merged`` is the same network with W + dW as plain weights, without
-switches.
+Each contender is trained for some rounds of configs/hest_tokens.yaml, or comes from a run
+directory. Then prompts of the test set are answered one at a time, by each contender in turn and in
+rotating order, on one thread: the switched layers compute the option of each token, and leave out
+what is off. ``none`` is LoRA with all layers at *high*, as in the study; ``merged`` is the same
+network with W + dW as plain weights, without switches.
 
-All answers have ``--tokens`` tokens, so that all contenders have the same work; with ``--stop_at_eos`` they
-end where they end. Seconds are by the clock on the wall: use an idle machine. Joules are those of the tables
-of costs, of the switched layers and of the whole network.
+All answers have ``--tokens`` tokens, so that all contenders have the same work; with
+``--stop_at_eos`` they end where they end. Seconds are by the clock on the wall: use an idle
+machine. Joules are those of the tables of costs, of the switched layers and of the whole network.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class Contender:
 
     Args:
         answer: returns the new tokens ``[1, n]`` of a prompt ``[1, P]``.
-        joules: returns those of the switched layers and of the whole network, for the last answer, by the
-            tokens of its prompt and those that were read after it.
+        joules: returns those of the switched layers and of the whole network, for the last answer,
+            by the tokens of its prompt and those that were read after it.
     """
 
     answer: Callable[[Tensor], Tensor]
@@ -139,7 +140,8 @@ def merged(network: LlamaTiny, generate: dict[str, Any]) -> Contender:
 
 
 def prompts_of(data: Any, count: int) -> list[Tensor]:
-    """Return prompts of the test set, each ``[1, P]``, one after the other and again from the first."""
+    """Return prompts of the test set, each ``[1, P]``, one after the other and again from the
+    first."""
     index = torch.arange(count) % len(data.test_target)
     inputs, target = data.inputs("test", index), data.test_target[index]
     ids = inputs["input_ids"] if isinstance(inputs, dict) else inputs
@@ -182,13 +184,19 @@ def main(arguments: list[str] | None = None) -> dict[str, Contender]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--run", action="append", default=[], metavar="NAME=DIR", help="hest, tabs or none")
+    parser.add_argument(
+        "--run", action="append", default=[], metavar="NAME=DIR", help="hest, tabs or none"
+    )
     parser.add_argument("--budget", type=float, default=0.6, help="share of the energy at high")
     parser.add_argument("--rounds", type=int, default=10, help="of training")
-    parser.add_argument("--answers", type=int, default=100, help="prompts that each contender answers")
+    parser.add_argument(
+        "--answers", type=int, default=100, help="prompts that each contender answers"
+    )
     parser.add_argument("--tokens", type=int, default=32, help="bound on the length of an answer")
     parser.add_argument("--stop_at_eos", action="store_true")
-    parser.add_argument("--quick", type=lambda text: text == "true", default=False, help="true: a tiny one")
+    parser.add_argument(
+        "--quick", type=lambda text: text == "true", default=False, help="true: a tiny one"
+    )
     options = parser.parse_args(arguments)
     if options.quick:
         options.rounds, options.answers, options.tokens = 1, 3, 4
@@ -197,7 +205,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Contender]:
         root = Path(open_.enter_context(tempfile.TemporaryDirectory()))
         runs = {name: Path(run) for name, _, run in (one.partition("=") for one in options.run)}
         names = list(runs or SETTINGS)
-        subjects = {name: loaded(runs[name] if runs else trained(name, options, root)) for name in names}
+        subjects = {
+            name: loaded(runs[name] if runs else trained(name, options, root)) for name in names
+        }
         data = subjects[names[0]].data
         eos = data.task.decoder.eos if options.stop_at_eos else None
         generate = {"max_new_tokens": options.tokens, "eos": eos, "pad": data.task.decoder.pad}

@@ -1,17 +1,20 @@
-"""Make a shipped base model, ``fl_lightning/models/language/llama_tiny*.safetensors``, or evaluate one.
+"""Make a shipped base model, ``fl_lightning/models/language/llama_tiny*.safetensors``, or evaluate
+one.
 
     OMP_NUM_THREADS=1 python benchmarks/language_base.py --out llama_tiny.safetensors
-    OMP_NUM_THREADS=1 python benchmarks/language_base.py --blocks 8 --drop 0.2 --out llama_tiny_deep.safetensors
-    python benchmarks/language_base.py --evaluate fl_lightning/models/language/llama_tiny.safetensors
+    OMP_NUM_THREADS=1 python benchmarks/language_base.py --blocks 8 --drop 0.2 --out
+    llama_tiny_deep.safetensors python benchmarks/language_base.py --evaluate
+    fl_lightning/models/language/llama_tiny.safetensors
 
-A byte model learns the next byte of the standard library's reference texts and docstrings, read where Python
-is installed, and at the same time to answer records of copy formats, none of which is a task of the
-instruction federation. From the formats it gets in-context copying, without which no adapter of a task that
-rewrites its input has an exact match. The weights follow from the Python version, the torch version, the
-machine's kind, ``--steps``, ``--blocks`` and ``--drop``; on one thread.
+A byte model learns the next byte of the standard library's reference texts and docstrings, read
+where Python is installed, and at the same time to answer records of copy formats, none of which is
+a task of the instruction federation. From the formats it gets in-context copying, without which no
+adapter of a task that rewrites its input has an exact match. The weights follow from the Python
+version, the torch version, the machine's kind, ``--steps``, ``--blocks`` and ``--drop``; on one
+thread.
 
-With ``--drop p`` each sequence of a step lacks each branch, the attention or the feed-forward layer of a
-block, with the chance p: LayerDrop (Fan et al., ICLR 2020, arXiv 1909.11556) over branches.
+With ``--drop p`` each sequence of a step lacks each branch, the attention or the feed-forward layer
+of a block, with the chance p: LayerDrop (Fan et al., ICLR 2020, arXiv 1909.11556) over branches.
 """
 
 from __future__ import annotations
@@ -65,7 +68,8 @@ Maker = Callable[[random.Random, list[str]], tuple[str, str]]
 
 
 def reference_text() -> str:
-    """Return the topics of Python's help that are not part of a longer one, each paragraph on one line."""
+    """Return the topics of Python's help that are not part of a longer one, each paragraph on one
+    line."""
     middles = {name: text.strip()[200:1200] for name, text in topics.items()}
     repeated = {
         name
@@ -77,8 +81,8 @@ def reference_text() -> str:
 
 
 def docstrings() -> str:
-    """Return the docstrings of the standard library's sources, in the order of their paths, without importing
-    a module."""
+    """Return the docstrings of the standard library's sources, in the order of their paths, without
+    importing a module."""
     library = Path(sysconfig.get_paths()["stdlib"])
     found: dict[str, None] = {}
     for path in sorted(library.rglob("*.py")):
@@ -102,7 +106,10 @@ def words_of(text: str) -> tuple[list[str], list[str]]:
 
 def draw(numbers: random.Random, words: list[str], count: int) -> list[str]:
     """Return ``count`` words, some of them random letters."""
-    return [nonsense(numbers) if numbers.random() < NONSENSE else numbers.choice(words) for _ in range(count)]
+    return [
+        nonsense(numbers) if numbers.random() < NONSENSE else numbers.choice(words)
+        for _ in range(count)
+    ]
 
 
 def nonsense(numbers: random.Random) -> str:
@@ -159,7 +166,8 @@ FORMATS: dict[str, Maker] = {
     "Count on.": counted,
     "Title case.": titled,
 }
-"""By definition, what makes a record's inputs and targets. None of them is a task of the federation."""
+"""By definition, what makes a record's inputs and targets. None of them is a task of the
+federation."""
 
 
 def prompt_ids(definition: str, inputs: str) -> list[int]:
@@ -197,7 +205,8 @@ def loss_of(network: Llama, ids: Tensor, target: Tensor) -> Tensor:
 def dropped(
     board: BranchBoard, ids: Tensor, drop: float, numbers: random.Random
 ) -> contextlib.AbstractContextManager[None]:
-    """Return a block of code within which each sequence of ``ids [B, T]`` lacks each branch with a chance."""
+    """Return a block of code within which each sequence of ``ids [B, T]`` lacks each branch with a
+    chance."""
     masks = torch.tensor([[numbers.random() >= drop for _ in range(board.branches)] for _ in ids])
     return board.using(BranchPlan.of_sequences(masks, ids.shape[1]))
 
@@ -242,7 +251,8 @@ def train(network: Llama, text: Tensor, words: list[str], steps: int, drop: floa
 
 @torch.no_grad()
 def evaluate(network: Llama, text: Tensor, words: list[str], count: int = 50) -> dict[str, float]:
-    """Return nats per byte of ``text`` and the exact match of each format on ``count`` records of ``words``."""
+    """Return nats per byte of ``text`` and the exact match of each format on ``count`` records of
+    ``words``."""
     starts = [*range(0, len(text) - TEXT_LENGTH, TEXT_LENGTH)][:256]
     found = {"text, nats per byte": float(loss_of(network, *text_batch(text, starts)))}
     for definition, make in FORMATS.items():
@@ -257,14 +267,19 @@ def evaluate(network: Llama, text: Tensor, words: list[str], count: int = 50) ->
     return found
 
 
-def exact_match(network: Llama, definition: str, make: Maker, words: list[str], count: int) -> float:
+def exact_match(
+    network: Llama, definition: str, make: Maker, words: list[str], count: int
+) -> float:
     numbers = random.Random(SEED + 1)
     records = [make(numbers, words) for _ in range(count)]
     prompts = [torch.tensor(prompt_ids(definition, inputs)) for inputs, _ in records]
     ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_value=PAD)
     longest = max(len(answer) for _, answer in records) + 1
     replies = network.generate(ids, ids != PAD, longest, EOS, PAD).tolist()
-    texts = [bytes(token for token in reply if token < BOS).decode("ascii", "replace") for reply in replies]
+    texts = [
+        bytes(token for token in reply if token < BOS).decode("ascii", "replace")
+        for reply in replies
+    ]
     return sum(text == answer for text, (_, answer) in zip(texts, records, strict=True)) / count
 
 
@@ -274,8 +289,12 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=1200, help="optimiser steps")
     parser.add_argument("--blocks", type=int, default=4, help="blocks of the network")
-    parser.add_argument("--drop", type=float, default=0.0, help="chance that a sequence lacks a branch")
-    parser.add_argument("--out", type=Path, default=Path("llama_tiny.safetensors"), help="file to write")
+    parser.add_argument(
+        "--drop", type=float, default=0.0, help="chance that a sequence lacks a branch"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("llama_tiny.safetensors"), help="file to write"
+    )
     parser.add_argument("--evaluate", type=Path, help="file to evaluate; nothing is trained")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -294,7 +313,9 @@ def main() -> None:
     network.load_state_dict({name: weight.float() for name, weight in load_file(path).items()})
     for name, value in evaluate(network, text[held_out:], held_out_words).items():
         print(f"{name:28} {value:.3f}")
-    print(f"{path}: {path.stat().st_size} bytes, SHA-256 {hashlib.sha256(path.read_bytes()).hexdigest()}")
+    print(
+        f"{path}: {path.stat().st_size} bytes, SHA-256 {hashlib.sha256(path.read_bytes()).hexdigest()}"
+    )
 
 
 if __name__ == "__main__":

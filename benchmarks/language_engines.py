@@ -1,13 +1,14 @@
-"""Compare engines on a federation of LoRA adapters: clients in turn, stacked over one base, and stacked with a
-base each; and clients in turn with a loop that is written by hand.
+"""Compare engines on a federation of LoRA adapters: clients in turn, stacked over one base, and
+stacked with a base each; and clients in turn with a loop that is written by hand.
 
-    OMP_NUM_THREADS=1 python benchmarks/language_engines.py [--clients 8] [--rows 16] [--steps 6] [--repeats 5]
-        [--base FOLDER] [--by_hand]
+    OMP_NUM_THREADS=1 python benchmarks/language_engines.py [--clients 8] [--rows 16] [--steps 6]
+        [--repeats 5] [--base FOLDER] [--by_hand]
 
-Each contender runs in a process of its own, on one thread. Printed are the least CPU seconds of one client's
-local step, everything included from its message to its upload, and by how much the process grew at most while
-it trained. ``--by_hand`` takes the loop and the engine in turn in one process and prints the ratio of their
-fastest rounds, which is 1.15 at most. ``--base`` is a folder of a transformers model in place of the byte model.
+Each contender runs in a process of its own, on one thread. Printed are the least CPU seconds of one
+client's local step, everything included from its message to its upload, and by how much the process
+grew at most while it trained. ``--by_hand`` takes the loop and the engine in turn in one process
+and prints the ratio of their fastest rounds, which is 1.15 at most. ``--base`` is a folder of a
+transformers model in place of the byte model.
 """
 
 from __future__ import annotations
@@ -60,9 +61,11 @@ def federation(options: argparse.Namespace) -> tuple[InstructionData, FedAvg]:
     return data, method
 
 
-def by_hand(data: InstructionData, method: FedAvg, options: argparse.Namespace) -> list[torch.Tensor]:
-    """Train the clients as a script would: set the adapters, make the steps, copy the adapters; and return what
-    each ends with, one vector."""
+def by_hand(
+    data: InstructionData, method: FedAvg, options: argparse.Namespace
+) -> list[torch.Tensor]:
+    """Train the clients as a script would: set the adapters, make the steps, copy the adapters; and
+    return what each ends with, one vector."""
     network, ended = method.network, []
     method.layout.write(network, method.server["weights"])
     trained = [weight for weight in network.parameters() if weight.requires_grad]
@@ -73,7 +76,9 @@ def by_hand(data: InstructionData, method: FedAvg, options: argparse.Namespace) 
                 weight.copy_(value)
         optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)
         network.train()
-        for inputs, target in data.train_batches(data.client(id), round=1, epochs=1, steps=options.steps):
+        for inputs, target in data.train_batches(
+            data.client(id), round=1, epochs=1, steps=options.steps
+        ):
             logits = network(inputs)
             labels = target[:, : logits.shape[1]]
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
@@ -101,7 +106,9 @@ def compare_by_hand(options: argparse.Namespace) -> None:
     for result, vector in zip(results, ended, strict=True):
         found = Payload.from_bytes(result.upload).tensor("weights")
         torch.testing.assert_close(found, vector, rtol=1e-3, atol=1e-5)
-    least = {name: min(times[1:]) / options.clients / options.steps for name, times in seconds.items()}
+    least = {
+        name: min(times[1:]) / options.clients / options.steps for name, times in seconds.items()
+    }
     for name, time in least.items():
         print(f"{name} | {1e3 * time:.2f} CPU ms of a client's step")
     print(f"ratio | {least['engine'] / least['by hand']:.3f}")

@@ -1,10 +1,13 @@
-"""Time a LoRA step of the byte model in turn with others, on one thread: transformers with peft on the same
-weights, FFA-LoRA, all weights, and stacks of clients. Time generation with and without merged adapters.
+"""Time a LoRA step of the byte model in turn with others, on one thread: transformers with peft on
+the same weights, FFA-LoRA, all weights, and stacks of clients. Time generation with and without
+merged adapters.
 
-    OMP_NUM_THREADS=1 python benchmarks/language_step.py [--repeats 20] [--rows 16] [--length 64] [--clients 8]
+    OMP_NUM_THREADS=1 python benchmarks/language_step.py [--repeats 20] [--rows 16] [--length 64]
+    [--clients 8]
 
-A step is forward, loss of the next byte, backward and AdamW. Times of stacks are those of one client's step.
-transformers and peft take part where they are installed (``fl_lightning[language]``).
+A step is forward, loss of the next byte, backward and AdamW. Times of stacks are those of one
+client's step. transformers and peft take part where they are installed
+(``fl_lightning[language]``).
 """
 
 from __future__ import annotations
@@ -34,9 +37,13 @@ def loss_of(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), target.flatten())
 
 
-def one_client(network: Callable[[Tensor], Tensor], module: nn.Module, ids: Tensor) -> Callable[[], None]:
+def one_client(
+    network: Callable[[Tensor], Tensor], module: nn.Module, ids: Tensor
+) -> Callable[[], None]:
     """Return a step of one client."""
-    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-5, fused=True)
+    optimizer = torch.optim.AdamW(
+        [p for p in module.parameters() if p.requires_grad], lr=1e-5, fused=True
+    )
 
     def step() -> None:
         loss_of(network(ids[:, :-1]), ids[:, 1:]).backward()
@@ -60,7 +67,9 @@ def many_clients(module: nn.Module, ids: Tensor, share_base: bool) -> Callable[[
     for name in rows:
         rows[name].requires_grad_(tensors[name].requires_grad)
     shared = {name: p for name, p in tensors.items() if name not in stacked}
-    optimizer = torch.optim.AdamW([row for row in rows.values() if row.requires_grad], lr=1e-5, fused=True)
+    optimizer = torch.optim.AdamW(
+        [row for row in rows.values() if row.requires_grad], lr=1e-5, fused=True
+    )
 
     def loss(rows: dict[str, Tensor], ids: Tensor) -> Tensor:
         return loss_of(functional_call(module, rows | shared, (ids[:, :-1],)), ids[:, 1:])
@@ -146,10 +155,17 @@ def main() -> None:
     )
     for name, times in seconds.items():
         share = clients if "stack" in name else 1
-        ratio = median(time / first for time, first in zip(times, seconds["LoRA"], strict=True)) / share
-        print(f"{name} | {1e3 * min(times) / share:.1f} | {1e3 * median(times) / share:.1f} | {ratio:.2f}")
+        ratio = (
+            median(time / first for time, first in zip(times, seconds["LoRA"], strict=True)) / share
+        )
+        print(
+            f"{name} | {1e3 * min(times) / share:.1f} | {1e3 * median(times) / share:.1f} | {ratio:.2f}"
+        )
     prompts = ids[0, :, :32]
-    decoders = {"merged": generation(lora, prompts, True), "adapters": generation(lora, prompts, False)}
+    decoders = {
+        "merged": generation(lora, prompts, True),
+        "adapters": generation(lora, prompts, False),
+    }
     times = in_turn(decoders, options.repeats)
     tokens = options.rows * NEW_TOKENS
     print(

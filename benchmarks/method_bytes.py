@@ -1,5 +1,5 @@
-"""Bytes of a client-round for the table of methods: what the payloads of each method's configuration weigh
-against FedAvg's.
+"""Bytes of a client-round for the table of methods: what the payloads of each method's
+configuration weigh against FedAvg's.
 
 python benchmarks/method_bytes.py
 """
@@ -34,8 +34,8 @@ FEW = {
 
 
 def method_bytes(config: str, folder: Path) -> tuple[float, float]:
-    """Mean upload and download of a client in the second round with this configuration, from the run's
-    ledger."""
+    """Mean upload and download of a client in the second round with this configuration, from the
+    run's ledger."""
     path = ROOT / "configs" / f"{config}.yaml"
     settings = {**FEW, "default_root_dir": str(folder), "experiment": config}
     flags = [word for name, value in settings.items() for word in (f"--trainer.{name}", value)]
@@ -49,11 +49,13 @@ def method_bytes(config: str, folder: Path) -> tuple[float, float]:
 
 
 def relative_bytes(only: Collection[str] = ()) -> dict[str, tuple[float, float]]:
-    """Up and down of every method, or of some, relative to FedAvg's, rounded as the pages of methods have
-    them."""
+    """Up and down of every method, or of some, relative to FedAvg's, rounded as the pages of
+    methods have them."""
     every = (row for of_kind in rows().values() for row in of_kind)
     configs = {
-        row["method"]: row["config"] for row in every if not only or row["method"] in {*only, "FedAvg"}
+        row["method"]: row["config"]
+        for row in every
+        if not only or row["method"] in {*only, "FedAvg"}
     }
     with TemporaryDirectory() as folder:
         measured = {name: method_bytes(config, Path(folder)) for name, config in configs.items()}

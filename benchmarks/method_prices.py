@@ -1,12 +1,14 @@
 """What a round of each method costs, as a multiple of FedAvg's.
 
-    python benchmarks/method_prices.py [--network mobilenetv2] [--clients 4] [--examples 256] [--repeats 2]
+    python benchmarks/method_prices.py [--network mobilenetv2] [--clients 4] [--examples 256]
+    [--repeats 2]
 
-Whole rounds of the trainer, clients and server, in one process and one thread, without evaluation. Each method
-takes turns with FedAvg; of each turn the first round warms up. What counts is the processor's time of the process in
-its fastest round, since other work on the machine only adds to it: some percent even then, so compare on an idle
-one. The limits are those that a method may cost: what differs on the server or in what stays on a client is nearly
-free, and each further pass of a step costs what a pass costs.
+Whole rounds of the trainer, clients and server, in one process and one thread, without evaluation.
+Each method takes turns with FedAvg; of each turn the first round warms up. What counts is the
+processor's time of the process in its fastest round, since other work on the machine only adds to
+it: some percent even then, so compare on an idle one. The limits are those that a method may cost:
+what differs on the server or in what stays on a client is nearly free, and each further pass of a
+step costs what a pass costs.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ from fl_lightning.methods import FedAvg, Method
 from fl_lightning.trainer import FederatedTrainer
 
 SERVER, STATE, TWO_PASSES = 1.05, 1.15, 2.1
-"""Limits of what differs on the server or in what travels, of one vector that clients keep and read in each
-step, and of sharpness-aware steps."""
+"""Limits of what differs on the server or in what travels, of one vector that clients keep and read
+in each step, and of sharpness-aware steps."""
 BOTH = 0.15
 """What such a vector may cost on top of SCAFFOLD's or of sharpness-aware steps."""
 METHODS: dict[str, tuple[Callable[..., Method], float | None]] = {
@@ -64,7 +66,10 @@ METHODS: dict[str, tuple[Callable[..., Method], float | None]] = {
             "FedSpeed": TWO_PASSES + BOTH,
         }.items()
     },
-    **{name: (getattr(methods, name), SERVER) for name in ("FineTune", "FedPer", "FedBN", "LGFedAvg")},
+    **{
+        name: (getattr(methods, name), SERVER)
+        for name in ("FineTune", "FedPer", "FedBN", "LGFedAvg")
+    },
     "MOON": (methods.MOON, 2.2),  # two more forward passes
     "FedRoD": (methods.FedRoD, STATE),
     **{
@@ -87,7 +92,8 @@ class RoundTimes(Meter):
 def round_times(
     make: Callable[..., Method], data: FederatedImages, options: argparse.Namespace
 ) -> list[float]:
-    """Return the seconds of the rounds between the first, which warms up, and the last, which is evaluated."""
+    """Return the seconds of the rounds between the first, which warms up, and the last, which is
+    evaluated."""
     times = RoundTimes()
     settings: dict[str, Any] = {"network": options.network}
     if make is FedAvg or not isinstance(make, partial) or "optimizer" not in make.keywords:
@@ -114,7 +120,9 @@ def main() -> None:
     options = parser.parse_args()
     logging.getLogger("fl_lightning").setLevel(logging.CRITICAL)
     chosen = {
-        name: METHODS[name] for name in METHODS if name == "FedAvg" or name in (options.only or METHODS)
+        name: METHODS[name]
+        for name in METHODS
+        if name == "FedAvg" or name in (options.only or METHODS)
     }
     print("| method | round, as a multiple of FedAvg's | limit |\n|---|---|---|", flush=True)
     for name, (make, limit) in chosen.items():

@@ -2,11 +2,11 @@
 
     python benchmarks/phones.py > configs/devices/phones.csv
 
-The population is made by a rule and measured nowhere. A phone is of one of three classes, drawn with the
-shares in DEVICES, and has one of three lines, drawn with the shares in LINES whatever its class. Its seconds
-per example, and its bytes per second, are log-normal about the median of its class and line; what it sends
-goes through the same line as what it receives, so one draw serves both. A row depends on the client's id
-alone, so that a longer table begins with the same rows.
+The population is made by a rule and measured nowhere. A phone is of one of three classes, drawn
+with the shares in DEVICES, and has one of three lines, drawn with the shares in LINES whatever its
+class. Its seconds per example, and its bytes per second, are log-normal about the median of its
+class and line; what it sends goes through the same line as what it receives, so one draw serves
+both. A row depends on the client's id alone, so that a longer table begins with the same rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ SPEED_SPREAD, LINE_SPREAD = 0.3, 0.5
 
 
 def row(client: int) -> str:
-    """Return the row of a client: id, seconds per example, bytes per second down and up, class, line."""
+    """Return the row of a client: id, seconds per example, bytes per second down and up, class,
+    line."""
     draws = stream(0, "phones", client=client)
     which, through = draws.random(2)
     speed, width = draws.standard_normal(2)
@@ -51,7 +52,10 @@ def chosen(shares: dict[str, float], draw: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--clients", type=int, default=1000)
-    lines = ["client,seconds_per_example,down,up,device,line", *map(row, range(parser.parse_args().clients))]
+    lines = [
+        "client,seconds_per_example,down,up,device,line",
+        *map(row, range(parser.parse_args().clients)),
+    ]
     sys.stdout.write("\n".join(lines) + "\n")
 
 

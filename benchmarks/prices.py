@@ -1,12 +1,13 @@
-"""What quantisation and distillation cost: a client's round of FedAvg, FedMPQ in both representations,
-FedMPQ-KD, FedPQ and FedKD in turn, on one CPU thread.
+"""What quantisation and distillation cost: a client's round of FedAvg, FedMPQ in both
+representations, FedMPQ-KD, FedPQ and FedKD in turn, on one CPU thread.
 
-python benchmarks/prices.py [--network mobilenetv2] [--examples 256] [--epochs 2] [--repeats 5] [--no-augment]
-python benchmarks/prices.py --network small_cnn --classes 10 --examples 17 --no-augment   # as in kd_default
+python benchmarks/prices.py [--network mobilenetv2] [--examples 256] [--epochs 2] [--repeats 5]
+[--no-augment] python benchmarks/prices.py --network small_cnn --classes 10 --examples 17
+--no-augment   # as in kd_default
 
-Ratios of the medians of whole client rounds: receive, local training, upload. Without augmentation the
-teacher's logits are computed in the first epoch and looked up in the others. FedKD distils once over its
-public images before it trains.
+Ratios of the medians of whole client rounds: receive, local training, upload. Without augmentation
+the teacher's logits are computed in the first epoch and looked up in the others. FedKD distils once
+over its public images before it trains.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2, help="local epochs")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
-        "--augment", action=argparse.BooleanOptionalAction, default=True, help="crop and flip the images"
+        "--augment",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="crop and flip the images",
     )
     parser.add_argument("--accelerator", default="cpu")
     options = parser.parse_args()
@@ -94,13 +98,18 @@ def in_steps(one: Callable[[], object]) -> None:
         one()
 
 
-def client_round(name: str, data: FederatedImages, fabric: Fabric, network: str, epochs: int) -> partial:
-    method = METHODS[name](network=network, optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9))
+def client_round(
+    name: str, data: FederatedImages, fabric: Fabric, network: str, epochs: int
+) -> partial:
+    method = METHODS[name](
+        network=network, optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+    )
     with rng.torch_stream(0, "weights"):
         method.build(data)
     method.to(fabric.device)
     method.round, client = 1, data.client(0)
-    if "aggregated" in method.server:  # there are soft labels to distil, as from the second round on
+    # there are soft labels to distil, as from the second round on
+    if "aggregated" in method.server:
         method.server["aggregated"].fill_(1)
     order = ClientTask(
         client,
@@ -111,7 +120,9 @@ def client_round(name: str, data: FederatedImages, fabric: Fabric, network: str,
         data.num_steps(client, epochs),
     )
     return partial(
-        lambda engine, order: list(engine.train([order])), SequentialEngine(fabric, method, data), order
+        lambda engine, order: list(engine.train([order])),
+        SequentialEngine(fabric, method, data),
+        order,
     )
 
 

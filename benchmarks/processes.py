@@ -1,5 +1,5 @@
-"""A program in a process of its own: what it printed, and the most memory that it and all its descendants
-held."""
+"""A program in a process of its own: what it printed, and the most memory that it and all its
+descendants held."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SHARE = 0.01
 class Done:
     """Args:
     code: exit code; None: it did not end in time.
-    peak_mib: largest sum over its processes seen at one time, where a page that k of them share counts 1/k in
-        each; None: not known on this system.
+    peak_mib: largest sum over its processes seen at one time, where a page that k of them share
+        counts 1/k in each; None: not known on this system.
     """
 
     code: int | None
@@ -32,8 +32,8 @@ class Done:
 
 
 def run(command: list[str], *, folder: Path, environment: dict[str, str], timeout: float) -> Done:
-    """Run to the end, or until ``timeout`` seconds have passed; then it is killed with everything that it
-    started."""
+    """Run to the end, or until ``timeout`` seconds have passed; then it is killed with everything
+    that it started."""
     files = folder / "stdout", folder / "stderr"
     with files[0].open("w") as out, files[1].open("w") as err:
         process = subprocess.Popen(
@@ -61,11 +61,14 @@ def run(command: list[str], *, folder: Path, environment: dict[str, str], timeou
 
 
 def cores_in_use(seconds: float = 0.5) -> float | None:
-    """Cores that the whole machine keeps busy during the next ``seconds``; None: not known on this system."""
+    """Cores that the whole machine keeps busy during the next ``seconds``; None: not known on this
+    system."""
     before, started = busy(), time.monotonic()
     time.sleep(seconds)
     after = busy()
-    return None if before is None or after is None else (after - before) / (time.monotonic() - started)
+    return (
+        None if before is None or after is None else (after - before) / (time.monotonic() - started)
+    )
 
 
 def busy() -> float | None:
@@ -74,7 +77,8 @@ def busy() -> float | None:
         ticks = [int(part) for part in (PROC / "stat").read_text().splitlines()[0].split()[1:9]]
     except OSError:
         return None
-    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")  # less idle and waiting for a disk
+    # less idle and waiting for a disk
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
 
 
 def descendants(root: int) -> set[int]:
@@ -82,7 +86,9 @@ def descendants(root: int) -> set[int]:
     children = defaultdict(list)
     for file in PROC.glob("[0-9]*/stat"):
         with suppress(OSError):
-            children[int(file.read_text().rpartition(")")[2].split()[1])].append(int(file.parent.name))
+            children[int(file.read_text().rpartition(")")[2].split()[1])].append(
+                int(file.parent.name)
+            )
     found, new = set(), [root]
     while new:
         found.update(new)

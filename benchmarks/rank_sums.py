@@ -1,11 +1,13 @@
-"""What a rank receives in a round: sums of integers against all uploads, over gloo on 127.0.0.1 (Linux).
+"""What a rank receives in a round: sums of integers against all uploads, over gloo on 127.0.0.1
+(Linux).
 
-python benchmarks/rank_sums.py [--ranks 2 4] [--cohorts 20 80 320 640] [--values 33946] [--repeats 5]
+python benchmarks/rank_sums.py [--ranks 2 4] [--cohorts 20 80 320 640] [--values 33946] [--repeats
+5]
 
-Every rank has its share of a cohort's uploads of fp32 values. ``sums``: it adds its own up, the ranks exchange
-sums and a record of each client (``Sums.merge_ranks``, ``exchange_receipts``). ``uploads``: every rank hears all
-of them (``gather_parts``) and takes the mean. Bytes are those of the loopback device, the least of the repeats,
-divided by the ranks; seconds are medians on rank 0.
+Every rank has its share of a cohort's uploads of fp32 values. ``sums``: it adds its own up, the
+ranks exchange sums and a record of each client (``Sums.merge_ranks``, ``exchange_receipts``).
+``uploads``: every rank hears all of them (``gather_parts``) and takes the mean. Bytes are those of
+the loopback device, the least of the repeats, divided by the ranks; seconds are medians on rank 0.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ def main() -> None:
             free.bind(("127.0.0.1", 0))
             os.environ["MASTER_PORT"] = str(free.getsockname()[1])
         context = multiprocessing.get_context("spawn")
-        others = [context.Process(target=serve, args=(rank, ranks, options)) for rank in range(1, ranks)]
+        others = [
+            context.Process(target=serve, args=(rank, ranks, options)) for rank in range(1, ranks)
+        ]
         for process in others:
             process.start()
         serve(0, ranks, options)
@@ -74,7 +78,9 @@ def serve(rank: int, ranks: int, options: Any) -> None:
 
         def sums(own=own, tasks=tasks, cohort=cohort) -> torch.Tensor:
             receipts = {
-                at: Receipt(tasks[at].client, LedgerEntry(1, at, "trained"), {"loss": Mean(1.0, 1)}, 10)
+                at: Receipt(
+                    tasks[at].client, LedgerEntry(1, at, "trained"), {"loss": Mean(1.0, 1)}, 10
+                )
                 for at in own
             }
             exchange_receipts(receipts, tasks, {})
@@ -85,7 +91,9 @@ def serve(rank: int, ranks: int, options: Any) -> None:
 
         def uploads(own=own, cohort=cohort) -> torch.Tensor:
             everybody = gather_parts({str(at): vector for at, vector in own.items()})
-            return weighted_mean([everybody[str(at)] for at in range(cohort)], [1 / cohort] * cohort)
+            return weighted_mean(
+                [everybody[str(at)] for at in range(cohort)], [1 / cohort] * cohort
+            )
 
         measured = [measure(function, ranks, options.repeats) for function in (sums, uploads)]
         if rank == 0:

@@ -1,13 +1,16 @@
-"""What the collectives of several ranks cost: every rank hears every upload, over gloo on 127.0.0.1.
+"""What the collectives of several ranks cost: every rank hears every upload, over gloo on
+127.0.0.1.
 
-python benchmarks/ranks.py [--ranks 2 4] [--bytes 16 38488 1048576 9437184] [--clients 20] [--seconds 2]
+python benchmarks/ranks.py [--ranks 2 4] [--bytes 16 38488 1048576 9437184] [--clients 20]
+[--seconds 2]
 
-For each number of ranks and bytes: the wire alone (every rank broadcasts so many bytes in turn, from and to
-memory that is there); one ``gather_bytes`` in which every rank gives so many bytes; then a round without
-training: ``RankedEngine`` gets so many uploads of that size from its engine, dealt to the ranks, and hands
-all of them on, held together as a round holds them. Medians, on rank 0; MB/s count what all ranks gave. Peak:
-the most memory that rank 0 held meanwhile, beyond its own share of the uploads, over the size of all. The
-last line fits the gathers by seconds = latency + bytes that a rank hears / bandwidth.
+For each number of ranks and bytes: the wire alone (every rank broadcasts so many bytes in turn,
+from and to memory that is there); one ``gather_bytes`` in which every rank gives so many bytes;
+then a round without training: ``RankedEngine`` gets so many uploads of that size from its engine,
+dealt to the ranks, and hands all of them on, held together as a round holds them. Medians, on rank
+0; MB/s count what all ranks gave. Peak: the most memory that rank 0 held meanwhile, beyond its own
+share of the uploads, over the size of all. The last line fits the gathers by seconds = latency +
+bytes that a rank hears / bandwidth.
 """
 
 from __future__ import annotations
@@ -44,7 +47,11 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument(
-        "--bytes", type=int, nargs="+", default=[16, 38488, 1_048_576, 9_437_184], help="of one upload"
+        "--bytes",
+        type=int,
+        nargs="+",
+        default=[16, 38488, 1_048_576, 9_437_184],
+        help="of one upload",
     )
     parser.add_argument("--clients", type=int, default=20, help="uploads of a round")
     parser.add_argument("--seconds", type=float, default=2.0, help="for each measurement")
@@ -55,7 +62,9 @@ def main() -> None:
             free.bind(("127.0.0.1", 0))
             os.environ["MASTER_PORT"] = str(free.getsockname()[1])
         context = multiprocessing.get_context("spawn")
-        others = [context.Process(target=serve, args=(rank, ranks, options)) for rank in range(1, ranks)]
+        others = [
+            context.Process(target=serve, args=(rank, ranks, options)) for rank in range(1, ranks)
+        ]
         for process in others:
             process.start()
         serve(0, ranks, options)
@@ -64,15 +73,19 @@ def main() -> None:
 
 
 class Trained(Engine):
-    """An engine whose clients have done their work before: uploads of ``size`` bytes, each with bytes of its
-    own."""
+    """An engine whose clients have done their work before: uploads of ``size`` bytes, each with
+    bytes of its own."""
 
     def __init__(self, size: int, ids: Sequence[int]) -> None:
         self.uploads = {id: bytes([id % 256]) * size for id in ids}
 
-    def train(self, orders: Sequence[ClientTask], units: Units | None = None) -> Iterator[ClientResult]:
+    def train(
+        self, orders: Sequence[ClientTask], units: Units | None = None
+    ) -> Iterator[ClientResult]:
         for order in orders:
-            yield ClientResult(order.client, self.uploads[order.client.id], {}, {"loss": Mean(1.0, 1)}, 1)
+            yield ClientResult(
+                order.client, self.uploads[order.client.id], {}, {"loss": Mean(1.0, 1)}, 1
+            )
 
 
 def serve(rank: int, ranks: int, options: Any) -> None:

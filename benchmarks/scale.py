@@ -1,12 +1,15 @@
-"""Rounds a second, memory, and where the time goes, against the size of the cohort and of the population.
+"""Rounds a second, memory, and where the time goes, against the size of the cohort and of the
+population.
 
-python benchmarks/scale.py [--quick] [--repeats 1] [--workers 1 2] [--engine auto] [--out FILE] [--figure FILE]
-    python benchmarks/scale.py --read FILE --figure FILE    # draws what was measured before
+python benchmarks/scale.py [--quick] [--repeats 1] [--workers 1 2] [--engine auto] [--out FILE]
+    [--figure FILE] python benchmarks/scale.py --read FILE --figure FILE    # draws what was
+    measured before
 
-One hidden layer of 128 on 64 features, 20 examples a client, one local step; whole runs with MLflow, byte
-ledger and checkpoints, each a process of its own (``scale_point.py``). The figure is the median of the
-repeats. Memory held is that of all its processes before the last round, shared pages counted once, without
-what importing the libraries takes; the peak is of everything, from start to end.
+One hidden layer of 128 on 64 features, 20 examples a client, one local step; whole runs with
+MLflow, byte ledger and checkpoints, each a process of its own (``scale_point.py``). The figure is
+the median of the repeats. Memory held is that of all its processes before the last round, shared
+pages counted once, without what importing the libraries takes; the peak is of everything, from
+start to end.
 """
 
 from __future__ import annotations
@@ -50,9 +53,14 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--engine", default="auto", choices=("auto", "sequential", "batched"))
     parser.add_argument("--out", type=Path, metavar="FILE", help="everything measured, as JSON")
-    parser.add_argument("--figure", type=Path, metavar="FILE", help="where the figure goes, .png or .pdf")
     parser.add_argument(
-        "--read", type=Path, metavar="FILE", help="measure nothing, take this --out of an earlier call"
+        "--figure", type=Path, metavar="FILE", help="where the figure goes, .png or .pdf"
+    )
+    parser.add_argument(
+        "--read",
+        type=Path,
+        metavar="FILE",
+        help="measure nothing, take this --out of an earlier call",
     )
     options = parser.parse_args(arguments)
     if options.read:
@@ -67,13 +75,18 @@ def main(arguments: list[str] | None = None) -> None:
         if options.out:
             options.out.write_text(json.dumps(document, indent=1) + "\n")
     if options.figure:
-        draw([point for point in document["points"] if "error" not in point]).savefig(options.figure, dpi=150)
+        draw([point for point in document["points"] if "error" not in point]).savefig(
+            options.figure, dpi=150
+        )
 
 
 def measure(options: argparse.Namespace) -> list[Point]:
-    cohorts, populations = (QUICK_COHORTS, QUICK_POPULATIONS) if options.quick else (COHORTS, POPULATIONS)
+    cohorts, populations = (
+        (QUICK_COHORTS, QUICK_POPULATIONS) if options.quick else (COHORTS, POPULATIONS)
+    )
     wanted = dict.fromkeys(
-        [(POPULATION, cohort) for cohort in cohorts] + [(population, COHORT) for population in populations]
+        [(POPULATION, cohort) for cohort in cohorts]
+        + [(population, COHORT) for population in populations]
     )
     points = []
     print(
@@ -82,7 +95,9 @@ def measure(options: argparse.Namespace) -> list[Point]:
     )  # fmt: skip
     for population, cohort in wanted:
         for workers in options.workers:
-            found = [one(population, cohort, workers, options.engine) for _ in range(options.repeats)]
+            found = [
+                one(population, cohort, workers, options.engine) for _ in range(options.repeats)
+            ]
             points.append(summarise(found))
             print(line(points[-1]), flush=True)
     return points
@@ -106,8 +121,12 @@ def one(population: int, cohort: int, workers: int, engine: str) -> Point:
         done = run(command, folder=Path(folder), environment=dict(os.environ), timeout=TIMEOUT)
     if done.code != 0:
         said = done.stderr.strip().splitlines() or ["it said nothing"]
-        return settings | {"error": f"not done after {TIMEOUT} s" if done.code is None else said[-1]}
-    found: Point = json.loads([text for text in done.stdout.splitlines() if text.startswith("{")][-1])
+        return settings | {
+            "error": f"not done after {TIMEOUT} s" if done.code is None else said[-1]
+        }
+    found: Point = json.loads(
+        [text for text in done.stdout.splitlines() if text.startswith("{")][-1]
+    )
     return found | {
         "peak_mib": max(done.peak_mib or 0.0, found["memory_mib"] + found["libraries_mib"]),
         "load": load,
@@ -116,10 +135,15 @@ def one(population: int, cohort: int, workers: int, engine: str) -> Point:
 
 def summarise(found: list[Point]) -> Point:
     """The run with the median time, and the runs behind it."""
-    good = sorted((point for point in found if "error" not in point), key=lambda point: point["seconds"])
+    good = sorted(
+        (point for point in found if "error" not in point), key=lambda point: point["seconds"]
+    )
     if not good:
         return found[0]
-    return good[len(good) // 2] | {"seconds": median(point["seconds"] for point in good), "runs": found}
+    return good[len(good) // 2] | {
+        "seconds": median(point["seconds"] for point in good),
+        "runs": found,
+    }
 
 
 def line(point: Point) -> str:

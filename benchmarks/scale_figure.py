@@ -1,5 +1,5 @@
-"""The figure of ``scale.py``: rounds a second, memory and shares of the time, above against the cohort, below
-against the population."""
+"""The figure of ``scale.py``: rounds a second, memory and shares of the time, above against the
+cohort, below against the population."""
 
 from __future__ import annotations
 
@@ -22,16 +22,22 @@ def draw(points: Sequence[dict[str, Any]]) -> Figure:
 
     figure = Figure(figsize=(13.5, 7.2), layout="constrained")
     rows = figure.subplots(2, 3)
-    for axes, vary, fixed in zip(rows, ("cohort", "population"), ("population", "cohort"), strict=True):
+    for axes, vary, fixed in zip(
+        rows, ("cohort", "population"), ("population", "cohort"), strict=True
+    ):
         values = [point[fixed] for point in points]
         held = max(set(values), key=values.count)  # most points are of this one
-        row = sorted((point for point in points if point[fixed] == held), key=lambda point: point[vary])
+        row = sorted(
+            (point for point in points if point[fixed] == held), key=lambda point: point[vary]
+        )
         _speed(axes[0], row, vary)
         _memory(axes[1], row, vary)
         _shares(axes[2], row, vary)
         of = f"{fixed} {held:,}".replace(",", " ")
         for one, title in zip(
-            axes, ("Rounds a second", "Memory held", "Where the time goes, one process"), strict=True
+            axes,
+            ("Rounds a second", "Memory held", "Where the time goes, one process"),
+            strict=True,
         ):
             one.set_title(f"{title} ({of})", fontsize="medium")
     return figure
@@ -45,7 +51,11 @@ def _by_workers(row: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, Any]]
 
 
 def _style(at: int) -> dict[str, Any]:
-    return {"color": (BLUE, ORANGE, *COLOURS[2:])[at], "linestyle": LINE_STYLES[at], "marker": MARKERS[at]}
+    return {
+        "color": (BLUE, ORANGE, *COLOURS[2:])[at],
+        "linestyle": LINE_STYLES[at],
+        "marker": MARKERS[at],
+    }
 
 
 def _name(workers: int) -> str:
@@ -55,7 +65,10 @@ def _name(workers: int) -> str:
 def _speed(axes: Axes, row: Sequence[dict[str, Any]], vary: str) -> None:
     for at, (workers, points) in enumerate(_by_workers(row).items()):
         axes.plot(
-            [p[vary] for p in points], [1 / p["seconds"] for p in points], label=_name(workers), **_style(at)
+            [p[vary] for p in points],
+            [1 / p["seconds"] for p in points],
+            label=_name(workers),
+            **_style(at),
         )
         hollow = [p for p in points if p["engine"] == "sequential"]
         place = [p[vary] for p in hollow], [1 / p["seconds"] for p in hollow]
@@ -65,7 +78,8 @@ def _speed(axes: Axes, row: Sequence[dict[str, Any]], vary: str) -> None:
         axes.plot([], [], **marker, label="one client after another")
     speeds = [1 / p["seconds"] for p in row]
     axes.set(xscale="log", yscale="log", xlabel=f"{vary} (clients)", ylabel="rounds per second")
-    axes.set_ylim(min(speeds) / 2, max(max(speeds), 10 * min(speeds)) * 2)  # small differences stay small
+    # small differences stay small
+    axes.set_ylim(min(speeds) / 2, max(max(speeds), 10 * min(speeds)) * 2)
     _plain_ticks(axes)
     open_frame(axes)
     axes.legend(frameon=False)
@@ -74,7 +88,10 @@ def _speed(axes: Axes, row: Sequence[dict[str, Any]], vary: str) -> None:
 def _memory(axes: Axes, row: Sequence[dict[str, Any]], vary: str) -> None:
     for at, (workers, points) in enumerate(_by_workers(row).items()):
         axes.plot(
-            [p[vary] for p in points], [p["memory_mib"] for p in points], label=_name(workers), **_style(at)
+            [p[vary] for p in points],
+            [p["memory_mib"] for p in points],
+            label=_name(workers),
+            **_style(at),
         )
     if vary == "population":
         own = {p[vary]: 2 * p["labels_mib"] for p in row}
@@ -120,7 +137,9 @@ def _shares(axes: Axes, row: Sequence[dict[str, Any]], vary: str) -> None:
     axes.set(xlabel=f"{vary} (clients)", ylabel="share of a round (%)", ylim=(0, 100))
     open_frame(axes)
     axes.grid(visible=False, axis="x")
-    axes.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True)
+    axes.legend(
+        frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True
+    )
 
 
 def _plain_ticks(axes: Axes) -> None:

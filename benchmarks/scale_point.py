@@ -1,10 +1,10 @@
-"""One point of ``scale.py``: a whole run with all that it has by default (MLflow, byte ledger, checkpoints);
-nobody evaluates in between.
+"""One point of ``scale.py``: a whole run with all that it has by default (MLflow, byte ledger,
+checkpoints); nobody evaluates in between.
 
-Every client holds 20 examples of its own in the index arrays and the labels; their inputs are taken, by
-turns, from a table of 65 536, so that what grows with the population is what the project keeps of it and not
-the examples. The phases are measured from here: the functions of the round are wrapped, nothing is added to
-the package.
+Every client holds 20 examples of its own in the index arrays and the labels; their inputs are
+taken, by turns, from a table of 65 536, so that what grows with the population is what the project
+keeps of it and not the examples. The phases are measured from here: the functions of the round are
+wrapped, nothing is added to the package.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from fl_lightning.trainer import FederatedTrainer
 
 EXAMPLES, FEATURES, CLASSES, DISTINCT = 20, 64, 10, 2**16
 WARM = 3
-"""Rounds before those that are timed: the first checkpoint and the first rows of the tables are among
-them."""
+"""Rounds before those that are timed: the first checkpoint and the first rows of the tables are
+among them."""
 PHASES = {
     "sampling": (loop, "draw"),
     "orders": (loop, "make_tasks"),
@@ -111,8 +111,8 @@ class Clock:
 
 
 class Watch(Meter):
-    """The clock at the start of every round; memory before the last one, whose start is the end of those that
-    are timed."""
+    """The clock at the start of every round; memory before the last one, whose start is the end of
+    those that are timed."""
 
     def __init__(self, phases: Clock) -> None:
         self.phases, self.marks, self.shares = phases, [], {}  # type: tuple[Clock, list[float], dict[str, float]]
@@ -127,8 +127,8 @@ class Watch(Meter):
 
 
 def held(pid: int) -> float:
-    """MiB that a process holds beside the files that it maps; a page that k processes share counts 1/k in
-    each."""
+    """MiB that a process holds beside the files that it maps; a page that k processes share counts
+    1/k in each."""
     found = 0
     with suppress(OSError):
         for line in (PROC / str(pid) / "smaps_rollup").read_text().splitlines():
@@ -146,7 +146,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="that are timed")
     parser.add_argument("--engine", default="auto")
     parser.add_argument(
-        "--launched", type=float, default=0.0, help="seconds since 1970; the start is counted from there"
+        "--launched",
+        type=float,
+        default=0.0,
+        help="seconds since 1970; the start is counted from there",
     )
     options = parser.parse_args()
     logging.getLogger("fl_lightning").setLevel(logging.WARNING)

@@ -3,9 +3,10 @@
     python benchmarks/secure_sum.py                       # cohorts of 10, 100 and 1 000 clients
     python benchmarks/secure_sum.py --cohorts 10 100 --values 3200000
 
-Plain: the integers of every client added up. Secure: all clients and the server in one process and on one
-thread, one client in ten dropped out before it sent its vector, which is the costly phase for the server.
-Bytes are of one client that stays; seconds are CPU time of all clients and the server together.
+Plain: the integers of every client added up. Secure: all clients and the server in one process and
+on one thread, one client in ten dropped out before it sent its vector, which is the costly phase
+for the server. Bytes are of one client that stays; seconds are CPU time of all clients and the
+server together.
 """
 
 from __future__ import annotations
@@ -40,7 +41,11 @@ def row(cohort: int, values: int, settings: SecureSum, dropped: float) -> list[s
         round=1,
         leaves_before={id: "masked" if id in gone else "" for id in range(cohort)},
         length=values,
-        vectors={id: (lambda id=id: integers[id % len(integers)]) for id in range(cohort) if id not in gone},
+        vectors={
+            id: (lambda id=id: integers[id % len(integers)])
+            for id in range(cohort)
+            if id not in gone
+        },
     )
     living = set(range(cohort)) - gone
     assert not outcome.void, outcome.void
@@ -56,21 +61,29 @@ def row(cohort: int, values: int, settings: SecureSum, dropped: float) -> list[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--cohorts", type=int, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--values", type=int, default=34_000, help="values of a vector")
-    parser.add_argument("--neighbours", type=int, default=50, help="of cohorts of more than 100 clients")
+    parser.add_argument(
+        "--neighbours", type=int, default=50, help="of cohorts of more than 100 clients"
+    )
     parser.add_argument("--dropped", type=float, default=0.1, help="share of clients that drop out")
     options = parser.parse_args()
     torch.set_num_threads(1)
     phases = [f"{phase} s" for phase in PHASES] + ["all s"] + [f"{phase} MB" for phase in PHASES]
     print(
-        "|", " | ".join(["cohort", "neighbours", "plain s", *phases, "bytes of a client / fp32 vector"]), "|"
+        "|",
+        " | ".join(["cohort", "neighbours", "plain s", *phases, "bytes of a client / fp32 vector"]),
+        "|",
     )
     print("|", " | ".join(["--:"] * 13), "|")
     for cohort in options.cohorts:
         settings = SecureSum(neighbours="all" if cohort <= 100 else options.neighbours)
-        print("|", " | ".join(row(cohort, options.values, settings, options.dropped)), "|", flush=True)
+        print(
+            "|", " | ".join(row(cohort, options.values, settings, options.dropped)), "|", flush=True
+        )
 
 
 if __name__ == "__main__":

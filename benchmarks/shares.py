@@ -1,13 +1,14 @@
-"""Where the time of a round goes, in percent of it: wire, callbacks, MLflow, checkpoints, evaluation,
-training.
+"""Where the time of a round goes, in percent of it: wire, callbacks, MLflow, checkpoints,
+evaluation, training.
 
-python benchmarks/shares.py [CONFIG.yaml | W1 ... W4] [--rounds 20] [--workers 1] [--trainer.eval_every 5 ...]
+python benchmarks/shares.py [CONFIG.yaml | W1 ... W4] [--rounds 20] [--workers 1]
+[--trainer.eval_every 5 ...]
 
-The run is one of the project's configurations (default: kd_default) or workloads, tracked in an mlflow.db of
-its own; the first three rounds, in which the store is opened, are left out. Functions are wrapped from here;
-a share is its own time, without that of other shares inside it. With one worker, the clients' half of the
-wire is in this process and counted; with more it is in theirs. What the writer's thread does is CPU time of
-that thread: it shares the interpreter with the rounds.
+The run is one of the project's configurations (default: kd_default) or workloads, tracked in an
+mlflow.db of its own; the first three rounds, in which the store is opened, are left out. Functions
+are wrapped from here; a share is its own time, without that of other shares inside it. With one
+worker, the clients' half of the wire is in this process and counted; with more it is in theirs.
+What the writer's thread does is CPU time of that thread: it shares the interpreter with the rounds.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command sets it, before torch is imported
+# as the command sets it, before torch is imported
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 from workload import WORKLOADS
@@ -88,7 +90,9 @@ class Shares:
     def wrap_everywhere(self, name: str, function: Callable[..., Any]) -> None:
         """A function that modules import by its name."""
         timed = self.of(name, function)
-        for module in [module for key, module in sys.modules.items() if key.startswith("fl_lightning")]:
+        for module in [
+            module for key, module in sys.modules.items() if key.startswith("fl_lightning")
+        ]:
             for attribute in [key for key, value in vars(module).items() if value is function]:
                 setattr(module, attribute, timed)
 
@@ -120,12 +124,22 @@ def configured(
     __import__("callbacks")
     cli = FederatedCLI(
         "fit",
-        ["--config", config, "--trainer.max_rounds", str(rounds), "--trainer.workers", str(workers), *flags],
+        [
+            "--config",
+            config,
+            "--trainer.max_rounds",
+            str(rounds),
+            "--trainer.workers",
+            str(workers),
+            *flags,
+        ],
     )
     return cli.trainer, cli.model, cli.start
 
 
-def workload(name: str, rounds: int, workers: int, flags: list[str]) -> tuple[Any, Any, Callable[[], Any]]:
+def workload(
+    name: str, rounds: int, workers: int, flags: list[str]
+) -> tuple[Any, Any, Callable[[], Any]]:
     work = WORKLOADS[name]
     trainer = FederatedTrainer(
         accelerator="cpu", max_rounds=rounds, participation=work.cohort / work.clients, local_epochs=work.epochs,
@@ -141,9 +155,11 @@ def instrument(shares: Shares, trainer: Any, method: Any) -> None:
             shares.wrap(f"callback {type(callback).__name__}", callback, hook)
     for function in (hooks.tell, hooks.stress):
         shares.wrap_everywhere("callbacks, calling them", function)
-    # where it is defined: one that is set on an instance is not the default any more, and the default is done
-    # for a stack at once
-    shares.wrap("encode", next(owner for owner in type(method).__mro__ if "upload" in vars(owner)), "upload")
+    # where it is defined: one that is set on an instance is not the default any more, and the
+    # default is done for a stack at once
+    shares.wrap(
+        "encode", next(owner for owner in type(method).__mro__ if "upload" in vars(owner)), "upload"
+    )
     shares.wrap("encode", batched, "default_uploads")
     shares.wrap("encode", exchange, "encode_broadcast")
     shares.wrap("encode", Payload, "to_bytes")

@@ -1,12 +1,14 @@
 """A long run and a large population: what a round costs must grow with neither.
 
-    python benchmarks/soak.py --rounds 10000 --mlflow --out small.json             # 50 of 100 clients a round
-    python benchmarks/soak.py --rounds 10000 --cohort 20 --clients 1000000 --val_fraction 0 --eval_every 1000 --out large.json
-    python benchmarks/soak.py --draw small.json large.json --figure docs/results/figures/soak.png
+    python benchmarks/soak.py --rounds 10000 --mlflow --out small.json             # 50 of 100
+    clients a round python benchmarks/soak.py --rounds 10000 --cohort 20 --clients 1000000
+    --val_fraction 0 --eval_every 1000 --out large.json python benchmarks/soak.py --draw small.json
+    large.json --figure docs/results/figures/soak.png
 
-Measured each hundredth of the run: milliseconds of a round, resident memory, open files and Python's threads
-of the process, bytes of the run's directory without ``checkpoints``. Printed are the second and the last
-tenth. All times are the processor's: other programs disturb them least. ``--mlflow`` tracks in ./mlflow.db.
+Measured each hundredth of the run: milliseconds of a round, resident memory, open files and
+Python's threads of the process, bytes of the run's directory without ``checkpoints``. Printed are
+the second and the last tenth. All times are the processor's: other programs disturb them least.
+``--mlflow`` tracks in ./mlflow.db.
 """
 
 from __future__ import annotations
@@ -83,7 +85,9 @@ class Watch(Meter):
             return
         if round == 1 + self.every:
             context.files.tracker.flush()  # opening the store, in a thread of its own, is start-up
-        files = [path for path in self.trainer.run_dir.rglob("*") if "checkpoints" not in path.parts]
+        files = [
+            path for path in self.trainer.run_dir.rglob("*") if "checkpoints" not in path.parts
+        ]
         now = {
             "round": round - 1,
             "clock": time.process_time(),
@@ -103,7 +107,9 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
     data = Vectors(
         dataset="vectors", num_clients=options.clients, partition=Evenly(), batch_size=8, val_fraction=options.val_fraction,
     )  # fmt: skip
-    method = FedAvg(network=lambda classes: nn.Linear(WIDTH, classes), optimizer=partial(SGD, lr=0.1))
+    method = FedAvg(
+        network=lambda classes: nn.Linear(WIDTH, classes), optimizer=partial(SGD, lr=0.1)
+    )
     with TemporaryDirectory() as folder:
         watch.trainer = trainer = FederatedTrainer(
             accelerator="cpu", participation=options.cohort / options.clients, local_epochs=1,
@@ -159,7 +165,9 @@ def draw(runs: Sequence[dict[str, Any]]) -> Figure:
     for axes, (name, what) in zip(figure.subplots(1, len(LABELS)), LABELS.items(), strict=True):
         for at, run in enumerate(runs):
             label = f"{run['cohort']} of {run['clients']:,} clients".replace(",", " ")
-            axes.plot(run["round"], run[name], color=COLOURS[at], linestyle=LINE_STYLES[at], label=label)
+            axes.plot(
+                run["round"], run[name], color=COLOURS[at], linestyle=LINE_STYLES[at], label=label
+            )
         axes.set_title(what, fontsize="medium")
         axes.set_xlabel("round")
         axes.set_ylim(bottom=0)
@@ -179,7 +187,9 @@ def main() -> None:
     parser.add_argument("--val_fraction", type=float, default=0.2)
     parser.add_argument("--mlflow", action="store_true", help="track in ./mlflow.db")
     parser.add_argument("--out", type=Path, metavar="FILE", help="everything measured, as JSON")
-    parser.add_argument("--draw", type=Path, nargs="+", metavar="FILE", help="draw these, and run nothing")
+    parser.add_argument(
+        "--draw", type=Path, nargs="+", metavar="FILE", help="draw these, and run nothing"
+    )
     parser.add_argument("--figure", type=Path, default=Path("soak.png"))
     options = parser.parse_args()
     if options.draw:

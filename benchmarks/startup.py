@@ -1,14 +1,16 @@
 """How long a command takes until something is seen.
 
-python benchmarks/startup.py [--repeats 3] [--config configs/kd_default.yaml] [--only refusals|fit|imports]
+python benchmarks/startup.py [--repeats 3] [--config configs/kd_default.yaml] [--only
+refusals|fit|imports]
 
-Slips: until they are refused, in turn with the same slip where no description of the command is kept, which
-the parser then refuses after importing torch; and the ratio of the two. ``--help``, ``fit --help``, and
-``fit``: until the first round is in metrics.csv, and until the command ends after two rounds; without a
-tracking store, with one that has to be made, and with one that is there. Seconds of the clock, and those of the
-processor that the command's process had used when the first round was seen, which other work disturbs less.
-Median and range; each ``fit`` in a folder of its own. Last, the imports of such a run up to its end by
-``-X importtime``: which libraries' own code takes how long, and how many modules of each there are.
+Slips: until they are refused, in turn with the same slip where no description of the command is
+kept, which the parser then refuses after importing torch; and the ratio of the two. ``--help``,
+``fit --help``, and ``fit``: until the first round is in metrics.csv, and until the command ends
+after two rounds; without a tracking store, with one that has to be made, and with one that is
+there. Seconds of the clock, and those of the processor that the command's process had used when the
+first round was seen, which other work disturbs less. Median and range; each ``fit`` in a folder of
+its own. Last, the imports of such a run up to its end by ``-X importtime``: which libraries' own
+code takes how long, and how many modules of each there are.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ LOOK = 0.01  # seconds between looks at metrics.csv
 
 
 class Times(NamedTuple):
-    """The seconds of a command until its first round, those of the processor until then, and those until
-    its end."""
+    """The seconds of a command until its first round, those of the processor until then, and those
+    until its end."""
 
     first: float | None
     processor: float | None
@@ -76,7 +78,9 @@ def show_imports(fit: Sequence[str], rows: int = 20) -> None:
     modules: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-X", "importtime", "-m", "fl_lightning", *fit]
-        done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True)
+        done = subprocess.run(
+            command, cwd=folder, env=environment(), capture_output=True, text=True
+        )
     line = re.compile(r"^import time: +(\d+) \| +\d+ \| +(\S+)", re.MULTILINE)
     for microseconds, module in line.findall(done.stderr):
         names = module.split(".")
@@ -110,7 +114,9 @@ def compare_refusals(config: str, repeats: int) -> None:
                 with tempfile.TemporaryDirectory() as empty:
                     found[1].append(run(["fit", *slip], Path(empty), empty, code=2).end)
             ratio = median(found[0]) / median(found[1])
-            print(f"{label:<34}{spread(found[0]):>24}{spread(found[1]):>24}{ratio:>8.3f}", flush=True)
+            print(
+                f"{label:<34}{spread(found[0]):>24}{spread(found[1]):>24}{ratio:>8.3f}", flush=True
+            )
 
 
 def in_new_folder(arguments: Sequence[str]) -> Times:
@@ -151,7 +157,8 @@ def environment(cache: str | None = None) -> dict[str, str]:
 
 
 def processor_seconds(process: int) -> float | None:
-    """Return the seconds that a process has used of the processor; None where only Linux would tell."""
+    """Return the seconds that a process has used of the processor; None where only Linux would
+    tell."""
     if not (stat := Path(f"/proc/{process}/stat")).exists():
         return None
     user, system = stat.read_text().rsplit(")", 1)[1].split()[11:13]
@@ -163,7 +170,10 @@ def lines(path: Path) -> int:
 
 
 def report(label: str, found: Sequence[Times]) -> None:
-    columns = [[seconds for seconds in column if seconds is not None] for column in zip(*found, strict=True)]
+    columns = [
+        [seconds for seconds in column if seconds is not None]
+        for column in zip(*found, strict=True)
+    ]
     print(f"{label:<34}{''.join(f'{spread(column):>24}' for column in columns)}", flush=True)
 
 

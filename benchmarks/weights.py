@@ -1,12 +1,12 @@
-"""Print the final weights' hash of ten methods, or of other configurations, on every engine: run it before
-and after a change that must compute the same.
+"""Print the final weights' hash of ten methods, or of other configurations, on every engine: run it
+before and after a change that must compute the same.
 
     python benchmarks/weights.py > before.txt
     ... change the code ...
     python benchmarks/weights.py > after.txt && diff before.txt after.txt
 
-The hashes depend on the machine and on the libraries, so both runs belong on one machine. Ten minutes on two
-cores.
+The hashes depend on the machine and on the libraries, so both runs belong on one machine. Ten
+minutes on two cores.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ ENGINES = {
 
 
 def weights_hash(config: str, engine: str, rounds: int) -> str:
-    """Return the SHA-256 of the server's weights after ``rounds`` rounds, or the last line of the error."""
+    """Return the SHA-256 of the server's weights after ``rounds`` rounds, or the last line of the
+    error."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable,
@@ -60,7 +61,13 @@ def weights_hash(config: str, engine: str, rounds: int) -> str:
             "--trainer.max_rounds",
             str(rounds),
         ]
-        command += ["--trainer.default_root_dir", folder, "--trainer.logger", "false", *ENGINES[engine]]
+        command += [
+            "--trainer.default_root_dir",
+            folder,
+            "--trainer.logger",
+            "false",
+            *ENGINES[engine],
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
         found = list(Path(folder).rglob("metadata.json"))
         if done.returncode or not found:
@@ -78,7 +85,9 @@ def main() -> None:
     asked = parser.parse_args()
     for config in asked.configs:
         for engine in asked.engines:
-            print(f"{config:18} {engine:12} {weights_hash(config, engine, asked.rounds)}", flush=True)
+            print(
+                f"{config:18} {engine:12} {weights_hash(config, engine, asked.rounds)}", flush=True
+            )
 
 
 if __name__ == "__main__":

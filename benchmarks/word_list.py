@@ -2,10 +2,11 @@
 
     python benchmarks/word_list.py > fl_lightning/data/text/words.txt
 
-A word is kept if it stands in lower case, between spaces, in the docstrings of at least four of CPython's
-language reference, the standard library, numpy, scipy, torch and scikit-learn; the WORDS most frequent ones
-that are plain English are printed in alphabetical order. Other versions of these packages give a list that
-differs in some words: the committed list is the one that records are made of.
+A word is kept if it stands in lower case, between spaces, in the docstrings of at least four of
+CPython's language reference, the standard library, numpy, scipy, torch and scikit-learn; the WORDS
+most frequent ones that are plain English are printed in alphabetical order. Other versions of these
+packages give a list that differs in some words: the committed list is the one that records are made
+of.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What the public workloads are, and what every contender says of its run. Peers import it: it needs torch,
-numpy and timm alone.
+"""What the public workloads are, and what every contender says of its run. Peers import it: it
+needs torch, numpy and timm alone.
 
-The networks are this project's (``fl_lightning.models`` imports nothing heavier than torch) and timm's.
+The networks are this project's (``fl_lightning.models`` imports nothing heavier than torch) and
+timm's.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ class Workload:
         network: makes the network from the number of classes.
         sgd: settings of the local ``torch.optim.SGD``.
         rounds: rounds that are timed.
-        tokens: whether an example is a sequence of tokens, each of which has a target; the classes are then
-            the vocabulary, and only the weights that are not frozen travel.
+        tokens: whether an example is a sequence of tokens, each of which has a target; the classes
+            are then the vocabulary, and only the weights that are not frozen travel.
     """
 
     clients: int
@@ -104,8 +105,8 @@ class Workload:
         return self.cohort * self.epochs * -(-self.examples // self.batch)
 
     def data(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of all clients, one client after another: noise of the true shape, since only
-        the time matters."""
+        """Inputs and targets of all clients, one client after another: noise of the true shape,
+        since only the time matters."""
         generator = torch.Generator().manual_seed(0)
         size = self.clients * self.examples
         if self.tokens:
@@ -120,8 +121,8 @@ class Workload:
         return nn.functional.cross_entropy(model(inputs).flatten(0, -2), target.flatten())
 
     def build(self, channels_last: bool) -> nn.Module:
-        """The network with weights from seed 0, as torch lays them out, or a deep one channels last as this
-        project does."""
+        """The network with weights from seed 0, as torch lays them out, or a deep one channels last
+        as this project does."""
         torch.manual_seed(0)
         network = self.network(self.classes)
         if channels_last:
@@ -134,10 +135,13 @@ class Workload:
 WORKLOADS = {
     "W1": Workload(100, 50, (3, 32, 32), 10, 10, 10, 1, TwoConvolutions, {"lr": 0.1}, 12),
     "W2": Workload(10, 500, (3, 32, 32), 10, 10, 64, 1, resnet20, {"lr": 0.1, "momentum": 0.9}, 3),
-    "W3": Workload(100, 500, (3, 28, 28), 100, 8, 64, 2, mobilenetv2, {"lr": 0.05, "momentum": 0.9}, 2),
+    "W3": Workload(
+        100, 500, (3, 28, 28), 100, 8, 64, 2, mobilenetv2, {"lr": 0.05, "momentum": 0.9}, 2
+    ),
     # BlazeFL's benchmark, a round of it: five epochs of all 100 clients
     "B1": Workload(100, 500, (3, 32, 32), 10, 100, 50, 5, TutorialCNN, {"lr": 0.1}, 1),
-    # its deep network, whose memory counts: 100 uploads of 45 MB, with one step of ten images each in place of fifty
+    # its deep network, whose memory counts: 100 uploads of 45 MB, with one step of ten images each
+    # in place of fifty
     "B2": Workload(100, 10, (3, 32, 32), 10, 100, 10, 1, resnet18, {"lr": 0.1}, 2),
     "W4": Workload(1000, 20, (64,), 10, 200, 20, 1, OneHidden, {"lr": 0.1}, 20),
     # LoRA of rank 8 on the shipped byte model; the plain loop is that of transformers and peft
@@ -158,7 +162,9 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         help="rounds that are timed, at least 1; 0: the workload's own number",
     )
     made.add_argument(
-        "--channels_last", action="store_true", help="deep networks channels last, as this project has them"
+        "--channels_last",
+        action="store_true",
+        help="deep networks channels last, as this project has them",
     )
     made.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     made.add_argument("--precision", default="32-true", choices=("32-true", "bf16-mixed"))
@@ -172,7 +178,8 @@ def wait(device: str) -> None:
 
 
 def travelling(network: nn.Module) -> dict[str, Tensor]:
-    """What a client sends: the state, less frozen weights; the parameters themselves, not their data."""
+    """What a client sends: the state, less frozen weights; the parameters themselves, not their
+    data."""
     state = network.state_dict(keep_vars=True)
     return {
         name: value
@@ -187,16 +194,22 @@ def weights(network: nn.Module) -> Tensor:
 
 
 def report(
-    marks: Sequence[float], *, steps: int, rounds: int, moved: Tensor, packages: Iterable[str], **more: Any
+    marks: Sequence[float],
+    *,
+    steps: int,
+    rounds: int,
+    moved: Tensor,
+    packages: Iterable[str],
+    **more: Any,
 ) -> None:
     """Print the one JSON line that the runner reads.
 
     Args:
-        marks: :data:`now` at the start of the first round, at its end, and at the end of every round that is
-            timed.
+        marks: :data:`now` at the start of the first round, at its end, and at the end of every
+            round that is timed.
         steps: local steps of all rounds, counted where they are made.
-        rounds: rounds that these were, one more than there are marks of where one is begun only to end the
-            one before it.
+        rounds: rounds that these were, one more than there are marks of where one is begun only to
+            end the one before it.
         moved: what the rounds added to the weights, as one vector.
         packages: those whose versions matter.
     """

@@ -1,8 +1,9 @@
 """The limit on a card: what somebody writes by hand who knows CUDA and needs this one workload.
 
-A local step is recorded once for each size of batch (a CUDA graph) and played for every client, so that a card
-does not wait for hundreds of launches. Data, weights and the sum are on the card; the host sends a client's
-order of examples and nothing else. Nothing is encoded, checked, counted, logged or saved.
+A local step is recorded once for each size of batch (a CUDA graph) and played for every client, so
+that a card does not wait for hundreds of launches. Data, weights and the sum are on the card; the
+host sends a client's order of examples and nothing else. Nothing is encoded, checked, counted,
+logged or saved.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def main() -> None:
     own = [value for value in travelling(model).values() if value.is_floating_point()]
     begin = [value.detach().clone() for value in own]
     total = [torch.zeros_like(value) for value in begin]
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], **work.sgd, fused=True)
+    optimizer = torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad], **work.sgd, fused=True
+    )
     autocast = torch.autocast("cuda", torch.bfloat16, enabled=options.precision == "bf16-mixed")
 
     def step(index: Tensor) -> None:
@@ -39,7 +42,9 @@ def main() -> None:
         loss.backward()
         optimizer.step()
 
-    sizes = {min(work.batch, work.examples - start) for start in range(0, work.examples, work.batch)}
+    sizes = {
+        min(work.batch, work.examples - start) for start in range(0, work.examples, work.batch)
+    }
     recorded = {size: record(step, optimizer, size) for size in sizes}
     buffers = [
         state["momentum_buffer"]
@@ -55,7 +60,9 @@ def main() -> None:
                 if buffers:
                     torch._foreach_zero_(buffers)
                 orders = [rng.permutation(work.examples) for _ in range(work.epochs)]
-                order = (torch.from_numpy(np.stack(orders)) + int(client) * work.examples).pin_memory()
+                order = (
+                    torch.from_numpy(np.stack(orders)) + int(client) * work.examples
+                ).pin_memory()
                 for epoch in order.to("cuda", non_blocking=True):
                     for index in epoch.split(work.batch):
                         recorded[len(index)](index)

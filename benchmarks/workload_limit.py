@@ -1,10 +1,10 @@
 """The limit: what somebody writes by hand who knows the machine and needs this one workload.
 
-As many processes as there are cores, of one thread each, share the cohort. Weights are views of one vector, so that a client
-begins with one copy and ends with one addition to its process's sum, in memory that both see. Deep networks
-are channels last, freed memory is kept, SGD is fused. A network of one hidden layer (W4) has no autograd at
-all: the whole share of a process is one stack of matrix products. Nothing is encoded, checked, counted,
-logged or saved, and no round can be continued.
+As many processes as there are cores, of one thread each, share the cohort. Weights are views of one
+vector, so that a client begins with one copy and ends with one addition to its process's sum, in
+memory that both see. Deep networks are channels last, freed memory is kept, SGD is fused. A network
+of one hidden layer (W4) has no autograd at all: the whole share of a process is one stack of matrix
+products. Nothing is encoded, checked, counted, logged or saved, and no round can be continued.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from fl_lightning.support.memory import keep_freed_memory
 PROCESSES = len(os.sched_getaffinity(0))
 PATIENCE = 600.0  # seconds that a process waits for the others at the end of a round
 Share = Callable[[np.ndarray, np.random.Generator, Tensor, Tensor], int]
-"""Trains some clients from a vector of weights, adds what they end with to a sum, and returns the steps."""
+"""Trains some clients from a vector of weights, adds what they end with to a sum, and returns the
+steps."""
 
 
 def main() -> None:
@@ -42,13 +43,17 @@ def main() -> None:
     steps = torch.zeros(PROCESSES, dtype=torch.int64).share_memory_()
     inputs, target = (tensor.share_memory_() for tensor in work.data())
     train: Share = (
-        Stack(work, inputs, target) if work.network is OneHidden else InTurn(work, model, inputs, target)
+        Stack(work, inputs, target)
+        if work.network is OneHidden
+        else InTurn(work, model, inputs, target)
     )
     rounds = 1 + (options.rounds or work.rounds)
     context = multiprocessing.get_context("fork")  # no thread has been started yet
     barrier = context.Barrier(PROCESSES, timeout=PATIENCE)
     given = (work, rounds, server, sums, steps, barrier, train)
-    others = [context.Process(target=take_part, args=(rank, *given)) for rank in range(1, PROCESSES)]
+    others = [
+        context.Process(target=take_part, args=(rank, *given)) for rank in range(1, PROCESSES)
+    ]
     for other in others:
         other.start()
     marks = [begun, *take_part(0, *given)]
@@ -94,7 +99,9 @@ class InTurn:
         self.own = flatten(model)
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
-    def __call__(self, clients: np.ndarray, rng: np.random.Generator, server: Tensor, total: Tensor) -> int:
+    def __call__(
+        self, clients: np.ndarray, rng: np.random.Generator, server: Tensor, total: Tensor
+    ) -> int:
         steps = 0
         for client in map(int, clients):
             self.own.copy_(server)
@@ -117,7 +124,8 @@ class InTurn:
 
 
 class Stack:
-    """All clients of a process at once: one hidden layer with ReLU, whose gradients are written out.
+    """All clients of a process at once: one hidden layer with ReLU, whose gradients are written
+    out.
 
     A client takes one step over all of its examples, in whichever order.
     """
@@ -131,7 +139,9 @@ class Stack:
         self.shapes = [parameter.shape for parameter in OneHidden(work.classes).parameters()]
         self.lr = work.sgd["lr"]
 
-    def __call__(self, clients: np.ndarray, rng: np.random.Generator, server: Tensor, total: Tensor) -> int:
+    def __call__(
+        self, clients: np.ndarray, rng: np.random.Generator, server: Tensor, total: Tensor
+    ) -> int:
         index = torch.from_numpy(clients)
         x, y = self.inputs[index], self.target[index]
         parts = server.split([shape.numel() for shape in self.shapes])
@@ -139,17 +149,23 @@ class Stack:
         hidden = torch.relu(nn.functional.linear(x, w1, b1))
         error = (nn.functional.linear(hidden, w2, b2).softmax(-1) - y) / x.shape[1]
         back = (error @ w2) * (hidden > 0)
-        # every client takes one step from the same weights, so that the sum of their weights needs the sum of
-        # gradients alone; each has its own all the same, as a server that looks at uploads needs them
-        gradients = (back.transpose(1, 2) @ x, back.sum(1), error.transpose(1, 2) @ hidden, error.sum(1))
+        # every client takes one step from the same weights, so that the sum of their weights needs
+        # the sum of gradients alone; each has its own all the same, as a server that looks at
+        # uploads needs them
+        gradients = (
+            back.transpose(1, 2) @ x,
+            back.sum(1),
+            error.transpose(1, 2) @ hidden,
+            error.sum(1),
+        )
         uploads = server - self.lr * torch.cat([each.flatten(1) for each in gradients], 1)
         total += uploads.sum(0)
         return len(clients)
 
 
 def flatten(model: nn.Module) -> Tensor:
-    """Make what a client sends, but counters, views of one vector, each in the layout that it has, and return
-    the vector."""
+    """Make what a client sends, but counters, views of one vector, each in the layout that it has,
+    and return the vector."""
     state = flattened(model)
     vector = torch.empty(sum(value.numel() for value in state))
     for value, part in zip(state, vector.split([value.numel() for value in state]), strict=True):

@@ -1,5 +1,5 @@
-"""A workload with fl_lightning, everything on that a run has by default: MLflow, byte ledger, checkpoints. No
-evaluation in between."""
+"""A workload with fl_lightning, everything on that a run has by default: MLflow, byte ledger,
+checkpoints. No evaluation in between."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command sets it, before torch is imported
+# as the command sets it, before torch is imported
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
 import torch
@@ -62,8 +63,8 @@ class Tensors(FederatedData):
 
 
 class Marks(Meter):
-    """The clock at the start of every round, the weights before the first one, the steps of those who
-    trained."""
+    """The clock at the start of every round, the weights before the first one, the steps of those
+    who trained."""
 
     def __init__(self) -> None:
         self.clock: list[float] = []
@@ -85,13 +86,18 @@ class Marks(Meter):
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--engine", default="auto", choices=("auto", "sequential", "batched"))
-    arguments.add_argument("--workers", default="auto", help="processes that train clients, or auto")
-    arguments.add_argument("--cohort", type=int, help="so many clients, all in a round, to look at memory")
+    arguments.add_argument(
+        "--workers", default="auto", help="processes that train clients, or auto"
+    )
+    arguments.add_argument(
+        "--cohort", type=int, help="so many clients, all in a round, to look at memory"
+    )
     options = arguments.parse_args()
     work, marks = WORKLOADS[options.workload], Marks()
     if options.cohort:
         work = replace(work, clients=options.cohort, cohort=options.cohort)
-    rounds = 2 + (options.rounds or work.rounds)  # the start of the last one is the end of the one before it
+    # the start of the last one is the end of the one before it
+    rounds = 2 + (options.rounds or work.rounds)
     trainer = FederatedTrainer(
         accelerator=options.device, precision=options.precision, max_rounds=rounds, participation=work.cohort / work.clients, local_epochs=work.epochs,
         eval_every=10**6, callbacks=[marks], engine=options.engine, deterministic=False,

@@ -1,5 +1,5 @@
-"""The loop that one would write by hand: sequential clients, tensors in memory, torch's defaults; nothing
-logged, counted or saved."""
+"""The loop that one would write by hand: sequential clients, tensors in memory, torch's defaults;
+nothing logged, counted or saved."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ def main() -> None:
     model.to(options.device)
     if options.compile:
         model.compile()
-    autocast = torch.autocast(options.device, torch.bfloat16, enabled=options.precision == "bf16-mixed")
+    autocast = torch.autocast(
+        options.device, torch.bfloat16, enabled=options.precision == "bf16-mixed"
+    )
     before, steps, marks = weights(model), 0, [now()]
     inputs, target = (tensor.to(options.device) for tensor in work.data())
     state = {name: value.detach().clone() for name, value in travelling(model).items()}
     rng = np.random.default_rng(0)
     rounds = 1 + (options.rounds or work.rounds)
     for _ in range(rounds):
-        total = {name: torch.zeros_like(value, dtype=torch.float32) for name, value in state.items()}
+        total = {
+            name: torch.zeros_like(value, dtype=torch.float32) for name, value in state.items()
+        }
         for client in rng.choice(work.clients, work.cohort, replace=False):
             model.load_state_dict(state, strict=False)
             with autocast:
@@ -54,7 +58,10 @@ def train(
     rng: np.random.Generator,
 ) -> int:
     """The client's local epochs; how many steps they had."""
-    optimizer, steps = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], **work.sgd), 0
+    optimizer, steps = (
+        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], **work.sgd),
+        0,
+    )
     for _ in range(work.epochs):
         order = torch.from_numpy(rng.permutation(work.examples)) + client * work.examples
         for index in order.to(inputs.device).split(work.batch):

@@ -1,14 +1,16 @@
-"""Public workloads: fl_lightning, a plain loop, the hand-made limit and other simulators in turn, A B A B.
+"""Public workloads: fl_lightning, a plain loop, the hand-made limit and other simulators in turn, A
+B A B.
 
-python benchmarks/workloads.py [W1 W2 W3 B1 B2 W4 L1] [--repeats 3] [--engines auto sequential batched]
-        [--peers flower=PYTHON pfl2=PYTHON] [--out FILE]
+python benchmarks/workloads.py [W1 W2 W3 B1 B2 W4 L1] [--repeats 3] [--engines auto sequential
+        batched] [--peers flower=PYTHON pfl2=PYTHON] [--out FILE]
 
-Each measurement is a process of its own and gives the mean seconds of a round after the first; the figure is
-the median of the repeats, the ratio that of the medians. Ours runs with MLflow, the byte ledger and
-checkpoints on; the plain loop and the limit have none of them. L1 has no peers. Nobody evaluates in between. ``others`` is the most cores
-that other work kept busy right before a run: where it is not 0.0, a program of more threads than free cores
-may wait many times as long as it computes. The last lines are the table as Markdown. ``peers/README.md`` says how a peer's environment is made and what
-was chosen for it.
+Each measurement is a process of its own and gives the mean seconds of a round after the first; the
+figure is the median of the repeats, the ratio that of the medians. Ours runs with MLflow, the byte
+ledger and checkpoints on; the plain loop and the limit have none of them. L1 has no peers. Nobody
+evaluates in between. ``others`` is the most cores that other work kept busy right before a run:
+where it is not 0.0, a program of more threads than free cores may wait many times as long as it
+computes. The last lines are the table as Markdown. ``peers/README.md`` says how a peer's
+environment is made and what was chosen for it.
 """
 
 from __future__ import annotations
@@ -81,7 +83,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--rounds", type=int, default=0, help="rounds that are timed; 0: the workload's own number"
     )
     parser.add_argument(
-        "--engines", nargs="*", default=["auto"], choices=ENGINES, help="ours; none: ours is left out"
+        "--engines",
+        nargs="*",
+        default=["auto"],
+        choices=ENGINES,
+        help="ours; none: ours is left out",
     )
     parser.add_argument("--workers", default="auto", help="processes of ours")
     parser.add_argument(
@@ -92,7 +98,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help=f"{', '.join(PEERS)}, each with an interpreter",
     )
     parser.add_argument(
-        "--channels_last", action="store_true", help="deep networks channels last for plain and peers too"
+        "--channels_last",
+        action="store_true",
+        help="deep networks channels last for plain and peers too",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="everything measured, as JSON")
     options = parser.parse_args(arguments)
@@ -156,7 +164,9 @@ def measure(name: str, command: tuple[str, ...], rounds: int) -> Result:
         said = [text for text in done.stderr.splitlines() if text.strip()] or ["it said nothing"]
         why = f"not done after {TIMEOUT} s" if done.code is None else said[-1].strip()
         return {"error": why, "exit_code": done.code, "stderr": said[-40:]}
-    result: Result = json.loads([text for text in done.stdout.splitlines() if text.startswith("{")][-1])
+    result: Result = json.loads(
+        [text for text in done.stdout.splitlines() if text.startswith("{")][-1]
+    )
     if result["steps_a_round"] != WORKLOADS[name].steps:
         return result | {
             "error": f"{result['steps_a_round']} local steps a round instead of {WORKLOADS[name].steps}"
@@ -166,13 +176,19 @@ def measure(name: str, command: tuple[str, ...], rounds: int) -> Result:
 
 
 def search_path(python: str) -> str:
-    """``PYTHONPATH`` of a contender: a peer's environment has no fl_lightning, and needs its networks."""
-    ours = [os.environ["PYTHONPATH"]] if python == sys.executable and "PYTHONPATH" in os.environ else []
+    """``PYTHONPATH`` of a contender: a peer's environment has no fl_lightning, and needs its
+    networks."""
+    ours = (
+        [os.environ["PYTHONPATH"]]
+        if python == sys.executable and "PYTHONPATH" in os.environ
+        else []
+    )
     return os.pathsep.join([str(HERE), str(HERE.parent), *ours])
 
 
 def summarise(name: str, runs: dict[str, list[Result]]) -> list[Result]:
-    """One row for each contender: medians, the largest peak and disturbance, and all that the runs said."""
+    """One row for each contender: medians, the largest peak and disturbance, and all that the runs
+    said."""
     rows = []
     for label, found in runs.items():
         row: Result = {"workload": name, "who": label, "runs": found}
@@ -185,7 +201,9 @@ def summarise(name: str, runs: dict[str, list[Result]]) -> list[Result]:
                 key: max((run[key] for run in found if run[key] is not None), default=None)
                 for key in ("peak_mib", "others")
             }
-            row["engine"] = "/".join(sorted({run["engine"] for run in found if "engine" in run})) or None
+            row["engine"] = (
+                "/".join(sorted({run["engine"] for run in found if "engine" in run})) or None
+            )
         rows.append(row)
     seconds = {row["who"]: row.get("seconds") for row in rows}
     for row in rows:
@@ -199,14 +217,20 @@ def line(row: Result) -> str:
     head = f"{row['workload']:10}{label:24}"
     if "error" in row:
         return f"{head}failed: {row['error'][:160]}"
-    forms = {"ratio": ".2f", "to_limit": ".2f", "start_seconds": ".1f", "peak_mib": ".0f", "others": ".1f"}
+    forms = {
+        "ratio": ".2f",
+        "to_limit": ".2f",
+        "start_seconds": ".1f",
+        "peak_mib": ".0f",
+        "others": ".1f",
+    }
     ratio, *rest = (number(row[key], form) for key, form in forms.items())
     return f"{head}{1e3 * row['seconds']:12.1f}{ratio:>8}" + "".join(f"{cell:>10}" for cell in rest)
 
 
 def markdown(rows: list[Result]) -> str:
-    """A table with a row a workload: ratios to the plain loop, ours to the limit and to the fastest peer, and
-    peaks of memory."""
+    """A table with a row a workload: ratios to the plain loop, ours to the limit and to the fastest
+    peer, and peaks of memory."""
     shown = list(dict.fromkeys(row["who"] for row in rows if row["who"] != "plain"))
     heads = ["workload", "plain, s", *shown, "auto to the limit", "auto to the fastest peer", "peak MiB: auto", "limit", "least peer"]  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", "|---" + "|---:" * (len(heads) - 1) + "|"]
@@ -214,7 +238,8 @@ def markdown(rows: list[Result]) -> str:
         by = {row["who"]: row for row in rows if row["workload"] == name}
         ours, peers = by.get("auto", {}), [row for who, row in by.items() if who in PEERS]
         fastest, least = (
-            min((row[key] for row in peers if row.get(key)), default=None) for key in ("seconds", "peak_mib")
+            min((row[key] for row in peers if row.get(key)), default=None)
+            for key in ("seconds", "peak_mib")
         )
         seconds = ours.get("seconds")
         cells = [

@@ -47,7 +47,8 @@ for _old, _room in {
     "progress_bar": "meters",
     "relevance_figure": "figures",
     "straggler_dropout": "stressors",
-    # where the modules lay in version 0.1.0: class paths of saved configurations and imports of that time
+    # where the modules lay in version 0.1.0: class paths of saved configurations and imports of
+    # that time
 }.items():
     sys.modules[f"{__name__}.{_old}"] = globals()[_old] = sys.modules[f"{__name__}.{_room}.{_old}"]
 

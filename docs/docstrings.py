@@ -1,5 +1,5 @@
-"""What the documentation site makes of this project's docstrings: Sphinx roles, literal blocks and doctests
-become Markdown. An extension of griffe, which reads the sources without importing them."""
+"""What the documentation site makes of this project's docstrings: Sphinx roles, literal blocks and
+doctests become Markdown. An extension of griffe, which reads the sources without importing them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def as_markdown(docstring: str) -> str:
     >>> as_markdown("Add.\\n\\n>>> 1 + 1\\n2\\n\\nEnd.")
     'Add.\\n\\n```pycon\\n>>> 1 + 1\\n2\\n```\\n\\nEnd.'
     """
-    text = ROLE.sub(lambda found: f"`{found[2].rpartition('.')[2] if found[1] else found[2]}`", docstring)
+    text = ROLE.sub(
+        lambda found: f"`{found[2].rpartition('.')[2] if found[1] else found[2]}`", docstring
+    )
     text = re.sub(r"::$", ":", text, flags=re.MULTILINE)
     return DOCTEST.sub(lambda found: f"```pycon\n{found[0].rstrip()}\n```\n", text).rstrip()
 
@@ -31,7 +33,9 @@ class Docstrings(griffe.Extension):
     What ``Annotated`` says beside a type is left out: the text has it in words.
     """
 
-    def on_function(self, *, func: griffe.Function, loader: griffe.GriffeLoader, **kwargs: Any) -> None:
+    def on_function(
+        self, *, func: griffe.Function, loader: griffe.GriffeLoader, **kwargs: Any
+    ) -> None:
         for parameter in func.parameters:
             annotation: Any = parameter.annotation
             path = str(getattr(annotation, "canonical_path", ""))

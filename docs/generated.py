@@ -2,9 +2,9 @@
 
 python docs/generated.py
 
-The table of methods and their place in the navigation come from the front matter of their pages, the page
-"What works with what" from the table that runs are checked with, and what changes numbers from what a resume
-allows. ``benchmarks/method_bytes.py`` measures the bytes that the pages have.
+The table of methods and their place in the navigation come from the front matter of their pages,
+the page "What works with what" from the table that runs are checked with, and what changes numbers
+from what a resume allows. ``benchmarks/method_bytes.py`` measures the bytes that the pages have.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ from fl_lightning.config.settings import FREE_KEYS, is_free
 from fl_lightning.trainer import FederatedTrainer
 
 DOCS = Path(__file__).parent
-TABLE, NAVIGATION, FEATURES = DOCS / "methods/index.md", DOCS.parent / "mkdocs.yml", DOCS / "what-works.md"
+TABLE, NAVIGATION, FEATURES = (
+    DOCS / "methods/index.md",
+    DOCS.parent / "mkdocs.yml",
+    DOCS / "what-works.md",
+)
 NUMBERS = DOCS / "reproducibility.md"
 HEAD = """\
 | method | idea | what travels up | stays on the client | bytes up | bytes down | neutral setting |
@@ -31,9 +35,9 @@ HEAD = """\
 
 
 def rows() -> dict[str, list[dict[str, Any]]]:
-    """Return the front matter of all methods by what kind they are: ``method``, ``idea``, ``travels``,
-    ``bytes`` up and down as multiples of FedAvg's, ``page``, ``config``, and perhaps ``stays`` and
-    ``neutral``."""
+    """Return the front matter of all methods by what kind they are: ``method``, ``idea``,
+    ``travels``, ``bytes`` up and down as multiples of FedAvg's, ``page``, ``config``, and perhaps
+    ``stays`` and ``neutral``."""
     found: dict[str, list[dict[str, Any]]] = {}
     for row in sorted(_front_matter(), key=lambda row: (_kind(row), row["method"])):
         found.setdefault(_kind(row), []).append(row)
@@ -61,7 +65,14 @@ def table() -> str:
         lines.append(f"| **{kind}** | | | | | | |\n")
         for row in of_kind:
             up, down = (f"{ratio:.2f}" for ratio in row["bytes"])
-            cells = [row["idea"], row["travels"], row.get("stays", "-"), up, down, row.get("neutral", "-")]
+            cells = [
+                row["idea"],
+                row["travels"],
+                row.get("stays", "-"),
+                up,
+                down,
+                row.get("neutral", "-"),
+            ]
             lines.append(f"| [{row['method']}]({row['page']}) | {' | '.join(cells)} |\n")
     return "".join(lines)
 
@@ -103,7 +114,9 @@ def files() -> dict[Path, str]:
         FEATURES: what_works.page(),
         TABLE: with_part(TABLE, "is FedAvg.\n\n", "\nBytes are those", table()),
         NUMBERS: with_part(NUMBERS, "are equal.\n\n", "\nWhat else", settings_by_effect()),
-        NAVIGATION: with_part(NAVIGATION, "      - methods/index.md\n", "      - Controls:", navigation()),
+        NAVIGATION: with_part(
+            NAVIGATION, "      - methods/index.md\n", "      - Controls:", navigation()
+        ),
     }
 
 

@@ -1,9 +1,11 @@
 """Write the page of published figures beside ours, ``docs/results/published.md``:
 
 python docs/published_figures.py                    # from the tables in docs/results/published
-python docs/published_figures.py --runs runs        # after it has added the runs of configs/published there
+python docs/published_figures.py --runs runs        # after it has added the runs of
+configs/published there
 
-``figures.csv`` has what was published, ``ours.csv`` the runs, ``costs.csv`` the CPU seconds of a round.
+``figures.csv`` has what was published, ``ours.csv`` the runs, ``costs.csv`` the CPU seconds of a
+round.
 """
 
 from __future__ import annotations
@@ -64,8 +66,8 @@ def read(name: str) -> list[dict[str, str]]:
 
 
 def rows_of_runs(root: Path) -> Iterator[dict[str, str]]:
-    """Yield a row for each finished run of the studies, and of copies of them with fewer rounds, whose name
-    is ``<study>_short``."""
+    """Yield a row for each finished run of the studies, and of copies of them with fewer rounds,
+    whose name is ``<study>_short``."""
     for study in SOURCES:
         for folder in (root / study, root / f"{study}_short"):
             for record in read_folder(folder) if folder.is_dir() else []:
@@ -86,7 +88,8 @@ def rows_of_runs(root: Path) -> Iterator[dict[str, str]]:
 
 
 def with_runs(rows: Iterable[Row], found: Iterable[Row]) -> list[Row]:
-    """Return the rows with those of more runs, such as of another machine: of one run that of most rounds."""
+    """Return the rows with those of more runs, such as of another machine: of one run that of most
+    rounds."""
     longest: dict[tuple[str, ...], Row] = {}
     for row in sorted([*rows, *found], key=lambda row: int(row["rounds"])):
         longest[tuple(row[name] for name in RUN[:4])] = row
@@ -96,7 +99,9 @@ def with_runs(rows: Iterable[Row], found: Iterable[Row]) -> list[Row]:
 def minutes(study: str, method: str) -> float:
     """Return the minutes of a run of all rounds on two cores."""
     (seconds,) = [
-        float(row["seconds"]) for row in read("costs") if (row["study"], row["method"]) == (study, method)
+        float(row["seconds"])
+        for row in read("costs")
+        if (row["study"], row["method"]) == (study, method)
     ]
     return seconds * rounds_of(study) / 60 / 2
 
@@ -112,14 +117,15 @@ def ours(study: str, runs: Sequence[Row], method: str, published: float | None) 
         return "-", f"not run, {minutes(study, method):.0f} minutes on two cores"
     most = max(int(row["rounds"]) for row in runs)
     values = [100 * float(row["best"]) for row in runs if int(row["rounds"]) == most]
-    mean, (low, high) = mean_std(values)[0], t_interval(values) if len(values) > 1 else (float("nan"),) * 2
+    mean, (low, high) = (
+        mean_std(values)[0],
+        t_interval(values) if len(values) > 1 else (float("nan"),) * 2,
+    )
     shown = f"{mean:.2f}" + (f" [{low:.2f}, {high:.2f}]" if isfinite(low) else "")
     seeds = f"{len(values)} seed{'s' * (len(values) > 1)}"
     if most < every:
-        said = (
-            f"{most} of {every} rounds, {seeds}; all take {minutes(study, method):.0f} minutes on two cores"
-        )
-        return shown, said
+        takes = f"all take {minutes(study, method):.0f} minutes on two cores"
+        return shown, f"{most} of {every} rounds, {seeds}; {takes}"
     if published is None:
         return shown, seeds
     unexplained = ", not explained" if abs(mean - published) > POINTS else ""
@@ -131,14 +137,19 @@ def page() -> str:
     figures, runs, parts = read("figures"), read("ours"), [HEAD]
     for study, (name, source) in SOURCES.items():
         parts += [f"## {name}", f"Source: {source}. Study: `configs/published/{study}.yaml`."]
-        lines = ["| setting | method | published (%) | ours (%) | of ours |", "|---|---|---:|---:|---|"]
+        lines = [
+            "| setting | method | published (%) | ours (%) | of ours |",
+            "|---|---|---:|---:|---|",
+        ]
         for row in figures:
             if row["study"] != study:
                 continue
             key = (study, row["level"], row["method"])
             mine = [run for run in runs if (run["study"], run["level"], run["method"]) == key]
             published = f"{row['mean']} ± {row['std']}" if row["mean"] else "-"
-            number, said = ours(study, mine, row["method"], float(row["mean"]) if row["mean"] else None)
+            number, said = ours(
+                study, mine, row["method"], float(row["mean"]) if row["mean"] else None
+            )
             lines.append(f"| {row['level']} | {row['method']} | {published} | {number} | {said} |")
         parts.append("\n".join(lines))
     return "\n\n".join(part.strip() for part in parts) + "\n"

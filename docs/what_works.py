@@ -52,7 +52,9 @@ def page() -> str:
     needs = []
     for row in ROWS:
         names = ", ".join(f"`{feature}`" for feature in row.features)
-        needs.append(f"- {row.name[0].upper()}{row.name[1:]}{f' ({names})' if names else ''}: {row.needs}")
+        needs.append(
+            f"- {row.name[0].upper()}{row.name[1:]}{f' ({names})' if names else ''}: {row.needs}"
+        )
     numbered = [f"{number}. {reason}" for number, reason in enumerate(reasons, start=1)]
     return HEAD.format(table="\n".join(lines), reasons="\n".join(numbered), needs="\n".join(needs))
 

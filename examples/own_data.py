@@ -1,4 +1,5 @@
-"""Arrays of one's own as a federated data set: a table of tumours, 30 numbers each, benign or malignant.
+"""Arrays of one's own as a federated data set: a table of tumours, 30 numbers each, benign or
+malignant.
 
 python examples/own_data.py
 """
@@ -54,10 +55,14 @@ def network(num_classes: int) -> nn.Module:
 
 
 def main() -> None:
-    trainer = FederatedTrainer(max_rounds=10, participation=0.5, experiment="own_data", logger=False)
+    trainer = FederatedTrainer(
+        max_rounds=10, participation=0.5, experiment="own_data", logger=False
+    )
     result = trainer.fit(FedAvg(network=network), Tumours(), seed=0)
     print(f"FedAvg: test accuracy {result['final/accuracy']:.3f}")
-    print(f"clients hold {trainer.data.sizes.tolist()} tumours to train on; files in {trainer.run_dir}")
+    print(
+        f"clients hold {trainer.data.sizes.tolist()} tumours to train on; files in {trainer.run_dir}"
+    )
 
 
 if __name__ == "__main__":

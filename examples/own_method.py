@@ -29,15 +29,22 @@ class OwnMomentum(Method):
 
     def __init__(self, beta: float = 0.7, **settings: Any) -> None:
         super().__init__(**settings)
-        require(0 <= beta < 1, f"--model.beta {beta}", "it is a share in [0, 1)", "write --model.beta 0.7")
+        require(
+            0 <= beta < 1,
+            f"--model.beta {beta}",
+            "it is a share in [0, 1)",
+            "write --model.beta 0.7",
+        )
         self.beta = beta
 
     def build(self, data: FederatedData) -> None:
         super().build(data)
-        # 1 for parameters, 0 for BatchNorm's statistics: a variance that goes on falling would be negative
+        # 1 for parameters, 0 for BatchNorm's statistics: a variance that goes on falling would be
+        # negative
         parameters = sum(p.numel() for p in self.network.parameters() if p.requires_grad)
         self.moves = (torch.arange(self.layout.size) < parameters).float()
-        self.server["velocity"] = torch.zeros_like(self.moves)  # what is in ``server`` is in every checkpoint
+        # what is in ``server`` is in every checkpoint
+        self.server["velocity"] = torch.zeros_like(self.moves)
 
     def next_state(self, sums: Sums) -> None:
         before, velocity = self.server["weights"], self.server["velocity"]

@@ -1,7 +1,7 @@
 """Federated learning for people who know PyTorch Lightning.
 
-The names in ``__all__`` are the public ones. Each is imported when it is first asked for (PEP 562), so that
-``python -m fl_lightning --help`` does not wait for torch.
+The names in ``__all__`` are the public ones. Each is imported when it is first asked for (PEP 562),
+so that ``python -m fl_lightning --help`` does not wait for torch.
 """
 
 from __future__ import annotations

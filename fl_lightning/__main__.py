@@ -1,4 +1,5 @@
-"""The program ``python -m fl_lightning``: it runs a command and turns errors into a line and an exit code.
+"""The program ``python -m fl_lightning``: it runs a command and turns errors into a line and an
+exit code.
 
 Torch is imported only when a command runs.
 """
@@ -30,7 +31,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         code = answer_quickly(argv)
         if code is None:
-            from fl_lightning.cli.early import refuse_early  # imports yaml, which --help does without
+            # imports yaml, which --help does without
+            from fl_lightning.cli.early import refuse_early
 
             refuse_early(argv[0], argv[1:])
             run = import_quickly("fl_lightning.cli.parser").run
@@ -46,7 +48,9 @@ def main(argv: list[str] | None = None) -> int:
         if error.errno not in (ENOSPC, EDQUOT, EROFS):
             raise
         return _one_line(
-            error, f"{error}; a run needs room to write; make some and continue with --ckpt_path", code=1
+            error,
+            f"{error}; a run needs room to write; make some and continue with --ckpt_path",
+            code=1,
         )
     except KeyboardInterrupt:
         return 130
@@ -60,9 +64,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _bug(error: Exception) -> int:
-    """Write one line about an error in somebody's code and where its traceback is; return the exit code.
+    """Write one line about an error in somebody's code and where its traceback is; return the exit
+    code.
 
-    The traceback is in the log of the run; before there is a run, the line says at which item of a dataset.
+    The traceback is in the log of the run; before there is a run, the line says at which item of a
+    dataset.
     """
     what = f"{type(error).__name__}: {error}"
     if hasattr(error, "failed_at"):
@@ -90,10 +96,15 @@ def _one_line(error: Exception, message: str, *, code: int) -> int:
 def _wait_for_rank_zero() -> None:
     """Wait 10 s on ranks other than 0 before they report an error.
 
-    Usually all ranks have the same error. Rank 0 reports it, and its end stops the other processes before
-    they report it too. An error of one other rank alone is reported after the wait.
+    Usually all ranks have the same error. Rank 0 reports it, and its end stops the other processes
+    before they report it too. An error of one other rank alone is reported after the wait.
     """
-    if int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_PROCID") or 0):
+    if int(
+        os.environ.get("RANK")
+        or os.environ.get("LOCAL_RANK")
+        or os.environ.get("SLURM_PROCID")
+        or 0
+    ):
         time.sleep(10)
 
 
@@ -104,8 +115,8 @@ def _show_exception(*error: Any) -> None:
 
 
 def program() -> NoReturn:
-    """Run one command and end the process, which a second signal after the first does not disturb. A
-    traceback shows no secrets."""
+    """Run one command and end the process, which a second signal after the first does not disturb.
+    A traceback shows no secrets."""
     sys.excepthook = _show_exception
     code = main()
     if code in INTERRUPTED:

@@ -1,5 +1,5 @@
-"""How large the loss of clients is, where a sampler goes by that: some are asked before they are taken,
-others tell it beside their upload."""
+"""How large the loss of clients is, where a sampler goes by that: some are asked before they are
+taken, others tell it beside their upload."""
 
 from __future__ import annotations
 
@@ -16,21 +16,30 @@ from fl_lightning.wire import LedgerEntry, Payload
 
 
 def ask(fed: Federation, round: int, ids: Iterable[int]) -> dict[int, float]:
-    """Send clients the server's model, and return the mean loss that each of them answers with, by id."""
+    """Send clients the server's model, and return the mean loss that each of them answers with, by
+    id."""
     tasks = [
-        ClientTask(one.client, round, encode_broadcast(fed, one.client), fed.labels_of(one.client), 1, 1)
+        ClientTask(
+            one.client, round, encode_broadcast(fed, one.client), fed.labels_of(one.client), 1, 1
+        )
         for one in assignments(fed, ids)
     ]
     losses = local_losses(fed.fabric, fed.method, fed.data, tasks, fed.holders)
     answers = {id: loss_message(loss.mean) for id, loss in losses.items()}
     entries = [
-        LedgerEntry(round, task.client.id, "asked", len(task.message), answers[task.client.id].nbytes)
+        LedgerEntry(
+            round, task.client.id, "asked", len(task.message), answers[task.client.id].nbytes
+        )
         for task in tasks
     ]
     if fed.timing is not None:
         entries = fed.timing.ask(fed, entries)
     fed.asked = {entry.client: entry for entry in entries}
-    return {entry.client: float(answers[entry.client].tensor("loss")) for entry in entries if entry.upload}
+    return {
+        entry.client: float(answers[entry.client].tensor("loss"))
+        for entry in entries
+        if entry.upload
+    }
 
 
 def tell_losses(fed: Federation, tasks: Sequence[ClientTask]) -> dict[int, Payload]:
@@ -44,8 +53,11 @@ def loss_message(loss: float) -> Payload:
     return Payload({"loss": torch.tensor(loss, dtype=torch.float32)})
 
 
-def with_asked(entries: Sequence[LedgerEntry], asked: Mapping[int, LedgerEntry]) -> list[LedgerEntry]:
-    """Return a round's entries with what was sent to clients that were asked for a loss, and by them.
+def with_asked(
+    entries: Sequence[LedgerEntry], asked: Mapping[int, LedgerEntry]
+) -> list[LedgerEntry]:
+    """Return a round's entries with what was sent to clients that were asked for a loss, and by
+    them.
 
     Who was taken then has the model already.
     """

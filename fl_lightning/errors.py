@@ -31,16 +31,19 @@ class ThreePartError(Exception):
         return cls(*[*text.split("; ", 2), "", ""][:3])
 
     def within(self: T, place: str) -> T:
-        """Return the same error, which also says where it was found, such as the cell of a study."""
+        """Return the same error, which also says where it was found, such as the cell of a
+        study."""
         return type(self)(f"{place}: {self.given}", self.rule, self.instead)
 
 
 class InputError(ThreePartError, ValueError):
-    """Bad input, found anywhere: the command line prints the message as one line and exits with 2."""
+    """Bad input, found anywhere: the command line prints the message as one line and exits with
+    2."""
 
 
 class MisuseError(ThreePartError, ValueError):
-    """A function was given what it cannot take: a bug of the code that calls it, and not of the user's input.
+    """A function was given what it cannot take: a bug of the code that calls it, and not of the
+    user's input.
 
     So it keeps its type and its traceback, and a run that it ends exits with 1.
     """
@@ -57,7 +60,8 @@ def require(valid: object, given: str, rule: str, instead: str) -> None:
 
 
 def error_reason(error: BaseException) -> str:
-    """Return what an error says in one line, with its type where its message does not stand alone."""
+    """Return what an error says in one line, with its type where its message does not stand
+    alone."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     text = " ".join(str(error).split())[:300]
@@ -73,8 +77,8 @@ def as_bad_input(given: str, rule: str, instead: str, *errors: type[Exception]) 
         given: what was given.
         rule: what is wrong with it; the reason that the error gives follows in brackets.
         instead: what to write or do.
-        errors: the types of errors that are meant; by default, what a file of text raises that cannot be
-            read.
+        errors: the types of errors that are meant; by default, what a file of text raises that
+            cannot be read.
 
     Raises:
         InputError: the block raised one of them.
@@ -89,8 +93,8 @@ def as_bad_input(given: str, rule: str, instead: str, *errors: type[Exception]) 
 
 
 class RunStopped(ThreePartError, RuntimeError):
-    """The run cannot go on, though neither code nor input is wrong: the command line prints the message and
-    exits with 1."""
+    """The run cannot go on, though neither code nor input is wrong: the command line prints the
+    message and exits with 1."""
 
 
 class RankLost(RunStopped):

@@ -1,15 +1,17 @@
 """Evaluation of what a method deploys: the global test set, and each client's validation examples.
 
-Of a personalised method every client's own model is evaluated. The global test set is then dealt to the
-clients, each class in proportion to the training examples of it that they hold: one pass over the test set
-whatever their number, and ``test/accuracy`` is the accuracy where the examples would turn up.
+Of a personalised method every client's own model is evaluated. The global test set is then dealt to
+the clients, each class in proportion to the training examples of it that they hold: one pass over
+the test set whatever their number, and ``test/accuracy`` is the accuracy where the examples would
+turn up.
 
-Metrics are sums over batches (:class:`fl_lightning.tasks.Task`), added in the order of the batches whichever
-rank made them. Metrics that the user has named are states of each batch, merged in the same order. Outputs
-are collected only for those who ask for probabilities.
+Metrics are sums over batches (:class:`fl_lightning.tasks.Task`), added in the order of the batches
+whichever rank made them. Metrics that the user has named are states of each batch, merged in the
+same order. Outputs are collected only for those who ask for probabilities.
 
-A machine that has some of the clients alone makes their part of these sums (:func:`sums_on_test_set`,
-:func:`sums_of_validation`); :func:`on_test_set` and :func:`validate` take sums that were made elsewhere.
+A machine that has some of the clients alone makes their part of these sums
+(:func:`sums_on_test_set`, :func:`sums_of_validation`); :func:`on_test_set` and :func:`validate`
+take sums that were made elsewhere.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ States = Mapping[int, dict[str, Tensor]]
 NO_STATES: States = MappingProxyType({})
 NO_HOLDERS: Mapping[int, int] = MappingProxyType({})
 MAX_PARTS = 2**32
-"""Batches of one client are numbered below it, so that all batches of all clients have an order: batch p of
-client k is number ``k * MAX_PARTS + p``."""
+"""Batches of one client are numbered below it, so that all batches of all clients have an order:
+batch p of client k is number ``k * MAX_PARTS + p``."""
 
 
 def share(items: Iterable[T]) -> Iterator[tuple[int, T]]:
@@ -55,8 +57,8 @@ def share(items: Iterable[T]) -> Iterator[tuple[int, T]]:
 
 
 def share_clients(ids: Iterable[int], holders: Mapping[int, int]) -> Iterator[int]:
-    """Yield the clients whose own model this rank evaluates: those whose state it holds, and a share of those
-    that keep nothing."""
+    """Yield the clients whose own model this rank evaluates: those whose state it holds, and a
+    share of those that keep nothing."""
     ranks = collectives.world_size()
     for number, id in enumerate(ids):
         if holders.get(id, number % ranks) == collectives.rank():
@@ -64,10 +66,12 @@ def share_clients(ids: Iterable[int], holders: Mapping[int, int]) -> Iterator[in
 
 
 def gather_columns(pieces: Iterable[tuple[int, tuple[Tensor, ...]]]) -> tuple[Tensor, ...]:
-    """Return the pieces of all ranks: column by column, concatenated in the order of their numbers, on the
-    CPU. ``()`` when there are none."""
+    """Return the pieces of all ranks: column by column, concatenated in the order of their numbers,
+    on the CPU. ``()`` when there are none."""
     mine = {
-        f"{number}/{column}": tensor for number, columns in pieces for column, tensor in enumerate(columns)
+        f"{number}/{column}": tensor
+        for number, columns in pieces
+        for column, tensor in enumerate(columns)
     }
     columns: dict[int, list[Tensor]] = {}
     for name, tensor in sorted(
@@ -106,19 +110,21 @@ def on_test_set(
         states: what clients keep, by id.
         holders: the rank that has a client's state, by id, where not every rank has all.
         answers: whether all outputs are collected; the metrics are sums over batches in any case.
-        sums: what :func:`sums_on_test_set` gave for all clients, on other machines; then there are no
-            answers.
+        sums: what :func:`sums_on_test_set` gave for all clients, on other machines; then there are
+            no answers.
         named, logs: the states that it has left there.
 
     Returns:
-        Metrics ``test/<metric>``; with ``answers`` the probabilities ``[n, C]`` and the targets ``[n]``, in
-        the order of the test set, else None.
+        Metrics ``test/<metric>``; with ``answers`` the probabilities ``[n, C]`` and the targets
+        ``[n]``, in the order of the test set, else None.
     """
     task, logged_here = data.task, logs_for(method, "test", data.seed, logs)
     states_of_named = MetricStates(named) if task.named else None
     columns: list[tuple[int, tuple[Tensor, ...]]] | None = [] if answers and sums is None else None
     if sums is None:
-        sums = sums_on_test_set(fabric, method, data, states, holders, columns, states_of_named, logged_here)
+        sums = sums_on_test_set(
+            fabric, method, data, states, holders, columns, states_of_named, logged_here
+        )
     every = collectives.gather_parts(sums)
     means = averages(_totals(every), method.counted_metrics)
     metrics = {_metric_name(name): float(value) for name, value in task.finish(means).items()}
@@ -126,7 +132,9 @@ def on_test_set(
         metrics |= _personal(task, every) | _global(fabric, method, data)
     if states_of_named is not None:
         found = MetricStates.of_metrics(collectives.gather_parts(states_of_named.tensors))
-        metrics |= {f"test/{one.name}": one.value(found["", one.name]) for one in task.named if found}
+        metrics |= {
+            f"test/{one.name}": one.value(found["", one.name]) for one in task.named if found
+        }
     metrics = logged(method, logged_here) | metrics
     if columns is None:
         return metrics, None
@@ -148,8 +156,8 @@ def sums_on_test_set(
     named: MetricStates | None = None,
     logs: ModuleLogs | None = None,
 ) -> dict[str, Tensor]:
-    """Return sum and weight of each metric over this rank's batches of the test set, float64 ``[2]`` on the
-    CPU, by ``<number of the batch>/<metric>``.
+    """Return sum and weight of each metric over this rank's batches of the test set, float64
+    ``[2]`` on the CPU, by ``<number of the batch>/<metric>``.
 
     Args:
         holders: as of :func:`on_test_set`; a client of another machine has the rank -1.
@@ -181,8 +189,8 @@ def sums_on_test_set(
 def logs_for(
     method: Method, split: LoggedSplit, seed: int, tensors: Mapping[str, Tensor] | None = None
 ) -> ModuleLogs | None:
-    """Return what takes the logs of the step that a method's LightningModule has for a split; None where the
-    method has no module.
+    """Return what takes the logs of the step that a method's LightningModule has for a split; None
+    where the method has no module.
 
     Args:
         seed: of the run.
@@ -192,12 +200,14 @@ def logs_for(
 
 
 def states_for(data: FederatedData) -> MetricStates | None:
-    """Return what takes the states of the metrics that the user has named; None where there are none."""
+    """Return what takes the states of the metrics that the user has named; None where there are
+    none."""
     return MetricStates() if data.task.named else None
 
 
 def logged(method: Method, logs: ModuleLogs | None) -> dict[str, float]:
-    """Return what a LightningModule's own step has logged on all ranks; nothing where there are no logs."""
+    """Return what a LightningModule's own step has logged on all ranks; nothing where there are no
+    logs."""
     if logs is None:
         return {}
     return logs.metrics(collectives.gather_parts(logs.states.tensors), method.network)
@@ -213,14 +223,14 @@ def add_states(
 
 
 def is_test_set_dealt(method: Method, data: FederatedData) -> bool:
-    """Return whether the test set is dealt to the clients, for their own models. Where they are on other
-    machines with their data, nobody has both, and the model of a newcomer is evaluated."""
+    """Return whether the test set is dealt to the clients, for their own models. Where they are on
+    other machines with their data, nobody has both, and the model of a newcomer is evaluated."""
     return method.personalised and not data.apart
 
 
 def _metric_name(name: str) -> str:
-    """Return the name under which a metric of the test set is logged: what a network measures of its own
-    passes has a family of its own."""
+    """Return the name under which a metric of the test set is logged: what a network measures of
+    its own passes has a family of its own."""
     return name if "/" in name else f"test/{name}"
 
 
@@ -228,8 +238,8 @@ def _metric_name(name: str) -> str:
 def evaluate_batch(
     fabric: Fabric, task: Task, network: nn.Module, inputs: Any, target: Tensor
 ) -> tuple[Any, Sums]:
-    """Return the outputs of a batch, and sum and weight of each metric by example, ``[B]``; those that the
-    network measures of its own passes are among them."""
+    """Return the outputs of a batch, and sum and weight of each metric by example, ``[B]``; those
+    that the network measures of its own passes are among them."""
     with evaluation_mode(network), fabric.autocast():
         if not isinstance(network, MeasuredNetwork):
             return task.evaluate(network, inputs, target)
@@ -242,8 +252,8 @@ def evaluate_batch(
 
 
 def _of_batch(number: int, found: Sums) -> dict[str, Tensor]:
-    """Return sum and weight of each metric over a batch, by ``<number>/<metric>``, float64 ``[2]`` on the
-    CPU."""
+    """Return sum and weight of each metric over a batch, by ``<number>/<metric>``, float64 ``[2]``
+    on the CPU."""
     return {
         f"{number}/{name}": torch.stack([total.sum(), weight.sum()]).cpu()
         for name, (total, weight) in found.items()
@@ -268,8 +278,8 @@ def _totals(sums: Mapping[str, Tensor]) -> dict[str, tuple[np.ndarray, np.ndarra
 
 
 def _personal(task: Task, sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the mean over clients of the task's metrics of each client's own model, on the test examples
-    that are dealt to it: every client counts once, however many they are."""
+    """Return the mean over clients of the task's metrics of each client's own model, on the test
+    examples that are dealt to it: every client counts once, however many they are."""
     of_clients: dict[int, dict[str, Tensor]] = {}
     for key, pair in sums.items():
         number, _, name = key.partition("/")
@@ -280,7 +290,8 @@ def _personal(task: Task, sums: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def _global(fabric: Fabric, method: Method, data: FederatedData) -> dict[str, float]:
-    """Return the task's metrics of a personalised method's one model for all, on the whole test set."""
+    """Return the task's metrics of a personalised method's one model for all, on the whole test
+    set."""
     if not method.has_global_model:
         return {}
     found = of_network(fabric, method.deploy(), data, shared=True)
@@ -290,8 +301,8 @@ def _global(fabric: Fabric, method: Method, data: FederatedData) -> dict[str, fl
 def of_network(
     fabric: Fabric, network: nn.Module, data: FederatedData, *, shared: bool = False
 ) -> dict[str, float]:
-    """Return the task's metrics of one network on the whole test set, evaluated on this rank alone, or shared
-    by all."""
+    """Return the task's metrics of one network on the whole test set, evaluated on this rank alone,
+    or shared by all."""
     sums: dict[str, Tensor] = {}
     for number, (inputs, target) in (share if shared else enumerate)(data.test_batches()):
         with rng.torch_stream(data.seed, "test batch", 0, number):
@@ -314,7 +325,11 @@ def averages(sums: Mapping[str, Any], counted: Collection[str] = ()) -> dict[str
 
 
 def _dealt_batches(
-    method: Method, data: FederatedData, owner: np.ndarray, states: States, holders: Mapping[int, int]
+    method: Method,
+    data: FederatedData,
+    owner: np.ndarray,
+    states: States,
+    holders: Mapping[int, int],
 ) -> Iterator[tuple[int, nn.Module, tuple[Any, Tensor]]]:
     """Yield the test examples of each client of this rank's share with the model of that client."""
     for id in share_clients(np.unique(owner).tolist(), holders):
@@ -334,12 +349,13 @@ def validate(
     sums: Mapping[str, Tensor] | None = None,
     logs: ModuleLogs | None = None,
 ) -> dict[str, dict[int, float]]:
-    """Return ``task.per_client`` metrics, the loss and what a network measures of its own passes, of each
-    client on its own validation examples, where it has any: by metric, then by the client's id. All are means
-    over examples.
+    """Return ``task.per_client`` metrics, the loss and what a network measures of its own passes,
+    of each client on its own validation examples, where it has any: by metric, then by the client's
+    id. All are means over examples.
 
     Args:
-        sums: what :func:`sums_of_validation` gave for all clients, on other machines; None: it is asked here.
+        sums: what :func:`sums_of_validation` gave for all clients, on other machines; None: it is
+            asked here.
         logs: takes what the ``validation_step`` of a LightningModule logs; None: it is not called.
     """
     task, named = data.task, states_for(data)
@@ -356,17 +372,21 @@ def validate(
     metrics = task.finish(means)
     measured = [name for name in metrics if "/" in name]
     wanted = dict.fromkeys((*task.per_client, *({"loss"} & metrics.keys()), *measured))
-    values = {name: dict(zip(ids.tolist(), of.tolist(), strict=True)) for name, of in metrics.items()}
+    values = {
+        name: dict(zip(ids.tolist(), of.tolist(), strict=True)) for name, of in metrics.items()
+    }
     if named is not None:
         values |= values_of_clients(task, collectives.gather_parts(named.tensors))
     for one in task.named:  # clients of other machines that have no value say NaN
-        values[one.name] = {id: v for id, v in values.get(one.name, {}).items() if not math.isnan(v)}
+        values[one.name] = {
+            id: v for id, v in values.get(one.name, {}).items() if not math.isnan(v)
+        }
     return {name: values[name] for name in wanted}
 
 
 def values_of_clients(task: Task, tensors: Mapping[str, Tensor]) -> dict[str, dict[int, float]]:
-    """Return the metrics that the user has named of each client, by metric and by the client's id. One whose
-    examples are too few for a metric has none, such as of R2 with a single one.
+    """Return the metrics that the user has named of each client, by metric and by the client's id.
+    One whose examples are too few for a metric has none, such as of R2 with a single one.
 
     Args:
         tensors: states of all ranks, see :class:`fl_lightning.metrics.states.MetricStates`.
@@ -390,8 +410,9 @@ def sums_of_validation(
     named: MetricStates | None = None,
     logs: ModuleLogs | None = None,
 ) -> dict[str, Tensor]:
-    """Return sum and weight of each metric over the clients in this rank's batches of validation examples: by
-    ``<number of the batch>/<metric>`` a row for each client, with its id, sum and weight, float64 ``[k, 3]``.
+    """Return sum and weight of each metric over the clients in this rank's batches of validation
+    examples: by ``<number of the batch>/<metric>`` a row for each client, with its id, sum and
+    weight, float64 ``[k, 3]``.
 
     Args:
         clients: evaluate the examples of these clients, each by itself; None: those of all.
@@ -436,9 +457,11 @@ def by_metric(sums: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
     }
 
 
-def spread_over_clients(data: FederatedData, validated: Mapping[str, dict[int, float]]) -> dict[str, float]:
-    """Return mean and spread over clients of the ``task.per_client`` metrics that :func:`validate` found, as
-    ``val/*``."""
+def spread_over_clients(
+    data: FederatedData, validated: Mapping[str, dict[int, float]]
+) -> dict[str, float]:
+    """Return mean and spread over clients of the ``task.per_client`` metrics that :func:`validate`
+    found, as ``val/*``."""
     task = data.task
     metrics: dict[str, float] = {}
     for name in task.per_client if validated else ():
@@ -450,7 +473,8 @@ def spread_over_clients(data: FederatedData, validated: Mapping[str, dict[int, f
             higher_is_better=name not in task.lower_is_better,
             is_hits=name in task.hits,
         )
-        metrics = {**metrics, **spread, **metrics}  # the number of clients is that of the first metric
+        # the number of clients is that of the first metric
+        metrics = {**metrics, **spread, **metrics}
     return metrics
 
 

@@ -1,5 +1,5 @@
-"""The exchange with the clients of a round. Down: who trains, from which broadcast, with which labels and for
-how many steps. Up: stress, bytes, decoding, checks, and what it cost."""
+"""The exchange with the clients of a round. Down: who trains, from which broadcast, with which
+labels and for how many steps. Up: stress, bytes, decoding, checks, and what it cost."""
 
 from __future__ import annotations
 
@@ -28,16 +28,22 @@ T = TypeVar("T")
 def assignments(fed: Federation, ids: Iterable[int]) -> list[Assignment]:
     """Ask clients to do all their work, in order of id."""
     # copies: an interrupted round leaves no trace of what a client keeps in the checkpoint
-    return [Assignment(fed.data.client(int(id), dict(fed.states.get(int(id), {})))) for id in sorted(ids)]
+    return [
+        Assignment(fed.data.client(int(id), dict(fed.states.get(int(id), {}))))
+        for id in sorted(ids)
+    ]
 
 
 def make_tasks(fed: Federation, round: int, assignments: Sequence[Assignment]) -> list[ClientTask]:
-    """Say what each client is to do: with which labels, from which broadcast, for how many steps."""
+    """Say what each client is to do: with which labels, from which broadcast, for how many
+    steps."""
     tasks, epochs = [], fed.local_epochs
     own = fed.data.labels_of([assignment.client for assignment in assignments])
     for assignment, labels in zip(assignments, own, strict=True):
         client = assignment.client
-        labels = stress(fed.callbacks, "change_labels", labels, client=client, round=round, context=fed)
+        labels = stress(
+            fed.callbacks, "change_labels", labels, client=client, round=round, context=fed
+        )
         if len(labels) != len(client.train):
             raise MisuseError(
                 f"change_labels of a stressor gave {len(labels)} labels for client {client.id}",
@@ -75,11 +81,15 @@ def receive(
     uploads: Uploads,
     undeclared: UndeclaredUploads | None = None,
 ) -> LedgerEntry:
-    """Decode and check one client's upload, give it to ``uploads`` if it counts, and say what it cost.
+    """Decode and check one client's upload, give it to ``uploads`` if it counts, and say what it
+    cost.
 
     Where uploads do not leave the clients, each of them checks its own and has sent nothing yet.
     """
-    client, sent = assignment.client, len(task.message) if result.download is None else result.download
+    client, sent = (
+        assignment.client,
+        len(task.message) if result.download is None else result.download,
+    )
     if result.status:
         return LedgerEntry(task.round, client.id, result.status, sent)
     if result.received is not None:
@@ -91,7 +101,10 @@ def receive(
     if data is not None:
         try:
             decoded = decode_upload(fed.method, data, client, verified=data is result.verified)
-            size, upload = len(data), stress_upload(fed, task.round, client, "change_upload", decoded)
+            size, upload = (
+                len(data),
+                stress_upload(fed, task.round, client, "change_upload", decoded),
+            )
             if upload is not None:
                 if upload is not decoded:
                     size = upload.nbytes
@@ -107,9 +120,9 @@ def receive(
 
 
 def intake(fed: Federation, declared: bool) -> Uploads:
-    """Return what takes the uploads of a round: they are kept until it is closed where somebody asks for them
-    again before, a stressor that knows all of them, a clock that leaves late ones out, or the comparison of
-    those whose shapes are not declared."""
+    """Return what takes the uploads of a round: they are kept until it is closed where somebody
+    asks for them again before, a stressor that knows all of them, a clock that leaves late ones
+    out, or the comparison of those whose shapes are not declared."""
     again = fed.timing is not None or not declared or any(map(sees_uploads, fed.callbacks))
     uploads = Uploads() if again else fed.aggregation.intake()
     uploads.adds_anywhere &= not any(map(sees_one_upload, fed.callbacks))
@@ -117,7 +130,8 @@ def intake(fed: Federation, declared: bool) -> Uploads:
 
 
 def change_uploads(fed: Federation, round: int, uploads: Uploads, receipts: list[Receipt]) -> None:
-    """Pass the uploads that count through stressors that know all of them, and check what they changed."""
+    """Pass the uploads that count through stressors that know all of them, and check what they
+    changed."""
     changed = stress(fed.callbacks, "change_uploads", dict(uploads), round=round, context=fed)
     for position, receipt in enumerate(receipts):
         id, entry = receipt.client.id, receipt.entry

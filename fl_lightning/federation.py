@@ -39,19 +39,21 @@ class Federation:
         callbacks: stressors and meters, in the order of the configuration.
         seed: what every random draw follows from.
         max_rounds: rounds of the run.
-        participation: share of the clients with training data that is sampled each round, in (0, 1].
+        participation: share of the clients with training data that is sampled each round, in (0,
+            1].
         local_epochs: passes over its data that a client makes in a round.
         max_local_steps: bound on its local steps; None: no bound.
         eval_every: rounds between evaluations; the last round is always evaluated.
         timing: virtual time, and whose uploads are in time; None: rounds take none.
         sampler: draws the clients of a round.
         files: where figures and texts of callbacks go; None outside a run.
-        states: what clients keep between rounds, by client id; of several processes, rank 0 has all, another
-            rank those of the clients that it trained last.
+        states: what clients keep between rounds, by client id; of several processes, rank 0 has
+            all, another rank those of the clients that it trained last.
         holders: which rank holds which client's state.
         ledger: bytes of every client and round.
         asked: what the ledger says of clients that were asked for their loss in this round, by id.
-        last_broadcast: identity and bytes of the last broadcast, and its payload, which keeps it comparable.
+        last_broadcast: identity and bytes of the last broadcast, and its payload, which keeps it
+            comparable.
     """
 
     fabric: Fabric
@@ -81,17 +83,23 @@ class Federation:
 
     @property
     def invited(self) -> int:
-        """Clients that are sampled each round: those that are wanted, and more where the first are used."""
+        """Clients that are sampled each round: those that are wanted, and more where the first are
+        used."""
         if self.timing is None:
             return self.cohort_size
         return min(self.timing.rounds.invited(self.cohort_size), len(self.data.active))
 
     def labels_of(self, client: Client) -> Tensor:
-        """Return the labels that a client trains on in the method's round, int64 ``[n_k]``: the data's, as
-        stressors have changed them."""
+        """Return the labels that a client trains on in the method's round, int64 ``[n_k]``: the
+        data's, as stressors have changed them."""
         (own,) = self.data.labels_of([client])
         return stress(
-            self.callbacks, "change_labels", own, client=client, round=self.method.round, context=self
+            self.callbacks,
+            "change_labels",
+            own,
+            client=client,
+            round=self.method.round,
+            context=self,
         )
 
     @property

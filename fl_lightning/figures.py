@@ -1,7 +1,8 @@
-"""The look of all figures: colours for any colour vision (Okabe & Ito, 2008), line styles and markers.
+"""The look of all figures: colours for any colour vision (Okabe & Ito, 2008), line styles and
+markers.
 
-Figures are made without ``pyplot``, whose figures are global state. Matplotlib is imported only when
-something is drawn, since the import takes 0.3 s.
+Figures are made without ``pyplot``, whose figures are global state. Matplotlib is imported only
+when something is drawn, since the import takes 0.3 s.
 """
 
 from __future__ import annotations
@@ -51,10 +52,16 @@ def open_frame(*several: Axes) -> None:
 
 
 def draw_band(
-    axes: Axes, x: ArrayLike, low: ArrayLike, high: ArrayLike, colour: str, style: Any = "-", hatch: str = ""
+    axes: Axes,
+    x: ArrayLike,
+    low: ArrayLike,
+    high: ArrayLike,
+    colour: str,
+    style: Any = "-",
+    hatch: str = "",
 ) -> None:
-    """Draw a band such that several on top of each other stay apart: each has thin edges in its own line
-    style, and a pattern of its own."""
+    """Draw a band such that several on top of each other stay apart: each has thin edges in its own
+    line style, and a pattern of its own."""
     edges: dict[str, Any] = {"color": colour, "linestyle": style, "linewidth": 0.6, "alpha": 0.8}
     axes.plot(x, low, **edges)
     axes.plot(x, high, **edges)
@@ -70,12 +77,14 @@ def count_rounds(axes: Axes) -> None:
     low, high = axes.get_xlim()
     if high - low < 1:
         axes.set_xlim((low + high) / 2 - 0.6, (low + high) / 2 + 0.6)
-    axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
+    axes.xaxis.set_major_locator(
+        MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)
+    )
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Return the names of layers without what all of them share, as far as whole parts between dots go, and
-    without the ``.weight`` at their ends.
+    """Return the names of layers without what all of them share, as far as whole parts between dots
+    go, and without the ``.weight`` at their ends.
 
     >>> short_names(["model.layers.0.mlp.weight", "model.layers.1.attention.q"])
     ['0.mlp', '1.attention.q']
@@ -88,7 +97,8 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 
 def legend_outside(figure: Figure, columns: int = 4, size: str = "small") -> None:
-    """Add one legend for all axes below them, where it covers no curve; none if nothing has a label.
+    """Add one legend for all axes below them, where it covers no curve; none if nothing has a
+    label.
 
     Args:
         figure: the figure.

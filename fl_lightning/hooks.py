@@ -1,9 +1,9 @@
 """The two kinds of callback: a stressor changes a value, a meter observes.
 
-Stressors are asked by :func:`stress`, all callbacks are told by :func:`tell`: Fabric's ``call`` drops what
-callbacks return and reads their signatures at every call, which takes longer than the training of a small
-client. Neither keeps hidden randomness: draw from ``fl_lightning.rng.stream(context.seed, purpose, round,
-client)``.
+Stressors are asked by :func:`stress`, all callbacks are told by :func:`tell`: Fabric's ``call``
+drops what callbacks return and reads their signatures at every call, which takes longer than the
+training of a small client. Neither keeps hidden randomness: draw from
+``fl_lightning.rng.stream(context.seed, purpose, round, client)``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class RunFiles(Protocol):
         """The directory of the run."""
 
     def log_figure(self, name: str, figure: Figure) -> None:
-        """Save ``figures/<name>.png`` and ``.pdf`` in the run directory and hand them to the loggers."""
+        """Save ``figures/<name>.png`` and ``.pdf`` in the run directory and hand them to the
+        loggers."""
 
     def log_text(self, name: str, text: str) -> None:
         """Save ``figures/<name>``, such as the numbers of a figure, and hand it to the loggers."""
@@ -64,8 +65,8 @@ class RoundRecord:
     Args:
         round: the round, counted from 1.
         metrics: metrics by name; meters add to them.
-        clients: metrics of each client on its own validation examples, by name and by the client's id; empty
-            where the round was not evaluated.
+        clients: metrics of each client on its own validation examples, by name and by the client's
+            id; empty where the round was not evaluated.
         named: ids of clients that sent wrong shares in the round's secure sum.
     """
 
@@ -76,14 +77,14 @@ class RoundRecord:
 
 
 class Callback(Recorded, Emitter):
-    """Base of stressors and meters. What must survive a resume goes through ``state_dict``; there is no other
-    state."""
+    """Base of stressors and meters. What must survive a resume goes through ``state_dict``; there
+    is no other state."""
 
     settings_shown = ("{cls}({name}={value})", "{name}: {value}")
 
     def on_check(self, context: Context) -> None:
-        """Check own arguments against the run before anything is created, and forget what a fit before this
-        one has left; what ``state_dict`` gave comes back after it.
+        """Check own arguments against the run before anything is created, and forget what a fit
+        before this one has left; what ``state_dict`` gave comes back after it.
 
         Raises:
             InputError: they do not fit.
@@ -95,12 +96,14 @@ class Callback(Recorded, Emitter):
     def stop_reason(self) -> str:
         """Return why the run is to end after the rounds that are done; empty: it goes on.
 
-        It follows from arguments and ``state_dict`` alone: a run that is continued comes to the same end.
+        It follows from arguments and ``state_dict`` alone: a run that is continued comes to the
+        same end.
         """
         return ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what must survive a resume, as JSON; nothing of a function of its streams alone."""
+        """Return what must survive a resume, as JSON; nothing of a function of its streams
+        alone."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -108,7 +111,8 @@ class Callback(Recorded, Emitter):
 
 
 class Stressor(Callback):
-    """A callback that makes life harder: each of its hooks gets a value and returns the one to use instead.
+    """A callback that makes life harder: each of its hooks gets a value and returns the one to use
+    instead.
 
     None may depend on ``client.state``, which is not on all of several processes.
     """
@@ -116,19 +120,26 @@ class Stressor(Callback):
     attacks: bool = False
     """Whether it replaces what clients have learned, which not all methods have them send."""
     by_group: bool = False
-    """Whether it goes by the clients' groups, which the server does not know of the nodes' own data."""
+    """Whether it goes by the clients' groups, which the server does not know of the nodes' own
+    data."""
 
-    def change_cohort(self, cohort: list[Assignment], *, round: int, context: Context) -> list[Assignment]:
+    def change_cohort(
+        self, cohort: list[Assignment], *, round: int, context: Context
+    ) -> list[Assignment]:
         return cohort
 
-    def change_labels(self, labels: Tensor, *, client: Client, round: int, context: Context) -> Tensor:
-        """``labels`` int64 ``[n_k]`` of the client's training examples, in the order of ``client.train``.
-        Return a new tensor."""
+    def change_labels(
+        self, labels: Tensor, *, client: Client, round: int, context: Context
+    ) -> Tensor:
+        """``labels`` int64 ``[n_k]`` of the client's training examples, in the order of
+        ``client.train``. Return a new tensor."""
         return labels
 
-    def change_bytes(self, upload: bytes, *, client: Client, round: int, context: Context) -> bytes | None:
-        """Return the upload as the client sent it, before it is decoded; bytes that are no payload are
-        rejected. None when it is lost."""
+    def change_bytes(
+        self, upload: bytes, *, client: Client, round: int, context: Context
+    ) -> bytes | None:
+        """Return the upload as the client sent it, before it is decoded; bytes that are no payload
+        are rejected. None when it is lost."""
         return upload
 
     def change_upload(
@@ -140,17 +151,18 @@ class Stressor(Callback):
     def change_uploads(
         self, uploads: dict[int, Payload], *, round: int, context: Context
     ) -> dict[int, Payload]:
-        """Return the uploads of the round that count, by client id, where some of them depend on the others;
-        one that is left out is lost.
+        """Return the uploads of the round that count, by client id, where some of them depend on
+        the others; one that is left out is lost.
 
-        Where a stressor has this hook, each process of the run is sent all uploads; under a secure sum or
-        client-level privacy there are none.
+        Where a stressor has this hook, each process of the run is sent all uploads; under a secure
+        sum or client-level privacy there are none.
         """
         return uploads
 
 
 class Meter(Callback):
-    """A callback that observes: its hooks change nothing but ``record.metrics`` and their own state."""
+    """A callback that observes: its hooks change nothing but ``record.metrics`` and their own
+    state."""
 
     def on_round_start(self, round: int, context: Context) -> None:
         pass
@@ -161,29 +173,34 @@ class Meter(Callback):
     def on_client_start(
         self, client: Client, message: bytes, labels: Tensor, round: int, context: Context
     ) -> None:
-        """One client of the cohort is about to train: the broadcast that it gets, and the ``labels`` int64
-        ``[n_k]`` that it trains on."""
+        """One client of the cohort is about to train: the broadcast that it gets, and the
+        ``labels`` int64 ``[n_k]`` that it trains on."""
 
     def on_client_end(self, client: Client, round: int, context: Context) -> None:
-        """One client of the cohort has been trained; its upload is next, others may still be trained.
+        """One client of the cohort has been trained; its upload is next, others may still be
+        trained.
 
-        Several processes all call it for every client. What the client keeps is in ``client.state`` on rank
-        0, whose metrics count, and on the rank that trained it, and not on the others.
+        Several processes all call it for every client. What the client keeps is in ``client.state``
+        on rank 0, whose metrics count, and on the rank that trained it, and not on the others.
         """
 
-    def on_evaluate(self, probs: Tensor, target: Tensor, record: RoundRecord, context: Context) -> None:
-        """The global test set: ``probs`` float32 ``[n, C]`` (softmax output), ``target`` int64 ``[n]``. Only
-        of classification, and only where a callback overrides this hook: nothing else collects outputs."""
+    def on_evaluate(
+        self, probs: Tensor, target: Tensor, record: RoundRecord, context: Context
+    ) -> None:
+        """The global test set: ``probs`` float32 ``[n, C]`` (softmax output), ``target`` int64
+        ``[n]``. Only of classification, and only where a callback overrides this hook: nothing else
+        collects outputs."""
 
     def on_validate(self, values: dict[int, float], record: RoundRecord, context: Context) -> None:
-        """The task's primary metric, such as the accuracy in [0, 1], of every client that has validation
-        examples, by id."""
+        """The task's primary metric, such as the accuracy in [0, 1], of every client that has
+        validation examples, by id."""
 
     def on_round_end(self, record: RoundRecord, context: Context) -> None:
         pass
 
     def on_fit_end(self, summary: dict[str, float], context: Context) -> None:
-        """After the last round, when it is on disk; a run that ends early has ``on_exception`` instead."""
+        """After the last round, when it is on disk; a run that ends early has ``on_exception``
+        instead."""
 
     def on_exception(self, error: BaseException, context: Context) -> None:
         """The run ends early. What was done is on disk, if that could be written."""
@@ -203,13 +220,19 @@ def sees_uploads(callback: object) -> bool:
 
 def sees_one_upload(callback: object) -> bool:
     """Return whether a callback changes, or looks at, uploads one by one."""
-    return isinstance(callback, Stressor) and any(overrides(callback, Stressor, hook) for hook in MAY_LOSE)
+    return isinstance(callback, Stressor) and any(
+        overrides(callback, Stressor, hook) for hook in MAY_LOSE
+    )
 
 
 def stop_reason(callbacks: Iterable[object]) -> str:
-    """Return why a callback wants the run to end after the rounds that are done; empty when none does."""
+    """Return why a callback wants the run to end after the rounds that are done; empty when none
+    does."""
     return "; ".join(
-        filter(None, (callback.stop_reason() for callback in callbacks if isinstance(callback, Callback)))
+        filter(
+            None,
+            (callback.stop_reason() for callback in callbacks if isinstance(callback, Callback)),
+        )
     )
 
 
@@ -217,7 +240,8 @@ def stress(callbacks: Iterable[object], hook: str, value: T, **details: Any) -> 
     """Pass ``value`` through ``hook`` of every stressor, in the order of the configuration.
 
     Raises:
-        TypeError: a hook that may not lose its value returned None, as one without a ``return`` does.
+        TypeError: a hook that may not lose its value returned None, as one without a ``return``
+            does.
     """
     for callback in callbacks:
         if isinstance(callback, Stressor):

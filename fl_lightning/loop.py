@@ -33,11 +33,12 @@ T = TypeVar("T")
 
 
 def run_round(fed: Federation, engine: Engine, round: int) -> RoundRecord:
-    """Sample, broadcast, train, collect, aggregate, evaluate: Algorithm 1 of McMahan et al. (2017), with
-    stressors in between."""
+    """Sample, broadcast, train, collect, aggregate, evaluate: Algorithm 1 of McMahan et al. (2017),
+    with stressors in between."""
     started = perf_counter()
     record = RoundRecord(round)
-    with one_thread(fed.method.device):  # sums are rounded off as on a client, and no core of theirs is taken
+    # sums are rounded off as on a client, and no core of theirs is taken
+    with one_thread(fed.method.device):
         train_round(fed, engine, record)
     if round % fed.eval_every == 0 or round == fed.max_rounds:
         evaluate(fed, engine, record)
@@ -59,7 +60,9 @@ def train_round(fed: Federation, engine: Engine, record: RoundRecord) -> None:
     if losses and (terms := fed.method.active_terms()):
         require_terms(terms, losses, type(fed.method).__name__)
     sending = partial(deliver, fed, round)
-    closing = Round(round, trained.cohort, sending, engine.add_under_masks, record.metrics, record.named)
+    closing = Round(
+        round, trained.cohort, sending, engine.add_under_masks, record.metrics, record.named
+    )
     entries = fed.aggregation.close(closing, trained.uploads, trained.receipts)
     links = closing.links
     keep_states(fed, trained.receipts, entries, holders)
@@ -67,7 +70,9 @@ def train_round(fed: Federation, engine: Engine, record: RoundRecord) -> None:
     if fed.timing is not None:
         entries, links = fed.timing.end_round(fed, trained, entries, record, links)
     used = {entry.client for entry in entries if entry.status == "trained"}
-    fed.sampler.learn(round, entries, {id: loss for id, loss in trained.losses.items() if id in used})
+    fed.sampler.learn(
+        round, entries, {id: loss for id, loss in trained.losses.items() if id in used}
+    )
     entries = with_asked(entries, fed.asked)
     for entry in (*entries, *links):
         fed.ledger.add(entry)
@@ -87,11 +92,14 @@ def train_cohort(fed: Federation, engine: Engine, round: int, ids: Iterable[int]
     told = tell_losses(fed, tasks) if fed.sampler.reads_losses else {}
     ended = iter(train_clients(fed, engine, at_work, tasks, uploads, undeclared))
     receipts = [
-        next(ended) if assignment.trains else dropped(assignment.client, round) for assignment in cohort
+        next(ended) if assignment.trains else dropped(assignment.client, round)
+        for assignment in cohort
     ]
     if any(map(sees_uploads, fed.callbacks)):
         change_uploads(fed, round, uploads, receipts)
-    receipts = [replace(one, entry=one.entry.with_upload(told.get(one.client.id))) for one in receipts]
+    receipts = [
+        replace(one, entry=one.entry.with_upload(told.get(one.client.id))) for one in receipts
+    ]
     sizes = {task.client.id: cycle(fed.data.epoch_sizes(task.client)) for task in tasks}
     examples = {task.client.id: sum(islice(sizes[task.client.id], task.steps)) for task in tasks}
     losses = {id: float(message.tensor("loss")) for id, message in told.items()}
@@ -106,11 +114,11 @@ def train_clients(
     uploads: Uploads,
     undeclared: UndeclaredUploads | None,
 ) -> list[Receipt]:
-    """Train clients, give the uploads that count to ``uploads``, and return what came of each, in the order
-    of the tasks.
+    """Train clients, give the uploads that count to ``uploads``, and return what came of each, in
+    the order of the tasks.
 
-    Where the server needs sums alone, uploads stay with the process that trained the client: they are
-    checked and added up there.
+    Where the server needs sums alone, uploads stay with the process that trained the client: they
+    are checked and added up there.
     """
     single = fed.aggregation.single
     receipts: dict[int, Receipt] = {}
@@ -140,12 +148,17 @@ def dropped(client: Client, round: int) -> Receipt:
 
 
 def keep_states(
-    fed: Federation, receipts: Sequence[Receipt], entries: Sequence[LedgerEntry], holders: Mapping[int, int]
+    fed: Federation,
+    receipts: Sequence[Receipt],
+    entries: Sequence[LedgerEntry],
+    holders: Mapping[int, int],
 ) -> None:
-    """Remember what clients keep until they are next sampled; one that keeps nothing leaves no entry.
+    """Remember what clients keep until they are next sampled; one that keeps nothing leaves no
+    entry.
 
-    It counts where the client's upload counts. A client whose upload was lost, rejected or not used goes on
-    from what it kept before, or the server and its clients would not agree on the rounds that have been.
+    It counts where the client's upload counts. A client whose upload was lost, rejected or not used
+    goes on from what it kept before, or the server and its clients would not agree on the rounds
+    that have been.
 
     Args:
         holders: which process had which client's state before the round.
@@ -187,8 +200,8 @@ def summarise(
     losses: Mapping[str, Mean],
     links: Sequence[LedgerEntry] = (),
 ) -> dict[str, float]:
-    """Return a round's counts, bytes, losses and what the server says of its state. Bytes are those of the
-    clients, and of links that are no client's."""
+    """Return a round's counts, bytes, losses and what the server says of its state. Bytes are those
+    of the clients, and of links that are no client's."""
     asked = sum(entry.status == "asked" for entry in entries)
     counted = sum(entry.status == "trained" for entry in entries)
     rejected = sum(entry.status == "rejected" for entry in entries)
@@ -211,7 +224,11 @@ def evaluate(fed: Federation, engine: Engine, record: RoundRecord) -> None:
     subject = fed.fabric, fed.method, fed.data, fed.states, fed.holders
     elsewhere = engine.evaluate_clients(record.round)
     metrics, answers = evaluation.on_test_set(
-        *subject, answers=asked, sums=elsewhere.test, named=elsewhere.named, logs=elsewhere.test_logs
+        *subject,
+        answers=asked,
+        sums=elsewhere.test,
+        named=elsewhere.named,
+        logs=elsewhere.test_logs,
     )
     record.metrics |= metrics
     logs = evaluation.logs_for(fed.method, "val", fed.seed, elsewhere.val_logs)

@@ -1,8 +1,9 @@
 """Random streams as a pure function of (seed, purpose, round, client).
 
-No stream has a state that outlives its use, so nothing about randomness needs saving: a resumed round draws
-what the interrupted one drew, a cohort is the same for every method, and the order in which clients run
-has no effect. Streams are counter based (Philox, Salmon et al., SC 2011), keyed by a hash of the four names.
+No stream has a state that outlives its use, so nothing about randomness needs saving: a resumed
+round draws what the interrupted one drew, a cohort is the same for every method, and the order in
+which clients run has no effect. Streams are counter based (Philox, Salmon et al., SC 2011), keyed
+by a hash of the four names.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def stream(seed: int, purpose: str, round: int = 0, client: int = 0) -> np.rando
 
 
 class Streams:
-    """:func:`stream` in a third of the time: one generator that is set anew, and is valid until then."""
+    """:func:`stream` in a third of the time: one generator that is set anew, and is valid until
+    then."""
 
     def __init__(self) -> None:
         self._generator = stream(0, "")
@@ -45,7 +47,9 @@ class Streams:
         numbers = {"counter": state["state"]["counter"].tolist(), "key": (0, 0)}
         self._state = state | {"state": numbers, "buffer": state["buffer"].tolist()}
 
-    def stream(self, seed: int, purpose: str, round: int = 0, client: int = 0) -> np.random.Generator:
+    def stream(
+        self, seed: int, purpose: str, round: int = 0, client: int = 0
+    ) -> np.random.Generator:
         """Return NumPy's generator for one purpose in one round for one client."""
         self._state["state"]["key"] = unpack("<2Q", key(seed, purpose, round, client))
         self._generator.bit_generator.state = self._state
@@ -87,8 +91,8 @@ def torch_stream(seed: int, purpose: str, round: int = 0, client: int = 0) -> It
             torch.manual_seed(number)
             yield
         return
-    # without CUDA, torch.manual_seed records the whole call stack for a later start of CUDA, which takes ten
-    # times as long as the rest
+    # without CUDA, torch.manual_seed records the whole call stack for a later start of CUDA, which
+    # takes ten times as long as the rest
     before = torch.default_generator.get_state()
     torch.default_generator.manual_seed(number)
     try:

@@ -1,4 +1,4 @@
-"""FederatedTrainer: Fabric, callbacks, checkpoints and trackers around the rounds of ``loop.py``."""
+"""FederatedTrainer: Fabric, callbacks, checkpoints, trackers around the rounds of ``loop.py``."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ from fl_lightning.topology import Topology
 log = logging.getLogger("fl_lightning")
 
 RemoteFactory = Callable[[Federation, Mapping[str, Any]], Engine]
-"""Makes the engine of a deployment, of the federation and the ``metadata.json`` of the run that is continued;
-that is empty for a new run."""
+"""Makes the engine of a deployment, of the federation and the ``metadata.json`` of the run that is
+continued; that is empty for a new run."""
 
 
 class FederatedTrainer(RunViews):
@@ -60,58 +60,65 @@ class FederatedTrainer(RunViews):
         devices: number of devices, or which ones, as Fabric takes them.
         strategy: Fabric's: ``auto``, or ``ddp`` for several processes.
         num_nodes: number of machines.
-        rank_timeout: seconds that a process waits for the others, who may still be training, before the run
-            is given up; at least 1. A process that died is noticed at once.
-        precision: of the local training steps and of evaluation: ``32-true``, ``bf16-mixed`` or ``16-mixed``.
-        engine: how clients are executed: ``sequential``, one after another; ``batched``, many at once through
-            ``torch.func``; ``auto`` measures both and stays with its choice when the run is continued.
-        workers: processes that train clients side by side on a CPU, at least 1; a client trains on one thread
-            in any case. Their number changes nothing but the time and the memory. ``auto``: on a CPU as many
-            as torch would use threads; on CUDA 1.
-        cuda_graphs: has no effect any more; it stands in configurations of earlier versions, in which it
-            changed no result.
-        gradient_clip_val: above 0; what the gradient of each local step is clipped to, by the client itself.
-            Default: it is not clipped.
-        gradient_clip_algorithm: ``norm``: the L2 norm over all parameters is clipped; ``value``: each value
-            by itself.
+        rank_timeout: seconds that a process waits for the others, who may still be training, before
+            the run is given up; at least 1. A process that died is noticed at once.
+        precision: of the local training steps and of evaluation: ``32-true``, ``bf16-mixed`` or
+            ``16-mixed``.
+        engine: how clients are executed: ``sequential``, one after another; ``batched``, many at
+            once through ``torch.func``; ``auto`` measures both and stays with its choice when the
+            run is continued.
+        workers: processes that train clients side by side on a CPU, at least 1; a client trains on
+            one thread in any case. Their number changes nothing but the time and the memory.
+            ``auto``: on a CPU as many as torch would use threads; on CUDA 1.
+        cuda_graphs: has no effect any more; it stands in configurations of earlier versions, in
+            which it changed no result.
+        gradient_clip_val: above 0; what the gradient of each local step is clipped to, by the
+            client itself. Default: it is not clipped.
+        gradient_clip_algorithm: ``norm``: the L2 norm over all parameters is clipped; ``value``:
+            each value by itself.
         max_rounds: rounds to run, at least 1.
         participation: share of the clients sampled each round, in (0, 1].
         local_epochs: passes that a client makes over its own data in a round, at least 1.
-        max_local_steps: bound on the local steps of a client in a round, at least 1. Default: no bound. With
-            one, each round of a client begins a new order of its examples.
-        secure_sum: adds up the clients' uploads under masks, so that the server learns their sum alone; null:
-            it gets every upload. It needs the extra ``privacy``.
-        privacy: client-level differential privacy, as :class:`fl_lightning.privacy.ClientPrivacy` has it:
-            ``noise_multiplier``, ``clip_norm``, ``delta``, ``max_epsilon`` ... Default: none.
+        max_local_steps: bound on the local steps of a client in a round, at least 1. Default: no
+            bound. With one, each round of a client begins a new order of its examples.
+        secure_sum: adds up the clients' uploads under masks, so that the server learns their sum
+            alone; null: it gets every upload. It needs the extra ``privacy``.
+        privacy: client-level differential privacy, as :class:`fl_lightning.privacy.ClientPrivacy`
+            has it: ``noise_multiplier``, ``clip_norm``, ``delta``, ``max_epsilon`` ... Default:
+            none.
         clock: virtual seconds of devices and lines, as :class:`fl_lightning.clock.Clock` has them:
-            ``devices``, ``network``, ``availability``, ``edges``. Default: rounds take no virtual time.
+            ``devices``, ``network``, ``availability``, ``edges``. Default: rounds take no virtual
+            time.
         rounds: ``Synchronous``, ``OverSelection``, ``Deadline``, ``FedBuff`` or ``FedAsync`` of
-            :mod:`fl_lightning.clock`; all but the first need a clock, and the last two have a concurrency in
-            place of ``participation``. Default: ``Synchronous``.
+            :mod:`fl_lightning.clock`; all but the first need a clock, and the last two have a
+            concurrency in place of ``participation``. Default: ``Synchronous``.
         topology: who talks to whom: ``Star``, ``Hierarchy``, ``Gossip`` or ``Moshpit`` of
             :mod:`fl_lightning.topology`. Default: ``Star``, one server.
-        sampler: who is asked: ``Uniform``, ``PowerOfChoice`` or ``Oort`` of :mod:`fl_lightning.sampling`; the
-            last needs a clock. Default: ``Uniform``.
+        sampler: who is asked: ``Uniform``, ``PowerOfChoice`` or ``Oort`` of
+            :mod:`fl_lightning.sampling`; the last needs a clock. Default: ``Uniform``.
         eval_every: rounds between evaluations, at least 1; the last round is always evaluated.
-        checkpoint_every: rounds between checkpoints, at least 1; 0 writes only the last one. Default: every
-            round, or where rounds are short as often as takes 2 % of the time. Resume is exact whichever it
-            is: rounds are repeated.
-        keep_checkpoints: number of newest checkpoints that are kept, at least 1, beside the best one.
+        checkpoint_every: rounds between checkpoints, at least 1; 0 writes only the last one.
+            Default: every round, or where rounds are short as often as takes 2 % of the time.
+            Resume is exact whichever it is: rounds are repeated.
+        keep_checkpoints: number of newest checkpoints that are kept, at least 1, beside the best
+            one.
         callbacks: stressors and meters, in this order.
-        logger: true for MLflow at ``sqlite:///mlflow.db``, false for none, or any Lightning loggers.
+        logger: true for MLflow at ``sqlite:///mlflow.db``, false for none, or any Lightning
+            loggers.
         default_root_dir: folder of all runs.
         experiment: folder of this run's experiment, and its name in MLflow.
-        run_name: name of the run; default: method, its module if it has one, data set, what flags change in
-            the configuration files (:mod:`fl_lightning.cli.run_names`) and seed. A name that exists gets a
-            number.
-        deterministic: use deterministic algorithms and name in the log those that have no such form.
-        auto_resume: continue the latest run of the same experiment, name and configuration if there is one,
-            else start it.
+        run_name: name of the run; default: method, its module if it has one, data set, what flags
+            change in the configuration files (:mod:`fl_lightning.cli.run_names`) and seed. A name
+            that exists gets a number.
+        deterministic: use deterministic algorithms and name in the log those that have no such
+            form.
+        auto_resume: continue the latest run of the same experiment, name and configuration if there
+            is one, else start it.
         allow_changed: resume although the configuration differs from the checkpoint's.
-        fast_dev_run: true or a number of rounds: try everything out, in 1 or so many rounds of at most two
-            clients with one local step each, without trackers, and leave nothing behind.
-        tags: names and values that the trackers show beside the run, and that are kept in ``metadata.json``;
-            they change nothing.
+        fast_dev_run: true or a number of rounds: try everything out, in 1 or so many rounds of at
+            most two clients with one local step each, without trackers, and leave nothing behind.
+        tags: names and values that the trackers show beside the run, and that are kept in
+            ``metadata.json``; they change nothing.
     """
 
     settings_shown = ("--trainer.{name} {value}", "--trainer.{name} {value}")
@@ -129,7 +136,8 @@ class FederatedTrainer(RunViews):
         workers: Annotated[int | Literal["auto"], at_least(1)] = "auto",
         cuda_graphs: bool = False,
         gradient_clip_val: Annotated[
-            float | None, within("(0, inf)", "it is above 0 and finite, or null: nothing is clipped", 1.0)
+            float | None,
+            within("(0, inf)", "it is above 0 and finite, or null: nothing is clipped", 1.0),
         ] = None,
         gradient_clip_algorithm: Literal["norm", "value"] = "norm",
         max_rounds: Annotated[int, at_least(1)] = 100,
@@ -174,8 +182,9 @@ class FederatedTrainer(RunViews):
         )
         self.engine, self.workers = engine, workers
         if cuda_graphs:
-            log.warning("trainer.cuda_graphs has no effect: steps are no longer recorded; leave it out")
-        self.gradient_clip_val, self.gradient_clip_algorithm = gradient_clip_val, gradient_clip_algorithm
+            log.warning("trainer.cuda_graphs has no effect: steps are not recorded; leave it out")
+        self.gradient_clip_val = gradient_clip_val
+        self.gradient_clip_algorithm = gradient_clip_algorithm
         self.max_rounds = max_rounds
         self.participation = participation
         self.local_epochs = local_epochs
@@ -215,20 +224,25 @@ class FederatedTrainer(RunViews):
 
         Args:
             ckpt_path: a checkpoint, a run directory, or ``last``, to continue that run.
-            dry_run: print how much memory a client takes and what travels in a round, and return that, from
-                the configuration of the network alone: no weights or data are loaded, and nothing is trained
-                or created.
+            dry_run: print how much memory a client takes and what travels in a round, and return
+                that, from the configuration of the network alone: no weights or data are loaded,
+                and nothing is trained or created.
 
         Raises:
-            InputError: the data, the checkpoint or the output folder cannot be used; nothing has been created
-                then.
-            RunStopped: a process was lost, the run directory cannot be written any more, or no upload ever
-                counted.
+            InputError: the data, the checkpoint or the output folder cannot be used; nothing has
+                been created then.
+            RunStopped: a process was lost, the run directory cannot be written any more, or no
+                upload ever counted.
         """
         if dry_run:
             self._take(method, data, seed)
             return self._forecast(method, data)
-        with deterministic(self.deterministic), self.interrupts, self.log_file, trial_run(self, ckpt_path):
+        with (
+            deterministic(self.deterministic),
+            self.interrupts,
+            self.log_file,
+            trial_run(self, ckpt_path),
+        ):
             self._take(method, data, seed)
             outside = launched_from_outside(self.fabric)
             if outside:
@@ -236,7 +250,9 @@ class FederatedTrainer(RunViews):
             settings = self._settings()
             config = self.config_text if settings == self.config else as_yaml(settings)
             folder = self.root / self.experiment
-            start = choose_start(ckpt_path, folder, self._name, settings, auto_resume=self.auto_resume)
+            start = choose_start(
+                ckpt_path, folder, self._name, settings, auto_resume=self.auto_resume
+            )
             data.continued = start.run is not None
             fed = self._prepare()
             deployed = self.remote is not None
@@ -247,9 +263,8 @@ class FederatedTrainer(RunViews):
             self.progress.restore(fed, start, self.allow_changed)
             self.parts.continue_in(start.run, self.progress.done.round, self.progress.taken_back)
             method.round = self.progress.done.round
-            self.journal = Journal(
-                start, self.progress, config, self.root, self.experiment, str(self._name), logger=self.logger
-            )
+            place = self.root, self.experiment, str(self._name)
+            self.journal = Journal(start, self.progress, config, *place, logger=self.logger)
             self.fitted = method, data, self.seed
             if self.journal.is_finished(self.max_rounds, self._stop_reason):
                 return Results(self.progress.summary)
@@ -293,16 +308,17 @@ class FederatedTrainer(RunViews):
         """Probe a run that has ended, in one process, and return the metrics; nothing is trained.
 
         Args:
-            ckpt_path: a run directory, one of its checkpoints, or ``last``. Without --config, the run's own
-                configuration is used.
-            checkpoint: which of the run's checkpoints: ``last`` (the default), ``best`` (of validation), or a
-                name like round_000060.
-            probes: which of clean, clients, calibration, corruptions, fgsm, pgd, kinds, cost, latency,
-                generation, membership, inversion; separated by commas. Default: all but inversion.
+            ckpt_path: a run directory, one of its checkpoints, or ``last``. Without --config, the
+                run's own configuration is used.
+            checkpoint: which of the run's checkpoints: ``last`` (the default), ``best`` (of
+                validation), or a name like round_000060.
+            probes: which of clean, clients, calibration, corruptions, fgsm, pgd, kinds, cost,
+                latency, generation, membership, inversion; separated by commas. Default: all but
+                inversion.
 
         Raises:
-            InputError: there is no such checkpoint, or it was trained with another method, other data or
-                another seed.
+            InputError: there is no such checkpoint, or it was trained with another method, other
+                data or another seed.
         """
         with deterministic(self.deterministic), self.interrupts:
             self._take(method, data, seed, alone="test")
@@ -335,20 +351,20 @@ class FederatedTrainer(RunViews):
         """Write the model of a run into a folder that other programs load, and return the folder.
 
         Args:
-            ckpt_path: a run directory, one of its checkpoints, or ``last``. Without --config, the run's own
-                configuration is used.
+            ckpt_path: a run directory, one of its checkpoints, or ``last``. Without --config, the
+                run's own configuration is used.
             to: the folder; it is new or empty.
             client: whose model, of a personalised method.
-            checkpoint: which of the run's checkpoints: ``last`` (the default), ``best`` (of validation), or a
-                name like round_000060.
-            format: ``safetensors``: named tensors; ``peft``: adapters; ``transformers``: a language model,
-                adapters merged; ``onnx``; ``auto``: peft or transformers where they can load it, else
-                safetensors.
+            checkpoint: which of the run's checkpoints: ``last`` (the default), ``best`` (of
+                validation), or a name like round_000060.
+            format: ``safetensors``: named tensors; ``peft``: adapters; ``transformers``: a language
+                model, adapters merged; ``onnx``; ``auto``: peft or transformers where they can load
+                it, else safetensors.
             overwrite: whether the folder may hold files; those of an export before are replaced.
 
         Raises:
-            InputError: there is no such checkpoint, client or format, an optional extra is missing, or the
-                folder is not empty.
+            InputError: there is no such checkpoint, client or format, an optional extra is missing,
+                or the folder is not empty.
         """
         with deterministic(self.deterministic), self.interrupts:
             self._take(method, data, seed, alone="export")
@@ -364,7 +380,8 @@ class FederatedTrainer(RunViews):
             )
 
     def prepare(self, method: Method, data: FederatedData, *, seed: int = 0) -> Federation:
-        """Deal out the data, build the network, and return the federation; nothing is trained or created.
+        """Deal out the data, build the network, and return the federation; nothing is trained or
+        created.
 
         Raises:
             InputError: the data or the method cannot be used.
@@ -395,13 +412,17 @@ class FederatedTrainer(RunViews):
         )
 
     def _settings(self) -> dict[str, Any]:
-        """Return the configuration without secrets: from the command line, or else from the constructors'
-        arguments."""
-        return redact_settings(self.config or settings_of_run(self, self.method, self.data, self.seed))
+        """Return the configuration without secrets: from the command line, or else from the
+        constructors' arguments."""
+        return redact_settings(
+            self.config or settings_of_run(self, self.method, self.data, self.seed)
+        )
 
     @property
     def _name(self) -> RunName:
-        return name_of(self.method, self.data, self.seed, asked=self.run_name, changed=self.overrides)
+        return name_of(
+            self.method, self.data, self.seed, asked=self.run_name, changed=self.overrides
+        )
 
     @property
     def _stop_reason(self) -> str:

@@ -20,7 +20,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# thousands of run directories of small files, which wait for the disk: in memory where it has much room
+# thousands of run directories of small files, which wait for the disk: in memory where it has much
+# room
 MEMORY, ROOM = Path("/dev/shm"), 12 << 30
 if "TMPDIR" not in os.environ and MEMORY.is_dir() and os.access(MEMORY, os.W_OK):
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -40,8 +41,8 @@ def golden(request) -> Path:
 
 
 def pytest_sessionstart():
-    """Threads per process change how a sum is rounded, in what a module's fixture trains too; one is also
-    fastest for toys."""
+    """Threads per process change how a sum is rounded, in what a module's fixture trains too; one
+    is also fastest for toys."""
     torch.set_num_threads(1)
 
 
@@ -59,8 +60,8 @@ def no_bytecode(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def own_tracking_store():
-    """``mlflow.set_tracking_uri`` writes to the environment, where the next test's processes would find
-    it."""
+    """``mlflow.set_tracking_uri`` writes to the environment, where the next test's processes would
+    find it."""
     before = os.environ.get("MLFLOW_TRACKING_URI")
     yield
     os.environ.pop("MLFLOW_TRACKING_URI", None)
@@ -70,8 +71,8 @@ def own_tracking_store():
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_starts_and_writes():
-    """No test cuts the power: what a process has written is there for all others without waiting for the
-    disk, forty times a run. And the packages that extend Lightning are looked up once."""
+    """No test cuts the power: what a process has written is there for all others without waiting
+    for the disk, forty times a run. And the packages that extend Lightning are looked up once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         extensions = cache(lightning.fabric.fabric._load_external_callbacks)
@@ -84,8 +85,8 @@ LOG_LEVEL = logging.getLogger("fl_lightning").level
 
 @pytest.fixture(autouse=True)
 def own_log_level():
-    """A test starts without the log level and handlers that a command has set, in the test before it or in a
-    fixture of its module."""
+    """A test starts without the log level and handlers that a command has set, in the test before
+    it or in a fixture of its module."""
     log = logging.getLogger("fl_lightning")
     log.setLevel(LOG_LEVEL)
     log.handlers[:] = []
@@ -117,8 +118,8 @@ def figures_only_where_looked_at(request, monkeypatch):
 
 @pytest.fixture
 def bare_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory, with no settings in the environment; what a command adds to ``sys.path`` is
-    taken back."""
+    """An empty working directory, with no settings in the environment; what a command adds to
+    ``sys.path`` is taken back."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in [name for name in os.environ if name.startswith("FL_LIGHTNING_")]:

@@ -1,7 +1,8 @@
-"""A workload in BlazeFL: its ``FedAvgThreadPoolClientTrainer`` with a thread for each core, which free-threaded
-Python needs to run side by side; without evaluation.
+"""A workload in BlazeFL: its ``FedAvgThreadPoolClientTrainer`` with a thread for each core, which
+free-threaded Python needs to run side by side; without evaluation.
 
-Its FedAvg has SGD without momentum, so its training loop stands here again, with the workload's settings.
+Its FedAvg has SGD without momentum, so its training loop stands here again, with the workload's
+settings.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Name(StrEnum):
 
 
 class Networks:
-    """What BlazeFL asks of a ``ModelSelector``; it makes a network anew for each client of each round."""
+    """What BlazeFL asks of a ``ModelSelector``; it makes a network anew for each client of each
+    round."""
 
     def __init__(self, work: Workload, channels_last: bool) -> None:
         self.work, self.channels_last = work, channels_last
@@ -39,9 +41,12 @@ class Networks:
 
 
 class Batches:
-    """What BlazeFL asks of a ``DataLoader``: a new order each time, batches that are slices of tensors."""
+    """What BlazeFL asks of a ``DataLoader``: a new order each time, batches that are slices of
+    tensors."""
 
-    def __init__(self, inputs: torch.Tensor, target: torch.Tensor, batch: int, generator: torch.Generator):
+    def __init__(
+        self, inputs: torch.Tensor, target: torch.Tensor, batch: int, generator: torch.Generator
+    ):
         self.inputs, self.target, self.batch, self.generator = inputs, target, batch, generator
 
     def __iter__(self):

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 
-os.environ.update(FLWR_TELEMETRY_ENABLED="0", RAY_USAGE_STATS_ENABLED="0")  # both are read at import
+# both are read at import
+os.environ.update(FLWR_TELEMETRY_ENABLED="0", RAY_USAGE_STATS_ENABLED="0")
 
 import flower_client
 import torch
@@ -35,7 +36,8 @@ def main() -> None:
     arguments.add_argument("--cpus_per_client", type=int, default=1)
     options = arguments.parse_args()
     work = WORKLOADS[options.workload]
-    rounds = 2 + (options.rounds or work.rounds)  # the start of the last one is the end of the one before it
+    # the start of the last one is the end of the one before it
+    rounds = 2 + (options.rounds or work.rounds)
     server = ServerApp()
 
     @server.main()
@@ -43,7 +45,9 @@ def main() -> None:
         model = work.build(options.channels_last)
         before = weights(model)
         strategy = Timed(
-            fraction_train=work.cohort / work.clients, fraction_evaluate=0.0, min_available_nodes=work.clients
+            fraction_train=work.cohort / work.clients,
+            fraction_evaluate=0.0,
+            min_available_nodes=work.clients,
         )
         result = strategy.start(
             grid, ArrayRecord(model.state_dict()), num_rounds=rounds,
@@ -61,7 +65,10 @@ def main() -> None:
 
     resources = {"num_cpus": options.cpus_per_client, "num_gpus": 0.0}
     run_simulation(
-        server, flower_client.app, num_supernodes=work.clients, backend_config={"client_resources": resources}
+        server,
+        flower_client.app,
+        num_supernodes=work.clients,
+        backend_config={"client_resources": resources},
     )
 
 

@@ -1,5 +1,5 @@
-"""The ClientApp: in a module of its own, so that Ray's actors import it instead of receiving it anew with
-every message."""
+"""The ClientApp: in a module of its own, so that Ray's actors import it instead of receiving it
+anew with every message."""
 
 from __future__ import annotations
 
@@ -46,5 +46,6 @@ def train(message: Message, context: Context) -> Message:
         {"num-examples": work.examples, "steps": steps, "threads": torch.get_num_threads()}
     )
     return Message(
-        content=RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}), reply_to=message
+        content=RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}),
+        reply_to=message,
     )

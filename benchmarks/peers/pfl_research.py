@@ -1,5 +1,5 @@
-"""A workload in pfl-research: ``SimulatedBackend``, ``FederatedAveraging``, ``PyTorchModel``; evaluation and
-printed metrics off.
+"""A workload in pfl-research: ``SimulatedBackend``, ``FederatedAveraging``, ``PyTorchModel``;
+evaluation and printed metrics off.
 
 With several processes: ``python -m torch.distributed.run --nproc_per_node 2 pfl_research.py W1``.
 """
@@ -29,8 +29,8 @@ from workload import WORKLOADS, Workload, now, parser, report, weights
 
 
 class Classifier(nn.Module):
-    """What pfl asks of a module: ``loss`` and ``metrics``. Its first round evaluates whatever the settings;
-    here that is free."""
+    """What pfl asks of a module: ``loss`` and ``metrics``. Its first round evaluates whatever the
+    settings; here that is free."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -59,8 +59,8 @@ class Marks(TrainingProcessCallback):
 
 
 def federation(work: Workload) -> FederatedDataset:
-    """Each client's tensors in memory; the documentation's sampler, which draws nobody twice before everybody
-    was drawn."""
+    """Each client's tensors in memory; the documentation's sampler, which draws nobody twice before
+    everybody was drawn."""
     inputs, target = (tensor.split(work.examples) for tensor in work.data())
     return FederatedDataset(
         lambda user: PyTorchTensorDataset((inputs[user], target[user])),

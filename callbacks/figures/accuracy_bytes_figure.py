@@ -1,5 +1,5 @@
-"""What the primary metric costs: accuracy, or what the task has, against everything that has crossed the
-wire."""
+"""What the primary metric costs: accuracy, or what the task has, against everything that has
+crossed the wire."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ CLASSIFICATION = Classification()
 
 
 class AccuracyBytesFigure(FigureMeter):
-    """Draws ``figures/accuracy_bytes``, or the same of another primary metric: its value on the test set
-    against cumulative megabytes, down and up, wasted uploads included."""
+    """Draws ``figures/accuracy_bytes``, or the same of another primary metric: its value on the
+    test set against cumulative megabytes, down and up, wasted uploads included."""
 
     name = "accuracy_bytes"
     empty: ClassVar = {"rows": []}
@@ -49,8 +49,8 @@ def accuracy_bytes_figure(
     value: np.ndarray,
     task: Task = CLASSIFICATION,
 ) -> Figure:
-    """Above: the primary metric after each evaluated round. Below, on the same axis: what the megabytes of
-    the whole run were.
+    """Above: the primary metric after each evaluated round. Below, on the same axis: what the
+    megabytes of the whole run were.
 
     Args:
         down, up: bytes of each round ``[R]``, over the whole cohort.
@@ -71,7 +71,14 @@ def accuracy_bytes_figure(
     shown = task.scale(primary) * known
     top.plot(megabytes[evaluated], shown, color=BLUE, marker=".", markersize=4, linewidth=1.5)
     best = int(known.argmax() if task.higher_is_better else known.argmin())
-    top.plot(megabytes[evaluated][best], shown[best], "o", markerfacecolor="none", color=BLACK, markersize=9)
+    top.plot(
+        megabytes[evaluated][best],
+        shown[best],
+        "o",
+        markerfacecolor="none",
+        color=BLACK,
+        markersize=9,
+    )
     top.set(
         ylabel=f"test {task.title(primary)}",
         title=(
@@ -88,7 +95,9 @@ def accuracy_bytes_figure(
     for label, part, colour, hatch in parts:
         width = part.sum() / 1e6
         style = {"facecolor": "white", "edgecolor": colour} if hatch else {"color": colour}
-        bottom.barh(0, width, left=left, height=0.6, hatch=hatch, label=f"{label} {width:.2f} MB", **style)
+        bottom.barh(
+            0, width, left=left, height=0.6, hatch=hatch, label=f"{label} {width:.2f} MB", **style
+        )
         left += width
     bottom.set(
         yticks=[],

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 
 class BitWidthFigure(FigureMeter):
-    """Draws ``figures/bit_widths``: magnitude bits of every quantised layer of the deployed model, the sign
-    not counted, in every round (``bits/layer/*``), and how many planes clients pruned (``bits/pruned``).
+    """Draws ``figures/bit_widths``: magnitude bits of every quantised layer of the deployed model,
+    the sign not counted, in every round (``bits/layer/*``), and how many planes clients pruned
+    (``bits/pruned``).
 
     Methods that give no layer a bit-width have nothing to draw: the meter says so and is idle.
     """
@@ -52,15 +53,16 @@ class BitWidthFigure(FigureMeter):
 
 
 def layer_bits(method: Any) -> list[int] | None:
-    """Magnitude bits of each quantised layer as deployed; None where the method has no such thing."""
+    """Magnitude bits of each quantised layer as deployed; None where the method has no such
+    thing."""
     return method.allocate(method.mean_budget()) if "bit_widths" in method.shows else None
 
 
 def bit_width_figure(
     rounds: list[int], bits: np.ndarray, pruned: np.ndarray, names: list[str], sizes: np.ndarray
 ) -> Figure:
-    """Left: rounds across, layers down, colour = bits; below it the planes that clients pruned. Right: share
-    of the weights with that many bits, after the last and the first round.
+    """Left: rounds across, layers down, colour = bits; below it the planes that clients pruned.
+    Right: share of the weights with that many bits, after the last and the first round.
 
     Args:
         rounds: consecutive, ``[R]``; 0 is the state before training.
@@ -92,9 +94,16 @@ def bit_width_figure(
         extent=(rounds[0] - 0.5, rounds[-1] + 0.5, L - 0.5, -0.5),
     )
     figure.colorbar(
-        image, ax=left, ticks=range(1, MAX_BITS + 1), label="magnitude bits", pad=0.015, aspect=max(20, 2 * L)
+        image,
+        ax=left,
+        ticks=range(1, MAX_BITS + 1),
+        label="magnitude bits",
+        pad=0.015,
+        aspect=max(20, 2 * L),
     )
-    left.hlines(np.arange(L - 1) + 0.5, rounds[0] - 0.5, rounds[-1] + 0.5, color="white", linewidth=1)
+    left.hlines(
+        np.arange(L - 1) + 0.5, rounds[0] - 0.5, rounds[-1] + 0.5, color="white", linewidth=1
+    )
     shown = zip(short_names(names), sizes, strict=True)
     left.set_yticks(range(L), [f"{name}  ({size:,})" for name, size in shown])
     count_rounds(left)
@@ -113,9 +122,8 @@ def bit_width_figure(
     ]
     for row, offset, style in styles:
         share = [100 * sizes[bits[row] == n].sum() / sizes.sum() for n in range(1, MAX_BITS + 1)]
-        label = (
-            f"{'before training' if rounds[row] == 0 else f'round {rounds[row]}'}, average {average[row]:.2f}"
-        )
+        when = "before training" if rounds[row] == 0 else f"round {rounds[row]}"
+        label = f"{when}, average {average[row]:.2f}"
         right.bar(np.arange(1, MAX_BITS + 1) + offset, share, 0.4, label=label, **style)
     right.set(
         xlabel="magnitude bits",

@@ -20,8 +20,8 @@ CLASSIFICATION = Classification()
 
 
 class ClientAccuracyFigure(FigureMeter):
-    """Draws ``figures/client_accuracy``: how many clients have which accuracy on their own validation
-    examples, the worst decile marked."""
+    """Draws ``figures/client_accuracy``: how many clients have which accuracy on their own
+    validation examples, the worst decile marked."""
 
     name = "client_accuracy"
     rule = "no client has validation examples"
@@ -36,7 +36,11 @@ class ClientAccuracyFigure(FigureMeter):
         self.name = f"client_{context.data.task.primary}"  # type: ignore[misc]
 
     def on_validate(self, values: dict[int, float], record: RoundRecord, context: Context) -> None:
-        self.seen = {"round": record.round, "ids": list(values), "accuracies": list(values.values())}
+        self.seen = {
+            "round": record.round,
+            "ids": list(values),
+            "accuracies": list(values.values()),
+        }
 
     def on_round_end(self, record: RoundRecord, context: Context) -> None:
         if self.seen["round"] == record.round:
@@ -51,8 +55,8 @@ class ClientAccuracyFigure(FigureMeter):
 def client_accuracy_figure(
     values: np.ndarray, held: np.ndarray, round: int, task: Task = CLASSIFICATION
 ) -> Figure:
-    """Left: clients by the task's primary metric. Right: share of clients with at most that value. Every
-    client counts the same.
+    """Left: clients by the task's primary metric. Right: share of clients with at most that value.
+    Every client counts the same.
 
     Args:
         values: of each client ``[K]``.
@@ -85,7 +89,9 @@ def client_accuracy_figure(
     left.yaxis.set_major_locator(MaxNLocator(integer=True))
     left.set(xlabel=f"validation {title}{bins}", ylabel="clients", xlim=(low, high))
     share = 100 * np.arange(1, K + 1) / K
-    right.step([low, *shown, high], [0, *share, 100], where="post", color=BLUE, linewidth=1.5, zorder=3)
+    right.step(
+        [low, *shown, high], [0, *share, 100], where="post", color=BLUE, linewidth=1.5, zorder=3
+    )
     shade = (0, 100 * worst / K) if task.higher_is_better else (100 - 100 * worst / K, 100)
     scale = task.scale(primary)
     mean, std = shown.mean(), shown.std()

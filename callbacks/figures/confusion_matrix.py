@@ -27,7 +27,9 @@ class ConfusionMatrix(FigureMeter):
 
     name = "confusion_matrix"
 
-    def on_evaluate(self, probs: Tensor, target: Tensor, record: RoundRecord, context: Context) -> None:
+    def on_evaluate(
+        self, probs: Tensor, target: Tensor, record: RoundRecord, context: Context
+    ) -> None:
         if not torch.isfinite(probs).all():
             log.warning(
                 "round %d: the model's probabilities are not finite; the confusion matrix leaves it out",
@@ -56,7 +58,8 @@ class ConfusionMatrix(FigureMeter):
 
 
 def confusion_counts(probs: Tensor, target: Tensor) -> np.ndarray:
-    """Examples of each true class (row) that are taken for each class (column), int64 ``[C, C]``."""
+    """Examples of each true class (row) that are taken for each class (column), int64 ``[C,
+    C]``."""
     C = probs.shape[1]
     return torch.bincount(target * C + probs.argmax(1), minlength=C * C).view(C, C).cpu().numpy()
 
@@ -71,8 +74,8 @@ def as_csv(counts: np.ndarray) -> str:
 
 
 def confusion_figure(counts: np.ndarray, title: str) -> Figure:
-    """True classes down, predicted ones across, colour = share of the row; a class without examples is left
-    blank."""
+    """True classes down, predicted ones across, colour = share of the row; a class without examples
+    is left blank."""
     from matplotlib.colors import PowerNorm
     from matplotlib.ticker import MaxNLocator
 
@@ -85,10 +88,13 @@ def confusion_figure(counts: np.ndarray, title: str) -> Figure:
         f"{title}: {accuracy:.1f} % correct", "predicted class", "true class", size=(6.6, 5.6)
     )
     axes.grid(False)
-    scale = "" if C <= WRITTEN else ", square-root scale"  # without numbers, what is rare must be seen
+    # without numbers, what is rare must be seen
+    scale = "" if C <= WRITTEN else ", square-root scale"
     norm = PowerNorm(1 if C <= WRITTEN else 0.5, vmin=0, vmax=100)
     image = axes.imshow(percent, cmap="Blues", norm=norm, interpolation="nearest")
-    figure.colorbar(image, ax=axes, label=f"share of the true class's examples (%{scale})", pad=0.02)
+    figure.colorbar(
+        image, ax=axes, label=f"share of the true class's examples (%{scale})", pad=0.02
+    )
     for locator in (axes.xaxis, axes.yaxis):
         locator.set_major_locator(MaxNLocator(min(C, WRITTEN), integer=True))
     for row, column in np.argwhere(counts) if C <= WRITTEN else ():

@@ -1,5 +1,5 @@
-"""What the meters that draw have in common. A figure that cannot be drawn is a warning with the reason, and
-never ends a run."""
+"""What the meters that draw have in common. A figure that cannot be drawn is a warning with the
+reason, and never ends a run."""
 
 from __future__ import annotations
 
@@ -37,12 +37,17 @@ def never_fatal(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         reason = " ".join(str(error).split()) or "no reason given"
-        log.warning("%s is left out (%s: %s); the run goes on without it", what, type(error).__name__, reason)
+        log.warning(
+            "%s is left out (%s: %s); the run goes on without it",
+            what,
+            type(error).__name__,
+            reason,
+        )
 
 
 def draw(context: Context, name: str, make: Callable[[], Figure], round: int | None = None) -> None:
-    """Log the figure that ``make`` gives as ``name``, or as ``name_round_0060`` for round 60; by rank 0, the
-    others have the same."""
+    """Log the figure that ``make`` gives as ``name``, or as ``name_round_0060`` for round 60; by
+    rank 0, the others have the same."""
     name = name if round is None else f"{name}_round_{round:04d}"
     if getattr(rank_zero_only, "rank", 0) == 0:
         with never_fatal(f"figures/{name}"):
@@ -50,13 +55,14 @@ def draw(context: Context, name: str, make: Callable[[], Figure], round: int | N
 
 
 def own_copy(context: Context) -> Any:
-    """Return a copy of the method, whose changes leave the resident one as it is. The data are not copied."""
+    """Return a copy of the method, whose changes leave the resident one as it is. The data are not
+    copied."""
     return deepcopy(context.method, {id(context.data): context.data})
 
 
 def student_and_teacher(method: Method) -> dict[str, nn.Module]:
-    """Return what is deployed and, where that is quantised, the same in full precision, by name and in
-    evaluation mode."""
+    """Return what is deployed and, where that is quantised, the same in full precision, by name and
+    in evaluation mode."""
     teacher = method.full_precision()
     if teacher is None:
         return {"deployed in full precision": method.deploy().eval()}
@@ -72,4 +78,8 @@ def sample(shown: int, total: int) -> str:
     """Return how many clients a figure shows, for its title."""
     if total == 1:
         return "1 client"
-    return f"{total} clients" if shown == total else f"{shown} of {total} clients (evenly spaced sample)"
+    return (
+        f"{total} clients"
+        if shown == total
+        else f"{shown} of {total} clients (evenly spaced sample)"
+    )

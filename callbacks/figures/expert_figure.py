@@ -1,4 +1,5 @@
-"""A picture of experts: how much each is used, who takes which, who loses by it, and who is served worst."""
+"""A picture of experts: how much each is used, who takes which, who loses by it, and who is served
+worst."""
 
 from __future__ import annotations
 
@@ -26,27 +27,35 @@ READABLE = 0.06
 """The share of the use from which a number has room in the bar of an expert."""
 LUMINANCE = (0.2126, 0.7152, 0.0722)  # of red, green and blue
 SURE = 2.0
-"""Standard errors by which a client's own adapter is better, for its transfer to count as negative."""
+"""Standard errors by which a client's own adapter is better, for its transfer to count as
+negative."""
 
 
 class ExpertFigure(FigureMeter):
-    """Draws ``figures/experts`` for ``FedVEMoE``, and adds to each round what the clients that trained in it
-    know of experts.
+    """Draws ``figures/experts`` for ``FedVEMoE``, and adds to each round what the clients that
+    trained in it know of experts.
 
     - ``router/entropy``: mean over clients of the entropy of their responsibilities, in nats;
-    - ``router/purity``: mutual information of the clients' groups and the experts that each takes first,
-      divided by the larger of the two entropies; 1 where each group has one expert of its own. Only where
-      there are groups;
-    - ``transfer/nats``: mean over clients of what the model that they are given loses against their own
-      adapter on their validation examples, in nats a token; ``transfer/worst``: the largest;
-      ``transfer/negative``: the share of clients that lose by more than two standard errors. In rounds that
-      are evaluated.
+    - ``router/purity``: mutual information of the clients' groups and the experts that each takes
+      first, divided by the larger of the two entropies; 1 where each group has one expert of its
+      own. Only where there are groups;
+    - ``transfer/nats``: mean over clients of what the model that they are given loses against their
+      own adapter on their validation examples, in nats a token; ``transfer/worst``: the largest;
+      ``transfer/negative``: the share of clients that lose by more than two standard errors. In
+      rounds that are evaluated.
     """
 
     name = "experts"
     rule = "it draws the experts of FedVEMoE, and there are none"
     instead = "write --model FedVEMoE with --model.k_max 1 or more, or leave it out"
-    empty: ClassVar = {"use": [], "clients": {}, "evaluated": [], "mean": [], "worst": [], "lost": {}}
+    empty: ClassVar = {
+        "use": [],
+        "clients": {},
+        "evaluated": [],
+        "mean": [],
+        "worst": [],
+        "lost": {},
+    }
 
     def on_cohort(self, cohort: list[Any], round: int, context: Context) -> None:
         self.trained: dict[str, Client] = {}
@@ -61,7 +70,8 @@ class ExpertFigure(FigureMeter):
 
     def on_validate(self, values: dict[int, float], record: RoundRecord, context: Context) -> None:
         if self.applies and values:
-            of_clients = [values[id] for id in sorted(values)]  # in one order on any number of processes
+            # in one order on any number of processes
+            of_clients = [values[id] for id in sorted(values)]
             lower = not context.data.task.higher_is_better
             self.seen["evaluated"].append(record.round)
             self.seen["mean"].append(float(np.mean(of_clients)))
@@ -122,8 +132,8 @@ def entropy(p: np.ndarray) -> float:
 
 
 def purity_of(r: np.ndarray, groups: np.ndarray) -> float | None:
-    """Return the mutual information of a client's group and the expert that it takes first, divided by the
-    larger entropy; None where all clients are of one group.
+    """Return the mutual information of a client's group and the expert that it takes first, divided
+    by the larger entropy; None where all clients are of one group.
 
     Args:
         r: responsibilities ``[K, S]``.
@@ -156,9 +166,10 @@ def expert_figure(
     metric: str,
     lost: np.ndarray,
 ) -> Figure:
-    """Draw the experts of a run in four panels, from left to right: the share of the use of each expert over
-    the rounds; responsibilities, clients of a group next to each other; what each of these clients loses
-    against its own adapter; the primary metric of the mean and of the worst client.
+    """Draw the experts of a run in four panels, from left to right: the share of the use of each
+    expert over the rounds; responsibilities, clients of a group next to each other; what each of
+    these clients loses against its own adapter; the primary metric of the mean and of the worst
+    client.
 
     Args:
         use: shares ``[R, S]``.
@@ -167,8 +178,8 @@ def expert_figure(
         labels: names of the clients ``[K]``.
         served: rounds that were evaluated, mean and worst over clients.
         metric: words for the primary metric.
-        lost: mean and standard error of what each client loses, in nats a token ``[K, 2]``; NaN where it is
-            not known. No panel if it is known of none.
+        lost: mean and standard error of what each client loses, in nats a token ``[K, 2]``; NaN
+            where it is not known. No panel if it is known of none.
     """
     from matplotlib.figure import Figure
 
@@ -190,7 +201,8 @@ def expert_figure(
         _draw_lost(axes, lost[order])
     _draw_served(right, *served, metric)
     for axes in (left, right):
-        axes.set_xlim(0.5, max(len(use), 1) + 0.5)  # of one evaluation alone, ticks would be parts of rounds
+        # of one evaluation alone, ticks would be parts of rounds
+        axes.set_xlim(0.5, max(len(use), 1) + 0.5)
         count_rounds(axes)
     return figure
 
@@ -202,17 +214,25 @@ def _draw_use(axes: Axes, use: np.ndarray, ever: np.ndarray) -> None:
         colour = _colour(expert, int(ever.max()))
         axes.bar(rounds, use[:, expert], 1.0, below, color=colour, edgecolor="white", linewidth=0.4)
         below += use[:, expert]
-    axes.set(title="use of each expert", xlabel="round", ylabel="share of the clients' weight", ylim=(0, 1))
+    axes.set(
+        title="use of each expert",
+        xlabel="round",
+        ylabel="share of the clients' weight",
+        ylim=(0, 1),
+    )
     for expert in ever:  # the name stands where the expert is used most
         at = int(use[:, expert].argmax())
         height = use[at, :expert].sum() + use[at, expert] / 2
         if use[at, expert] > READABLE:
             ink = BLACK if _is_light(_colour(expert, int(ever.max()))) else "white"
-            axes.text(at + 1, height, str(expert + 1), ha="center", va="center", color=ink, weight="bold")
+            axes.text(
+                at + 1, height, str(expert + 1), ha="center", va="center", color=ink, weight="bold"
+            )
 
 
 def _colour(expert: int, last: int) -> Any:
-    """Return the colour of an expert: one of all figures', or of twenty where there are more experts."""
+    """Return the colour of an expert: one of all figures', or of twenty where there are more
+    experts."""
     from matplotlib import colormaps
 
     few = COLOURS[:-1]
@@ -226,7 +246,8 @@ def _is_light(colour: Any) -> bool:
 
 
 def _draw_lost(axes: Axes, lost: np.ndarray) -> None:
-    """Draw what each client loses against its own adapter, ``[K, 2]``, with ``SURE`` standard errors."""
+    """Draw what each client loses against its own adapter, ``[K, 2]``, with ``SURE`` standard
+    errors."""
     mean, error = lost.T
     open_frame(axes)
     negative = (mean > 0) & (mean > SURE * error)
@@ -237,8 +258,11 @@ def _draw_lost(axes: Axes, lost: np.ndarray) -> None:
     axes.set(yticks=[], ylim=(len(lost) - 0.5, -0.5))  # the rows of the panel beside it
 
 
-def _draw_served(axes: Axes, rounds: list[int], mean: list[float], worst: list[float], metric: str) -> None:
-    """Draw the primary metric of the mean and of the worst client in the rounds that were evaluated."""
+def _draw_served(
+    axes: Axes, rounds: list[int], mean: list[float], worst: list[float], metric: str
+) -> None:
+    """Draw the primary metric of the mean and of the worst client in the rounds that were
+    evaluated."""
     from matplotlib.ticker import ScalarFormatter
 
     axes.plot(rounds, mean, color=BLUE, marker="o", label="mean client")
@@ -249,4 +273,10 @@ def _draw_served(axes: Axes, rounds: list[int], mean: list[float], worst: list[f
         axes.yaxis.set_major_formatter(ScalarFormatter())
         axes.yaxis.set_minor_formatter(ScalarFormatter())
     if mean:
-        axes.legend(frameon=False, labelcolor=BLACK, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
+        axes.legend(
+            frameon=False,
+            labelcolor=BLACK,
+            loc="upper center",
+            bbox_to_anchor=(0.5, -0.16),
+            ncols=2,
+        )

@@ -1,5 +1,5 @@
-"""A map of what the network sees before it decides: t-SNE of penultimate features (van der Maaten & Hinton,
-JMLR 2008)."""
+"""A map of what the network sees before it decides: t-SNE of penultimate features (van der Maaten &
+Hinton, JMLR 2008)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ NAMED = 20  # classes; more colours and markers than that cannot be told apart
 
 
 class FeatureMap(FigureMeter):
-    """Draws ``figures/feature_map``: test images where a t-SNE of the input of the last linear layer puts
-    them, coloured by class.
+    """Draws ``figures/feature_map``: test images where a t-SNE of the input of the last linear
+    layer puts them, coloured by class.
 
-    Student (what is deployed) and teacher (the server's weights in full precision) are embedded together, so
-    that both panels are one map; where they are the same network there is one panel. Above each: the
-    silhouette of the classes in the features themselves, in [-1, 1] (Rousseeuw, 1987). Methods whose clients
-    have networks of their own have no such pair: the meter says so and is idle.
+    Student (what is deployed) and teacher (the server's weights in full precision) are embedded
+    together, so that both panels are one map; where they are the same network there is one panel.
+    Above each: the silhouette of the classes in the features themselves, in [-1, 1] (Rousseeuw,
+    1987). Methods whose clients have networks of their own have no such pair: the meter says so and
+    is idle.
 
     Args:
         examples: test images at most, drawn by the run's seed, at least 10.
@@ -56,7 +57,9 @@ class FeatureMap(FigureMeter):
     def figure(self, context: Context) -> Figure:
         total = len(context.data.test_target)
         index = np.sort(
-            stream(context.seed, "feature_map").choice(total, min(self.examples, total), replace=False)
+            stream(context.seed, "feature_map").choice(
+                total, min(self.examples, total), replace=False
+            )
         )
         position = torch.from_numpy(index).to(context.data.device)
         features = {
@@ -77,8 +80,8 @@ class FeatureMap(FigureMeter):
 
 @torch.no_grad()
 def penultimate(network: nn.Module, data: Any, position: Tensor) -> np.ndarray:
-    """Return the input of the last linear layer for the test images at ``position`` int64 ``[n]``, float32
-    ``[n, F]``."""
+    """Return the input of the last linear layer for the test images at ``position`` int64 ``[n]``,
+    float32 ``[n, F]``."""
     linear = [
         module
         for module in network.modules()
@@ -103,9 +106,9 @@ def embed(features: np.ndarray, perplexity: float, rng: np.random.Generator) -> 
     if not np.isfinite(features).all():
         raise ValueError("the features are not finite")
     perplexity = min(perplexity, (len(features) - 1) / 3)
-    return TSNE(perplexity=perplexity, init="pca", random_state=int(rng.integers(2**31))).fit_transform(
-        features
-    )
+    return TSNE(
+        perplexity=perplexity, init="pca", random_state=int(rng.integers(2**31))
+    ).fit_transform(features)
 
 
 def silhouette(features: np.ndarray, target: np.ndarray) -> float:
@@ -122,8 +125,8 @@ def silhouette(features: np.ndarray, target: np.ndarray) -> float:
 def feature_figure(
     features: dict[str, np.ndarray], points: list[np.ndarray], target: np.ndarray, title: str
 ) -> Figure:
-    """Draw a panel for each network. Up to 20 classes have a colour and a marker each, more are colours on a
-    scale."""
+    """Draw a panel for each network. Up to 20 classes have a colour and a marker each, more are
+    colours on a scale."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.2 * len(points), 5.4), layout="constrained")
@@ -145,7 +148,12 @@ def feature_figure(
     else:
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(
-            handles, labels, title="class", loc="outside lower center", ncols=5 * len(points), frameon=False
+            handles,
+            labels,
+            title="class",
+            loc="outside lower center",
+            ncols=5 * len(points),
+            frameon=False,
         )
     figure.suptitle(f"t-SNE of penultimate features, {title}")
     return figure

@@ -1,4 +1,5 @@
-"""The base class of the meters that draw one figure at the end of a run and, if asked, between rounds."""
+"""The base class of the meters that draw one figure at the end of a run and, if asked, between
+rounds."""
 
 from __future__ import annotations
 
@@ -14,10 +15,12 @@ if TYPE_CHECKING:
 
 
 class FigureMeter(Meter, ABC):
-    """Draws ``figures/<name>`` at the end of a run, and between rounds if asked (``<name>_round_0010``).
+    """Draws ``figures/<name>`` at the end of a run, and between rounds if asked
+    (``<name>_round_0010``).
 
-    A subclass sets ``name`` and ``figure``. One that does not suit every run overrides ``applies_to`` and
-    says why in ``rule`` and ``instead``; where it does not apply, it logs a warning and draws nothing.
+    A subclass sets ``name`` and ``figure``. One that does not suit every run overrides
+    ``applies_to`` and says why in ``rule`` and ``instead``; where it does not apply, it logs a
+    warning and draws nothing.
 
     Args:
         every: rounds between figures; 0: only at the end.

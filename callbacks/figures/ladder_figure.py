@@ -22,10 +22,11 @@ KINDS = {"self_attn": "attention", "mlp": "feed-forward"}
 class LadderFigure(FigureMeter):
     """Draws ``figures/ladder`` for ``HESTLadder``.
 
-    Left: a row for each level, the whole network at the top, and a column for each branch; a branch that is
-    computed is filled, one that is left out is empty. Right: what a token of an answer costs at each
-    level, as a share of the whole network on the first client's device, with the budgets as lines, and
-    beside each bar the loss on the clients' validation examples when the level was chosen."""
+    Left: a row for each level, the whole network at the top, and a column for each branch; a branch
+    that is computed is filled, one that is left out is empty. Right: what a token of an answer
+    costs at each level, as a share of the whole network on the first client's device, with the
+    budgets as lines, and beside each bar the loss on the clients' validation examples when the
+    level was chosen."""
 
     name = "ladder"
     rule = "it draws the ladder of HESTLadder under a budget"
@@ -46,7 +47,12 @@ class LadderFigure(FigureMeter):
         ]
         known = losses if any(losses) else []
         return ladder_figure(
-            levels.numpy(), list(device.table.groups), shares, known, method.budget_shares, device.table.label
+            levels.numpy(),
+            list(device.table.groups),
+            shares,
+            known,
+            method.budget_shares,
+            device.table.label,
         )
 
 
@@ -81,7 +87,9 @@ def ladder_figure(
             color = (BLUE if column % 2 == 0 else ORANGE) if on else "none"
             place = (column - 0.4, row - 0.36)
             left.add_patch(
-                Rectangle(place, 0.8, 0.72, facecolor=color, edgecolor=GREY, linestyle="-" if on else ":")
+                Rectangle(
+                    place, 0.8, 0.72, facecolor=color, edgecolor=GREY, linestyle="-" if on else ":"
+                )
             )
     parts = [name.split(".") for name in branches]
     if columns <= MOST_NAMED:
@@ -92,7 +100,10 @@ def ladder_figure(
     else:
         left.set_xticks(np.arange(0, columns, 2) + 0.5, [one[1] for one in parts[::2]], fontsize=8)
         shown = "block: attention blue, feed-forward orange"
-    names = ["all branches", *(f"level {row}: {missing(levels[row], branches)}" for row in range(1, rows))]
+    names = [
+        "all branches",
+        *(f"level {row}: {missing(levels[row], branches)}" for row in range(1, rows)),
+    ]
     left.set_yticks(range(rows), names, fontsize=9)
     left.set(xlim=(-0.6, columns - 0.4), ylim=(rows - 0.4, -0.6), xlabel=shown)
     left.set_title("filled: computed; empty: left out")

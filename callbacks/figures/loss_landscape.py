@@ -1,10 +1,11 @@
-"""A slice of the test loss around the final weights (Li, Xu, Taylor, Studer & Goldstein, NeurIPS 2018).
+"""A slice of the test loss around the final weights (Li, Xu, Taylor, Studer & Goldstein, NeurIPS
+2018).
 
     f(a, b) = L(W + a d + b e)
 
-d, e random and filter-normalised: every filter of d has the norm of that filter of W; BatchNorm and biases
-stay. The teacher's slice is that of the full-precision weights; the student's is that of what would be
-deployed from them, quantised anew at every point.
+d, e random and filter-normalised: every filter of d has the norm of that filter of W; BatchNorm and
+biases stay. The teacher's slice is that of the full-precision weights; the student's is that of
+what would be deployed from them, quantised anew at every point.
 """
 
 from __future__ import annotations
@@ -30,16 +31,17 @@ if TYPE_CHECKING:
 
 
 class LossLandscape(FigureMeter):
-    """Draws ``figures/loss_landscape``: the test loss of student and teacher along the same one or two
-    directions.
+    """Draws ``figures/loss_landscape``: the test loss of student and teacher along the same one or
+    two directions.
 
-    Two forward passes of ``examples`` images for each of ``points`` ** ``dimensions`` points: seconds for a
-    small network, minutes for a large one on a CPU. Methods whose clients have networks of their own have no
-    such pair: the meter says so and is idle.
+    Two forward passes of ``examples`` images for each of ``points`` ** ``dimensions`` points:
+    seconds for a small network, minutes for a large one on a CPU. Methods whose clients have
+    networks of their own have no such pair: the meter says so and is idle.
 
     Args:
         dimensions: 2: contours; 1: curves.
-        points: along each direction, odd so that the weights themselves are one of them, at least 3.
+        points: along each direction, odd so that the weights themselves are one of them, at least
+            3.
         span: how far to go each way, in norms of the weights, above 0.
         examples: test images at most, drawn by the run's seed, at least 1.
         every: rounds between figures; 0: only at the end.
@@ -81,23 +83,30 @@ class LossLandscape(FigureMeter):
         )
 
     def _losses(self, context: Context, steps: np.ndarray) -> tuple[dict[str, np.ndarray], int]:
-        """Return the loss of each network at every point of the slice, ``[points]`` or ``[points, points]``
-        (b, a); number of images."""
+        """Return the loss of each network at every point of the slice, ``[points]`` or ``[points,
+        points]`` (b, a); number of images."""
         method, data, total = own_copy(context), context.data, len(context.data.test_target)
         index = np.sort(
-            stream(context.seed, "landscape_images").choice(total, min(self.examples, total), replace=False)
+            stream(context.seed, "landscape_images").choice(
+                total, min(self.examples, total), replace=False
+            )
         )
         position = torch.from_numpy(index).to(data.device)
-        batches = [(data.inputs("test", part), data.test_target[part]) for part in position.split(512)]
+        batches = [
+            (data.inputs("test", part), data.test_target[part]) for part in position.split(512)
+        ]
         centre = method.server["weights"]
         draws = stream(context.seed, "landscape")
         directions = [
-            filter_normalised(method.layout, method.network, centre, draws) for _ in range(self.dimensions)
+            filter_normalised(method.layout, method.network, centre, draws)
+            for _ in range(self.dimensions)
         ]
         grid = np.stack(np.meshgrid(*[steps] * self.dimensions), axis=-1)
         losses: dict[str, np.ndarray] = {}
         for place in np.ndindex(grid.shape[:-1]):
-            weights = centre + sum(float(a) * d for a, d in zip(grid[place], directions, strict=True))
+            weights = centre + sum(
+                float(a) * d for a, d in zip(grid[place], directions, strict=True)
+            )
             method.server = {**method.server, "weights": weights}
             for name, network in student_and_teacher(method).items():
                 losses.setdefault(name, np.empty(grid.shape[:-1]))[place] = loss(network, batches)
@@ -107,8 +116,8 @@ class LossLandscape(FigureMeter):
 def filter_normalised(
     layout: Layout, network: nn.Module, weights: Tensor, rng: np.random.Generator
 ) -> Tensor:
-    """Return a random direction, float32 ``[size]``: of each filter (row of a weight) the norm of that filter
-    of ``weights``; 0 elsewhere."""
+    """Return a random direction, float32 ``[size]``: of each filter (row of a weight) the norm of
+    that filter of ``weights``; 0 elsewhere."""
     learned = {name for name, parameter in network.named_parameters() if parameter.ndim >= 2}
     direction = {}
     for name, tensor in layout.unpack(weights).items():
@@ -166,8 +175,12 @@ def contour_figure(steps: np.ndarray, losses: dict[str, np.ndarray], title: str)
 
 
 def curve_figure(steps: np.ndarray, losses: dict[str, np.ndarray], title: str) -> Figure:
-    figure, axes = new_axes(title, "a, in norms of the weights, along one random direction", "test loss")
-    for (name, values), (colour, format) in zip(losses.items(), ((BLUE, "o-"), (RED, "s--")), strict=False):
+    figure, axes = new_axes(
+        title, "a, in norms of the weights, along one random direction", "test loss"
+    )
+    for (name, values), (colour, format) in zip(
+        losses.items(), ((BLUE, "o-"), (RED, "s--")), strict=False
+    ):
         axes.plot(
             steps,
             values,

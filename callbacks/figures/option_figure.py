@@ -1,4 +1,5 @@
-"""A picture of an energy budget: which layers are computed for which tokens, and what sequences cost."""
+"""A picture of an energy budget: which layers are computed for which tokens, and what sequences
+cost."""
 
 from __future__ import annotations
 
@@ -34,10 +35,10 @@ BEFORE, AFTER = 32, 12
 class OptionFigure(FigureMeter):
     """Draws ``figures/options`` for ``HEST``, and adds the clients' prices to each round.
 
-    Left: what each layer costs at each place of a sequence of the test set, on the first client's device, as
-    a share of its cost at *high*. Middle: joules of a test sequence over the rounds, beside its budget and
-    its cost at *high*. Right: the price of energy. ``energy/price`` is the mean of lambda over the clients
-    that trained in the round.
+    Left: what each layer costs at each place of a sequence of the test set, on the first client's
+    device, as a share of its cost at *high*. Middle: joules of a test sequence over the rounds,
+    beside its budget and its cost at *high*. Right: the price of energy. ``energy/price`` is the
+    mean of lambda over the clients that trained in the round.
     """
 
     name = "options"
@@ -70,7 +71,9 @@ class OptionFigure(FigureMeter):
         if self.prices:
             prices = [self.prices[client] for client in sorted(self.prices)]
             record.metrics["energy/price"] = float(np.mean(prices))
-            self.seen["prices"].append([record.round, min(prices), float(np.mean(prices)), max(prices)])
+            self.seen["prices"].append(
+                [record.round, min(prices), float(np.mean(prices)), max(prices)]
+            )
         if "energy/joules" in record.metrics:
             self.seen["rounds"].append(record.round)
             self.seen["joules"].append(record.metrics["energy/joules"])
@@ -92,8 +95,9 @@ class OptionFigure(FigureMeter):
 
 
 def costs_by_place(device: Any, choices: torch.Tensor, lengths: Any) -> np.ndarray:
-    """Return what each group costs at each place, as a share of *high*, ``[G, BEFORE + AFTER]``; NaN where no
-    sequence has a token. Place ``BEFORE`` is the first token of the answer that is read.
+    """Return what each group costs at each place, as a share of *high*, ``[G, BEFORE + AFTER]``;
+    NaN where no sequence has a token. Place ``BEFORE`` is the first token of the answer that is
+    read.
 
     Args:
         device: what the sequences ran on.
@@ -101,7 +105,9 @@ def costs_by_place(device: Any, choices: torch.Tensor, lengths: Any) -> np.ndarr
         lengths: of the sequences.
     """
     found = np.full((len(choices), BEFORE + AFTER, choices.shape[2]), np.nan)
-    for row, (prompt, end) in enumerate(zip(lengths.prompts.tolist(), lengths.ends.tolist(), strict=True)):
+    for row, (prompt, end) in enumerate(
+        zip(lengths.prompts.tolist(), lengths.ends.tolist(), strict=True)
+    ):
         for place in range(max(0, prompt - BEFORE), min(end, prompt + AFTER)):
             costs = device.token_costs(prompt if place < prompt else 1)
             taken = costs.gather(1, choices[row, place].unsqueeze(1)).squeeze(1)
@@ -135,19 +141,30 @@ def option_figure(
     left.axvline(-0.5, color="white", linewidth=1.5)
     left.set_yticks(range(len(groups)), short_names(groups), fontsize=9)
     left.set(
-        title="what each layer costs, token by token", xlabel="place; 0 is the first token after the prompt"
+        title="what each layer costs, token by token",
+        xlabel="place; 0 is the first token after the prompt",
     )
     rounds, joules, high = seen["rounds"], np.array(seen["joules"]), np.array(seen["high"])
     if rounds:
-        middle.plot(rounds, 1e3 * high, color=GREY, linestyle=":", marker="^", label="all layers at high")
-        middle.plot(rounds, 1e3 * budget * high, color=RED, linestyle="--", marker="s", label="budget")
+        middle.plot(
+            rounds, 1e3 * high, color=GREY, linestyle=":", marker="^", label="all layers at high"
+        )
+        middle.plot(
+            rounds, 1e3 * budget * high, color=RED, linestyle="--", marker="s", label="budget"
+        )
         middle.plot(rounds, 1e3 * joules, color=BLUE, marker="o", label="spent")
         middle.set_ylim(0, 1.05e3 * max(high.max(), joules.max()))
-    middle.set(title="a sequence of the test set", xlabel=f"round\n{source}", ylabel="mean millijoules")
+    middle.set(
+        title="a sequence of the test set", xlabel=f"round\n{source}", ylabel="mean millijoules"
+    )
     if seen["prices"]:
         at, least, mean, most = np.array(seen["prices"]).T
-        right.fill_between(at, least, most, color=ORANGE, alpha=0.25, linewidth=0, label="price, all clients")
-        right.plot(at, mean, color=ORANGE, marker="D", markersize=4, label="price, mean over clients")
+        right.fill_between(
+            at, least, most, color=ORANGE, alpha=0.25, linewidth=0, label="price, all clients"
+        )
+        right.plot(
+            at, mean, color=ORANGE, marker="D", markersize=4, label="price, mean over clients"
+        )
     right.set(title="price of energy", xlabel="round", ylabel="lambda")
     for axes in (middle, right):
         count_rounds(axes)

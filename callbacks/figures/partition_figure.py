@@ -31,12 +31,12 @@ class PartitionFigure(Meter):
 
 
 def partition_figure(counts: np.ndarray, group: str = "class", names: Sequence[str] = ()) -> Figure:
-    """Clients across, classes or other groups up, colour = examples; above, the size of each client. Of one
-    group there are the sizes alone.
+    """Clients across, classes or other groups up, colour = examples; above, the size of each
+    client. Of one group there are the sizes alone.
 
     Args:
-        counts: examples per client and group ``[K, G]``. Of more than 200 clients, 200 evenly spaced ones are
-            shown.
+        counts: examples per client and group ``[K, G]``. Of more than 200 clients, 200 evenly
+            spaced ones are shown.
         group: what a group is.
         names: names of the groups ``[G]``; up to 20 are shown.
     """

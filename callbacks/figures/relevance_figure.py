@@ -1,5 +1,5 @@
-"""A picture of who helps whom: similarity as the method found it, beside similarity of the clients' labels,
-which it never saw."""
+"""A picture of who helps whom: similarity as the method found it, beside similarity of the clients'
+labels, which it never saw."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ SHOWN = 100  # clients; cells of more cannot be told apart on a page
 
 
 class RelevanceFigure(FigureMeter):
-    """Draws ``figures/relevance`` for a method with relevances (``FedMosaic``), where two clients or more are
-    known.
+    """Draws ``figures/relevance`` for a method with relevances (``FedMosaic``), where two clients
+    or more are known.
 
-    Adds ``relevance/label_correlation`` to each round with three known clients or more: the correlation, in
-    [-1, 1], over pairs of clients, between relevance and the cosine of their label counts.
+    Adds ``relevance/label_correlation`` to each round with three known clients or more: the
+    correlation, in [-1, 1], over pairs of clients, between relevance and the cosine of their label
+    counts.
     """
 
     name = "relevance"
@@ -64,8 +65,8 @@ def label_similarity(counts: np.ndarray) -> np.ndarray:
 
 
 def label_correlation(relevance: np.ndarray, counts: np.ndarray) -> float:
-    """Pearson's correlation of relevance ``[K, K]`` and label similarity over pairs of different clients; NaN
-    for fewer than three pairs or where either is constant."""
+    """Pearson's correlation of relevance ``[K, K]`` and label similarity over pairs of different
+    clients; NaN for fewer than three pairs or where either is constant."""
     upper = np.triu_indices(len(relevance), 1)
     found, true = relevance[upper], label_similarity(counts)[upper]
     if len(found) < 3 or min(np.ptp(found), np.ptp(true)) == 0:
@@ -74,7 +75,8 @@ def label_correlation(relevance: np.ndarray, counts: np.ndarray) -> float:
 
 
 def similar_next_to_each_other(similarity: np.ndarray) -> np.ndarray:
-    """Return an order of clients: leaves of average-linkage clustering on ``1 - similarity`` ``[K, K]``."""
+    """Return an order of clients: leaves of average-linkage clustering on ``1 - similarity`` ``[K,
+    K]``."""
     from scipy.cluster.hierarchy import leaves_list, linkage, optimal_leaf_ordering
 
     distance = (1 - similarity)[np.triu_indices(len(similarity), 1)].clip(0)
@@ -84,7 +86,8 @@ def similar_next_to_each_other(similarity: np.ndarray) -> np.ndarray:
 
 
 def relevance_figure(ids: np.ndarray, relevance: np.ndarray, counts: np.ndarray) -> Figure:
-    """Relevance, label similarity and the labels themselves, with clients in one order in all three.
+    """Relevance, label similarity and the labels themselves, with clients in one order in all
+    three.
 
     Args:
         ids: clients ``[K]``; of more than 100, 100 evenly spaced ones are shown.
@@ -118,13 +121,17 @@ def relevance_figure(ids: np.ndarray, relevance: np.ndarray, counts: np.ndarray)
             "cosine of label counts (never sent)",
         ),
     ):
-        image = axes.imshow(values, vmin=limits[0], vmax=limits[1], cmap=cmap, interpolation="nearest")
+        image = axes.imshow(
+            values, vmin=limits[0], vmax=limits[1], cmap=cmap, interpolation="nearest"
+        )
         figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02)
         axes.set(title=title, xlabel="client", ylabel="client")
     share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     most = max(float(share.max(initial=0)), 1e-9)
     held = np.ma.masked_equal(share, 0)
-    image = right.imshow(held, vmin=0, vmax=most, cmap="viridis_r", aspect="auto", interpolation="nearest")
+    image = right.imshow(
+        held, vmin=0, vmax=most, cmap="viridis_r", aspect="auto", interpolation="nearest"
+    )
     right.set_box_aspect(1 / 0.75)  # as high as the squares beside it
     figure.colorbar(image, ax=right, shrink=0.8, pad=0.02, label="share of the client's examples")
     right.set(title="labels", xlabel="class", ylabel="client")

@@ -1,4 +1,5 @@
-"""When clients were at work, in virtual time: a Gantt chart of a few rounds, and how stale updates were."""
+"""When clients were at work, in virtual time: a Gantt chart of a few rounds, and how stale updates
+were."""
 
 from __future__ import annotations
 
@@ -28,16 +29,17 @@ LOOKS = {
     "asked": ("asked for its loss, not taken", SKY, "...."),
     "edge": ("edge server: its sum up, the model down", GREY, ""),
 }
-"""How the chart shows a client's work, by the status that the ledger gives it: the words in the legend, the
-colour of the bar, and its pattern."""
+"""How the chart shows a client's work, by the status that the ledger gives it: the words in the
+legend, the colour of the bar, and its pattern."""
 
 Bar = Sequence[Any]
 """Round, client, status, start and end of its work in virtual seconds."""
 
 
 class TimelineFigure(FigureMeter):
-    """Draws ``figures/timeline``: from when to when each client was at work in the last rounds, from the
-    ledger; of asynchronous rounds also how many versions old the updates of the whole run were.
+    """Draws ``figures/timeline``: from when to when each client was at work in the last rounds,
+    from the ledger; of asynchronous rounds also how many versions old the updates of the whole run
+    were.
 
     Args:
         every: rounds between figures; 0: only at the end.
@@ -86,13 +88,14 @@ def timeline_figure(
     staleness: Mapping[int, int] | None = None,
     expected: float = 0.0,
 ) -> Figure:
-    """Above: a line for each client with a bar for each time at work, and a vertical line where a round ends.
-    Below, of asynchronous rounds: how many updates were how stale.
+    """Above: a line for each client with a bar for each time at work, and a vertical line where a
+    round ends. Below, of asynchronous rounds: how many updates were how stale.
 
     Args:
         bars: times at work, in the order of the rounds.
         ends: virtual seconds at which the round before the first, and each that is shown, ended.
-        staleness: updates by the versions between their download and their use; None: there are no versions.
+        staleness: updates by the versions between their download and their use; None: there are no
+            versions.
         expected: mean staleness without ties, (M - 1) / K.
     """
     from matplotlib.figure import Figure
@@ -101,7 +104,9 @@ def timeline_figure(
         raise ValueError("no client was at work in virtual time")
     both = staleness is not None
     figure = Figure(figsize=(6.8, 6.2 if both else 4.4), layout="constrained")
-    axes = figure.subplots(2 if both else 1, 1, height_ratios=[3, 2] if both else [1], squeeze=False)[:, 0]
+    axes = figure.subplots(
+        2 if both else 1, 1, height_ratios=[3, 2] if both else [1], squeeze=False
+    )[:, 0]
     open_frame(*axes)
     _draw_bars(axes[0], bars, ends, "Versions" if both else "Rounds")
     if staleness is not None:
@@ -119,7 +124,8 @@ def _draw_bars(axes: Axes, bars: Sequence[Bar], ends: Sequence[float], what: str
         if of_one:
             begins = np.array([bar[3] for bar in of_one])
             widths = np.array([bar[4] for bar in of_one]) - begins
-            face, edge = ("white", colour) if hatch else (colour, "white")  # rounds in a row stay apart
+            # rounds in a row stay apart
+            face, edge = ("white", colour) if hatch else (colour, "white")
             style: dict[str, Any] = {"facecolor": face, "edgecolor": edge, "hatch": hatch}
             places = [rows[bar[1]] for bar in of_one]
             # who is late is still at work while it is asked anew: what is used stays in sight
@@ -147,9 +153,16 @@ def _draw_staleness(axes: Axes, staleness: Mapping[int, int], expected: float) -
 
     total = sum(staleness.values())
     mean = sum(versions * count for versions, count in staleness.items()) / max(total, 1)
-    axes.bar(list(staleness), [100 * count / max(total, 1) for count in staleness.values()], 0.8, color=GREY)
+    axes.bar(
+        list(staleness),
+        [100 * count / max(total, 1) for count in staleness.values()],
+        0.8,
+        color=GREY,
+    )
     axes.axvline(mean, color=BLUE, linewidth=1.5, label=f"mean {mean:.2f}")
-    axes.axvline(expected, color=ORANGE, linewidth=1.5, linestyle=":", label=f"(M - 1) / K = {expected:.2f}")
+    axes.axvline(
+        expected, color=ORANGE, linewidth=1.5, linestyle=":", label=f"(M - 1) / K = {expected:.2f}"
+    )
     axes.set(
         title=f"{total} updates of the whole run",
         xlabel="staleness (versions between download and use)",

@@ -14,9 +14,10 @@ BUDGETS = (1.0, 2.0, 4.0)
 
 
 class BitBudgets(Meter):
-    """Adds ``bits/at/<budget>/<metric>`` to each round that is evaluated: the metrics of the test set, such
-    as ``bits/at/2/accuracy``, of the global model of FedMPQ on the grid of another budget, in magnitude bits
-    per weight. It is what FedMPQ's ``supernet`` is trained for. It takes a pass over the test set for each.
+    """Adds ``bits/at/<budget>/<metric>`` to each round that is evaluated: the metrics of the test
+    set, such as ``bits/at/2/accuracy``, of the global model of FedMPQ on the grid of another
+    budget, in magnitude bits per weight. It is what FedMPQ's ``supernet`` is trained for. It takes
+    a pass over the test set for each.
 
     Args:
         budgets: from 1 to 8 bits; null: 1, 2 and 4.

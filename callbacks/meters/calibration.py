@@ -1,5 +1,5 @@
-"""Calibration on the global test set: numbers each evaluated round, a reliability diagram when asked for and
-at the end."""
+"""Calibration on the global test set: numbers each evaluated round, a reliability diagram when
+asked for and at the end."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ HATCHED = 30
 
 
 class Calibration(Meter):
-    """Adds ``test/ece`` (in [0, 1]) and ``test/brier`` (in [0, 2]) to each evaluated round; both are NaN
-    where probabilities are.
+    """Adds ``test/ece`` (in [0, 1]) and ``test/brier`` (in [0, 2]) to each evaluated round; both
+    are NaN where probabilities are.
 
     Args:
         bins: equal-width bins of confidence, at least 1.
-        every: rounds between reliability diagrams (``figures/reliability_round_0060``); 0: only the last.
+        every: rounds between reliability diagrams (``figures/reliability_round_0060``); 0: only the
+            last.
     """
 
     def __init__(
@@ -51,11 +52,14 @@ class Calibration(Meter):
     def on_check(self, context: Context) -> None:
         self._last, self._drawn = None, 0
 
-    def on_evaluate(self, probs: Tensor, target: Tensor, record: RoundRecord, context: Context) -> None:
+    def on_evaluate(
+        self, probs: Tensor, target: Tensor, record: RoundRecord, context: Context
+    ) -> None:
         if not torch.isfinite(probs).all():
             record.metrics |= {"test/ece": float("nan"), "test/brier": float("nan")}
             log.warning(
-                "round %d: the model's probabilities are not finite; ECE and Brier are NaN", record.round
+                "round %d: the model's probabilities are not finite; ECE and Brier are NaN",
+                record.round,
             )
             return
         ece = expected_calibration_error(probs, target, self.bins)
@@ -69,15 +73,16 @@ class Calibration(Meter):
             self._draw(context)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the last bins: a run that was killed between its last evaluation and its end still draws its
-        diagram."""
+        """Return the last bins: a run that was killed between its last evaluation and its end still
+        draws its diagram."""
         if self._last is None:
             return {}
         round, bins, ece = self._last
         return {"round": round, "bins": [values.tolist() for values in bins], "ece": ece}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave; that of a version before has M bins and no ECE."""
+        """Take back what :meth:`state_dict` gave; that of a version before has M bins and no
+        ECE."""
         self._last = None
         if state:
             bins = CalibrationBins(*map(np.array, state["bins"]))
@@ -87,12 +92,15 @@ class Calibration(Meter):
         assert self._last is not None
         self._drawn, bins, ece = self._last
         title = f"round {self._drawn}" + ("" if ece is None else f": ECE {ece:.3f}")
-        draw(context, "reliability", lambda: reliability_diagram(bins, title, self.bins), self._drawn)
+        draw(
+            context, "reliability", lambda: reliability_diagram(bins, title, self.bins), self._drawn
+        )
 
 
 def reliability_diagram(bins: CalibrationBins, title: str, M: int) -> Figure:
-    """Draw accuracy and mean confidence of each of M bins with the gap between them; below, how many examples
-    each bin holds. The bin of confidences that are exactly 1 is a narrow bar at the right end."""
+    """Draw accuracy and mean confidence of each of M bins with the gap between them; below, how
+    many examples each bin holds. The bin of confidences that are exactly 1 is a narrow bar at the
+    right end."""
     from matplotlib.figure import Figure
 
     width = np.r_[np.full(M, 1 / M), 0.2 / M][: len(bins.counts)]
@@ -101,8 +109,18 @@ def reliability_diagram(bins: CalibrationBins, title: str, M: int) -> Figure:
     figure = Figure(figsize=(5, 6), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     top.plot([0, 1], [0, 1], color=GREY, linestyle="--", linewidth=1, label="perfect calibration")
-    top.bar(centre[full], bins.accuracy[full], width[full], color=SKY, edgecolor="white", label="accuracy")
-    low, high = np.minimum(bins.accuracy, bins.confidence), np.maximum(bins.accuracy, bins.confidence)
+    top.bar(
+        centre[full],
+        bins.accuracy[full],
+        width[full],
+        color=SKY,
+        edgecolor="white",
+        label="accuracy",
+    )
+    low, high = (
+        np.minimum(bins.accuracy, bins.confidence),
+        np.maximum(bins.accuracy, bins.confidence),
+    )
     gap: dict[str, Any] = {"color": "none", "edgecolor": RED, "hatch": "////", "linewidth": 1.0}
     if M > HATCHED:  # the hatching of narrow bars hides what is behind it
         gap = {"color": RED, "alpha": 0.35, "linewidth": 0}

@@ -16,31 +16,38 @@ LOSS = "train/loss"
 
 
 def monitors(task: Task) -> tuple[str, ...]:
-    """Return the metrics of every round that is evaluated. The test set is not among them: it must not choose
-    when a run ends."""
-    return (*(name for metric in task.per_client for name in client_spread([0.0], metric=metric)), LOSS)
+    """Return the metrics of every round that is evaluated. The test set is not among them: it must
+    not choose when a run ends."""
+    return (
+        *(name for metric in task.per_client for name in client_spread([0.0], metric=metric)),
+        LOSS,
+    )
 
 
 FORM = re.compile(r"val/\w+|train/loss")
 
 
 class EarlyStopping(Meter):
-    """Ends the run, as finished, after ``patience`` evaluated rounds in a row without an improvement.
+    """Ends the run, as finished, after ``patience`` evaluated rounds in a row without an
+    improvement.
 
     Args:
-        monitor: ``val/accuracy``, ``val/accuracy_std``, ``val/accuracy_worst_decile``, the same of another
-            metric of the task such as ``val/perplexity``, or ``train/loss``; null: ``val/`` and the task's
-            primary metric.
+        monitor: ``val/accuracy``, ``val/accuracy_std``, ``val/accuracy_worst_decile``, the same of
+            another metric of the task such as ``val/perplexity``, or ``train/loss``; null: ``val/``
+            and the task's primary metric.
         patience: evaluated rounds without an improvement after which the run ends, at least 1.
-        mode: whether more of the monitor is better (``max``) or less (``min``); null: less of a loss or a
-            spread, more of an accuracy, and of another metric as the task has it.
-        min_delta: what a value has to be better by than the best one to count as an improvement, 0 or more.
+        mode: whether more of the monitor is better (``max``) or less (``min``); null: less of a
+            loss or a spread, more of an accuracy, and of another metric as the task has it.
+        min_delta: what a value has to be better by than the best one to count as an improvement, 0
+            or more.
     """
 
     def __init__(
         self,
         monitor: str | None = None,
-        patience: Annotated[int, within("[1, inf)", "at least 1 evaluated round is needed", 10)] = 10,
+        patience: Annotated[
+            int, within("[1, inf)", "at least 1 evaluated round is needed", 10)
+        ] = 10,
         mode: Annotated[
             Literal["max", "min"] | None,
             Constraint("it is max or min", "for an accuracy write mode: max"),
@@ -90,7 +97,11 @@ class EarlyStopping(Meter):
     def stop_reason(self) -> str:
         if self._waited < self.patience:
             return ""
-        best = "never finite" if self._best is None else f"best {self._best:.4g} in round {self._best_round}"
+        best = (
+            "never finite"
+            if self._best is None
+            else f"best {self._best:.4g} in round {self._best_round}"
+        )
         rounds = f"{self._waited} evaluated round{'s'[: self._waited > 1]}"
         return f"{self._monitored} did not improve in {rounds}, {best}"
 
@@ -98,7 +109,11 @@ class EarlyStopping(Meter):
         return {"best": self._best, "best_round": self._best_round, "waited": self._waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._best, self._best_round, self._waited = state["best"], state["best_round"], state["waited"]
+        self._best, self._best_round, self._waited = (
+            state["best"],
+            state["best_round"],
+            state["waited"],
+        )
 
 
 def _sign_of(monitor: str, task: Task) -> int:

@@ -17,13 +17,15 @@ from fl_lightning.wire import Payload
 
 
 class FactorError(Stressor, Meter):
-    """Adds ``average/factor_error`` to every round, for federated LoRA whose A and B are averaged apart:
+    """Adds ``average/factor_error`` to every round, for federated LoRA whose A and B are averaged
+    apart:
 
         || sum_k p_k B_k A_k  -  (sum_k p_k B_k) (sum_k p_k A_k) ||  /  || sum_k p_k B_k A_k ||
 
-    in the Frobenius norm over all layers, over the clients that returned; of Fed-VEMoE over the trainers of
-    each expert, and squares are added up over experts. It is 0 where A is frozen. It reads single uploads, so
-    that a secure sum cannot have it, and holds them in memory until the end of the round. It changes nothing.
+    in the Frobenius norm over all layers, over the clients that returned; of Fed-VEMoE over the
+    trainers of each expert, and squares are added up over experts. It is 0 where A is frozen. It
+    reads single uploads, so that a secure sum cannot have it, and holds them in memory until the
+    end of the round. It changes nothing.
     """
 
     def __init__(self) -> None:
@@ -37,7 +39,9 @@ class FactorError(Stressor, Meter):
                 why = "the rule of adapter_average measures what it loses"
             why = "a secure sum shows no upload" if secure else why
             raise InputError(
-                "callbacks.FactorError", f"it compares the mean of uploads, and {why}", "leave it out"
+                "callbacks.FactorError",
+                f"it compares the mean of uploads, and {why}",
+                "leave it out",
             )
 
     def on_setup(self, context: Context) -> None:
@@ -46,7 +50,9 @@ class FactorError(Stressor, Meter):
     def on_round_start(self, round: int, context: Context) -> None:
         self._uploads = {}
 
-    def change_upload(self, upload: Payload, *, client: Client, round: int, context: Context) -> Payload:
+    def change_upload(
+        self, upload: Payload, *, client: Client, round: int, context: Context
+    ) -> Payload:
         for slot, weight, adapter in context.method.averaged(upload):
             value = torch.cat([torch.tensor([weight], dtype=torch.float64), adapter.double()])
             self._uploads[f"{slot}/{client.id}"] = value.cpu()
@@ -61,7 +67,9 @@ class FactorError(Stressor, Meter):
         squares = [self._space.factor_error(*_weighted(rows)) for rows in by_slot.values()]
         whole = sum(square for _, square in squares)
         if whole > 0:
-            record.metrics["average/factor_error"] = (sum(error for error, _ in squares) / whole) ** 0.5
+            record.metrics["average/factor_error"] = (
+                sum(error for error, _ in squares) / whole
+            ) ** 0.5
 
 
 def _weighted(rows: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,12 @@
-"""How hard each term of the local loss pulls: the L2 norm of its gradient by what the client trains.
+"""How hard each term of the local loss pulls: the L2 norm of its gradient by what the client
+trains.
 
     g_term = || d loss_term / d theta ||_2
 
-at the start of a client's round, on its first batch, and where asked also at its last local step. theta is
-what the local optimiser steps on: for FedMPQ the latent weights or the bit planes, BatchNorm and biases. A
-regulariser that outweighs the task is seen here: FedMPQ's is said to do so at few local epochs.
+at the start of a client's round, on its first batch, and where asked also at its last local step.
+theta is what the local optimiser steps on: for FedMPQ the latent weights or the bit planes,
+BatchNorm and biases. A regulariser that outweighs the task is seen here: FedMPQ's is said to do so
+at few local epochs.
 """
 
 from __future__ import annotations
@@ -22,7 +24,14 @@ from fl_lightning.client import Client
 from fl_lightning.config.constraints import within
 from fl_lightning.engines.base import one_thread
 from fl_lightning.engines.sequential import local_step, start_optimizer
-from fl_lightning.figures import COLOURS, LINE_STYLES, MARKERS, count_rounds, legend_outside, new_axes
+from fl_lightning.figures import (
+    COLOURS,
+    LINE_STYLES,
+    MARKERS,
+    count_rounds,
+    legend_outside,
+    new_axes,
+)
 from fl_lightning.hooks import Context, Meter, RoundRecord
 from fl_lightning.wire import Payload
 
@@ -35,21 +44,22 @@ FEW_ROUNDS = 5
 
 
 class GradientNorms(Meter):
-    """Adds ``gradient/task``, ``gradient/bit``, ``gradient/kd`` (or what else the method's loss is made of)
-    to some rounds, draws ``figures/gradient_norms`` at the end.
+    """Adds ``gradient/task``, ``gradient/bit``, ``gradient/kd`` (or what else the method's loss is
+    made of) to some rounds, draws ``figures/gradient_norms`` at the end.
 
-    ``gradient/bit_over_task`` (and so on) is the norm of a term by the task's, the mean of the clients'
-    ratios. With ``last_step`` the same are measured at the client's last local step of the round, as
-    ``gradient/last_task``, ``gradient/last_bit``, ``gradient/last_bit_over_task``.
+    ``gradient/bit_over_task`` (and so on) is the norm of a term by the task's, the mean of the
+    clients' ratios. With ``last_step`` the same are measured at the client's last local step of the
+    round, as ``gradient/last_task``, ``gradient/last_bit``, ``gradient/last_bit_over_task``.
 
-    Measured on a copy of the method in float32: the run ends with the same weights as without. The time that
-    it takes is part of ``time/train``.
+    Measured on a copy of the method in float32: the run ends with the same weights as without. The
+    time that it takes is part of ``time/train``.
 
     Args:
         every: rounds from one measurement to the next, at least 1; the first round is measured.
-        clients: first so many clients of the cohort that are measured, at least 1; the metric is their mean.
-        last_step: whether the copy also trains, as long as a client without a stressor does, so that the last
-            step can be measured. A measured client then costs about twice its round.
+        clients: first so many clients of the cohort that are measured, at least 1; the metric is
+            their mean.
+        last_step: whether the copy also trains, as long as a client without a stressor does, so
+            that the last step can be measured. A measured client then costs about twice its round.
     """
 
     def __init__(
@@ -87,7 +97,9 @@ class GradientNorms(Meter):
                 for name in names
             }
             record.metrics |= {f"gradient/{name}": value for name, value in means.items()}
-            shown = {name: value for name, value in means.items() if not name.endswith("_over_task")}
+            shown = {
+                name: value for name, value in means.items() if not name.endswith("_over_task")
+            }
             self._history.append((record.round, shown))
 
     def on_fit_end(self, summary: dict[str, float], context: Context) -> None:
@@ -100,9 +112,11 @@ class GradientNorms(Meter):
         self._history = [(round, norms) for round, norms in state["history"]]
 
 
-def gradient_norms(context: Context, client: Client, message: bytes, labels: Tensor) -> dict[str, float]:
-    """Return the norm of each term on the first batch that has it: the client's own first one, and what it
-    learns from before."""
+def gradient_norms(
+    context: Context, client: Client, message: bytes, labels: Tensor
+) -> dict[str, float]:
+    """Return the norm of each term on the first batch that has it: the client's own first one, and
+    what it learns from before."""
     method, seed = own_copy(context), context.seed
     method.start_client(Payload.from_bytes(message), client, labels)
     method.train()
@@ -115,9 +129,11 @@ def gradient_norms(context: Context, client: Client, message: bytes, labels: Ten
     return norms
 
 
-def last_gradient_norms(context: Context, client: Client, message: bytes, labels: Tensor) -> dict[str, float]:
-    """Return the norm of each term at the last local step of the client's round, of the batch that it has
-    then."""
+def last_gradient_norms(
+    context: Context, client: Client, message: bytes, labels: Tensor
+) -> dict[str, float]:
+    """Return the norm of each term at the last local step of the client's round, of the batch that
+    it has then."""
     method, data, epochs = own_copy(context), context.data, context.local_epochs
     steps = data.num_steps(client, epochs)
     method.start_client(Payload.from_bytes(message), client, labels)
@@ -127,16 +143,24 @@ def last_gradient_norms(context: Context, client: Client, message: bytes, labels
         one_thread(context.fabric.device),
         rng.torch_stream(context.seed, "dropout", method.round, client.id),
     ):
-        batches = list(method.local_batches(data, client, epochs=epochs, labels=labels, steps=steps))
+        batches = list(
+            method.local_batches(data, client, epochs=epochs, labels=labels, steps=steps)
+        )
         for index, batch in enumerate(batches[:-1]):
             local_step(context.fabric, method, optimizer, batch, index)
-        return norms_of(method.training_step(batches[-1], len(batches) - 1), list(method.trainable()))
+        return norms_of(
+            method.training_step(batches[-1], len(batches) - 1), list(method.trainable())
+        )
 
 
 def with_ratios(norms: dict[str, float]) -> dict[str, float]:
     """Add the norm of each term by the task's, where the task has one."""
     task = norms.get("task", 0.0)
-    ratios = {f"{name}_over_task": value / task for name, value in norms.items() if name != "task" and task}
+    ratios = {
+        f"{name}_over_task": value / task
+        for name, value in norms.items()
+        if name != "task" and task
+    }
     return norms | ratios
 
 
@@ -150,26 +174,34 @@ def norms_of(outputs: Mapping[str, Tensor], parameters: list[Tensor]) -> dict[st
         if term.requires_grad:
             gradients = torch.autograd.grad(term, parameters, retain_graph=True, allow_unused=True)
             square = sum(
-                float(gradient.double().square().sum()) for gradient in gradients if gradient is not None
+                float(gradient.double().square().sum())
+                for gradient in gradients
+                if gradient is not None
             )
         norms[name.removeprefix("loss_")] = square**0.5
     return norms
 
 
 def gradient_figure(history: list[tuple[int, dict[str, float]]]) -> Figure:
-    """Draw a curve for each term over the rounds, the norms on a log scale, where 0 has no place: such rounds
-    are left out, and said so."""
+    """Draw a curve for each term over the rounds, the norms on a log scale, where 0 has no place:
+    such rounds are left out, and said so."""
     names = list(dict.fromkeys(name for _, norms in history for name in norms))
     if not names:
         raise ValueError("no round was measured")
     figure, axes = new_axes(
-        "Gradient of each loss term, at the start of a client's round", "round", "L2 norm of the gradient"
+        "Gradient of each loss term, at the start of a client's round",
+        "round",
+        "L2 norm of the gradient",
     )
     few = len(history) <= FEW_ROUNDS
     for index, name in enumerate(names):
         values = np.array([norms.get(name, np.nan) for _, norms in history])
         shown = np.isfinite(values) & (values > 0)
-        note = "" if shown.all() else f" ({len(shown) - shown.sum()} of {len(shown)} rounds are 0 or missing)"
+        note = (
+            ""
+            if shown.all()
+            else f" ({len(shown) - shown.sum()} of {len(shown)} rounds are 0 or missing)"
+        )
         axes.plot(
             [round for round, _ in history],
             np.where(shown, values, np.nan),

@@ -19,9 +19,9 @@ class Profile(Meter):
     """Writes ``figures/profile_rounds_0002_0002.json``: a trace of operations over time, for
     ``chrome://tracing`` or Perfetto.
 
-    The loggers that keep files, such as MLflow's, get it too. What is seen is the process of rank 0: with
-    ``--trainer.workers 1`` the clients' steps too, otherwise the server's half and the evaluation. The rounds
-    that are profiled take longer; the result stays the same, bit for bit.
+    The loggers that keep files, such as MLflow's, get it too. What is seen is the process of rank
+    0: with ``--trainer.workers 1`` the clients' steps too, otherwise the server's half and the
+    evaluation. The rounds that are profiled take longer; the result stays the same, bit for bit.
 
     Args:
         start: first round that is profiled, at least 1; 2 leaves out what happens only once.
@@ -47,7 +47,10 @@ class Profile(Meter):
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_available():
                 activities.append(ProfilerActivity.CUDA)
-            self._profiler, self._first = profile(activities=activities, profile_memory=self.memory), round
+            self._profiler, self._first = (
+                profile(activities=activities, profile_memory=self.memory),
+                round,
+            )
             self._profiler.start()
         self._label = record_function(f"round {round}")
         self._label.__enter__()

@@ -27,8 +27,8 @@ log = logging.getLogger("fl_lightning")
 
 
 class ProgressBar(Meter):
-    """Two lines that redraw themselves where stderr is a terminal, and in the output of a notebook's cell;
-    elsewhere about ten log lines a run.
+    """Two lines that redraw themselves where stderr is a terminal, and in the output of a
+    notebook's cell; elsewhere about ten log lines a run.
 
     The log lines go to the logger ``fl_lightning`` at level INFO.
 
@@ -91,7 +91,13 @@ class ProgressBar(Meter):
             and getattr(rank_zero_only, "rank", 0) == 0
             and self._is_milestone(record.round)
         ):
-            log.info("round %d/%d  %s  %s", record.round, self._max_rounds, self._numbers(), self._times())
+            log.info(
+                "round %d/%d  %s  %s",
+                record.round,
+                self._max_rounds,
+                self._numbers(),
+                self._times(),
+            )
 
     def on_fit_end(self, summary: dict[str, float], context: Context) -> None:
         self._stop()
@@ -112,10 +118,15 @@ class ProgressBar(Meter):
         for ratio in (None, 3, None, 1, None):
             lines.add_column(ratio=ratio, no_wrap=True)
         started = (
-            min(self._clients / self._expected, 1) if self._expected and self._finished < self._round else 0
+            min(self._clients / self._expected, 1)
+            if self._expected and self._finished < self._round
+            else 0
         )
         lines.add_row(
-            Text(f"round {self._round:>{len(str(self._max_rounds))}}/{self._max_rounds}", style="bold"),
+            Text(
+                f"round {self._round:>{len(str(self._max_rounds))}}/{self._max_rounds}",
+                style="bold",
+            ),
             Bar(
                 total=self._max_rounds,
                 completed=self._finished + started,
@@ -147,7 +158,9 @@ class ProgressBar(Meter):
         if "train/loss" in m:
             parts.append(f"loss {m['train/loss']:.4g}")
         if "clients/trained" in m:
-            rejected = f", {m['clients/rejected']:.0f} rejected" if m.get("clients/rejected") else ""
+            rejected = (
+                f", {m['clients/rejected']:.0f} rejected" if m.get("clients/rejected") else ""
+            )
             parts.append(
                 f"{m['clients/trained']:.0f} trained, {m.get('clients/dropped', 0):.0f} dropped{rejected}"
             )
@@ -163,7 +176,11 @@ class ProgressBar(Meter):
         left = sum(self._durations) / len(self._durations) * (self._max_rounds - self._finished) - (
             now - self._mark
         )
-        return f"{elapsed}, {_clock(max(left, 0))} left" if self._finished < self._max_rounds else elapsed
+        return (
+            f"{elapsed}, {_clock(max(left, 0))} left"
+            if self._finished < self._max_rounds
+            else elapsed
+        )
 
     @property
     def _is_shown(self) -> bool:
@@ -182,7 +199,9 @@ class ProgressBar(Meter):
             return
         if not console.is_terminal or console.is_dumb_terminal:
             return
-        self._live = ResizableLive(self, console=console, refresh_per_second=self.refresh_per_second)
+        self._live = ResizableLive(
+            self, console=console, refresh_per_second=self.refresh_per_second
+        )
         self._live.max_width = 80  # of most terminals, so that few resizings break a line at all
         terminal = sys.stderr
         self._live.start()

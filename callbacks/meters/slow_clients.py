@@ -12,14 +12,16 @@ from fl_lightning.hooks import Context, Meter, RoundRecord
 
 
 class SlowClients(Meter):
-    """Adds ``val/<primary>_slowest_decile`` to every evaluated round of a run in virtual time: the mean of
-    the primary metric over the slowest tenth of the clients, to be read beside that of all clients.
+    """Adds ``val/<primary>_slowest_decile`` to every evaluated round of a run in virtual time: the
+    mean of the primary metric over the slowest tenth of the clients, to be read beside that of all
+    clients.
 
-    A client is as slow as its whole round would be: latency, its trained weights in float32 down and up, and
-    all its local steps, in the clock's seconds. Neither who was ever drawn nor what a method sends changes
-    that, so methods and forms of rounds are compared on the same clients. Of the clients with validation
-    examples the slowest tenth is taken, rounded up, and whoever is as slow as one of these: equal clients are
-    all slow. Each counts once. It is a function of the seed, and changes nothing.
+    A client is as slow as its whole round would be: latency, its trained weights in float32 down
+    and up, and all its local steps, in the clock's seconds. Neither who was ever drawn nor what a
+    method sends changes that, so methods and forms of rounds are compared on the same clients. Of
+    the clients with validation examples the slowest tenth is taken, rounded up, and whoever is as
+    slow as one of these: equal clients are all slow. Each counts once. It is a function of the
+    seed, and changes nothing.
     """
 
     def __init__(self) -> None:
@@ -29,11 +31,14 @@ class SlowClients(Meter):
         """Refuse a run in which nobody is slow, or nothing is known of single clients.
 
         Raises:
-            InputError: there is no clock, devices are drawn anew in each round, or no client has validation
-                examples.
+            InputError: there is no clock, devices are drawn anew in each round, or no client has
+                validation examples.
         """
         given = "callbacks.SlowClients"
-        rule, instead = "the run has no virtual time", "write --trainer.clock.devices LogNormalDevices"
+        rule, instead = (
+            "the run has no virtual time",
+            "write --trainer.clock.devices LogNormalDevices",
+        )
         require(context.timing is not None, given, rule, f"{instead}, or leave it out")
         devices = context.timing.clock.devices
         given = f"{given} with --trainer.clock.devices {type(devices).__name__}"
@@ -72,7 +77,8 @@ def seconds_of_round(context: Any, id: int) -> float:
 
 
 def slowest(seconds: Mapping[int, float]) -> list[int]:
-    """Return the ids of the slowest tenth, rounded up, and of all that are as slow as one of them, in order.
+    """Return the ids of the slowest tenth, rounded up, and of all that are as slow as one of them,
+    in order.
 
     >>> slowest({0: 1.0, 1: 3.0, 2: 2.0, 3: 3.0})
     [1, 3]

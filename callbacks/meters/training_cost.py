@@ -1,11 +1,11 @@
 """The cost of training: floating-point operations of a round, memory of a local step.
 
-Both are measured on a copy of the method that trains one client again after the round, so that the run ends
-with the same weights and the same times as without. Operations are counted by
-``torch.utils.flop_counter.FlopCounterMode`` while the client's batches are made (a teacher's cached logits,
-say), while each kind of local step is taken once (forward, backward, a teacher's pass), and while its upload
-is made (FedKD's soft labels). What each kind costs is then multiplied by how often it occurs, and scaled to
-the other clients of the round by their numbers of examples.
+Both are measured on a copy of the method that trains one client again after the round, so that the
+run ends with the same weights and the same times as without. Operations are counted by
+``torch.utils.flop_counter.FlopCounterMode`` while the client's batches are made (a teacher's cached
+logits, say), while each kind of local step is taken once (forward, backward, a teacher's pass), and
+while its upload is made (FedKD's soft labels). What each kind costs is then multiplied by how often
+it occurs, and scaled to the other clients of the round by their numbers of examples.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class ClientCost:
     """What the clients of one kind cost in a round.
 
     Args:
-        fixed_flops: operations that do not depend on the client's examples, such as those on public ones.
+        fixed_flops: operations that do not depend on the client's examples, such as those on public
+            ones.
         example_flops: operations for each example that it trains on, counted once for each epoch.
         step_bytes: bytes at the peak of one local step.
     """
@@ -60,18 +61,19 @@ class Work:
 class TrainingCost(Meter):
     """Adds ``cost/train_flops`` and ``cost/train_memory`` to each round.
 
-    ``cost/train_flops`` is the number of floating-point operations of all clients of the round that train: of
-    matrix products and convolutions, forward and backward, a multiply-add as two. Elementwise work is not
-    counted, nor is what the server computes (FedKD's student).
+    ``cost/train_flops`` is the number of floating-point operations of all clients of the round that
+    train: of matrix products and convolutions, forward and backward, a multiply-add as two.
+    Elementwise work is not counted, nor is what the server computes (FedKD's student).
 
-    ``cost/train_memory`` is bytes at the peak of one local step of one client: parameters, buffers, the state
-    of the optimiser, the batch, activations and gradients. On a CUDA device it is what its allocator reports;
-    elsewhere it is the storage of all tensors that are alive at once, without what an operation takes for
-    itself while it runs. Data set and server state are not part of it.
+    ``cost/train_memory`` is bytes at the peak of one local step of one client: parameters, buffers,
+    the state of the optimiser, the batch, activations and gradients. On a CUDA device it is what
+    its allocator reports; elsewhere it is the storage of all tensors that are alive at once,
+    without what an operation takes for itself while it runs. Data set and server state are not part
+    of it.
 
-    Each kind of client (:meth:`fl_lightning.methods.Method.work_kind`, entries of the broadcast) is measured
-    in the first round in which it occurs, on the client with most examples. That takes about as long as that
-    client's round.
+    Each kind of client (:meth:`fl_lightning.methods.Method.work_kind`, entries of the broadcast) is
+    measured in the first round in which it occurs, on the client with most examples. That takes
+    about as long as that client's round.
     """
 
     def __init__(self) -> None:
@@ -97,7 +99,9 @@ class TrainingCost(Meter):
             self._entries = message, ",".join(entries)
         kind = f"{context.method.work_kind(client)}|{self._entries[1]}"
         fed: Any = context
-        steps, examples = steps_and_examples(context, client, self._assigned[client.id], fed.local_epochs)
+        steps, examples = steps_and_examples(
+            context, client, self._assigned[client.id], fed.local_epochs
+        )
         before = Client(client.id, client.train, client.val, dict(client.state))
         self._cohort.setdefault(kind, []).append(Work(before, message, labels, steps, examples))
 
@@ -114,18 +118,25 @@ class TrainingCost(Meter):
             flops += sum(cost.fixed_flops + cost.example_flops * work.examples for work in works)
             peaks.append(cost.step_bytes)
         self._cohort = {}
-        record.metrics |= {"cost/train_flops": float(round(flops)), "cost/train_memory": float(max(peaks))}
+        record.metrics |= {
+            "cost/train_flops": float(round(flops)),
+            "cost/train_memory": float(max(peaks)),
+        }
 
     def state_dict(self) -> dict[str, Any]:
         return {kind: None if cost is None else asdict(cost) for kind, cost in self._costs.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._costs = {kind: None if cost is None else ClientCost(**cost) for kind, cost in state.items()}
+        self._costs = {
+            kind: None if cost is None else ClientCost(**cost) for kind, cost in state.items()
+        }
 
 
-def steps_and_examples(context: Context, client: Client, work: float, epochs: int) -> tuple[int, int]:
-    """Return how many local steps a client makes, and on how many of its own examples, each counted once an
-    epoch.
+def steps_and_examples(
+    context: Context, client: Client, work: float, epochs: int
+) -> tuple[int, int]:
+    """Return how many local steps a client makes, and on how many of its own examples, each counted
+    once an epoch.
 
     Args:
         context: the run.
@@ -164,7 +175,9 @@ class TrialRound:
     def __init__(self, context: Context, work: Work) -> None:
         self.fed: Any = context
         self.work, self.method = work, own_copy(context)
-        self.client = Client(work.client.id, work.client.train, work.client.val, dict(work.client.state))
+        self.client = Client(
+            work.client.id, work.client.train, work.client.val, dict(work.client.state)
+        )
         self.method.start_client(Payload.from_bytes(work.message), self.client, work.labels)
         self.method.train()
         self.optimizer = local_optimizer(self.method)
@@ -174,8 +187,8 @@ class TrialRound:
         self.steps = 0
 
     def flops(self, steps: int, tracker: Any = None) -> int:
-        """Return the operations of at most so many steps on the client's own batches, and of what comes
-        before them.
+        """Return the operations of at most so many steps on the client's own batches, and of what
+        comes before them.
 
         A step of one kind is taken once, and counted as often as it occurs.
 
@@ -205,8 +218,8 @@ class TrialRound:
                 total, self.steps = total + made + known[kind], self.steps + 1
 
     def _step(self, batch: Any) -> int:
-        """Take a step and return its operations; then once more, now that the optimiser has its state, for
-        the peak of memory."""
+        """Take a step and return its operations; then once more, now that the optimiser has its
+        state, for the peak of memory."""
         flops, _ = counted(self.counter, lambda: self._step_once(batch))
         self._step_once(batch)
         return flops
@@ -236,19 +249,21 @@ def backward_flops(
     wanted: Sequence[bool],
     **other: Any,
 ) -> int:
-    """Return the operations of a convolution's backward pass: as many for each gradient, of inputs and of
-    weights, as the forward pass takes.
+    """Return the operations of a convolution's backward pass: as many for each gradient, of inputs
+    and of weights, as the forward pass takes.
 
-    torch's own formula forgets the groups: for a depthwise convolution of C channels it counts the weights'
-    gradient C times.
+    torch's own formula forgets the groups: for a depthwise convolution of C channels it counts the
+    weights' gradient C times.
     """
-    forward = conv_flop_count(list(inputs_shape), list(weight_shape), list(output_shape), transposed)
+    forward = conv_flop_count(
+        list(inputs_shape), list(weight_shape), list(output_shape), transposed
+    )
     return forward * sum(wanted[:2])
 
 
 def form_of(batch: Any) -> Any:
-    """Return the structure of a batch, and shapes and types of its tensors: steps on batches of one form do
-    the same work."""
+    """Return the structure of a batch, and shapes and types of its tensors: steps on batches of one
+    form do the same work."""
     leaves, form = tree_flatten(batch)
     return str(form), tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
@@ -261,7 +276,8 @@ def counted(counter: FlopCounterMode, function: Callable[[], Any]) -> tuple[int,
 
 
 def bytes_of(module: torch.nn.Module) -> int:
-    """Return the bytes of a module's parameters and buffers; a storage that two share counts once."""
+    """Return the bytes of a module's parameters and buffers; a storage that two share counts
+    once."""
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in (*module.parameters(), *module.buffers())

@@ -1,4 +1,5 @@
-"""Byzantine clients: some of the federation's clients send something else than what they learned."""
+"""Byzantine clients: some of the federation's clients send something else than what they
+learned."""
 
 from __future__ import annotations
 
@@ -30,52 +31,57 @@ OMNISCIENT = frozenset({"alie", "ipm", "min_max"})
 
 
 class ByzantineClients(Stressor):
-    """The same seeded clients in every round; they train like the others and replace their upload by an
-    attack. Of two, each draws its own clients.
+    """The same seeded clients in every round; they train like the others and replace their upload
+    by an attack. Of two, each draws its own clients.
 
-    An honest update u = x_k - x becomes, with the default ``strength``: ``sign_flip`` -10 u, ``scale`` 10 u,
-    ``noise`` u + 10 rms(u) z with z standard normal. That is exact where values travel in fp32 (entries
-    ``weights`` and ``rest``). What is coded is attacked as it stands:
+    An honest update u = x_k - x becomes, with the default ``strength``: ``sign_flip`` -10 u,
+    ``scale`` 10 u, ``noise`` u + 10 rms(u) z with z standard normal. That is exact where values
+    travel in fp32 (entries ``weights`` and ``rest``). What is coded is attacked as it stands:
 
-    - ``scales`` (FedMPQ, AQFL) and ``norms`` (QFedAvg) are multiplied by ``strength``; ``sign_flip`` also
-      flips the sign bit of every code, ``noise`` draws every code anew. QFedAvg codes updates, so this is the
-      attack above. FedMPQ and AQFL code weights, so there it turns and scales the weights themselves.
-    - codebooks (FedPQ) and every other float entry, such as soft labels, are treated as u itself; ``noise``
-      also draws indices anew.
+    - ``scales`` (FedMPQ, AQFL) and ``norms`` (QFedAvg) are multiplied by ``strength``;
+      ``sign_flip`` also flips the sign bit of every code, ``noise`` draws every code anew. QFedAvg
+      codes updates, so this is the attack above. FedMPQ and AQFL code weights, so there it turns
+      and scales the weights themselves.
+    - codebooks (FedPQ) and every other float entry, such as soft labels, are treated as u itself;
+      ``noise`` also draws indices anew.
 
-    - ``rows`` of FedVEMoE's experts are attacked exactly; ``own``, which seeds an expert, is treated as u.
+    - ``rows`` of FedVEMoE's experts are attacked exactly; ``own``, which seeds an expert, is
+      treated as u.
 
-    Attackers of ``alie``, ``ipm`` and ``min_max`` know the honest updates u_k of the round, those that count,
-    with mean m and standard deviation s of each value, and all send the same update, over all float entries
-    together:
+    Attackers of ``alie``, ``ipm`` and ``min_max`` know the honest updates u_k of the round, those
+    that count, with mean m and standard deviation s of each value, and all send the same update,
+    over all float entries together:
 
-    - ``alie`` (Baruch et al., NeurIPS 2019): m - z s, with the largest z that hides among n uploads, f of
-      them hostile: Phi(z) = (n - f - h) / (n - f), h = floor(n / 2 + 1) - f; z is 0 where that is below 1/2.
-    - ``ipm`` (Xie et al., UAI 2020): -``strength`` m. Their small attack, for averages that go by distances,
-      is strength 0.1.
-    - ``min_max`` (Shejwalkar & Houmansadr, NDSS 2021): m - g s, with the largest g that leaves it no further
-      from any u_k than two of these are from each other.
+    - ``alie`` (Baruch et al., NeurIPS 2019): m - z s, with the largest z that hides among n
+      uploads, f of them hostile: Phi(z) = (n - f - h) / (n - f), h = floor(n / 2 + 1) - f; z is 0
+      where that is below 1/2.
+    - ``ipm`` (Xie et al., UAI 2020): -``strength`` m. Their small attack, for averages that go by
+      distances, is strength 0.1.
+    - ``min_max`` (Shejwalkar & Houmansadr, NDSS 2021): m - g s, with the largest g that leaves it
+      no further from any u_k than two of these are from each other.
 
-    They are for uploads of values as they are, and not of codes. With ``label_flip`` clients are honest and
-    train on wrong labels, C - 1 - y in place of y.
+    They are for uploads of values as they are, and not of codes. With ``label_flip`` clients are
+    honest and train on wrong labels, C - 1 - y in place of y.
 
-    Bit-widths and the counts of dropped planes (``bits`` and ``tops`` of FedMPQ) stay honest, as do which
-    experts a client trained, their shares and its votes (``slots``, ``shares``, ``votes``), how many steps it
-    made (``steps`` of FedNova and FedCM), and ``examples`` unless ``claimed_examples`` says otherwise.
+    Bit-widths and the counts of dropped planes (``bits`` and ``tops`` of FedMPQ) stay honest, as do
+    which experts a client trained, their shares and its votes (``slots``, ``shares``, ``votes``),
+    how many steps it made (``steps`` of FedNova and FedCM), and ``examples`` unless
+    ``claimed_examples`` says otherwise.
 
-    Attacks are on uploads, so they are the same for every task: of a language model's adapters they change
-    the factors. Wrong targets, such as corrupted answers, are :class:`callbacks.LabelNoise`.
+    Attacks are on uploads, so they are the same for every task: of a language model's adapters they
+    change the factors. Wrong targets, such as corrupted answers, are :class:`callbacks.LabelNoise`.
 
     Args:
-        clients: share of the clients with training data that attack, in [0, 1]; rounded, but at least one
-            when positive.
-        attack: ``sign_flip``, ``noise``, ``scale``, ``label_flip``, ``alie``, ``ipm`` or ``min_max``.
-        strength: how many times the honest update it is, above 0; ``label_flip``, ``alie`` and ``min_max``
-            have none.
+        clients: share of the clients with training data that attack, in [0, 1]; rounded, but at
+            least one when positive.
+        attack: ``sign_flip``, ``noise``, ``scale``, ``label_flip``, ``alie``, ``ipm`` or
+            ``min_max``.
+        strength: how many times the honest update it is, above 0; ``label_flip``, ``alie`` and
+            ``min_max`` have none.
         round: first round of the attack, counted from 1.
-        claimed_examples: the number of examples n_k that attackers claim, 1 to 2**63 - 1: their weight in
-            every average. The server refuses a claim above what the client enrolled with. None: their true
-            n_k.
+        claimed_examples: the number of examples n_k that attackers claim, 1 to 2**63 - 1: their
+            weight in every average. The server refuses a claim above what the client enrolled with.
+            None: their true n_k.
     """
 
     attacks = True
@@ -87,12 +93,18 @@ class ByzantineClients(Stressor):
         ] = 0.2,
         attack: Annotated[
             Literal["sign_flip", "noise", "scale", "label_flip", "alie", "ipm", "min_max"],
-            Constraint("it is sign_flip, noise, scale, label_flip, alie, ipm or min_max", "sign_flip"),
+            Constraint(
+                "it is sign_flip, noise, scale, label_flip, alie, ipm or min_max", "sign_flip"
+            ),
         ] = "sign_flip",
         strength: Annotated[float, within("(0, inf)", "it is above 0 and finite", 10)] = 10.0,
         round: Annotated[
             int,
-            within("[1, inf)", "rounds are counted from 1", "for an attack from the start write round: 1"),
+            within(
+                "[1, inf)",
+                "rounds are counted from 1",
+                "for an attack from the start write round: 1",
+            ),
         ] = 1,
         claimed_examples: Annotated[
             int | None, within("[1, 9223372036854775807]", "it lies in 1 to 2**63 - 1", 1000000)
@@ -101,7 +113,8 @@ class ByzantineClients(Stressor):
         self.clients, self.attack, self.strength, self.round = clients, attack, strength, round
         self.claimed_examples = claimed_examples
         self._attackers: frozenset[int] | None = None  # recomputed at will
-        # hooks that some attacks alone have: a deployment has no labels, a private sum no single uploads
+        # hooks that some attacks alone have: a deployment has no labels, a private sum no single
+        # uploads
         if attack == "label_flip":
             self.change_labels = self._flip_labels  # type: ignore[method-assign]
         if attack in OMNISCIENT:
@@ -126,7 +139,9 @@ class ByzantineClients(Stressor):
     def on_setup(self, context: Context) -> None:
         self._attackers = None
 
-    def change_upload(self, upload: Payload, *, client: Client, round: int, context: Context) -> Payload:
+    def change_upload(
+        self, upload: Payload, *, client: Client, round: int, context: Context
+    ) -> Payload:
         if round < self.round or client.id not in self.attackers(context):
             return upload
         draws = stream(context.seed, own_stream("byzantine", self, context), round, client.id)
@@ -143,14 +158,23 @@ class ByzantineClients(Stressor):
         if self._attackers is None:
             candidates = np.flatnonzero(context.data.sizes)
             count = max(
-                int(self.clients * len(candidates) + 0.5), int(self.clients > 0 and len(candidates) > 0)
+                int(self.clients * len(candidates) + 0.5),
+                int(self.clients > 0 and len(candidates) > 0),
             )
             random = stream(context.seed, own_stream("byzantine_clients", self, context))
             self._attackers = frozenset(random.choice(candidates, count, replace=False).tolist())
-            log.info("%s by %d of %d clients from round %d", self.attack, count, len(candidates), self.round)
+            log.info(
+                "%s by %d of %d clients from round %d",
+                self.attack,
+                count,
+                len(candidates),
+                self.round,
+            )
         return self._attackers
 
-    def _flip_labels(self, labels: Tensor, *, client: Client, round: int, context: Context) -> Tensor:
+    def _flip_labels(
+        self, labels: Tensor, *, client: Client, round: int, context: Context
+    ) -> Tensor:
         if round < self.round or client.id not in self.attackers(context):
             return labels
         return context.data.num_classes - 1 - labels
@@ -163,7 +187,9 @@ class ByzantineClients(Stressor):
         if not (hostile and honest):
             return uploads
         starts = {id: self._starts(uploads[id], context, id) for id in uploads}
-        updates = torch.stack([_update(uploads[id], starts[id], starts[hostile[0]]) for id in honest])
+        updates = torch.stack(
+            [_update(uploads[id], starts[id], starts[hostile[0]]) for id in honest]
+        )
         update = self._joint_update(updates, len(hostile))
         return uploads | {id: _with_update(uploads[id], starts[id], update) for id in hostile}
 
@@ -228,7 +254,9 @@ class ByzantineClients(Stressor):
         if self.attack == "scale":
             return self.strength * update
         rms = update.double().square().mean().sqrt()
-        return update + self.strength * rms * torch.from_numpy(draws.standard_normal(tuple(update.shape)))
+        return update + self.strength * rms * torch.from_numpy(
+            draws.standard_normal(tuple(update.shape))
+        )
 
     def _attacked_codes(self, codes: Codes, draws: np.random.Generator) -> Codes:
         values, top = codes.values, 2**codes.bits
@@ -246,13 +274,17 @@ def _update(upload: Payload, start: Mapping[str, Tensor], like: Mapping[str, Ten
     Raises:
         InputError: these are other entries than those of ``like``.
     """
-    if {name: one.shape for name, one in start.items()} != {name: one.shape for name, one in like.items()}:
+    if {name: one.shape for name, one in start.items()} != {
+        name: one.shape for name, one in like.items()
+    }:
         raise InputError(
             "an attack that knows all uploads where clients send different entries",
             "attackers send a mean of them",
             "write attack: sign_flip",
         )
-    return torch.cat([(upload.tensor(name).double() - start[name]).flatten() for name in sorted(start)])
+    return torch.cat(
+        [(upload.tensor(name).double() - start[name]).flatten() for name in sorted(start)]
+    )
 
 
 def _with_update(upload: Payload, start: Mapping[str, Tensor], update: Tensor) -> Payload:
@@ -267,8 +299,8 @@ def _with_update(upload: Payload, start: Mapping[str, Tensor], update: Tensor) -
 
 
 def hiding_quantile(count: int, hostile: int) -> float:
-    """Return z of ``alie``: the share of honest values below m + z s leaves the attackers and as many honest
-    clients as they need for a majority outside.
+    """Return z of ``alie``: the share of honest values below m + z s leaves the attackers and as
+    many honest clients as they need for a majority outside.
 
     >>> round(hiding_quantile(50, 12), 3)
     0.336
@@ -279,9 +311,11 @@ def hiding_quantile(count: int, hostile: int) -> float:
 
 
 def min_max_length(honest: Tensor, mean: Tensor, spread: Tensor) -> float:
-    """Return g of ``min_max``: the largest for which ||m - g s - u_k|| <= max_ij ||u_i - u_j|| for all k.
+    """Return g of ``min_max``: the largest for which ||m - g s - u_k|| <= max_ij ||u_i - u_j|| for
+    all k.
 
-    Each k bounds it by a quadratic equation, g^2 s.s - 2 g s.(m - u_k) + ||m - u_k||^2 = max ||u_i - u_j||^2.
+    Each k bounds it by a quadratic equation, g^2 s.s - 2 g s.(m - u_k) + ||m - u_k||^2 = max ||u_i
+    - u_j||^2.
     """
     away, squared = mean - honest, float(spread.square().sum())
     if squared == 0:
@@ -291,8 +325,8 @@ def min_max_length(honest: Tensor, mean: Tensor, spread: Tensor) -> float:
 
 
 def broadcast_of(name: str, value: Tensor, method: Any, client: Client) -> Tensor:
-    """Return what the server sent this client for this entry: the values from which its update is counted;
-    zeros where the entry is no weight."""
+    """Return what the server sent this client for this entry: the values from which its update is
+    counted; zeros where the entry is no weight."""
     layout, start = getattr(method, "layout", None), method.server.get("weights")
     if start is None and name == "weights":  # the server has several models, as the Oracle has
         sent = method.broadcast(client)

@@ -8,8 +8,8 @@ from fl_lightning.hooks import Context, Stressor
 def own_stream(purpose: str, stressor: Stressor, context: Context, *, by: str = "") -> str:
     """Return the purpose that a stressor draws for.
 
-    The second of its class among the callbacks has its number behind it, ``straggler/2``: under one name it
-    would draw the numbers of the first, and hit the same clients.
+    The second of its class among the callbacks has its number behind it, ``straggler/2``: under one
+    name it would draw the numbers of the first, and hit the same clients.
 
     Args:
         purpose: of the first.

@@ -1,5 +1,5 @@
-"""Label noise that arrives during training: from round 60 on, 10 % of the active clients have 20 % of their
-labels flipped."""
+"""Label noise that arrives during training: from round 60 on, 10 % of the active clients have 20 %
+of their labels flipped."""
 
 from __future__ import annotations
 
@@ -21,27 +21,30 @@ log = logging.getLogger("fl_lightning")
 
 
 class LabelNoise(Stressor):
-    """From ``round`` on, some clients have some training labels flipped: the same clients and the same flips
-    in every round.
+    """From ``round`` on, some clients have some training labels flipped: the same clients and the
+    same flips in every round.
 
-    A noisy client has ``round(labels * n_k)`` labels flipped: of classification each to any other class with
-    equal probability; of regression they change places; of language modelling the labelled tokens of these
-    examples become others, in the target and where the network reads them. Validation labels stay clean. Of
-    two, each draws its own clients and flips.
+    A noisy client has ``round(labels * n_k)`` labels flipped: of classification each to any other
+    class with equal probability; of regression they change places; of language modelling the
+    labelled tokens of these examples become others, in the target and where the network reads them.
+    Validation labels stay clean. Of two, each draws its own clients and flips.
 
     Args:
         round: first round with noise, counted from 1.
-        clients: share of the active clients that are noisy, in [0, 1]; rounded, but at least one client when
-            positive.
+        clients: share of the active clients that are noisy, in [0, 1]; rounded, but at least one
+            client when positive.
         labels: share of a noisy client's training labels that are flipped, in [0, 1].
-        among: the active clients: ``federation``: all that have training data; ``cohort``: those of them that
-            were sampled in round ``round``.
+        among: the active clients: ``federation``: all that have training data; ``cohort``: those of
+            them that were sampled in round ``round``.
     """
 
     def __init__(
         self,
         round: Annotated[
-            int, within("[1, inf)", "rounds are counted from 1", "for noise from the start write round: 1")
+            int,
+            within(
+                "[1, inf)", "rounds are counted from 1", "for noise from the start write round: 1"
+            ),
         ] = 60,
         clients: Annotated[
             float, within("[0, 1]", "a share lies in [0, 1]", "for 10 % write clients: 0.1")
@@ -59,14 +62,19 @@ class LabelNoise(Stressor):
         self._noisy: frozenset[int] | None = None
 
     def on_check(self, context: Context) -> None:
-        if self.among == "cohort" and context.timing is not None and context.timing.rounds.has_versions:
+        if (
+            self.among == "cohort"
+            and context.timing is not None
+            and context.timing.rounds.has_versions
+        ):
             raise InputError(
                 "LabelNoise(among='cohort') with asynchronous rounds",
                 "clients start at any time, and a version has no cohort",
                 "write among: federation",
             )
         task, target = context.data.task, context.data.train_target[:0].cpu()
-        task.corrupt(target, np.empty(0, np.int64), stream(context.seed, "label_noise"), 2)  # or it refuses
+        # or it refuses
+        task.corrupt(target, np.empty(0, np.int64), stream(context.seed, "label_noise"), 2)
         if context.data.num_classes < 2 and not isinstance(task, Regression):
             raise InputError(
                 "LabelNoise on data with one class",
@@ -86,22 +94,32 @@ class LabelNoise(Stressor):
         if self.among == "federation":
             self._noisy = None
 
-    def change_cohort(self, cohort: list[Assignment], *, round: int, context: Context) -> list[Assignment]:
+    def change_cohort(
+        self, cohort: list[Assignment], *, round: int, context: Context
+    ) -> list[Assignment]:
         if self.among == "cohort" and round == self.round:
             self._noisy = self._choose(
                 np.array([a.client.id for a in cohort if len(a.client.train)], np.int64), context
             )
         return cohort
 
-    def change_labels(self, labels: Tensor, *, client: Client, round: int, context: Context) -> Tensor:
+    def change_labels(
+        self, labels: Tensor, *, client: Client, round: int, context: Context
+    ) -> Tensor:
         if round < self.round or client.id not in self._noisy_clients(context):
             return labels
-        random = stream(context.seed, own_stream("label_noise", self, context), self.round, client.id)
+        random = stream(
+            context.seed, own_stream("label_noise", self, context), self.round, client.id
+        )
         where = random.choice(len(labels), size=_rounded(self.labels * len(labels)), replace=False)
         return context.data.task.corrupt(labels, where, random, context.data.num_classes)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"noisy": sorted(self._noisy)} if self.among == "cohort" and self._noisy is not None else {}
+        return (
+            {"noisy": sorted(self._noisy)}
+            if self.among == "cohort" and self._noisy is not None
+            else {}
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._noisy = frozenset(state["noisy"]) if "noisy" in state else None
@@ -118,8 +136,8 @@ class LabelNoise(Stressor):
         return self._noisy
 
     def _choose(self, active: np.ndarray, context: Context) -> frozenset[int]:
-        """Independent of the order of ``active``; sorted and drawn once, so that 100 000 clients cost
-        milliseconds."""
+        """Independent of the order of ``active``; sorted and drawn once, so that 100 000 clients
+        cost milliseconds."""
         count = max(_rounded(self.clients * len(active)), int(self.clients > 0 and len(active) > 0))
         random = stream(context.seed, own_stream("label_noise_clients", self, context))
         chosen = random.choice(np.sort(active), size=count, replace=False)

@@ -21,10 +21,10 @@ RECOVERED = 0.999
 class NewTasks(Stressor):
     """The clients of one group take part in some rounds only: before, and after, they drop out.
 
-    A client's group is the one that most of its examples have: its cluster or domain where the data say so,
-    else its most frequent class. With ``ExpertFigure`` before it among the callbacks, it logs
-    ``tasks/rounds_to_recover`` in the round in which every group among the clients that trained in it has an
-    expert of its own again: rounds since the group arrived or left.
+    A client's group is the one that most of its examples have: its cluster or domain where the data
+    say so, else its most frequent class. With ``ExpertFigure`` before it among the callbacks, it
+    logs ``tasks/rounds_to_recover`` in the round in which every group among the clients that
+    trained in it has an expert of its own again: rounds since the group arrived or left.
 
     Args:
         group: name of the group, or its number.
@@ -36,7 +36,9 @@ class NewTasks(Stressor):
 
     def __init__(self, group: str | int, arrives: int = 1, leaves: int | None = None) -> None:
         require(
-            arrives >= 1 and (leaves is None or leaves >= arrives) and (arrives > 1 or leaves is not None),
+            arrives >= 1
+            and (leaves is None or leaves >= arrives)
+            and (arrives > 1 or leaves is not None),
             f"NewTasks(arrives={arrives}, leaves={leaves})",
             "a group arrives after round 1, or leaves, or both in this order",
             "write arrives: 10",
@@ -48,7 +50,9 @@ class NewTasks(Stressor):
     def on_check(self, context: Context) -> None:
         self.changed = 0
         names = _names(context)
-        known = self.group in range(len(names)) if isinstance(self.group, int) else self.group in names
+        known = (
+            self.group in range(len(names)) if isinstance(self.group, int) else self.group in names
+        )
         if not known:
             raise InputError(
                 f"NewTasks(group={self.group!r})",
@@ -58,11 +62,15 @@ class NewTasks(Stressor):
         if max(self.arrives, self.leaves or 1) > context.max_rounds:
             log.warning("NewTasks: round %d is after the run", max(self.arrives, self.leaves or 1))
 
-    def change_cohort(self, cohort: list[Assignment], *, round: int, context: Context) -> list[Assignment]:
+    def change_cohort(
+        self, cohort: list[Assignment], *, round: int, context: Context
+    ) -> list[Assignment]:
         if self._present(round):
             return cohort
         theirs = self._theirs(context)
-        return [replace(a, trains=False, returns=False) if a.client.id in theirs else a for a in cohort]
+        return [
+            replace(a, trains=False, returns=False) if a.client.id in theirs else a for a in cohort
+        ]
 
     def _present(self, round: int) -> bool:
         return self.arrives <= round and (self.leaves is None or round <= self.leaves)

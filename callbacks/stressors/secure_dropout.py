@@ -14,12 +14,13 @@ from fl_lightning.rng import stream
 
 
 class SecureDropout(Stressor):
-    """Every sampled client drops out before one phase of the round's secure sum with the same probability,
-    independently of the others.
+    """Every sampled client drops out before one phase of the round's secure sum with the same
+    probability, independently of the others.
 
-    Before ``keys`` or ``shares`` it does not train. Before ``masked`` it has trained, and its vector is not
-    sent. Before ``unmask`` its vector is in the sum, and it gives no shares of the others' secrets. Where the
-    run has no secure sum the same clients count as with one: those that drop out before ``unmask`` do.
+    Before ``keys`` or ``shares`` it does not train. Before ``masked`` it has trained, and its
+    vector is not sent. Before ``unmask`` its vector is in the sum, and it gives no shares of the
+    others' secrets. Where the run has no secure sum the same clients count as with one: those that
+    drop out before ``unmask`` do.
 
     Args:
         probability: chance in [0, 1] that a sampled client drops out.
@@ -35,18 +36,22 @@ class SecureDropout(Stressor):
     ) -> None:
         self.probability, self.phase = probability, phase
 
-    def change_cohort(self, cohort: list[Assignment], *, round: int, context: Context) -> list[Assignment]:
+    def change_cohort(
+        self, cohort: list[Assignment], *, round: int, context: Context
+    ) -> list[Assignment]:
         purpose = own_stream(f"secure_dropout/{self.phase}", self, context, by="phase")
         return [
             leaving(assignment, self.phase)
-            if stream(context.seed, purpose, round, assignment.client.id).random() < self.probability
+            if stream(context.seed, purpose, round, assignment.client.id).random()
+            < self.probability
             else assignment
             for assignment in cohort
         ]
 
 
 def leaving(assignment: Assignment, phase: str) -> Assignment:
-    """Return the assignment of a client that drops out before a phase, or earlier if it did already."""
+    """Return the assignment of a client that drops out before a phase, or earlier if it did
+    already."""
     before = assignment.leaves_before or ("" if assignment.trains else "keys")
     if before and PHASES.index(before) <= PHASES.index(phase):
         return assignment

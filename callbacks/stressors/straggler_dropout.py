@@ -13,14 +13,14 @@ from fl_lightning.rng import stream
 
 
 class StragglerDropout(Stressor):
-    """Every sampled client is a straggler with the same probability, independently of the others and of the
-    order of the cohort. Of two, each draws its own.
+    """Every sampled client is a straggler with the same probability, independently of the others
+    and of the order of the cohort. Of two, each draws its own.
 
     Args:
         probability: chance in [0, 1] that a sampled client is a straggler in a round.
-        mode: ``before``: it drops before training, and nothing is sent either way; ``after``: it trains and
-            its upload is lost (work and bytes are wasted); ``partial``: it returns in time, having done a
-            share of its local steps.
+        mode: ``before``: it drops before training, and nothing is sent either way; ``after``: it
+            trains and its upload is lost (work and bytes are wasted); ``partial``: it returns in
+            time, having done a share of its local steps.
         work: that share, in (0, 1]; only for ``partial``.
     """
 
@@ -34,12 +34,17 @@ class StragglerDropout(Stressor):
             Constraint("it is before, after or partial", "before"),
         ] = "before",
         work: Annotated[
-            float, within("(0, 1]", "a share of the local steps lies in (0, 1]", "for half of them write 0.5")
+            float,
+            within(
+                "(0, 1]", "a share of the local steps lies in (0, 1]", "for half of them write 0.5"
+            ),
         ] = 0.5,
     ) -> None:
         self.probability, self.mode, self.work = probability, mode, work
 
-    def change_cohort(self, cohort: list[Assignment], *, round: int, context: Context) -> list[Assignment]:
+    def change_cohort(
+        self, cohort: list[Assignment], *, round: int, context: Context
+    ) -> list[Assignment]:
         purpose = own_stream("straggler", self, context)
         return [
             self._slowed(a)

@@ -16,7 +16,8 @@ from fl_lightning.config.recorded import Recorded
 
 
 class NoAverageError(Exception):
-    """The uploads of a round have no average of the kind that was asked for; the round changes nothing."""
+    """The uploads of a round have no average of the kind that was asked for; the round changes
+    nothing."""
 
 
 class Average(Recorded, ABC):
@@ -25,12 +26,13 @@ class Average(Recorded, ABC):
     settings_shown = ("{cls}({name}={value})", "{name}: {value}")
 
     is_sum: bool = False
-    """Whether it is the weighted mean of what :meth:`bounded` makes of each vector by itself. Where it is
-    not, the server needs the single vectors, and they can be neither masked nor added up elsewhere."""
+    """Whether it is the weighted mean of what :meth:`bounded` makes of each vector by itself. Where
+    it is not, the server needs the single vectors, and they can be neither masked nor added up
+    elsewhere."""
 
     guide: Literal["", "last_update", "root_update"] = ""
-    """The update that it goes by beside those of the clients: the last one that it made, or the one that the
-    server makes in ``root_steps`` steps on its root set."""
+    """The update that it goes by beside those of the clients: the last one that it made, or the one
+    that the server makes in ``root_steps`` steps on its root set."""
     root_steps: int = 0
 
     def bounded(self, vector: Tensor, start: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """How the server averages its clients' weights, and how much a few hostile ones can move it.
 
-The weighted mean adds up integers (:mod:`fl_lightning.aggregation.exact_sum`), so it depends neither on the
-order of uploads nor on who computed what. ``[K, P]`` is K clients, P values; p_k = n_k / sum n, as the
-clients report n_k.
+The weighted mean adds up integers (:mod:`fl_lightning.aggregation.exact_sum`), so it depends
+neither on the order of uploads nor on who computed what. ``[K, P]`` is K clients, P values; p_k =
+n_k / sum n, as the clients report n_k.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from fl_lightning.aggregation.exact_sum import exact_mean
 from fl_lightning.config.constraints import within
 
 MAX_ORDERED_VALUES = 2**22
-"""Values that the order statistics hold at once, in float64: 32 MB, however many clients and weights there
-are."""
+"""Values that the order statistics hold at once, in float64: 32 MB, however many clients and
+weights there are."""
 
 
 class WeightedMean(Average):
@@ -46,26 +46,30 @@ class RefinedMean(Average):
 
 
 class CoordinateMedian(Average):
-    """The median of each value over the clients, the mean of the middle two when K is even (Yin et al., ICML
-    2018).
+    """The median of each value over the clients, the mean of the middle two when K is even (Yin et
+    al., ICML 2018).
 
-    n_k does not enter: every client counts once, or one that lies about its size could be the median by
-    itself.
+    n_k does not enter: every client counts once, or one that lies about its size could be the
+    median by itself.
     """
 
     def __call__(self, vectors: Sequence[Tensor], shares: Sequence[float], start: Tensor) -> Tensor:
         middle = slice((len(vectors) - 1) // 2, len(vectors) // 2 + 1)
-        return torch.cat([in_order(chunk)[middle].mean(dim=0).to(torch.float32) for chunk in chunks(vectors)])
+        return torch.cat(
+            [in_order(chunk)[middle].mean(dim=0).to(torch.float32) for chunk in chunks(vectors)]
+        )
 
 
 class TrimmedMean(Average):
     """The mean of each value without the largest and the smallest ones (Yin et al., ICML 2018).
 
-    Clients are trimmed by count; those that are left weigh n_k, so that ``trim`` 0 is the weighted mean.
+    Clients are trimmed by count; those that are left weigh n_k, so that ``trim`` 0 is the weighted
+    mean.
 
     Args:
-        trim: share of the clients left out at each end, in [0, 0.5), rounded up to whole clients; at least
-            one stays. It has to be the share of hostile clients that a cohort may hold, or more.
+        trim: share of the clients left out at each end, in [0, 0.5), rounded up to whole clients;
+            at least one stays. It has to be the share of hostile clients that a cohort may hold, or
+            more.
     """
 
     def __init__(
@@ -90,14 +94,15 @@ class TrimmedMean(Average):
 
 
 class NormClipping(Average):
-    """The weighted mean of updates cut to a length: w + sum_k p_k u_k min(1, max_norm / ||u_k||), u_k = v_k -
-    w (Sun et al., 2019).
+    """The weighted mean of updates cut to a length: w + sum_k p_k u_k min(1, max_norm / ||u_k||),
+    u_k = v_k - w (Sun et al., 2019).
 
-    n_k enters as in the weighted mean. It bounds what a client can do in a round, not what it can do in all.
+    n_k enters as in the weighted mean. It bounds what a client can do in a round, not what it can
+    do in all.
 
     Args:
-        max_norm: largest L2 norm of an update over all weights; the median norm of honest updates is a good
-            start.
+        max_norm: largest L2 norm of an update over all weights; the median norm of honest updates
+            is a good start.
     """
 
     is_sum = True
@@ -123,8 +128,8 @@ def capped(shares: Sequence[float], largest: float) -> list[float]:
     """Return shares that add up to 1, none above ``largest``: what is cut off goes to the others in
     proportion to theirs.
 
-    Where even equal shares are above ``largest``, the shares are equal. Shares that are all within the bound
-    stay as they are.
+    Where even equal shares are above ``largest``, the shares are equal. Shares that are all within
+    the bound stay as they are.
 
     >>> capped([0.8, 0.1, 0.1], 0.5)
     [0.5, 0.25, 0.25]
@@ -140,12 +145,15 @@ def capped(shares: Sequence[float], largest: float) -> list[float]:
         bounded |= over
         left = 1 - largest * len(bounded)
         free = sum(share for k, share in enumerate(shares) if k not in bounded)
-        result = [largest if k in bounded else share * left / free for k, share in enumerate(shares)]
+        result = [
+            largest if k in bounded else share * left / free for k, share in enumerate(shares)
+        ]
     return result
 
 
 def weighted_mean(vectors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    """Return the sum of p_k v_k in the shape of v_k, float32; it does not depend on the order of clients.
+    """Return the sum of p_k v_k in the shape of v_k, float32; it does not depend on the order of
+    clients.
 
     Args:
         vectors: v_k, all of one shape, with values of less than 2^20.
@@ -166,11 +174,12 @@ def chunks(vectors: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def in_order(rows: Tensor) -> Tensor:
-    """Return each column of ``rows`` ``[K, P]`` in ascending order; NumPy's sort takes a third of torch's
-    time."""
+    """Return each column of ``rows`` ``[K, P]`` in ascending order; NumPy's sort takes a third of
+    torch's time."""
     return torch.from_numpy(np.sort(rows.numpy(), axis=0))
 
 
 def places_in_order(rows: Tensor) -> Tensor:
-    """Return for each column of ``rows`` ``[K, P]`` the rows in ascending order, equal ones as they come."""
+    """Return for each column of ``rows`` ``[K, P]`` the rows in ascending order, equal ones as they
+    come."""
     return torch.from_numpy(np.argsort(rows.numpy(), axis=0, kind="stable"))

@@ -1,8 +1,9 @@
 """What becomes of the uploads of a round: one object, chosen once, where the trainer is set up.
 
-There are four ways from uploads to the server's next state, each a file: :class:`SingleUploads` where the
-server reads them one by one, :class:`PlainSum` where it needs sums alone, :class:`PrivateSum` where those get
-noise, and :class:`MaskedSum` around one of the two where the server may not see what it adds up.
+There are four ways from uploads to the server's next state, each a file: :class:`SingleUploads`
+where the server reads them one by one, :class:`PlainSum` where it needs sums alone,
+:class:`PrivateSum` where those get noise, and :class:`MaskedSum` around one of the two where the
+server may not see what it adds up.
 """
 
 from __future__ import annotations
@@ -49,11 +50,13 @@ class Round:
     Args:
         number: counted from 1.
         cohort: its clients, and what was asked of each.
-        deliver: what becomes of bytes that a client sends, on their way to the server; None: they are lost.
+        deliver: what becomes of bytes that a client sends, on their way to the server; None: they
+            are lost.
         add_under_masks: has the clients mask and send their vectors; the engine's.
         metrics: takes what the aggregation measures.
         named: takes the ids of clients that broke the rules of the aggregation.
-        links: takes the ledger's entries of links that are no client's, such as those between servers.
+        links: takes the ledger's entries of links that are no client's, such as those between
+            servers.
     """
 
     number: int
@@ -73,11 +76,11 @@ class Aggregation(ABC):
     """
 
     single: bool = False
-    """Whether the server reads single uploads, so that every process of the run needs all of them; else each
-    process adds up those of the clients that it trained."""
+    """Whether the server reads single uploads, so that every process of the run needs all of them;
+    else each process adds up those of the clients that it trained."""
     uploads_leave_clients: bool = True
-    """Whether what a client uploads is sent as it is; under masks it is not, and the ledger counts the
-    messages of the masks instead."""
+    """Whether what a client uploads is sent as it is; under masks it is not, and the ledger counts
+    the messages of the masks instead."""
     masks: SecureSum | None = None
     """How the sums are kept from the server that adds them up; None: it sees what it adds up."""
     privacy: PrivateAggregation | None = None
@@ -90,12 +93,14 @@ class Aggregation(ABC):
 
     @property
     def randomness(self) -> Randomness:
-        """What a cohort is drawn from: streams of the run's seed, unless nobody may know the cohort."""
+        """What a cohort is drawn from: streams of the run's seed, unless nobody may know the
+        cohort."""
         return rng.stream
 
     @contextmanager
     def serving(self, client: Client) -> Iterator[None]:
-        """Let the method's server be the one that this client has, within the block: there may be several."""
+        """Let the method's server be the one that this client has, within the block: there may be
+        several."""
         yield
 
     def addends(self, upload: Payload, client: int, round: int) -> dict[str, Addend]:
@@ -103,20 +108,20 @@ class Aggregation(ABC):
         return self.method.addends(upload, client, examples_in(upload))
 
     def intake(self) -> Uploads:
-        """Return what takes the uploads of a round that begins, where nobody asks for them again before it is
-        closed."""
+        """Return what takes the uploads of a round that begins, where nobody asks for them again
+        before it is closed."""
         return Uploads()
 
     def link_of(self, client: int) -> int | None:
-        """Return the ledger's number of the link over which a sum with a client's upload goes on, below 0;
-        None where its upload has arrived once a server has it."""
+        """Return the ledger's number of the link over which a sum with a client's upload goes on,
+        below 0; None where its upload has arrived once a server has it."""
         return None
 
     def planned(
         self, round: int, entries: Sequence[LedgerEntry], uploads: Collection[int]
     ) -> list[LedgerEntry]:
-        """Return the entries of a round with all that clients would send and get if none of them went
-        offline.
+        """Return the entries of a round with all that clients would send and get if none of them
+        went offline.
 
         Args:
             round: its number.
@@ -126,7 +131,9 @@ class Aggregation(ABC):
         return [*entries]
 
     @abstractmethod
-    def close(self, round: Round, uploads: Uploads, receipts: Sequence[Receipt]) -> list[LedgerEntry]:
+    def close(
+        self, round: Round, uploads: Uploads, receipts: Sequence[Receipt]
+    ) -> list[LedgerEntry]:
         """Make the server's next state, where the round has one, and return the ledger's entries.
 
         Args:
@@ -138,4 +145,8 @@ class Aggregation(ABC):
 
 def examples_of(receipts: Sequence[Receipt]) -> dict[int, int]:
     """Return n_k of the clients whose uploads count, by id."""
-    return {receipt.client.id: receipt.examples for receipt in receipts if receipt.entry.status == "trained"}
+    return {
+        receipt.client.id: receipt.examples
+        for receipt in receipts
+        if receipt.entry.status == "trained"
+    }

@@ -19,7 +19,8 @@ def choose_aggregation(
     *,
     single: bool = False,
 ) -> Aggregation:
-    """Return how a run with these settings aggregates. Whether they fit the method is checked elsewhere.
+    """Return how a run with these settings aggregates. Whether they fit the method is checked
+    elsewhere.
 
     Args:
         method: the server's half.

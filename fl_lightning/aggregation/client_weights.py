@@ -1,5 +1,5 @@
-"""How much a client weighs in an average: by its training examples, by the labelled tokens in them, or as all
-others."""
+"""How much a client weighs in an average: by its training examples, by the labelled tokens in them,
+or as all others."""
 
 from __future__ import annotations
 
@@ -52,7 +52,11 @@ class ClientWeights:
         """Return n_k."""
         if self.equal:
             return 1
-        return len(client.train) if self.per_example is None else int(self.per_example[client.train].sum())
+        return (
+            len(client.train)
+            if self.per_example is None
+            else int(self.per_example[client.train].sum())
+        )
 
     def largest(self, data: FederatedData) -> int:
         """Return the largest n_k of the clients of ``data``."""

@@ -1,8 +1,8 @@
-"""Sums for client-level differential privacy: of clipped messages, with Gaussian noise, divided by a number
-that is public.
+"""Sums for client-level differential privacy: of clipped messages, with Gaussian noise, divided by
+a number that is public.
 
-What one client adds to all sums of a round together is its message. A vector that has a ``start`` enters as
-its difference from it, every other one as it is. The message is clipped as a whole
+What one client adds to all sums of a round together is its message. A vector that has a ``start``
+enters as its difference from it, every other one as it is. The message is clipped as a whole
 (:func:`fl_lightning.privacy.clip_together`) and weighs 1.
 """
 
@@ -22,16 +22,16 @@ from fl_lightning.errors import MisuseError
 from fl_lightning.privacy import clip_together
 
 COUNT = "privacy/below_clip_norm"
-"""The sum of b_k - 1/2 over the clients, b_k = 1 where a message is no longer than C; it is there where C
-follows a quantile."""
+"""The sum of b_k - 1/2 over the clients, b_k = 1 where a message is no longer than C; it is there
+where C follows a quantile."""
 
 
 class PrivateSums(Sums):
     """Sums of clipped messages, as the server's half of a method reads them.
 
-    Means are start + (sum + noise) / cohort: the divisor is the size of the cohort that was asked, not the
-    number of clients that returned, which can depend on a client's data where uploads are refused or clients
-    give up. Clients that did not return thus count as ones that learned nothing.
+    Means are start + (sum + noise) / cohort: the divisor is the size of the cohort that was asked,
+    not the number of clients that returned, which can depend on a client's data where uploads are
+    refused or clients give up. Clients that did not return thus count as ones that learned nothing.
 
     Args:
         totals: noisy sums of clipped messages over all processes, by name, float64 ``[P]``.
@@ -65,8 +65,8 @@ class PrivateSums(Sums):
 
     @property
     def share_below(self) -> float:
-        """The noisy share of clients whose message is no longer than C; those that did not return count
-        half."""
+        """The noisy share of clients whose message is no longer than C; those that did not return
+        count half."""
         return float(self._totals[COUNT]) / self.cohort + 0.5
 
 
@@ -75,7 +75,8 @@ def clip_addends(
 ) -> tuple[dict[str, Addend], float]:
     """Return what a client adds once its message is clipped, and the norm that the message had.
 
-    The values are multiples of 2^-F, F that of a sum over ``cohort`` clients, and have no ``start``.
+    The values are multiples of 2^-F, F that of a sum over ``cohort`` clients, and have no
+    ``start``.
 
     Raises:
         MisuseError: an addend has another weight than 1.
@@ -102,8 +103,8 @@ def common_starts(addends: Sequence[Mapping[str, Addend]]) -> dict[str, Tensor]:
     """Return what the sums start from, by name, on all ranks, also on one without an upload.
 
     Raises:
-        MisuseError: clients start from different vectors, so that the mean of their differences has no
-            start.
+        MisuseError: clients start from different vectors, so that the mean of their differences has
+            no start.
     """
     starts: dict[str, Tensor] = {}
     for of_client in addends:
@@ -135,6 +136,8 @@ def starts_of_ranks(starts: dict[str, Tensor]) -> dict[str, Tensor]:
         return starts
     names = [of_rank.decode().split("\n") for of_rank in gather_bytes("\n".join(starts).encode())]
     mine = {
-        name: start for name, start in starts.items() if rank() == [name in of for of in names].index(True)
+        name: start
+        for name, start in starts.items()
+        if rank() == [name in of for of in names].index(True)
     }
     return gather_parts(mine)

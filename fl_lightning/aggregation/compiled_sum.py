@@ -1,5 +1,5 @@
-"""The compiled form of :func:`fl_lightning.aggregation.exact_sum.add_block`: scale, round, check and add in
-one pass over the values, with the same bits."""
+"""The compiled form of :func:`fl_lightning.aggregation.exact_sum.add_block`: scale, round, check
+and add in one pass over the values, with the same bits."""
 
 from __future__ import annotations
 
@@ -29,15 +29,17 @@ COMPILED = CompiledSum()
 
 
 def adder(vectors: Sequence[Tensor], scales: Sequence[float]) -> AddCompiled | None:
-    """Return what adds up a block of these vectors, as ``add_block`` does, in int64; or returns None where a
-    value is out of range, and the sums are of no use. There is none where there is no library, or the vectors
-    are not float32 in one piece of this machine's memory.
+    """Return what adds up a block of these vectors, as ``add_block`` does, in int64; or returns
+    None where a value is out of range, and the sums are of no use. There is none where there is no
+    library, or the vectors are not float32 in one piece of this machine's memory.
 
     Args:
         vectors: x of each client, ``[P]``.
         scales: one a client.
     """
-    if not all(v.dtype == torch.float32 and v.is_contiguous() and v.device.type == "cpu" for v in vectors):
+    if not all(
+        v.dtype == torch.float32 and v.is_contiguous() and v.device.type == "cpu" for v in vectors
+    ):
         return None
     library, count, size = COMPILED.library(sum(map(len, vectors))), len(vectors), len(vectors[0])
     if library is None:

@@ -1,5 +1,5 @@
-"""Uploads that are received and added up in the process that trained their clients, a worker of the server's
-machine."""
+"""Uploads that are received and added up in the process that trained their clients, a worker of the
+server's machine."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Received(NamedTuple):
 
 
 def receive_here(method: SummingServer, data: bytes, client: Client, uploads: Uploads) -> Received:
-    """Check an upload that has not left this machine's memory, give it to ``uploads`` if it counts, and say
-    what became of it."""
+    """Check an upload that has not left this machine's memory, give it to ``uploads`` if it counts,
+    and say what became of it."""
     try:
         upload = decode_upload(method, data, client, verified=True)
         check_upload(method, upload, client, uploads)
@@ -43,7 +43,9 @@ def receive_here(method: SummingServer, data: bytes, client: Client, uploads: Up
     return Received(len(data), examples_in(upload))
 
 
-def entry_of(received: Received, round: int, client: int, sent: int, uploads: Uploads) -> LedgerEntry:
+def entry_of(
+    received: Received, round: int, client: int, sent: int, uploads: Uploads
+) -> LedgerEntry:
     """Return what an upload has cost, and note n_k in ``uploads`` if it counts.
 
     Args:

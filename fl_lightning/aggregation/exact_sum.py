@@ -1,5 +1,5 @@
-"""Sums of fixed-point integers. They do not depend on who added what in which order, so that one process,
-many processes and clients behind masks come to the same result bit for bit.
+"""Sums of fixed-point integers. They do not depend on who added what in which order, so that one
+process, many processes and clients behind masks come to the same result bit for bit.
 
 A value x of a client with weight w in [0, 1] enters as the integer
 
@@ -23,8 +23,8 @@ from fl_lightning.aggregation import compiled_sum
 from fl_lightning.errors import MisuseError
 
 MAX_MAGNITUDE = 2.0**20
-"""No weight, statistic or step of a network that trains is as large. One such value in an average would ruin
-it."""
+"""No weight, statistic or step of a network that trains is as large. One such value in an average
+would ruin it."""
 
 SUM_BITS, MAGNITUDE_BITS = 62, 20
 TINY = 2.0**-70
@@ -33,15 +33,16 @@ FLOAT64_INTEGERS = 2.0**53
 """Integers up to here, and their sums, are exact in float64."""
 
 BLOCK_VALUES = 2**15
-"""Values that are added up at once: a quarter of a megabyte in float64, which stays in a core's cache from
-client to client, and which torch does not divide among threads of its own."""
+"""Values that are added up at once: a quarter of a megabyte in float64, which stays in a core's
+cache from client to client, and which torch does not divide among threads of its own."""
 THREADED_VALUES = 2**18
-"""From so many values on, blocks are dealt to threads: whoever adds them up, the integers are the same."""
+"""From so many values on, blocks are dealt to threads: whoever adds them up, the integers are the
+same."""
 MAX_THREADS = 4
 
 AddBlock: TypeAlias = Callable[[slice, "Tensor | None"], Tensor]
-"""Returns the sums of the clients' integers of some columns, added to sums of others in int64, if those are
-given."""
+"""Returns the sums of the clients' integers of some columns, added to sums of others in int64, if
+those are given."""
 
 
 def fraction_bits(cohort: int) -> int:
@@ -53,9 +54,11 @@ def fraction_bits(cohort: int) -> int:
     return SUM_BITS - MAGNITUDE_BITS - max(0, cohort - 1).bit_length()
 
 
-def exact_mean(vectors: Sequence[Tensor], weights: Sequence[float], total: float, cohort: int) -> Tensor:
-    """Return sum w_k x_k / total in one go, float32 ``[P]``: the mean of an :class:`ExactSum` of the same
-    vectors, bit for bit.
+def exact_mean(
+    vectors: Sequence[Tensor], weights: Sequence[float], total: float, cohort: int
+) -> Tensor:
+    """Return sum w_k x_k / total in one go, float32 ``[P]``: the mean of an :class:`ExactSum` of
+    the same vectors, bit for bit.
 
     Args:
         vectors, weights, cohort: as for :class:`ExactSum`.
@@ -77,8 +80,9 @@ def exact_mean(vectors: Sequence[Tensor], weights: Sequence[float], total: float
 class ExactSum:
     """The sum over clients of w_k x_k for one vector of ``size`` values, added up in parts.
 
-    Each client is rounded once, by at most half a unit of 2^-F, so the sum over K clients is off by at most
-    K / 2 units; beyond that float64 rounds each weight and each product w x, by 2^-53 of itself each.
+    Each client is rounded once, by at most half a unit of 2^-F, so the sum over K clients is off by
+    at most K / 2 units; beyond that float64 rounds each weight and each product w x, by 2^-53 of
+    itself each.
 
     Args:
         size: P, values of a client's vector.
@@ -109,8 +113,8 @@ class ExactSum:
             weights: w_k in [0, 1].
 
         Raises:
-            MisuseError: more clients than ``cohort``, another size, or a value or weight out of range; the
-                sum is of no use then.
+            MisuseError: more clients than ``cohort``, another size, or a value or weight out of
+                range; the sum is of no use then.
         """
         self.count += len(vectors)
         _check_count(self.count, self.cohort)
@@ -144,9 +148,13 @@ class ExactSum:
 
 
 def _in_blocks(
-    vectors: Sequence[Tensor], weights: Sequence[float], cohort: int, use: Callable[[slice, AddBlock], None]
+    vectors: Sequence[Tensor],
+    weights: Sequence[float],
+    cohort: int,
+    use: Callable[[slice, AddBlock], None],
 ) -> None:
-    """Call ``use`` with some columns at a time, and with what adds up the clients' integers there."""
+    """Call ``use`` with some columns at a time, and with what adds up the clients' integers
+    there."""
     _check(vectors, weights, cohort)
     size = len(vectors[0])
     scales = [weight * 2.0 ** fraction_bits(cohort) for weight in weights]
@@ -172,8 +180,8 @@ def _in_blocks(
 def add_block(
     vectors: Sequence[Tensor], scales: Sequence[float], block: slice, sums: Tensor | None
 ) -> Tensor:
-    """Return the sums of round(scale x) over the clients, integers ``[B]``: in float64 where it holds them,
-    else in int64.
+    """Return the sums of round(scale x) over the clients, integers ``[B]``: in float64 where it
+    holds them, else in int64.
 
     Args:
         vectors: x of each client, ``[P]``.
@@ -204,7 +212,8 @@ def _bound(part: Tensor) -> float:
     """
     squares = float(part.dot(part)) if part.dtype == torch.float32 else math.inf
     if squares < (MAX_MAGNITUDE / 2) ** 2:
-        return 1.01 * math.sqrt(squares) + TINY  # at most 2^15 roundings by 2^-24; squares below 2^-149 are 0
+        # at most 2^15 roundings by 2^-24; squares below 2^-149 are 0
+        return 1.01 * math.sqrt(squares) + TINY
     size = largest(part)
     if not size < MAX_MAGNITUDE:
         raise MisuseError(

@@ -1,8 +1,8 @@
 """Uploads of a round as they come: kept until it is closed, or added to the sums and dropped.
 
 Sums of integers depend neither on the order of uploads nor on how many are added at once
-(:mod:`fl_lightning.aggregation.exact_sum`), so both ways give the same bits. What is dropped needs no memory:
-a round then takes the server's state and a few uploads, whatever its cohort.
+(:mod:`fl_lightning.aggregation.exact_sum`), so both ways give the same bits. What is dropped needs
+no memory: a round then takes the server's state and a few uploads, whatever its cohort.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from fl_lightning.wire import Payload
 
 AddendsOf: TypeAlias = Callable[[Payload, int], Mapping[str, Addend]]
 WAITING_UPLOADS, WAITING_BYTES = 2, 2**24
-"""So many uploads, of so many bytes together, are added at once: each time reads and writes the sums."""
+"""So many uploads, of so many bytes together, are added at once: each time reads and writes the
+sums."""
 
 
 class Uploads(dict[int, Payload]):
@@ -40,7 +41,12 @@ class AddedUploads(Uploads):
 
     def __init__(self, sums: Sums, addends: AddendsOf, anywhere: bool) -> None:
         super().__init__()
-        self.addends, self.cohort, self._sums, self.adds_anywhere = addends, sums.cohort, sums, anywhere
+        self.addends, self.cohort, self._sums, self.adds_anywhere = (
+            addends,
+            sums.cohort,
+            sums,
+            anywhere,
+        )
         self._waiting, self._bytes = dict[int, Payload](), 0
 
     def take(self, id: int, upload: Payload) -> None:

@@ -1,4 +1,5 @@
-"""Sums of what clients mask: the server learns the total alone, and the ledger counts all messages."""
+"""Sums of what clients mask: the server learns the total alone, and the ledger counts all
+messages."""
 
 from __future__ import annotations
 
@@ -44,8 +45,11 @@ class MaskedSum(Aggregation):
     def addends(self, upload: Payload, client: int, round: int) -> dict[str, Addend]:
         return {**self.sums.addends(upload, client, round), **self.method.product_addends(upload)}
 
-    def close(self, round: Round, uploads: Uploads, receipts: Sequence[Receipt]) -> list[LedgerEntry]:
-        """Mask what the clients would have uploaded, and add it up. A client counts if it is in the sum.
+    def close(
+        self, round: Round, uploads: Uploads, receipts: Sequence[Receipt]
+    ) -> list[LedgerEntry]:
+        """Mask what the clients would have uploaded, and add it up. A client counts if it is in the
+        sum.
 
         The round is void where no clients that keep to the rules could have made its sum.
 
@@ -54,7 +58,10 @@ class MaskedSum(Aggregation):
             RankLost: a process died or did not answer in time.
         """
         assert self.masks is not None
-        method, by_id = self.method, {assignment.client.id: assignment for assignment in round.cohort}
+        method, by_id = (
+            self.method,
+            {assignment.client.id: assignment for assignment in round.cohort},
+        )
         leaves_before = {
             receipt.client.id: _phase_of_leaving(by_id[receipt.client.id], receipt.entry)
             for receipt in receipts
@@ -98,7 +105,9 @@ def _ended(entries: Sequence[LedgerEntry], outcome: Outcome, void: str) -> list[
         if status == "trained" and entry.client not in counted:
             status = "rejected" if entry.client in outcome.rejected else "lost"
         wasted = 0 if entry.client in counted else up
-        ended.append(replace(entry, status=status, upload=up, download=entry.download + down, wasted=wasted))
+        ended.append(
+            replace(entry, status=status, upload=up, download=entry.download + down, wasted=wasted)
+        )
     return ended
 
 

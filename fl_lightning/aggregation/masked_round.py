@@ -29,7 +29,8 @@ class MaskedRound:
         settings: of the secure sum.
         method: the resident module with the server's state.
         round: number of the round.
-        leaves_before: ids of the cohort, each with the phase before which it drops out, or an empty text.
+        leaves_before: ids of the cohort, each with the phase before which it drops out, or an empty
+            text.
         uploads: those of this process, by id.
         addends: what a client adds to the sums, of its id and its upload.
         deliver: what becomes of a masked message on its way; None: it is lost.
@@ -45,12 +46,13 @@ class MaskedRound:
 
 
 AddUnderMasks = Callable[[MaskedRound], "tuple[SumForm, Outcome]"]
-"""Has the clients of a round mask and send their vectors, and returns the form of all of them and what came
-of the round."""
+"""Has the clients of a round mask and send their vectors, and returns the form of all of them and
+what came of the round."""
 
 
 def add_up_here(asked: MaskedRound) -> tuple[SumForm, Outcome]:
-    """Have clients whose uploads are in this process, or in the other ones of the run, mask and add them up.
+    """Have clients whose uploads are in this process, or in the other ones of the run, mask and add
+    them up.
 
     Returns:
         The form of all clients' vectors, and what came of the round.
@@ -83,5 +85,9 @@ def _common_form(
 ) -> SumForm:
     """Return the form of all clients' vectors, on every process."""
     own = [SumForm.of(addends(id, upload)).parts for id, upload in [*uploads.items()][:1]]
-    found = [of_rank for text in gather_bytes(json.dumps(own).encode()) for of_rank in json.loads(text)]
-    return SumForm(tuple((name, size, most) for name, size, most in found[0])) if found else SumForm()
+    found = [
+        of_rank for text in gather_bytes(json.dumps(own).encode()) for of_rank in json.loads(text)
+    ]
+    return (
+        SumForm(tuple((name, size, most) for name, size, most in found[0])) if found else SumForm()
+    )

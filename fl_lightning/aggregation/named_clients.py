@@ -1,4 +1,5 @@
-"""Clients that are left out of a run's secure sums, since two rounds named them for wrong shares."""
+"""Clients that are left out of a run's secure sums, since two rounds named them for wrong
+shares."""
 
 from __future__ import annotations
 
@@ -13,21 +14,24 @@ from fl_lightning.hooks import Context, Meter, RoundRecord, Stressor
 log = logging.getLogger("fl_lightning")
 
 ROUNDS_NAMED = 2
-"""Rounds that name a client before it is left out: a machine with one fault is not a hostile one."""
+"""Rounds that name a client before it is left out: a machine with one fault is not a hostile
+one."""
 
 
 class NamedClients(Stressor, Meter):
     """Counts the rounds that named a client, and has those drop out that were named twice.
 
-    The trainer puts it behind the callbacks of a run with a secure sum, so that what it knows survives a
-    resume as the state of a callback does. A client that is left out is sent nothing, and counts as dropped:
-    cohorts, thresholds and epsilon stay what they were.
+    The trainer puts it behind the callbacks of a run with a secure sum, so that what it knows
+    survives a resume as the state of a callback does. A client that is left out is sent nothing,
+    and counts as dropped: cohorts, thresholds and epsilon stay what they were.
     """
 
     def __init__(self) -> None:
         self.rounds: Counter[int] = Counter()
 
-    def change_cohort(self, cohort: list[Assignment], *, round: int, context: Context) -> list[Assignment]:
+    def change_cohort(
+        self, cohort: list[Assignment], *, round: int, context: Context
+    ) -> list[Assignment]:
         return [
             replace(each, trains=False, returns=False, leaves_before="keys")
             if self.rounds[each.client.id] >= ROUNDS_NAMED

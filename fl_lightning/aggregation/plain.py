@@ -13,12 +13,15 @@ from fl_lightning.wire import LedgerEntry, Payload
 
 
 class PlainSum(Aggregation):
-    """Adds uploads up where their clients were trained, and gives the method the sums over all processes."""
+    """Adds uploads up where their clients were trained, and gives the method the sums over all
+    processes."""
 
     def intake(self) -> Uploads:
         return self.method.intake()
 
-    def close(self, round: Round, uploads: Uploads, receipts: Sequence[Receipt]) -> list[LedgerEntry]:
+    def close(
+        self, round: Round, uploads: Uploads, receipts: Sequence[Receipt]
+    ) -> list[LedgerEntry]:
         entries, examples = [receipt.entry for receipt in receipts], examples_of(receipts)
         if examples:
             if isinstance(uploads, AddedUploads):
@@ -30,12 +33,14 @@ class PlainSum(Aggregation):
         return entries
 
     largest_sum: Callable[[str, int], float] | None = None
-    """The largest magnitude of a value of a sum, by its name, over so many clients that weigh 1; None: values
-    are bounded by the weight of their client."""
+    """The largest magnitude of a value of a sum, by its name, over so many clients that weigh 1;
+    None: values are bounded by the weight of their client."""
 
-    def finished(self, sums: Sums, round: Round, uploads: Mapping[int, Payload], counted: int) -> Sums | None:
-        """Return what the method gets of sums that somebody else added up; None where the round has no next
-        state.
+    def finished(
+        self, sums: Sums, round: Round, uploads: Mapping[int, Payload], counted: int
+    ) -> Sums | None:
+        """Return what the method gets of sums that somebody else added up; None where the round has
+        no next state.
 
         Args:
             sums: over the clients that count.
@@ -45,9 +50,11 @@ class PlainSum(Aggregation):
         """
         return sums
 
-    def taken(self, sums: Sums | None, round: Round, entries: Sequence[LedgerEntry]) -> list[LedgerEntry]:
-        """Let the method make the server's next state of the sums, and return the ledger's entries: where
-        there is none, no upload was used."""
+    def taken(
+        self, sums: Sums | None, round: Round, entries: Sequence[LedgerEntry]
+    ) -> list[LedgerEntry]:
+        """Let the method make the server's next state of the sums, and return the ledger's entries:
+        where there is none, no upload was used."""
         if sums is not None and set_next_state(
             self.method, round.number, entries, partial(self.method.take_sums, sums)
         ):

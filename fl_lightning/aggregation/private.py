@@ -1,8 +1,8 @@
-"""Client-level differential privacy in a run: what is refused, the noisy sums of each round, C, epsilon and
-the budget.
+"""Client-level differential privacy in a run: what is refused, the noisy sums of each round, C,
+epsilon and the budget.
 
-One mechanism on the whole message (McMahan et al., ICLR 2018), with what one client adds to all sums of the
-round as its message m_k:
+One mechanism on the whole message (McMahan et al., ICLR 2018), with what one client adds to all
+sums of the round as its message m_k:
 
     sum_k m_k min(1, C / ||m_k||_2)  +  N(0, (z C)^2),     divided by the size of the cohort
 """
@@ -58,7 +58,8 @@ Sampler = Callable[[Generator, int, float], np.ndarray]
 DEVIATIONS = 40
 """Noise is never as many standard deviations away from 0: the probability is below 1e-300."""
 NOISE_OF_SEED = (
-    "noise follows from the seed, so that the run can be repeated, and who knows the seed can remove it"
+    "noise follows from the seed, so that the run can be repeated, "
+    "and who knows the seed can remove it"
 )
 NOISE_OF_SYSTEM = "noise and cohorts are drawn from operating systems, and no seed tells them"
 SUMS_FILE = "noisy_sums.csv"
@@ -90,17 +91,18 @@ class ClippedUploads(AddedUploads):
 class PrivateAggregation(Meter, Stressor):
     """Makes a round's sums private and accounts for them.
 
-    The trainer puts it before the callbacks of the configuration, so that C and the number of rounds survive
-    a resume as the state of a callback does.
+    The trainer puts it before the callbacks of the configuration, so that C and the number of
+    rounds survive a resume as the state of a callback does.
 
-    Epsilon is that of the noisy sums that were begun. Noise that follows from the seed is the same in a
-    round that is repeated, so these are the rounds. Noise of an operating system is not: a run that is taken
-    back to an earlier checkpoint keeps the sums that it has begun, and a round that it repeats is one more.
+    Epsilon is that of the noisy sums that were begun. Noise that follows from the seed is the same
+    in a round that is repeated, so these are the rounds. Noise of an operating system is not: a run
+    that is taken back to an earlier checkpoint keeps the sums that it has begun, and a round that
+    it repeats is one more.
 
     Args:
         settings: ``trainer.privacy``.
-        randomness: what noise and cohorts are drawn from; streams of the run's seed, unless a deployment
-            puts the operating system's there.
+        randomness: what noise and cohorts are drawn from; streams of the run's seed, unless a
+            deployment puts the operating system's there.
 
     Attributes:
         rounds: rounds that are done.
@@ -135,8 +137,9 @@ class PrivateAggregation(Meter, Stressor):
             taken_back: whether rounds that it had done are made anew with other settings.
 
         Raises:
-            InputError: the file that says so cannot be read, some of the rounds were without privacy, none
-                is done and the budget is spent, or the noise of a round would be that of another sum.
+            InputError: the file that says so cannot be read, some of the rounds were without
+                privacy, none is done and the budget is spent, or the noise of a round would be that
+                of another sum.
         """
         require(
             not (taken_back and self.randomness is rng.stream),
@@ -160,7 +163,8 @@ class PrivateAggregation(Meter, Stressor):
             ) from None
 
     def begin_sum(self, round: int, run_dir: Path) -> int:
-        """Count the noisy sum of a round before anything of it is drawn, and return its number, from 1.
+        """Count the noisy sum of a round before anything of it is drawn, and return its number,
+        from 1.
 
         Raises:
             RunStopped: it cannot be written down.
@@ -213,7 +217,9 @@ class PrivateAggregation(Meter, Stressor):
             f"the rounding of {method.layout.size} values to integers is as large as that",
             f"write {least:.1g} or more",
         )
-        self.accountant = RoundAccountant(settings.noise_multiplier, clients, cohort, settings.delta)
+        self.accountant = RoundAccountant(
+            settings.noise_multiplier, clients, cohort, settings.delta
+        )
         first = self.accountant.epsilon(1)
         if settings.max_epsilon is not None and first > settings.max_epsilon:
             raise InputError(
@@ -231,7 +237,9 @@ class PrivateAggregation(Meter, Stressor):
     def on_setup(self, context: Any) -> None:
         most = math.inf if self.settings.max_epsilon is None else self.settings.max_epsilon
         again = self.releases - self.rounds
-        sums = bisect_right(range(1, context.max_rounds + again + 1), most, key=self.accountant.epsilon)
+        sums = bisect_right(
+            range(1, context.max_rounds + again + 1), most, key=self.accountant.epsilon
+        )
         rounds = sums - again
         if again:
             log.warning(
@@ -249,7 +257,9 @@ class PrivateAggregation(Meter, Stressor):
     def on_round_start(self, round: int, context: Any) -> None:
         self.clipped_at = self.clip_norm
 
-    def change_cohort(self, cohort: list[Assignment], *, round: int, context: Any) -> list[Assignment]:
+    def change_cohort(
+        self, cohort: list[Assignment], *, round: int, context: Any
+    ) -> list[Assignment]:
         """Note who was drawn; no stressor comes before."""
         self.drawn = {assignment.client.id for assignment in cohort}
         return cohort
@@ -307,7 +317,11 @@ class PrivateAggregation(Meter, Stressor):
     @property
     def _accounted(self) -> dict[str, float]:
         """What the epsilon of a round follows from."""
-        z, clients, cohort = self.accountant.noise_multiplier, self.accountant.clients, self.accountant.cohort
+        z, clients, cohort = (
+            self.accountant.noise_multiplier,
+            self.accountant.clients,
+            self.accountant.cohort,
+        )
         return {"noise_multiplier": z, "clients": clients, "cohort": cohort}
 
     def _check_rounds(self, done: int) -> None:
@@ -342,14 +356,16 @@ class PrivateAggregation(Meter, Stressor):
 
     @property
     def largest_clip(self) -> float:
-        """Largest C for which no value of a sum with its noise leaves the integers that float64 holds."""
+        """Largest C for which no value of a sum with its noise leaves the integers that float64
+        holds."""
         room = self.cohort + DEVIATIONS * self.settings.message_multiplier(self.cohort)
         return min(2.0 ** (EXACT_BITS - self.bits) / room, MAX_MAGNITUDE / 2)
 
     def sums(
         self, method: SummingServer, uploads: Mapping[int, Payload], returned: int, round: int
     ) -> PrivateSums | None:
-        """Return the noisy sums of a round over the uploads of all processes; C then follows its quantile.
+        """Return the noisy sums of a round over the uploads of all processes; C then follows its
+        quantile.
 
         Args:
             method: with the server's state that the round started from.
@@ -358,7 +374,8 @@ class PrivateAggregation(Meter, Stressor):
             round: the noise is a function of it and of the seed.
 
         Returns:
-            The sums; None where so few returned that shares of noise are missing. Central noise is added also
+            The sums; None where so few returned that shares of noise are missing. Central noise is
+            added also
             where nobody returned: without it the model would say so.
 
         Raises:
@@ -381,12 +398,19 @@ class PrivateAggregation(Meter, Stressor):
         sums.merge_ranks()
         return self.finished(sums, method, uploads, returned, round)
 
-    def message(self, method: SummingServer, upload: Payload, client: int, round: int) -> dict[str, Addend]:
+    def message(
+        self, method: SummingServer, upload: Payload, client: int, round: int
+    ) -> dict[str, Addend]:
         """Return what a client adds: :meth:`private_addends` of what its upload adds."""
         return self.private_addends(method, method.addends(upload, client, 1), client, round)
 
     def finished(
-        self, sums: Sums, method: SummingServer, uploads: Mapping[int, Payload], returned: int, round: int
+        self,
+        sums: Sums,
+        method: SummingServer,
+        uploads: Mapping[int, Payload],
+        returned: int,
+        round: int,
     ) -> PrivateSums | None:
         """Return the noisy sums, given those of all clients' messages, as :meth:`sums` does."""
         if max(method.cohort, returned) > self.cohort:
@@ -404,36 +428,46 @@ class PrivateAggregation(Meter, Stressor):
             )  # fmt: skip
             return None
         totals = {name: sums.total(name) for name in sums}
-        if not self.settings.is_distributed:  # one draw for the whole message, the same on all ranks
+        # one draw for the whole message, the same on all ranks
+        if not self.settings.is_distributed:
             sizes = {name: len(total) for name, total in totals.items()}
-            noise = self._noise(rounded_gaussian, self.randomness(method.seed, "privacy", round, 0), sizes)
+            noise = self._noise(
+                rounded_gaussian, self.randomness(method.seed, "privacy", round, 0), sizes
+            )
             totals = {name: total + noise[name] for name, total in totals.items()}
-        if returned == 0 or (not uploads and world_size() == 1):  # these are on the clients' machines
+        # these are on the clients' machines
+        if returned == 0 or (not uploads and world_size() == 1):
             starts = dict(method.starts())
         elif isinstance(uploads, ClippedUploads):
             starts = starts_of_ranks(uploads.starts)
         else:
-            starts = common_starts([method.addends(upload, id, 1) for id, upload in uploads.items()])
+            starts = common_starts(
+                [method.addends(upload, id, 1) for id, upload in uploads.items()]
+            )
         found = PrivateSums(totals, starts, self.cohort, self.deviation("update"))
         if self.settings.is_adaptive:
             self._follow_quantile(found.share_below)
         return found
 
     def largest_sum(self, method: SummingServer, name: str, clients: int) -> float:
-        """Return the largest magnitude of a value of a sum over so many clients' messages, with the noise
-        that they add by themselves."""
+        """Return the largest magnitude of a value of a sum over so many clients' messages, with the
+        noise that they add by themselves."""
         message = 0.5 if name == COUNT else self.clip_norm
-        shares = clients / self.least_returned(method.cohort) if self.settings.is_distributed else 0.0
+        shares = (
+            clients / self.least_returned(method.cohort) if self.settings.is_distributed else 0.0
+        )
         return clients * message + DEVIATIONS * self.deviation(name) * math.sqrt(shares)
 
     def private_addends(
         self, method: SummingServer, addends: Mapping[str, Addend], client: int, round: int
     ) -> dict[str, Addend]:
-        """Return what a client adds: its clipped message, with its share of the noise where clients add it.
+        """Return what a client adds: its clipped message, with its share of the noise where clients
+        add it.
 
-        All values are multiples of 2^-F, so that they can be masked and added up as integers without another
-        rounding. Each share is a discrete Gaussian of the variance (z C)^2 / :meth:`least_returned`, so that
-        with more clients the noise is larger than it has to be, and never smaller.
+        All values are multiples of 2^-F, so that they can be masked and added up as integers
+        without another rounding. Each share is a discrete Gaussian of the variance (z C)^2 /
+        :meth:`least_returned`, so that with more clients the noise is larger than it has to be, and
+        never smaller.
         """
         added, norm = clip_addends(addends, method.average, self.clip_norm, self.cohort)
         if self.settings.is_adaptive:
@@ -462,17 +496,22 @@ class PrivateAggregation(Meter, Stressor):
     def _noise(
         self, draw: Sampler, generator: Generator, sizes: Mapping[str, int], share: float = 1.0
     ) -> dict[str, Tensor]:
-        """Return noise for sums of these sizes, multiples of 2^-F, of ``share`` times their standard
-        deviation; drawn in the order of names."""
+        """Return noise for sums of these sizes, multiples of 2^-F, of ``share`` times their
+        standard deviation; drawn in the order of names."""
         unit = 2.0**-self.bits
         return {
-            name: torch.from_numpy(draw(generator, sizes[name], share * self.deviation(name) / unit) * unit)
+            name: torch.from_numpy(
+                draw(generator, sizes[name], share * self.deviation(name) / unit) * unit
+            )
             for name in sorted(sizes)
         }
 
     def _follow_quantile(self, share_below: float) -> None:
-        """C <- C exp(-rate (share below C - quantile)) (Andrew et al., NeurIPS 2021, algorithm 1)."""
+        """C <- C exp(-rate (share below C - quantile)) (Andrew et al., NeurIPS 2021, algorithm
+        1)."""
         quantile = self.settings.target_quantile
         assert quantile is not None
-        moved = self.clip_norm * math.exp(-self.settings.clip_learning_rate * (share_below - quantile))
+        moved = self.clip_norm * math.exp(
+            -self.settings.clip_learning_rate * (share_below - quantile)
+        )
         self.clip_norm = min(moved, self.largest_clip)

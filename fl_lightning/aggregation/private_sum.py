@@ -30,8 +30,8 @@ class PrivateSum(PlainSum):
 
     @property
     def randomness(self) -> Randomness:
-        """What a cohort is drawn from. Who knows a cohort gets less privacy from the draw, so in a private
-        deployment no seed tells it."""
+        """What a cohort is drawn from. Who knows a cohort gets less privacy from the draw, so in a
+        private deployment no seed tells it."""
         return self.privacy.randomness
 
     def addends(self, upload: Payload, client: int, round: int) -> dict[str, Addend]:
@@ -40,10 +40,16 @@ class PrivateSum(PlainSum):
     def intake(self) -> Uploads:
         return ClippedUploads(self.privacy, self.method)
 
-    def close(self, round: Round, uploads: Uploads, receipts: Sequence[Receipt]) -> list[LedgerEntry]:
+    def close(
+        self, round: Round, uploads: Uploads, receipts: Sequence[Receipt]
+    ) -> list[LedgerEntry]:
         """Make the next state also where nobody returned, which noise hides."""
         entries, returned = [receipt.entry for receipt in receipts], len(examples_of(receipts))
-        return self.taken(self.privacy.sums(self.method, uploads, returned, round.number), round, entries)
+        return self.taken(
+            self.privacy.sums(self.method, uploads, returned, round.number), round, entries
+        )
 
-    def finished(self, sums: Sums, round: Round, uploads: Mapping[int, Payload], counted: int) -> Sums | None:
+    def finished(
+        self, sums: Sums, round: Round, uploads: Mapping[int, Payload], counted: int
+    ) -> Sums | None:
         return self.privacy.finished(sums, self.method, uploads, counted, round.number)

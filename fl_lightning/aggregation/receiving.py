@@ -1,4 +1,5 @@
-"""What the server does with the bytes of an upload before it counts: decode within limits, and refuse."""
+"""What the server does with the bytes of an upload before it counts: decode within limits, and
+refuse."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from fl_lightning.client import Client
 from fl_lightning.wire import Limit, Payload, PayloadError
 
 UNDECLARED_FACTOR, MIN_UNDECLARED_VALUES = 8, 2**22
-"""An upload of a method that does not declare what its uploads hold has at most so many times the values of
-the server's state, or so many values: 16 MiB once they are decoded."""
+"""An upload of a method that does not declare what its uploads hold has at most so many times the
+values of the server's state, or so many values: 16 MiB once they are decoded."""
 
 
 def decode_upload(method: SummingServer, data: bytes, client: Client, *, verified: bool) -> Payload:
@@ -35,15 +36,17 @@ def decode_upload(method: SummingServer, data: bytes, client: Client, *, verifie
 
 
 def max_undeclared(method: SummingServer) -> int:
-    """Largest number of values of an upload of a method that declares no ``upload_limits`` for it."""
+    """Largest number of values of an upload of a method that declares no ``upload_limits`` for
+    it."""
     return max(
-        MIN_UNDECLARED_VALUES, UNDECLARED_FACTOR * sum(tensor.numel() for tensor in method.server.values())
+        MIN_UNDECLARED_VALUES,
+        UNDECLARED_FACTOR * sum(tensor.numel() for tensor in method.server.values()),
     )
 
 
 def declared_limits(method: SummingServer, client: Client) -> Mapping[str, Limit] | None:
-    """``upload_limits`` if it belongs to the ``upload`` in use; None where a subclass sends something else
-    and does not say what."""
+    """``upload_limits`` if it belongs to the ``upload`` in use; None where a subclass sends
+    something else and does not say what."""
     for cls in type(method).__mro__:
         if "upload_limits" in vars(cls):
             return method.upload_limits(client)
@@ -67,22 +70,23 @@ def check_upload(
 ) -> None:
     """Refuse what no server may average, whatever the method.
 
-    What passes has the shapes that the method declares, so that what ``addends`` or ``aggregate`` then raise
-    is a bug of the method. Where it declares none, ``addends`` is tried here.
+    What passes has the shapes that the method declares, so that what ``addends`` or ``aggregate``
+    then raise is a bug of the method. Where it declares none, ``addends`` is tried here.
 
     Args:
         method: the resident module with the server's state.
         upload: what the client sent.
         client: whose it is.
         counted: clients whose uploads of this round count already.
-        undeclared: takes an upload without declared shapes and any error of the method's about it; None: the
-            error ends the run.
+        undeclared: takes an upload without declared shapes and any error of the method's about it;
+            None: the error ends the run.
 
     Raises:
-        PayloadError: a second upload of one client, entries that the method does not know or of other shapes
-            than it declares, no examples or more than the client has, values that are not finite or whose
-            squares would not be, or whatever the method refuses. Any other exception is a bug of the
-            method's ``check``, ``decode`` or ``addends`` and ends the run, unless ``undeclared`` takes it.
+        PayloadError: a second upload of one client, entries that the method does not know or of
+            other shapes than it declares, no examples or more than the client has, values that are
+            not finite or whose squares would not be, or whatever the method refuses. Any other
+            exception is a bug of the method's ``check``, ``decode`` or ``addends`` and ends the
+            run, unless ``undeclared`` takes it.
     """
     if client.id in counted:
         raise PayloadError("it is the second one of this round", "a client counts once", "send one")
@@ -100,8 +104,8 @@ def check_upload(
 
 
 def check_values(upload: Payload, dtype: torch.dtype = torch.float32) -> None:
-    """Refuse entries that are not finite values of sane size, in float32 or in the ``dtype`` that the
-    network's weights travel in; ``examples`` is checked by :func:`check_examples`."""
+    """Refuse entries that are not finite values of sane size, in float32 or in the ``dtype`` that
+    the network's weights travel in; ``examples`` is checked by :func:`check_examples`."""
     allowed = {torch.float32, dtype}
     for name, value in upload.items():
         if name == "examples" or not isinstance(value, Tensor):
@@ -113,7 +117,8 @@ def check_values(upload: Payload, dtype: torch.dtype = torch.float32) -> None:
                 "convert them",
             )
         least, most = torch.aminmax(value) if value.numel() else (0.0, 0.0)
-        if not (float(least) > -MAX_MAGNITUDE and float(most) < MAX_MAGNITUDE):  # of NaN nothing is true
+        # of NaN nothing is true
+        if not (float(least) > -MAX_MAGNITUDE and float(most) < MAX_MAGNITUDE):
             raise PayloadError(
                 f"entry {name!r} holds NaN, infinity or values of {MAX_MAGNITUDE:.1e} and more",
                 "uploads are finite",
@@ -122,11 +127,11 @@ def check_values(upload: Payload, dtype: torch.dtype = torch.float32) -> None:
 
 
 def check_examples(upload: Payload, client: Client, weights: ClientWeights = BY_EXAMPLES) -> None:
-    """Refuse an ``examples`` that is not one integer from 1 to n_k, the number of training examples (or
-    labelled tokens) that the client enrolled with.
+    """Refuse an ``examples`` that is not one integer from 1 to n_k, the number of training examples
+    (or labelled tokens) that the client enrolled with.
 
-    ``examples`` is the client's weight in every average: without the bound a single client could claim 2**62
-    and be the average.
+    ``examples`` is the client's weight in every average: without the bound a single client could
+    claim 2**62 and be the average.
     """
     if "examples" not in upload:
         return

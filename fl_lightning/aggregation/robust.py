@@ -1,16 +1,21 @@
-"""Averages that look at whole updates D_k = v_k - w: who is near whom, or near what the server knows.
+"""Averages that look at whole updates D_k = v_k - w: who is near whom, or near what the server
+knows.
 
-- Krum, MultiKrum (Blanchard et al., NeurIPS 2017): s_k is the sum of the m - f - 2 smallest ||D_k - D_j||^2.
+- Krum, MultiKrum (Blanchard et al., NeurIPS 2017): s_k is the sum of the m - f - 2 smallest ||D_k -
+  D_j||^2.
 - Bulyan (El Mhamdi et al., ICML 2018): Krum again and again, then a trimmed mean around the median.
-- GeometricMedian (Pillutla et al., 2019, "RFA"): argmin_z sum_k p_k ||z - D_k||, by smoothed Weiszfeld steps.
-- CenteredClipping (Karimireddy et al., ICML 2021): v <- v + mean_k (D_k - v) min(1, tau / ||D_k - v||).
-- FLTrust (Cao et al., NDSS 2021): sum_k T_k (||D_0|| / ||D_k||) D_k / sum_k T_k, T_k = max(0, cos(D_k, D_0)).
+- GeometricMedian (Pillutla et al., 2019, "RFA"): argmin_z sum_k p_k ||z - D_k||, by smoothed
+  Weiszfeld steps.
+- CenteredClipping (Karimireddy et al., ICML 2021): v <- v + mean_k (D_k - v) min(1, tau / ||D_k -
+  v||).
+- FLTrust (Cao et al., NDSS 2021): sum_k T_k (||D_0|| / ||D_k||) D_k / sum_k T_k, T_k = max(0,
+  cos(D_k, D_0)).
 
-m is the number of uploads, f how many of them may be hostile. n_k plays no part but in the geometric median,
-so claims about it do not help. Distances are in float64 and from differences: ||a||^2 + ||b||^2 - 2 a b
-cancels where models are close together, which they are. Ties go to the smaller client id, as uploads come in
-that order. What is summed over clients is a sum of integers, or sorted first, so that the order of clients
-does not matter.
+m is the number of uploads, f how many of them may be hostile. n_k plays no part but in the
+geometric median, so claims about it do not help. Distances are in float64 and from differences:
+||a||^2 + ||b||^2 - 2 a b cancels where models are close together, which they are. Ties go to the
+smaller client id, as uploads come in that order. What is summed over clients is a sum of integers,
+or sorted first, so that the order of clients does not matter.
 """
 
 from __future__ import annotations
@@ -51,12 +56,13 @@ class Krum(Average):
 class MultiKrum(Average):
     """The mean of the ``select`` updates with the smallest s_k of Krum, of all where fewer arrived.
 
-    With f = 0 and ``select`` as large as the cohort it is the mean in which all clients weigh the same. A
-    round with fewer than 2f + 3 uploads changes nothing.
+    With f = 0 and ``select`` as large as the cohort it is the mean in which all clients weigh the
+    same. A round with fewer than 2f + 3 uploads changes nothing.
 
     Args:
         f: how many uploads of a round may be hostile.
-        select: how many updates are averaged; at most m - f - 2 leave every hostile one out that is far away.
+        select: how many updates are averaged; at most m - f - 2 leave every hostile one out that is
+            far away.
     """
 
     def __init__(
@@ -73,11 +79,11 @@ class MultiKrum(Average):
 
 
 class Bulyan(Average):
-    """Choose m - 2f updates one by one, each by Krum over those left with at least one neighbour; then of
-    each value the mean of the m - 4f chosen ones that are nearest to their median.
+    """Choose m - 2f updates one by one, each by Krum over those left with at least one neighbour;
+    then of each value the mean of the m - 4f chosen ones that are nearest to their median.
 
-    The median is the mean of the middle two where m is even. A round with fewer than 4f + 3 uploads changes
-    nothing.
+    The median is the mean of the middle two where m is even. A round with fewer than 4f + 3 uploads
+    changes nothing.
 
     Args:
         f: how many uploads of a round may be hostile.
@@ -101,10 +107,11 @@ class Bulyan(Average):
 
 
 def around_median(rows: Tensor, kept: int) -> Tensor:
-    """Return of each column of ``rows`` ``[K, P]`` the mean of the ``kept`` values nearest to its median.
+    """Return of each column of ``rows`` ``[K, P]`` the mean of the ``kept`` values nearest to its
+    median.
 
-    They are neighbours in ascending order, so one sort is enough. Where a value on the left and one on the
-    right are as near and only one is kept, it is that of the smaller row.
+    They are neighbours in ascending order, so one sort is enough. Where a value on the left and one
+    on the right are as near and only one is kept, it is that of the smaller row.
     """
     values = in_order(rows)
     middle = slice((len(rows) - 1) // 2, len(rows) // 2 + 1)
@@ -121,10 +128,11 @@ def around_median(rows: Tensor, kept: int) -> Tensor:
 
 
 class GeometricMedian(Average):
-    """The point with the smallest sum of p_k times the distance to D_k, as steps of Weiszfeld find it.
+    """The point with the smallest sum of p_k times the distance to D_k, as steps of Weiszfeld find
+    it.
 
-    They begin at the weighted mean z; a step makes z the mean with weights p_k / max(nu, ||z - D_k||). With
-    an infinite ``nu`` it stays there.
+    They begin at the weighted mean z; a step makes z the mean with weights p_k / max(nu, ||z -
+    D_k||). With an infinite ``nu`` it stays there.
 
     Args:
         nu: distance below which an update does not weigh more, above 0.
@@ -154,8 +162,8 @@ class GeometricMedian(Average):
         return weighted_mean(vectors, weights)
 
     def _weights(self, shares: Sequence[float], lengths: Sequence[float]) -> list[float]:
-        """Return p_k / max(nu, length), times what makes the largest factor 1: sums are of weights up to
-        1."""
+        """Return p_k / max(nu, length), times what makes the largest factor 1: sums are of weights
+        up to 1."""
         bounded = [max(self.nu, length) for length in lengths]
         least = min(bounded)
         return [
@@ -165,12 +173,12 @@ class GeometricMedian(Average):
 
 
 class CenteredClipping(GuidedAverage):
-    """The mean of the updates after each is drawn towards v, the update of the last round, until it is no
-    further away than ``tau``.
+    """The mean of the updates after each is drawn towards v, the update of the last round, until it
+    is no further away than ``tau``.
 
-    v is 0 in the first round; the server keeps it. With an infinite ``tau`` it is the mean in which all
-    clients weigh the same. The paper has clients send momentum, over several rounds, which makes honest
-    updates alike.
+    v is 0 in the first round; the server keeps it. With an infinite ``tau`` it is the mean in which
+    all clients weigh the same. The paper has clients send momentum, over several rounds, which
+    makes honest updates alike.
 
     Args:
         tau: the distance, above 0.
@@ -204,16 +212,16 @@ class CenteredClipping(GuidedAverage):
 
 
 class FLTrust(GuidedAverage):
-    """The mean of the updates, each as long as the server's own update D_0 and weighed by how much it points
-    the same way.
+    """The mean of the updates, each as long as the server's own update D_0 and weighed by how much
+    it points the same way.
 
-    D_0 is what ``root_steps`` local steps on the public set of the data (``--data.public_examples``), with
-    its labels, make of the weights. Nobody else holds these examples. A round in which no update points to
-    the same side changes nothing.
+    D_0 is what ``root_steps`` local steps on the public set of the data
+    (``--data.public_examples``), with its labels, make of the weights. Nobody else holds these
+    examples. A round in which no update points to the same side changes nothing.
 
     Args:
-        root_steps: local steps that the server makes each round; a step of the global model is about as long
-            as they are, so take as many as clients make.
+        root_steps: local steps that the server makes each round; a step of the global model is
+            about as long as they are, so take as many as clients make.
     """
 
     guide = "root_update"
@@ -234,7 +242,9 @@ class FLTrust(GuidedAverage):
                 scaled.append((origin + size / length * update).to(torch.float32))
                 trust.append(min(1.0, cosine))
         if not trust:
-            raise NoAverageError("no update points where the update on the root set does, as FLTrust asks")
+            raise NoAverageError(
+                "no update points where the update on the root set does, as FLTrust asks"
+            )
         return weighted_mean(scaled, trust)
 
 
@@ -246,7 +256,9 @@ def require_uploads(average: Average, count: int, least: int, formula: str) -> N
     """
     if count < least:
         name = type(average).__name__
-        raise NoAverageError(f"{count} uploads are too few for {name}, which needs {formula} = {least}")
+        raise NoAverageError(
+            f"{count} uploads are too few for {name}, which needs {formula} = {least}"
+        )
 
 
 def squared_distances(vectors: Sequence[Tensor]) -> Tensor:
@@ -259,7 +271,8 @@ def squared_distances(vectors: Sequence[Tensor]) -> Tensor:
 
 
 def ranked(distances: Tensor, f: int) -> list[int]:
-    """Return the positions in order of Krum's score s_k, with at least one neighbour; ties in order.
+    """Return the positions in order of Krum's score s_k, with at least one neighbour; ties in
+    order.
 
     Args:
         distances: squared distances ``[K, K]``.

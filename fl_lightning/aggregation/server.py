@@ -1,4 +1,5 @@
-"""The server's half of a method that needs nothing but sums of uploads; by default FedAvg's mean."""
+"""The server's half of a method that needs nothing but sums of uploads; by default FedAvg's
+mean."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ SET_SERVER = 'set self.server["weights"] there, or call super(), and end it with
 RECEIVING = {"addends", "check", "decode", "starts", "upload_limits"}
 """The hooks that the server calls with a client's upload before the round is closed."""
 LAST_UPDATE = "last_update/"
-"""What the server's entries begin with that remember the last update of an average, by the name of the
-sum."""
+"""What the server's entries begin with that remember the last update of an average, by the name of
+the sum."""
 
 
 class SummingServer:
@@ -50,30 +51,32 @@ class SummingServer:
     server: dict[str, Tensor]
     layout: Layout
     trained_values: int = 0
-    """Values of a vector of ``layout`` that are trained parameters; statistics and other buffers follow."""
+    """Values of a vector of ``layout`` that are trained parameters; statistics and other buffers
+    follow."""
     server_optimizer: ServerOptimizer | None = None
-    """What the server makes of its clients' mean; None: the mean is what the next round starts from."""
+    """What the server makes of its clients' mean; None: the mean is what the next round starts
+    from."""
     adapters: PlainWeights = AS_THEY_ARE
     """What becomes of the clients' low-rank adapters, and which values travel."""
     owns: frozenset[str] = frozenset()
-    """Those of ``server_optimizer``, ``personal`` and ``finetune`` that the class is a name of, and sets by
-    itself."""
+    """Those of ``server_optimizer``, ``personal`` and ``finetune`` that the class is a name of, and
+    sets by itself."""
     calls_server_optimizer: bool = False
     """Declares that an own ``next_state`` takes the weights from :meth:`next_weights`."""
     sums_over_any: bool = False
-    """Declares that an own ``next_state`` makes a state of sums over any clients, such as those that one peer
-    hears, and counts nothing over all clients."""
+    """Declares that an own ``next_state`` makes a state of sums over any clients, such as those
+    that one peer hears, and counts nothing over all clients."""
     receives_anywhere: bool = True
-    """Declares that ``RECEIVING`` hooks write to nothing, so that worker processes may receive uploads. A
-    class of one's own that overrides one of them says so anew."""
+    """Declares that ``RECEIVING`` hooks write to nothing, so that worker processes may receive
+    uploads. A class of one's own that overrides one of them says so anew."""
     reads_public: bool = False
-    """Whether ``decode`` reads an upload with weights that its sender had before. A server knows them; peers
-    know what the sender has told them last, which is then ``server["public"]``."""
+    """Whether ``decode`` reads an upload with weights that its sender had before. A server knows
+    them; peers know what the sender has told them last, which is then ``server["public"]``."""
     cohort: int = 1
     """Clients that were asked to take part in this round."""
     served: Sequence[int] = ()
-    """Ids of the clients whose uploads count in this round, who keep what they made of its broadcast; known
-    while ``next_state`` or ``aggregate`` runs."""
+    """Ids of the clients whose uploads count in this round, who keep what they made of its
+    broadcast; known while ``next_state`` or ``aggregate`` runs."""
     steps_asked: Mapping[int, int] = {}
     """Local steps that each of them was asked for, by id."""
     most_examples: int = 1
@@ -87,16 +90,18 @@ class SummingServer:
     weigh_by: Weighing = "examples"
     """What n_k counts."""
     root_update: Callable[[int], Tensor] | None = None
-    """What the server makes of its weights on a root set in so many steps, minus these weights ``[P]``; set
-    where ``average`` goes by it."""
+    """What the server makes of its weights on a root set in so many steps, minus these weights
+    ``[P]``; set where ``average`` goes by it."""
     has_said_no_average: bool = False
     """Whether the log has it that a round had no average; it is said once in a run."""
 
     def start_server(self) -> None:
-        """Make the server's first state: the network's weights, in the order of ``layout``, and what the
-        server optimiser remembers. Call it again where ``layout`` has changed."""
+        """Make the server's first state: the network's weights, in the order of ``layout``, and
+        what the server optimiser remembers. Call it again where ``layout`` has changed."""
         weights, parameters = self.layout.read(self.network), dict(self.network.named_parameters())
-        sizes = {name: shape.numel() for name, shape in self.layout.shapes.items() if name in parameters}
+        sizes = {
+            name: shape.numel() for name, shape in self.layout.shapes.items() if name in parameters
+        }
         self.trained_values = sum(sizes.values())
         self.server = {"weights": self.layout.to_wire(weights)}
         if self.server_optimizer is not None:
@@ -114,8 +119,9 @@ class SummingServer:
         """Refuse an upload that must not be averaged.
 
         Raises:
-            PayloadError: an entry that is missing or of the wrong size. (The loop has refused what is not
-                finite, of another dtype, and ``examples`` that are not one positive integer.)
+            PayloadError: an entry that is missing or of the wrong size. (The loop has refused what
+                is not finite, of another dtype, and ``examples`` that are not one positive
+                integer.)
         """
         upload.tensor("examples")
         weights = self.decode(upload)
@@ -128,8 +134,8 @@ class SummingServer:
             )
 
     def decode(self, upload: Payload) -> Tensor:
-        """Return this client's weights after its round, as one vector of ``layout``, float32. The server
-        still has those that it broadcast.
+        """Return this client's weights after its round, as one vector of ``layout``, float32. The
+        server still has those that it broadcast.
 
         Raises:
             PayloadError: an entry that is missing or of the wrong size.
@@ -139,7 +145,8 @@ class SummingServer:
     def aggregate(self, uploads: Mapping[int, Payload]) -> None:
         """Make the next server state from what came back: client id -> payload, never empty.
 
-        A method whose server needs sums alone overrides :meth:`addends` and :meth:`next_state` instead.
+        A method whose server needs sums alone overrides :meth:`addends` and :meth:`next_state`
+        instead.
         """
         starts = self.starts() if self.average.guide == "last_update" else {}
         single = self.adapters.singles(self, uploads)
@@ -164,18 +171,24 @@ class SummingServer:
         return sums_of(addends, average, max(self.cohort, len(examples)), self.guides())
 
     def intake(self) -> Uploads:
-        """Return what takes the uploads of a round: they are added up as they come, unless their weights or
-        their average depend on all of them."""
+        """Return what takes the uploads of a round: they are added up as they come, unless their
+        weights or their average depend on all of them."""
         average, own = self.adapters.over(self.average), ("add_up", "bounded_weights")
-        if self.max_share < 1 or not average.is_sum or any(overrides(self, SummingServer, n) for n in own):
+        if (
+            self.max_share < 1
+            or not average.is_sum
+            or any(overrides(self, SummingServer, n) for n in own)
+        ):
             return Uploads()
         sums = Sums(average, self.cohort)
         anywhere = receives_anywhere(self)
-        return AddedUploads(sums, lambda upload, id: self.addends(upload, id, examples_in(upload)), anywhere)
+        return AddedUploads(
+            sums, lambda upload, id: self.addends(upload, id, examples_in(upload)), anywhere
+        )
 
     def product_addends(self, upload: Payload) -> dict[str, Addend]:
-        """Return what a client adds under masks beside :meth:`addends`: the products of its adapters, where
-        the rule for them reads products and the server sees no upload."""
+        """Return what a client adds under masks beside :meth:`addends`: the products of its
+        adapters, where the rule for them reads products and the server sees no upload."""
         if not self.adapters.sums_products:
             return {}
         values = self.adapters.product_values(self, upload)
@@ -207,8 +220,8 @@ class SummingServer:
         check_returned(self, "next_state", make(sums), NoneType, SET_SERVER)
 
     def guides(self) -> Mapping[str, Tensor]:
-        """Return the updates that ``average`` goes by in this round, by the name of the sum: ``[P]``; none
-        where it goes by those of the clients alone."""
+        """Return the updates that ``average`` goes by in this round, by the name of the sum:
+        ``[P]``; none where it goes by those of the clients alone."""
         if self.average.guide == "root_update":
             assert self.root_update is not None, "prepare_guides comes after build"
             return {"weights": self.root_update(self.average.root_steps)}
@@ -217,15 +230,18 @@ class SummingServer:
         return {}
 
     def first_guides(self) -> Mapping[str, Tensor]:
-        """Return the entries of ``server`` in which it remembers the updates that ``average`` made, as they
-        are before the first round."""
+        """Return the entries of ``server`` in which it remembers the updates that ``average`` made,
+        as they are before the first round."""
         if self.average.guide != "last_update":
             return {}
-        return {f"{LAST_UPDATE}{name}": torch.zeros_like(start) for name, start in self.starts().items()}
+        return {
+            f"{LAST_UPDATE}{name}": torch.zeros_like(start) for name, start in self.starts().items()
+        }
 
     @property
     def is_sum(self) -> bool:
-        """Whether the server needs nothing but sums over the uploads, so that nobody has to see them all."""
+        """Whether the server needs nothing but sums over the uploads, so that nobody has to see
+        them all."""
         sums = self.average.is_sum and not self.adapters.reads_single
         return sums and not overrides(self, SummingServer, "aggregate")
 
@@ -235,7 +251,8 @@ class SummingServer:
         Args:
             upload: of one client.
             client_id: whose it is.
-            weight: n_k, within the bound of ``max_share``; an integer of at most ``self.largest_weight``.
+            weight: n_k, within the bound of ``max_share``; an integer of at most
+                ``self.largest_weight``.
         """
         start, vector = self.starts()["weights"], self._moving(self.decode(upload))
         found = {"weights": Addend(vector, weight, self.largest_weight, start)}
@@ -250,15 +267,16 @@ class SummingServer:
         return self.server_optimizer is not None and self.server_optimizer.needs_squares
 
     def _square(self, update: Tensor) -> Tensor:
-        """Return ||D_i||^2 over the trained parameters, ``[1]``, cut to what can be added up: an update of
-        length 1024 ruins a model with or without extrapolation."""
+        """Return ||D_i||^2 over the trained parameters, ``[1]``, cut to what can be added up: an
+        update of length 1024 ruins a model with or without extrapolation."""
         square = update[: self.trained_values].double().square().sum()
         return square.clamp(max=MAX_MAGNITUDE - 1).reshape(1)
 
     def starts(self) -> Mapping[str, Tensor]:
         """Return the ``start`` of those addends that have one, by name.
 
-        With ``trainer.privacy`` a server adds it to a mean of differences, also where it has seen no upload.
+        With ``trainer.privacy`` a server adds it to a mean of differences, also where it has seen
+        no upload.
         """
         return {"weights": self._moving(self.server["weights"].float())}
 
@@ -268,29 +286,33 @@ class SummingServer:
         return vector if half is None else vector[half]
 
     def averaged(self, upload: Payload) -> Iterator[tuple[int, float, Tensor]]:
-        """Yield the vectors of ``layout`` in an upload that enter a mean: the number of the mean, the weight
-        and the values ``[P]``."""
+        """Yield the vectors of ``layout`` in an upload that enter a mean: the number of the mean,
+        the weight and the values ``[P]``."""
         yield 0, float(examples_in(upload)), self.decode(upload)
 
     def entry_starts(self, upload: Payload) -> Mapping[str, Tensor]:
-        """Return what entries of an upload were before the client trained them, by name, where no entry of
-        its broadcast of the same name and shape says so."""
+        """Return what entries of an upload were before the client trained them, by name, where no
+        entry of its broadcast of the same name and shape says so."""
         return {}
 
     def beside_upload(self, client_id: int) -> Mapping[str, Tensor | Codes]:
-        """Return what readers of a client's upload need beside it where no server knows what the client was
-        sent: the entries that :meth:`addends` reads."""
+        """Return what readers of a client's upload need beside it where no server knows what the
+        client was sent: the entries that :meth:`addends` reads."""
         return {}
 
     def summing_state(self) -> Mapping[str, Tensor]:
         """Return the entries of ``server`` that ``check`` and ``addends`` read.
 
-        In a deployment with a secure sum, clients make their addends themselves; they are sent those entries
-        that their broadcast does not hold.
+        In a deployment with a secure sum, clients make their addends themselves; they are sent
+        those entries that their broadcast does not hold.
         """
         optimizer, hidden = self.server_optimizer, self.adapters.not_summed
         state = self.server if optimizer is None else optimizer.without_own(self.server)
-        return {name: tensor for name, tensor in state.items() if name not in hidden} if hidden else state
+        return (
+            {name: tensor for name, tensor in state.items() if name not in hidden}
+            if hidden
+            else state
+        )
 
     def next_state(self, sums: Sums) -> None:
         """Make the next server state of the sums over the clients that returned.
@@ -303,27 +325,29 @@ class SummingServer:
         self.server |= self.adapters.next_entries(self, before)
 
     def next_weights(self, sums: Sums) -> Tensor:
-        """Return the weights that the next round starts from, float32 ``[P]``: the clients' mean, or what
-        ``server_optimizer`` makes of it. What that remembers is then in ``server``."""
+        """Return the weights that the next round starts from, float32 ``[P]``: the clients' mean,
+        or what ``server_optimizer`` makes of it. What that remembers is then in ``server``."""
         mean, optimizer = self.adapters.whole(self, sums.mean("weights")), self.server_optimizer
         if optimizer is None:
             return mean
         squares = float(sums.mean(SQUARES)) if self.adds_squares else 0.0
-        entries = optimizer.next_entries(self.server, mean, self.trained_values, self.round, squares)
+        entries = optimizer.next_entries(
+            self.server, mean, self.trained_values, self.round, squares
+        )
         weights = entries.pop("weights")
         self.server |= entries
         return weights
 
     @property
     def evaluated_weights(self) -> Tensor:
-        """The weights that are evaluated: those that the next round starts from, if ``server_optimizer`` has
-        no others."""
+        """The weights that are evaluated: those that the next round starts from, if
+        ``server_optimizer`` has no others."""
         return self.server.get(EVALUATED, self.server["weights"])
 
     @property
     def largest_weight(self) -> int:
-        """The largest weight that a client can have: the largest n_k of the enrolled clients, which everybody
-        knows before anybody has answered."""
+        """The largest weight that a client can have: the largest n_k of the enrolled clients, which
+        everybody knows before anybody has answered."""
         return self.most_examples if self.max_share == 1 else SHARE_UNITS
 
     def weight_bounds(self, name: str, most: int, client_id: int, examples: int) -> tuple[int, int]:
@@ -348,8 +372,8 @@ class SummingServer:
         return MAX_MAGNITUDE
 
     def bounded_weights(self, examples: Mapping[int, int]) -> dict[int, int]:
-        """Return the weights of clients that returned, by id: n_k, or where ``max_share`` bounds them, their
-        shares in units of 2^-30.
+        """Return the weights of clients that returned, by id: n_k, or where ``max_share`` bounds
+        them, their shares in units of 2^-30.
 
         Args:
             examples: n_k by id.
@@ -369,11 +393,13 @@ class SummingServer:
 
 
 def receives_anywhere(method: SummingServer) -> bool:
-    """Return whether a process that is not the server's may receive uploads: whether the hooks that do are
-    the package's, or declare that they write to nothing."""
+    """Return whether a process that is not the server's may receive uploads: whether the hooks that
+    do are the package's, or declare that they write to nothing."""
     theirs = (cls for cls in type(method).__mro__ if not cls.__module__.startswith("fl_lightning."))
     says = {cls: vars(cls).get("receives_anywhere") for cls in (*theirs, SummingServer)}
-    first = next(cls for cls, said in says.items() if said is not None or vars(cls).keys() & RECEIVING)
+    first = next(
+        cls for cls, said in says.items() if said is not None or vars(cls).keys() & RECEIVING
+    )
     return bool(says[first]) and not vars(method).keys() & RECEIVING
 
 
@@ -385,9 +411,9 @@ def examples_in(upload: Payload) -> int:
 def set_next_state(
     method: SummingServer, round: int, entries: Iterable[LedgerEntry], make: Callable[[], object]
 ) -> bool:
-    """Let the method make the server's next state, and return whether it did: the server keeps its last one
-    where the next would not be finite, its weights would be too large for any upload of the next round, or
-    the uploads have no average.
+    """Let the method make the server's next state, and return whether it did: the server keeps its
+    last one where the next would not be finite, its weights would be too large for any upload of
+    the next round, or the uploads have no average.
 
     Args:
         entries: those of the round's clients.

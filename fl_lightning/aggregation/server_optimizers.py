@@ -1,15 +1,17 @@
-"""What a server makes of its clients' mean: momentum, adaptive steps, extrapolation, a momentum that travels.
+"""What a server makes of its clients' mean: momentum, adaptive steps, extrapolation, a momentum
+that travels.
 
-x are the server's weights when the round starts, y_i those of client i after it, p_i its share among the
-clients whose uploads arrived, and
+x are the server's weights when the round starts, y_i those of client i after it, p_i its share
+among the clients whose uploads arrived, and
 
     D = sum_i p_i (y_i - x)        over the trained parameters
 
-Without an optimiser the next weights are x + D, the mean. Statistics of BatchNorm and other buffers are
-averaged, whatever the optimiser: a variance that goes on falling is negative one day.
+Without an optimiser the next weights are x + D, the mean. Statistics of BatchNorm and other buffers
+are averaged, whatever the optimiser: a variance that goes on falling is negative one day.
 
-A rule computes in float64, and as the mean plus what it adds to it, so that where it adds nothing the next
-weights are the mean bit for bit. What it remembers is in ``method.server``, so it is in every checkpoint.
+A rule computes in float64, and as the mean plus what it adds to it, so that where it adds nothing
+the next weights are the mean bit for bit. What it remembers is in ``method.server``, so it is in
+every checkpoint.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ from fl_lightning.errors import InputError
 OWN = "optimizer/"
 """What the names of an optimiser's entries of ``method.server`` begin with."""
 EVALUATED = f"{OWN}evaluated"
-"""The entry of ``method.server`` with the weights that are evaluated, where they are not those that the next
-round starts from."""
+"""The entry of ``method.server`` with the weights that are evaluated, where they are not those that
+the next round starts from."""
 SQUARES = "squares"
 """The sum of p_i ||D_i||^2, for an optimiser that asks for it."""
 
@@ -89,7 +91,8 @@ class ServerOptimizer(Recorded, ABC):
 
     @abstractmethod
     def start(self, weights: Tensor) -> Step:
-        """Return what is remembered before the first round, given the initial parameters, float64 ``[P]``."""
+        """Return what is remembered before the first round, given the initial parameters, float64
+        ``[P]``."""
 
     @abstractmethod
     def step(self, found: ClientMean, state: Mapping[str, Tensor]) -> Step:
@@ -109,7 +112,8 @@ class ServerOptimizer(Recorded, ABC):
     def next_entries(
         self, server: Mapping[str, Tensor], mean: Tensor, trained: int, round: int, squares: float
     ) -> dict[str, Tensor]:
-        """Return the entries of ``method.server`` after a round: ``weights`` and the optimiser's own.
+        """Return the entries of ``method.server`` after a round: ``weights`` and the optimiser's
+        own.
 
         Args:
             server: the entries before it.
@@ -118,9 +122,13 @@ class ServerOptimizer(Recorded, ABC):
             round: its number, from 1.
             squares: sum p_i ||D_i||^2; 0 where it is not asked for.
         """
-        found = ClientMean(server["weights"][:trained].double(), mean[:trained].double(), round, squares)
+        found = ClientMean(
+            server["weights"][:trained].double(), mean[:trained].double(), round, squares
+        )
         state = {
-            name.removeprefix(OWN): tensor.double() for name, tensor in server.items() if name.startswith(OWN)
+            name.removeprefix(OWN): tensor.double()
+            for name, tensor in server.items()
+            if name.startswith(OWN)
         }
         return _entries(self.step(found, state), mean[trained:])
 
@@ -131,7 +139,8 @@ class ServerOptimizer(Recorded, ABC):
 
 
 def _entries(step: Step, statistics: Tensor) -> dict[str, Tensor]:
-    """Return a step as entries of ``method.server``, float32; ``statistics`` follow the parameters."""
+    """Return a step as entries of ``method.server``, float32; ``statistics`` follow the
+    parameters."""
     entries = {OWN + name: tensor.float() for name, tensor in step.state.items()}
     for name, vector in (("weights", step.weights), (EVALUATED, step.evaluated)):
         if vector is not None:
@@ -140,13 +149,13 @@ def _entries(step: Step, statistics: Tensor) -> dict[str, Tensor]:
 
 
 class ServerSGD(ServerOptimizer):
-    """Stochastic gradient descent with momentum, -D for a gradient: FedAvgM (Hsu et al., 2019) and the outer
-    optimiser of DiLoCo (Douillard et al., 2023).
+    """Stochastic gradient descent with momentum, -D for a gradient: FedAvgM (Hsu et al., 2019) and
+    the outer optimiser of DiLoCo (Douillard et al., 2023).
 
         v <- momentum v - D,     x <- x - lr v;     with Nesterov x <- x - lr (momentum v - D)
 
-    v is 0 at first, so that the first round moves x by lr D; it is torch's SGD without dampening. After many
-    rounds a step is about lr / (1 - momentum) times D.
+    v is 0 at first, so that the first round moves x by lr D; it is torch's SGD without dampening.
+    After many rounds a step is about lr / (1 - momentum) times D.
 
     Args:
         lr: server rate, above 0; with 1 and no momentum the next weights are the mean.
@@ -168,7 +177,8 @@ class ServerSGD(ServerOptimizer):
 
 
 class AdaptiveOptimizer(ServerOptimizer):
-    """The rules of Reddi et al. (ICLR 2021), algorithm 2, which differ in how v grows, :meth:`second`.
+    """The rules of Reddi et al. (ICLR 2021), algorithm 2, which differ in how v grows,
+    :meth:`second`.
 
         m <- betas[0] m + (1 - betas[0]) D,     x <- x + lr m / (sqrt v + tau)
 
@@ -196,7 +206,9 @@ class AdaptiveOptimizer(ServerOptimizer):
 
     def start(self, weights: Tensor) -> Step:
         first = torch.zeros_like(weights)
-        return Step(weights, {"first_moment": first, "second_moment": torch.full_like(first, self.tau**2)})
+        return Step(
+            weights, {"first_moment": first, "second_moment": torch.full_like(first, self.tau**2)}
+        )
 
     def step(self, found: ClientMean, state: Mapping[str, Tensor]) -> Step:
         change, keep = found.change, self.betas[0]
@@ -232,19 +244,20 @@ class ServerAdagrad(AdaptiveOptimizer):
 
 
 class Extrapolation(ServerOptimizer):
-    """FedExP (Jhunjhunwala et al., ICLR 2023): the more the clients' directions differ, the longer the step.
+    """FedExP (Jhunjhunwala et al., ICLR 2023): the more the clients' directions differ, the longer
+    the step.
 
         G = max(1, sum_i p_i ||D_i||^2 / (2 (||D||^2 + eps_t))),     x <- x + G D
         eps_t = eps eps_decay^(t - 1) in round t = 1, 2, ...
 
-    Evaluated is the mean of the last two x, as the paper has it, since x oscillates; after the first round
-    that counts it is x. Each client adds ||D_i||^2 to the sums, of an update that ``average`` has bounded,
-    2^20 at most.
+    Evaluated is the mean of the last two x, as the paper has it, since x oscillates; after the
+    first round that counts it is x. Each client adds ||D_i||^2 to the sums, of an update that
+    ``average`` has bounded, 2^20 at most.
 
     Args:
         eps: what keeps the divisor from 0, above 0.
-        eps_decay: factor of eps from round to round, in (0, 1]; the square of the local rate's, where that
-            decays.
+        eps_decay: factor of eps from round to round, in (0, 1]; the square of the local rate's,
+            where that decays.
         mean_of_two: whether the mean of the last two x is evaluated; else x is.
     """
 
@@ -279,7 +292,8 @@ class Lookahead(ServerOptimizer):
     M is 0 at first. Evaluated is x. The broadcast is as large as without it.
 
     Args:
-        lam: share of M that is kept, in [0, 1); 0.85 in the paper. 0: the next weights are the mean.
+        lam: share of M that is kept, in [0, 1); 0.85 in the paper. 0: the next weights are the
+            mean.
     """
 
     def __init__(self, lam: Share = 0.85) -> None:

@@ -16,7 +16,9 @@ class SingleUploads(Aggregation):
 
     single = True
 
-    def close(self, round: Round, uploads: Uploads, receipts: Sequence[Receipt]) -> list[LedgerEntry]:
+    def close(
+        self, round: Round, uploads: Uploads, receipts: Sequence[Receipt]
+    ) -> list[LedgerEntry]:
         entries = [receipt.entry for receipt in receipts]
         make = partial(self.method.aggregate, uploads)
         if uploads and not set_next_state(self.method, round.number, entries, make):

@@ -19,7 +19,8 @@ from fl_lightning.errors import MisuseError
 
 @dataclass(frozen=True)
 class SumForm:
-    """What everybody knows of the vectors that are added: the sums in order, with size and unit of each.
+    """What everybody knows of the vectors that are added: the sums in order, with size and unit of
+    each.
 
     Args:
         parts: name, number of values and largest weight of each sum, in order of name.
@@ -30,7 +31,11 @@ class SumForm:
     @classmethod
     def of(cls, addends: Mapping[str, Addend]) -> SumForm:
         """Return the form of one client's addends, which is that of all clients."""
-        return cls(tuple((name, len(addend.values), addend.most) for name, addend in sorted(addends.items())))
+        return cls(
+            tuple(
+                (name, len(addend.values), addend.most) for name, addend in sorted(addends.items())
+            )
+        )
 
     @classmethod
     def from_json(cls, parts: Iterable[Sequence[Any]]) -> SumForm:
@@ -75,7 +80,9 @@ class SumForm:
     def _pieces(self, total: Tensor) -> Iterator[tuple[str, int, Tensor, int]]:
         """Yield of each sum its name, largest weight of a client, integers and total weight."""
         *pieces, weights = total.split([*(size for _, size, _ in self.parts), len(self.parts)])
-        for (name, _, most), integers, weight in zip(self.parts, pieces, weights.tolist(), strict=True):
+        for (name, _, most), integers, weight in zip(
+            self.parts, pieces, weights.tolist(), strict=True
+        ):
             yield name, most, integers, weight
 
     def impossible(
@@ -85,17 +92,19 @@ class SumForm:
         clients: Sequence[Client],
         largest_sum: Callable[[str, int], float] | None = None,
     ) -> str:
-        """Return why a sum is none that clients can make which keep to the rules; empty where it is one.
+        """Return why a sum is none that clients can make which keep to the rules; empty where it is
+        one.
 
-        A client that adds integers at will, or whose masks do not cancel, makes such a sum with near
-        certainty. One that stays within what its round could make is not seen.
+        A client that adds integers at will, or whose masks do not cancel, makes such a sum with
+        near certainty. One that stays within what its round could make is not seen.
 
         Args:
             total: int64 ``[length]``.
             method: with the server's state that the round started from.
             clients: those whose vectors were added up.
-            largest_sum: the largest magnitude of a value of a sum, by its name, over so many clients that
-                weigh 1; None: values are within ``method.largest_value`` times the weight of their client.
+            largest_sum: the largest magnitude of a value of a sum, by its name, over so many
+                clients that weigh 1; None: values are within ``method.largest_value`` times the
+                weight of their client.
         """
         count, unit = len(clients), 2.0 ** -fraction_bits(method.cohort)
         examples = {client.id: method.client_weights.of(client) for client in clients}
@@ -105,10 +114,13 @@ class SumForm:
                 each = [method.weight_bounds(name, most, id, n) for id, n in examples.items()]
                 least, largest = sum(low for low, _ in each), sum(high for _, high in each)
             if not least <= weight <= largest:
-                return (
-                    f"in {name!r} {count} clients weigh {least} to {largest} together, and it says {weight}"
-                )
-            bound = largest_sum(name, count) if largest_sum else weight / most * method.largest_value(name)
+                weigh = f"{count} clients weigh {least} to {largest} together"
+                return f"in {name!r} {weigh}, and it says {weight}"
+            bound = (
+                largest_sum(name, count)
+                if largest_sum
+                else weight / most * method.largest_value(name)
+            )
             found = max(map(abs, map(int, torch.aminmax(integers)))) if len(integers) else 0
             if found > bound / unit + count / 2:  # rounding takes half a unit of each client
                 return (
@@ -122,12 +134,13 @@ def integers_of(addends: Mapping[str, Addend], average: Average, cohort: int) ->
     """Return the integers that one client adds to each sum, before they are masked: q =
     round_half_even(w x 2^F), int64 ``[P]`` by name.
 
-    Added up over clients, in any order, they are the integers of :class:`Sums` of the same addends. They
-    leave room for ``cohort`` clients: no sum wraps around.
+    Added up over clients, in any order, they are the integers of :class:`Sums` of the same addends.
+    They leave room for ``cohort`` clients: no sum wraps around.
 
     Args:
         addends: what the client's upload adds, by name.
-        average: the server's rule, which must be a weighted mean; a client bounds its own vector by it.
+        average: the server's rule, which must be a weighted mean; a client bounds its own vector by
+            it.
         cohort: most clients that may be added, which fixes F.
 
     Raises:

@@ -1,8 +1,8 @@
 """What uploads add to the server's sums, and the means that the server makes of them.
 
-A method whose server needs nothing but sums says what one upload adds (``Method.addends``) and what the
-means become (``Method.next_state``). The sums are of integers (:mod:`fl_lightning.aggregation.exact_sum`), so
-they do not depend on the order of uploads.
+A method whose server needs nothing but sums says what one upload adds (``Method.addends``) and what
+the means become (``Method.next_state``). The sums are of integers
+(:mod:`fl_lightning.aggregation.exact_sum`), so they do not depend on the order of uploads.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Addend:
         values: x, a vector ``[P]`` of values of less than 2^20.
         weight: an integer from 1 to ``most``, such as n_k.
         most: largest weight that a client may have, known before anybody has answered.
-        start: what the round started from, ``[P]``, where the server's ``average`` decides what becomes of
-            the clients' vectors; None where it is always the weighted mean.
+        start: what the round started from, ``[P]``, where the server's ``average`` decides what
+            becomes of the clients' vectors; None where it is always the weighted mean.
     """
 
     values: Tensor
@@ -51,14 +51,16 @@ class Sums:
     deviation: float = 0.0
     """Standard deviation of the noise on each value of a sum; 0 where sums are exact."""
 
-    def __init__(self, average: Average, cohort: int, guides: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(
+        self, average: Average, cohort: int, guides: Mapping[str, Tensor] | None = None
+    ) -> None:
         self.average, self.cohort, self.guides = average, cohort, guides or {}
         self._parts: dict[str, Part] = {}
         self._averaged: dict[str, Tensor] = {}
 
     def add(self, name: str, addends: Sequence[Addend]) -> None:
-        """Add what several uploads add to one sum. It can be called again with those of others, where the
-        server's ``average`` is a weighted mean.
+        """Add what several uploads add to one sum. It can be called again with those of others,
+        where the server's ``average`` is a weighted mean.
 
         Raises:
             MisuseError: the weights are in different units.
@@ -77,7 +79,9 @@ class Sums:
                 shares = [weight / sum(weights) for weight in weights]
                 if isinstance(self.average, RefinedMean):
                     part = Part(vectors, weights, first.most)
-                    self._averaged[name] = self.average.refined(part.mean(self.cohort), vectors, shares)
+                    self._averaged[name] = self.average.refined(
+                        part.mean(self.cohort), vectors, shares
+                    )
                     return
                 self._averaged[name] = self._average(name, vectors, shares, first.start)
                 return
@@ -134,8 +138,8 @@ class Sums:
         yield from (*self._parts, *self._averaged)
 
     def mean(self, name: str) -> Tensor:
-        """Return sum w x / sum w over the clients, or what the server's ``average`` makes of them; float32
-        ``[P]``.
+        """Return sum w x / sum w over the clients, or what the server's ``average`` makes of them;
+        float32 ``[P]``.
 
         Raises:
             MisuseError: vectors of different sizes, or values out of range.
@@ -163,7 +167,9 @@ class Sums:
         """
         if world_size() == 1:
             return
-        forms = {name: [part.size, part.most, sum(part.weights)] for name, part in self._parts.items()}
+        forms = {
+            name: [part.size, part.most, sum(part.weights)] for name, part in self._parts.items()
+        }
         of_ranks = [json.loads(form) for form in gather_bytes(json.dumps(forms).encode())]
         for name in sorted({name for of_rank in of_ranks for name in of_rank}):
             found = [of_rank[name] for of_rank in of_ranks if name in of_rank]

@@ -1,8 +1,9 @@
 """Uploads of a round whose shapes their method does not declare.
 
-What is wrong with one of them, those of the other clients say. An upload that the method cannot read is its
-client's fault where its shapes are none that the method has read in this round, and a bug of the method
-otherwise. Of those that it can read, most add vectors of the same lengths; others cannot be added to these.
+What is wrong with one of them, those of the other clients say. An upload that the method cannot
+read is its client's fault where its shapes are none that the method has read in this round, and a
+bug of the method otherwise. Of those that it can read, most add vectors of the same lengths; others
+cannot be added to these.
 """
 
 from __future__ import annotations
@@ -61,20 +62,25 @@ class UndeclaredUploads:
             raise
         except Exception as error:  # whose fault it is, is known when all uploads are there
             self.errors[id] = error
-        lengths = ", ".join(f"{name} {len(addend.values)}" for name, addend in sorted(addends.items()))
+        lengths = ", ".join(
+            f"{name} {len(addend.values)}" for name, addend in sorted(addends.items())
+        )
         self.seen[id] = Seen(shapes_of(upload), lengths, id in self.errors)
 
     def odd_ones(self) -> dict[int, PayloadError]:
-        """Return the uploads of this process that are not as others are, with the reason; of several
-        processes, all call it.
+        """Return the uploads of this process that are not as others are, with the reason; of
+        several processes, all call it.
 
         Raises:
-            Exception: what the method raised for an upload whose shapes it could read of another client.
+            Exception: what the method raised for an upload whose shapes it could read of another
+                client.
             RankLost: a process died or did not answer in time.
         """
         own = json.dumps([[id, *seen] for id, seen in self.seen.items()])
         everybody = {
-            id: Seen(*seen) for of_rank in gather_bytes(own.encode()) for id, *seen in json.loads(of_rank)
+            id: Seen(*seen)
+            for of_rank in gather_bytes(own.encode())
+            for id, *seen in json.loads(of_rank)
         }
         good = {id: everybody[id] for id in sorted(everybody) if not everybody[id].failed}
         odd = {}
@@ -99,8 +105,8 @@ class UndeclaredUploads:
 
 
 def read_upload(method: SummingServer, upload: Payload, client: Client) -> dict[str, Addend]:
-    """Check an upload whose shapes are not declared, and return what it adds to the server's sums; nothing
-    where the server needs no sums.
+    """Check an upload whose shapes are not declared, and return what it adds to the server's sums;
+    nothing where the server needs no sums.
 
     Raises:
         PayloadError: the method refuses it, or it cannot be added up.
@@ -115,8 +121,8 @@ def check_addends(addends: Mapping[str, Addend]) -> None:
     """Refuse what one upload adds where it could not be added up.
 
     Raises:
-        PayloadError: an addend is no vector of values of sane size, as long as its start and of a weight
-            within its bound.
+        PayloadError: an addend is no vector of values of sane size, as long as its start and of a
+            weight within its bound.
     """
     for name, addend in addends.items():
         values, start = addend.values, addend.start
@@ -137,7 +143,8 @@ def check_addends(addends: Mapping[str, Addend]) -> None:
 def reject_odd_ones(
     undeclared: UndeclaredUploads, uploads: dict[int, Payload], receipts: dict[int, Receipt]
 ) -> None:
-    """Reject the uploads of a method without declared shapes that are not as those of other clients are."""
+    """Reject the uploads of a method without declared shapes that are not as those of other clients
+    are."""
     odd = undeclared.odd_ones()
     for position, receipt in receipts.items():
         if reason := odd.get(receipt.client.id):
@@ -163,5 +170,9 @@ def _in_words(error: Exception) -> str:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     code = trace.tb_frame.f_code if trace is not None else None
-    where = f" in {code.co_name}, line {trace.tb_lineno}" if code is not None and trace is not None else ""
+    where = (
+        f" in {code.co_name}, line {trace.tb_lineno}"
+        if code is not None and trace is not None
+        else ""
+    )
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}{where}"

@@ -1,8 +1,9 @@
-"""The module ``callbacks`` that names in YAML refer to: the project's, joined with one of the user's.
+"""The module ``callbacks`` that names in YAML refer to: the project's, joined with one of the
+user's.
 
-The project's package lies beside this one and is called ``callbacks``. The user's project may have a folder
-or a file of the same name. Both are then imported as one module. Where both define a name, the user's
-definition is taken, and the log says so.
+The project's package lies beside this one and is called ``callbacks``. The user's project may have
+a folder or a file of the same name. Both are then imported as one module. Where both define a name,
+the user's definition is taken, and the log says so.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ OURS = Path(__file__).resolve().parents[2] / NAME
 def import_callbacks() -> ModuleType:
     """Import ``callbacks``, joined with the user's module or package of that name on ``sys.path``.
 
-    If the user's module cannot be imported, a warning says so and the project's own names remain available.
+    If the user's module cannot be imported, a warning says so and the project's own names remain
+    available.
     """
     loaded = sys.modules.get(NAME)
     if loaded is not None and OURS in _folders(loaded.__spec__):
@@ -39,7 +41,9 @@ def import_callbacks() -> ModuleType:
         for name in list(sys.modules)
         if name == NAME or name.startswith(f"{NAME}.")
     }
-    spec = spec_from_file_location(NAME, OURS / "__init__.py", submodule_search_locations=[str(OURS)])
+    spec = spec_from_file_location(
+        NAME, OURS / "__init__.py", submodule_search_locations=[str(OURS)]
+    )
     assert spec is not None
     assert spec.loader is not None
     sys.modules[NAME] = ours = module_from_spec(spec)
@@ -48,7 +52,8 @@ def import_callbacks() -> ModuleType:
 
 
 def find_theirs() -> ModuleSpec | None:
-    """Return the user's module or package: the first of that name on the path that is not this project's.
+    """Return the user's module or package: the first of that name on the path that is not this
+    project's.
 
     The working directory is searched first.
     """
@@ -62,7 +67,8 @@ def find_theirs() -> ModuleSpec | None:
 
 
 def _names_of_old(module: ModuleType) -> set[str]:
-    """Return the names that submodules had in an earlier version and by which they can still be imported."""
+    """Return the names that submodules had in an earlier version and by which they can still be
+    imported."""
     parts = {
         name.rpartition(".")[2]: part
         for name, part in sys.modules.items()
@@ -79,8 +85,8 @@ def _folders(spec: ModuleSpec | None) -> list[Path]:
 class _JoinedModule(ModuleType):
     """A module with the names of two modules.
 
-    A name that neither had when they were joined is looked up in the user's module, which may have a
-    ``__getattr__`` of its own.
+    A name that neither had when they were joined is looked up in the user's module, which may have
+    a ``__getattr__`` of its own.
     """
 
     _theirs: ModuleType | None = None
@@ -95,7 +101,8 @@ class _JoinedModule(ModuleType):
 def _join(
     ours: ModuleType, theirs: ModuleSpec, held: Mapping[str, ModuleType], name: str = NAME
 ) -> ModuleType:
-    """Put one module in place of both in ``sys.modules``, and likewise for submodules that both have.
+    """Put one module in place of both in ``sys.modules``, and likewise for submodules that both
+    have.
 
     Code inside ``ours`` still sees the project's own definitions.
 
@@ -114,10 +121,19 @@ def _join(
     folders = list(theirs.submodule_search_locations or ())
     if folders and hasattr(ours, "__path__"):
         own = {module.name for module in iter_modules(ours.__path__)} | _names_of_old(ours)
-        specs = {f"{name}.{part}": PathFinder.find_spec(f"{name}.{part}", folders) for part in sorted(own)}
-        both = {called: (import_module(called), spec) for called, spec in specs.items() if spec is not None}
+        specs = {
+            f"{name}.{part}": PathFinder.find_spec(f"{name}.{part}", folders)
+            for part in sorted(own)
+        }
+        both = {
+            called: (import_module(called), spec)
+            for called, spec in specs.items()
+            if spec is not None
+        }
         joined.__path__ = [*ours.__path__, *folders]
-        sys.modules.update({part: module for part, module in held.items() if part not in sys.modules})
+        sys.modules.update(
+            {part: module for part, module in held.items() if part not in sys.modules}
+        )
         for called, (part, spec) in both.items():
             _join(part, spec, held, called)
     if theirs.loader is None or theirs.origin is None:  # a folder without an __init__.py
@@ -133,7 +149,9 @@ def _join(
     joined._theirs = module
     for key, value in vars(module).items():
         own_value = vars(ours).get(key, value)
-        if key.startswith("__") or (isinstance(value, ModuleType) and value.__name__.startswith(NAME)):
+        if key.startswith("__") or (
+            isinstance(value, ModuleType) and value.__name__.startswith(NAME)
+        ):
             continue
         if (
             own_value is not value

@@ -1,4 +1,5 @@
-"""The commands, and the answers that need no torch: help, version, and the refusal of an unknown command."""
+"""The commands, and the answers that need no torch: help, version, and the refusal of an unknown
+command."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from fl_lightning.config.packaged import configs
 from fl_lightning.errors import InputError
 
 TRACEBACK_VARIABLE = "FL_LIGHTNING_TRACEBACK"
-"""Name of the environment variable that makes a failing command print its traceback; its value is then 1."""
+"""Name of the environment variable that makes a failing command print its traceback; its value is
+then 1."""
 
 
 @dataclass(frozen=True)
@@ -21,14 +23,18 @@ class Command:
 
     Args:
         help: one line for ``--help``.
-        function: ``module:function`` to call; its parameters are the flags of the command. None for the
-            trainer's method of the command's name, with trainer, model and data from the configuration.
-        words: the parameter of ``function`` that takes the words of the command line that are not flags.
-        resolves: whether ``function`` has a parameter ``resolve`` for the function that turns arguments of
-            ``fit`` into the whole configuration.
-        quick: a function that needs no torch; it is called with the arguments in place of ``function``.
-        settings: ``module:Class`` whose parameters become the flags ``--<command>.NAME``, beside those of
-            ``fit``; ``function`` is then called with the parsed command line, with trainer, model and data.
+        function: ``module:function`` to call; its parameters are the flags of the command. None for
+            the trainer's method of the command's name, with trainer, model and data from the
+            configuration.
+        words: the parameter of ``function`` that takes the words of the command line that are not
+            flags.
+        resolves: whether ``function`` has a parameter ``resolve`` for the function that turns
+            arguments of ``fit`` into the whole configuration.
+        quick: a function that needs no torch; it is called with the arguments in place of
+            ``function``.
+        settings: ``module:Class`` whose parameters become the flags ``--<command>.NAME``, beside
+            those of ``fit``; ``function`` is then called with the parsed command line, with
+            trainer, model and data.
         extra: whether ``function`` cannot be imported without an extra of the package.
         usual_config: the file that is proposed where ``--config`` names none.
     """
@@ -73,7 +79,9 @@ COMMANDS = {
         "probe a finished run: clean, corrupted and attacked images, clients, calibration, cost; "
         "nothing is trained"
     ),
-    "export": Command("write a run's model into a folder that torch, peft, transformers or ONNX loads"),
+    "export": Command(
+        "write a run's model into a folder that torch, peft, transformers or ONNX loads"
+    ),
     "compare": Command(
         "what finished runs show: tables, paired tests, verdicts, figures",
         "fl_lightning.study.report.compare:compare",
@@ -89,7 +97,8 @@ COMMANDS = {
         "run_dirs",
     ),
     "check": Command(
-        "run the conformance kit on a method, yours or one of the project's", "fl_lightning.conformance:check"
+        "run the conformance kit on a method, yours or one of the project's",
+        "fl_lightning.conformance:check",
     ),
     "traces": Command(
         "convert FedScale's traces of devices' availability to a file that a run reads",
@@ -101,7 +110,8 @@ COMMANDS = {
         "fl_lightning.energy.command:energy",
     ),
     "configs": Command(
-        "list the configurations that come with the program; configs FOLDER copies them there", quick=configs
+        "list the configurations that come with the program; configs FOLDER copies them there",
+        quick=configs,
     ),
 }
 
@@ -146,7 +156,8 @@ def version_text() -> str:
 
 
 def answer_quickly(argv: list[str]) -> int | None:
-    """Answer what needs no torch and return the exit code, or return None if a command has to be run.
+    """Answer what needs no torch and return the exit code, or return None if a command has to be
+    run.
 
     Raises:
         InputError: the first argument is not a command.
@@ -162,8 +173,14 @@ def answer_quickly(argv: list[str]) -> int | None:
         return 0
     if argv[0] not in COMMANDS:
         near = nearest(argv[0], COMMANDS)
-        instead = f"write python -m fl_lightning {near} ..." if near else "see python -m fl_lightning --help"
-        raise InputError(argv[0], f"the first argument must be a command: {', '.join(COMMANDS)}", instead)
+        instead = (
+            f"write python -m fl_lightning {near} ..."
+            if near
+            else "see python -m fl_lightning --help"
+        )
+        raise InputError(
+            argv[0], f"the first argument must be a command: {', '.join(COMMANDS)}", instead
+        )
     if quick := COMMANDS[argv[0]].quick:
         quick(argv[1:])
         return 0

@@ -1,4 +1,5 @@
-"""Checks of configuration files, environment variables and unused settings, before and after parsing."""
+"""Checks of configuration files, environment variables and unused settings, before and after
+parsing."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def read_configs(args: list[str], usual: str = Command.usual_config) -> dict[str
         usual: the file that is proposed in place of one that is not there, if no name is near.
 
     Raises:
-        InputError: a file is missing, unreadable, empty, not YAML or not a mapping, or has a key twice.
+        InputError: a file is missing, unreadable, empty, not YAML or not a mapping, or has a key
+            twice.
     """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     finder.add_argument("-c", "--config", action="append", default=[])
@@ -38,10 +40,16 @@ def read_configs(args: list[str], usual: str = Command.usual_config) -> dict[str
     except argparse.ArgumentError:  # --config has no value, which the real parser reports
         given = []
     from_environment = os.environ.get(f"{ENV_PREFIX}CONFIG")
-    paths = [*map(str, bases_of_environment()), *([from_environment] if from_environment else []), *given]
+    paths = [
+        *map(str, bases_of_environment()),
+        *([from_environment] if from_environment else []),
+        *given,
+    ]
     texts = {path: _read_config(path, usual) for path in paths}
     blanked = {path: without_base(text) for path, text in texts.items()}
-    _LAYERED.update({_lines(texts[path]): blanked[path] for path in texts if texts[path] != blanked[path]})
+    _LAYERED.update(
+        {_lines(texts[path]): blanked[path] for path in texts if texts[path] != blanked[path]}
+    )
     return blanked
 
 
@@ -56,7 +64,8 @@ _LAYERED: dict[str, str] = {}
 
 
 def as_layer(document: str) -> str:
-    """Return what the parser is to read of a document: of a file with a base, the text without it."""
+    """Return what the parser is to read of a document: of a file with a base, the text without
+    it."""
     return _LAYERED.get(_lines(document), document)
 
 
@@ -66,22 +75,28 @@ def _lines(text: str) -> str:
 
 
 def check_encoding(args: Iterable[str]) -> None:
-    """Refuse arguments and environment variables that are not UTF-8, which no ``config.yaml`` can hold.
+    """Refuse arguments and environment variables that are not UTF-8, which no ``config.yaml`` can
+    hold.
 
     Raises:
         InputError: one is not; the message shows its other bytes as ``\\x..``.
     """
-    variables = (f"{name}={value}" for name, value in os.environ.items() if name.startswith(ENV_PREFIX))
+    variables = (
+        f"{name}={value}" for name, value in os.environ.items() if name.startswith(ENV_PREFIX)
+    )
     for given in (*args, *variables):
         try:
             given.encode()
         except UnicodeEncodeError:
             shown = os.fsencode(given).decode(errors="backslashreplace")
-            raise InputError(shown, "it is not UTF-8, and a configuration is", "write it in UTF-8") from None
+            raise InputError(
+                shown, "it is not UTF-8, and a configuration is", "write it in UTF-8"
+            ) from None
 
 
 def with_bare_flags(args: list[str], switches: Iterable[str]) -> list[str]:
-    """Return the arguments with ``true`` after each switch that has no value, such as ``--calibrate``."""
+    """Return the arguments with ``true`` after each switch that has no value, such as
+    ``--calibrate``."""
     bare = {f"--{name}" for name in switches}
     found = []
     for arg, following in zip_longest(args, args[1:], fillvalue="--"):
@@ -90,8 +105,8 @@ def with_bare_flags(args: list[str], switches: Iterable[str]) -> list[str]:
 
 
 def with_config_of_run(command: str, args: list[str]) -> list[str]:
-    """Return the arguments of ``test`` or ``export``, with the configuration of the run in front if they name
-    none; those of other commands stay as they are.
+    """Return the arguments of ``test`` or ``export``, with the configuration of the run in front if
+    they name none; those of other commands stay as they are.
 
     A run directory as the first argument means the same as after ``--ckpt_path``.
 
@@ -110,7 +125,12 @@ def with_config_of_run(command: str, args: list[str]) -> list[str]:
         given = finder.parse_known_args(args)[0]
     except argparse.ArgumentError:  # a flag has no value, which the real parser reports
         return args
-    if given.config or given.model or f"{ENV_PREFIX}CONFIG" in os.environ or {"-h", "--help"} & {*args}:
+    if (
+        given.config
+        or given.model
+        or f"{ENV_PREFIX}CONFIG" in os.environ
+        or {"-h", "--help"} & {*args}
+    ):
         return args
     if not given.ckpt_path or given.ckpt_path == "last":
         raise InputError(
@@ -138,7 +158,8 @@ def with_config_of_run(command: str, args: list[str]) -> list[str]:
 
 
 def _read_config(path: str, usual: str) -> str:
-    """Return the text of a configuration file, or refuse the file with the line that is wrong in it."""
+    """Return the text of a configuration file, or refuse the file with the line that is wrong in
+    it."""
     given = f"--config {path}"
     if Path(path).is_dir():
         raise InputError(
@@ -180,23 +201,29 @@ def _read_config(path: str, usual: str) -> str:
             "mend that line ('key: value', indented with spaces)",
         ) from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as the 31st of February
-        raise InputError(given, f"it is not valid YAML: {error}", "write 'key: value' lines") from None
+        raise InputError(
+            given, f"it is not valid YAML: {error}", "write 'key: value' lines"
+        ) from None
     except RecursionError:
         raise InputError(
             given, "it is nested too deeply, or in itself", "write a plain mapping of settings"
         ) from None
     if not isinstance(node, yaml.MappingNode):
         what = "empty" if node is None else "not a mapping of settings"
-        raise InputError(given, f"it is {what}", "write for example 'trainer: {max_rounds: 5}' into it")
+        raise InputError(
+            given, f"it is {what}", "write for example 'trainer: {max_rounds: 5}' into it"
+        )
     for key, line in repeated:
-        raise InputError(f"{path}, line {line}: {key}", "a key may be given once", "remove one of the two")
+        raise InputError(
+            f"{path}, line {line}: {key}", "a key may be given once", "remove one of the two"
+        )
     return text
 
 
 @lru_cache(maxsize=64)
 def _composed(text: str) -> yaml.Node | None:
-    """Return the nodes of a YAML text, which nobody changes; a study reads the same few files for each of its
-    cells."""
+    """Return the nodes of a YAML text, which nobody changes; a study reads the same few files for
+    each of its cells."""
     return yaml.compose(text, Loader=yaml.SafeLoader)
 
 
@@ -262,7 +289,8 @@ def variable_of(path: str) -> str:
 
 
 def beside_class_path(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each wrong key beside a ``class_path`` of a configuration, after the class's dotted path.
+    """Yield each wrong key beside a ``class_path`` of a configuration, after the class's dotted
+    path.
 
     Beside ``class_path`` only ``init_args`` and ``dict_kwargs`` are allowed.
     """
@@ -272,17 +300,23 @@ def beside_class_path(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
     if not isinstance(node, Mapping):
         return
     if "class_path" in node:
-        yield from ((path, str(key)) for key in node if key not in ("class_path", "init_args", "dict_kwargs"))
+        yield from (
+            (path, str(key))
+            for key in node
+            if key not in ("class_path", "init_args", "dict_kwargs")
+        )
     for key, value in node.items():
-        yield from beside_class_path(value, path if key == "init_args" else f"{path}.{key}".lstrip("."))
+        yield from beside_class_path(
+            value, path if key == "init_args" else f"{path}.{key}".lstrip(".")
+        )
 
 
 PROGRAM = "python -m fl_lightning"
 
 
 def check_kind(texts: Mapping[str, str], command: str = "fit") -> None:
-    """Refuse files of ``sweep`` and of ``tune`` in place of a configuration of ``fit`` or of the arguments of
-    ``compare``.
+    """Refuse files of ``sweep`` and of ``tune`` in place of a configuration of ``fit`` or of the
+    arguments of ``compare``.
 
     Args:
         texts: the text of each configuration file, by its path.
@@ -297,8 +331,13 @@ def check_kind(texts: Mapping[str, str], command: str = "fit") -> None:
             if {"study", key} <= keys:
                 rule, instead = "fit runs one configuration", f"{PROGRAM} {other} --config {path}"
                 if command == "compare" and other == "sweep":
-                    rule, instead = "compare finds the arguments of its flags there", f"--study {path}"
-                raise InputError(f"--config {path}", f"it is {what}, and {rule}", f"write {instead}")
+                    rule, instead = (
+                        "compare finds the arguments of its flags there",
+                        f"--study {path}",
+                    )
+                raise InputError(
+                    f"--config {path}", f"it is {what}, and {rule}", f"write {instead}"
+                )
 
 
 def class_in(data: object) -> object:
@@ -307,7 +346,8 @@ def class_in(data: object) -> object:
 
 
 def check_environment(settings: Iterable[str]) -> None:
-    """Refuse environment variables with the project's prefix that set nothing, such as mistyped ones.
+    """Refuse environment variables with the project's prefix that set nothing, such as mistyped
+    ones.
 
     Args:
         settings: dotted names of all settings.
@@ -358,7 +398,8 @@ def dropped_names(args: list[str], texts: Iterable[str], config: Mapping[str, An
 
 
 def kept_federation(args: list[str], texts: Iterable[str]) -> str:
-    """Return which clients configuration files give data of another class, where flags do not say it.
+    """Return which clients configuration files give data of another class, where flags do not say
+    it.
 
     >>> files = ["data: {class_path: A, init_args: {num_clients: 100, partition: {class_path: Dirichlet}}}"]
     >>> kept_federation(["--data", "B"], files), kept_federation(["--data.num_clients=5"], files)
@@ -373,11 +414,14 @@ def kept_federation(args: list[str], texts: Iterable[str]) -> str:
     if isinstance(rule := found.get("partition"), Mapping):
         found["partition"] = str(rule.get("class_path")).rpartition(".")[2]
     flags = {arg.partition("=")[0] for arg in args}
-    return ", ".join(f"data.{name} {value}" for name, value in found.items() if f"--data.{name}" not in flags)
+    return ", ".join(
+        f"data.{name} {value}" for name, value in found.items() if f"--data.{name}" not in flags
+    )
 
 
 def _plain(node: Any) -> Any:
-    """Return a configuration without the levels ``class_path`` and ``init_args``, which may be left out."""
+    """Return a configuration without the levels ``class_path`` and ``init_args``, which may be left
+    out."""
     if not isinstance(node, Mapping):
         return node
     plain = {
@@ -392,7 +436,8 @@ def _plain(node: Any) -> Any:
 
 
 def _missing(given: Any, final: Any, path: str = "") -> Iterator[str]:
-    """Yield the dotted names below ``model`` and ``data`` that ``given`` has and ``final`` has not."""
+    """Yield the dotted names below ``model`` and ``data`` that ``given`` has and ``final`` has
+    not."""
     if not isinstance(given, Mapping) or not isinstance(final, Mapping):
         return
     for key, value in given.items():

@@ -1,7 +1,8 @@
-"""A description of a command's settings in the user's cache folder, which can be read without torch.
+"""A description of a command's settings in the user's cache folder, which can be read without
+torch.
 
-The first call of a command writes it, from the command's parser. It holds for one state of the package and of
-what is installed beside it; after any change it is written anew.
+The first call of a command writes it, from the command's parser. It holds for one state of the
+package and of what is installed beside it; after any change it is written anew.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class Description:
     Args:
         settings: the settings of its parser, by dotted name.
         of_classes: dotted settings of the classes that may be named, such as ``model.alpha``.
-        bases: of each class whose subclasses may be named, their import paths by their short names; empty
-            for a name that cannot be built or that two classes have.
+        bases: of each class whose subclasses may be named, their import paths by their short names;
+            empty for a name that cannot be built or that two classes have.
         classes: the settings of each of these classes, by its import path.
         switches: flags that need no value.
         takes_words: whether words that are not flags are allowed.
@@ -49,7 +50,8 @@ class Description:
 
 
 def read_description(command: str) -> Description | None:
-    """Return the description of a command, or None if there is none of the present state of the package."""
+    """Return the description of a command, or None if there is none of the present state of the
+    package."""
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         found = json.loads(_file(command).read_text(encoding="utf-8"))
         if found.pop("state") == _state():
@@ -75,7 +77,11 @@ def _settings(described: Mapping[str, Any]) -> dict[str, Setting]:
 
 
 def _setting(described: dict[str, Any]) -> Setting:
-    found = {**described, "choices": tuple(described["choices"]), "takes": tuple(described["takes"])}
+    found = {
+        **described,
+        "choices": tuple(described["choices"]),
+        "takes": tuple(described["takes"]),
+    }
     if constraint := described["constraint"]:
         found["constraint"] = Constraint(**{**constraint, "names": tuple(constraint["names"])})
     return Setting(**found)
@@ -90,7 +96,8 @@ def _file(command: str) -> Path:
 
 @cache
 def _state() -> str:
-    """Return a hash of the package's files, by size and time, and of all packages that are installed.
+    """Return a hash of the package's files, by size and time, and of all packages that are
+    installed.
 
     It is taken once, since libraries that are imported add folders to ``sys.path``.
     """
@@ -107,7 +114,9 @@ def _state() -> str:
         for name in os.listdir(folder)
         if name.endswith((".dist-info", ".egg-info"))
     }
-    return hashlib.sha256(repr((sys.version, sorted(files), sorted(installed))).encode()).hexdigest()
+    return hashlib.sha256(
+        repr((sys.version, sorted(files), sorted(installed))).encode()
+    ).hexdigest()
 
 
 def _python_files(root: Path) -> list[os.DirEntry[str]]:

@@ -1,9 +1,9 @@
 """Refuse slips of a command line before torch is imported, in the parser's own words.
 
-Files are read as the parser reads them. Flags and keys are checked against the description of the command
-that an earlier call has left. A refusal is raised only if the parser would refuse with the same text.
-Whatever is not certain, such as a class of the user's or a value that YAML could read in two ways, ends the
-check, and the parser decides.
+Files are read as the parser reads them. Flags and keys are checked against the description of the
+command that an earlier call has left. A refusal is raised only if the parser would refuse with the
+same text. Whatever is not certain, such as a class of the user's or a value that YAML could read in
+two ways, ends the check, and the parser decides.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ FLAG = re.compile(r"--[A-Za-z_][\w.-]*\+?")
 
 
 def refuse_early(command: str, args: list[str]) -> None:
-    """Refuse a command line that the parser would refuse, if that can be told without importing torch.
+    """Refuse a command line that the parser would refuse, if that can be told without importing
+    torch.
 
     Raises:
         InputError: it is refused, with the parser's message.
@@ -85,15 +86,25 @@ def refuse_by(description: Description | None, command: str, args: list[str]) ->
     Raises:
         InputError: it is refused, with the parser's message.
     """
-    from_environment = {name for name in os.environ if name.startswith(ENV_PREFIX)} - {TRACEBACK_VARIABLE}
-    if from_environment or find_theirs() is not None or (description is None and COMMANDS[command].extra):
+    from_environment = {name for name in os.environ if name.startswith(ENV_PREFIX)} - {
+        TRACEBACK_VARIABLE
+    }
+    if (
+        from_environment
+        or find_theirs() is not None
+        or (description is None and COMMANDS[command].extra)
+    ):
         return
     check_encoding(args)
     if any(arg.partition("=")[0].endswith(".help") for arg in args):
         return
     given = with_found_configs(with_config_of_run(command, args))
     texts = read_configs(given, COMMANDS[command].usual_config)
-    if COMMANDS[command].function is None or COMMANDS[command].settings is not None or command == "compare":
+    if (
+        COMMANDS[command].function is None
+        or COMMANDS[command].settings is not None
+        or command == "compare"
+    ):
         check_kind(texts, command)
     if command == "track" and len(given) == 1 and not given[0].startswith("-"):
         require_run(given[0])
@@ -179,11 +190,17 @@ class _Check:
                 unknown.append(word)
                 continue
             flag, equals, value = word.partition("=")
-            if flag in ("--print_config", "--") or " " in word or not (FLAG.fullmatch(flag) or flag == "-c"):
+            if (
+                flag in ("--print_config", "--")
+                or " " in word
+                or not (FLAG.fullmatch(flag) or flag == "-c")
+            ):
                 raise Unsure
             path = _without_levels(flag.lstrip("-"))
             # a study's file is a setting with a type, and other files are read here and now
-            is_config = flag == "-c" or (flag == "--config" and self.known.settings["config"].words is None)
+            is_config = flag == "-c" or (
+                flag == "--config" and self.known.settings["config"].words is None
+            )
             setting = None if is_config else self.find(path.rstrip("+"))
             if self.bad and path.endswith("+"):
                 raise Unsure
@@ -204,7 +221,11 @@ class _Check:
                 self.flag(path, setting, value)
             self.settle()
         lacking = [path for path, names in self.missing.items() if names]
-        needed = [name for name, one in self.known.settings.items() if one.required and name not in self.set]
+        needed = [
+            name
+            for name, one in self.known.settings.items()
+            if one.required and name not in self.set
+        ]
         if len(lacking) > 1 or (lacking and (unknown or needed)):
             raise Unsure
         if unknown:
@@ -221,26 +242,31 @@ class _Check:
             raise not_given(f"{path}.{first}", own[first])
 
     def refuse_values(self, *, at_once: bool) -> None:
-        """Refuse a value of the right type that is not allowed; of several, it is not certain which is named.
+        """Refuse a value of the right type that is not allowed; of several, it is not certain which
+        is named.
 
         Args:
             at_once: whether constructors refuse it, or the run that uses it.
         """
-        found = [error for constraint, error in self.refused.values() if constraint.at_once is at_once]
+        found = [
+            error for constraint, error in self.refused.values() if constraint.at_once is at_once
+        ]
         if len(found) > 1:
             raise Unsure
         if found:
             raise found[0]
 
     def settle(self) -> None:
-        """Raise what was found, if it is one thing; of several it is not certain which the parser names."""
+        """Raise what was found, if it is one thing; of several it is not certain which the parser
+        names."""
         if len(self.bad) > 1:
             raise Unsure
         if self.bad:
             raise self.bad[0]
 
     def base_of(self, setting: Setting) -> str:
-        """Return the class whose subclasses a setting, or an item of it, may name; empty for none."""
+        """Return the class whose subclasses a setting, or an item of it, may name; empty for
+        none."""
         kinds = list(setting.takes)
         while kinds:
             kind = kinds.pop(0)
@@ -253,11 +279,17 @@ class _Check:
     def fields_of(self, setting: Setting) -> str:
         """Return the dataclass whose fields a setting has; empty for none."""
         return next(
-            (str(kind["fields"]) for kind in setting.takes if isinstance(kind, dict) and "fields" in kind), ""
+            (
+                str(kind["fields"])
+                for kind in setting.takes
+                if isinstance(kind, dict) and "fields" in kind
+            ),
+            "",
         )
 
     def field(self, prefix: str, cls: str, name: str) -> Setting | None:
-        """Return the setting of a dataclass's field; None for a name that is none, which goes to ``bad``."""
+        """Return the setting of a dataclass's field; None for a name that is none, which goes to
+        ``bad``."""
         own = self.own(cls)
         if name in own:
             return own[name]
@@ -403,7 +435,9 @@ class _Check:
                 raise Unsure  # which item of a list it belongs to, or whether it still counts
             del self.values[name]
 
-    def verdict(self, path: str, kind: Any, value: Any, of_plain: Callable[[Any, Any], Verdict]) -> Verdict:
+    def verdict(
+        self, path: str, kind: Any, value: Any, of_plain: Callable[[Any, Any], Verdict]
+    ) -> Verdict:
         if isinstance(kind, str) or "literal" in kind:
             return of_plain(kind, value)
         if "class" in kind:
@@ -476,7 +510,8 @@ class _Check:
         return "bad" if self.bad else "good"
 
     def fields_verdict(self, path: str, cls: str, value: Any) -> Verdict:
-        """Return whether a value holds fields of a dataclass; what is wrong with one the parser knows."""
+        """Return whether a value holds fields of a dataclass; what is wrong with one the parser
+        knows."""
         if not isinstance(value, Mapping):
             plain = isinstance(value, str) and (is_word(value) or is_number(value))
             return "bad" if plain or value is None else unsure()
@@ -489,7 +524,8 @@ class _Check:
         return "good"
 
     def items_verdict(self, path: str, takes: Iterable[Any], value: Any) -> Verdict:
-        """Return whether a list or a mapping holds items of a type; of any other only the parser knows."""
+        """Return whether a list or a mapping holds items of a type; of any other only the parser
+        knows."""
         if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
             value = [*value.values()]
         if not isinstance(value, list) or not all(self.is_good(path, takes, one) for one in value):
@@ -497,7 +533,8 @@ class _Check:
         return "good"
 
     def is_good(self, path: str, takes: Iterable[Any], value: Any) -> bool:
-        """Return whether a value of a file is certainly of one of these types; no refusal of it is kept."""
+        """Return whether a value of a file is certainly of one of these types; no refusal of it is
+        kept."""
         for kind in takes:
             with suppress(Unsure):
                 if self.verdict(path, kind, value, of_yaml) == "good" and not self.bad:

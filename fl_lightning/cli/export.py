@@ -26,12 +26,12 @@ def export_model(
     """Write the model of a run into a folder that other programs load, and return the folder.
 
     Args:
-        run: a run directory; or a trainer after its ``fit``, also where the run's configuration has objects
-            that no file can name, such as a network that was given as a lambda.
+        run: a run directory; or a trainer after its ``fit``, also where the run's configuration has
+            objects that no file can name, such as a network that was given as a lambda.
         to: the folder; it is new or empty.
         client: whose model, of a personalised method.
-        checkpoint: which of the run's checkpoints: ``last`` (the default), ``best`` (of validation), or a
-            name like round_000060.
+        checkpoint: which of the run's checkpoints: ``last`` (the default), ``best`` (of
+            validation), or a name like round_000060.
         format: ``safetensors``, ``peft``, ``transformers``, ``onnx``, or ``auto``, as of
             :meth:`fl_lightning.trainer.FederatedTrainer.export`.
         overwrite: whether the folder may hold files; those of an export before are replaced.
@@ -41,12 +41,19 @@ def export_model(
     """
     if isinstance(run, FederatedTrainer):
         given = "export_model of a trainer without a run"
-        require(hasattr(run, "journal"), given, "a model is one that was trained", "call its fit first")
+        require(
+            hasattr(run, "journal"), given, "a model is one that was trained", "call its fit first"
+        )
         trainer, place, (method, data, seed) = run, run.run_dir, run.fitted
     else:
         import_short_names()
         cli: Any = FederatedCLI("export", with_config_of_run("export", [str(run)]))
-        trainer, method, data, seed = cli.trainer, cli.model, cli.datamodule, cli.config["seed_everything"]
+        trainer, method, data, seed = (
+            cli.trainer,
+            cli.model,
+            cli.datamodule,
+            cli.config["seed_everything"],
+        )
         trainer.config, place = yaml.safe_load(cli.config_text), Path(run)
     return trainer.export(
         method,

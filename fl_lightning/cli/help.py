@@ -87,10 +87,15 @@ def _class_lines(path: str, cls: type) -> Iterator[str]:
         if default.endswith(" null"):  # which says that it may be
             rule = rule.removesuffix(" or null").removeprefix("null or ")
         yield from textwrap.wrap(
-            f"--{path}.{name}  {rule}{default}", width, initial_indent="  ", subsequent_indent="      "
+            f"--{path}.{name}  {rule}{default}",
+            width,
+            initial_indent="  ",
+            subsequent_indent="      ",
         )
         text = (
-            " ".join((action.help or "").replace("%%", "%").split()) if isinstance(action.help, str) else ""
+            " ".join((action.help or "").replace("%%", "%").split())
+            if isinstance(action.help, str)
+            else ""
         )
         yield from textwrap.wrap(text, width, initial_indent="      ", subsequent_indent="      ")
 

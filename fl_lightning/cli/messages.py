@@ -1,7 +1,9 @@
-"""jsonargparse's error messages, rewritten as one line: what was given; the rule; what to write instead.
+"""jsonargparse's error messages, rewritten as one line: what was given; the rule; what to write
+instead.
 
-jsonargparse reports nested problems as indented text. This module picks out the keys, the class and the
-value. The rule comes from the type of the setting, and the suggestion is the nearest valid name.
+jsonargparse reports nested problems as indented text. This module picks out the keys, the class and
+the value. The rule comes from the type of the setting, and the suggestion is the nearest valid
+name.
 """
 
 from __future__ import annotations
@@ -72,14 +74,17 @@ NOT_IN_MODULE = re.compile(r"module '(?P<module>[^']+)' has no attribute '(?P<na
 UNTYPED = re.compile(r"Parameter '(?P<name>\w+)' from '(?P<owner>[^']+)' does not specify a type")
 
 
-def explain(message: str, parser: ArgumentParser, given: UserInput, flags: Iterable[str] = ()) -> InputError:
+def explain(
+    message: str, parser: ArgumentParser, given: UserInput, flags: Iterable[str] = ()
+) -> InputError:
     """Return the error in three parts for a message of jsonargparse.
 
     Args:
         message: the message.
         parser: the parser that raised it.
         given: the command line and the files that were parsed.
-        flags: dotted settings that exist beside the parser's own, those of classes that may be named.
+        flags: dotted settings that exist beside the parser's own, those of classes that may be
+            named.
     """
     settings = {**dict.fromkeys(flags), **settings_of(parser)}
     if found := UNKNOWN_FLAG.search(message):
@@ -102,7 +107,9 @@ def explain(message: str, parser: ArgumentParser, given: UserInput, flags: Itera
         last = given.args[-1] if given.args else flag
         if last.startswith(f"{flag}."):  # a setting of the class that the flag gives
             return without_value(last, None)
-        return without_value(last if last == f"{flag}+" else flag, describe(settings.get(flag.lstrip("-"))))
+        return without_value(
+            last if last == f"{flag}+" else flag, describe(settings.get(flag.lstrip("-")))
+        )
     if found := UNKNOWN_KEY.search(message):
         name = found["key"] or f"{found['group']}.{found['option']}"
         return _unknown_key(keys, name, owners, settings, given)
@@ -135,11 +142,18 @@ def _bad_value(
     path = ".".join(keys)
     action = _action_of(keys[-1], owners) if len(keys) > 1 else settings.get(path)
     reason = next(
-        (words.format(found[0]) for pattern, words in REASONS if (found := pattern.search(message))), ""
+        (
+            words.format(found[0])
+            for pattern, words in REASONS
+            if (found := pattern.search(message))
+        ),
+        "",
     )
     missing = NOT_IN_MODULE.search(message)
     near = missing and nearest(missing["name"], dir(sys.modules.get(missing["module"])))
-    described = {name: describe(one) for name, one in settings.items() if name.startswith(f"{path}.")}
+    described = {
+        name: describe(one) for name, one in settings.items() if name.startswith(f"{path}.")
+    }
     return bad_value(
         path,
         None if action is None else describe(action),
@@ -180,7 +194,9 @@ def wrong_nulls(
 def explain_null(path: str, action: Action, given: UserInput) -> InputError:
     """Return the error in three parts for a setting that is null against its type."""
     rule = f"it must be {type_in_words(hint_of(action))}"
-    return InputError(f"{path}: null{given.in_file(path)}", rule, f"write {path}: {example_of(action)}")
+    return InputError(
+        f"{path}: null{given.in_file(path)}", rule, f"write {path}: {example_of(action)}"
+    )
 
 
 def _action_of(name: str, owners: list[str]) -> Action | None:

@@ -1,7 +1,8 @@
 """The parser that turns a command line into a trainer, a method and data.
 
 Each command has a parser of its own, made by LightningCLI (``run=False``). Its trainer is not a
-``lightning.Trainer``, which is why the three ``add_*`` methods and ``instantiate_classes`` are overridden.
+``lightning.Trainer``, which is why the three ``add_*`` methods and ``instantiate_classes`` are
+overridden.
 """
 
 from __future__ import annotations
@@ -59,7 +60,13 @@ from fl_lightning.cli.help import class_help
 from fl_lightning.cli.messages import constructor_message, explain, explain_null, wrong_nulls
 from fl_lightning.cli.refusals import CLOSED, UserInput
 from fl_lightning.cli.run_names import overrides
-from fl_lightning.cli.types import Seed, concrete_classes, describe_settings, import_class, settings_of
+from fl_lightning.cli.types import (
+    Seed,
+    concrete_classes,
+    describe_settings,
+    import_class,
+    settings_of,
+)
 from fl_lightning.config.documents import check_size, load_yaml
 from fl_lightning.config.packaged import configs_folder, find_config, with_found_configs
 from fl_lightning.data import FederatedData, FederatedImages
@@ -69,9 +76,11 @@ from fl_lightning.support.user_code import first_cause, is_bug_of_user
 from fl_lightning.trainer import FederatedTrainer
 
 T = TypeVar("T")
-# Fabric and Lightning have loggers of the same names: a short name means Lightning's, which know MLflow too.
+# Fabric and Lightning have loggers of the same names: a short name means Lightning's, which know
+# MLflow too.
 AnyLogger = lightning.pytorch.loggers.Logger | lightning.fabric.loggers.Logger
-# The exceptions of a parser for wrong input; any other exception is a bug of the code that raised it.
+# The exceptions of a parser for wrong input; any other exception is a bug of the code that raised
+# it.
 INPUT_ERRORS = (
     ArgumentError,
     ValueError,
@@ -88,12 +97,12 @@ INPUT_ERRORS = (
 class FederatedCLI(LightningCLI):
     """The parser of a command that is a method of the trainer.
 
-    It parses ``args`` and builds ``trainer``, ``model`` and ``datamodule``; :meth:`start` then calls the
-    trainer's method.
+    It parses ``args`` and builds ``trainer``, ``model`` and ``datamodule``; :meth:`start` then
+    calls the trainer's method.
 
     Args:
-        command: a method of the trainer; its arguments other than ``method``, ``data`` and ``seed`` become
-            flags.
+        command: a method of the trainer; its arguments other than ``method``, ``data`` and ``seed``
+            become flags.
         args: the command line after the command.
 
     Raises:
@@ -141,8 +150,8 @@ class FederatedCLI(LightningCLI):
             default=True,
             help="true for MLflow at sqlite:///mlflow.db, false for none, or any Lightning loggers",
         )
-        # Both begin with the class in use, or the defaults of another one would be taken over as if they had
-        # been given.
+        # Both begin with the class in use, or the defaults of another one would be taken over as if
+        # they had been given.
         method = named_class(self.args, "model", Method)
         parser.add_argument(
             "--model",
@@ -185,11 +194,13 @@ class FederatedCLI(LightningCLI):
                     f"{group} is a group of settings",
                     f"leave it out or write --{group}.NAME VALUE",
                 )
-        if any(arg.split("=")[0].startswith("--model.network") for arg in self.args) and self.config.get(
-            "model.init_args.module"
-        ):
+        if any(
+            arg.split("=")[0].startswith("--model.network") for arg in self.args
+        ) and self.config.get("model.init_args.module"):
             raise InputError(
-                "--model.network beside --model.module", "the module is the network", "leave one of them out"
+                "--model.network beside --model.module",
+                "the module is the network",
+                "leave one of them out",
             )
         for path, action in wrong_nulls(self.config, settings_of(parser)):
             raise explain_null(path, action, given)
@@ -210,16 +221,21 @@ class FederatedCLI(LightningCLI):
         # a setting of the data themselves: they are of another class
         if any(name.startswith("data.") and name.count(".") == 1 for name in dropped):
             kept = kept_federation(self.args, given.texts.values())
-            sys.stderr.write(f"fl_lightning: note: kept from the configuration: {kept}\n" if kept else "")
+            sys.stderr.write(
+                f"fl_lightning: note: kept from the configuration: {kept}\n" if kept else ""
+            )
 
     def _parse_ckpt_path(self) -> None:
-        """Do nothing: the command line takes precedence over the hyper-parameters of a checkpoint."""
+        """Do nothing: the command line takes precedence over the hyper-parameters of a
+        checkpoint."""
 
     def _set_seed(self) -> None:
-        """Do nothing: the seed goes to the trainer's random streams and not to a global random state."""
+        """Do nothing: the seed goes to the trainer's random streams and not to a global random
+        state."""
 
     def _resolved_text(self) -> str:
-        """Return the whole configuration as YAML, without arguments of this call such as ``ckpt_path``."""
+        """Return the whole configuration as YAML, without arguments of this call such as
+        ``ckpt_path``."""
         config = self.config.clone()
         for name in self.command_arguments:
             config.pop(name)
@@ -236,7 +252,8 @@ class FederatedCLI(LightningCLI):
             self.trainer = FederatedTrainer(**self.config_init["trainer"])  # type: ignore[assignment]
 
     def start(self, command_line: list[str] | None = None) -> None:
-        """Call the trainer's method with the method, the data, the seed and the command's arguments.
+        """Call the trainer's method with the method, the data, the seed and the command's
+        arguments.
 
         Args:
             command_line: what the run's metadata says it was started with; default: this command.
@@ -244,7 +261,13 @@ class FederatedCLI(LightningCLI):
         trainer: Any = self.trainer
         trainer.config_text = self.config_text
         trainer.config = load_yaml(self.config_text)
-        trainer.command_line = command_line or ["python", "-m", "fl_lightning", self.command, *self.typed]
+        trainer.command_line = command_line or [
+            "python",
+            "-m",
+            "fl_lightning",
+            self.command,
+            *self.typed,
+        ]
         trainer.overrides = overrides(trainer.command_line[4:])
         arguments = {name: self.config_init[name] for name in self.command_arguments}
         with _log_to_stderr():
@@ -254,7 +277,8 @@ class FederatedCLI(LightningCLI):
 
 
 class _Stderr(logging.StreamHandler):
-    """A handler that writes to the current ``sys.stderr``, so that lines appear above a live display."""
+    """A handler that writes to the current ``sys.stderr``, so that lines appear above a live
+    display."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -290,7 +314,8 @@ def _log_to_stderr() -> Iterator[None]:
     except BaseException:
         if rejections.count > 1:  # without an error the run's summary tells it
             log.warning(
-                "%d uploads were rejected until then; run.log has the reason of each", rejections.count
+                "%d uploads were rejected until then; run.log has the reason of each",
+                rejections.count,
             )
         raise
     finally:
@@ -303,7 +328,8 @@ def run(command: str, args: list[str], *, describe: bool = False) -> None:
     Args:
         command: its name.
         args: the command line after it.
-        describe: whether to keep a description of the command's settings for ``early.py``, if there is none.
+        describe: whether to keep a description of the command's settings for ``early.py``, if there
+            is none.
     """
     check_encoding(args)
     import_short_names()
@@ -321,7 +347,8 @@ def run(command: str, args: list[str], *, describe: bool = False) -> None:
 
 
 def _run_function(command: str, function: Any, args: list[str]) -> None:
-    """Run a command without trainer, model and data: its flags are the parameters of ``function``."""
+    """Run a command without trainer, model and data: its flags are the parameters of
+    ``function``."""
     args = with_found_configs(args)
     parser, names, switches = _parser_of_function(command, function)
     args = with_bare_flags(args, switches)
@@ -336,11 +363,16 @@ def _run_function(command: str, function: Any, args: list[str]) -> None:
 
 
 def _parser_of_function(command: str, function: Any) -> tuple[ArgumentParser, list[str], list[str]]:
-    """Return the parser of such a command, the names of its settings, and which of them are switches."""
-    parser = ArgumentParser(prog=f"python -m fl_lightning {command}", allow_abbrev=False, exit_on_error=False)
+    """Return the parser of such a command, the names of its settings, and which of them are
+    switches."""
+    parser = ArgumentParser(
+        prog=f"python -m fl_lightning {command}", allow_abbrev=False, exit_on_error=False
+    )
     handed = ["resolve"] if COMMANDS[command].resolves else []
     if "config" not in inspect.signature(function).parameters:
-        parser.add_argument("--config", action=ActionConfigFile, help="YAML with arguments of this command")
+        parser.add_argument(
+            "--config", action=ActionConfigFile, help="YAML with arguments of this command"
+        )
     words = COMMANDS[command].words
     names = parser.add_function_arguments(function, skip={*handed, *([words] if words else [])})
     if words:
@@ -353,7 +385,11 @@ def _parser_of_function(command: str, function: Any) -> tuple[ArgumentParser, li
 
 def _switches(function: Callable[..., Any]) -> list[str]:
     """Return the arguments that are false by default: such a flag needs no value."""
-    return [name for name, found in inspect.signature(function).parameters.items() if found.default is False]
+    return [
+        name
+        for name, found in inspect.signature(function).parameters.items()
+        if found.default is False
+    ]
 
 
 def _switches_of_trainer(command: str) -> list[str]:
@@ -401,8 +437,8 @@ def resolve(args: list[str]) -> str:
 
 
 def named_class(args: list[str], group: str, base: type) -> str:
-    """Return the class path that flags or configuration files name last for a group of settings; empty where
-    they name none, or none that there is.
+    """Return the class path that flags or configuration files name last for a group of settings;
+    empty where they name none, or none that there is.
 
     Args:
         args: the command line after the command.
@@ -418,18 +454,24 @@ def named_class(args: list[str], group: str, base: type) -> str:
                 named = class_in(yaml.safe_load(value)) or named
         imported = import_class(str(named))  # it may define the class
         found = {cls for cls in concrete_classes(base) if cls is imported or cls.__name__ == named}
-        return "".join(f"{cls.__module__}.{cls.__qualname__}" for cls in found) if len(found) == 1 else ""
+        return (
+            "".join(f"{cls.__module__}.{cls.__qualname__}" for cls in found)
+            if len(found) == 1
+            else ""
+        )
     return ""
 
 
-def parse(parser: ArgumentParser, given: UserInput, flags: Callable[[], Iterable[str]] = list) -> Namespace:
+def parse(
+    parser: ArgumentParser, given: UserInput, flags: Callable[[], Iterable[str]] = list
+) -> Namespace:
     """Parse the arguments.
 
     Args:
         parser: the parser.
         given: the command line and the files that it names.
-        flags: returns the settings to suggest beside the parser's own. It is called for a refusal alone,
-            since reading the signatures of all classes takes a second.
+        flags: returns the settings to suggest beside the parser's own. It is called for a refusal
+            alone, since reading the signatures of all classes takes a second.
 
     Raises:
         InputError: they are wrong; the message has three parts and names the nearest valid name.
@@ -454,8 +496,8 @@ class _OversizeError(Exception):
         self.document = document
 
 
-# jsonargparse calls what a class path names, so it may not name functions that run commands, open files or
-# load pickles.
+# jsonargparse calls what a class path names, so it may not name functions that run commands, open
+# files or load pickles.
 set_parsing_settings(
     import_path_denylist=[
         f"torch.{name}" for name in ("load", "save", "hub", "serialization", "jit", "package")
@@ -481,11 +523,13 @@ set_loader("yaml", _load_limited_yaml, exceptions=(yaml.YAMLError,))
 
 
 def keeping_names(function: Callable[[], T]) -> T:
-    """Call a function that may write a configuration, so that a name for ``Callable | str`` stays a name.
+    """Call a function that may write a configuration, so that a name for ``Callable | str`` stays a
+    name.
 
-    jsonargparse first tries to write such a name as a callable, warns that it cannot, and writes the text of
-    the warning as the value. When the warning is an error, it tries ``str`` next. Where that does not help
-    either, as with a lambda as default, the function is called again and the warning is shown.
+    jsonargparse first tries to write such a name as a callable, warns that it cannot, and writes
+    the text of the warning as the value. When the warning is an error, it tries ``str`` next. Where
+    that does not help either, as with a lambda as default, the function is called again and the
+    warning is shown.
     """
     try:
         with warnings.catch_warnings():
@@ -496,7 +540,8 @@ def keeping_names(function: Callable[[], T]) -> T:
 
 
 def _settings_of_classes() -> list[str]:
-    """Return the settings of all methods and data, such as ``model.alpha``, to suggest after a typo."""
+    """Return the settings of all methods and data, such as ``model.alpha``, to suggest after a
+    typo."""
     return sorted(
         {
             f"{group}.{name}"
@@ -509,7 +554,8 @@ def _settings_of_classes() -> list[str]:
 
 @contextmanager
 def as_input_errors(*more: type[Exception]) -> Iterator[None]:
-    """Return a context in which an error of a constructor becomes an InputError about the configuration.
+    """Return a context in which an error of a constructor becomes an InputError about the
+    configuration.
 
     A bug in the user's own code stays the exception that it raised.
 
@@ -537,7 +583,8 @@ def as_input_errors(*more: type[Exception]) -> Iterator[None]:
 
 
 def import_short_names() -> None:
-    """Import ``callbacks``, whose classes then have short names; the working directory joins the path."""
+    """Import ``callbacks``, whose classes then have short names; the working directory joins the
+    path."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     import_callbacks()

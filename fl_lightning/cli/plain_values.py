@@ -1,6 +1,8 @@
-"""Whether a value that is no class is one of a type: a number, a text, a truth value, one of some words.
+"""Whether a value that is no class is one of a type: a number, a text, a truth value, one of some
+words.
 
-A verdict is certain, or :class:`Unsure` is raised: YAML reads some texts in ways that only the parser knows.
+A verdict is certain, or :class:`Unsure` is raised: YAML reads some texts in ways that only the
+parser knows.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ def unsure() -> Verdict:
 
 
 def is_word(text: str) -> bool:
-    """Return whether a text can be nothing but a name: no number, no special word of YAML, and no file."""
+    """Return whether a text can be nothing but a name: no number, no special word of YAML, and no
+    file."""
     return bool(WORD.fullmatch(text)) and text.lower() not in SPECIAL and not Path(text).exists()
 
 
@@ -121,7 +124,9 @@ def of_yaml(kind: Any, value: Any) -> Verdict:
         raise Unsure
     if isinstance(kind, dict):
         return "good" if str(value) in kind["literal"] else "bad"
-    if kind == "float" or (kind in ("int", "seed") and isinstance(value, int) and 0 <= value < 2**63):
+    if kind == "float" or (
+        kind in ("int", "seed") and isinstance(value, int) and 0 <= value < 2**63
+    ):
         return "good"
     if kind == "int" and isinstance(value, int):
         return "good"

@@ -1,7 +1,8 @@
 """Refusals of settings: what was given; the rule; what to write instead.
 
-They are made of plain descriptions of the settings, so that a slip can be refused without importing torch.
-``messages.py`` makes them of what the parser complains about, ``early.py`` before there is a parser.
+They are made of plain descriptions of the settings, so that a slip can be refused without importing
+torch. ``messages.py`` makes them of what the parser complains about, ``early.py`` before there is a
+parser.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class Setting:
         is_list: whether it takes a list of them.
         is_group: whether it is a group of settings, such as ``trainer``.
         has_example: whether ``example`` is the default, or a value that is of no particular choice.
-        takes: its type for the check before torch is imported, one entry for each member of a union; see
-            ``early.py``.
+        takes: its type for the check before torch is imported, one entry for each member of a
+            union; see ``early.py``.
         required: whether a class cannot be built without it.
         default_class: the class path that it has if none is given; empty if it has none.
         constraint: what its values may be beside their type; None for whatever they are.
@@ -69,25 +70,31 @@ class UserInput:
     texts: Mapping[str, str]
 
     def flag_value(self, path: str) -> str | None:
-        """Return the value of the last ``--path VALUE`` or ``--path=VALUE``; None if there is none."""
+        """Return the value of the last ``--path VALUE`` or ``--path=VALUE``; None if there is
+        none."""
         value = None
         for name, given in flags_in(self.args):
-            if name.rstrip("+").replace(".init_args", "").removesuffix(".class_path") == f"--{path}":
+            if (
+                name.rstrip("+").replace(".init_args", "").removesuffix(".class_path")
+                == f"--{path}"
+            ):
                 value = given
         return value
 
     def flag_below(self, path: str, value: str) -> str | None:
-        """Return the flag that gives a setting inside of ``path`` this value, as ``--path.init_args.KEY``."""
+        """Return the flag that gives a setting inside of ``path`` this value, as
+        ``--path.init_args.KEY``."""
         for name, given in flags_in(self.args):
             if name.startswith(f"--{path}.") and given == value:
                 return name
         return None
 
     def source_of(self, document: str) -> str:
-        """Return where a YAML text was given, shortened: ``--flag VALUE`` or an environment variable.
+        """Return where a YAML text was given, shortened: ``--flag VALUE`` or an environment
+        variable.
 
-        The flag's value may be the text or name a file with it. If the text is found nowhere, the beginning
-        of the text is returned.
+        The flag's value may be the text or name a file with it. If the text is found nowhere, the
+        beginning of the text is returned.
         """
         for name, value in flags_in(self.args):
             with suppress(OSError, ValueError):  # a value that is no path
@@ -104,7 +111,8 @@ class UserInput:
         return _shortened(variable)
 
     def variable(self, path: str, value: str) -> str | None:
-        """Return the environment variable that gives a setting this value, alone or with its group."""
+        """Return the environment variable that gives a setting this value, alone or with its
+        group."""
         parts = path.split(".")
         for length in range(len(parts), 0, -1):
             name = variable_of(".".join(parts[:length]))
@@ -120,13 +128,16 @@ class UserInput:
         return variable == variable_of(path)
 
     def beside_class_path(self) -> tuple[str, str] | None:
-        """Return the path and the key of the first wrong key beside a ``class_path``; None without one."""
+        """Return the path and the key of the first wrong key beside a ``class_path``; None without
+        one."""
         return next(
-            (found for text in self.texts.values() for found in beside_class_path(load_yaml(text))), None
+            (found for text in self.texts.values() for found in beside_class_path(load_yaml(text))),
+            None,
         )
 
     def in_file(self, path: str) -> str:
-        """Return ``" (FILE, line N)"`` for the last file that has the setting; empty if none has it."""
+        """Return ``" (FILE, line N)"`` for the last file that has the setting; empty if none has
+        it."""
         for file, text in reversed(list(self.texts.items())):
             if line := line_of(path, text):
                 return f" ({file}, line {line})"
@@ -175,15 +186,16 @@ FOREIGN_NAMES = {
     "checkpoint": "ckpt_path",
     "study": "config",
 }
-"""The name of a setting here, by the name that other programs give it (the whole or its last part)."""
+"""The name of a setting here, by the name that other programs give it (the whole or its last
+part)."""
 EPOCH_NAMES = ("epochs", "max_epochs", "num_epochs", "n_epochs", "max_epoch")
 
 
 def intended_setting(name: str, valid: Iterable[str]) -> str | None:
     """Return the setting that ``name`` probably means; None if there is no such setting.
 
-    It is what other programs call so or one with the same last part, of the same group if there is one, or
-    else the nearest name.
+    It is what other programs call so or one with the same last part, of the same group if there is
+    one, or else the nearest name.
 
     >>> intended_setting("trainer.name", ["data.name", "trainer.run_name"])
     'trainer.run_name'
@@ -238,10 +250,15 @@ def not_given(path: str, setting: Setting | None) -> InputError:
     """Return the refusal of a call without a required setting."""
     example = "VALUE" if setting is None else setting.example
     if path in WORDS:
-        return InputError(f"no {path} given", "they are required", "write them as words after the command")
+        return InputError(
+            f"no {path} given", "they are required", "write them as words after the command"
+        )
     if path == "model":
-        is_text = setting is not None and setting.words == "text"  # of check and rank, which build no run
-        more = ", or the import path of yours" if is_text else " or --config configs/kd_default.yaml"
+        # of check and rank, which build no run
+        is_text = setting is not None and setting.words == "text"
+        more = (
+            ", or the import path of yours" if is_text else " or --config configs/kd_default.yaml"
+        )
         example = f"FedAvg{more}"
     example = "FILE" if path == "config" else example
     return InputError(f"no {path} given", "it is required", f"write --{path} {example}")
@@ -271,7 +288,9 @@ def unknown_key(
     shown = f"--{path} {flag_value}" if flag_value is not None else f"{path}{given.in_file(path)}"
     if leaf in FROM_DATA and path.startswith("model"):
         return InputError(
-            shown, f"{leaf} comes from the data", "leave it out and choose the data with --data.dataset"
+            shown,
+            f"{leaf} comes from the data",
+            "leave it out and choose the data with --data.dataset",
         )
     if leaf == "class_path" and (found := given.beside_class_path()):
         group, extra = found
@@ -291,7 +310,8 @@ def unknown_key(
         near = FOREIGN_NAMES.get(path) or FOREIGN_NAMES.get(leaf)
     if near is None:
         names = sorted(option for option in valid if not owner or "." not in option)
-        before = f"name the class of {prefix} before it"  # so far it is a base, which has no settings
+        # so far it is a base, which has no settings
+        before = f"name the class of {prefix} before it"
         return InputError(shown, rule, f"write {listed(names)}" if names else before)
     instead = f"--{near} {flag_value}".strip() if flag_value is not None else near
     return InputError(shown, rule, f"write {instead}")
@@ -318,7 +338,8 @@ def bad_value(
     Args:
         path: the dotted setting.
         setting: what is known of it.
-        value: what a file or the environment gives it; a flag's value is taken from the command line.
+        value: what a file or the environment gives it; a flag's value is taken from the command
+            line.
         reason: what is wrong with it beside its type; empty for nothing.
         settings: the settings of the parser, by dotted name.
         given: the command line and the files.
@@ -338,7 +359,9 @@ def bad_value(
         )
     variable = given.variable(path, value) if flagged is None else None
     shown = (
-        f"--{path} {short or repr(short)}" if flagged is not None else f"{path}: {short}{given.in_file(path)}"
+        f"--{path} {short or repr(short)}"
+        if flagged is not None
+        else f"{path}: {short}{given.in_file(path)}"
     )
     if variable:
         shown = f"environment variable {variable}={_shortened(os.environ[variable])}"
@@ -348,7 +371,12 @@ def bad_value(
         return InputError(shown, f"{path} is a group of settings", f"write --{inner} {example}")
     group, _, leaf = path.rpartition(".")
     foreign = FOREIGN_NAMES.get(leaf, path)
-    if flagged is not None and value.isdigit() and foreign != path and foreign.startswith(f"{group}."):
+    if (
+        flagged is not None
+        and value.isdigit()
+        and foreign != path
+        and foreign.startswith(f"{group}.")
+    ):
         return InputError(shown, f"{path} is no number", f"write --{foreign} {value}")
     setting = setting or Setting(None, "VALUE")
     near = near or _near_choice(value, setting)
@@ -376,7 +404,9 @@ def _near_choice(value: str, setting: Setting) -> str | None:
         with suppress(yaml.YAMLError):
             items = [item for item in yaml.safe_load(value) if isinstance(item, str)]
     names = [item.rpartition(".")[2] for item in items]
-    unknown = next((name for name in names if name not in setting.choices), names[0] if names else "")
+    unknown = next(
+        (name for name in names if name not in setting.choices), names[0] if names else ""
+    )
     return nearest(unknown, setting.choices)
 
 
@@ -399,7 +429,8 @@ def _listed_choices(path: str, setting: Setting, *, is_flag: bool) -> str:
 def _takes_class(takes: Iterable[Any]) -> bool:
     """Return whether the types of a setting, or of its items, have a class among them."""
     return any(
-        one == "?" or (isinstance(one, dict) and ("class" in one or _takes_class(one.get("list", ()))))
+        one == "?"
+        or (isinstance(one, dict) and ("class" in one or _takes_class(one.get("list", ()))))
         for one in takes
     )
 

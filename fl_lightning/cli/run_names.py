@@ -1,4 +1,5 @@
-"""What the flags of a command line change in its configuration files, shortened for the name of the run."""
+"""What the flags of a command line change in its configuration files, shortened for the name of the
+run."""
 
 from __future__ import annotations
 
@@ -30,9 +31,9 @@ GROUPS = ("trainer", "model", "data")
 def overrides(args: Sequence[str]) -> list[str]:
     """Return the settings that flags change, as ``alpha1`` or ``optimizer_AdamW``, sorted by name.
 
-    A setting that the files give the same value, or that changes no local step, is left out; so are the
-    files of a class of data that is itself named by a flag. At most
-    ``MAX_SETTINGS`` are returned, and a last text that counts the others.
+    A setting that the files give the same value, or that changes no local step, is left out; so are
+    the files of a class of data that is itself named by a flag. At most ``MAX_SETTINGS`` are
+    returned, and a last text that counts the others.
 
     Args:
         args: the words of a command line after the command.
@@ -64,7 +65,8 @@ def overrides(args: Sequence[str]) -> list[str]:
 
 
 def _flags(args: Sequence[str]) -> list[tuple[str, bool, str]]:
-    """Return the dotted setting of each flag, whether it appends to a list, and its value as it was typed."""
+    """Return the dotted setting of each flag, whether it appends to a list, and its value as it was
+    typed."""
     found = []
     for name, value in flags_in(args):
         if name.startswith("--"):
@@ -74,7 +76,8 @@ def _flags(args: Sequence[str]) -> list[tuple[str, bool, str]]:
 
 
 def _value(files: Sequence[Any], path: str) -> Any:
-    """Return what the last file that has a dotted setting gives it, of a class its path; None if none has."""
+    """Return what the last file that has a dotted setting gives it, of a class its path; None if
+    none has."""
     found = None
     for node in files:
         for name in path.split("."):
@@ -87,7 +90,8 @@ def _value(files: Sequence[Any], path: str) -> Any:
 
 
 def _loaded(text: str) -> Any:
-    """Return a typed value as the parser reads it: of ``1e-3``, which is a text in YAML 1.1, the number."""
+    """Return a typed value as the parser reads it: of ``1e-3``, which is a text in YAML 1.1, the
+    number."""
     try:
         value = yaml.safe_load(text)
         return float(value) if isinstance(value, str) else value
@@ -96,7 +100,8 @@ def _loaded(text: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """Return a value in the characters that are safe in the name of a file, a class without its module."""
+    """Return a value in the characters that are safe in the name of a file, a class without its
+    module."""
     if isinstance(value, bool) or value is None:
         text = {True: "true", False: "false", None: "null"}[value]
     elif isinstance(value, float):

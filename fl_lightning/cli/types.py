@@ -29,7 +29,9 @@ from fl_lightning.data.map_style import DataModuleCallable, DatasetCallable
 from fl_lightning.data.text.tokens import Tokenizer
 from fl_lightning.metrics.named import MetricOfClasses
 
-Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**63)], docstring="An int >= 0 and below 2^63")
+Seed = restricted_number_type(
+    "Seed", int, [(">=", 0), ("<", 2**63)], docstring="An int >= 0 and below 2^63"
+)
 
 TYPE_WORDS: dict[Any, str] = {
     int: "an int",
@@ -110,7 +112,8 @@ def is_list(hint: Any) -> bool:
 
 
 def _class_of(hint: Any) -> type | None:
-    """Return the class C of ``C``, ``list[C]`` or ``Callable[..., C]``, whose subclasses may be named."""
+    """Return the class C of ``C``, ``list[C]`` or ``Callable[..., C]``, whose subclasses may be
+    named."""
     if get_origin(hint) is list:
         hint = get_args(hint)[0]
     elif get_origin(hint) is not None and get_args(hint) and get_origin(hint) is not Literal:
@@ -124,7 +127,8 @@ def choices(hint: Any) -> list[str]:
     for member in members(hint):
         if get_origin(member) is Literal:
             names.update(dict.fromkeys(map(str, get_args(member))))
-        # of these no subclass is listed: the known ones are methods, federations and parts of libraries
+        # of these no subclass is listed: the known ones are methods, federations and parts of
+        # libraries
         elif (cls := _class_of(member)) is not None and cls not in (
             LightningModule,
             LightningDataModule,
@@ -161,7 +165,9 @@ def type_in_words(hint: Any) -> str:
         cls = _class_of(member)
         names = choices(member)
         has_names = any(get_origin(other) is Literal for other in members(hint))
-        if cls not in (None, NoneType) and (len(names) > MAX_LISTED_CLASSES or (has_names and names)):
+        if cls not in (None, NoneType) and (
+            len(names) > MAX_LISTED_CLASSES or (has_names and names)
+        ):
             names = [f"a class of {cls.__name__}"]
         if get_origin(member) is list:
             names = [f"a list of {', '.join(names) or type_in_words(get_args(member)[0])}"]
@@ -188,14 +194,17 @@ def example_of(action: Any) -> str:
 
 
 def _plain_example(action: Any) -> str:
-    """Return the default of a setting, or an example of a type that has no choices; empty without one."""
+    """Return the default of a setting, or an example of a type that has no choices; empty without
+    one."""
     default = getattr(action, "default", None)
     if isinstance(default, bool):
         return str(default).lower()
     if isinstance(default, int | float | str) and default != "==SUPPRESS==":
         return str(default)
     kinds = list(members(hint_of(action)))
-    kinds += [item for kind in kinds if get_origin(kind) is list for item in members(get_args(kind)[0])]
+    kinds += [
+        item for kind in kinds if get_origin(kind) is list for item in members(get_args(kind)[0])
+    ]
     return next(filter(None, map(_example_of_type, kinds)), "")
 
 
@@ -206,7 +215,8 @@ def _example_of_type(kind: Any) -> str:
 
 
 def describe(action: Any, constraint: Constraint | None = None) -> Setting:
-    """Return what a refusal says about a setting of the parser, or about None for one that is not known."""
+    """Return what a refusal says about a setting of the parser, or about None for one that is not
+    known."""
     hint = hint_of(action)
     return Setting(
         words=None if hint is None else type_in_words(hint),
@@ -223,7 +233,9 @@ def describe(action: Any, constraint: Constraint | None = None) -> Setting:
 
 
 def describe_settings(
-    parser: ArgumentParser, of_classes: Iterable[str] = (), groups: Mapping[str, type] = MappingProxyType({})
+    parser: ArgumentParser,
+    of_classes: Iterable[str] = (),
+    groups: Mapping[str, type] = MappingProxyType({}),
 ) -> Description:
     """Return what a parser takes, with every class that can be named and the settings of each.
 
@@ -233,9 +245,13 @@ def describe_settings(
         groups: the class of each group of settings.
     """
     of_groups = {
-        f"{group}.{name}": one for group, cls in groups.items() for name, one in constraints_of(cls).items()
+        f"{group}.{name}": one
+        for group, cls in groups.items()
+        for name, one in constraints_of(cls).items()
     }
-    settings = {name: describe(action, of_groups.get(name)) for name, action in settings_of(parser).items()}
+    settings = {
+        name: describe(action, of_groups.get(name)) for name, action in settings_of(parser).items()
+    }
     bases: dict[str, dict[str, str]] = {}
     classes: dict[str, dict[str, Setting]] = {}
     left = [hint_of(action) for action in settings_of(parser).values()]
@@ -255,8 +271,12 @@ def describe_settings(
             called_with = len(get_args(member)[0]) if get_origin(member) is abc.Callable else 0
             names = bases[_path_of(base)] = {}
             if _is_ours(base):  # its own settings count where no class is named
-                classes[_path_of(base)] = {name: describe(one) for name, one in settings_of(base).items()}
-            buildable = {cls for cls in concrete_classes(base) if base not in _OF_OTHERS or _is_ours(cls)}
+                classes[_path_of(base)] = {
+                    name: describe(one) for name, one in settings_of(base).items()
+                }
+            buildable = {
+                cls for cls in concrete_classes(base) if base not in _OF_OTHERS or _is_ours(cls)
+            }
             for cls in _all_subclasses(base):
                 known = cls.__name__ in names or cls not in buildable
                 names[cls.__name__] = "" if known else _path_of(cls)
@@ -265,7 +285,9 @@ def describe_settings(
                 if cls in buildable and _path_of(cls) not in classes:
                     own = settings_of(cls)
                     constraints = constraints_of(cls)
-                    described = {name: describe(one, constraints.get(name)) for name, one in own.items()}
+                    described = {
+                        name: describe(one, constraints.get(name)) for name, one in own.items()
+                    }
                     for name in list(described)[:called_with]:
                         described[name] = replace(described[name], takes=(), required=False)
                     classes[_path_of(cls)] = described
@@ -276,7 +298,8 @@ def describe_settings(
     return Description(settings, tuple(of_classes), bases, classes, names=names_of)
 
 
-# of their thousands of subclasses only the project's are described; the parser alone knows the others
+# of their thousands of subclasses only the project's are described; the parser alone knows the
+# others
 _OF_OTHERS = (LightningModule, LightningDataModule, Dataset, Metric, nn.Module, Tensor)
 
 
@@ -289,7 +312,8 @@ def _path_of(cls: type) -> str:
 
 
 def _import_paths(cls: type) -> Iterator[str]:
-    """Yield the dotted names by which a class can be imported from its module and the packages around it."""
+    """Yield the dotted names by which a class can be imported from its module and the packages
+    around it."""
     parts = cls.__module__.split(".")
     for end in range(len(parts), 0, -1):
         module = ".".join(parts[:end])
@@ -304,8 +328,8 @@ def _all_subclasses(cls: type) -> Iterator[type]:
 
 
 def _named_base(member: Any) -> type | None:
-    """Return the class whose subclasses may be named for a type that is a class or a callable that returns
-    one; None for dataclasses, which are given by their fields."""
+    """Return the class whose subclasses may be named for a type that is a class or a callable that
+    returns one; None for dataclasses, which are given by their fields."""
     if not (inspect.isclass(member) or get_origin(member) is abc.Callable):
         return None
     cls = _class_of(member)
@@ -313,7 +337,8 @@ def _named_base(member: Any) -> type | None:
 
 
 def taken(hint: Any) -> Iterator[Any]:
-    """Yield what each member of a type takes, as ``early.py`` reads it; ``?`` where only the parser knows."""
+    """Yield what each member of a type takes, as ``early.py`` reads it; ``?`` where only the parser
+    knows."""
     for member in members(hint):
         if member in _PLAIN:
             yield _PLAIN[member]
@@ -321,7 +346,9 @@ def taken(hint: Any) -> Iterator[Any]:
             yield {"literal": [str(value) for value in get_args(member)]}
         elif get_origin(member) is list:
             yield {"list": list(taken(get_args(member)[0]))}
-        elif get_origin(member) in (dict, abc.Mapping, abc.Sequence) or get_args(member)[1:] == (...,):
+        elif get_origin(member) in (dict, abc.Mapping, abc.Sequence) or get_args(member)[1:] == (
+            ...,
+        ):
             yield {"of": list(taken(get_args(member)[get_origin(member) in (dict, abc.Mapping)]))}
         elif (base := _named_base(member)) is not None:
             yield {"class": _path_of(base)}

@@ -1,8 +1,8 @@
 """Rounds without a common start: a round is one version of the server's model.
 
-At most ``concurrency`` clients are at work at any time. One that ends is replaced by a free one, drawn at
-random, once everything that arrives at the same instant has arrived; so a buffer as large as the concurrency,
-with equal devices, is FedAvg.
+At most ``concurrency`` clients are at work at any time. One that ends is replaced by a free one,
+drawn at random, once everything that arrives at the same instant has arrived; so a buffer as large
+as the concurrency, with equal devices, is FedAvg.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ log = logging.getLogger("fl_lightning")
 
 EVERYBODY = Reach(Clock(devices=SameDevice()), 0)
 IN_FLIGHT = WEIGHTS, START, EXAMPLES = "flight/weights", "flight/start", "flight/examples"
-"""What is kept with a client whose upload is on its way: the upload, what it started from, and n_k."""
+"""What is kept with a client whose upload is on its way: the upload, what it started from, and
+n_k."""
 
 
 class Asynchronous(Rounds):
@@ -47,7 +48,8 @@ class Asynchronous(Rounds):
     Args:
         concurrency: M, how many clients are at work at a time.
         buffer: K, how many uploads make a version.
-        staleness: weight of an update by the versions since its download. Default: ``Polynomial(0.5)``.
+        staleness: weight of an update by the versions since its download. Default:
+            ``Polynomial(0.5)``.
         max_staleness: versions beyond which an upload is not used. Default: all are.
     """
 
@@ -74,7 +76,9 @@ class Asynchronous(Rounds):
         return few
 
     @abstractmethod
-    def present(self, upload: Tensor, start: Tensor, now: Tensor, versions: int, trained: int) -> Tensor:
+    def present(
+        self, upload: Tensor, start: Tensor, now: Tensor, versions: int, trained: int
+    ) -> Tensor:
         """Return the weights that a stale upload stands for beside the server's present ones.
 
         Args:
@@ -89,8 +93,8 @@ class Asynchronous(Rounds):
         """Refuse a run that cannot have such rounds.
 
         Raises:
-            InputError: the federation is too small, its server needs more than weights, or clients keep
-                something.
+            InputError: the federation is too small, its server needs more than weights, or clients
+                keep something.
         """
         given, method, clients = (
             f"--trainer.rounds {type(self).__name__}",
@@ -135,8 +139,9 @@ class FedBuff(Asynchronous):
 
         x <- x + mean over K uploads of s(d) (y - x_start)
 
-    The mean is the method's ``average``, by its weights; ``--model.weigh_by clients`` is the paper's, and a
-    ``server_optimizer`` has its learning rate. Statistics of BatchNorm are averaged as they are sent.
+    The mean is the method's ``average``, by its weights; ``--model.weigh_by clients`` is the
+    paper's, and a ``server_optimizer`` has its learning rate. Statistics of BatchNorm are averaged
+    as they are sent.
 
     Args:
         concurrency: M, clients at work at a time.
@@ -154,7 +159,9 @@ class FedBuff(Asynchronous):
     ) -> None:
         super().__init__(concurrency, buffer, staleness, max_staleness)
 
-    def present(self, upload: Tensor, start: Tensor, now: Tensor, versions: int, trained: int) -> Tensor:
+    def present(
+        self, upload: Tensor, start: Tensor, now: Tensor, versions: int, trained: int
+    ) -> Tensor:
         weight = self.staleness.weight(versions)
         if versions == 0 and weight == 1:
             return upload
@@ -184,13 +191,16 @@ class FedAsync(Asynchronous):
         self.alpha = alpha
         super().__init__(concurrency, 1, staleness, max_staleness)
 
-    def present(self, upload: Tensor, start: Tensor, now: Tensor, versions: int, trained: int) -> Tensor:
+    def present(
+        self, upload: Tensor, start: Tensor, now: Tensor, versions: int, trained: int
+    ) -> Tensor:
         share = self.alpha * self.staleness.weight(versions)
         return _float64(now).mul_(1 - share).add_(_float64(upload).mul_(share)).to(upload.dtype)
 
 
 def _float64(vector: Tensor) -> Tensor:
-    """Return a copy, which is changed in place: three vectors of float64 would take twice the time of one."""
+    """Return a copy, which is changed in place: three vectors of float64 would take twice the time
+    of one."""
     return vector.to(torch.float64, copy=True)
 
 
@@ -257,8 +267,8 @@ class Flights:
     ) -> Trained:
         """Let time pass until a version is complete, or nobody is left to wait for.
 
-        A client whose upload arrived in this round is not drawn again in it. Where clients are missing at
-        work and nobody is online, the next that comes online is asked.
+        A client whose upload arrived in this round is not drawn again in it. Where clients are
+        missing at work and nobody is online, the next that comes online is asked.
 
         Args:
             context: the federation, whose ``states`` keep uploads on their way.
@@ -286,7 +296,8 @@ class Flights:
             flight = self.flying.pop(0)
             self.now = max(self.now, flight.ended)
             self._land(context, round, weights, flight, found)
-        context.method.cohort = rounds.buffer  # who started last is not known to a run that is continued
+        # who started last is not known to a run that is continued
+        context.method.cohort = rounds.buffer
         return found
 
     def _start(
@@ -310,7 +321,9 @@ class Flights:
             if receipt.client.state:
                 name = type(context.method).__name__
                 given = f"--trainer.rounds {type(self.rounds).__name__} with --model {name}"
-                rule = "its clients keep something between rounds, which a stale upload would not fit"
+                rule = (
+                    "its clients keep something between rounds, which a stale upload would not fit"
+                )
                 raise InputError(given, rule, "write --model FedAvg")
             ended, until = self.now + seconds(started.examples, entry), reach.until(id, self.now)
             lost = reach.lost(entry.timed(self.now, ended)) if ended > until else None
@@ -325,10 +338,16 @@ class Flights:
             )
             insort(self.flying, flight, key=IN_ORDER)
 
-    def _land(self, context: Any, round: int, weights: Tensor, flight: Flight, found: Trained) -> None:
+    def _land(
+        self, context: Any, round: int, weights: Tensor, flight: Flight, found: Trained
+    ) -> None:
         """Take what arrives into a version."""
         id, limit = flight.client, self.rounds.max_staleness
-        kept, entry, versions = context.states.pop(id, {}), flight.entry(round), round - 1 - flight.version
+        kept, entry, versions = (
+            context.states.pop(id, {}),
+            flight.entry(round),
+            round - 1 - flight.version,
+        )
         examples, found.offline = 0, found.offline + flight.offline
         if flight.status == "trained" and limit is not None and versions > limit:
             entry = entry.unused()
@@ -341,6 +360,8 @@ class Flights:
                 found.staleness.append(versions)
                 examples = int(kept[EXAMPLES])
             else:
-                log.warning("round %d: upload of client %d rejected: moved here, it is too large", round, id)
+                log.warning(
+                    "round %d: upload of client %d rejected: moved here, it is too large", round, id
+                )
                 entry = replace(entry, status="rejected", wasted=entry.upload)
         found.receipts.append(Receipt(context.data.client(id), entry, {}, examples))

@@ -1,8 +1,8 @@
-"""When clients can be reached: who is offline is not invited, and who goes offline before its upload has
-arrived is lost.
+"""When clients can be reached: who is offline is not invited, and who goes offline before its
+upload has arrived is lost.
 
-``K`` clients. Times are virtual seconds since the start of the run. A client is online in half-open intervals
-``[start, end)``.
+``K`` clients. Times are virtual seconds since the start of the run. A client is online in half-open
+intervals ``[start, end)``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ BISECTIONS, NEWTON_STEPS = 12, 6
 
 LEAST_SLOPE = 1e-6
 FEW = 8
-"""Clients that are looked at by themselves, where others may have come or gone since all were looked at."""
+"""Clients that are looked at by themselves, where others may have come or gone since all were
+looked at."""
 
 Spans = tuple[np.ndarray, np.ndarray]
 """Start and end of one time online of each client, float64 ``[K]``."""
@@ -40,8 +41,8 @@ class Availability(Recorded, ABC):
     def spans(self, seed: int, clients: np.ndarray, at: float) -> Spans:
         """Return of each client its first time online that ends after ``at``.
 
-        A client is online at ``at`` where its span has begun by then. Times that touch are one. A client that
-        is never online again has a span that starts at infinity.
+        A client is online at ``at`` where its span has begun by then. Times that touch are one. A
+        client that is never online again has a span that starts at infinity.
 
         Args:
             seed: seed of the run.
@@ -79,14 +80,15 @@ class Always(Availability):
 class Diurnal(Availability):
     """Clients come and go, more of them at one time of the day than at another.
 
-    The rule is this project's own, and is fitted to nothing. A client that is online goes offline at the rate
-    1 / ``online``. One that is offline at time t comes online at the rate
+    The rule is this project's own, and is fitted to nothing. A client that is online goes offline
+    at the rate 1 / ``online``. One that is offline at time t comes online at the rate
 
         (1 + amplitude sin(2 pi (t / day + zone))) / ``offline``
 
-    where zone, in [0, 1), is the client's for the whole run: one of ``zones`` that are as far apart as each
-    other, each as likely. At time 0 it is online with probability online / (online + offline). The expected
-    share p of a zone's clients that are online therefore follows p' = rate (1 - p) - p / online.
+    where zone, in [0, 1), is the client's for the whole run: one of ``zones`` that are as far apart
+    as each other, each as likely. At time 0 it is online with probability online / (online +
+    offline). The expected share p of a zone's clients that are online therefore follows p' = rate
+    (1 - p) - p / online.
 
     Args:
         online: mean seconds of a time online, above 0.
@@ -111,7 +113,9 @@ class Diurnal(Availability):
     def spans(self, seed: int, clients: np.ndarray, at: float) -> Spans:
         made, size = self._made, int(clients.max(initial=-1)) + 1
         if made is None or made.seed != seed or size > len(made.start) or at < made.at:
-            made = self._made = _Renewals(self, seed, max(size, 0 if made is None else len(made.start)))
+            made = self._made = _Renewals(
+                self, seed, max(size, 0 if made is None else len(made.start))
+            )
         made.advance(at, clients)
         return made.start[clients], made.end[clients]
 
@@ -123,8 +127,8 @@ class Diurnal(Availability):
         return super().span(seed, client, at)
 
     def returns(self, zone: np.ndarray, left: np.ndarray, waits: np.ndarray) -> np.ndarray:
-        """Return when clients that went offline come back: the integral of their rate from then on is
-        ``waits``.
+        """Return when clients that went offline come back: the integral of their rate from then on
+        is ``waits``.
 
         Args:
             zone: of each client ``[K]``.
@@ -150,11 +154,11 @@ class Diurnal(Availability):
 
 
 class _Renewals:
-    """The times online of the clients 0 .. N - 1 that are the first to end after a time, which only advances;
-    of some clients those of an earlier time.
+    """The times online of the clients 0 .. N - 1 that are the first to end after a time, which only
+    advances; of some clients those of an earlier time.
 
-    The n-th time online of all clients is drawn from one stream, client by client, so that a client's times
-    do not depend on how many clients there are.
+    The n-th time online of all clients is drawn from one stream, client by client, so that a
+    client's times do not depend on how many clients there are.
     """
 
     def __init__(self, law: Diurnal, seed: int, clients: int) -> None:
@@ -170,9 +174,9 @@ class _Renewals:
     def advance(self, at: float, asked: np.ndarray) -> None:
         """Go on until every time online of the clients that are asked for ends after ``at``.
 
-        Few are looked at by themselves: of 100 000 clients one comes or goes every few milliseconds, so all
-        would have to be looked at for each of them. All go on when many are asked for, and from time to time,
-        so that no draws are kept for long.
+        Few are looked at by themselves: of 100 000 clients one comes or goes every few
+        milliseconds, so all would have to be looked at for each of them. All go on when many are
+        asked for, and from time to time, so that no draws are kept for long.
 
         Args:
             at: virtual seconds, not before those of an earlier call.
@@ -182,7 +186,9 @@ class _Renewals:
         if at < self.next_end:
             return
         few = len(asked) <= FEW and at < self.all_until
-        while (past := asked[self.end[asked] <= at] if few else np.flatnonzero(self.end <= at)).size:
+        while (
+            past := asked[self.end[asked] <= at] if few else np.flatnonzero(self.end <= at)
+        ).size:
             self.number[past] += 1
             for number in np.unique(self.number[past]):
                 who = past[self.number[past] == number]
@@ -196,7 +202,8 @@ class _Renewals:
             del self._draws[number]
 
     def _drawn(self, number: int) -> np.ndarray:
-        """Return exponential variables ``[N, 2]`` for the waiting and the length of a time online."""
+        """Return exponential variables ``[N, 2]`` for the waiting and the length of a time
+        online."""
         if number not in self._draws:
             draws = stream(self.seed, "clock/diurnal", round=number + 1)
             self._draws[number] = draws.standard_exponential((len(self.number), 2))

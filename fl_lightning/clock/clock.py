@@ -49,8 +49,8 @@ class Clock:
         devices: how long clients compute.
         network: their lines, where ``devices`` does not know them. Default: bytes take no time.
         availability: when they are online. Default: always.
-        edges: the line of each edge server of ``Hierarchy`` to the cloud: ``up`` to it, ``down`` from it, and
-            ``latency`` of a round trip. Default: bytes between them take no time.
+        edges: the line of each edge server of ``Hierarchy`` to the cloud: ``up`` to it, ``down``
+            from it, and ``latency`` of a round trip. Default: bytes between them take no time.
     """
 
     devices: Devices
@@ -70,7 +70,8 @@ class Clock:
 
     @property
     def content_sha256(self) -> str:
-        """SHA-256 of the files that devices and availability are read from; empty where there are none."""
+        """SHA-256 of the files that devices and availability are read from; empty where there are
+        none."""
         found = [self.devices.content_sha256, self.reached.content_sha256]
         return sha256("/".join(found).encode()).hexdigest() if any(found) else ""
 
@@ -87,8 +88,11 @@ class Clock:
             return self.usual_line
         return own if own.latency is not None else replace(own, latency=self.usual_line.latency)
 
-    def seconds(self, seed: int, round: int, client: int, *, examples: int, down: int, up: int) -> float:
-        """Return the virtual seconds between the server's broadcast and the end of a client's upload.
+    def seconds(
+        self, seed: int, round: int, client: int, *, examples: int, down: int, up: int
+    ) -> float:
+        """Return the virtual seconds between the server's broadcast and the end of a client's
+        upload.
 
         Args:
             seed: seed of the run.

@@ -1,7 +1,8 @@
-"""The command ``python -m fl_lightning traces convert``: FedScale's dictionaries as a file that a run reads.
+"""The command ``python -m fl_lightning traces convert``: FedScale's dictionaries as a file that a
+run reads.
 
-A run reads no pickles. They are unpickled here, once, as untrusted input: this unpickler knows no classes and
-no functions, so that nothing but containers, numbers and texts can come of a file.
+A run reads no pickles. They are unpickled here, once, as untrusted input: this unpickler knows no
+classes and no functions, so that nothing but containers, numbers and texts can come of a file.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from typing import Any
 
 from rich.console import Console
 
-from fl_lightning.clock.traces import COLUMNS, Trace, as_json, is_time, read_bytes, read_traces, trace_of
+from fl_lightning.clock.traces import (
+    COLUMNS,
+    Trace,
+    as_json,
+    is_time,
+    read_bytes,
+    read_traces,
+    trace_of,
+)
 from fl_lightning.errors import as_bad_input, require
 from fl_lightning.support import disk
 
@@ -34,8 +43,8 @@ def traces(words: Sequence[str] = (), overwrite: bool = False) -> None:
     """Convert a file of devices' availability to one that a run reads.
 
     Args:
-        words: ``convert``, the file, which is FedScale's pickle or of any form that a run reads, and the file
-            to write, whose ending is .json or .parquet.
+        words: ``convert``, the file, which is FedScale's pickle or of any form that a run reads,
+            and the file to write, whose ending is .json or .parquet.
         overwrite: whether the file to write may exist.
 
     Raises:
@@ -46,7 +55,12 @@ def traces(words: Sequence[str] = (), overwrite: bool = False) -> None:
     source, target = words[1], Path(words[2])
     is_known = target.suffix in (".json", ".parquet")
     require(is_known, str(target), "traces are written as .json or .parquet", WRITE)
-    require(overwrite or not target.exists(), str(target), "it exists", "name another, or add --overwrite")
+    require(
+        overwrite or not target.exists(),
+        str(target),
+        "it exists",
+        "name another, or add --overwrite",
+    )
     data = read_bytes(Path(source))
     read = read_traces if source.endswith((".json", ".parquet", ".pq")) else read_fedscale
     found = read(data, source)
@@ -59,9 +73,9 @@ def traces(words: Sequence[str] = (), overwrite: bool = False) -> None:
 def read_fedscale(data: bytes, name: str) -> list[Trace]:
     """Return the traces of FedScale's pickled dictionary (Lai et al., ICML 2022), in its order.
 
-    Its clients have ``active`` and ``inactive``, the seconds at which they came online and went offline, and
-    ``finish_time``, at which the trace begins anew. One that goes offline first was online from 0 on, and one
-    that comes online last is so until the end.
+    Its clients have ``active`` and ``inactive``, the seconds at which they came online and went
+    offline, and ``finish_time``, at which the trace begins anew. One that goes offline first was
+    online from 0 on, and one that comes online last is so until the end.
 
     Args:
         data: what the file has.

@@ -84,17 +84,20 @@ class SameDevice(Devices):
 
 
 class LogNormalDevices(Devices):
-    """Every client has a device of its own for the whole run, its time of an example log-normal: few are
-    many times slower than most.
+    """Every client has a device of its own for the whole run, its time of an example log-normal:
+    few are many times slower than most.
 
-    0.005 and 0.6 are what FedScale (Lai et al., ICML 2022) takes where a client has no measured device.
+    0.005 and 0.6 are what FedScale (Lai et al., ICML 2022) takes where a client has no measured
+    device.
 
     Args:
         mean: expected seconds of an example over all devices, above 0.
         sigma: standard deviation of the logarithm, 0 or more; 0: all are the same.
     """
 
-    def __init__(self, mean: Annotated[float, MEAN] = 0.005, sigma: Annotated[float, SPREAD] = 0.6) -> None:
+    def __init__(
+        self, mean: Annotated[float, MEAN] = 0.005, sigma: Annotated[float, SPREAD] = 0.6
+    ) -> None:
         self.mean, self.sigma, self._streams = mean, sigma, Streams()
 
     def seconds(self, seed: int, round: int, client: int, examples: int) -> float:
@@ -106,12 +109,14 @@ class DrawnDevices(Devices):
     """Every client's time is drawn anew in every round, as FLSim does it.
 
     Args:
-        law: ``exponential``; ``uniform`` between 0 and twice the mean; ``normal``, of mean and ``spread``;
-            ``half_normal``, the absolute value of a normal variable of mean 0, scaled to the mean.
+        law: ``exponential``; ``uniform`` between 0 and twice the mean; ``normal``, of mean and
+            ``spread``; ``half_normal``, the absolute value of a normal variable of mean 0, scaled
+            to the mean.
         mean: expected seconds, above 0, before the floor.
         spread: standard deviation of ``normal``, in seconds, 0 or more.
         floor: least seconds, 0 or more.
-        per: ``client``: the whole round of a client takes so long; ``example``: each of its examples does.
+        per: ``client``: the whole round of a client takes so long; ``example``: each of its
+            examples does.
     """
 
     lasting = False
@@ -121,7 +126,9 @@ class DrawnDevices(Devices):
         law: Literal["exponential", "uniform", "normal", "half_normal"] = "exponential",
         mean: Annotated[float, MEAN] = 1.0,
         spread: Annotated[float, SPREAD] = 0.0,
-        floor: Annotated[float, within("[0, inf)", "the least time is 0 seconds or more", 0.0)] = 0.0,
+        floor: Annotated[
+            float, within("[0, inf)", "the least time is 0 seconds or more", 0.0)
+        ] = 0.0,
         per: Literal["client", "example"] = "client",
     ) -> None:
         self.law, self.mean, self.spread, self.floor, self.per = law, mean, spread, floor, per
@@ -148,15 +155,15 @@ class DeviceTable(Devices):
     """Every client's measured device, from a file.
 
     Args:
-        path: a CSV or Parquet file of one row for each client, with the columns ``client`` (its id),
-            ``seconds_per_example``, and both or neither of ``down`` and ``up``, in bytes per second; with
-            them perhaps ``latency``, in seconds. Other columns are not read.
+        path: a CSV or Parquet file of one row for each client, with the columns ``client`` (its
+            id), ``seconds_per_example``, and both or neither of ``down`` and ``up``, in bytes per
+            second; with them perhaps ``latency``, in seconds. Other columns are not read.
             ``configs/devices/phones.csv`` comes with the project.
 
     Raises:
-        InputError: the file cannot be read, a column is missing or has such a name in other letters,
-            a client has two rows, a time is below 0, or a rate not above 0. A client with examples and no row
-            is refused before the run begins.
+        InputError: the file cannot be read, a column is missing or has such a name in other
+            letters, a client has two rows, a time is below 0, or a rate not above 0. A client with
+            examples and no row is refused before the run begins.
     """
 
     def __init__(self, path: str) -> None:
@@ -169,7 +176,10 @@ class DeviceTable(Devices):
         for name in map(str, frame.columns):
             meant = MEANT.get(name.strip().lower().replace(" ", "_"), name)
             require(
-                name == meant, f"{path}, column {name}", "it is not read", f"call it {meant}, or leave it out"
+                name == meant,
+                f"{path}, column {name}",
+                "it is not read",
+                f"call it {meant}, or leave it out",
             )
         columns = ["client", "seconds_per_example"]
         lines = {"down", "up", "latency"} & set(frame.columns)
@@ -196,7 +206,10 @@ class DeviceTable(Devices):
         )
         zero = bool(lines) and bool((frame[["down", "up"]] <= 0).any(axis=None))
         require(
-            not zero, f"{path}, down and up", "a line carries more than 0 bytes a second", "mend the rows"
+            not zero,
+            f"{path}, down and up",
+            "a line carries more than 0 bytes a second",
+            "mend the rows",
         )
         twice = frame["client"][frame["client"].duplicated()]
         require(
@@ -234,12 +247,16 @@ class DeviceTable(Devices):
 
     def _row(self, client: int) -> tuple[float, Line | None]:
         if client not in self.rows:
-            raise InputError(f"{self.path}, client {client}", "it has no row", "add one for every client")
+            raise InputError(
+                f"{self.path}, client {client}", "it has no row", "add one for every client"
+            )
         return self.rows[client]
 
 
 def _bytes_of(path: Path) -> bytes:
-    packaged = configs_folder() / path.relative_to("configs") if path.parts[:1] == ("configs",) else path
+    packaged = (
+        configs_folder() / path.relative_to("configs") if path.parts[:1] == ("configs",) else path
+    )
     with as_bad_input(str(path), "it cannot be read", "write a CSV or Parquet file"):
         return (path if path.exists() else packaged).read_bytes()
 

@@ -16,16 +16,17 @@ from fl_lightning.errors import RunStopped
 from fl_lightning.wire import LedgerEntry
 
 MANY, FEW, TRIES = 1000, 4, 32
-"""How up to ``FEW`` online clients are found among more than ``MANY``: at most ``TRIES`` clients are drawn
-and asked whether they are online, one by one, before the availability of all is computed."""
+"""How up to ``FEW`` online clients are found among more than ``MANY``: at most ``TRIES`` clients
+are drawn and asked whether they are online, one by one, before the availability of all is
+computed."""
 
 
 @dataclass
 class Pool:
     """The clients of a federation without some of them, as a sequence of ids that is not made.
 
-    Few ids are looked for one by one, in lists: after each arrival a client is drawn and left out, and one
-    call of NumPy's would cost more than both.
+    Few ids are looked for one by one, in lists: after each arrival a client is drawn and left out,
+    and one call of NumPy's would cost more than both.
 
     Args:
         clients: sorted ids.
@@ -45,7 +46,8 @@ class Pool:
             return self
         clients, missing, last = self.clients, self.missing, len(self.clients) - 1
         for id in some:
-            # most federations have the clients 0, 1, ...; a search would touch memory that no cache has
+            # most federations have the clients 0, 1, ...; a search would touch memory that no cache
+            # has
             is_at_id = 0 <= id <= last and clients.item(id) == id
             place = id if is_at_id else min(int(clients.searchsorted(id)), last)
             at = bisect_left(missing, place)
@@ -64,7 +66,8 @@ class Pool:
         """Return the ids at some places of the sequence."""
         missing = self.missing
         if np.size(places) > FEW or not np.ndim(places):
-            before = np.array(missing, np.int64) - np.arange(len(missing))  # ids that are left, below each
+            # ids that are left, below each
+            before = np.array(missing, np.int64) - np.arange(len(missing))
             return self.clients[places + np.searchsorted(before, places, side="right")]
         numbers = range(len(missing))
         return self.clients[
@@ -93,8 +96,8 @@ class Reach:
     seed: int
 
     def online(self, clients: np.ndarray | Sequence[int], at: float) -> tuple[np.ndarray, float]:
-        """Return which of these clients are online, and when the first of the others comes online: infinity
-        if none does.
+        """Return which of these clients are online, and when the first of the others comes online:
+        infinity if none does.
 
         Args:
             clients: ids.
@@ -110,11 +113,11 @@ class Reach:
     def draw_online(
         self, pool: Pool, count: int, at: float, draw: Draw, number: int
     ) -> tuple[list[int], int, float]:
-        """Draw clients that are online, the number of the next draw, and when the next of the others comes
-        online, as far as that is asked for: nobody was found, or fewer than ``count``.
+        """Draw clients that are online, the number of the next draw, and when the next of the
+        others comes online, as far as that is asked for: nobody was found, or fewer than ``count``.
 
-        Few of many clients are drawn one by one until they are online, which has the same law as a draw among
-        those that are, and looks at few.
+        Few of many clients are drawn one by one until they are online, which has the same law as a
+        draw among those that are, and looks at few.
 
         Args:
             pool: the free clients.
@@ -126,7 +129,9 @@ class Reach:
         if self.clock.reached.is_always:
             count = min(count, len(pool))
             return (
-                (list(draw(pool, count, number)), number + 1, math.inf) if count else ([], number, math.inf)
+                (list(draw(pool, count, number)), number + 1, math.inf)
+                if count
+                else ([], number, math.inf)
             )
         found, span = list[int](), partial(self.clock.reached.span, self.seed)
         for _ in range(TRIES if len(pool) > MANY and count <= FEW else 0):
@@ -143,7 +148,8 @@ class Reach:
         return found, number, later
 
     def first_online(self, clients: np.ndarray, at: float) -> tuple[np.ndarray, float]:
-        """Return the clients that are online at the first instant at which one is, and that instant.
+        """Return the clients that are online at the first instant at which one is, and that
+        instant.
 
         Raises:
             RunStopped: there is none.
@@ -161,7 +167,8 @@ class Reach:
         return self.first_online(clients, later)
 
     def lost(self, entry: LedgerEntry) -> LedgerEntry | None:
-        """Return the entry of a client that goes offline before its upload has arrived; None if it does not.
+        """Return the entry of a client that goes offline before its upload has arrived; None if it
+        does not.
 
         Of its upload it has the bytes that had left by then.
 

@@ -1,6 +1,8 @@
-"""Rounds: how many clients are invited, which of those that return are used, and when the round ends.
+"""Rounds: how many clients are invited, which of those that return are used, and when the round
+ends.
 
-Whatever returns at the same time is in the order of the clients' ids, and never in that of processes.
+Whatever returns at the same time is in the order of the clients' ids, and never in that of
+processes.
 """
 
 from __future__ import annotations
@@ -49,8 +51,8 @@ class Rounds(Recorded, ABC):
         return self.invited(cohort)
 
     def patience(self, cohort: int) -> tuple[float, float]:
-        """Return the seconds after which, and the number of uploads at which, a round on real machines is
-        over, whoever is still at work.
+        """Return the seconds after which, and the number of uploads at which, a round on real
+        machines is over, whoever is still at work.
 
         Args:
             cohort: how many are wanted.
@@ -93,14 +95,14 @@ class Synchronous(Rounds):
 
 
 class OverSelection(Rounds):
-    """More clients are asked than are wanted, and the first that return are used (Bonawitz et al., SysML
-    2019). What the others send is wasted, and what they keep stays as it was.
+    """More clients are asked than are wanted, and the first that return are used (Bonawitz et al.,
+    SysML 2019). What the others send is wasted, and what they keep stays as it was.
 
     Args:
         factor: clients that are asked by clients that are wanted, rounded up, at least 1; 1 is
             :class:`Synchronous`.
-        ties: of uploads that return at the same time the first are those of the smallest ``id``, on equal
-            devices in every round; or it is ``drawn``, anew in every round.
+        ties: of uploads that return at the same time the first are those of the smallest ``id``, on
+            equal devices in every round; or it is ``drawn``, anew in every round.
     """
 
     goes_by_clock = True
@@ -108,7 +110,8 @@ class OverSelection(Rounds):
     def __init__(
         self,
         factor: Annotated[
-            float, within("[1, inf)", "no fewer are asked than are wanted, and not infinitely many", 1.3)
+            float,
+            within("[1, inf)", "no fewer are asked than are wanted, and not infinitely many", 1.3),
         ] = 1.3,
         ties: Literal["id", "drawn"] = "id",
     ) -> None:
@@ -137,9 +140,9 @@ class OverSelection(Rounds):
 
 
 class Deadline(Rounds):
-    """Uploads that return after the deadline are not used. The round ends with the last upload, or at the
-    deadline where one is late or lost. One in which too few return changes nothing and lasts until the
-    deadline.
+    """Uploads that return after the deadline are not used. The round ends with the last upload, or
+    at the deadline where one is late or lost. One in which too few return changes nothing and lasts
+    until the deadline.
 
     Args:
         seconds: after the start of the round, above 0; infinity is :class:`Synchronous`.
@@ -177,7 +180,10 @@ class Deadline(Rounds):
         lot: Callable[[int], float] = float,
     ) -> Ending:
         there = {client: at for client, at in answered.items() if at <= self.seconds}
-        used, late = frozenset(there) & frozenset(valid), sum(answered[one] > self.seconds for one in valid)
+        used, late = (
+            frozenset(there) & frozenset(valid),
+            sum(answered[one] > self.seconds for one in valid),
+        )
         waits = len(there) < began or len(used) < self.least
         last = super().end(there, used, cohort=cohort, began=began).seconds
         length = self.seconds if waits and math.isfinite(self.seconds) else last

@@ -1,4 +1,5 @@
-"""How much an update counts that started from an earlier version of the model: Xie et al., FedAsync, 2019."""
+"""How much an update counts that started from an earlier version of the model: Xie et al.,
+FedAsync, 2019."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ SLOPE = within("[0, inf)", "a slope is 0 or more", 10.0)
 
 
 class Staleness(Recorded, ABC):
-    """A weight in (0, 1] by the number of versions that the server has made since a client's download."""
+    """A weight in (0, 1] by the number of versions that the server has made since a client's
+    download."""
 
     settings_shown = ("--trainer.rounds.staleness.{name} {value}",) * 2
 
@@ -57,7 +59,9 @@ class Hinge(Staleness):
     (1.0, True)
     """
 
-    def __init__(self, slope: Annotated[float, SLOPE] = 10.0, free: Annotated[int, at_least(0)] = 4) -> None:
+    def __init__(
+        self, slope: Annotated[float, SLOPE] = 10.0, free: Annotated[int, at_least(0)] = 4
+    ) -> None:
         self.slope, self.free = slope, free
 
     def weight(self, versions: int) -> float:

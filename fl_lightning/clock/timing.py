@@ -24,7 +24,8 @@ ANSWERED = ("trained", "rejected")
 
 
 class Timing(Meter):
-    """Clock and form of the rounds, and the virtual seconds that have passed, which checkpoints hold.
+    """Clock and form of the rounds, and the virtual seconds that have passed, which checkpoints
+    hold.
 
     Args:
         clock: how long clients take.
@@ -57,10 +58,13 @@ class Timing(Meter):
             self.clock.devices.check([int(client) for client in context.data.active])
 
     def on_setup(self, context: Any) -> None:
-        """Forget uploads on their way of which this run knows nothing: other rounds have left them."""
+        """Forget uploads on their way of which this run knows nothing: other rounds have left
+        them."""
         known = self.in_flight
         for id in [id for id in context.states if id not in known]:
-            left = {name: kept for name, kept in context.states[id].items() if name not in IN_FLIGHT}
+            left = {
+                name: kept for name, kept in context.states[id].items() if name not in IN_FLIGHT
+            }
             if len(left) < len(context.states[id]):
                 context.states.pop(id)
                 if left:
@@ -68,7 +72,8 @@ class Timing(Meter):
 
     @property
     def in_flight(self) -> set[int]:
-        """The clients whose upload is on its way; every process of a run has all of these uploads."""
+        """The clients whose upload is on its way; every process of a run has all of these
+        uploads."""
         return {flight.client for flight in self.flights.flying} if self.flights else set()
 
     def state_dict(self) -> dict[str, Any]:
@@ -125,12 +130,15 @@ class Timing(Meter):
         return replace(used, late=self.ending.late, offline=offline)
 
     def _planned(self, context: Any, round: int, trained: Trained) -> dict[int, LedgerEntry]:
-        """Return the entries by which it is decided who goes offline too early, by client id, where somebody
-        may: peers send more than one upload, and to whom does not wait until it is known who is there."""
+        """Return the entries by which it is decided who goes offline too early, by client id, where
+        somebody may: peers send more than one upload, and to whom does not wait until it is known
+        who is there."""
         if self.clock.reached.is_always:
             return {}
         entries = [receipt.entry for receipt in trained.receipts]
-        return {one.client: one for one in context.aggregation.planned(round, entries, trained.uploads)}
+        return {
+            one.client: one for one in context.aggregation.planned(round, entries, trained.uploads)
+        }
 
     def ask(self, context: Any, entries: Sequence[LedgerEntry]) -> list[LedgerEntry]:
         """Return the entries of clients that are asked for their loss, with times.
@@ -159,15 +167,16 @@ class Timing(Meter):
         record: RoundRecord,
         links: Sequence[LedgerEntry] = (),
     ) -> tuple[list[LedgerEntry], list[LedgerEntry]]:
-        """Let the round's time pass, and return the ledger's entries with the time of each client, and those
-        of links between servers with theirs, where these take any.
+        """Let the round's time pass, and return the ledger's entries with the time of each client,
+        and those of links between servers with theirs, where these take any.
 
         Args:
             context: the federation.
             trained: what :meth:`collect` gave.
             entries: what the ledger has of its receipts.
-            record: takes ``clock/*``, ``clients/late``, of asynchronous rounds ``clients/staleness``, and
-                where clients come and go ``clients/offline`` and ``comm/wasted_download_bytes``.
+            record: takes ``clock/*``, ``clients/late``, of asynchronous rounds
+                ``clients/staleness``, and where clients come and go ``clients/offline`` and
+                ``comm/wasted_download_bytes``.
             links: the ledger's entries of what is no client's.
         """
         before = begin = self.now
@@ -181,7 +190,9 @@ class Timing(Meter):
             self.now, slots = self.flights.now, self.flights.rounds.concurrency
             spans = [(entry.started, entry.ended) for entry in entries]
             spans += [(flight.started, flight.ended) for flight in self.flights.flying]
-            record.metrics["clients/staleness"] = fmean(trained.staleness) if trained.staleness else 0.0
+            record.metrics["clients/staleness"] = (
+                fmean(trained.staleness) if trained.staleness else 0.0
+            )
         length = self.now - begin
         waited = [self.lead - self.answers[id] for id in trained.examples if id in self.answers]
         worked = -sum(waited) + sum(
@@ -192,16 +203,22 @@ class Timing(Meter):
         record.metrics |= {
             "clock/seconds": self.now,
             "clock/round_seconds": self.now - before,
-            "clock/idle": round(max(1 - worked / (length * slots), 0.0), 12) if length and slots else 0.0,
+            "clock/idle": round(max(1 - worked / (length * slots), 0.0), 12)
+            if length and slots
+            else 0.0,
             "clients/late": float(trained.late),
         }
         if not self.clock.reached.is_always:
-            unused = sum(entry.download for entry in entries if entry.status in ("lost", "rejected"))
+            unused = sum(
+                entry.download for entry in entries if entry.status in ("lost", "rejected")
+            )
             record.metrics["clients/offline"] = float(trained.offline)
             record.metrics["comm/wasted_download_bytes"] = unused
         return [*entries], [*links]
 
-    def _timed(self, context: Any, trained: Trained, entries: Sequence[LedgerEntry]) -> list[LedgerEntry]:
+    def _timed(
+        self, context: Any, trained: Trained, entries: Sequence[LedgerEntry]
+    ) -> list[LedgerEntry]:
         took = {
             e.client: self.seconds(context.seed, trained.examples, e)
             for e in entries
@@ -220,8 +237,9 @@ class Timing(Meter):
         entries: Sequence[LedgerEntry],
         links: Sequence[LedgerEntry],
     ) -> list[LedgerEntry]:
-        """Return the entries of links with times, and let the round last until edge servers have the cloud's
-        model. An edge sends its sum once the last of its clients has returned; the cloud waits for all."""
+        """Return the entries of links with times, and let the round last until edge servers have
+        the cloud's model. An edge sends its sum once the last of its clients has returned; the
+        cloud waits for all."""
         line, way = self.clock.edges, context.aggregation
         sums = [link for link in links if link.status == "edge"]
         if line is None or not sums:
@@ -240,8 +258,8 @@ class Timing(Meter):
         ]
 
     def seconds(self, seed: int, examples: Mapping[int, int], entry: LedgerEntry) -> float:
-        """Return how long a client took, of examples by id and its bytes; one that was asked for its loss has
-        the model by then, and waits for the others' answers."""
+        """Return how long a client took, of examples by id and its bytes; one that was asked for
+        its loss has the model by then, and waits for the others' answers."""
         id, up = entry.client, entry.upload
         down = 0 if id in self.answers else entry.download
         took = self.clock.seconds(seed, entry.round, id, examples=examples[id], down=down, up=up)

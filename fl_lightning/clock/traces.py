@@ -1,8 +1,9 @@
 """Availability from a file: when phones were measured to be idle, charged and on WiFi.
 
-The file is FLASH's and FLHetBench's ``cached_timers.json`` (Yang et al., WWW 2021; Zhang et al., CVPR 2024),
-an object of ``guid: {"trace_start": s, "trace_end": s, "ready_time": [[start, end], ...]}`` in seconds, or
-the same as a Parquet table. ``python -m fl_lightning traces convert`` makes either of FedScale's pickle.
+The file is FLASH's and FLHetBench's ``cached_timers.json`` (Yang et al., WWW 2021; Zhang et al.,
+CVPR 2024), an object of ``guid: {"trace_start": s, "trace_end": s, "ready_time": [[start, end],
+...]}`` in seconds, or the same as a Parquet table. ``python -m fl_lightning traces convert`` makes
+either of FedScale's pickle.
 
 ``T`` traces, ``M`` times online of all of them, ``K`` clients.
 """
@@ -39,7 +40,8 @@ class Trace:
         guid: its name.
         begin: virtual seconds at which it begins; it is repeated before and after.
         length: seconds after which it begins anew, above 0.
-        spans: times online since its beginning, sorted and apart from each other, float64 ``[n, 2]``.
+        spans: times online since its beginning, sorted and apart from each other, float64 ``[n,
+            2]``.
     """
 
     guid: str
@@ -51,15 +53,17 @@ class Trace:
 class AvailabilityTrace(Availability):
     """Clients are online when measured phones were.
 
-    A client's trace is repeated without end, and virtual second 0 is the file's second 0: traces that begin
-    at different hours keep a common time of the day, as in FLASH. Times online that touch are one, also
-    where one ends with the trace and the first begins with it. FLASH rounds times down to whole seconds and
-    counts the last of them as online; here times are real numbers and half-open.
+    A client's trace is repeated without end, and virtual second 0 is the file's second 0: traces
+    that begin at different hours keep a common time of the day, as in FLASH. Times online that
+    touch are one, also where one ends with the trace and the first begins with it. FLASH rounds
+    times down to whole seconds and counts the last of them as online; here times are real numbers
+    and half-open.
 
     Args:
         path: a JSON or Parquet file of traces.
-        assign: which trace a client has: ``order``: client k the trace k modulo T, in the order of the file,
-            as FedScale does it; ``random``: one drawn for the whole run, each as likely, as FLASH does it.
+        assign: which trace a client has: ``order``: client k the trace k modulo T, in the order of
+            the file, as FedScale does it; ``random``: one drawn for the whole run, each as likely,
+            as FLASH does it.
 
     Raises:
         InputError: the file cannot be read or is no file of traces, or nobody in it is ever online.
@@ -100,8 +104,9 @@ class AvailabilityTrace(Availability):
         which = self._trace_of(seed, clients)
         first, last, length = self.first[which], self.last[which], self.length[which]
         begin, never = self.begin[which], first == last
-        # The n-th lap begins at begin + n length, rounded, whenever it is asked for: so that an instant at
-        # which a time online begins or ends is the same number for who looks before and for who looks then.
+        # The n-th lap begins at begin + n length, rounded, whenever it is asked for: so that an
+        # instant at which a time online begins or ends is the same number for who looks before and
+        # for who looks then.
         lap = np.floor((at - begin) / length)
         lap = lap + (begin + (lap + 1) * length <= at) - (begin + lap * length > at)
         found = _after(self.ends, first, last, begin + lap * length, begin + (lap + 1) * length, at)
@@ -124,10 +129,15 @@ class AvailabilityTrace(Availability):
 
 
 def _after(
-    ends: np.ndarray, first: np.ndarray, last: np.ndarray, since: np.ndarray, until: np.ndarray, at: float
+    ends: np.ndarray,
+    first: np.ndarray,
+    last: np.ndarray,
+    since: np.ndarray,
+    until: np.ndarray,
+    at: float,
 ) -> np.ndarray:
-    """Return the first place in ``first .. last`` whose end is after a time, ``last`` if there is none; by
-    bisection, all clients at once.
+    """Return the first place in ``first .. last`` whose end is after a time, ``last`` if there is
+    none; by bisection, all clients at once.
 
     Args:
         ends: of all times online ``[M]``, rising within each trace.
@@ -168,7 +178,12 @@ def read_traces(data: bytes, name: str) -> list[Trace]:
         InputError: it is no file of traces.
     """
     found = _parquet(data, name) if name.endswith((".parquet", ".pq")) else _json(data, name)
-    require(bool(found), name, "it has no traces", "write an object of guid: {ready_time: [[start, end]]}")
+    require(
+        bool(found),
+        name,
+        "it has no traces",
+        "write an object of guid: {ready_time: [[start, end]]}",
+    )
     return [trace_of(guid, entry, f"{name}, {guid[:80]}") for guid, entry in found.items()]
 
 
@@ -197,7 +212,8 @@ def _parquet(data: bytes, name: str) -> dict[str, Any]:
     for guid, rows in table.groupby("guid", sort=False):
         one = rows.iloc[0]
         times = rows[["start", "end"]]
-        times = times[times.notna().any(axis=1)]  # a row without times is of a device that is never online
+        # a row without times is of a device that is never online
+        times = times[times.notna().any(axis=1)]
         found[str(guid)] = {
             "trace_start": float(one["trace_start"]),
             "trace_end": float(one["trace_end"]),
@@ -211,8 +227,8 @@ def trace_of(guid: str, entry: Mapping[str, Any], given: str) -> Trace:
 
     Args:
         guid: its name.
-        entry: ``ready_time``, and perhaps ``trace_start`` (default 0) and ``trace_end`` (default: the last
-            time online ends the trace).
+        entry: ``ready_time``, and perhaps ``trace_start`` (default 0) and ``trace_end`` (default:
+            the last time online ends the trace).
         given: what a refusal calls it.
 
     Raises:
@@ -242,8 +258,8 @@ def trace_of(guid: str, entry: Mapping[str, Any], given: str) -> Trace:
 
 
 def merged(spans: np.ndarray) -> np.ndarray:
-    """Return times online in order, those that touch or overlap as one, ``[n, 2]``; those without a length
-    are left out."""
+    """Return times online in order, those that touch or overlap as one, ``[n, 2]``; those without a
+    length are left out."""
     found: list[list[float]] = []
     for start, end in spans[np.lexsort((spans[:, 1], spans[:, 0]))].tolist():
         if found and start <= found[-1][1]:

@@ -19,9 +19,11 @@ class Trained:
         cohort: what was asked of each client that started in this round.
         receipts: what came of each client whose upload is due, or who never began.
         uploads: those that count, by client id.
-        examples: of each client that started and was sent the broadcast, how many its steps took, by id.
+        examples: of each client that started and was sent the broadcast, how many its steps took,
+            by id.
         started: receipts of the clients that started in this round, whose losses are this round's.
-        staleness: of each upload that counts in an asynchronous round, the versions since its download.
+        staleness: of each upload that counts in an asynchronous round, the versions since its
+            download.
         late: how many uploads came too late to be used.
         losses: what clients that trained have told of their losses, by id.
         offline: how many clients went offline before their upload had arrived.
@@ -41,4 +43,5 @@ class Trained:
 Train = Callable[[Sequence[int]], Trained]
 """Trains clients by id, from the server's present state."""
 Draw = Callable[[Any, int, int], Sequence[int]]
-"""Draws clients: of these ids, an array, how many, and in which draw of the round, counted from 0."""
+"""Draws clients: of these ids, an array, how many, and in which draw of the round, counted from
+0."""

@@ -1,11 +1,13 @@
-"""What fits what: the features that a run may have, what each of them needs, and one check of a run.
+"""What fits what: the features that a run may have, what each of them needs, and one check of a
+run.
 
-A method says in ``refuses`` which features it cannot have, and why; a row of the table says what a feature
-needs beside that. Constructors of methods, ``build``, ``fit``, ``check``, ``deploy``, nodes and the plans of
-studies all call :func:`check_run`, and the page "What works with what" is printed from the same rows.
+A method says in ``refuses`` which features it cannot have, and why; a row of the table says what a
+feature needs beside that. Constructors of methods, ``build``, ``fit``, ``check``, ``deploy``, nodes
+and the plans of studies all call :func:`check_run`, and the page "What works with what" is printed
+from the same rows.
 
-Not here are values that are wrong by themselves, which constructors refuse; what a callback reads of a run,
-which its ``on_check`` knows; and what only a machine, a file or a checkpoint can tell.
+Not here are values that are wrong by themselves, which constructors refuse; what a callback reads
+of a run, which its ``on_check`` knows; and what only a machine, a file or a checkpoint can tell.
 """
 
 from __future__ import annotations
@@ -45,8 +47,15 @@ __all__ = [
 
 
 ROWS = (
-    Row("task", "The method can learn it; what compares logits needs classes.", methods.task, TASKS),
-    Row("module", "Clients train a LightningModule of yours as the network.", methods.module, ("module",)),
+    Row(
+        "task", "The method can learn it; what compares logits needs classes.", methods.task, TASKS
+    ),
+    Row(
+        "module",
+        "Clients train a LightningModule of yours as the network.",
+        methods.module,
+        ("module",),
+    ),
     Row(
         "terms of the received model",
         "Clients receive a model, which terms of the local loss compare with theirs.",
@@ -96,7 +105,9 @@ ROWS = (
         ("privacy",),
     ),
     Row(
-        "clock", "Clients are simulated, since virtual seconds are not those of real machines.", rounds.clock
+        "clock",
+        "Clients are simulated, since virtual seconds are not those of real machines.",
+        rounds.clock,
     ),
     Row(
         "late clients",
@@ -153,5 +164,6 @@ def check_run(run: Run) -> None:
     """
     for row in ROWS:
         for given, why, instead in row.refusals(run):
-            rule, _, own = why.partition("; ")  # a method's reason may end with what to write for it
+            # a method's reason may end with what to write for it
+            rule, _, own = why.partition("; ")
             raise InputError(given, rule, own or instead)

@@ -39,7 +39,11 @@ def deployed_privacy(run: Run) -> Iterator[Refusal]:
     if run.masks is None and run.privacy.settings.is_distributed:
         given = "trainer.privacy.where distributed without trainer.secure_sum"
         rule = "the server would get single messages with a share of the noise, which is too little by itself"
-        yield given, rule, "write --trainer.secure_sum.threshold 0.67, or --trainer.privacy.where central"
+        yield (
+            given,
+            rule,
+            "write --trainer.secure_sum.threshold 0.67, or --trainer.privacy.where central",
+        )
     if (
         run.masks is not None
         and overrides_hook(run.method, "addends")
@@ -62,4 +66,8 @@ def own_data(run: Run) -> Iterator[Refusal]:
         yield f"{run.name} on the nodes' own data", why, "take another method"
     if run.method.weigh_by == "tokens":
         rule = "nodes say how many examples they have, and not how many tokens"
-        yield "--model.weigh_by tokens on the nodes' own data", rule, "write --model.weigh_by examples"
+        yield (
+            "--model.weigh_by tokens on the nodes' own data",
+            rule,
+            "write --model.weigh_by examples",
+        )

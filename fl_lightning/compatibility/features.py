@@ -11,16 +11,27 @@ from fl_lightning.config.overriding import overrides
 from fl_lightning.tasks import Classification, LanguageModelling, Task
 
 TaskFeature = Literal["classification", "language", "other_classes", "no_classes"]
-"""What is learnt: a class of each example, a language, other things with logits of classes, or without."""
+"""What is learnt: a class of each example, a language, other things with logits of classes, or
+without."""
 TASKS: tuple[TaskFeature, ...] = get_args(TaskFeature)
 Feature = (
     TaskFeature
-    | Literal["module", "received_terms", "secure_sum", "privacy", "attack", "own_data", "server_optimizer"]
+    | Literal[
+        "module",
+        "received_terms",
+        "secure_sum",
+        "privacy",
+        "attack",
+        "own_data",
+        "server_optimizer",
+    ]
     | Literal["personal", "finetune", "topology", "adapter_average", "asynchronous"]
 )
 """What a run may have and a method may refuse."""
 OWNS_ONE = "it is the name of a server optimiser, and has no other"
-SQUARES_UNKNOWN = "a message is clipped as a whole, and the square of a length is then none any more"
+SQUARES_UNKNOWN = (
+    "a message is clipped as a whole, and the square of a length is then none any more"
+)
 SINGLE_UPLOADS: dict[Feature, tuple[tuple[str, ...], str]] = {
     "secure_sum": (
         ("aggregate", "add_up", "bounded_weights"),
@@ -32,7 +43,8 @@ SINGLE_UPLOADS: dict[Feature, tuple[tuple[str, ...], str]] = {
         "its own {} makes something else of uploads than a mean of adapters",
     ),
 }
-"""Features that a method cannot have which overrides one of these hooks of :class:`SummingServer`."""
+"""Features that a method cannot have which overrides one of these hooks of
+:class:`SummingServer`."""
 
 
 def why_not(method: Any, feature: Feature) -> str:
@@ -85,7 +97,11 @@ def methods_with(feature: Feature) -> list[str]:
         kind = kinds.pop()
         kinds += kind.__subclasses__()
         concrete = not inspect.isabstract(kind) and kind.__name__ != "Method"
-        if concrete and kind.__module__.startswith("fl_lightning.methods.") and not why_not(kind, feature):
+        if (
+            concrete
+            and kind.__module__.startswith("fl_lightning.methods.")
+            and not why_not(kind, feature)
+        ):
             names.add(kind.__name__)
     return sorted(names)
 
@@ -116,7 +132,8 @@ def only(task: TaskFeature, why: str) -> dict[Feature, str]:
 
 
 def no_personal(why: str) -> dict[Feature, str]:
-    """Return the ``refuses`` of a method of which nothing can stay on a client or be tuned there."""
+    """Return the ``refuses`` of a method of which nothing can stay on a client or be tuned
+    there."""
     return {"personal": why, "finetune": why}
 
 
@@ -129,7 +146,8 @@ FORMER: dict[str, tuple[Feature, ...]] = {
     "classification_only": ("language", "other_classes", "no_classes"),
     "language_only": ("classification", "other_classes", "no_classes"),
 }
-"""Attributes that methods of earlier versions set, and the entries of ``refuses`` that they are now."""
+"""Attributes that methods of earlier versions set, and the entries of ``refuses`` that they are
+now."""
 
 
 def adopt_former(kind: Any) -> None:

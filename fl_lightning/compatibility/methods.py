@@ -21,7 +21,11 @@ def task(run: Run) -> Iterator[Refusal]:
         yield f"--model {run.name} {where}", why, data if text else "write --model FedAvg"
     terms = [type(term).__name__ for term in run.method.active_terms() if term.reads_logits]
     if terms and kind == "no_classes":
-        yield f"--model.terms {', '.join(terms)} {where}", "it compares logits of classes", "leave it out"
+        yield (
+            f"--model.terms {', '.join(terms)} {where}",
+            "it compares logits of classes",
+            "leave it out",
+        )
     for name in run.readers if kind != "classification" else ():
         rule = "it reads the probabilities of the classes of every test example"
         yield f"{name} {where}", rule, f"leave callbacks.{name} out"
@@ -90,7 +94,10 @@ def adapter_average(run: Run) -> Iterator[Refusal]:
     method, rule = run.method, run.method.adapters
     if not rule.name:
         return
-    given, linear = f"--model.adapter_average {rule.name} with", "write --model.adapter_average frozen_a"
+    given, linear = (
+        f"--model.adapter_average {rule.name} with",
+        "write --model.adapter_average frozen_a",
+    )
     if why := why_not(method, "adapter_average"):
         yield f"{given} --model {run.name}", why, "leave it out, or write --model FedAvg"
     own = own_messages_of(method) if rule.own_messages else []
@@ -109,7 +116,11 @@ def adapter_average(run: Run) -> Iterator[Refusal]:
     if rule.moves_base and method.terms_read("previous_features"):
         why = "its term compares with the client's model of another round, whose frozen weights were others"
         yield f"{given} --model {run.name}", why, "write --model.adapter_average product"
-    if method.personal is not None and method.personal != rule.personal and rule.personal is not None:
+    if (
+        method.personal is not None
+        and method.personal != rule.personal
+        and rule.personal is not None
+    ):
         why = f"it keeps {rule.personal} on clients by itself"
         yield f"{given} --model.personal {method.personal}", why, "leave personal out"
     if run.masks is not None and not (rule.is_linear or rule.sums_products):
@@ -128,19 +139,26 @@ def adapter_average(run: Run) -> Iterator[Refusal]:
     has_nodes = run.topology is not None and run.topology.has_nodes
     if has_nodes and (rule.refines or rule.own_messages or rule.ranks or not rule.is_linear):
         why = "it remembers, or sends, what one server makes of all adapters, and here nodes have their own"
-        yield f"{given} --trainer.topology {type(run.topology).__name__}", why, "leave one of them out"
+        yield (
+            f"{given} --trainer.topology {type(run.topology).__name__}",
+            why,
+            "leave one of them out",
+        )
 
 
 def own_messages_of(method: Any) -> list[str]:
-    """Return the hooks of ``MESSAGES`` that a method has of its own, so that its messages may hold something
-    else than the weights."""
+    """Return the hooks of ``MESSAGES`` that a method has of its own, so that its messages may hold
+    something else than the weights."""
     return [hook for hook in MESSAGES if _differs(method, hook)]
 
 
 def _differs(method: Any, hook: str) -> bool:
-    """Return whether a method has another hook than ``Method``, which has some of ``SummingServer`` anew."""
+    """Return whether a method has another hook than ``Method``, which has some of ``SummingServer``
+    anew."""
     own = next(vars(kind)[hook] for kind in type(method).__mro__ if hook in vars(kind))
-    return own.__module__ != "fl_lightning.methods.base" and own is not vars(SummingServer).get(hook)
+    return own.__module__ != "fl_lightning.methods.base" and own is not vars(SummingServer).get(
+        hook
+    )
 
 
 MESSAGES = ("broadcast", "receive", "upload", "upload_limits", "decode", "next_state", "deploy")

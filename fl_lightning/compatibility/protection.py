@@ -19,15 +19,23 @@ def secure_sum(run: Run) -> Iterator[Refusal]:
         return
     given, method = "--trainer.secure_sum with", run.method
     if why := why_not(method, "secure_sum"):
-        yield f"{given} --model {run.name}", why, f"leave it out, or take one of {some_with('secure_sum')}"
+        yield (
+            f"{given} --model {run.name}",
+            why,
+            f"leave it out, or take one of {some_with('secure_sum')}",
+        )
     given_average = f"{given} --model.average {type(method.average).__name__}"
     if not method.average.is_sum:
         rule = "it compares the clients' single vectors, and the server gets their sum alone"
-        instead = "write --model.average WeightedMean, or NormClipping, which clients do by themselves"
+        instead = (
+            "write --model.average WeightedMean, or NormClipping, which clients do by themselves"
+        )
         yield given_average, rule, instead
     download = getattr(method, "download", "full")
     if overrides(method.average, Average, "bounded") and download != "full":
-        rule = "clients bound their own update, and do not know the exact weights that it starts from"
+        rule = (
+            "clients bound their own update, and do not know the exact weights that it starts from"
+        )
         instead = "write --model.download full, or --model.average WeightedMean"
         yield f"{given_average} and --model.download {download}", rule, instead
     if method.max_share < 1:
@@ -40,7 +48,9 @@ def secure_sum(run: Run) -> Iterator[Refusal]:
 def average(run: Run) -> Iterator[Refusal]:
     given = f"--model.average {type(run.method.average).__name__} with --model {run.name}"
     if run.method.average.guide and overrides_hook(run.method, "aggregate"):
-        rule = "it goes by an update of the server's weights, and the method averages something else"
+        rule = (
+            "it goes by an update of the server's weights, and the method averages something else"
+        )
         yield given, rule, "write --model.average GeometricMedian, or --model FedAvg"
 
 
@@ -61,7 +71,11 @@ def privacy(run: Run) -> Iterator[Refusal]:
         yield f"{given} --model.weigh_by {method.weigh_by}", rule, "write --model.weigh_by clients"
     for name in [name for name in method.layout.shapes if name.endswith("running_var")][:1]:
         instead = "use group normalisation, the default of small_cnn"
-        yield f"{given} batch normalisation ({name})", "noise makes running variances negative", instead
+        yield (
+            f"{given} batch normalisation ({name})",
+            "noise makes running variances negative",
+            instead,
+        )
     yield from seen_uploads(run, given)
 
 

@@ -29,7 +29,11 @@ def late_clients(run: Run) -> Iterator[Refusal]:
         rule = "it changes uploads knowing those of a round, and these arrive one by one"
         yield from seen_uploads(run, f"{given} with", rule)
         if why := why_not(run.method, "asynchronous"):
-            yield f"{given} with --model {run.name}", why, "write --trainer.rounds Deadline, or leave it out"
+            yield (
+                f"{given} with --model {run.name}",
+                why,
+                "write --trainer.rounds Deadline, or leave it out",
+            )
     noise = "epsilon is accounted for uniform cohorts, and who is in time depends on the clients"
     yield from protected(run, f"{given} with", masks=MASKED_TO_THE_END, noise=noise)
 
@@ -39,20 +43,32 @@ def topology(run: Run) -> Iterator[Refusal]:
         return
     if run.has_edge_lines and (run.topology.has_peers or not run.topology.has_nodes):
         given = f"--trainer.clock.edges with --trainer.topology {type(run.topology).__name__}"
-        yield given, "these are lines of edge servers, and here are none", "leave it out, or take Hierarchy"
+        yield (
+            given,
+            "these are lines of edge servers, and here are none",
+            "leave it out, or take Hierarchy",
+        )
     if not run.topology.has_nodes:
         return
     method, peers = run.method, run.topology.has_peers
     given = f"--trainer.topology {type(run.topology).__name__}"
     with_model = f"{given} with --model {run.name}"
     if run.deployed:
-        yield f"{given} in a deployment", "its clients talk to one server", "leave it out, or simulate it"
+        yield (
+            f"{given} in a deployment",
+            "its clients talk to one server",
+            "leave it out, or simulate it",
+        )
     masks = "masks hide uploads from one server that adds them all up, and here there is none"
     noise = "noise is accounted for one sum a round, and here there are several"
     yield from protected(run, f"{given} with", masks=masks, noise=noise)
     if run.rounds is not None and run.rounds.goes_by_clock:
         rule = "its nodes average what has arrived once everybody is done"
-        yield f"{given} with --trainer.rounds {type(run.rounds).__name__}", rule, "write Synchronous"
+        yield (
+            f"{given} with --trainer.rounds {type(run.rounds).__name__}",
+            rule,
+            "write Synchronous",
+        )
     rule = "it changes uploads knowing those that one server gets, and here there are several"
     yield from seen_uploads(run, f"{given} with", rule)
     if why := why_not(method, "topology"):
@@ -60,7 +76,11 @@ def topology(run: Run) -> Iterator[Refusal]:
     if method.server_optimizer is not None:
         rule = "a server optimiser remembers the updates of one server"
         instead = "leave server_optimizer out, or write --model FedAvg"
-        yield f"{given} with --model.server_optimizer {type(method.server_optimizer).__name__}", rule, instead
+        yield (
+            f"{given} with --model.server_optimizer {type(method.server_optimizer).__name__}",
+            rule,
+            instead,
+        )
     if method.personalised:
         rule = "its clients' own models are parts of one server's, and here each node has another"
         yield with_model, rule, "write --model FedAvg, without personal and finetune"
@@ -75,8 +95,14 @@ def topology(run: Run) -> Iterator[Refusal]:
     if not peers:
         return
     if method.weigh_by != "clients" or method.max_share != 1:
-        rule = "peers weigh alike: what an average is made of is not known any more after the next one"
-        yield f"{given} with --model.weigh_by {method.weigh_by}", rule, "write --model.weigh_by clients"
+        rule = (
+            "peers weigh alike: what an average is made of is not known any more after the next one"
+        )
+        yield (
+            f"{given} with --model.weigh_by {method.weigh_by}",
+            rule,
+            "write --model.weigh_by clients",
+        )
     if method.reads_public and not run.topology.partners_stay:
         rule = "its uploads are updates of what their readers know already, and here readers change"
         instead = "take Gossip with Ring, Torus, Complete or GraphFile, or --model FedMPQ"
@@ -101,12 +127,24 @@ def sampler(run: Run) -> Iterator[Refusal]:
         yield given, "it goes by a clock, and there is none", instead
     if run.rounds is not None and run.rounds.has_versions:
         rule = "it compares clients for a whole cohort, and these rounds draw one by one"
-        yield f"{given} with --trainer.rounds {type(run.rounds).__name__}", rule, "leave one of them out"
+        yield (
+            f"{given} with --trainer.rounds {type(run.rounds).__name__}",
+            rule,
+            "leave one of them out",
+        )
     if run.topology is not None and run.topology.has_nodes:
-        rule = "it compares clients by the losses of one server's model, and here nodes have their own"
-        yield f"{given} with --trainer.topology {type(run.topology).__name__}", rule, "leave one of them out"
+        rule = (
+            "it compares clients by the losses of one server's model, and here nodes have their own"
+        )
+        yield (
+            f"{given} with --trainer.topology {type(run.topology).__name__}",
+            rule,
+            "leave one of them out",
+        )
     masks = "the server learns single clients' losses, and is to learn a sum alone"
-    noise = "epsilon is accounted for uniform cohorts and for what uploads tell, and losses tell more"
+    noise = (
+        "epsilon is accounted for uniform cohorts and for what uploads tell, and losses tell more"
+    )
     yield from protected(run, f"{given} with", masks=masks, noise=noise)
     if run.deployed:
         yield f"{given} in a deployment", "nodes are asked for no losses", "leave it out"

@@ -55,14 +55,19 @@ class Run:
     def of(cls, fed: Context, *, deployed: bool) -> Run:
         """Return what a federation combines."""
         way, data, timing = fed.aggregation, fed.data, fed.timing
-        found = cls(fed.method, fed.callbacks, way.masks, way.privacy, data.task, deployed, data.apart)
+        found = cls(
+            fed.method, fed.callbacks, way.masks, way.privacy, data.task, deployed, data.apart
+        )
         found = replace(found, sampler=fed.sampler)
         return found if timing is None else found.timed(timing)
 
     def timed(self, timing: Any) -> Run:
         """Return the same with virtual or measured time, a :class:`fl_lightning.clock.Timing`."""
         reached, measured = timing.clock.reached, timing.is_measured
-        name, deployed = "" if reached.is_always else type(reached).__name__, self.deployed or measured
+        name, deployed = (
+            "" if reached.is_always else type(reached).__name__,
+            self.deployed or measured,
+        )
         return replace(
             self,
             rounds=timing.rounds,
@@ -80,13 +85,19 @@ class Run:
     @property
     def readers(self) -> list[str]:
         """The callbacks that read the probabilities of test examples."""
-        return [type(callback).__name__ for callback in self.callbacks if reads_probabilities(callback)]
+        return [
+            type(callback).__name__ for callback in self.callbacks if reads_probabilities(callback)
+        ]
 
     @property
     def is_measured_on_nodes(self) -> bool:
-        """Whether models are evaluated where the clients are, in a deployment. Where uploads are secret, so
-        is what single clients measure, and the server evaluates a newcomer's."""
-        return (self.method.personalised or self.own_data) and self.masks is None and self.privacy is None
+        """Whether models are evaluated where the clients are, in a deployment. Where uploads are
+        secret, so is what single clients measure, and the server evaluates a newcomer's."""
+        return (
+            (self.method.personalised or self.own_data)
+            and self.masks is None
+            and self.privacy is None
+        )
 
 
 @dataclass(frozen=True)

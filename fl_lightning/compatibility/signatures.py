@@ -11,7 +11,8 @@ from fl_lightning.hooks import Callback, Meter, Stressor
 
 
 def hooks_of(base: type) -> dict[str, inspect.Signature]:
-    """Return the hooks that a base of callbacks defines, with their signatures, in the order of the file."""
+    """Return the hooks that a base of callbacks defines, with their signatures, in the order of the
+    file."""
     return {
         name: inspect.signature(function)
         for name, function in vars(base).items()
@@ -33,7 +34,9 @@ def check_signatures(callbacks: Iterable[object]) -> None:
                 "derive it from fl_lightning.Meter, or fl_lightning.Stressor",
             )
         bases = (Callback, Stressor, Meter) if isinstance(callback, Stressor) else (Callback, Meter)
-        for hook, right in ((hook, right) for base in bases for hook, right in hooks_of(base).items()):
+        for hook, right in (
+            (hook, right) for base in bases for hook, right in hooks_of(base).items()
+        ):
             given = getattr(callback, hook, None)
             if given is None or _takes(given, right):
                 continue

@@ -1,8 +1,9 @@
-"""What a setting may be, beside its type: said once, in the annotation of the constructor's argument.
+"""What a setting may be, beside its type: said once, in the annotation of the constructor's
+argument.
 
-``share: Annotated[float, within("(0, 1]", "a share lies in (0, 1]", 0.2)]`` is read where a constructor of a
-:class:`~fl_lightning.config.recorded.Recorded` class binds its arguments, and by the command line, which
-refuses a slip before it imports torch. Both make the one message here.
+``share: Annotated[float, within("(0, 1]", "a share lies in (0, 1]", 0.2)]`` is read where a
+constructor of a :class:`~fl_lightning.config.recorded.Recorded` class binds its arguments, and by
+the command line, which refuses a slip before it imports torch. Both make the one message here.
 """
 
 from __future__ import annotations
@@ -27,18 +28,20 @@ class Constraint:
     Args:
         rule: what is right, in words; empty: the list of names.
         instead: what to write in its place: a value; or what to do, a text of several words.
-        interval: the numbers that are right, as mathematics writes them: ``(0, 1]`` or ``[1, inf)``.
+        interval: the numbers that are right, as mathematics writes them: ``(0, 1]`` or ``[1,
+            inf)``.
         whole: whether they are integers.
-        names: the texts that are right, those of a Literal if none are given; beside an interval, what else
-            is right.
-        names_from: ``module:function``, which returns the names where they are too many to be kept with each
-            setting.
+        names: the texts that are right, those of a Literal if none are given; beside an interval,
+            what else is right.
+        names_from: ``module:function``, which returns the names where they are too many to be kept
+            with each setting.
         near: whether the nearest of the names is proposed before ``instead``.
         path: what a path must lead to, ``file``, ``folder`` or ``any``; empty for what is no path.
-        at_once: whether the constructor refuses other values; else it is refused where the setting is used.
+        at_once: whether the constructor refuses other values; else it is refused where the setting
+            is used.
         optional: whether it may be None.
-        given: how a value is shown, with ``{value}`` in its place; empty: as the class shows its settings. A
-            text is in quotes after a ``=``.
+        given: how a value is shown, with ``{value}`` in its place; empty: as the class shows its
+            settings. A text is in quotes after a ``=``.
     """
 
     rule: str = ""
@@ -68,7 +71,8 @@ class Constraint:
         return not self.names
 
     def _odd_type(self, value: Any) -> str:
-        """Return the type of a value that is no number, or not whole where it has to be; else ""."""
+        """Return the type of a value that is no number, or not whole where it has to be; else
+        ""."""
         right = isinstance(value, Integral if self.whole else Real)
         return type(value).__name__ if self.interval and not right else ""
 
@@ -136,7 +140,8 @@ def one_of(names: Sequence[str | int], instead: str = "", *, near: bool = False)
 
 
 def path_to(kind: str, rule: str, instead: str, *, given: str = "{value}") -> Constraint:
-    """Return the constraint of a path: when data are read, a ``file``, a ``folder`` or ``any`` is there."""
+    """Return the constraint of a path: when data are read, a ``file``, a ``folder`` or ``any`` is
+    there."""
     return Constraint(rule, instead, path=kind, at_once=False, given=given)
 
 
@@ -179,7 +184,9 @@ def check_fields(made: Any) -> None:
     check_arguments(type(made), own_constraints(type(made)), vars(made))
 
 
-def check_arguments(cls: type, constraints: Mapping[str, Constraint], given: Mapping[str, Any]) -> None:
+def check_arguments(
+    cls: type, constraints: Mapping[str, Constraint], given: Mapping[str, Any]
+) -> None:
     """Refuse arguments of a constructor that are not allowed.
 
     Args:
@@ -191,14 +198,19 @@ def check_arguments(cls: type, constraints: Mapping[str, Constraint], given: Map
         InputError: one is not allowed.
     """
     for name, constraint in constraints.items():
-        if not constraint.at_once or name not in given or (constraint.optional and given[name] is None):
+        if (
+            not constraint.at_once
+            or name not in given
+            or (constraint.optional and given[name] is None)
+        ):
             continue
         if not constraint.allows(given[name]):
             constraint.of(cls, name).check(given[name])
 
 
 def _constraints_in(hint: Any) -> Iterator[Constraint]:
-    """Yield the constraints of a type: those that it is annotated with, or that of names to a Literal."""
+    """Yield the constraints of a type: those that it is annotated with, or that of names to a
+    Literal."""
     declared: list[Any] = []
     if get_origin(hint) is Annotated:
         hint, *declared = get_args(hint)

@@ -1,8 +1,9 @@
-"""YAML and JSON documents: a limit on their size, checked before anything is built from them, and a hash.
+"""YAML and JSON documents: a limit on their size, checked before anything is built from them, and a
+hash.
 
-A file of 400 bytes can stand for ten thousand million values, with ten lists of which each names the one
-before it ten times. The limit is therefore on the size after all aliases are written out. That size is
-computed from the parser's events, in time linear in the text.
+A file of 400 bytes can stand for ten thousand million values, with ten lists of which each names
+the one before it ten times. The limit is therefore on the size after all aliases are written out.
+That size is computed from the parser's events, in time linear in the text.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import yaml
 
 from fl_lightning.errors import InputError
 
-MAX_VALUES = 10_000  # scalars, lists and mappings, keys included; a whole configuration has about 200
+# scalars, lists and mappings, keys included; a whole configuration has about 200
+MAX_VALUES = 10_000
 MAX_DEPTH = 100  # levels; libyaml overflows the stack of the process at some 10 000
 MAX_BYTES = 2**20
 
@@ -70,9 +72,11 @@ def check_size(text: str, given: str) -> None:
         given: how the user named it, for the message.
 
     Raises:
-        InputError: it has more than ``MAX_VALUES`` values or ``MAX_DEPTH`` levels, or contains itself.
+        InputError: it has more than ``MAX_VALUES`` values or ``MAX_DEPTH`` levels, or contains
+            itself.
     """
-    if "*" not in text and 2 * len(text) + 2 <= MAX_VALUES:  # so short a text cannot have too many values
+    # so short a text cannot have too many values
+    if "*" not in text and 2 * len(text) + 2 <= MAX_VALUES:
         return
     sizes: dict[str, int] = {}  # values below each anchor that is complete
     # anchor, and values so far, of each list and mapping around the current event
@@ -100,10 +104,12 @@ def check_size(text: str, given: str) -> None:
                 open_[-1] = open_[-1][0], open_[-1][1] + size
             if sum(size for _, size in open_) > MAX_VALUES:
                 raise InputError(
-                    f"{given}, which has more than {MAX_VALUES} values, its aliases written out", *_RULE
+                    f"{given}, which has more than {MAX_VALUES} values, its aliases written out",
+                    *_RULE,
                 )
     except yaml.YAMLError as error:
-        if "nesting depth" in str(error):  # libyaml 0.2.6 refuses 1 000 levels before their first event
+        # libyaml 0.2.6 refuses 1 000 levels before their first event
+        if "nesting depth" in str(error):
             raise InputError(f"{given}, which has more than {MAX_DEPTH} levels", *_RULE) from None
         return
 

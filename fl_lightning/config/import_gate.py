@@ -1,7 +1,7 @@
 """Which names may be imported for a configuration that somebody else wrote; without a gate, all.
 
-A node of a deployment builds what a server's configuration says, with a gate. Everything here that turns the
-words of a configuration into an import asks :func:`check_import` first.
+A node of a deployment builds what a server's configuration says, with a gate. Everything here that
+turns the words of a configuration into an import asks :func:`check_import` first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ _GATE: ContextVar[frozenset[str] | None] = ContextVar("import_gate", default=Non
 
 
 def allowed_imports() -> frozenset[str] | None:
-    """Return the dotted names that may be imported, each with all below it; None where there is no gate."""
+    """Return the dotted names that may be imported, each with all below it; None where there is no
+    gate."""
     return _GATE.get()
 
 
@@ -34,13 +35,16 @@ def check_import(path: str) -> None:
     """
     if not may_import(path):
         raise InputError(
-            f"import path {path}", "this node does not import it", "its owner can add a package with --allow"
+            f"import path {path}",
+            "this node does not import it",
+            "its owner can add a package with --allow",
         )
 
 
 @contextmanager
 def gate(names: Iterable[str]) -> Iterator[None]:
-    """Return a context in which nothing but these names, and what is below them, may be imported."""
+    """Return a context in which nothing but these names, and what is below them, may be
+    imported."""
     token = _GATE.set(frozenset(names))
     try:
         yield

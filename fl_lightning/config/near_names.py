@@ -1,6 +1,7 @@
 """What to write in place of a name that is not there: the nearest that is, or the list.
 
-Every refusal of an unknown name asks here, so that all have one measure of "near" and none guesses below it.
+Every refusal of an unknown name asks here, so that all have one measure of "near" and none guesses
+below it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from difflib import get_close_matches
 from fl_lightning.errors import require
 
 LEAST_RATIO = 0.72  # difflib's: twice the letters in common, over the letters of both names
-LEAST_RATIO_SHORT = 0.6  # of names of at most four letters, where one wrong letter is a third of the name
+# of names of at most four letters, where one wrong letter is a third of the name
+LEAST_RATIO_SHORT = 0.6
 MOST_LISTED = 20
 
 ALIASES: Mapping[str, str] = {
@@ -47,14 +49,15 @@ ALIASES: Mapping[str, str] = {
     "name": "study",
     "title": "study",
 }
-"""What the field calls something, in small letters, and the name here; it counts only where that is valid."""
+"""What the field calls something, in small letters, and the name here; it counts only where that is
+valid."""
 
 
 def nearest(name: str, valid: Iterable[str]) -> str | None:
     """Return the valid name closest to ``name``; None if none is close.
 
-    What the field calls it comes first, then whole names, then the last parts of dotted names. Capitals do
-    not count.
+    What the field calls it comes first, then whole names, then the last parts of dotted names.
+    Capitals do not count.
 
     >>> nearest("max_round", ["trainer.max_rounds", "seed_everything"])
     'trainer.max_rounds'
@@ -70,9 +73,14 @@ def nearest(name: str, valid: Iterable[str]) -> str | None:
         least = LEAST_RATIO if len(written) > 4 else LEAST_RATIO_SHORT
         near = get_close_matches(written, options, n=5, cutoff=least)
         if len(written) <= 2:  # pt is no slip of peft
-            near = [option for option in near if option[0] == written[0] and len(option) <= len(written) + 1]
+            near = [
+                option
+                for option in near
+                if option[0] == written[0] and len(option) <= len(written) + 1
+            ]
         if near:
-            swapped = [option for option in near if sorted(option) == sorted(written)]  # letters swapped
+            # letters swapped
+            swapped = [option for option in near if sorted(option) == sorted(written)]
             return options[(swapped or near)[0]]
     return None
 
@@ -110,8 +118,8 @@ def listed(names: Iterable[str]) -> str:
 
 
 def require_choice(value: object, choices: Sequence[str], setting: str) -> None:
-    """Refuse what is none of ``choices``, such as a misspelt name that was given in Python, where no parser
-    checks it.
+    """Refuse what is none of ``choices``, such as a misspelt name that was given in Python, where
+    no parser checks it.
 
     Args:
         value: what was given.
@@ -122,4 +130,9 @@ def require_choice(value: object, choices: Sequence[str], setting: str) -> None:
         InputError: it is none of them.
     """
     near = nearest(str(value), choices) or choices[0]
-    require(value in choices, f"{setting} {value}", f"one of {', '.join(choices)}", f"write {setting} {near}")
+    require(
+        value in choices,
+        f"{setting} {value}",
+        f"one of {', '.join(choices)}",
+        f"write {setting} {near}",
+    )

@@ -1,5 +1,5 @@
-"""Files that come with the project: configurations, which can be named from any folder, listed and copied,
-and tables of costs."""
+"""Files that come with the project: configurations, which can be named from any folder, listed and
+copied, and tables of costs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ MAX_TABLE_BYTES = 2**24
 
 
 def configs_folder() -> Path:
-    """Return the folder of the configurations: in the package of a wheel, beside it in the repository."""
+    """Return the folder of the configurations: in the package of a wheel, beside it in the
+    repository."""
     package = Path(__file__).resolve().parents[1]
     inside = package / "configs"
     return inside if inside.is_dir() else package.parent / "configs"
@@ -60,13 +61,15 @@ def table_text(path: Path | str) -> str:
         path.open("rb") as file,
     ):
         data = file.read(MAX_TABLE_BYTES + 1)
-        require(len(data) <= MAX_TABLE_BYTES, str(path), "a table has at most 16 MiB", "calibrate again")
+        require(
+            len(data) <= MAX_TABLE_BYTES, str(path), "a table has at most 16 MiB", "calibrate again"
+        )
         return data.decode()
 
 
 def model_folder(name: str) -> str:
-    """Return the folder of an installed Python package that carries a model, of ``package:NAME``; any other
-    name as it is.
+    """Return the folder of an installed Python package that carries a model, of ``package:NAME``;
+    any other name as it is.
 
     Raises:
         InputError: the package is not installed.
@@ -77,18 +80,23 @@ def model_folder(name: str) -> str:
     spec = find_spec(package) if package.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
         raise InputError(
-            name, f"no Python package {package!r} is installed", f"pip install {package.replace('_', '-')}"
+            name,
+            f"no Python package {package!r} is installed",
+            f"pip install {package.replace('_', '-')}",
         )
     return spec.submodule_search_locations[0]
 
 
-def find_config(name: str | Path, folder: Path | None = None, other_than: Path | None = None) -> Path | None:
+def find_config(
+    name: str | Path, folder: Path | None = None, other_than: Path | None = None
+) -> Path | None:
     """Return the file that a configuration's name means; None if there is none.
 
     A file of the user's takes precedence over one that comes with the project.
 
     Args:
-        name: a path, or a name such as ``kd_default``, ``overlays/noise_on`` or ``configs/fedavg.yaml``.
+        name: a path, or a name such as ``kd_default``, ``overlays/noise_on`` or
+            ``configs/fedavg.yaml``.
         folder: the folder that a relative path starts from; None for the working directory.
     """
     given = Path(name)
@@ -96,17 +104,23 @@ def find_config(name: str | Path, folder: Path | None = None, other_than: Path |
     own = folder or Path()
     candidates = [own / each for each in names] + [own / "configs" / each for each in names]
     if not given.is_absolute() and ".." not in given.parts:
-        inside = [each.relative_to("configs") if each.parts[:1] == ("configs",) else each for each in names]
+        inside = [
+            each.relative_to("configs") if each.parts[:1] == ("configs",) else each
+            for each in names
+        ]
         candidates += [configs_folder() / each for each in inside if each.suffix]
     try:
         files = (path for path in candidates if path.is_file())
-        return next((path for path in files if not other_than or not path.samefile(other_than)), None)
+        return next(
+            (path for path in files if not other_than or not path.samefile(other_than)), None
+        )
     except (OSError, ValueError):  # the name is too long or has a NUL in it
         return None
 
 
 def with_found_configs(args: Sequence[str]) -> list[str]:
-    """Return a command line whose ``--config`` and ``-c`` name files, each after the files it is based on.
+    """Return a command line whose ``--config`` and ``-c`` name files, each after the files it is
+    based on.
 
     Raises:
         InputError: the base of a file does not exist, or two files are the base of each other.
@@ -122,7 +136,9 @@ def with_found_configs(args: Sequence[str]) -> list[str]:
         name = name if equals else left.pop(0)
         path = find_config(name)
         found += (
-            [part for layer in layers(path) for part in ("--config", str(layer))] if path else [flag, name]
+            [part for layer in layers(path) for part in ("--config", str(layer))]
+            if path
+            else [flag, name]
         )
     return found
 
@@ -130,9 +146,9 @@ def with_found_configs(args: Sequence[str]) -> list[str]:
 def layers(path: Path) -> list[Path]:
     """Return a configuration file after those that it is based on, the lowest first.
 
-    A file may have a key ``base: FILE``, as the methods' configurations do for their federation: that file is
-    read before it. The name is relative to the file's folder, or one that :func:`find_config` knows; a file
-    that has the name of a packaged one can be based on that one.
+    A file may have a key ``base: FILE``, as the methods' configurations do for their federation:
+    that file is read before it. The name is relative to the file's folder, or one that
+    :func:`find_config` knows; a file that has the name of a packaged one can be based on that one.
 
     Raises:
         InputError: there is no such file, or files are the base of each other.
@@ -148,18 +164,22 @@ def layers(path: Path) -> list[Path]:
             )
         if any(base.samefile(other) for other in found):
             chain = " on ".join(map(str, (base, *found)))
-            raise InputError(f"base: {chain}", "files are not based on each other", "remove one of the lines")
+            raise InputError(
+                f"base: {chain}", "files are not based on each other", "remove one of the lines"
+            )
         found.insert(0, base)
     return found
 
 
 def base_of(path: Path) -> str:
-    """Return what the key ``base`` of a file names; empty without it, or if the file cannot be read.
+    """Return what the key ``base`` of a file names; empty without it, or if the file cannot be
+    read.
 
     Raises:
         InputError: the key has no single name as its value.
     """
-    from fl_lightning.config.documents import read_document  # imports yaml, which --help does without
+    # imports yaml, which --help does without
+    from fl_lightning.config.documents import read_document
 
     try:
         nodes = _base_nodes(read_document(path, str(path)))
@@ -168,13 +188,16 @@ def base_of(path: Path) -> str:
     name = nodes[1].value if nodes else ""
     if nodes and not (name and isinstance(name, str)):
         raise InputError(
-            f"{path}, base", "it names one configuration file", "write base: federations/digits.yaml"
+            f"{path}, base",
+            "it names one configuration file",
+            "write base: federations/digits.yaml",
         )
     return str(name)
 
 
 def without_base(text: str) -> str:
-    """Return a configuration file's text with its key ``base`` blanked out; every line keeps its number."""
+    """Return a configuration file's text with its key ``base`` blanked out; every line keeps its
+    number."""
     nodes = _base_nodes(text)
     if not nodes:
         return text
@@ -189,7 +212,8 @@ def without_base(text: str) -> str:
 
 
 def _base_nodes(text: str) -> list[Any]:
-    """Return the key ``base`` of a YAML mapping and its value as nodes; nothing where there is none."""
+    """Return the key ``base`` of a YAML mapping and its value as nodes; nothing where there is
+    none."""
     import yaml
 
     if "base" not in text and "\\" not in text:
@@ -203,7 +227,8 @@ def _base_nodes(text: str) -> list[Any]:
 
 
 def configs(args: Sequence[str]) -> None:
-    """List the configurations, or copy them into a folder; a file there that differs stays as it is.
+    """List the configurations, or copy them into a folder; a file there that differs stays as it
+    is.
 
     Args:
         args: nothing, or the folder.
@@ -231,7 +256,9 @@ def configs(args: Sequence[str]) -> None:
             for name in names
         }
         sys.stdout.write(
-            "".join(f"{name.with_suffix('').as_posix():<30} {text}\n" for name, text in about.items())
+            "".join(
+                f"{name.with_suffix('').as_posix():<30} {text}\n" for name, text in about.items()
+            )
         )
         return
     target = Path(args[0])
@@ -247,4 +274,6 @@ def configs(args: Sequence[str]) -> None:
             with copy.open("xb") as file:
                 file.write(text)
     left = f"; {len(kept)} differ there and stay as they are: {', '.join(kept)}" if kept else ""
-    sys.stdout.write(f"{len(names) - len(kept)} of {len(names)} configurations are in {target}{left}\n")
+    sys.stdout.write(
+        f"{len(names) - len(kept)} of {len(names)} configurations are in {target}{left}\n"
+    )

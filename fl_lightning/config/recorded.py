@@ -1,11 +1,13 @@
-"""The constructors' arguments of a run made from Python, in the form of the command line's ``config.yaml``.
+"""The constructors' arguments of a run made from Python, in the form of the command line's
+``config.yaml``.
 
 An argument that its annotation does not allow is refused here (``constraints.py``).
 
-``FedProx(mu=0.1, optimizer=lambda p: SGD(p, lr=0.1))`` becomes a class path and its arguments. A function
-that cannot be imported by a name, such as that lambda, becomes a hash of its code and of the values that it
-closes over. Two runs thus differ in their settings if their constructors got different arguments. A value
-that cannot be described becomes a text that begins with ``NOT_RECORDED``.
+``FedProx(mu=0.1, optimizer=lambda p: SGD(p, lr=0.1))`` becomes a class path and its arguments. A
+function that cannot be imported by a name, such as that lambda, becomes a hash of its code and of
+the values that it closes over. Two runs thus differ in their settings if their constructors got
+different arguments. A value that cannot be described becomes a text that begins with
+``NOT_RECORDED``.
 """
 
 from __future__ import annotations
@@ -33,16 +35,19 @@ NOT_RECORDED = "not recorded: "
 MAX_ITEMS = 1000
 
 _ARGUMENTS: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
-"""The recorded arguments of each object. They are not attributes, since those are compared and copied."""
+"""The recorded arguments of each object. They are not attributes, since those are compared and
+copied."""
 
 
 _IN_WORK: set[int] = set()  # functions whose hash is being computed
 
 
 class Recorded:
-    """The base of classes whose constructor's arguments are checked and recorded, also those of subclasses.
+    """The base of classes whose constructor's arguments are checked and recorded, also those of
+    subclasses.
 
-    A refusal shows an argument as ``settings_shown`` has it: how it was given, and how to write another.
+    A refusal shows an argument as ``settings_shown`` has it: how it was given, and how to write
+    another.
     """
 
     settings_shown: ClassVar[tuple[str, str]] = ("{name}={value}", "{value}")
@@ -61,8 +66,10 @@ def _recording(cls: type, constructor: Callable[..., None]) -> Callable[..., Non
 
     @wraps(constructor)
     def record(self: Any, *arguments: Any, **named: Any) -> None:
-        bound = signature.bind(self, *arguments, **named).arguments  # a TypeError if they do not fit
-        if self not in _ARGUMENTS:  # the subclass's constructor is called first, and its arguments count
+        # a TypeError if they do not fit
+        bound = signature.bind(self, *arguments, **named).arguments
+        # the subclass's constructor is called first, and its arguments count
+        if self not in _ARGUMENTS:
             _ARGUMENTS[self] = dict(list(bound.items())[1:])
         check_arguments(type(self), constraints(), bound)
         constructor(self, *arguments, **named)
@@ -70,7 +77,9 @@ def _recording(cls: type, constructor: Callable[..., None]) -> Callable[..., Non
     return record
 
 
-def settings_of_run(trainer: Recorded, method: Recorded, data: Recorded, seed: int) -> dict[str, Any]:
+def settings_of_run(
+    trainer: Recorded, method: Recorded, data: Recorded, seed: int
+) -> dict[str, Any]:
     """Return the whole configuration of a run, nested as in ``config.yaml``."""
     return {
         "seed_everything": seed,
@@ -81,7 +90,8 @@ def settings_of_run(trainer: Recorded, method: Recorded, data: Recorded, seed: i
 
 
 def arguments_of(made: Recorded) -> dict[str, Any]:
-    """Return the arguments of an object's constructor as plain YAML, with the defaults of the others."""
+    """Return the arguments of an object's constructor as plain YAML, with the defaults of the
+    others."""
     given = dict(_ARGUMENTS.get(made, {}))
     described = {}
     for parameter in _parameters(type(made)):
@@ -140,7 +150,11 @@ def describe(value: Any) -> Any:
     if isinstance(value, Recorded):
         kind = _described_callable(type(value))
         made_in_function = {} if isinstance(kind, str) else {"code_sha256": kind["code_sha256"]}
-        return {"class_path": import_path(type(value)), **made_in_function, "init_args": arguments_of(value)}
+        return {
+            "class_path": import_path(type(value)),
+            **made_in_function,
+            "init_args": arguments_of(value),
+        }
     if is_dataclass(value):
         attributes = {field.name: describe(getattr(value, field.name)) for field in fields(value)}
         if getattr(value, "settings_alone", False):
@@ -169,7 +183,9 @@ def describe(value: Any) -> Any:
 def not_recorded(settings: Mapping[str, Any]) -> list[str]:
     """Return the dotted keys of the settings whose values could not be described."""
     return [
-        key for key, value in settings.items() if isinstance(value, str) and value.startswith(NOT_RECORDED)
+        key
+        for key, value in settings.items()
+        if isinstance(value, str) and value.startswith(NOT_RECORDED)
     ]
 
 
@@ -180,8 +196,8 @@ FORMER_MODULES = {
     "fl_lightning.aggregation.averages.": "fl_lightning.methods.averaging.",
     "fl_lightning.aggregation.private.": "fl_lightning.methods.client_privacy.",
 }
-"""Where classes that have moved stand in configurations, hashes and checkpoints, so that runs of earlier
-versions can be continued and compared."""
+"""Where classes that have moved stand in configurations, hashes and checkpoints, so that runs of
+earlier versions can be continued and compared."""
 
 
 def import_path(named: Any) -> str:
@@ -206,7 +222,9 @@ def former_path(path: str) -> str:
 
 def _ignored(module: Any, hyperparameters: Mapping[str, Any]) -> dict[str, str]:
     """Return a text for each argument that ``save_hyperparameters(ignore=...)`` left out."""
-    names = [p.name for p in _parameters(type(module)) if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    names = [
+        p.name for p in _parameters(type(module)) if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    ]
     return {
         name: f"{NOT_RECORDED}an argument that save_hyperparameters ignores"
         for name in names
@@ -238,8 +256,8 @@ def _imported(path: str) -> Any:
 def _hash_of_function(function: FunctionType) -> str:
     """Return the SHA-256 of a function.
 
-    It covers the code, the default values, the values that it closes over, and those of the global names that
-    it uses.
+    It covers the code, the default values, the values that it closes over, and those of the global
+    names that it uses.
     """
     if id(function) in _IN_WORK:  # it refers to itself
         return function.__qualname__
@@ -249,7 +267,9 @@ def _hash_of_function(function: FunctionType) -> str:
     closure = [_content(cell) for name, cell in cells if name != "__class__"]
     _IN_WORK.add(id(function))
     try:
-        known = describe([function.__defaults__, function.__kwdefaults__, closure, _globals_of(function)])
+        known = describe(
+            [function.__defaults__, function.__kwdefaults__, closure, _globals_of(function)]
+        )
     finally:
         _IN_WORK.remove(id(function))
     digest.update(repr(known).encode())
@@ -289,10 +309,14 @@ def _hash_of_class(cls: type) -> str:
     """Return the SHA-256 of the functions and the plain attributes that a class defines."""
     digest = sha256()
     for name, value in sorted(vars(cls).items()):
-        function = inspect.unwrap(getattr(value, "__func__", getattr(value, "fget", value)) or value)
+        function = inspect.unwrap(
+            getattr(value, "__func__", getattr(value, "fget", value)) or value
+        )
         if isinstance(function, FunctionType):
             digest.update(f"{name}={_hash_of_function(function)}".encode())
-        elif not name.startswith("__") and isinstance(value, (bool, int, float, str, tuple, frozenset)):
+        elif not name.startswith("__") and isinstance(
+            value, (bool, int, float, str, tuple, frozenset)
+        ):
             digest.update(f"{name}={describe(value)!r}".encode())
     return digest.hexdigest()
 
@@ -304,7 +328,9 @@ def _add_code(digest: Any, code: CodeType) -> None:
         if isinstance(constant, CodeType):
             _add_code(digest, constant)
         else:  # the order of a frozenset differs between processes, so it is described first
-            digest.update(repr(describe(constant) if isinstance(constant, frozenset) else constant).encode())
+            digest.update(
+                repr(describe(constant) if isinstance(constant, frozenset) else constant).encode()
+            )
 
 
 def _described_array(array: np.ndarray | Tensor) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""The comparison of two configurations: which settings may differ between a run and its continuation."""
+"""The comparison of two configurations: which settings may differ between a run and its
+continuation."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ NEUTRAL_VALUES = {
     "data.init_args.moments": None,
     "data.init_args.partition.init_args.drawn_at": None,
 }
-"""Settings that came after version 0.1.0, by pattern, with the value that runs of that version had."""
+"""Settings that came after version 0.1.0, by pattern, with the value that runs of that version
+had."""
 NEUTRAL_VALUES_OF_CLASS: dict[str, dict[str, Any]] = {
     "TextFiles": {
         "data.init_args.generate": False,
@@ -93,10 +95,12 @@ NEUTRAL_VALUES_OF_CLASS: dict[str, dict[str, Any]] = {
 }
 """Settings that a class of data got later and others always had, by the name of the class."""
 ALWAYS_HASHED = {"model.init_args.module": "fl_lightning.methods.FedAvg"}
-"""Later settings that one method had in version 0.1.0 already, so that its runs' hashes contain them."""
+"""Later settings that one method had in version 0.1.0 already, so that its runs' hashes contain
+them."""
 FORMER_DEFAULTS = {"trainer.callbacks.*.init_args.monitor": "val/accuracy"}
-"""Settings that are null since they follow the task, by pattern, with the default that they had before. It is
-also what null means where the task is classification, so hashes have it in place of null."""
+"""Settings that are null since they follow the task, by pattern, with the default that they had
+before. It is also what null means where the task is classification, so hashes have it in place of
+null."""
 SAME_CLASS = {
     "fl_lightning.Meter": "fl_lightning.hooks.Meter",
     "fl_lightning.Method": "fl_lightning.methods.Method",
@@ -106,8 +110,8 @@ SAME_CLASS = {
         for name in ("CoordinateMedian", "NormClipping", "TrimmedMean", "WeightedMean")
     },
 }
-"""Class paths that the command line writes into configurations since the package has public names, or since
-classes have moved, and what it wrote before."""
+"""Class paths that the command line writes into configurations since the package has public names,
+or since classes have moved, and what it wrote before."""
 
 
 def config_of(run: Path) -> dict[str, Any]:
@@ -128,7 +132,11 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     elif isinstance(config, list):
         items = [(str(index), value) for index, value in enumerate(config)]
     else:
-        return {prefix: config if isinstance(config, (bool, int, float, str, type(None))) else str(config)}
+        return {
+            prefix: config
+            if isinstance(config, (bool, int, float, str, type(None)))
+            else str(config)
+        }
     return {
         key: value
         for name, item in items

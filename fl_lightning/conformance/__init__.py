@@ -1,7 +1,8 @@
 """The conformance kit: what every method must do, run on any method.
 
 python -m fl_lightning check --model FedMPQ
-python -m fl_lightning check --model my_methods.MyMethod --settings '{beta: 0.5}' --neutral '{beta: 0}'
+python -m fl_lightning check --model my_methods.MyMethod --settings '{beta: 0.5}' --neutral '{beta:
+0}'
 """
 
 from fl_lightning.conformance.command import check, find_method

@@ -51,7 +51,9 @@ class FinishedRun:
     @property
     def sizes(self) -> list[int]:
         """Number of training examples of each client."""
-        return [len(self.trainer.data.client(id).train) for id in range(self.trainer.data.num_clients)]
+        return [
+            len(self.trainer.data.client(id).train) for id in range(self.trainer.data.num_clients)
+        ]
 
     def answers(self) -> list[Tensor]:
         """Return the answer of the deployed model to the input 1, float32 ``[6]``.
@@ -65,7 +67,9 @@ class FinishedRun:
             else [None]
         )
         with torch.no_grad():
-            return [self.method.deploy(client).eval()(torch.ones(1, 1))[0].clone() for client in clients]
+            return [
+                self.method.deploy(client).eval()(torch.ones(1, 1))[0].clone() for client in clients
+            ]
 
 
 class Bench:
@@ -120,8 +124,8 @@ class Bench:
     def untrained(
         self, round: int = 1, server: Mapping[str, Tensor] | None = None, cohort: Sequence[int] = ()
     ) -> Method:
-        """Return a new method in the given round, all of whose cohort's uploads count, that has seen nothing
-        but this state of the server."""
+        """Return a new method in the given round, all of whose cohort's uploads count, that has
+        seen nothing but this state of the server."""
         method = self.subject.federation.prepare(self.subject.make())
         build_method(method, self.data)
         method.round = round
@@ -166,10 +170,14 @@ class Bench:
             **settings,
         }
         data = Points(counts, labels, public=5, batch_size=batch_size)
-        trainer = run(method, data, mkdtemp(dir=self.folder), callbacks=[*callbacks, log], **settings)
+        trainer = run(
+            method, data, mkdtemp(dir=self.folder), callbacks=[*callbacks, log], **settings
+        )
         return FinishedRun(method, trainer, log)
 
-    def quadratic_run(self, counts: tuple[int, ...], local_epochs: int = 2, **settings: Any) -> QuadraticRun:
+    def quadratic_run(
+        self, counts: tuple[int, ...], local_epochs: int = 2, **settings: Any
+    ) -> QuadraticRun:
         """Run the method on the quadratic, for a comparison with an :class:`Expectation`.
 
         Raises:
@@ -179,7 +187,9 @@ class Bench:
         done = self.points(counts, local_epochs=local_epochs, **settings)
         start = self.start_on_points(done.trainer.data)
         epochs, noise = local_epochs, self.subject.noise
-        return QuadraticRun(done.method, start, done.answers(), counts, done.log.cohorts, epochs, noise)
+        return QuadraticRun(
+            done.method, start, done.answers(), counts, done.log.cohorts, epochs, noise
+        )
 
     def require_known(self) -> None:
         """Check that the method's path on the quadratic is known.
@@ -195,16 +205,21 @@ class Bench:
         return on_points(self.subject.make(**self.subject.on_points))
 
     def start_on_points(self, data: FederatedData) -> Sequence[Tensor]:
-        """Return the answers of the untrained method on the quadratic, in the form of ``answers``."""
+        """Return the answers of the untrained method on the quadratic, in the form of
+        ``answers``."""
         method = self._on_points()
         build_method(method, data)
-        clients = [data.client(id) for id in range(data.num_clients)] if method.personalised else [None]
+        clients = (
+            [data.client(id) for id in range(data.num_clients)] if method.personalised else [None]
+        )
         with torch.no_grad():
             return [method.deploy(client).eval()(torch.ones(1, 1))[0].clone() for client in clients]
 
     def _require_points(self) -> None:
         if self.subject.federation.data is not IMAGES.data:
-            raise NotApplicable(f"it learns {self.subject.federation.name} alone, and the quadratic has none")
+            raise NotApplicable(
+                f"it learns {self.subject.federation.name} alone, and the quadratic has none"
+            )
         try:
             self._why_unknown  # noqa: B018
         except Exception as error:
@@ -233,7 +248,9 @@ class Bench:
             return ""
         try:
             with torch.no_grad():
-                weights = method.decode(upload_of(method, data.client(0), 1, local_optimizer(method)))
+                weights = method.decode(
+                    upload_of(method, data.client(0), 1, local_optimizer(method))
+                )
         except Exception:
             return "its uploads do not decode to weights, so where it goes is not known"
         averaged = weights.shape == (CENTRES.shape[1],) and not method.personalised
@@ -268,7 +285,9 @@ def first_batch(method: Method, data: FederatedData) -> Any:
     message = Payload.from_bytes(method.broadcast(client).to_bytes())
     method.start_client(message, client, data.labels(client))
     method.train()
-    return next(iter(method.local_batches(data, client, epochs=1, labels=data.labels(client), steps=1)))
+    return next(
+        iter(method.local_batches(data, client, epochs=1, labels=data.labels(client), steps=1))
+    )
 
 
 def expect_same_server(
@@ -283,7 +302,11 @@ def expect_same_server(
 
 
 def expect_same_tensors(
-    expected: Mapping[str, Tensor], found: Mapping[str, Tensor], what: str, when: str, cause: str = ""
+    expected: Mapping[str, Tensor],
+    found: Mapping[str, Tensor],
+    what: str,
+    when: str,
+    cause: str = "",
 ) -> None:
     """Require two sets of named tensors to be equal, bit for bit.
 
@@ -300,4 +323,6 @@ def expect_same_tensors(
     names = f"{when} {what} has {sorted(found)} instead of {sorted(expected)}"
     expect(set(expected) == set(found), names, cause=cause)
     for name, value in expected.items():
-        expect(equal_with_nan(value, found[name]), f"{what} has another {name!r} {when}", cause=cause)
+        expect(
+            equal_with_nan(value, found[name]), f"{what} has another {name!r} {when}", cause=cause
+        )

@@ -1,4 +1,5 @@
-"""Checks of the properties that a method declares: each is declared exactly if the method has it."""
+"""Checks of the properties that a method declares: each is declared exactly if the method has
+it."""
 
 from __future__ import annotations
 
@@ -60,9 +61,14 @@ def control_variates(bench: Bench) -> str:
         "local_epochs": EPOCHS,
         "batch_size": BATCH_SIZE,
     }
-    run = bench.points(EXAMPLES, slow, answers, scheduler=partial(ExponentialLR, gamma=LR_DECAY), **settings)
+    run = bench.points(
+        EXAMPLES, slow, answers, scheduler=partial(ExponentialLR, gamma=LR_DECAY), **settings
+    )
     planned = {k: EPOCHS * n // BATCH_SIZE for k, n in enumerate(EXAMPLES)}
-    made = {k: math.ceil(steps * (WORK_SHARE if k in SLOW_CLIENTS else 1)) for k, steps in planned.items()}
+    made = {
+        k: math.ceil(steps * (WORK_SHARE if k in SLOW_CLIENTS else 1))
+        for k, steps in planned.items()
+    }
     rounds = [
         ScaffoldRound({k: made[k] for k in cohort}, planned, LR * LR_DECAY**number)
         for number, cohort in enumerate(run.log.cohorts)
@@ -89,7 +95,9 @@ def dynamic_regularisation(bench: Bench) -> str:
         raise NotApplicable("it declares no dynamic regularisation")
     bench.require_known()
     answers = AnswerRecorder()
-    run = bench.points(EXAMPLES, answers, max_rounds=ROUNDS, participation=2 / 6, local_epochs=EPOCHS)
+    run = bench.points(
+        EXAMPLES, answers, max_rounds=ROUNDS, participation=2 / 6, local_epochs=EPOCHS
+    )
     (start,) = bench.start_on_points(run.trainer.data)
     alpha, keeps = alpha_of(run.method), any(run.log.kept.values())
     path = partial(feddyn_path, start, run.log.cohorts, len(EXAMPLES), EPOCHS, alpha=alpha)
@@ -106,12 +114,20 @@ def dynamic_regularisation(bench: Bench) -> str:
     if wrong is not None:
         seen = f"after round {wrong + 1}, of clients {_listed(run.log.cohorts[wrong])}, the model is at"
         right = f"{show(expected[wrong])}, FedDyn's"
-        expect(False, f"{seen} {show(found[wrong])}", right, diagnose_feddyn(path, EXAMPLES, found, noise))
+        expect(
+            False,
+            f"{seen} {show(found[wrong])}",
+            right,
+            diagnose_feddyn(path, EXAMPLES, found, noise),
+        )
     return "declared: FedDyn's"
 
 
-def _first_round_apart(expected: Sequence[Tensor], found: Sequence[Tensor], noise: float) -> int | None:
-    """Return the first round, counted from 0, after which two paths differ by more than ``noise``."""
+def _first_round_apart(
+    expected: Sequence[Tensor], found: Sequence[Tensor], noise: float
+) -> int | None:
+    """Return the first round, counted from 0, after which two paths differ by more than
+    ``noise``."""
     paths = zip(expected, found, strict=True)
     return next((r for r, (a, b) in enumerate(paths) if not distance([a], [b]) <= noise), None)
 

@@ -1,4 +1,5 @@
-"""Checks of the client's side: it follows its task and uses nothing but its message and its own examples."""
+"""Checks of the client's side: it follows its task and uses nothing but its message and its own
+examples."""
 
 from __future__ import annotations
 
@@ -107,4 +108,6 @@ def deployed_from_the_server(bench: Bench) -> None:
             "finite answers",
             "statistics of BatchNorm or weights that the server moved beyond what clients sent",
         )
-    expect(torch.equal(*answers), "a new instance with the same server state deploys another network")
+    expect(
+        torch.equal(*answers), "a new instance with the same server state deploys another network"
+    )

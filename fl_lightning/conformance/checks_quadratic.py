@@ -1,4 +1,5 @@
-"""Checks on the quadratic: the point to which a method moves, and the weights that it gives to clients."""
+"""Checks on the quadratic: the point to which a method moves, and the weights that it gives to
+clients."""
 
 from __future__ import annotations
 
@@ -90,7 +91,9 @@ def permutation(bench: Bench) -> None:
     _require_same(bench, expected, second.answers())
 
 
-def _require_same(bench: Bench, expected: list[Tensor], found: list[Tensor], reason: str = "") -> None:
+def _require_same(
+    bench: Bench, expected: list[Tensor], found: list[Tensor], reason: str = ""
+) -> None:
     difference = _difference(expected, found)
     expect(
         difference <= bench.subject.noise,

@@ -1,4 +1,5 @@
-"""Checks of runs: a method runs, repeats its results, resumes, and survives lost clients and NaN."""
+"""Checks of runs: a method runs, repeats its results, resumes, and survives lost clients and
+NaN."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def contract(bench: Bench) -> None:
     message = _attempt("its broadcast fails", lambda: method.broadcast(client))
     expect(isinstance(message, Payload), f"broadcast gives {form(message)}; return a Payload")
     batch = _attempt("its first batch fails", lambda: first_batch(method, data))
-    outputs = _attempt(f"its training_step fails on {form(batch)}", lambda: method.training_step(batch, 0))
+    outputs = _attempt(
+        f"its training_step fails on {form(batch)}", lambda: method.training_step(batch, 0)
+    )
     expect(
         isinstance(outputs, Mapping) and "loss" in outputs,
         (
@@ -53,7 +56,9 @@ def contract(bench: Bench) -> None:
                 "sum or average it"
             ),
         )
-    expect(outputs["loss"].requires_grad, "the loss of training_step has no gradient; do not detach it")
+    expect(
+        outputs["loss"].requires_grad, "the loss of training_step has no gradient; do not detach it"
+    )
     _attempt("its upload fails", lambda: upload_of(method, client, 1, local_optimizer(method)))
 
 
@@ -73,7 +78,9 @@ def form(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"Tensor {list(value.shape)}"
     if isinstance(value, Mapping):
-        return "a dictionary of " + ", ".join(f"{name}: {form(entry)}" for name, entry in value.items())
+        return "a dictionary of " + ", ".join(
+            f"{name}: {form(entry)}" for name, entry in value.items()
+        )
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of " + ", ".join(map(form, value))
     return type(value).__name__
@@ -85,11 +92,15 @@ def neutral(bench: Bench) -> None:
     if settings is None:
         raise NotApplicable("no neutral setting is known")
     runs = (
-        bench.run(method=method, participation=0.5) for method in (bench.subject.make(**settings), FedAvg())
+        bench.run(method=method, participation=0.5)
+        for method in (bench.subject.make(**settings), FedAvg())
     )
     mine, fedavg = (run.method.layout.read(run.method.deploy(None)) for run in runs)
     difference = float((mine - fedavg).abs().max())
-    expect(torch.equal(mine, fedavg), f"with {settings} its weights differ by {difference:.3g} from FedAvg's")
+    expect(
+        torch.equal(mine, fedavg),
+        f"with {settings} its weights differ by {difference:.3g} from FedAvg's",
+    )
 
 
 def determinism(bench: Bench) -> None:
@@ -106,15 +117,17 @@ def resume(bench: Bench) -> None:
     """A run resumed after two rounds ends like an uninterrupted one."""
     whole = bench.run(max_rounds=4, participation=0.5)
     half = bench.run(max_rounds=2, participation=0.5)
-    rest = bench.run(max_rounds=4, participation=0.5, ckpt_path=str(half.trainer.run_dir), allow_changed=True)
+    rest = bench.run(
+        max_rounds=4, participation=0.5, ckpt_path=str(half.trainer.run_dir), allow_changed=True
+    )
     cause = _lost_attributes(bench, whole.method)
     expect_same_server(whole.method.server, rest.method.server, "after the resume", cause)
     _same_kept(whole, rest, "after the resume")
 
 
 def _lost_attributes(bench: Bench, trained: Method) -> str:
-    """Name the plain attributes with tensors that a run has changed, which no checkpoint has; empty if there
-    are none."""
+    """Name the plain attributes with tensors that a run has changed, which no checkpoint has; empty
+    if there are none."""
     new = vars(bench.untrained())
     usual = vars(FedAvg()).keys()
     changed = [
@@ -184,7 +197,9 @@ def _poison(method: Method, client: int) -> None:
 
     def stepped(self: Method, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
         outputs = step(batch, batch_idx)
-        return {**outputs, "loss": outputs["loss"] * float("nan")} if poisoned == [True] else outputs
+        return (
+            {**outputs, "loss": outputs["loss"] * float("nan")} if poisoned == [True] else outputs
+        )
 
     method.receive = MethodType(received, method)  # type: ignore[method-assign]
     method.training_step = MethodType(stepped, method)  # type: ignore[method-assign]

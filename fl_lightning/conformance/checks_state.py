@@ -1,4 +1,5 @@
-"""Checks of state that outlives a round, on a client, on the server, or in the module that clients share."""
+"""Checks of state that outlives a round, on a client, on the server, or in the module that clients
+share."""
 
 from __future__ import annotations
 
@@ -33,14 +34,16 @@ def no_stale_state(bench: Bench) -> None:
 
 
 def kept_state_is_used(bench: Bench) -> None:
-    """Each tensor that a client keeps changes its next upload or its model, or is declared as measured."""
+    """Each tensor that a client keeps changes its next upload or its model, or is declared as
+    measured."""
     run = bench.everyone
     kept = [name for name, tensor in run.log.kept[CLIENT].items() if tensor.is_floating_point()]
     if not kept:
         raise NotApplicable("clients keep nothing")
     for name in kept:
         used = (
-            bench.run(StateHalver(CLIENT, name, round=2)).log.uploads[2, CLIENT] != run.log.uploads[2, CLIENT]
+            bench.run(StateHalver(CLIENT, name, round=2)).log.uploads[2, CLIENT]
+            != run.log.uploads[2, CLIENT]
         )
         used = used or _deployed_from(run, name)
         if name in declared(run.method).measured:
@@ -62,10 +65,16 @@ def same_start_as_declared(bench: Bench) -> None:
         client = bench.data.client(id, kept)
         start_client(method, ClientTask(client, 1, message, bench.data.labels(client), 1, 1))
         plain = {name: value for name, value in vars(method).items() if is_plain(value)}
-        started.append(({name: tensor.clone() for name, tensor in tensors_of(method).items()}, plain))
+        started.append(
+            ({name: tensor.clone() for name, tensor in tensors_of(method).items()}, plain)
+        )
     (tensors, plain), (other_tensors, other_plain) = started
-    expect_same_tensors(tensors, other_tensors, "what a client starts from", "when another one receives it")
-    expect(plain == other_plain, f"receive sets {plain} for one client and {other_plain} for another")
+    expect_same_tensors(
+        tensors, other_tensors, "what a client starts from", "when another one receives it"
+    )
+    expect(
+        plain == other_plain, f"receive sets {plain} for one client and {other_plain} for another"
+    )
 
 
 def _deployed_from(run: FinishedRun, name: str) -> bool:
@@ -87,5 +96,6 @@ def nothing_in_place(bench: Bench) -> None:
     bench.everyone  # noqa: B018
     written = bench.in_place_detector.written
     expect(
-        not written, f"written to in place: {', '.join(written[:3])}; assign a new tensor, such as a clone"
+        not written,
+        f"written to in place: {', '.join(written[:3])}; assign a new tensor, such as a clone",
     )

@@ -1,4 +1,5 @@
-"""Checks of the payloads: their lengths, that the server uses nothing else, and what it broadcasts."""
+"""Checks of the payloads: their lengths, that the server uses nothing else, and what it
+broadcasts."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from fl_lightning.quantization import average_bits
 from fl_lightning.wire import Codes, Payload, PayloadError
 
 MAX_ROUNDING_ERROR = 1e-5
-"""Largest difference of float32 sums that are taken in another order, relative to the largest value."""
+"""Largest difference of float32 sums that are taken in another order, relative to the largest
+value."""
 
 Value = Tensor | Codes
 
@@ -64,7 +66,8 @@ def server_reads_uploads_only(bench: Bench) -> None:
         other = bench.untrained(round, before, cohort)
         for client in cohort:
             alike = (
-                other.broadcast(client_without_data(client)).to_bytes() == run.log.broadcasts[round, client]
+                other.broadcast(client_without_data(client)).to_bytes()
+                == run.log.broadcasts[round, client]
             )
             expect(
                 alike,
@@ -77,11 +80,14 @@ def server_reads_uploads_only(bench: Bench) -> None:
 
 def shapes_of_entries(bench: Bench) -> str:
     """An upload is refused where an entry has one axis more, or axes (1, n)."""
-    return _forge(bench, "has an axis more", lambda value: [_with_axis(value, axis) for axis in (0, -1)])
+    return _forge(
+        bench, "has an axis more", lambda value: [_with_axis(value, axis) for axis in (0, -1)]
+    )
 
 
 def hostile_entries(bench: Bench) -> str:
-    """No upload ends the run whose entry is missing, of another type, NaN, or as large as it may be."""
+    """No upload ends the run whose entry is missing, of another type, NaN, or as large as it may
+    be."""
     if declared_limits(bench.untrained(), bench.data.client(0)) is None:
         raise NotApplicable("it does not declare what its uploads hold, in upload_limits")
     return _forge(bench, "is missing, of another type or out of range", _hostile)
@@ -133,15 +139,18 @@ def _forge(bench: Bench, what: str, forge: Callable[[Value], Sequence[Value | No
 
 
 def _hostile(value: Value) -> list[Value | None]:
-    """Return nothing, an entry of the other kind, and in place of a tensor NaN, infinities, values at the
-    limit and beyond, and other types of numbers."""
+    """Return nothing, an entry of the other kind, and in place of a tensor NaN, infinities, values
+    at the limit and beyond, and other types of numbers."""
     if isinstance(value, Codes):
         return [None, value.values.float()]
     limit = MAX_MAGNITUDE - 1
     return [
         None,
         Codes(torch.zeros(value.shape, dtype=torch.int32), 4),
-        *(torch.full(value.shape, each) for each in (math.nan, math.inf, -math.inf, 2.0**62, limit, -limit)),
+        *(
+            torch.full(value.shape, each)
+            for each in (math.nan, math.inf, -math.inf, 2.0**62, limit, -limit)
+        ),
         torch.full(value.shape, 1e300, dtype=torch.float64),
         torch.full(value.shape, 2**62),
         *(value.to(kind) for kind in (torch.float64, torch.float16, torch.int64)),
@@ -186,7 +195,9 @@ def broadcast(bench: Bench) -> None:
                 raise NotApplicable(f"at these settings the broadcast has no {sent.entry!r}")
             found = message.tensor(sent.entry).double()
             expected = sent.formula(history[: round - 1], run.sizes, before, client).double()
-            difference = float((found - expected).abs().max()) / max(1.0, float(expected.abs().max()))
+            difference = float((found - expected).abs().max()) / max(
+                1.0, float(expected.abs().max())
+            )
             expect(
                 difference <= MAX_ROUNDING_ERROR,
                 f"the broadcast to client {client} in round {round} differs by {difference:.3g}",
@@ -203,10 +214,15 @@ def budget(bench: Bench) -> None:
         for payloads, verb in ((run.log.uploads, "sends"), (run.log.broadcasts, "is given")):
             for client, used in _bits(payloads.items(), sizes):
                 allowed = budgets[client]
-                expect(used <= allowed, f"client {client} with a budget of {allowed} bits {verb} {used:.3f}")
+                expect(
+                    used <= allowed,
+                    f"client {client} with a budget of {allowed} bits {verb} {used:.3f}",
+                )
 
 
-def _bits(payloads: Iterable[tuple[tuple[int, int], bytes]], sizes: list[int]) -> Iterable[tuple[int, float]]:
+def _bits(
+    payloads: Iterable[tuple[tuple[int, int], bytes]], sizes: list[int]
+) -> Iterable[tuple[int, float]]:
     """Yield each client and the bits per weight that its payload states.
 
     Payloads without an entry ``bits`` are left out.

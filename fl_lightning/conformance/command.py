@@ -28,17 +28,27 @@ def check(
 
     Args:
         model: class name of a method of the project, or the import path of your own.
-        settings: its constructor's arguments, as YAML, other than network and optimizer, which the kit sets.
+        settings: its constructor's arguments, as YAML, other than network and optimizer, which the
+            kit sets.
         neutral: settings under which it must equal FedAvg bit for bit, as YAML.
         noise: largest deviation from the known optimum that its rounding may cause.
 
     Raises:
-        InputError: there is no such method, its clients do not train, or its constructor refuses the
-            settings.
+        InputError: there is no such method, its clients do not train, or its constructor refuses
+            the settings.
         SystemExit: a check failed; the exit code is 1.
     """
-    require(noise is None or noise >= 0, f"--noise {noise}", "a deviation is 0 or more", "write --noise 0.01")
-    given_settings, given_neutral, kind = made_terms(settings), made_terms(neutral), find_method(model)
+    require(
+        noise is None or noise >= 0,
+        f"--noise {noise}",
+        "a deviation is 0 or more",
+        "write --noise 0.01",
+    )
+    given_settings, given_neutral, kind = (
+        made_terms(settings),
+        made_terms(neutral),
+        find_method(model),
+    )
     require(
         not kind.pools_examples,
         f"--model {model}",
@@ -51,7 +61,10 @@ def check(
         (neutral, given_neutral, "neutral"),
     ):
         shown = f"no --{name}" if given is None else f"--{name} {given}"
-        rule, instead = f"{model} cannot be made with them", "write the arguments of its constructor as YAML"
+        rule, instead = (
+            f"{model} cannot be made with them",
+            "write the arguments of its constructor as YAML",
+        )
         with as_bad_input(shown, rule, instead, TypeError, ValueError):
             subject.make(**(made or {}))
     results = list(run_checks(subject))
@@ -114,8 +127,8 @@ def made_terms(settings: dict[str, Any] | None) -> dict[str, Any] | None:
 def results_table(model: str, results: Sequence[CheckResult]) -> Table:
     """Return a table with one row for each check.
 
-    The last column holds the rule, and below it a figure if the check returned one, or what was seen and
-    expected if it failed. For a check that does not apply it holds the reason instead.
+    The last column holds the rule, and below it a figure if the check returned one, or what was
+    seen and expected if it failed. For a check that does not apply it holds the reason instead.
     """
     styles = {
         "passed": ("green", "passed"),

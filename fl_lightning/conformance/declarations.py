@@ -1,7 +1,7 @@
 """What a method declares to the kit alone, where it differs by design from what the checks expect.
 
-A method declares it by class attributes of these names, such as ``uniform_clients = True``, or by properties
-where it depends on settings; nothing but the kit reads them.
+A method declares it by class attributes of these names, such as ``uniform_clients = True``, or by
+properties where it depends on settings; nothing but the kit reads them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ class Declarations:
 
     Args:
         uniform_clients: every client that returned counts once in the average, whatever its n_k.
-        control_variates: clients and server keep the control variates of SCAFFOLD's option II, which steer
-            local steps.
-        dynamic_regularisation: clients and server keep FedDyn's H_i and H; the weight of both terms is the
-            method's ``alpha``.
-        scales_with_federation: the server's step depends on how many clients the federation has, not on those
-            that returned alone.
+        control_variates: clients and server keep the control variates of SCAFFOLD's option II,
+            which steer local steps.
+        dynamic_regularisation: clients and server keep FedDyn's H_i and H; the weight of both terms
+            is the method's ``alpha``.
+        scales_with_federation: the server's step depends on how many clients the federation has,
+            not on those that returned alone.
         measured: names of what clients keep for callbacks to read, and the method never does.
     """
 

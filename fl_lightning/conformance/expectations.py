@@ -1,7 +1,7 @@
 """The points to which a method is known to move on the quadratic, computed without the method.
 
-Client k of ``counts[k]`` examples minimises |w - c_k|^2 / 2 by plain gradient steps of ``LR``; the deployed
-model answers w.
+Client k of ``counts[k]`` examples minimises |w - c_k|^2 / 2 by plain gradient steps of ``LR``; the
+deployed model answers w.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class QuadraticRun:
 
     Args:
         method: the method; its settings and declarations are read by name.
-        start: answers of the deployed model before the run, float32 ``[6]``: one, or one for each client if
-            the method is personalised.
+        start: answers of the deployed model before the run, float32 ``[6]``: one, or one for each
+            client if the method is personalised.
         end: answers after the run, in the form of ``start``.
         counts: number of examples of each client.
         cohorts: client ids of each round.
@@ -45,7 +45,8 @@ class QuadraticRun:
 
     @property
     def weights(self) -> Sequence[int]:
-        """Weights of the clients in the mean: n_k, or 1 if the method declares ``uniform_clients``."""
+        """Weights of the clients in the mean: n_k, or 1 if the method declares
+        ``uniform_clients``."""
         return [1] * len(self.counts) if declared(self.method).uniform_clients else self.counts
 
 
@@ -72,12 +73,12 @@ class Expectation(ABC):
 class WeightAverage(Expectation):
     """The method averages the clients' weights, by n_k or uniformly as it declares.
 
-    It ends where the pulls of the clients cancel. If the method declares that its server step scales with the
-    federation, one step need only be a share of the mean pull.
+    It ends where the pulls of the clients cancel. If the method declares that its server step
+    scales with the federation, one step need only be a share of the mean pull.
 
     Args:
-        least_step: smallest local step relative to a step of SGD with the same lr, in (0, 1]. The known bias
-            of the optimum of two clients follows from it.
+        least_step: smallest local step relative to a step of SGD with the same lr, in (0, 1]. The
+            known bias of the optimum of two clients follows from it.
     """
 
     def __init__(self, least_step: float = 1.0) -> None:
@@ -88,7 +89,9 @@ class WeightAverage(Expectation):
         if self._rests(end, run, run.weights):
             return
         alike = (
-            "equal weights" if declared(run.method).uniform_clients else f"weights n_k of {show_counts(run)}"
+            "equal weights"
+            if declared(run.method).uniform_clients
+            else f"weights n_k of {show_counts(run)}"
         )
         about = "about " if self.least_step < 1 else ""
         expected = f"{about}{show(optimum(run.weights))}, the optimum of the clients with {alike}"
@@ -123,7 +126,8 @@ class WeightAverage(Expectation):
 
 
 def optimum(weights: Sequence[float]) -> Tensor:
-    """Return the point where the pulls of the clients cancel, ``[6]``, if they make the same steps."""
+    """Return the point where the pulls of the clients cancel, ``[6]``, if they make the same
+    steps."""
     share = torch.tensor([float(weight) for weight in weights])
     return (share / share.sum()) @ CENTRES[: len(weights)]
 
@@ -137,8 +141,11 @@ NEAR = 0.05
 """Share of a distance below which a point counts as reached, when a cause is guessed."""
 
 
-UNLESS_FEDDYN = "; if it is FedDyn, declare dynamic_regularisation = True, and the kit follows its formula"
-"""What is added to causes that are none of a method whose server adds H, so that its steps are longer."""
+UNLESS_FEDDYN = (
+    "; if it is FedDyn, declare dynamic_regularisation = True, and the kit follows its formula"
+)
+"""What is added to causes that are none of a method whose server adds H, so that its steps are
+longer."""
 
 
 def likely_cause(run: QuadraticRun) -> str:
@@ -166,7 +173,9 @@ def likely_cause(run: QuadraticRun) -> str:
     share = float((end - start) @ (expected - start) / (expected - start).square().sum())
     if _is_near(end, start + share * (expected - start), start):
         if 0 < share < 0.995:  # more is 100 %
-            return f"it has gone {share:.0%} of the way: a step of the server is too short, or shrinks"
+            return (
+                f"it has gone {share:.0%} of the way: a step of the server is too short, or shrinks"
+            )
         if abs(share - 1) <= NEAR:
             return (
                 f"it is off by {abs(share - 1):.2%} of the way: it nears the optimum more slowly than "
@@ -177,13 +186,14 @@ def likely_cause(run: QuadraticRun) -> str:
 
 
 def _is_near(point: Tensor, place: Tensor, other: Tensor) -> bool:
-    """Return whether a point is at a place, by the measure of that place's distance from another one."""
+    """Return whether a point is at a place, by the measure of that place's distance from another
+    one."""
     return float((point - place).norm()) <= NEAR * float((place - other).norm())
 
 
 def _cause_of_step(run: QuadraticRun, moved: Tensor) -> str:
-    """Return why a step with a part of the clients is probably not their mean step; empty where nothing
-    fits."""
+    """Return why a step with a part of the clients is probably not their mean step; empty where
+    nothing fits."""
     if not moved.isfinite().all():
         return f"{not_finite(server=run.method.server) or 'its answers'}: a division by 0, or it diverges"
     cohort = run.cohorts[0]
@@ -206,8 +216,8 @@ def _cause_of_step(run: QuadraticRun, moved: Tensor) -> str:
 class SoftLabels(Expectation):
     """FedKD with soft labels of one public input, written out as a recursion in R^6.
 
-    w_k <- w_k - lr T (softmax(w_k / T) - p), then w_k <- w_k + lr (c_k - w_k); p = sum_k n_k softmax(w_k / T)
-    / sum_k n_k; the student's w <- w - lr T (softmax(w / T) - p).
+    w_k <- w_k - lr T (softmax(w_k / T) - p), then w_k <- w_k + lr (c_k - w_k); p = sum_k n_k
+    softmax(w_k / T) / sum_k n_k; the student's w <- w - lr T (softmax(w / T) - p).
     """
 
     def expect_limit(self, run: QuadraticRun) -> None:
@@ -240,7 +250,9 @@ class SoftLabels(Expectation):
                     w = w + LR * (CENTRES[k] - w)
                 own[k] = w
             total = sum(run.weights[k] for k in cohort)
-            p = torch.stack([run.weights[k] / total * torch.softmax(own[k] / T, 0) for k in cohort]).sum(0)
+            p = torch.stack(
+                [run.weights[k] / total * torch.softmax(own[k] / T, 0) for k in cohort]
+            ).sum(0)
             p = sharpened(p, run.method.sharpen)
             student = self._towards(p, student, T, run.method.server_epochs)
         return student
@@ -276,4 +288,6 @@ class OwnOptimum(Expectation):
             )
 
     def expect_one_step(self, run: QuadraticRun) -> None:
-        raise NotApplicable("each client has a model of its own; the check 'broadcast' covers 2 of 6 clients")
+        raise NotApplicable(
+            "each client has a model of its own; the check 'broadcast' covers 2 of 6 clients"
+        )

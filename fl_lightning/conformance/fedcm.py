@@ -43,7 +43,8 @@ class ClientMomentum(Expectation):
 
 
 def mean_step(history: History, sizes: Sequence[int], method: Method, client: int) -> Tensor:
-    """Return M after the last round of a history, float64 ``[P]``, at the optimiser's own learning rate."""
+    """Return M after the last round of a history, float64 ``[P]``, at the optimiser's own learning
+    rate."""
     (group,), P = method.configure_optimizers().param_groups, num_sent(method, trained=True)
     x = method.server["weights"][:P].double()
     steps = [

@@ -3,11 +3,13 @@
 Source: Acar et al., ICLR 2021, Algorithm 1, with h_i = -a H_i and h = -a H.
 
     y_i <- y_i - eta (y_i - c_i* + a (y_i - x + H_i)),  K times from x      H_i <- H_i + y_i - x
-    H <- H + 1/N sum_{i in S} (y_i - x)                                     x <- 1/|S| sum_{i in S} y_i + H
+    H <- H + 1/N sum_{i in S} (y_i - x)                                     x <- 1/|S| sum_{i in S}
+    y_i + H
 
 FedDC (Gao et al., CVPR 2022) adds G - g_i to the gradient, and
 
-    g_i+ = g_i - G - (y_i - x) / (K eta)                                    G <- G + 1/N sum (g_i+ - g_i)
+    g_i+ = g_i - G - (y_i - x) / (K eta)                                    G <- G + 1/N sum (g_i+ -
+    g_i)
 
 c_i* is the client's centre. All values are float64.
 """
@@ -70,7 +72,9 @@ def feddyn_path(
         for k in cohort:
             (history, g), y = own.get(k, (zero, zero)), x
             for _ in range(epochs):
-                y = y - LR * (y - CENTRES[k] + alpha * (quadratic * (y - x) + linear * history) + G - g)
+                y = y - LR * (
+                    y - CENTRES[k] + alpha * (quadratic * (y - x) + linear * history) + G - g
+                )
             change = -G - (y - x) / (epochs * LR) if controls else zero
             own[k] = keeps * history + y - x, g + change
             ended.append(y)
@@ -105,7 +109,8 @@ def diagnose(
 def _known_mistakes(
     path: Callable[..., list[Tensor]], counts: Sequence[int]
 ) -> Iterator[tuple[str, Callable[[], list[Tensor]]]]:
-    """Yield the description of each known mistake, and the path of an implementation that makes it."""
+    """Yield the description of each known mistake, and the path of an implementation that makes
+    it."""
     yield (
         "the linear term has the wrong sign: it is + alpha <H_i, y - x>, with H_i <- H_i + y_i - x",
         partial(path, signs=(-1.0, 1.0)),

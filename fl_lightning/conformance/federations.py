@@ -1,4 +1,5 @@
-"""The two small federations on which methods run: images, and text for methods of language models."""
+"""The two small federations on which methods run: images, and text for methods of language
+models."""
 
 from __future__ import annotations
 
@@ -61,7 +62,9 @@ class Sentences(TextData):
     def _examples(self, count: int, seed: int) -> TextExamples:
         random = np.random.default_rng(seed)
         letters = np.frombuffer(b"abcdefgh", np.uint8)
-        rows = [(random.choice(letters, size).tolist(), 2) for size in random.integers(4, 13, count)]
+        rows = [
+            (random.choice(letters, size).tolist(), 2) for size in random.integers(4, 13, count)
+        ]
         sequences = padded(rows, self.tokenizer.pad, self.context, cut=0)
         return TextExamples(sequences, np.zeros(count, np.int64), owner=None)
 
@@ -76,21 +79,24 @@ def small_llama(vocab_size: int) -> nn.Module:
 
 
 def small_adalora(vocab_size: int) -> nn.Module:
-    """Return a Llama of two blocks with 8 features and AdaLoRA with 3 directions for one layer of each."""
+    """Return a Llama of two blocks with 8 features and AdaLoRA with 3 directions for one layer of
+    each."""
     network = Llama(vocab_size, width=8, depth=2, heads=2)
     return add_adapter(network, "adalora", rank=3, targets=["self_attn.o_proj"])
 
 
 def small_costs() -> CostTable:
-    """Return costs of the layers of :func:`small_llama`, as a + b n millijoules: off 1 + 2 n, int8 8 + n,
-    high 2 + 6 n, and everything else 10 + n."""
+    """Return costs of the layers of :func:`small_llama`, as a + b n millijoules: off 1 + 2 n, int8
+    8 + n, high 2 + 6 n, and everything else 10 + n."""
 
     def measured(a: float, b: float) -> MeasuredCost:
         return MeasuredCost(CostLine(1e-3 * a, 1e-3 * b), CostLine(1.5e-3 * a, 1.5e-3 * b))
 
     options = {"off": measured(1, 2), "int8": measured(8, 1), "high": measured(2, 6)}
     groups = dict.fromkeys((f"layers.0.{name}" for name in GROUPS), options)
-    return CostTable("modelled: CPU seconds x 15 W", "made up", "adapter", 12, groups, measured(10, 1))
+    return CostTable(
+        "modelled: CPU seconds x 15 W", "made up", "adapter", 12, groups, measured(10, 1)
+    )
 
 
 def small_branch_costs() -> CostTable:
@@ -102,7 +108,9 @@ def small_branch_costs() -> CostTable:
 
     options = {"off": measured(0, 0), "int8": measured(4, 2), "high": measured(4, 2)}
     groups = dict.fromkeys(("layers.0.self_attn", "layers.0.mlp"), options)
-    return CostTable("modelled: CPU seconds x 15 W", "made up", "branch", 12, groups, measured(1, 1))
+    return CostTable(
+        "modelled: CPU seconds x 15 W", "made up", "branch", 12, groups, measured(1, 1)
+    )
 
 
 def _overwrite_images(data: Any, index: Tensor) -> None:

@@ -1,9 +1,10 @@
-"""Hand formulas for the bytes of payloads, from the layers of a network and the settings of a method alone.
+"""Hand formulas for the bytes of payloads, from the layers of a network and the settings of a
+method alone.
 
-They share no code with the encoders. ``n_l`` weights of layer l; all other values take 4 bytes each in fp32.
-A payload has a header of 19 bytes, an entry one of 3 bytes, its name and 4 bytes for each dimension. Where
-the client decides how much it sends (the bits that FedMPQ's pruning leaves, the centroids that FedPQ's
-k-means found), the formula starts from the number that the upload states.
+They share no code with the encoders. ``n_l`` weights of layer l; all other values take 4 bytes each
+in fp32. A payload has a header of 19 bytes, an entry one of 3 bytes, its name and 4 bytes for each
+dimension. Where the client decides how much it sends (the bits that FedMPQ's pruning leaves, the
+centroids that FedPQ's k-means found), the formula starts from the number that the upload states.
 """
 
 from __future__ import annotations
@@ -30,14 +31,19 @@ def packed_bytes(values: int, bits: int) -> int:
 
 
 def payload_bytes(entries: dict[str, tuple[int, int]]) -> int:
-    """Return the bytes of a payload, given its entries as name -> (dimensions, bytes of the values)."""
-    return 19 + sum(3 + len(name) + 4 * dimensions + nbytes for name, (dimensions, nbytes) in entries.items())
+    """Return the bytes of a payload, given its entries as name -> (dimensions, bytes of the
+    values)."""
+    return 19 + sum(
+        3 + len(name) + 4 * dimensions + nbytes for name, (dimensions, nbytes) in entries.items()
+    )
 
 
 def layer_sizes(network: nn.Module, personal: str | None = None) -> list[int]:
-    """Return the number of weights n_l of every convolution and linear layer that does not stay on a
-    client."""
-    layers = [(name, m) for name, m in network.named_modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
+    """Return the number of weights n_l of every convolution and linear layer that does not stay on
+    a client."""
+    layers = [
+        (name, m) for name, m in network.named_modules() if isinstance(m, (nn.Conv2d, nn.Linear))
+    ]
     head = [name for name, m in layers if isinstance(m, nn.Linear)][-1:]
     stays: dict[str | None, Callable[[str], bool]] = {
         None: lambda name: False,
@@ -98,20 +104,23 @@ def num_parameters(network: nn.Module) -> int:
 
 
 def weights_and_steps_up(method: Any, upload: Payload) -> int:
-    """Uploads of FedNova and FedCM hold n_k, every value that travels, and a number of steps in fp32."""
-    return payload_bytes({**EXAMPLES, "weights": (1, fp32_bytes(num_sent(method))), "steps": (0, 4)})
+    """Uploads of FedNova and FedCM hold n_k, every value that travels, and a number of steps in
+    fp32."""
+    return payload_bytes(
+        {**EXAMPLES, "weights": (1, fp32_bytes(num_sent(method))), "steps": (0, 4)}
+    )
 
 
 def control_up(method: Any, upload: Payload) -> int:
-    """Uploads of SCAFFOLD and FedDC hold n_k, every value that travels, and a change of the control variate
-    for each parameter of these."""
+    """Uploads of SCAFFOLD and FedDC hold n_k, every value that travels, and a change of the control
+    variate for each parameter of these."""
     change = {"change": (1, fp32_bytes(num_sent(method, trained=True)))} if method.corrects else {}
     return payload_bytes({**EXAMPLES, "weights": (1, fp32_bytes(num_sent(method))), **change})
 
 
 def control_down(method: Any, message: Payload, name: str = "c") -> int:
-    """A broadcast of SCAFFOLD, FedDC and FedCM holds every value that travels, and one more vector over the
-    parameters of these."""
+    """A broadcast of SCAFFOLD, FedDC and FedCM holds every value that travels, and one more vector
+    over the parameters of these."""
     vector = {name: (1, fp32_bytes(num_sent(method, trained=True)))} if method.corrects else {}
     return payload_bytes({"weights": (1, fp32_bytes(num_sent(method))), **vector})
 
@@ -150,7 +159,8 @@ def qsgd_up(method: Any, upload: Payload) -> int:
 
 
 def product_up(method: Any, upload: Payload) -> int:
-    """Uploads of FedPQ hold ceil(log2 K) bits for every d weights and K d fp32 values for each layer.
+    """Uploads of FedPQ hold ceil(log2 K) bits for every d weights and K d fp32 values for each
+    layer.
 
     Layers of fewer than 8 sub-vectors, and all other values, are fp32.
     """
@@ -159,9 +169,14 @@ def product_up(method: Any, upload: Payload) -> int:
     for layer, size in enumerate(n):
         most = min(method.centroids, math.ceil(size / d) // 4)
         centroids = min(most, len(upload.tensor(f"c{layer}")))
-        entries[f"i{layer}"] = (1, packed_bytes(math.ceil(size / d), max(1, math.ceil(math.log2(centroids)))))
+        entries[f"i{layer}"] = (
+            1,
+            packed_bytes(math.ceil(size / d), max(1, math.ceil(math.log2(centroids)))),
+        )
         entries[f"c{layer}"] = (2, fp32_bytes(centroids * d))
-    return payload_bytes({**EXAMPLES, **entries, "rest": (1, fp32_bytes(num_sent(method) - sum(n)))})
+    return payload_bytes(
+        {**EXAMPLES, **entries, "rest": (1, fp32_bytes(num_sent(method) - sum(n)))}
+    )
 
 
 def codes_up(method: Any, upload: Payload) -> int:
@@ -170,14 +185,15 @@ def codes_up(method: Any, upload: Payload) -> int:
 
 
 def pruned_codes_up(method: Any, upload: Payload) -> int:
-    """Uploads of FedMPQ and FedMPQKD hold n_k, the codes, and for each layer 4 bits for the planes dropped at
-    the top."""
+    """Uploads of FedMPQ and FedMPQKD hold n_k, the codes, and for each layer 4 bits for the planes
+    dropped at the top."""
     tops = (1, packed_bytes(len(coded_sizes(method)), 4))
     return payload_bytes({**EXAMPLES, **_codes(method, upload), "tops": tops})
 
 
 def _codes(method: Any, payload: Payload) -> dict[str, tuple[int, int]]:
-    """For each layer: 4 bits for N_l, an fp32 scale, N_l + 1 bits for each weight; other values in fp32."""
+    """For each layer: 4 bits for N_l, an fp32 scale, N_l + 1 bits for each weight; other values in
+    fp32."""
     n, N = coded_sizes(method), payload.codes("bits").values.tolist()
     codes = {
         f"w{layer}": (1, packed_bytes(size, bits + 1))
@@ -193,10 +209,11 @@ def _codes(method: Any, payload: Payload) -> dict[str, tuple[int, int]]:
 
 
 def grids_down(method: Any, message: Payload) -> int:
-    """Broadcasts of FedMPQ and FedMPQKD hold for each layer 4 bits, its grid's scale and the regulariser's
-    pull in fp32, and every value in fp32.
+    """Broadcasts of FedMPQ and FedMPQKD hold for each layer 4 bits, its grid's scale and the
+    regulariser's pull in fp32, and every value in fp32.
 
-    With ``download: quantised`` they hold the codes instead, and the teacher in fp32 where clients need it.
+    With ``download: quantised`` they hold the codes instead, and the teacher in fp32 where clients
+    need it.
     """
     weights, layers = (1, fp32_bytes(num_sent(method))), len(coded_sizes(method))
     grids = {"grid": (1, fp32_bytes(layers)), "pull": (1, fp32_bytes(layers))}
@@ -210,12 +227,15 @@ def grids_down(method: Any, message: Payload) -> int:
 def one_width_down(method: Any, message: Payload) -> int:
     """Broadcasts of AQFL hold every value in fp32, or the codes with ``download: quantised``."""
     return (
-        weights_down(method, message) if method.download == "full" else payload_bytes(_codes(method, message))
+        weights_down(method, message)
+        if method.download == "full"
+        else payload_bytes(_codes(method, message))
     )
 
 
 def soft_labels_up(method: Any, upload: Payload) -> int:
-    """Uploads of FedKD hold C fp32 values for each of |P| public examples, and the weights if averaged."""
+    """Uploads of FedKD hold C fp32 values for each of |P| public examples, and the weights if
+    averaged."""
     return payload_bytes({**EXAMPLES, **_soft_labels(method), **_weights_too(method)})
 
 
@@ -226,7 +246,9 @@ def soft_labels_down(method: Any, message: Payload) -> int:
 
 def _soft_labels(method: Any) -> dict[str, tuple[int, int]]:
     classifier = [m for m in method.network.modules() if isinstance(m, nn.Linear)][-1]
-    return {"soft_labels": (2, fp32_bytes(len(method.public_data.public) * classifier.out_features))}
+    return {
+        "soft_labels": (2, fp32_bytes(len(method.public_data.public) * classifier.out_features))
+    }
 
 
 def _weights_too(method: Any) -> dict[str, tuple[int, int]]:
@@ -236,7 +258,9 @@ def _weights_too(method: Any) -> dict[str, tuple[int, int]]:
 def prototypes_up(method: Any, upload: Payload) -> int:
     """Uploads of FedProto hold n_k, d fp32 values for each class, and a count of each."""
     d, C = _last_linear(method)
-    return payload_bytes({**EXAMPLES, "prototypes": (2, fp32_bytes(C * d)), "counts": (1, fp32_bytes(C))})
+    return payload_bytes(
+        {**EXAMPLES, "prototypes": (2, fp32_bytes(C * d)), "counts": (1, fp32_bytes(C))}
+    )
 
 
 def prototypes_down(method: Any, message: Payload) -> int:
@@ -253,7 +277,8 @@ def _last_linear(method: Any) -> tuple[int, int]:
 def adapters_up(method: Any, upload: Payload) -> int:
     """Uploads of FedMosaic hold P [r, r] and Q [r] of each block and a sketch.
 
-    The sketch is the gradient of the last layer of the reference network, for a share of its inputs.
+    The sketch is the gradient of the last layer of the reference network, for a share of its
+    inputs.
     """
     last = [m for m in method.reference.modules() if isinstance(m, nn.Linear)][-1]
     kept = max(1, round(method.sketch_rows * last.in_features)) * last.out_features
@@ -271,8 +296,9 @@ def _adapters(method: Any) -> int:
 
 
 def experts_down(method: Any, message: Payload) -> int:
-    """Broadcasts of FedVEMoE hold K bits of what is active, the prior of each active expert, a number of
-    rejecters, and an adapter with its router for the shared adapter and each active expert."""
+    """Broadcasts of FedVEMoE hold K bits of what is active, the prior of each active expert, a
+    number of rejecters, and an adapter with its router for the shared adapter and each active
+    expert."""
     active = int(message.codes("active").values.sum())
     entries = {
         "active": (1, packed_bytes(method.k_max, 1)),
@@ -284,8 +310,8 @@ def experts_down(method: Any, message: Payload) -> int:
 
 
 def experts_up(method: Any, upload: Payload) -> int:
-    """Uploads of FedVEMoE hold n_k, K bits of what was trained, the share of each, two votes, and the same
-    rows; an adapter alone where the client seeds an expert.
+    """Uploads of FedVEMoE hold n_k, K bits of what was trained, the share of each, two votes, and
+    the same rows; an adapter alone where the client seeds an expert.
 
     With ``wire: oblivious`` they hold everything of all slots, and always an adapter.
     """
@@ -313,17 +339,20 @@ def _adapter_values(method: Any) -> int:
 
 
 def directions_down(method: Any, message: Payload) -> int:
-    """Broadcasts of FedAdaLoRA hold a bit for each direction, and the values of those that are kept."""
+    """Broadcasts of FedAdaLoRA hold a bit for each direction, and the values of those that are
+    kept."""
     if not method.drops:
         return trained_down(method, message)
     kept = message.codes("kept").values
     values = int(kept.sum()) * _direction_values(method)
-    return payload_bytes({"kept": (1, packed_bytes(len(kept), 1)), "weights": (1, fp32_bytes(values))})
+    return payload_bytes(
+        {"kept": (1, packed_bytes(len(kept), 1)), "weights": (1, fp32_bytes(values))}
+    )
 
 
 def directions_up(method: Any, upload: Payload) -> int:
-    """Uploads of FedAdaLoRA hold n_k, the values of the directions that the client received, and a share of
-    importance in fp32 for each of them."""
+    """Uploads of FedAdaLoRA hold n_k, the values of the directions that the client received, and a
+    share of importance in fp32 for each of them."""
     if not method.drops:
         return trained_up(method, upload)
     kept = len(upload.tensor("importance"))
@@ -332,8 +361,8 @@ def directions_up(method: Any, upload: Payload) -> int:
 
 
 def _direction_values(method: Any) -> int:
-    """A direction has a value for each input and output of its layer, and its own. The formulas hold where
-    all layers have one size."""
+    """A direction has a value for each input and output of its layer, and its own. The formulas
+    hold where all layers have one size."""
     layers = [module for module in method.network.modules() if hasattr(module, "lora_E")]
     (values,) = {len(layer.lora_B) + layer.lora_A.shape[1] + 1 for layer in layers}
     return values
@@ -350,8 +379,8 @@ def trained_up(method: Any, upload: Payload) -> int:
 
 
 def ladder_down(method: Any, message: Payload) -> int:
-    """Broadcasts of HESTLadder hold the adapter; in stage B two masks of a bit a branch, and in stage C those
-    of all levels."""
+    """Broadcasts of HESTLadder hold the adapter; in stage B two masks of a bit a branch, and in
+    stage C those of all levels."""
     if not method.has_masks:
         return trained_down(method, message)
     levels, branches = method.server["ladder"].shape
@@ -361,12 +390,14 @@ def ladder_down(method: Any, message: Payload) -> int:
 
 
 def ladder_up(method: Any, upload: Payload) -> int:
-    """Uploads of HESTLadder hold n_k and the adapter, and in rounds that search a loss in fp32 of the network
-    and of it without each branch."""
+    """Uploads of HESTLadder hold n_k and the adapter, and in rounds that search a loss in fp32 of
+    the network and of it without each branch."""
     if not method.searches:
         return trained_up(method, upload)
     losses = (1, fp32_bytes(1 + method.server["ladder"].shape[1]))
-    return payload_bytes({**EXAMPLES, "weights": (1, fp32_bytes(_trained_values(method))), "losses": losses})
+    return payload_bytes(
+        {**EXAMPLES, "weights": (1, fp32_bytes(_trained_values(method))), "losses": losses}
+    )
 
 
 def _trained_values(method: Any) -> int:

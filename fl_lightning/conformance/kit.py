@@ -72,7 +72,8 @@ class CheckResult:
         check: name of the check.
         rule: what the check demands of a method.
         verdict: whether the method passed.
-        detail: what was seen, if the check failed; why it does not apply; or a figure, if it passed.
+        detail: what was seen, if the check failed; why it does not apply; or a figure, if it
+            passed.
     """
 
     check: str
@@ -84,7 +85,8 @@ class CheckResult:
 def run_checks(subject: MethodUnderTest, checks: Sequence[Check] = CHECKS) -> Iterator[CheckResult]:
     """Run the checks in order and yield the result of each.
 
-    A method that fails ``contract`` cannot make a training step, so the checks after it do not apply.
+    A method that fails ``contract`` cannot make a training step, so the checks after it do not
+    apply.
     """
     broken = False
     with _quiet(), tempfile.TemporaryDirectory() as folder:
@@ -95,7 +97,8 @@ def run_checks(subject: MethodUnderTest, checks: Sequence[Check] = CHECKS) -> It
                 yield CheckResult(name, rule, "not applicable", "it makes no step: see contract")
                 continue
             try:
-                with one_thread(torch.device("cpu")):  # as in a run: sums over more are rounded differently
+                # as in a run: sums over more are rounded differently
+                with one_thread(torch.device("cpu")):
                     seen = check(bench) or ""
                 yield CheckResult(name, rule, "passed", seen)
             except NotApplicable as reason:

@@ -23,7 +23,14 @@ from fl_lightning.conformance.federations import (
     small_branch_costs,
     small_costs,
 )
-from fl_lightning.conformance.personal import PersonalPath, adapted, alone, ditto, head_beside, mixture
+from fl_lightning.conformance.personal import (
+    PersonalPath,
+    adapted,
+    alone,
+    ditto,
+    head_beside,
+    mixture,
+)
 from fl_lightning.conformance.references import (
     BroadcastFormula,
     mean_by_relevance,
@@ -81,7 +88,11 @@ class MethodUnderTest:
 
 MEAN = {"sent": BroadcastFormula("weights", mean_of_weights), "down": formulas.weights_down}
 FULL = {**MEAN, "up": formulas.weights_up}
-CODES = {"sent": BroadcastFormula("weights", mean_of_weights), "up": formulas.codes_up, "noise": 0.1}
+CODES = {
+    "sent": BroadcastFormula("weights", mean_of_weights),
+    "up": formulas.codes_up,
+    "noise": 0.1,
+}
 MPQ = {**CODES, "up": formulas.pruned_codes_up, "down": formulas.grids_down}
 
 MOMENTUM = {
@@ -110,7 +121,9 @@ KNOWN_METHODS: dict[str, dict[str, Any]] = {
     "FedYogi": optimised(yogi, neutral={"beta1": 0.0, "beta2": 1.0, "tau": 0.5, "server_lr": 1.0}),
     # tau^2 + D^2 is tau^2 in float64
     "FedAdagrad": optimised(adagrad, neutral={"tau": 2.0**40, "server_lr": 2.0**41}),
-    "FedExP": optimised(exp, settings={"eps": 1.0}, neutral={"eps": math.inf, "mean_of_two": False}),
+    "FedExP": optimised(
+        exp, settings={"eps": 1.0}, neutral={"eps": math.inf, "mean_of_two": False}
+    ),
     "FedACG": optimised(acg, neutral={"lam": 0.0, "beta": 0.0}),
     "FedAdaLoRA": {
         "federation": TEXT_OF_ADALORA,
@@ -191,9 +204,18 @@ KNOWN_METHODS: dict[str, dict[str, Any]] = {
     "FedBABU": {**FULL},
     "FedBN": {**FULL},
     "LGFedAvg": {**FULL},
-    "LocalOnly": {"expects": OwnOptimum(), "up": formulas.examples_up, "down": formulas.nothing_down},
+    "LocalOnly": {
+        "expects": OwnOptimum(),
+        "up": formulas.examples_up,
+        "down": formulas.nothing_down,
+    },
     "Ditto": {**FULL, "expects": PersonalPath(ditto), "neutral": {}},
-    "FedRoD": {**FULL, "on_points": {"gamma": 0.0}, "expects": head_beside, "neutral": {"gamma": 0.0}},
+    "FedRoD": {
+        **FULL,
+        "on_points": {"gamma": 0.0},
+        "expects": head_beside,
+        "neutral": {"gamma": 0.0},
+    },
     "APFL": {**FULL, "federation": IMAGES_IN_GROUPS, "expects": mixture, "neutral": {}},
     "FedALA": {**FULL, "expects": adapted, "neutral": {"ala_epochs": 0}},
     "FedProto": {
@@ -261,7 +283,9 @@ def method_under_test(
         noise: largest deviation that rounding of its uploads may cause.
     """
     known = (
-        dict(KNOWN_METHODS.get(method.__name__, {})) if method.__module__.startswith("fl_lightning.") else {}
+        dict(KNOWN_METHODS.get(method.__name__, {}))
+        if method.__module__.startswith("fl_lightning.")
+        else {}
     )
     if "classification" in method.refuses and not why_not(method, "language"):
         known.setdefault("federation", TEXT)
@@ -269,7 +293,9 @@ def method_under_test(
         known.setdefault("expects", ControlVariates())
     if declared(method).dynamic_regularisation:
         known.setdefault("expects", DynamicRegularisation())
-    subject = MethodUnderTest(partial(method, **{**known.pop("settings", {}), **(settings or {})}), **known)
+    subject = MethodUnderTest(
+        partial(method, **{**known.pop("settings", {}), **(settings or {})}), **known
+    )
     if neutral is not None:
         subject = replace(subject, neutral=neutral)
     return replace(subject, noise=noise) if noise is not None else subject

@@ -19,11 +19,12 @@ Local = Callable[[Any, int, Tensor, Tensor, Any], tuple[Tensor, Any]]
 
 
 class PersonalPath(Expectation):
-    """The path of a method whose server averages the clients' weights, and whose clients keep something.
+    """The path of a method whose server averages the clients' weights, and whose clients keep
+    something.
 
     Args:
-        local: returns the weights that a client sends and what it keeps, given the method, the number of
-            steps, c, x and ``own``.
+        local: returns the weights that a client sends and what it keeps, given the method, the
+            number of steps, c, x and ``own``.
         first: what a client keeps before its first round, given the method and the initial weights.
         model: the personal model, given the method, the server's weights and ``own``.
     """
@@ -66,7 +67,9 @@ def ditto(method: Any, steps: int, centre: Tensor, x: Tensor, own: Tensor) -> tu
     return y, v
 
 
-def _with_head(method: Any, steps: int, centre: Tensor, x: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+def _with_head(
+    method: Any, steps: int, centre: Tensor, x: Tensor, own: Tensor
+) -> tuple[Tensor, Tensor]:
     y, P = x, own
     for _ in range(steps):
         y, P = y - LR * (y - centre), P - LR * (y + P - centre)
@@ -112,10 +115,13 @@ adapted = PersonalPath(
 """Steps of FedAvg from the mixture of FedALA, after steps of W; the personal model is v."""
 
 
-def _alone(method: Any, steps: int, centre: Tensor, x: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+def _alone(
+    method: Any, steps: int, centre: Tensor, x: Tensor, own: Tensor
+) -> tuple[Tensor, Tensor]:
     y = centre + (1 - LR) ** steps * (own - centre)
     return y, y
 
 
 alone = PersonalPath(_alone)
-"""Steps of each client from its own weights; features of the quadratic are inputs, and nothing moves them."""
+"""Steps of each client from its own weights; features of the quadratic are inputs, and nothing
+moves them."""

@@ -1,4 +1,5 @@
-"""Formulas for the broadcast that follows from given uploads; they share no code with the methods."""
+"""Formulas for the broadcast that follows from given uploads; they share no code with the
+methods."""
 
 from __future__ import annotations
 
@@ -24,9 +25,9 @@ class BroadcastFormula:
 
     Args:
         entry: name of the entry.
-        formula: returns the values of the entry. Its arguments are the history, the number of examples of
-            every client, the method with the server's state at the arrival of the last uploads, and the id
-            of the client that receives the broadcast.
+        formula: returns the values of the entry. Its arguments are the history, the number of
+            examples of every client, the method with the server's state at the arrival of the last
+            uploads, and the id of the client that receives the broadcast.
     """
 
     entry: str
@@ -42,14 +43,17 @@ def mean_of_weights(history: History, sizes: Sequence[int], method: Method, clie
 
 
 def sum_of_changes(history: History, sizes: Sequence[int], method: Method, client: int) -> Tensor:
-    """Return c = 1/N sum of the changes that all clients have sent in all rounds, float64 ``[P]``."""
-    changes = [upload.tensor("change").double() for uploads in history for upload in uploads.values()]
+    """Return c = 1/N sum of the changes that all clients have sent in all rounds, float64
+    ``[P]``."""
+    changes = [
+        upload.tensor("change").double() for uploads in history for upload in uploads.values()
+    ]
     return torch.stack(changes).sum(0) / sum(size > 0 for size in sizes)
 
 
 def normalised_mean(history: History, sizes: Sequence[int], method: Method, client: int) -> Tensor:
-    """Return x + tau sum_k p_k (w_k - x) / a_k, float64 ``[size]``, with the closed forms of Wang et al.
-    (NeurIPS 2020) for a_k of plain SGD, of momentum and of a proximal term.
+    """Return x + tau sum_k p_k (w_k - x) / a_k, float64 ``[size]``, with the closed forms of Wang
+    et al. (NeurIPS 2020) for a_k of plain SGD, of momentum and of a proximal term.
 
     Statistics of BatchNorm, which follow the parameters, are averaged.
 
@@ -74,8 +78,11 @@ def normalised_mean(history: History, sizes: Sequence[int], method: Method, clie
     return start + _mean(moved, sizes)
 
 
-def mean_of_soft_labels(history: History, sizes: Sequence[int], method: Method, client: int) -> Tensor:
-    """Return p = sum_k n_k p_k / sum_k n_k over the clients of the last round, float64 ``[|P|, C]``.
+def mean_of_soft_labels(
+    history: History, sizes: Sequence[int], method: Method, client: int
+) -> Tensor:
+    """Return p = sum_k n_k p_k / sum_k n_k over the clients of the last round, float64 ``[|P|,
+    C]``.
 
     A method that sharpens sends softmax(p / tau) instead.
     """
@@ -83,9 +90,11 @@ def mean_of_soft_labels(history: History, sizes: Sequence[int], method: Method, 
     return sharpened(mean, method.sharpen)  # type: ignore[arg-type]
 
 
-def mean_of_prototypes(history: History, sizes: Sequence[int], method: Method, client: int) -> Tensor:
-    """Return P_c = sum_k n_kc z_kc / sum_k n_kc over the last round with the class, float64 ``[C, d]``; zeros
-    of one that nobody has had."""
+def mean_of_prototypes(
+    history: History, sizes: Sequence[int], method: Method, client: int
+) -> Tensor:
+    """Return P_c = sum_k n_kc z_kc / sum_k n_kc over the last round with the class, float64 ``[C,
+    d]``; zeros of one that nobody has had."""
     last = torch.zeros_like(method.server["prototypes"], dtype=torch.float64)
     for uploads in history:
         counts = torch.stack([upload.tensor("counts").double() for upload in uploads.values()])
@@ -95,10 +104,13 @@ def mean_of_prototypes(history: History, sizes: Sequence[int], method: Method, c
     return last
 
 
-def mean_by_relevance(history: History, sizes: Sequence[int], method: Method, client: int) -> Tensor:
+def mean_by_relevance(
+    history: History, sizes: Sequence[int], method: Method, client: int
+) -> Tensor:
     """Return sum_j w_j (P_j, Q_j) over all other clients that ever sent an upload.
 
-    w = softmax(cos(sketch, sketch_j) / tau). The w_j are equal for a client that has sent no sketch yet.
+    w = softmax(cos(sketch, sketch_j) / tau). The w_j are equal for a client that has sent no sketch
+    yet.
     """
     newest = {id: upload for uploads in history for id, upload in uploads.items()}
     others = {id: upload for id, upload in newest.items() if id != client or method.include_self}
@@ -113,7 +125,9 @@ def mean_by_relevance(history: History, sizes: Sequence[int], method: Method, cl
         )
         weights[id] = math.exp(alike / float(method.tau))  # type: ignore[arg-type]
     total = sum(weights.values())
-    mixed = [weights[id] / total * upload.tensor("adapters").double() for id, upload in others.items()]
+    mixed = [
+        weights[id] / total * upload.tensor("adapters").double() for id, upload in others.items()
+    ]
     return torch.stack(mixed).sum(0)
 
 

@@ -2,11 +2,12 @@
 
 Source: Karimireddy et al., ICML 2020, Algorithm 1 with option II.
 
-    y_i <- y_i - eta_l (g_i(y_i) - c_i + c),  K_i times from x   c_i+ = c_i - c + (x - y_i) / (K_i eta_l)
-    x <- x + sum_{i in S} p_i (y_i - x)                          c <- c + 1/N sum_{i in S} (c_i+ - c_i)
+    y_i <- y_i - eta_l (g_i(y_i) - c_i + c),  K_i times from x   c_i+ = c_i - c + (x - y_i) / (K_i
+    eta_l) x <- x + sum_{i in S} p_i (y_i - x)                          c <- c + 1/N sum_{i in S}
+    (c_i+ - c_i)
 
-g_i(y) = y - c_i*, where c_i* is the client's centre. p_i is what the method declares; it is 1 / |S| in the
-paper. All values are float64.
+g_i(y) = y - c_i*, where c_i* is the client's centre. p_i is what the method declares; it is 1 / |S|
+in the paper. All values are float64.
 """
 
 from __future__ import annotations
@@ -69,7 +70,11 @@ def scaffold_path(
         divisor: what the sum of the clients' changes is divided by, given N and |S|.
         factor: factor of (x - y_i) / (K_i eta_l), given the round and the client.
     """
-    x, c, own = start.double(), torch.zeros(CENTRES.shape[1], dtype=torch.float64), dict[int, Tensor]()
+    x, c, own = (
+        start.double(),
+        torch.zeros(CENTRES.shape[1], dtype=torch.float64),
+        dict[int, Tensor](),
+    )
     answers = []
     for round in rounds:
         moved, changes = torch.zeros_like(x), torch.zeros_like(c)
@@ -94,7 +99,8 @@ def diagnose(
     found: Sequence[Tensor],
     noise: float,
 ) -> str:
-    """Name the known mistake that explains the path ``found``; return an empty text if none does."""
+    """Name the known mistake that explains the path ``found``; return an empty text if none
+    does."""
     for mistake, wrong in _known_mistakes():
         if distance(wrong(start, rounds, weights), found) <= 10 * noise:
             return mistake
@@ -102,7 +108,10 @@ def diagnose(
     zero = scaffold_path(start, rounds[:2], weights, factor=lambda r, k: 0.0)[-1]
     unit = scaffold_path(start, rounds[:2], weights, factor=lambda r, k: 1.0)[-1]
     factor = float((found[1].double() - zero) @ (unit - zero) / ((unit - zero) @ (unit - zero)))
-    if distance(scaffold_path(start, rounds, weights, factor=lambda r, k: factor), found) <= 10 * noise:
+    if (
+        distance(scaffold_path(start, rounds, weights, factor=lambda r, k: factor), found)
+        <= 10 * noise
+    ):
         return (
             f"c_i+ takes {factor:.3g} (x - y_i) / (K eta_l): K is local_steps and eta_l is local_lr, "
             "which upload may read"
@@ -111,7 +120,8 @@ def diagnose(
 
 
 def _known_mistakes() -> Iterator[tuple[str, Callable[..., list[Tensor]]]]:
-    """Yield the description of each known mistake, and the path of an implementation that makes it."""
+    """Yield the description of each known mistake, and the path of an implementation that makes
+    it."""
     yield (
         "the correction has the wrong sign: a local step goes along g - c_i + c",
         partial(scaffold_path, sign=-1.0),
@@ -135,7 +145,10 @@ def _known_mistakes() -> Iterator[tuple[str, Callable[..., list[Tensor]]]]:
             "the steps that were planned for K: a straggler makes fewer, local_steps",
             lambda r, k: r.made[k] / r.planned[k],
         ),
-        ("the first round's learning rate for eta_l: that of this round is local_lr", lambda r, k: r.lr / LR),
+        (
+            "the first round's learning rate for eta_l: that of this round is local_lr",
+            lambda r, k: r.lr / LR,
+        ),
     ]
     for takes, factor in factors:
         yield f"c_i+ takes {takes}", partial(scaffold_path, factor=factor)
@@ -159,7 +172,10 @@ class ControlVariates(Expectation):
         expected = scaffold_path(start, rounds, run.weights)[-1]
         right = distance([expected], [end]) <= run.noise
         expect(
-            right, f"it ends at {show(end)}", f"{show(expected)}, where SCAFFOLD ends", "see control variates"
+            right,
+            f"it ends at {show(end)}",
+            f"{show(expected)}, where SCAFFOLD ends",
+            "see control variates",
         )
 
     expect_one_step = expect_limit

@@ -1,5 +1,5 @@
-"""Server optimisers written out once more, as their papers have them, and what follows for a method that has
-one: its path on the quadratic, and its next broadcast."""
+"""Server optimisers written out once more, as their papers have them, and what follows for a method
+that has one: its path on the quadratic, and its next broadcast."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from fl_lightning.methods import Method
 
 Memory = dict[str, Tensor]
 Rule = Callable[[Any, Memory, Tensor, Tensor, float, int], tuple[Tensor, Tensor]]
-"""What the server does with x and D = sum p_i (y_i - x): it gets the optimiser's settings, what it remembers,
-which it changes, x, D, sum p_i ||y_i - x||^2 and the number of the round, and returns what is sent next and
-what is evaluated."""
+"""What the server does with x and D = sum p_i (y_i - x): it gets the optimiser's settings, what it
+remembers, which it changes, x, D, sum p_i ||y_i - x||^2 and the number of the round, and returns
+what is sent next and what is evaluated."""
 
 
-def momentum(o: Any, memory: Memory, x: Tensor, D: Tensor, squares: float, t: int) -> tuple[Tensor, Tensor]:
+def momentum(
+    o: Any, memory: Memory, x: Tensor, D: Tensor, squares: float, t: int
+) -> tuple[Tensor, Tensor]:
     """Hsu et al. (2019): v <- B v - D, x <- x - g v; with Nesterov x <- x - g (B v - D)."""
     memory["velocity"] = v = o.momentum * memory.get("velocity", torch.zeros_like(D)) - D
     x = x - o.lr * (o.momentum * v - D if o.nesterov else v)
@@ -30,9 +32,12 @@ def momentum(o: Any, memory: Memory, x: Tensor, D: Tensor, squares: float, t: in
 
 
 def adaptive(second: Callable[[Tensor, Tensor, float], Tensor]) -> Rule:
-    """Return the rule of Reddi et al. (2021), algorithm 2, given v of the last v, D^2 and beta_2."""
+    """Return the rule of Reddi et al. (2021), algorithm 2, given v of the last v, D^2 and
+    beta_2."""
 
-    def rule(o: Any, memory: Memory, x: Tensor, D: Tensor, squares: float, t: int) -> tuple[Tensor, Tensor]:
+    def rule(
+        o: Any, memory: Memory, x: Tensor, D: Tensor, squares: float, t: int
+    ) -> tuple[Tensor, Tensor]:
         beta_1, beta_2 = o.betas
         m = beta_1 * memory.get("first_moment", torch.zeros_like(D)) + (1 - beta_1) * D
         v = second(memory.get("second_moment", torch.full_like(D, o.tau**2)), D**2, beta_2)
@@ -48,7 +53,9 @@ yogi = adaptive(lambda v, square, beta: v - (1 - beta) * square * (v - square).s
 adagrad = adaptive(lambda v, square, beta: v + square)
 
 
-def exp(o: Any, memory: Memory, x: Tensor, D: Tensor, squares: float, t: int) -> tuple[Tensor, Tensor]:
+def exp(
+    o: Any, memory: Memory, x: Tensor, D: Tensor, squares: float, t: int
+) -> tuple[Tensor, Tensor]:
     """Jhunjhunwala et al. (2023): x <- x + max(1, squares / (2 (||D||^2 + eps_t))) D."""
     ratio = squares / (2 * (float(D @ D) + o.eps * o.eps_decay ** (t - 1)))
     after, first = x + max(1.0, ratio) * D, not float(memory.get("gain", torch.zeros(1)))
@@ -56,8 +63,11 @@ def exp(o: Any, memory: Memory, x: Tensor, D: Tensor, squares: float, t: int) ->
     return after, (x + after) / 2 if o.mean_of_two and not first else after
 
 
-def acg(o: Any, memory: Memory, x: Tensor, D: Tensor, squares: float, t: int) -> tuple[Tensor, Tensor]:
-    """Kim et al. (2024), from x as it was sent: M <- lam M + D, evaluated is x + D, sent is x + D + lam M."""
+def acg(
+    o: Any, memory: Memory, x: Tensor, D: Tensor, squares: float, t: int
+) -> tuple[Tensor, Tensor]:
+    """Kim et al. (2024), from x as it was sent: M <- lam M + D, evaluated is x + D, sent is x + D +
+    lam M."""
     memory["momentum"] = M = o.lam * memory.get("momentum", torch.zeros_like(D)) + D
     return x + D + o.lam * M, x + D
 
@@ -93,15 +103,17 @@ class ServerPath(Expectation):
 
 
 def next_weights(rule: Rule) -> Callable[[History, Sequence[int], Method, int], Tensor]:
-    """Return the formula of the weights that are sent after the last round of a history, float64 ``[P]``:
-    the rule's for parameters, the mean for statistics."""
+    """Return the formula of the weights that are sent after the last round of a history, float64
+    ``[P]``: the rule's for parameters, the mean for statistics."""
 
     def formula(history: History, sizes: Sequence[int], method: Method, client: int) -> Tensor:
         x = method.server["weights"].double()
         P = sum(p.numel() for p in method.network.parameters())
         ended = {id: method.decode(upload).double() for id, upload in history[-1].items()}
         memory = {
-            name.partition("/")[2]: tensor.double() for name, tensor in method.server.items() if "/" in name
+            name.partition("/")[2]: tensor.double()
+            for name, tensor in method.server.items()
+            if "/" in name
         }
         D, squares = _change({id: y[:P] for id, y in ended.items()}, x[:P], sizes)
         sent, _ = rule(method.server_optimizer, memory, x[:P], D, squares, len(history))
@@ -115,4 +127,6 @@ def _change(ended: Mapping[int, Tensor], x: Tensor, weights: Sequence[int]) -> t
     """Return sum p_i (y_i - x) and sum p_i ||y_i - x||^2."""
     total = sum(weights[k] for k in ended)
     updates = [(weights[k] / total, y - x) for k, y in ended.items()]
-    return torch.stack([p * u for p, u in updates]).sum(0), sum(p * float(u @ u) for p, u in updates)
+    return torch.stack([p * u for p, u in updates]).sum(0), sum(
+        p * float(u @ u) for p, u in updates
+    )

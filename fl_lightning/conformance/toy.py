@@ -44,7 +44,8 @@ class Sizes(Partition):
 
 
 class Points(FederatedData):
-    """At most six clients, where client k has ``counts[k]`` identical examples: input 1, label ``labels[k]``.
+    """At most six clients, where client k has ``counts[k]`` identical examples: input 1, label
+    ``labels[k]``.
 
     The public set holds the input 1.
 
@@ -139,7 +140,8 @@ class Quadratic:
 
 
 def on_points(method: Method) -> Method:
-    """Set up the method for the quadratic: ``task_loss`` of client k becomes ``|w - c_k|^2 / 2``."""
+    """Set up the method for the quadratic: ``task_loss`` of client k becomes ``|w - c_k|^2 /
+    2``."""
     method.network_spec = point_network
     method.optimizer_spec = sgd(LR)
     method.task_loss = Quadratic()  # type: ignore[method-assign]
@@ -173,8 +175,15 @@ def sgd(lr: float = 0.1, **settings: Any) -> Callable[[Any], SGD]:
 
 
 def trainer_in(folder: Path | str, **settings: Any) -> FederatedTrainer:
-    """Return a trainer without a tracking store that writes to ``folder`` and samples every client."""
-    settings = {"participation": 1.0, "local_epochs": 2, "logger": False, "accelerator": "cpu", **settings}
+    """Return a trainer without a tracking store that writes to ``folder`` and samples every
+    client."""
+    settings = {
+        "participation": 1.0,
+        "local_epochs": 2,
+        "logger": False,
+        "accelerator": "cpu",
+        **settings,
+    }
     return FederatedTrainer(default_root_dir=str(folder), **settings)
 
 

@@ -18,7 +18,11 @@ class Violation(AssertionError):
     """
 
     def __init__(self, seen: str, expected: str = "", cause: str = "") -> None:
-        parts = [seen, f"expected: {expected}" if expected else "", f"likely cause: {cause}" if cause else ""]
+        parts = [
+            seen,
+            f"expected: {expected}" if expected else "",
+            f"likely cause: {cause}" if cause else "",
+        ]
         super().__init__("\n".join(filter(None, parts)))
 
 
@@ -43,7 +47,8 @@ def expect(holds: bool, otherwise: str, expected: str = "", cause: str = "") -> 
 
 
 def not_finite(**tensors: Mapping[str, Tensor]) -> str:
-    """Return in words which tensors have NaN or infinity, or a variance below 0, which leads to NaN.
+    """Return in words which tensors have NaN or infinity, or a variance below 0, which leads to
+    NaN.
 
     Args:
         tensors: groups of tensors, by the name of the group, such as ``server``.
@@ -52,7 +57,9 @@ def not_finite(**tensors: Mapping[str, Tensor]) -> str:
     for group, named in tensors.items():
         for name, tensor in named.items():
             if not torch.isfinite(tensor).all():
-                found.append(f"{group}[{name!r}] has {'NaN' if tensor.isnan().any() else 'infinity'}")
+                found.append(
+                    f"{group}[{name!r}] has {'NaN' if tensor.isnan().any() else 'infinity'}"
+                )
             elif name.rpartition(".")[2] == "running_var" and (tensor < 0).any():
                 found.append(f"{group}[{name!r}] is a variance below 0")
     return ", ".join(found)

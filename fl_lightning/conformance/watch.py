@@ -22,8 +22,8 @@ def client_without_data(id: int) -> Client:
 class RunRecorder(Stressor, Meter):
     """Records what happens in a run.
 
-    It holds the cohorts, the losses, broadcasts and uploads as bytes by (round, client), the server's tensors
-    at the start of each round, and the tensors that each client kept last.
+    It holds the cohorts, the losses, broadcasts and uploads as bytes by (round, client), the
+    server's tensors at the start of each round, and the tensors that each client kept last.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,9 @@ class RunRecorder(Stressor, Meter):
     def on_client_end(self, client: Client, round: int, context: Context) -> None:
         self.kept[client.id] = copy_tensors(client.state)
 
-    def change_upload(self, upload: Payload, *, client: Client, round: int, context: Context) -> Payload:
+    def change_upload(
+        self, upload: Payload, *, client: Client, round: int, context: Context
+    ) -> Payload:
         self.uploads[round, client.id] = upload.to_bytes()
         return upload
 
@@ -54,19 +56,29 @@ class RunRecorder(Stressor, Meter):
 
     def uploads_of(self, round: int) -> dict[int, Payload]:
         """Return the decoded uploads of one round by client id."""
-        return {client: Payload.from_bytes(data) for (r, client), data in self.uploads.items() if r == round}
+        return {
+            client: Payload.from_bytes(data)
+            for (r, client), data in self.uploads.items()
+            if r == round
+        }
 
 
 class OnlyClients(Stressor):
-    """Drops all clients but these before training, in one ``round``, or in every round if it is None."""
+    """Drops all clients but these before training, in one ``round``, or in every round if it is
+    None."""
 
     def __init__(self, *clients: int, round: int | None = None) -> None:
         self.clients, self.round = clients, round
 
-    def change_cohort(self, cohort: list[Assignment], *, round: int, context: Context) -> list[Assignment]:
+    def change_cohort(
+        self, cohort: list[Assignment], *, round: int, context: Context
+    ) -> list[Assignment]:
         if self.round not in (None, round):
             return cohort
-        return [a if a.client.id in self.clients else replace(a, trains=False, returns=False) for a in cohort]
+        return [
+            a if a.client.id in self.clients else replace(a, trains=False, returns=False)
+            for a in cohort
+        ]
 
 
 class SlowClients(Stressor):
@@ -75,12 +87,15 @@ class SlowClients(Stressor):
     def __init__(self, clients: Collection[int], work: float) -> None:
         self.clients, self.work = clients, work
 
-    def change_cohort(self, cohort: list[Assignment], *, round: int, context: Context) -> list[Assignment]:
+    def change_cohort(
+        self, cohort: list[Assignment], *, round: int, context: Context
+    ) -> list[Assignment]:
         return [replace(a, work=self.work) if a.client.id in self.clients else a for a in cohort]
 
 
 class AnswerRecorder(Meter):
-    """Records the answer of the deployed model on the quadratic after each round, float32 ``[6]``."""
+    """Records the answer of the deployed model on the quadratic after each round, float32
+    ``[6]``."""
 
     def __init__(self) -> None:
         self.seen: list[Tensor] = []
@@ -96,7 +111,9 @@ class StateHalver(Stressor):
     def __init__(self, client: int, name: str, round: int) -> None:
         self.client, self.name, self.round = client, name, round
 
-    def change_cohort(self, cohort: list[Assignment], *, round: int, context: Context) -> list[Assignment]:
+    def change_cohort(
+        self, cohort: list[Assignment], *, round: int, context: Context
+    ) -> list[Assignment]:
         return [
             replace(a, client=halve_state(a.client, self.name)) if self._is_target(a, round) else a
             for a in cohort
@@ -118,8 +135,8 @@ def halve_state(client: Client, name: str) -> Client:
 class InPlaceDetector(Meter):
     """Finds kept tensors that are written to in place.
 
-    It holds every tensor that the server or a client kept, with a copy, and lists the names of those whose
-    content changes in ``written``.
+    It holds every tensor that the server or a client kept, with a copy, and lists the names of
+    those whose content changes in ``written``.
     """
 
     def __init__(self) -> None:
@@ -137,7 +154,9 @@ class InPlaceDetector(Meter):
         self._compare(record.round)
 
     def _hold(self, owner: str, tensors: dict[str, Tensor]) -> None:
-        self.held += [(f"{owner}[{name!r}]", tensor, tensor.clone()) for name, tensor in tensors.items()]
+        self.held += [
+            (f"{owner}[{name!r}]", tensor, tensor.clone()) for name, tensor in tensors.items()
+        ]
 
     def _compare(self, round: int) -> None:
         changed = [name for name, tensor, copy in self.held if not equal_with_nan(tensor, copy)]

@@ -10,7 +10,14 @@ from fl_lightning.data.images import FederatedImages
 from fl_lightning.data.index_file import FromFile
 from fl_lightning.data.leaf import LeafData
 from fl_lightning.data.map_style import DataModuleData, DatasetData
-from fl_lightning.data.partition import IID, Dirichlet, Natural, Partition, Shards, dirichlet_partition
+from fl_lightning.data.partition import (
+    IID,
+    Dirichlet,
+    Natural,
+    Partition,
+    Shards,
+    dirichlet_partition,
+)
 from fl_lightning.data.published_partitions import (
     LabelsPerClient,
     NIIDBenchDirichlet,

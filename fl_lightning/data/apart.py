@@ -20,19 +20,23 @@ Counts = Mapping[int, tuple[int, int]]
 
 
 def own_holdings(data: FederatedData, counts: Counts, first: int, step: int, seed: int) -> Holdings:
-    """Return the holdings of a node's own clients among those of all; the others' examples are not here, and
-    example 0 stands for each of them.
+    """Return the holdings of a node's own clients among those of all; the others' examples are not
+    here, and example 0 stands for each of them.
 
     Args:
         counts: of all clients of the federation; empty before they are known.
-        first, step: of the data's clients, the first has the id ``first``, and the others follow in steps of
-            ``step``. Data that say nothing of clients are those of one.
+        first, step: of the data's clients, the first has the id ``first``, and the others follow in
+            steps of ``step``. Data that say nothing of clients are those of one.
         seed: seed of the run, from which validation examples are drawn, by client.
     """
     owner = first + _owner(data) * step
     num_clients = max([*counts, *owner.tolist()], default=0) + 1
     holdings, marked = Holdings.by_owner(owner, num_clients), data.train_held_out
-    own = holdings.hold_out(data.val_fraction, seed) if marked is None else holdings.hold_out_marked(marked)
+    own = (
+        holdings.hold_out(data.val_fraction, seed)
+        if marked is None
+        else holdings.hold_out_marked(marked)
+    )
     parts, held_out = [], own.held_out.copy()
     for id in range(num_clients):
         train, val = own.client(id)

@@ -1,6 +1,7 @@
 """Examples that lie in memory as tensors, and what is known of them beside inputs and target.
 
-``N`` training examples, ``M`` test examples, ``K`` clients, ``G`` groups, ``C`` classes, ``B`` batch.
+``N`` training examples, ``M`` test examples, ``K`` clients, ``G`` groups, ``C`` classes, ``B``
+batch.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Examples:
         inputs: what the network sees, ``[N, ...]``: a tensor or a dictionary of tensors.
         target: classes int64 ``[N]``, or numbers float32 ``[N]`` or ``[N, D]``.
         group: the group of each example, int64 ``[N]``; None: its class.
-        owner: the client that each example belongs to, int64 ``[N]``; None: the data say nothing of clients.
+        owner: the client that each example belongs to, int64 ``[N]``; None: the data say nothing of
+            clients.
     """
 
     inputs: Any
@@ -72,7 +74,11 @@ class Names:
         """Return the names for ``partition.json``; of more than 1000 clients only their number."""
         found: dict[str, Any] = {
             key: [str(name) for name in names]
-            for key, names in (("classes", self.classes), ("groups", self.groups), ("clients", self.clients))
+            for key, names in (
+                ("classes", self.classes),
+                ("groups", self.groups),
+                ("clients", self.clients),
+            )
             if len(names)
         }
         if len(self.clients) > MAX_LISTED_CLIENTS:
@@ -83,24 +89,25 @@ class Names:
 class ArrayData(FederatedData):
     """Examples that :meth:`read` returns as tensors, distributed to clients.
 
-    A subclass sets :attr:`dataset`, and where they differ :attr:`natural` and :attr:`has_test`, before it
-    calls this constructor.
+    A subclass sets :attr:`dataset`, and where they differ :attr:`natural` and :attr:`has_test`,
+    before it calls this constructor.
 
     Args:
-        test_fraction: share of the examples (of classification, of each class) that becomes the test set if
-            no other one is named, in (0, 1); the same examples in every run.
-        task: classification: the target's values, whole numbers or texts, in sorted order are the classes;
-            regression: the target is one number or several; language_modelling: see
+        test_fraction: share of the examples (of classification, of each class) that becomes the
+            test set if no other one is named, in (0, 1); the same examples in every run.
+        task: classification: the target's values, whole numbers or texts, in sorted order are the
+            classes; regression: the target is one number or several; language_modelling: see
             :class:`~fl_lightning.data.TokenData`, which takes the same datasets.
         num_clients: number of clients; 0: as many as the training examples have of their own.
-        partition: rule that assigns training examples to clients; null: Natural where the data say whose an
-            example is, else Dirichlet with beta 0.1.
+        partition: rule that assigns training examples to clients; null: Natural where the data say
+            whose an example is, else Dirichlet with beta 0.1.
         batch_size: examples of one local step.
         val_fraction: share of each client's examples that is held out for validation, in [0, 1).
         public_examples: training examples of the public set; 0: no public set.
-        metrics: metrics of torchmetrics by class path that are evaluated beside the task's, as ``test/*`` and
-            ``val/*``; null: none.
-        primary: the metric that selects, of the task's or of ``metrics``; null: the task's primary one.
+        metrics: metrics of torchmetrics by class path that are evaluated beside the task's, as
+            ``test/*`` and ``val/*``; null: none.
+        primary: the metric that selects, of the task's or of ``metrics``; null: the task's primary
+            one.
     """
 
     dataset: str
@@ -174,7 +181,10 @@ class ArrayData(FederatedData):
         self.train_target, self.test_target = train.target, test.target
         self._groups: dict[Split, Tensor] = {}
         if train.group is not None and test.group is not None:
-            self._groups = {"train": torch.from_numpy(train.group), "test": torch.from_numpy(test.group)}
+            self._groups = {
+                "train": torch.from_numpy(train.group),
+                "test": torch.from_numpy(test.group),
+            }
         self._owner = train.owner
         self.example_shape = tuple(tree_leaves(train.inputs)[0].shape[1:])
         numbers = train.target.shape[1] if train.target.ndim == 2 else 1
@@ -196,7 +206,8 @@ class ArrayData(FederatedData):
 
     @property
     def train_group(self) -> Tensor:
-        """Group of each training example, int64 ``[N]``; its class where the data have no groups."""
+        """Group of each training example, int64 ``[N]``; its class where the data have no
+        groups."""
         return self._groups["train"] if self._groups else super().train_group
 
     @property
@@ -229,7 +240,8 @@ class ArrayData(FederatedData):
         """Move the examples to the device."""
         super().move(device)
         self._inputs = {
-            split: tree_map(lambda leaf: leaf.to(device), some) for split, some in self._inputs.items()
+            split: tree_map(lambda leaf: leaf.to(device), some)
+            for split, some in self._inputs.items()
         }
         self._scale = None if self._scale is None else self._scale.to(device)
         self._groups = {split: group.to(device) for split, group in self._groups.items()}
@@ -237,7 +249,8 @@ class ArrayData(FederatedData):
     def inputs(self, split: Split, index: Tensor, draws: Tensor | None = None) -> Any:
         """Return the inputs at ``index``, ``[B, *example_shape]`` or a dictionary of such tensors.
 
-        Images of bytes are normalised with the mean and standard deviation of the training images."""
+        Images of bytes are normalised with the mean and standard deviation of the training
+        images."""
         found = tree_map(lambda leaf: leaf[index], self._inputs[split])
         if self._scale is None:
             return found
@@ -250,9 +263,11 @@ class ArrayData(FederatedData):
         return self._digest
 
     def partition_summary(self) -> dict[str, Any]:
-        """Return the content of ``partition.json``, with the names of classes, groups and clients and the
-        SHA-256 of all examples."""
-        return super().partition_summary() | {"examples": {"sha256": self._digest, **self.names.summary()}}
+        """Return the content of ``partition.json``, with the names of classes, groups and clients
+        and the SHA-256 of all examples."""
+        return super().partition_summary() | {
+            "examples": {"sha256": self._digest, **self.names.summary()}
+        }
 
 
 def name_from(path: str) -> str:
@@ -308,8 +323,8 @@ def in_test(labels: np.ndarray, fraction: float) -> np.ndarray:
     """Mark the examples of the test set, bool ``[N]``; the same ones in every run.
 
     Args:
-        labels: class of each example ``[N]``, of each of which the share is taken; one value where there are
-            no classes.
+        labels: class of each example ``[N]``, of each of which the share is taken; one value where
+            there are no classes.
         fraction: share of the test set, rounded.
 
     Raises:
@@ -363,7 +378,9 @@ def channel_moments(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float,
     """
     level = np.arange(256) / 255
     channels = range(images.shape[1])
-    counts = np.stack([np.bincount(images[:, channel].ravel(), minlength=256) for channel in channels])
+    counts = np.stack(
+        [np.bincount(images[:, channel].ravel(), minlength=256) for channel in channels]
+    )
     share = counts / counts.sum(axis=1, keepdims=True)
     mean = share @ level
     # the lower bound avoids a division by zero where a channel is constant

@@ -2,8 +2,8 @@
 
 Nothing here depends on what an example looks like.
 
-``N`` training examples, ``K`` clients, ``B`` batch, ``E`` epochs, ``n`` examples of one client, ``D``
-augmentation numbers.
+``N`` training examples, ``K`` clients, ``B`` batch, ``E`` epochs, ``n`` examples of one client,
+``D`` augmentation numbers.
 """
 
 from __future__ import annotations
@@ -32,10 +32,16 @@ from fl_lightning.metrics.named import MetricFactory
 from fl_lightning.rng import stream
 from fl_lightning.tasks import Classification, Task
 
-NumClients = Annotated[int, within("[1, inf)", "a federation has at least one client", "write 1 or more")]
+NumClients = Annotated[
+    int, within("[1, inf)", "a federation has at least one client", "write 1 or more")
+]
 BatchSize = Annotated[int, within("[1, inf)", "a batch has at least one example", "write e.g. 64")]
-ValFraction = Annotated[float, within("[0, 1)", "a share in [0, 1)", "write e.g. 0.05, or 0 for none")]
-PublicExamples = Annotated[int, within("[0, inf)", "a public set has 0 or more examples", "write 0 for none")]
+ValFraction = Annotated[
+    float, within("[0, 1)", "a share in [0, 1)", "write e.g. 0.05, or 0 for none")
+]
+PublicExamples = Annotated[
+    int, within("[0, inf)", "a public set has 0 or more examples", "write 0 for none")
+]
 
 log = logging.getLogger("fl_lightning")
 
@@ -43,13 +49,14 @@ log = logging.getLogger("fl_lightning")
 class FederatedData(ExampleBatches, Recorded, LightningDataModule):
     """A data set whose training examples are distributed to clients.
 
-    Call ``prepare_data()``, ``setup()`` and ``distribute(seed, device)``, in this order, before batches.
+    Call ``prepare_data()``, ``setup()`` and ``distribute(seed, device)``, in this order, before
+    batches.
 
-    A batch is a pair of inputs (a tensor; a dictionary of tensors where a network takes several) and target
-    ``[B, ...]``. A subclass sets ``num_classes`` and ``example_shape`` in its constructor, ``train_target``
-    and ``test_target`` in ``setup``, and overrides :meth:`inputs`, :meth:`draws` and :meth:`move`. Where
-    it is not classification it sets ``task`` too, and where partitions go by something else than the target,
-    :attr:`train_group` and :attr:`test_group`.
+    A batch is a pair of inputs (a tensor; a dictionary of tensors where a network takes several)
+    and target ``[B, ...]``. A subclass sets ``num_classes`` and ``example_shape`` in its
+    constructor, ``train_target`` and ``test_target`` in ``setup``, and overrides :meth:`inputs`,
+    :meth:`draws` and :meth:`move`. Where it is not classification it sets ``task`` too, and where
+    partitions go by something else than the target, :attr:`train_group` and :attr:`test_group`.
 
     Args:
         dataset: name of the data set.
@@ -57,13 +64,14 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
         partition: rule that assigns training examples to clients.
         batch_size: examples of one local step.
         val_fraction: share of each client's examples that is held out for validation, in [0, 1).
-        public_examples: examples of the public set, which is unlabelled and the same for every client and
-            the server; 0: no public set.
-        public_dataset: data set from which the public set is drawn; null: the training examples, and no
-            client then holds public examples.
-        metrics: metrics of torchmetrics by class path that are evaluated beside the task's, as ``test/*`` and
-            ``val/*``; null: none.
-        primary: the metric that selects, of the task's or of ``metrics``; null: the task's primary one.
+        public_examples: examples of the public set, which is unlabelled and the same for every
+            client and the server; 0: no public set.
+        public_dataset: data set from which the public set is drawn; null: the training examples,
+            and no client then holds public examples.
+        metrics: metrics of torchmetrics by class path that are evaluated beside the task's, as
+            ``test/*`` and ``val/*``; null: none.
+        primary: the metric that selects, of the task's or of ``metrics``; null: the task's primary
+            one.
 
     Raises:
         InputError: an argument is out of range, or the clients do not fit into memory.
@@ -78,16 +86,19 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
     example_shape: tuple[int, ...]
 
     run_form: Form | None = None
-    """Names of classes and constants of preprocessing that these data take over from another run's data,
-    instead of finding them in their own training examples; a node of a deployment sets it before ``setup``.
-    All examples are then for training, and there is no test set. None: they are found in the examples."""
+    """Names of classes and constants of preprocessing that these data take over from another run's
+    data, instead of finding them in their own training examples; a node of a deployment sets it
+    before ``setup``. All examples are then for training, and there is no test set. None: they are
+    found in the examples."""
 
     own_setting = "train"
-    """The setting that names a node's own examples, where a deployment trains on the nodes' data."""
+    """The setting that names a node's own examples, where a deployment trains on the nodes'
+    data."""
 
     test_holdings: Holdings | None = None
-    """The examples that each client is tested on, where clients have test sets of their own, which together
-    are the test set; None: the data have one test set, of which nobody knows whose it is."""
+    """The examples that each client is tested on, where clients have test sets of their own, which
+    together are the test set; None: the data have one test set, of which nobody knows whose it
+    is."""
 
     apart: bool = False
     """Whether clients are on other machines, with their examples."""
@@ -121,8 +132,8 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
 
     @property
     def content_sha256(self) -> str:
-        """SHA-256 of all examples, by which a run that is continued, and one that is paired with published
-        runs, knows its data again; empty where the data do not say."""
+        """SHA-256 of all examples, by which a run that is continued, and one that is paired with
+        published runs, knows its data again; empty where the data do not say."""
         return ""
 
     def form(self) -> Form:
@@ -131,9 +142,9 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
 
     @property
     def train_group(self) -> Tensor:
-        """What each training example is grouped by, int64 ``[N]``: its class, or a writer, a hospital, a
-        domain. Partitions go by it. Where the target is not a class and nothing else is given, all examples
-        are of one group."""
+        """What each training example is grouped by, int64 ``[N]``: its class, or a writer, a
+        hospital, a domain. Partitions go by it. Where the target is not a class and nothing else is
+        given, all examples are of one group."""
         return group_by_target(self.train_target)
 
     @property
@@ -143,20 +154,21 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
 
     @property
     def test_kinds(self) -> Sequence[str]:
-        """What kind of example each test example is, such as the name of its instruction task: ``test``
-        reports each kind by itself. Empty where there are no kinds."""
+        """What kind of example each test example is, such as the name of its instruction task:
+        ``test`` reports each kind by itself. Empty where there are no kinds."""
         return ()
 
     @property
     def train_owner(self) -> np.ndarray | None:
-        """The client that each training example belongs to by itself, int64 ``[N]``, for the partition
-        :class:`~fl_lightning.data.Natural`; None where the data say nothing of clients."""
+        """The client that each training example belongs to by itself, int64 ``[N]``, for the
+        partition :class:`~fl_lightning.data.Natural`; None where the data say nothing of
+        clients."""
         return None
 
     @property
     def train_held_out(self) -> np.ndarray | None:
-        """Whether each training example is for validation, bool ``[N]``; None: ``val_fraction`` of each
-        client's are drawn."""
+        """Whether each training example is for validation, bool ``[N]``; None: ``val_fraction`` of
+        each client's are drawn."""
         return None
 
     @property
@@ -165,13 +177,15 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
         by_class = type(self).train_group is FederatedData.train_group
         if by_class and isinstance(self.task, Classification):
             return self.num_classes
-        groups = [int(group.max()) + 1 for group in (self.train_group, self.test_group) if len(group)]
+        groups = [
+            int(group.max()) + 1 for group in (self.train_group, self.test_group) if len(group)
+        ]
         return max(groups, default=1)
 
     @property
     def group_names(self) -> Sequence[str]:
-        """Names of the groups 0 .. G - 1, or their numbers where they have no names; empty where examples are
-        grouped by their class or not at all."""
+        """Names of the groups 0 .. G - 1, or their numbers where they have no names; empty where
+        examples are grouped by their class or not at all."""
         by_class = type(self).train_group is FederatedData.train_group
         return () if by_class else tuple(map(str, range(self.num_groups)))
 
@@ -186,7 +200,10 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
         require(hasattr(self, "test_target"), given, "setup sets test_target", "set it there")
         self.device = device
         self._public_moved = None
-        self.train_target, self.test_target = self.train_target.to(device), self.test_target.to(device)
+        self.train_target, self.test_target = (
+            self.train_target.to(device),
+            self.test_target.to(device),
+        )
 
     def see_network(self, network: nn.Module) -> None:
         """Learn which network a run begins with, once it has been built; most data do not ask."""
@@ -230,7 +247,9 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
         )
         if 2 * len(self.active) < self.num_clients:
             idle = self.num_clients - len(self.active)
-            log.warning("%d of %d clients have no training example and never train", idle, self.num_clients)
+            log.warning(
+                "%d of %d clients have no training example and never train", idle, self.num_clients
+            )
         if self.val_fraction and not len(self.validating):
             log.warning(
                 "no client has a validation example (data.val_fraction %g), so no val/* and no best round",
@@ -254,8 +273,8 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
         return make_holdings(self.partition, group, self.num_clients, seed)
 
     def distribute_apart(self, holdings: Holdings, seed: int, device: torch.device) -> None:
-        """Take holdings in which clients of other machines have examples that are not here; call it in the
-        place of :meth:`distribute`.
+        """Take holdings in which clients of other machines have examples that are not here; call it
+        in the place of :meth:`distribute`.
 
         Raises:
             InputError: the data have a public set, which would not be the same everywhere.
@@ -271,7 +290,8 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
         self.move(torch.device(device))
 
     def _take(self, holdings: Holdings) -> None:
-        for cached in ("sizes", "active", "partition_hash", "_all_validation"):  # values of another seed
+        # values of another seed
+        for cached in ("sizes", "active", "partition_hash", "_all_validation"):
             self.__dict__.pop(cached, None)
         self._holdings = holdings
         if self.metrics or self.primary not in (None, self.task.primary):
@@ -280,7 +300,8 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
             self.task = self._own_task.measuring(self.metrics, self.primary, self.num_classes)
 
     def _dealt_by(self) -> np.ndarray:
-        """Return what the partition goes by: the groups of the training examples, or whose they are."""
+        """Return what the partition goes by: the groups of the training examples, or whose they
+        are."""
         if not isinstance(self.partition, Natural):
             return self.train_group.cpu().numpy()
         owner = self.train_owner
@@ -293,7 +314,8 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
         return owner
 
     def _draw_public(self, seed: int) -> np.ndarray:
-        """Return the sorted indices of the public set in the data set from which it is drawn, int64.
+        """Return the sorted indices of the public set in the data set from which it is drawn,
+        int64.
 
         Raises:
             InputError: the data set has too few examples.
@@ -314,17 +336,17 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
                 f"{pool} training examples leave none to clients",
                 f"write fewer than {pool}",
             )
-        return np.sort(stream(seed, "public").choice(pool, size, replace=False, shuffle=False)).astype(
-            np.int64
-        )
+        return np.sort(
+            stream(seed, "public").choice(pool, size, replace=False, shuffle=False)
+        ).astype(np.int64)
 
     def public_pool(self) -> int:
         """Return the number of examples from which the public set is drawn."""
         return len(self.train_target)
 
     def group_counts(self) -> np.ndarray:
-        """Return the number of examples (training and validation) by client and group, ``[K, G]``; zeros
-        where clients are on other machines, which do not say."""
+        """Return the number of examples (training and validation) by client and group, ``[K, G]``;
+        zeros where clients are on other machines, which do not say."""
         if self.apart:
             return np.zeros((self.num_clients, self.num_groups), np.int64)
         return np.concatenate(
@@ -333,8 +355,8 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
 
     @cached_property
     def partition_hash(self) -> str:
-        """SHA-256 over the training and validation indices of every client and over their numbers; where
-        clients have test sets of their own, over the indices of these too."""
+        """SHA-256 over the training and validation indices of every client and over their numbers;
+        where clients have test sets of their own, over the indices of these too."""
         found = self._holdings.sha256()
         if self.test_holdings is None:
             return found
@@ -347,7 +369,10 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
         """
         about = {"seed": self.seed, "dataset": self.dataset, "num_clients": self.num_clients}
         if self.apart:
-            sizes = {"sizes": (self.sizes + self.val_sizes).tolist(), "val_sizes": self.val_sizes.tolist()}
+            sizes = {
+                "sizes": (self.sizes + self.val_sizes).tolist(),
+                "val_sizes": self.val_sizes.tolist(),
+            }
             return {**about, "method": "on nodes", "sha256": self.partition_hash, **sizes}
         summary = {
             **about,

@@ -1,7 +1,7 @@
 """The order in which clients see their examples in a round, and the sizes of their batches.
 
-``n`` examples of a client, ``S`` examples of its round, ``B`` batch, ``K`` clients, ``D`` augmentation
-numbers.
+``n`` examples of a client, ``S`` examples of its round, ``B`` batch, ``K`` clients, ``D``
+augmentation numbers.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Draws = Callable[[np.random.Generator, int, int], "np.ndarray | None"]
 def batch_sizes(n: int, batch_size: int) -> list[int]:
     """Return the sizes of the batches of one epoch over ``n`` examples.
 
-    BatchNorm cannot normalise one value, so no batch has a single example: a single last example joins the
-    batch before it, and the only example of a client is taken twice. With a batch size of 1 all batches have
-    one example.
+    BatchNorm cannot normalise one value, so no batch has a single example: a single last example
+    joins the batch before it, and the only example of a client is taken twice. With a batch size of
+    1 all batches have one example.
 
     >>> batch_sizes(9, 4), batch_sizes(10, 4), batch_sizes(1, 4), batch_sizes(0, 4)
     ([4, 5], [4, 4, 2], [2], [])
@@ -60,8 +60,8 @@ def draw_pass(
 ) -> Pass:
     """Draw the order and augmentation of a client's examples in one round.
 
-    They are a function of (seed, round, client) alone. The order is a new one in every epoch, and the first
-    epochs do not depend on the number of epochs.
+    They are a function of (seed, round, client) alone. The order is a new one in every epoch, and
+    the first epochs do not depend on the number of epochs.
 
     Args:
         n: number of the client's examples.
@@ -71,7 +71,8 @@ def draw_pass(
         client: id of the client.
         epochs: number of epochs.
         steps: largest number of batches; None: all.
-        draws: draws the augmentation, given a generator, ``epochs`` and ``n``; None: no augmentation.
+        draws: draws the augmentation, given a generator, ``epochs`` and ``n``; None: no
+            augmentation.
     """
     sizes = (batch_sizes(n, batch_size) * epochs)[:steps]
     rng = stream(seed, "batches", round, client)

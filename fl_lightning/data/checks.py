@@ -20,7 +20,8 @@ def check_training_set(data: FederatedData) -> None:
     """Refuse what a partition would stumble over; call it after ``setup``.
 
     Raises:
-        InputError: the constructor or ``setup`` left something out, or a target or a group is out of range.
+        InputError: the constructor or ``setup`` left something out, or a target or a group is out
+            of range.
     """
     for attribute in ("num_classes", "example_shape", "train_target"):
         where = "setup" if attribute == "train_target" else "its constructor"
@@ -36,7 +37,8 @@ def check_training_set(data: FederatedData) -> None:
 
 
 def check_test_set(data: FederatedData) -> None:
-    """Refuse a test set that is empty or of wrong targets; call it after ``distribute``, which may set it.
+    """Refuse a test set that is empty or of wrong targets; call it after ``distribute``, which may
+    set it.
 
     Raises:
         InputError: it is.
@@ -83,7 +85,12 @@ def _check_target(data: FederatedData, attribute: str) -> None:
         given_type, number = f"{given} is {target.dtype}", target.is_floating_point()
         require(number, given_type, "what is regressed on is float32", "write .float()")
         finite = target.isfinite().all()
-        require(finite, f"{given} holds NaN or infinity", "targets are finite", "leave those examples out")
+        require(
+            finite,
+            f"{given} holds NaN or infinity",
+            "targets are finite",
+            "leave those examples out",
+        )
 
 
 def _check_classes(target: Tensor, num_classes: int, given: str) -> None:
@@ -103,8 +110,8 @@ def _check_classes(target: Tensor, num_classes: int, given: str) -> None:
 
 
 def check_inputs(data: FederatedData) -> None:
-    """Refuse inputs that are no tensors or of another shape than ``example_shape`` says; call it after
-    ``distribute``. Two training examples are looked at.
+    """Refuse inputs that are no tensors or of another shape than ``example_shape`` says; call it
+    after ``distribute``. Two training examples are looked at.
 
     Raises:
         InputError: they are.
@@ -117,12 +124,16 @@ def check_inputs(data: FederatedData) -> None:
     for tensor in inputs.values() if isinstance(inputs, dict) else [inputs]:
         if not isinstance(tensor, Tensor):
             kind = type(tensor).__name__
-            raise InputError(f"{given} are {kind}", "they are tensors", "write torch.as_tensor(...)")
+            raise InputError(
+                f"{given} are {kind}", "they are tensors", "write torch.as_tensor(...)"
+            )
 
 
-def check_values(data: FederatedData, network: nn.Module, autocast: AbstractContextManager[Any]) -> None:
-    """Refuse inputs of another type than float32, or that are not finite, with which the network fails: it
-    may convert them itself. The same two examples are looked at.
+def check_values(
+    data: FederatedData, network: nn.Module, autocast: AbstractContextManager[Any]
+) -> None:
+    """Refuse inputs of another type than float32, or that are not finite, with which the network
+    fails: it may convert them itself. The same two examples are looked at.
 
     Args:
         data: dealt out.
@@ -134,10 +145,16 @@ def check_values(data: FederatedData, network: nn.Module, autocast: AbstractCont
     """
     inputs, given = _two_inputs(data)
     for tensor in inputs.values() if isinstance(inputs, dict) else [inputs]:
-        if tensor.dtype != torch.float32 and (tensor.is_floating_point() or not isinstance(inputs, dict)):
-            error = InputError(f"{given} are {tensor.dtype}", "weights are float32", "write .float()")
+        if tensor.dtype != torch.float32 and (
+            tensor.is_floating_point() or not isinstance(inputs, dict)
+        ):
+            error = InputError(
+                f"{given} are {tensor.dtype}", "weights are float32", "write .float()"
+            )
         elif tensor.is_floating_point() and not tensor.isfinite().all():
-            error = InputError(f"{given} hold NaN or infinity", "they are finite", "leave those examples out")
+            error = InputError(
+                f"{given} hold NaN or infinity", "they are finite", "leave those examples out"
+            )
         else:
             continue
         training = network.training
@@ -153,7 +170,8 @@ def check_values(data: FederatedData, network: nn.Module, autocast: AbstractCont
 
 
 def _two_inputs(data: FederatedData) -> tuple[Any, str]:
-    """Return the inputs of two training examples, if there are two, and how a message names them."""
+    """Return the inputs of two training examples, if there are two, and how a message names
+    them."""
     index = torch.arange(min(2, len(data.train_target)), device=data.device)
     inputs = data.inputs("train", index) if len(index) else {}
     return inputs, f"data {type(data).__name__}, whose inputs of {len(index)} examples"

@@ -1,8 +1,9 @@
-"""CIFAR-10 and CIFAR-100 from the published files, which are pickles and are read as untrusted input.
+"""CIFAR-10 and CIFAR-100 from the published files, which are pickles and are read as untrusted
+input.
 
-torchvision provides the addresses and checksums of the files. They are unpickled here, because a pickle can
-run any code: this unpickler builds arrays, lists and dictionaries only. It also avoids NumPy's deprecation
-warning about the dtype in these old files.
+torchvision provides the addresses and checksums of the files. They are unpickled here, because a
+pickle can run any code: this unpickler builds arrays, lists and dictionaries only. It also avoids
+NumPy's deprecation warning about the dtype in these old files.
 """
 
 from __future__ import annotations
@@ -64,12 +65,13 @@ def read_batch(path: Path) -> Arrays:
         with path.open("rb") as file:
             content = _ArrayUnpickler(file, encoding="latin1").load()
         content = {
-            key.decode("latin1") if isinstance(key, bytes) else key: value for key, value in content.items()
+            key.decode("latin1") if isinstance(key, bytes) else key: value
+            for key, value in content.items()
         }
         images = np.asarray(content["data"])
-        labels = np.asarray(content["fine_labels"] if "fine_labels" in content else content["labels"]).astype(
-            np.int64
-        )
+        labels = np.asarray(
+            content["fine_labels"] if "fine_labels" in content else content["labels"]
+        ).astype(np.int64)
         if images.dtype != np.uint8 or images.shape != (len(labels), 3 * 32 * 32):
             raise ValueError(f"{images.dtype} {images.shape} for {len(labels)} labels")
     return images.reshape(-1, 3, 32, 32), labels
@@ -113,7 +115,9 @@ class Cifar(PublishedFiles):
 
         for name, md5 in [*self.published.train_list, *self.published.test_list]:
             if not check_integrity(str(self.folder / name), md5):
-                log.warning("%s: this is not the published file (its checksum differs)", self.folder / name)
+                log.warning(
+                    "%s: this is not the published file (its checksum differs)", self.folder / name
+                )
 
     def read(self) -> tuple[Arrays, Arrays]:
         """Return training and test images and labels, in the form of :func:`read_batch`.

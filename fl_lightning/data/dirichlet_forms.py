@@ -1,7 +1,7 @@
 """Label skew by Dirichlet draws, in the two other forms that papers mean by it.
 
-:class:`~fl_lightning.data.Dirichlet` draws the clients' shares of each class, and lets nobody grow far beyond
-``N / K`` examples. ``N`` examples, ``K`` clients, ``C`` classes.
+:class:`~fl_lightning.data.Dirichlet` draws the clients' shares of each class, and lets nobody grow
+far beyond ``N / K`` examples. ``N`` examples, ``K`` clients, ``C`` classes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ FINITE_BETA = within(
 
 
 class UncappedDirichlet(Dirichlet):
-    """Label skew: for each class, the clients' shares follow Dirichlet(beta), whatever they hold already.
+    """Label skew: for each class, the clients' shares follow Dirichlet(beta), whatever they hold
+    already.
 
-    So the numbers of examples are skewed as well. It is the form of Flower's ``DirichletPartitioner`` as long
-    as it does not balance.
+    So the numbers of examples are skewed as well. It is the form of Flower's
+    ``DirichletPartitioner`` as long as it does not balance.
 
     Args:
         beta: concentration; 0.1 is strongly skewed, 0.5 mildly, .inf is IID.
@@ -42,10 +43,11 @@ class UncappedDirichlet(Dirichlet):
 class DirichletPerClient(IndexPartition):
     """Label skew: the classes of each client's examples follow a Dirichlet(beta) draw of its own.
 
-    All clients have equally many examples, or one more. Source: Hsu et al., arXiv 1909.06335, 2019, in the
-    form of its authors' code: a client's distribution q over classes is drawn from the symmetric
-    Dirichlet(beta), and its examples from q without replacement. A class that is used up leaves q, and where
-    all classes of q are used up, the client takes what is left, so the last clients are less skewed.
+    All clients have equally many examples, or one more. Source: Hsu et al., arXiv 1909.06335, 2019,
+    in the form of its authors' code: a client's distribution q over classes is drawn from the
+    symmetric Dirichlet(beta), and its examples from q without replacement. A class that is used up
+    leaves q, and where all classes of q are used up, the client takes what is left, so the last
+    clients are less skewed.
 
     Args:
         beta: concentration for each class; 0.1 is strongly skewed. The paper's alpha is C beta.

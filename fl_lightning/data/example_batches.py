@@ -1,5 +1,5 @@
-"""The clients of a federated data set, and its batches: those of clients, of the test set, and of the public
-set.
+"""The clients of a federated data set, and its batches: those of clients, of the test set, and of
+the public set.
 
 ``n`` examples of one client, ``K`` clients, ``B`` batch, ``E`` epochs, ``D`` augmentation numbers.
 """
@@ -26,14 +26,15 @@ Split = Literal["train", "test"]
 
 
 class ExampleBatches(ABC):
-    """The half of :class:`~fl_lightning.data.FederatedData` that a round needs: the clients to whom examples
-    have been dealt out, and batches of these."""
+    """The half of :class:`~fl_lightning.data.FederatedData` that a round needs: the clients to whom
+    examples have been dealt out, and batches of these."""
 
     examplewise: bool = False
     """Whether the batches of many clients may be made at once.
 
-    That needs ``inputs`` to make each example independently of the others and from its arguments alone, and
-    ``draws`` to augment either all clients or none. A subclass does not inherit this declaration."""
+    That needs ``inputs`` to make each example independently of the others and from its arguments
+    alone, and ``draws`` to augment either all clients or none. A subclass does not inherit this
+    declaration."""
 
     batch_size: int
     seed: int
@@ -88,12 +89,13 @@ class ExampleBatches(ABC):
         """
 
     def with_labels(self, inputs: Any, target: Tensor) -> Any:
-        """Return a batch's inputs as they are with these targets ``[B, ...]``, which a stressor may have
-        changed; they differ where inputs hold what is learnt, as those of text do."""
+        """Return a batch's inputs as they are with these targets ``[B, ...]``, which a stressor may
+        have changed; they differ where inputs hold what is learnt, as those of text do."""
         return inputs
 
     def draws(self, rng: np.random.Generator, epochs: int, n: int) -> np.ndarray | None:
-        """Draw the augmentation of each example in each epoch, int64 ``[E, n, D]``; None: no augmentation."""
+        """Draw the augmentation of each example in each epoch, int64 ``[E, n, D]``; None: no
+        augmentation."""
         return None
 
     @property
@@ -119,14 +121,18 @@ class ExampleBatches(ABC):
     def public_batches(
         self, rng: np.random.Generator | None = None, batch_size: int = 512
     ) -> Iterator[tuple[Any, Tensor]]:
-        """Yield the public set once, as inputs and their positions in it, int64 ``[B]``; labels are hidden.
+        """Yield the public set once, as inputs and their positions in it, int64 ``[B]``; labels are
+        hidden.
 
         Args:
             rng: draws the order, and batches then have the size of a local step; None: in order.
             batch_size: examples of a batch if there is no ``rng``.
         """
         n = len(self.public)
-        position, sizes = np.arange(n), [min(batch_size, n - start) for start in range(0, n, batch_size)]
+        position, sizes = (
+            np.arange(n),
+            [min(batch_size, n - start) for start in range(0, n, batch_size)],
+        )
         if rng is not None:
             sizes = batch_sizes(n, self.batch_size)
             position = np.resize(rng.permutation(n), sum(sizes))  # one example is taken twice
@@ -134,8 +140,8 @@ class ExampleBatches(ABC):
             yield self.public_inputs(index), index
 
     def labels(self, client: Client) -> Tensor:
-        """Return the targets of the client's training examples in the order of ``client.train``, ``[n, ...]``
-        on the device; of classification int64 ``[n]``."""
+        """Return the targets of the client's training examples in the order of ``client.train``,
+        ``[n, ...]`` on the device; of classification int64 ``[n]``."""
         return self.train_target[self.to_device(client.train)]
 
     def labels_of(self, clients: Sequence[Client]) -> tuple[Tensor, ...]:
@@ -172,15 +178,16 @@ class ExampleBatches(ABC):
             client: the client.
             round: number of the round.
             epochs: number of epochs.
-            labels: labels in place of the client's own, int64 ``[n]`` in the order of ``client.train``.
+            labels: labels in place of the client's own, int64 ``[n]`` in the order of
+                ``client.train``.
             steps: largest number of batches; None: all.
         """
         one = self.pass_of(client, epochs, steps, round, self.draws)
         if not one.sizes:
             return
-        target = (self.labels(client) if labels is None else labels)[self.to_device(one.position)].split(
-            one.sizes
-        )
+        target = (self.labels(client) if labels is None else labels)[
+            self.to_device(one.position)
+        ].split(one.sizes)
         index = self.to_device(client.train[one.position]).split(one.sizes)
         draws: Sequence[Tensor | None] = [None] * len(one.sizes)
         if one.draws is not None:
@@ -206,7 +213,8 @@ class ExampleBatches(ABC):
 
     @property
     def evaluation_batch(self) -> int:
-        """Batch size of evaluation: 512 on a CPU, to stay in its cache; 4096 on a GPU, to keep it busy."""
+        """Batch size of evaluation: 512 on a CPU, to stay in its cache; 4096 on a GPU, to keep it
+        busy."""
         return 512 if self.device.type == "cpu" else 4096
 
     def test_batches(self, batch_size: int | None = None) -> Iterator[tuple[Any, Tensor]]:
@@ -226,9 +234,12 @@ class ExampleBatches(ABC):
             batch_size: examples of a batch; None: ``evaluation_batch``.
 
         Yields:
-            Inputs, targets int64 ``[B]``, and ids of the clients that own the examples, int64 ``[B]``.
+            Inputs, targets int64 ``[B]``, and ids of the clients that own the examples, int64
+            ``[B]``.
         """
-        index_all, owner_all = self._all_validation if clients is None else self._validation_of(clients)
+        index_all, owner_all = (
+            self._all_validation if clients is None else self._validation_of(clients)
+        )
         size = batch_size or self.evaluation_batch
         for index, owner in zip(index_all.split(size), owner_all.split(size), strict=True):
             if len(index):

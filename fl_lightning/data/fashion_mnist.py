@@ -1,8 +1,10 @@
-"""Fashion-MNIST: 70 000 grey images of clothing, 28x28 pixels, in 10 classes (Xiao et al., 2017; MIT).
+"""Fashion-MNIST: 70 000 grey images of clothing, 28x28 pixels, in 10 classes (Xiao et al., 2017;
+MIT).
 
-The four files are in the idx format of MNIST, packed with gzip or not: as torchvision leaves them under
-``ROOT/FashionMNIST/raw``, or as Debian's package ``dataset-fashion-mnist`` installs them. Debian packs the
-same contents anew, so a file is known by the SHA-256 of what is in it and not by that of its packed form.
+The four files are in the idx format of MNIST, packed with gzip or not: as torchvision leaves them
+under ``ROOT/FashionMNIST/raw``, or as Debian's package ``dataset-fashion-mnist`` installs them.
+Debian packs the same contents anew, so a file is known by the SHA-256 of what is in it and not by
+that of its packed form.
 """
 
 from __future__ import annotations
@@ -58,10 +60,13 @@ class FashionMnist(PublishedFiles):
         lacking = [f"{name}.gz" for name in _lacking(self.folder)]
         for name, md5 in FashionMNIST.resources:
             if name in lacking:
-                download_and_extract_archive(f"{mirror}{name}", str(self.folder), filename=name, md5=md5)
+                download_and_extract_archive(
+                    f"{mirror}{name}", str(self.folder), filename=name, md5=md5
+                )
 
     def read(self) -> tuple[Arrays, Arrays]:
-        """Return training and test images uint8 ``[N, 1, 28, 28]`` with their classes int64 ``[N]``.
+        """Return training and test images uint8 ``[N, 1, 28, 28]`` with their classes int64
+        ``[N]``.
 
         Raises:
             InputError: a file is damaged, or is not the published one.
@@ -93,7 +98,9 @@ def _read_idx(folder: Path, name: str) -> np.ndarray:
     assert path is not None, f"{name} is not in {folder}: prepare() comes first"
     mend = "delete it and write --data.download true, or run " + DEBIAN_COMMAND
     with (
-        as_bad_input(f"{path}", "it is damaged or cannot be read", mend, OSError, EOFError, zlib.error),
+        as_bad_input(
+            f"{path}", "it is damaged or cannot be read", mend, OSError, EOFError, zlib.error
+        ),
         gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file,
     ):
         content = file.read(LARGEST_FILE + 1)
@@ -103,7 +110,8 @@ def _read_idx(folder: Path, name: str) -> np.ndarray:
         "this is not the published file of Fashion-MNIST (the SHA-256 of its contents differs)",
         mend,
     )
-    # two zero bytes, 8 for uint8, the number of dimensions, then each dimension as a big-endian integer
+    # two zero bytes, 8 for uint8, the number of dimensions, then each dimension as a big-endian
+    # integer
     dimensions = content[3]
     shape = np.frombuffer(content, ">i4", dimensions, offset=4)
     return np.frombuffer(content, np.uint8, offset=4 + 4 * dimensions).reshape(shape).copy()

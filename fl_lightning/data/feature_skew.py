@@ -1,9 +1,9 @@
 """Feature skew: each client sees the images in a way of its own, whatever their classes are.
 
-The images that a client holds are changed once, when they are dealt out, and stay so in every round. Of the
-global test set each image is changed as for the client that it is dealt to, so that the test is the mixture
-of what all clients see, and a client's own model is tested on its own features. Images of the public set,
-which nobody holds, stay as they are.
+The images that a client holds are changed once, when they are dealt out, and stay so in every
+round. Of the global test set each image is changed as for the client that it is dealt to, so that
+the test is the mixture of what all clients see, and a client's own model is tested on its own
+features. Images of the public set, which nobody holds, stay as they are.
 
 ``n`` images, ``K`` clients, ``C`` channels.
 """
@@ -30,7 +30,9 @@ class FeatureSkew(Recorded, ABC):
     """The type of the changed images; float16 where they leave 0 to 255 or are no whole numbers."""
 
     @abstractmethod
-    def change(self, images: Tensor, client: int, num_clients: int, rng: np.random.Generator) -> Tensor:
+    def change(
+        self, images: Tensor, client: int, num_clients: int, rng: np.random.Generator
+    ) -> Tensor:
         """Return what one client sees of images.
 
         Args:
@@ -47,7 +49,9 @@ class FeatureSkew(Recorded, ABC):
         given = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
         return f"{type(self).__name__}({given})"
 
-    def change_all(self, images: Tensor, owner: np.ndarray, num_clients: int, seed: int, part: str) -> Tensor:
+    def change_all(
+        self, images: Tensor, owner: np.ndarray, num_clients: int, seed: int, part: str
+    ) -> Tensor:
         """Return images as their owners see them.
 
         Args:
@@ -69,9 +73,9 @@ class FeatureSkew(Recorded, ABC):
 class FeatureNoise(FeatureSkew):
     """Client i of K sees Gaussian noise of standard deviation ``sigma * i / (K - 1)``, i from 0.
 
-    It is the ``noise`` of NIID-Bench (Li et al., ICDE 2022), on pixels in [0, 1] that are not clipped, as its
-    code has it; its paper says N for N - 1, and variance. The code draws the noise anew whenever it reads an
-    image; here an image has one noise.
+    It is the ``noise`` of NIID-Bench (Li et al., ICDE 2022), on pixels in [0, 1] that are not
+    clipped, as its code has it; its paper says N for N - 1, and variance. The code draws the noise
+    anew whenever it reads an image; here an image has one noise.
 
     Args:
         sigma: standard deviation of the last client's noise.
@@ -80,11 +84,14 @@ class FeatureNoise(FeatureSkew):
     dtype = torch.float16
 
     def __init__(
-        self, sigma: Annotated[float, within("[0, inf)", "noise has a level of 0 or more", 0.1)] = 0.1
+        self,
+        sigma: Annotated[float, within("[0, inf)", "noise has a level of 0 or more", 0.1)] = 0.1,
     ) -> None:
         self.sigma = float(sigma)
 
-    def change(self, images: Tensor, client: int, num_clients: int, rng: np.random.Generator) -> Tensor:
+    def change(
+        self, images: Tensor, client: int, num_clients: int, rng: np.random.Generator
+    ) -> Tensor:
         level = self.sigma * client / max(num_clients - 1, 1)
         noise = torch.from_numpy(rng.standard_normal(tuple(images.shape), np.float32))
         return images + 255 * level * noise
@@ -98,7 +105,9 @@ class RotatedClients(FeatureSkew):
     """
 
     def __init__(self, angles: list[float] | None = None) -> None:
-        self.angles = [0.0, 90.0, 180.0, 270.0] if angles is None else [float(angle) for angle in angles]
+        self.angles = (
+            [0.0, 90.0, 180.0, 270.0] if angles is None else [float(angle) for angle in angles]
+        )
         require(
             self.angles and all(map(np.isfinite, self.angles)),
             f"angles={self.angles}",
@@ -106,7 +115,9 @@ class RotatedClients(FeatureSkew):
             "write e.g. [0, 90, 180, 270]",
         )
 
-    def change(self, images: Tensor, client: int, num_clients: int, rng: np.random.Generator) -> Tensor:
+    def change(
+        self, images: Tensor, client: int, num_clients: int, rng: np.random.Generator
+    ) -> Tensor:
         turns, rest = divmod(self.angles[client % len(self.angles)], 90)
         if not rest:  # exact
             return torch.rot90(images, int(turns) % 4, (2, 3))

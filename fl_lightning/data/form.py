@@ -14,13 +14,14 @@ class Form:
     """What the data of one run have in common.
 
     Args:
-        classes: names of the classes 0, 1, ...; empty where there are none, or where numbers name them.
-        moments: mean and standard deviation of each channel by which images are normalised, 2 x C; empty
-            where inputs are taken as they are.
-        columns: of a table, by the name of each column that is learnt from or learnt: the mean and standard
-            deviation of numbers, the categories in order, or the encoding of text as
-            :mod:`fl_lightning.data.table_values` fits it. Where missing values are filled in, ``column`` is
-            one of these and ``fill`` what takes the place of a missing value.
+        classes: names of the classes 0, 1, ...; empty where there are none, or where numbers name
+            them.
+        moments: mean and standard deviation of each channel by which images are normalised, 2 x C;
+            empty where inputs are taken as they are.
+        columns: of a table, by the name of each column that is learnt from or learnt: the mean and
+            standard deviation of numbers, the categories in order, or the encoding of text as
+            :mod:`fl_lightning.data.table_values` fits it. Where missing values are filled in,
+            ``column`` is one of these and ``fill`` what takes the place of a missing value.
     """
 
     classes: Sequence[Any] = ()
@@ -39,8 +40,12 @@ class Form:
         numbers = {name: number for number, name in enumerate(self.classes)}
         for name in names:
             if name not in numbers:
-                some = ", ".join(map(str, self.classes[:10])) + (" ..." if len(self.classes) > 10 else "")
+                some = ", ".join(map(str, self.classes[:10])) + (
+                    " ..." if len(self.classes) > 10 else ""
+                )
                 raise InputError(
-                    place, f"its class {name} is none of the run's: {some}", "leave it out, or rename it"
+                    place,
+                    f"its class {name} is none of the run's: {some}",
+                    "leave it out, or rename it",
                 )
         return numbers

@@ -1,7 +1,8 @@
 """The examples of all clients as index arrays: 8 bytes for each example and 16 for each client.
 
-``N`` examples, ``K`` clients, ``C`` classes, ``h`` validation examples of one client. Loops over all clients
-run over blocks of clients, so that their extra memory does not grow with the population.
+``N`` examples, ``K`` clients, ``C`` classes, ``h`` validation examples of one client. Loops over
+all clients run over blocks of clients, so that their extra memory does not grow with the
+population.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import numpy as np
 from fl_lightning.rng import streams
 
 CLIENTS_PER_BLOCK = 2**15
-"""Clients that are handled at once. Two groups for each of them fit into 16 bits, which numpy sorts in linear
-time."""
+"""Clients that are handled at once. Two groups for each of them fit into 16 bits, which numpy sorts
+in linear time."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class Holdings:
     """The examples of every client, one client after another.
 
     Args:
-        index: examples, int64 ``[N]``; for each client first its validation examples, then its training
-            examples, each part sorted.
+        index: examples, int64 ``[N]``; for each client first its validation examples, then its
+            training examples, each part sorted.
         starts: position of each client's first example in ``index``, then N, int64 ``[K + 1]``.
         held_out: number of validation examples of every client, int64 ``[K]``.
         divided: whether the partition itself says which examples are for validation.
@@ -40,7 +41,8 @@ class Holdings:
 
     @classmethod
     def of_sizes(cls, index: np.ndarray, sizes: np.ndarray) -> Holdings:
-        """Return holdings where client k has the next ``sizes[k]`` examples of ``index``, none held out."""
+        """Return holdings where client k has the next ``sizes[k]`` examples of ``index``, none held
+        out."""
         return cls(
             index.astype(np.int64, copy=False),
             np.concatenate([[0], np.cumsum(sizes)]),
@@ -50,12 +52,16 @@ class Holdings:
     @classmethod
     def of(cls, parts: Sequence[np.ndarray]) -> Holdings:
         """Return holdings from an array of examples for each client."""
-        return cls.of_sizes(np.concatenate(parts), np.array([len(part) for part in parts], np.int64))
+        return cls.of_sizes(
+            np.concatenate(parts), np.array([len(part) for part in parts], np.int64)
+        )
 
     @classmethod
     def by_owner(cls, owner: np.ndarray, num_clients: int) -> Holdings:
         """Return holdings from the owner of every example, int64 ``[N]``."""
-        return cls.of_sizes(np.argsort(owner, kind="stable"), np.bincount(owner, minlength=num_clients))
+        return cls.of_sizes(
+            np.argsort(owner, kind="stable"), np.bincount(owner, minlength=num_clients)
+        )
 
     def __len__(self) -> int:
         return len(self.held_out)
@@ -66,7 +72,11 @@ class Holdings:
 
     def client(self, id: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the training and the validation examples of one client."""
-        start, middle, end = self.starts[id], self.starts[id] + self.held_out[id], self.starts[id + 1]
+        start, middle, end = (
+            self.starts[id],
+            self.starts[id] + self.held_out[id],
+            self.starts[id + 1],
+        )
         return self.index[middle:end], self.index[start:middle]
 
     @cached_property
@@ -82,8 +92,8 @@ class Holdings:
         """Draw the validation examples of each client and return the new holdings.
 
         Args:
-            fraction: share of each client's examples, rounded. A client with two or more examples gives at
-                least one if the share is positive, and never all of them.
+            fraction: share of each client's examples, rounded. A client with two or more examples
+                gives at least one if the share is positive, and never all of them.
             seed: seed of the run.
             purpose: name of the random stream.
         """
@@ -96,7 +106,9 @@ class Holdings:
         chosen = np.zeros(len(self.index), bool)
         position, drawn = np.arange(n.max(initial=0)), held_out.nonzero()[0]
         places = zip(*(array[drawn].tolist() for array in (self.starts, n, held_out)), strict=True)
-        for (start, size, first), rng in zip(places, streams(seed, purpose, drawn.tolist()), strict=True):
+        for (start, size, first), rng in zip(
+            places, streams(seed, purpose, drawn.tolist()), strict=True
+        ):
             chosen[start + rng.permutation(position[:size])[:first]] = True
         index = np.concatenate([self._in_order(block, chosen) for block in self.blocks()])
         return Holdings(index, self.starts, held_out)
@@ -109,7 +121,9 @@ class Holdings:
         """
         owner, marked = np.repeat(np.arange(len(self)), self.sizes), held_out[self.index]
         order = np.lexsort((self.index, ~marked, owner))
-        return Holdings(self.index[order], self.starts, np.bincount(owner[marked], minlength=len(self)))
+        return Holdings(
+            self.index[order], self.starts, np.bincount(owner[marked], minlength=len(self))
+        )
 
     def without_held_out(self) -> Holdings:
         """Return holdings of the other examples, of which none is held out."""
@@ -118,7 +132,8 @@ class Holdings:
         return Holdings.of_sizes(self.index[kept], self.sizes - self.held_out)
 
     def _in_order(self, clients: slice, first: np.ndarray) -> np.ndarray:
-        """Return the examples of ``clients``: for each client those marked in ``first``, then the others.
+        """Return the examples of ``clients``: for each client those marked in ``first``, then the
+        others.
 
         Args:
             clients: a block of clients.
@@ -140,7 +155,8 @@ class Holdings:
         )
 
     def validation(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the validation examples of all clients, and the owner of each, int64 ``[sum h]``."""
+        """Return the validation examples of all clients, and the owner of each, int64 ``[sum
+        h]``."""
         return self.index[_ranges(self.starts[:-1], self.held_out)], np.repeat(
             np.arange(len(self)), self.held_out
         )
@@ -153,15 +169,18 @@ class Holdings:
             num_classes: C.
         """
         for block in self.blocks():
-            n, held = self.sizes[block], self.index[self.starts[block.start] : self.starts[block.stop]]
+            n, held = (
+                self.sizes[block],
+                self.index[self.starts[block.start] : self.starts[block.stop]],
+            )
             cell = np.repeat(np.arange(len(n)), n) * num_classes + label[held]
             yield np.bincount(cell, minlength=len(n) * num_classes).reshape(len(n), num_classes)
 
     def sha256(self) -> str:
         """Return the SHA-256 of the holdings.
 
-        For each client it covers the number of training examples, these examples, the number of validation
-        examples and these examples, all as ``<i8``.
+        For each client it covers the number of training examples, these examples, the number of
+        validation examples and these examples, all as ``<i8``.
         """
         digest = hashlib.sha256()
         for block in self.blocks():

@@ -21,18 +21,18 @@ SAVED = ("dataset_info.json", "dataset_dict.json")
 class HuggingFaceData(ItemData):
     """The rows of a Hugging Face data set, with columns by their names.
 
-    Rows are read once into memory. Images stay bytes and are normalised in batches; other columns are numbers
-    or lists of numbers of one length.
+    Rows are read once into memory. Images stay bytes and are normalised in batches; other columns
+    are numbers or lists of numbers of one length.
 
     Args:
-        path: a folder that ``save_to_disk`` wrote, a ``.parquet`` file, a folder of files, or a name on the
-            Hub, which is downloaded.
+        path: a folder that ``save_to_disk`` wrote, a ``.parquet`` file, a folder of files, or a
+            name on the Hub, which is downloaded.
         name: configuration of a data set on the Hub; null: its default.
         train: name of the training split.
         test: name of the test split; null: ``test_fraction`` of the training split.
         target: column of what is learnt.
-        input: column that the network sees; a list of columns: it takes a dictionary; null: all columns
-            that are nothing else.
+        input: column that the network sees; a list of columns: it takes a dictionary; null: all
+            columns that are nothing else.
         group: column by which partitions deal the rows out; null: the class.
         client: column that says whose a row is, for the partition Natural; null: none.
         settings: those of all data in memory, see :class:`~fl_lightning.data.arrays.ArrayData`.
@@ -56,7 +56,12 @@ class HuggingFaceData(ItemData):
         client: str | None = None,
         **settings: Any,
     ) -> None:
-        require(test != train, f"train={train}, test={test}", "a test split has other rows", "leave test out")
+        require(
+            test != train,
+            f"train={train}, test={test}",
+            "a test split has other rows",
+            "leave test out",
+        )
         self.dataset, self.has_test = name_from(path), test is not None
         super().__init__(input=input, target=target, group=group, client=client, **settings)
         self.path, self.configuration, self.splits = path, name, (train, test)
@@ -81,8 +86,11 @@ class HuggingFaceData(ItemData):
         coded = hasattr(features[0], "int2str") and self.task.has_classes
         orders = [feature.names for feature in features if hasattr(feature, "names")]
         by_names = coded and (bool(self.run_form) or orders[0] != orders[-1])
-        if by_names:  # a node knows classes by these, and in the test split a number may be another class
-            loaded = [None if rows is None else named_classes(rows, self.keys.target) for rows in loaded]
+        # a node knows classes by these, and in the test split a number may be another class
+        if by_names:
+            loaded = [
+                None if rows is None else named_classes(rows, self.keys.target) for rows in loaded
+            ]
         items = [
             None if rows is None else self.items_of(rows, place)
             for rows, place in zip(loaded, places, strict=True)
@@ -90,7 +98,9 @@ class HuggingFaceData(ItemData):
         first, second, names = self.examples_of(items, places)
         if coded and not self.run_form:
             known = {*orders[0], *orders[-1]} if by_names else range(len(orders[0]))
-            unknown = [name for name in names.classes if (name if by_names else int(name)) not in known]
+            unknown = [
+                name for name in names.classes if (name if by_names else int(name)) not in known
+            ]
             require(
                 not unknown,
                 f"{self.path}, column {self.keys.target}",
@@ -98,7 +108,9 @@ class HuggingFaceData(ItemData):
                 "leave out rows without a label",
             )
         if coded and not by_names:
-            names = Names([orders[0][int(number)] for number in names.classes], names.groups, names.clients)
+            names = Names(
+                [orders[0][int(number)] for number in names.classes], names.groups, names.clients
+            )
         return first, second, names
 
     def items_of(self, rows: Any, place: str) -> Any:
@@ -111,7 +123,8 @@ class HuggingFaceData(ItemData):
         return rows
 
     def input_columns(self) -> Sequence[object]:
-        """Return the names of the columns of which inputs are made; None: all that are nothing else."""
+        """Return the names of the columns of which inputs are made; None: all that are nothing
+        else."""
         wanted = self.keys.input
         return wanted if isinstance(wanted, list) else [wanted]
 
@@ -162,9 +175,19 @@ def load_splits(
             splits.append(None)
             continue
         if not isinstance(found, dict):  # a single split, which save_to_disk may write
-            require(wanted[1] is None, f"test={wanted[1]}", f"{path} has a single split", "leave test out")
+            require(
+                wanted[1] is None,
+                f"test={wanted[1]}",
+                f"{path} has a single split",
+                "leave test out",
+            )
             own = str(found.split or split)
-            require(split in ("train", own), f"train={split}", f"{path} is the split {own}", f"write {own}")
+            require(
+                split in ("train", own),
+                f"train={split}",
+                f"{path} is the split {own}",
+                f"write {own}",
+            )
             splits.append(found)
             continue
         require(
@@ -202,20 +225,28 @@ def load(path: str, name: str | None) -> Any:
     with as_bad_input(given, "it needs the library datasets", install, ImportError):
         import datasets
     datasets.disable_progress_bars()
-    instead = "write a folder of save_to_disk, a file, or a name on the Hub that this machine can reach"
+    instead = (
+        "write a folder of save_to_disk, a file, or a name on the Hub that this machine can reach"
+    )
     # the library raises errors of many other libraries
     with as_bad_input(given, "it cannot be loaded", instead, Exception):
         if any((folder / file).is_file() for file in SAVED):
             return datasets.load_from_disk(path)
         if folder.is_file():
             kind = FILES.get(folder.suffix)
-            require(kind, path, f"a file is one of {', '.join(FILES)}", "write one of these, or a folder")
+            require(
+                kind,
+                path,
+                f"a file is one of {', '.join(FILES)}",
+                "write one of these, or a folder",
+            )
             return datasets.load_dataset(kind, data_files=str(folder))
         return datasets.load_dataset(path, name)
 
 
 def _is_path(text: str) -> bool:
-    """Return whether a text means a file or a folder, there or not: the Hub has names, and ``owner/name``."""
+    """Return whether a text means a file or a folder, there or not: the Hub has names, and
+    ``owner/name``."""
     path = Path(text)
     names_file = path.suffix in (*FILES, ".txt", ".arrow", ".gz")
     local = path.is_absolute() or text.startswith((".", "~")) or len(path.parts) > 2

@@ -1,4 +1,5 @@
-"""Images that lie on the device as bytes, where they are cropped, flipped and normalised in batches.
+"""Images that lie on the device as bytes, where they are cropped, flipped and normalised in
+batches.
 
 ``N`` examples, ``B`` batch, ``E`` epochs, ``n`` examples of one client.
 """
@@ -29,36 +30,41 @@ from fl_lightning.errors import require
 from fl_lightning.metrics.named import MetricFactory
 
 Crop = Literal["none", "pad", "shrink"]
-LOCAL_TEST = within("[0, 1)", "a share in [0, 1)", "write e.g. 0.25, or 0 for the data's own test set")
+LOCAL_TEST = within(
+    "[0, 1)", "a share in [0, 1)", "write e.g. 0.25, or 0 for the data's own test set"
+)
 
 
 class ImageData(FederatedData):
     """Square images and their classes; a subclass calls :meth:`hold` in ``setup``.
 
-    A subclass sets :attr:`dataset`, :attr:`side`, :attr:`root` and, where it is not 3, :attr:`channels`
-    before it calls this constructor.
+    A subclass sets :attr:`dataset`, :attr:`side`, :attr:`root` and, where it is not 3,
+    :attr:`channels` before it calls this constructor.
 
     Args:
         num_clients: number of clients that hold the training examples.
         partition: rule that assigns training examples to clients; null: Dirichlet with beta 0.1.
         batch_size: examples of one local step.
-        val_fraction: share of each client's examples held out for validation, in [0, 1); at least one of two
-            or more.
-        crop: none; pad: random crop after zero padding, test images whole; shrink: random crop, centre crop
-            at test.
+        val_fraction: share of each client's examples held out for validation, in [0, 1); at least
+            one of two or more.
+        crop: none; pad: random crop after zero padding, test images whole; shrink: random crop,
+            centre crop at test.
         crop_padding: pixels added on each side before a pad crop.
         crop_size: side in pixels that a shrink crop leaves; the network sees images of this size.
         flip: whether training images are mirrored left to right with probability 1/2.
-        public_examples: training images of the public set, drawn by the run's seed; 0: no public set.
-        feature_skew: how what clients see differs, such as FeatureNoise or RotatedClients; null: not at all.
-        local_test_fraction: share of each client's images that is its own test set, in [0, 1). Training and
-            test images are then dealt out together, as PFLlib does with 0.25, and the test set is that of
-            all clients. 0: the data's own test set.
-        moments: mean and standard deviation by which pixels in [0, 1] are normalised, such as ``[0.5, 0.5]``;
-            null: those of the training images, by channel.
-        metrics: metrics of torchmetrics by class path that are evaluated beside the task's, as ``test/*`` and
-            ``val/*``; null: none.
-        primary: the metric that selects, of the task's or of ``metrics``; null: the task's primary one.
+        public_examples: training images of the public set, drawn by the run's seed; 0: no public
+            set.
+        feature_skew: how what clients see differs, such as FeatureNoise or RotatedClients; null:
+            not at all.
+        local_test_fraction: share of each client's images that is its own test set, in [0, 1).
+            Training and test images are then dealt out together, as PFLlib does with 0.25, and the
+            test set is that of all clients. 0: the data's own test set.
+        moments: mean and standard deviation by which pixels in [0, 1] are normalised, such as
+            ``[0.5, 0.5]``; null: those of the training images, by channel.
+        metrics: metrics of torchmetrics by class path that are evaluated beside the task's, as
+            ``test/*`` and ``val/*``; null: none.
+        primary: the metric that selects, of the task's or of ``metrics``; null: the task's primary
+            one.
     """
 
     dataset: str
@@ -116,7 +122,11 @@ class ImageData(FederatedData):
         )
         self.crop, self.crop_padding, self.flip = crop, crop_padding, flip
         self._digest = ""
-        self.feature_skew, self.local_test_fraction, self.moments = feature_skew, local_test_fraction, moments
+        self.feature_skew, self.local_test_fraction, self.moments = (
+            feature_skew,
+            local_test_fraction,
+            moments,
+        )
         self._check_local_test()
         require(
             moments is None or moments[1] > 0,
@@ -131,7 +141,8 @@ class ImageData(FederatedData):
         """Refuse what does not go with test sets of the clients' own.
 
         Raises:
-            InputError: the partition says whose the training images are, or nobody holds some of them.
+            InputError: the partition says whose the training images are, or nobody holds some of
+                them.
         """
         given, of_training = f"local_test_fraction={self.local_test_fraction}", (FromFile, Natural)
         require(
@@ -159,7 +170,9 @@ class ImageData(FederatedData):
             test: test images and classes, in the same form.
             public: images of another data set for the public set; None: there are none.
         """
-        self._digest = sha256_of(torch.from_numpy(array) for arrays in (train, test) for array in arrays)
+        self._digest = sha256_of(
+            torch.from_numpy(array) for arrays in (train, test) for array in arrays
+        )
         moments = self.run_form.moments if self.run_form and self.run_form.moments else None
         if moments is None and self.moments is not None:
             moments = [(value,) * self.channels for value in self.moments]
@@ -174,7 +187,8 @@ class ImageData(FederatedData):
         self.move(self.device)
 
     def distribute(self, seed: int, device: torch.device) -> None:
-        """Assign the training images to clients, and show them and the test images as the clients see them.
+        """Assign the training images to clients, and show them and the test images as the clients
+        see them.
 
         Raises:
             InputError: the public set is too large, or the partition refuses the data.
@@ -186,7 +200,9 @@ class ImageData(FederatedData):
         owner[self._holdings.index] = np.repeat(np.arange(self.num_clients), self._holdings.sizes)
         change = partial(self.feature_skew.change_all, num_clients=self.num_clients, seed=seed)
         self.train_images = change(self._as_read[0], owner, part="train").to(self.device)
-        self.test_images = change(self._as_read[1], deal_test_set(self), part="test").to(self.device)
+        self.test_images = change(self._as_read[1], deal_test_set(self), part="test").to(
+            self.device
+        )
 
     def deal(self, group: np.ndarray, seed: int) -> Holdings:
         if not self.local_test_fraction:
@@ -226,20 +242,26 @@ class ImageData(FederatedData):
         super().move(device)
         if self.public_images is not None:
             self.public_images = self.public_images.to(device)
-        self.train_images, self.test_images = self.train_images.to(device), self.test_images.to(device)
+        self.train_images, self.test_images = (
+            self.train_images.to(device),
+            self.test_images.to(device),
+        )
         self._mean, self._std = torch.tensor([self.train_mean, self.train_std], device=device)[
             :, :, None, None
         ]
 
     def draws(self, rng: np.random.Generator, epochs: int, n: int) -> np.ndarray | None:
-        """Draw the top and left edge of the crop and whether it is mirrored, int64 ``[E, n, 3]``."""
+        """Draw the top and left edge of the crop and whether it is mirrored, int64 ``[E, n,
+        3]``."""
         if self.crop == "none" and not self.flip:
             return None
         # one call, so that the first epochs do not depend on the number of epochs
         uniform = rng.random((epochs, n, 3))
-        places = {"none": 1, "pad": 2 * self.crop_padding + 1, "shrink": self.side - self.view_side + 1}[
-            self.crop
-        ]
+        places = {
+            "none": 1,
+            "pad": 2 * self.crop_padding + 1,
+            "shrink": self.side - self.view_side + 1,
+        }[self.crop]
         return (uniform * [places, places, 2 if self.flip else 1]).astype(np.int64)
 
     def view(self, images: Tensor, draws: Tensor | None = None) -> Tensor:
@@ -247,7 +269,8 @@ class ImageData(FederatedData):
 
         Args:
             images: uint8 ``[B, channels, side, side]``.
-            draws: crop and mirroring as :meth:`draws` returns them, ``[B, 3]``; None: the centre crop.
+            draws: crop and mirroring as :meth:`draws` returns them, ``[B, 3]``; None: the centre
+                crop.
         """
         side = self.view_side
         if draws is None:
@@ -261,7 +284,8 @@ class ImageData(FederatedData):
         column = left + torch.where(mirrored.bool(), side - 1 - steps, steps)
         example = torch.arange(len(images), device=images.device)[:, None, None, None]
         channel = torch.arange(images.shape[1], device=images.device)[:, None, None]
-        return images[example, channel, row[:, None, :, None], column[:, None, None, :]]  # a single gather
+        # a single gather
+        return images[example, channel, row[:, None, :, None], column[:, None, None, :]]
 
     def normalise(self, pixels: Tensor) -> Tensor:
         """Normalise pixels in [0, 1] with the constants of the training set."""
@@ -272,7 +296,8 @@ class ImageData(FederatedData):
         return inputs * self._std + self._mean
 
     def inputs(self, split: Split, index: Tensor, draws: Tensor | None = None) -> Tensor:
-        """Return the images at ``index``, cropped and normalised, float32 ``[B, *example_shape]``."""
+        """Return the images at ``index``, cropped and normalised, float32 ``[B,
+        *example_shape]``."""
         images = self.train_images if split == "train" else self.test_images
         return self.normalise(self.view(images[index], draws).float() / 255)
 
@@ -287,4 +312,6 @@ class ImageData(FederatedData):
         """
         if self.public_images is None:
             return super().public_inputs(position)
-        return self.normalise(self.view(self.public_images[self.public_index[position]]).float() / 255)
+        return self.normalise(
+            self.view(self.public_images[self.public_index[position]]).float() / 255
+        )

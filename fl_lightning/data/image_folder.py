@@ -1,4 +1,5 @@
-"""Images in folders: a folder for each class, or a folder for each client with a folder for each class."""
+"""Images in folders: a folder for each class, or a folder for each client with a folder for each
+class."""
 
 from __future__ import annotations
 
@@ -51,19 +52,21 @@ IMAGES = path_to("folder", "there is no such folder", "write the path of a folde
 class ImageFolder(ImageData):
     """Images of one's own, as ``class/image`` or ``client/class/image``, distributed to clients.
 
-    Images become RGB of ``size`` x ``size`` pixels: what a square of another shape cuts off at the edges is
-    left out, and the rest is resized. They stay bytes, and are cropped, flipped and normalised in batches.
+    Images become RGB of ``size`` x ``size`` pixels: what a square of another shape cuts off at the
+    edges is left out, and the rest is resized. They stay bytes, and are cropped, flipped and
+    normalised in batches.
 
     Args:
         train: folder of the training images.
-        test: folder of the test images, in the form of ``train``; null: ``test_fraction`` of every class.
-        test_fraction: share of every class that becomes the test set if there is no ``test``, in (0, 1); the
-            same images in every run.
+        test: folder of the test images, in the form of ``train``; null: ``test_fraction`` of every
+            class.
+        test_fraction: share of every class that becomes the test set if there is no ``test``, in
+            (0, 1); the same images in every run.
         client_folders: whether the folders are those of clients, which hold folders of classes.
         size: side of the images in pixels.
         num_clients: number of clients; 0: as many as there are folders of clients.
-        partition: rule that assigns training images to clients; null: Natural with folders of clients, else
-            Dirichlet with beta 0.1.
+        partition: rule that assigns training images to clients; null: Natural with folders of
+            clients, else Dirichlet with beta 0.1.
         val_fraction: share of each client's images that is held out for validation, in [0, 1).
         settings: those of all images, see :class:`~fl_lightning.data.image_base.ImageData`.
     """
@@ -77,7 +80,9 @@ class ImageFolder(ImageData):
         test: Annotated[str | None, IMAGES] = None,
         test_fraction: float = 0.2,
         client_folders: bool = False,
-        size: Annotated[int, within("[1, inf)", "an image has at least one pixel", "write e.g. 32")] = 32,
+        size: Annotated[
+            int, within("[1, inf)", "an image has at least one pixel", "write e.g. 32")
+        ] = 32,
         num_clients: ClientCount = 0,
         partition: Partition | None = None,
         val_fraction: ValFraction = 0.1,
@@ -109,8 +114,8 @@ class ImageFolder(ImageData):
         """Read the images.
 
         Raises:
-            InputError: an image is damaged, a class of the test has no training images, or all images are of
-                one class.
+            InputError: an image is damaged, a class of the test has no training images, or all
+                images are of one class.
         """
         train = find_images(self.train_path, self.client_folders)
         test: list[ImageFile] = []
@@ -141,7 +146,9 @@ class ImageFolder(ImageData):
                 some,
             )
         clients = number_names(file.client for file in train) if self.client_folders else {}
-        self._owner = np.array([clients[file.client] for file in train], np.int64) if clients else None
+        self._owner = (
+            np.array([clients[file.client] for file in train], np.int64) if clients else None
+        )
         self.names = Names(classes=list(classes), clients=list(clients))
         self.num_classes = len(classes)
         if self.count_clients:
@@ -150,7 +157,9 @@ class ImageFolder(ImageData):
         self.hold(held[0], held[1])
 
     def _arrays(self, files: Sequence[ImageFile], classes: dict[Any, int]) -> Arrays:
-        check_memory(f"{len(files)} images of {self.side}x{self.side} pixels", 3 * self.side**2 * len(files))
+        check_memory(
+            f"{len(files)} images of {self.side}x{self.side} pixels", 3 * self.side**2 * len(files)
+        )
         images = np.empty((len(files), 3, self.side, self.side), np.uint8)
         for number, file in enumerate(files):
             images[number] = read_image(file.path, self.side)
@@ -161,13 +170,16 @@ class ImageFolder(ImageData):
 
     @property
     def train_owner(self) -> np.ndarray | None:
-        """The client in whose folder each training image lies, int64 ``[N]``; None without such folders."""
+        """The client in whose folder each training image lies, int64 ``[N]``; None without such
+        folders."""
         return self._owner
 
     def partition_summary(self) -> dict[str, Any]:
-        """Return the content of ``partition.json``, with the names of classes and clients and the SHA-256 of
-        all images."""
-        return super().partition_summary() | {"examples": {"sha256": self._digest, **self.names.summary()}}
+        """Return the content of ``partition.json``, with the names of classes and clients and the
+        SHA-256 of all images."""
+        return super().partition_summary() | {
+            "examples": {"sha256": self._digest, **self.names.summary()}
+        }
 
 
 def find_images(folder: Path, client_folders: bool, *, tells: bool = False) -> list[ImageFile]:
@@ -207,13 +219,18 @@ def find_images(folder: Path, client_folders: bool, *, tells: bool = False) -> l
                 if path.name.startswith("."):  # such as ._1.png, which macOS leaves beside 1.png
                     continue
                 if path.is_file() and path.suffix.lower() in SUFFIXES:
-                    found.append(ImageFile(path, label.name, outer.name if client_folders else None))
+                    found.append(
+                        ImageFile(path, label.name, outer.name if client_folders else None)
+                    )
                 else:
                     left_out[path.suffix or path.name] += 1
             empty += [label.relative_to(folder).as_posix()] if len(found) == before else []
     if not found:
         flat = sum(path.is_file() and path.suffix.lower() in SUFFIXES for path in folder.iterdir())
-        rule, instead = f"it holds no images; the form is {form}", f"give images: {', '.join(SUFFIXES)}"
+        rule, instead = (
+            f"it holds no images; the form is {form}",
+            f"give images: {', '.join(SUFFIXES)}",
+        )
         if flat:
             rule = f"its {flat} images lie outside of class folders; the form is {form}"
             instead = "make a folder for each class, and move the images there"
@@ -239,9 +256,13 @@ def read_image(path: Path, side: int) -> np.ndarray:
     ):
         deep = is_deep(image)
         square = ImageOps.fit(image.convert("RGB"), (side, side), method=Image.Resampling.BILINEAR)
-    require(not deep, f"{path}", "its pixels have more than 8 bits", "convert it to 8 bits a channel")
+    require(
+        not deep, f"{path}", "its pixels have more than 8 bits", "convert it to 8 bits a channel"
+    )
     return np.asarray(square).transpose(2, 0, 1)
 
 
 def _folders(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    return sorted(
+        path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")
+    )

@@ -1,4 +1,5 @@
-"""Images of data sets that are known by a short name: CIFAR, Fashion-MNIST, digits and synthetic images.
+"""Images of data sets that are known by a short name: CIFAR, Fashion-MNIST, digits and synthetic
+images.
 
 A data set is one entry of ``DATASETS``.
 """
@@ -21,7 +22,8 @@ from fl_lightning.errors import require
 
 @dataclass(frozen=True)
 class ImageSettings:
-    """What the data sets read of the settings of :class:`FederatedImages`, where they are explained."""
+    """What the data sets read of the settings of :class:`FederatedImages`, where they are
+    explained."""
 
     root: str
     download: bool
@@ -36,7 +38,8 @@ class ImageSet:
     """A data set of images that is known by a name.
 
     Args:
-        read: returns training and test images uint8 ``[N, C, side, side]`` with their classes int64 ``[N]``.
+        read: returns training and test images uint8 ``[N, C, side, side]`` with their classes int64
+            ``[N]``.
         num_classes: number of classes, given the settings.
         side: side of an image in pixels, given the settings.
         prepare: downloads and checks the files; by default there are none.
@@ -51,7 +54,11 @@ class ImageSet:
 
 
 def _published(
-    files: Callable[[ImageSettings], PublishedFiles], *, num_classes: int, side: int = 32, grey: bool = False
+    files: Callable[[ImageSettings], PublishedFiles],
+    *,
+    num_classes: int,
+    side: int = 32,
+    grey: bool = False,
 ) -> ImageSet:
     return ImageSet(
         read=lambda settings: files(settings).read(),
@@ -93,15 +100,17 @@ class FederatedImages(ImageData):
     """Images and their classes, distributed to clients.
 
     Args:
-        dataset: fashion_mnist (read from root or from Debian's package dataset-fashion-mnist), cifar10,
-            cifar100 (read from root), digits (1 797 scanned digits, no files needed) or synthetic.
-        root: folder of the files (the one that holds FashionMNIST, cifar-10-batches-py or cifar-100-python).
+        dataset: fashion_mnist (read from root or from Debian's package dataset-fashion-mnist),
+            cifar10, cifar100 (read from root), digits (1 797 scanned digits, no files needed) or
+            synthetic.
+        root: folder of the files (the one that holds FashionMNIST, cifar-10-batches-py or
+            cifar-100-python).
         download: whether missing files may be fetched from the network.
-        channels: of grey images (fashion_mnist, digits): 3 equal channels, as networks and corruptions for
-            colours take them, or 1. Other images have 3.
-        public_dataset: data set whose training images, without labels, are the public set of FedKD, all of
-            them if public_examples is 0; null: a slice of dataset's own training images, taken out before
-            they are dealt to clients. Normalised like dataset's.
+        channels: of grey images (fashion_mnist, digits): 3 equal channels, as networks and
+            corruptions for colours take them, or 1. Other images have 3.
+        public_dataset: data set whose training images, without labels, are the public set of FedKD,
+            all of them if public_examples is 0; null: a slice of dataset's own training images,
+            taken out before they are dealt to clients. Normalised like dataset's.
         synthetic_examples: training examples of the synthetic data set.
         synthetic_test_examples: test examples of the synthetic data set.
         synthetic_size: side in pixels of the synthetic images.
@@ -119,8 +128,12 @@ class FederatedImages(ImageData):
         download: bool = False,
         channels: Annotated[int, one_of((1, 3), "write 3, or 1 for grey images")] = 3,
         public_dataset: str | None = None,
-        synthetic_examples: Annotated[int, within("[1, inf)", "at least 1", "write 1 or more")] = 5000,
-        synthetic_test_examples: Annotated[int, within("[1, inf)", "at least 1", "write 1 or more")] = 1000,
+        synthetic_examples: Annotated[
+            int, within("[1, inf)", "at least 1", "write 1 or more")
+        ] = 5000,
+        synthetic_test_examples: Annotated[
+            int, within("[1, inf)", "at least 1", "write 1 or more")
+        ] = 1000,
         synthetic_size: Annotated[int, within("[1, inf)", "at least 1", "write 1 or more")] = 32,
         synthetic_classes: Annotated[int, within("[2, inf)", "at least 2", "write 2 or more")] = 10,
         synthetic_seed: int = 0,
@@ -133,7 +146,9 @@ class FederatedImages(ImageData):
                 f"{synthetic_classes} classes"
             )
             # bytes of the pixels and labels, and of the float32 patterns of the classes
-            check_memory(size, examples * (3 * synthetic_size**2 + 8) + synthetic_classes * 3 * 4 * 4 * 4)
+            check_memory(
+                size, examples * (3 * synthetic_size**2 + 8) + synthetic_classes * 3 * 4 * 4 * 4
+            )
         self.settings = ImageSettings(
             root=root,
             download=download,
@@ -154,7 +169,8 @@ class FederatedImages(ImageData):
         """Refuse a public data set whose images do not fit.
 
         Raises:
-            InputError: there is no such data set, it is the clients' own, or its images have another size.
+            InputError: there is no such data set, it is the clients' own, or its images have
+                another size.
         """
         name, dataset, seen = self.public_dataset, self.dataset, self.view_side
         if name is None:
@@ -213,10 +229,16 @@ class FederatedImages(ImageData):
         self.hold(train, test, public)
 
     def _read(self, dataset: str) -> tuple[Arrays, Arrays]:
-        """Return training and test images with their classes, all images with ``channels`` channels."""
+        """Return training and test images with their classes, all images with ``channels``
+        channels."""
         parts = DATASETS[dataset].read(self.settings)
         train, test = (
-            (images if images.shape[1] == self.channels else images.repeat(self.channels, axis=1), labels)
+            (
+                images
+                if images.shape[1] == self.channels
+                else images.repeat(self.channels, axis=1),
+                labels,
+            )
             for images, labels in parts
         )
         return train, test

@@ -16,9 +16,9 @@ from fl_lightning.errors import InputError, as_bad_input, require
 class FromFile(IndexPartition):
     """Every client holds the training examples that a JSON file lists for it, counted from 0.
 
-    The file is ``{"clients": [{"train": [0, 4], "val": [2]}, ...]}``, as ``partition.json`` of a run, whose
-    validation examples it takes over; or a list of a list for each client, ``[[0, 4, 2], ...]``, of which
-    ``val_fraction`` is then held out. Every training example is in one list.
+    The file is ``{"clients": [{"train": [0, 4], "val": [2]}, ...]}``, as ``partition.json`` of a
+    run, whose validation examples it takes over; or a list of a list for each client, ``[[0, 4, 2],
+    ...]``, of which ``val_fraction`` is then held out. Every training example is in one list.
 
     Args:
         path: the file.
@@ -31,8 +31,8 @@ class FromFile(IndexPartition):
         """Return the examples of each client; of ``labels`` only the number N counts, and no seed.
 
         Raises:
-            InputError: the file cannot be read, lists another number of clients, or an example twice, not at
-                all, or outside 0 .. N - 1.
+            InputError: the file cannot be read, lists another number of clients, or an example
+                twice, not at all, or outside 0 .. N - 1.
         """
         clients = self._read()
         require(
@@ -47,7 +47,9 @@ class FromFile(IndexPartition):
         index = np.concatenate([np.sort(some) for part in parts for some in part])
         self._check(index, np.repeat(np.arange(len(parts)), sizes), len(labels))
         starts = np.concatenate([[0], np.cumsum(sizes)])
-        return Holdings(index, starts, np.array([len(val) for val, _ in parts], np.int64), divided=divided)
+        return Holdings(
+            index, starts, np.array([len(val) for val, _ in parts], np.int64), divided=divided
+        )
 
     def _read(self) -> list[Any]:
         given, form = f"{self.path}", 'write {"clients": [{"train": [0], "val": []}]}'

@@ -1,6 +1,7 @@
 """Items of a map-style dataset, read once into tensors.
 
-``N`` items. An item is a pair of input and target, or a dictionary with them and with whatever else is known.
+``N`` items. An item is a pair of input and target, or a dictionary with them and with whatever else
+is known.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Keys:
     """Where the parts of an item are: positions in a tuple, or names in a dictionary.
 
     Args:
-        input: the input; a list of names makes a dictionary of inputs. None: position 0, or all names of a
-            dictionary that are nothing else.
+        input: the input; a list of names makes a dictionary of inputs. None: position 0, or all
+            names of a dictionary that are nothing else.
         target: the target; None: position 1.
         group: what partitions deal the items out by; None: the class.
         client: whose an item is; None: the items say nothing of it.
@@ -111,12 +112,18 @@ def read_items(dataset: Any, keys: Keys, place: str) -> Items:
             if inputs is None:
                 size = sum(leaf.nbytes for leaf in tree_leaves(leaves))
                 check_memory(f"{place} with {count} items", size * count)
-                inputs = tree_map(lambda leaf: torch.empty(count, *leaf.shape, dtype=leaf.dtype), leaves)
+                inputs = tree_map(
+                    lambda leaf: torch.empty(count, *leaf.shape, dtype=leaf.dtype), leaves
+                )
             _put(inputs, number, leaves, where)
             for name, value in parts.items():
                 known[name].append(value)
     for leaf in tree_leaves(inputs):
-        bad = ~leaf.isfinite().reshape(count, -1).all(1) if leaf.is_floating_point() else torch.zeros(1)
+        bad = (
+            ~leaf.isfinite().reshape(count, -1).all(1)
+            if leaf.is_floating_point()
+            else torch.zeros(1)
+        )
         require(
             not bad.any(),
             f"{place}, item {int(bad.long().argmax())}",
@@ -140,10 +147,12 @@ def to_examples(
     test_fraction: float,
     form: Form | None = None,
 ) -> tuple[Examples, Examples, Names]:
-    """Return the examples of both splits, and the names of classes, groups and clients in sorted order.
+    """Return the examples of both splits, and the names of classes, groups and clients in sorted
+    order.
 
     Args:
-        train: the training items, of which ``test_fraction`` is for the test if there are no test items.
+        train: the training items, of which ``test_fraction`` is for the test if there are no test
+            items.
         test: the test items; None: there are none.
         classifies: whether targets are classes.
         test_fraction: share of the test, of classification that of each class.
@@ -155,7 +164,11 @@ def to_examples(
     if classifies:
         train = replace(train, target=_class_names(train))
     if test is None:
-        labels = np.array([str(name) for name in train.target]) if classifies else np.zeros(len(train.target))
+        labels = (
+            np.array([str(name) for name in train.target])
+            if classifies
+            else np.zeros(len(train.target))
+        )
         chosen = np.zeros(len(labels), bool) if form else in_test(labels, test_fraction)
         train, test = train.part(~chosen), train.part(chosen)
     elif classifies:
@@ -180,7 +193,12 @@ def to_examples(
     groups = number_names([*(train.group or []), *(test.group or [])])
     clients = number_names(train.client or [])
     return (
-        Examples(train.inputs, targets[0], _numbered(train.group, groups), _numbered(train.client, clients)),
+        Examples(
+            train.inputs,
+            targets[0],
+            _numbered(train.group, groups),
+            _numbered(train.client, clients),
+        ),
         Examples(test.inputs, targets[1], _numbered(test.group, groups)),
         Names(list(classes), list(groups), list(clients)),
     )
@@ -189,7 +207,8 @@ def to_examples(
 def item_at(dataset: Any, number: int, where: str) -> Any:
     """Return an item of a dataset.
 
-    A bug in the dataset's own code keeps its type, and ``failed_at`` of the exception says at which item.
+    A bug in the dataset's own code keeps its type, and ``failed_at`` of the exception says at which
+    item.
 
     Args:
         dataset: a map-style dataset.
@@ -204,11 +223,14 @@ def item_at(dataset: Any, number: int, where: str) -> Any:
     except InputError:
         raise
     except Exception as error:
-        if is_bug_of_user(error) and not isinstance(error, OSError):  # a file that is missing is no bug
+        # a file that is missing is no bug
+        if is_bug_of_user(error) and not isinstance(error, OSError):
             error.failed_at = where  # type: ignore[attr-defined]
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise InputError(where, f"it cannot be read ({reason})", "correct it or leave it out") from error
+        raise InputError(
+            where, f"it cannot be read ({reason})", "correct it or leave it out"
+        ) from error
 
 
 def count_items(dataset: Any, place: str) -> int:
@@ -279,7 +301,11 @@ def _parts_of_dictionary(item: Mapping[Any, Any], keys: Keys, where: str) -> dic
     if isinstance(keys.input, (int, str)):
         wanted: list[Any] = [keys.input]
     else:
-        wanted = [key for key in item if key not in named.values()] if keys.input is None else [*keys.input]
+        wanted = (
+            [key for key in item if key not in named.values()]
+            if keys.input is None
+            else [*keys.input]
+        )
     for key in wanted:
         _require_key(key, item, "input", where)
     require(wanted, where, "it has nothing beside the target", "give it an input")
@@ -300,7 +326,9 @@ def _name(value: Any, name: str, where: str) -> Any:
         isinstance(found, Hashable) and found is not None and found == found,
         f"{where}, {name} {found}",
         f"a {name} is a number or a text, and none is missing",
-        "say whose it is, or leave the item out" if name == "client" else "give it one, or leave it out",
+        "say whose it is, or leave the item out"
+        if name == "client"
+        else "give it one, or leave it out",
     )
     return found
 
@@ -312,20 +340,30 @@ def plain(value: Any) -> Any:
 
 
 def _tensor(value: Any, where: str) -> Tensor:
-    """Return an input as a tensor: images as uint8 ``[3, H, W]``, real numbers as float32, others int64."""
+    """Return an input as a tensor: images as uint8 ``[3, H, W]``, real numbers as float32, others
+    int64."""
     if hasattr(value, "convert") and hasattr(value, "getbands"):  # an image of PIL
         rule = f"an image in mode {value.mode} has more than 8 bits a channel"
-        require(not is_deep(value), where, rule, "give the dataset a transform that makes tensors of them")
+        require(
+            not is_deep(value),
+            where,
+            rule,
+            "give the dataset a transform that makes tensors of them",
+        )
         return torch.from_numpy(np.array(value.convert("RGB"))).permute(2, 0, 1)
     try:
-        found = value.detach().cpu() if isinstance(value, Tensor) else torch.as_tensor(np.array(value))
+        found = (
+            value.detach().cpu() if isinstance(value, Tensor) else torch.as_tensor(np.array(value))
+        )
     except (TypeError, ValueError):
         raise InputError(
             where,
             f"an input is a tensor, an array, an image or numbers, and this is a {type(value).__name__}",
             "write tokens in place of text, see TextFiles; or give the dataset a transform",
         ) from None
-    require(not found.is_complex(), where, "an input is of real numbers", "give the dataset a transform")
+    require(
+        not found.is_complex(), where, "an input is of real numbers", "give the dataset a transform"
+    )
     if found.is_floating_point() or found.dtype == torch.bool:
         return found.float()
     return found if found.dtype == torch.uint8 and found.ndim == 3 else found.long()
@@ -334,7 +372,9 @@ def _tensor(value: Any, where: str) -> Tensor:
 def _put(inputs: Any, number: int, leaves: Any, where: str) -> None:
     """Write an item's input into its row."""
     into, values = tree_leaves(inputs), tree_leaves(leaves)
-    same = len(into) == len(values) and (not isinstance(inputs, dict) or list(inputs) == list(leaves))
+    same = len(into) == len(values) and (
+        not isinstance(inputs, dict) or list(inputs) == list(leaves)
+    )
     require(same, where, "it has other parts than the first item", "give all items the same")
     for row, value in zip(into, values, strict=True):
         require(
@@ -350,7 +390,9 @@ def _class_names(items: Items) -> list[Any]:
     """Return the class of each item: a whole number or a text."""
     found = [plain(value) for value in items.target]
     for number, value in enumerate(found):
-        whole = isinstance(value, (str, bool, int)) or (isinstance(value, float) and value.is_integer())
+        whole = isinstance(value, (str, bool, int)) or (
+            isinstance(value, float) and value.is_integer()
+        )
         require(
             whole,
             f"{items.place}, item {number}",
@@ -371,7 +413,9 @@ def _numbers(items: Items) -> Tensor:
         except (TypeError, ValueError):
             row = np.array(math.nan, np.float32)
         require(
-            row.ndim <= 1 and np.isfinite(row).all() and row.shape == (rows[0].shape if rows else row.shape),
+            row.ndim <= 1
+            and np.isfinite(row).all()
+            and row.shape == (rows[0].shape if rows else row.shape),
             f"{items.place}, item {number}",
             "its target is not one or several finite numbers, as many as the first item's",
             "correct it, or name another target",
@@ -382,7 +426,8 @@ def _numbers(items: Items) -> Tensor:
 
 def _check_same_form(train: Items, test: Items) -> None:
     forms = [
-        [(leaf.dtype, tuple(leaf.shape[1:])) for leaf in tree_leaves(some.inputs)] for some in (train, test)
+        [(leaf.dtype, tuple(leaf.shape[1:])) for leaf in tree_leaves(some.inputs)]
+        for some in (train, test)
     ]
     require(
         forms[0] == forms[1],

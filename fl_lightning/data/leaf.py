@@ -1,4 +1,5 @@
-"""JSON files in the form of LEAF (Caldas et al. 2018, arXiv 1812.01097), in which FEMNIST is published.
+"""JSON files in the form of LEAF (Caldas et al. 2018, arXiv 1812.01097), in which FEMNIST is
+published.
 
 ``N`` examples, ``D`` numbers of an example.
 """
@@ -19,22 +20,27 @@ from fl_lightning.data.items import Items, to_examples
 from fl_lightning.data.partition import check_memory
 from fl_lightning.errors import InputError, as_bad_input, require
 
-EXPECTED = 'write {"users": ["a"], "num_samples": [1], "user_data": {"a": {"x": [[0.5]], "y": [1]}}}'
+EXPECTED = (
+    'write {"users": ["a"], "num_samples": [1], "user_data": {"a": {"x": [[0.5]], "y": [1]}}}'
+)
 
-LEAF = path_to("any", "there is no such file", "write a .json file in LEAF's form, or a folder of them")
+LEAF = path_to(
+    "any", "there is no such file", "write a .json file in LEAF's form, or a folder of them"
+)
 
 
 class LeafData(ArrayData):
     """Users' examples from LEAF's JSON, each user a client.
 
-    A file is ``{"users": [...], "num_samples": [...], "user_data": {user: {"x": [...], "y": [...]}}}``, and
-    a folder has such files for different users. An ``x`` is a list of numbers, which may be nested.
+    A file is ``{"users": [...], "num_samples": [...], "user_data": {user: {"x": [...], "y":
+    [...]}}}``, and a folder has such files for different users. An ``x`` is a list of numbers,
+    which may be nested.
 
     Args:
         train: a file, or a folder whose ``.json`` files are read in the order of their names.
         test: a file or folder of the test examples; null: ``test_fraction`` of ``train``.
-        images: whether an ``x`` holds the grey levels of a square, as in FEMNIST; the network then sees three
-            equal channels, ``[3, side, side]``.
+        images: whether an ``x`` holds the grey levels of a square, as in FEMNIST; the network then
+            sees three equal channels, ``[3, side, side]``.
         settings: those of all data in memory, see :class:`~fl_lightning.data.arrays.ArrayData`.
     """
 
@@ -71,7 +77,9 @@ class LeafData(ArrayData):
         train = read_leaf(self.train_path, images=self.images)
         test = read_leaf(self.test_path, images=self.images) if self.test_path else None
         classifies, share = self.task.has_classes, self.test_fraction
-        return to_examples(train, test, classifies=classifies, test_fraction=share, form=self.run_form)
+        return to_examples(
+            train, test, classifies=classifies, test_fraction=share, form=self.run_form
+        )
 
 
 def leaf_files(path: Path) -> list[Path]:
@@ -149,7 +157,9 @@ def _users(file: Path) -> list[tuple[str, list[Any], list[Any]]]:
         x, y = (entry.get("x"), entry.get("y")) if isinstance(entry, dict) else (None, None)
         if not (isinstance(x, list) and isinstance(y, list)):
             raise InputError(place, "user_data has no lists x and y of it", EXPECTED)
-        require(len(x) == len(y), place, f"it has {len(x)} x and {len(y)} y", "give one y for each x")
+        require(
+            len(x) == len(y), place, f"it has {len(x)} x and {len(y)} y", "give one y for each x"
+        )
         require(
             size is None or size == len(y),
             place,
@@ -174,11 +184,21 @@ def _rows(x: list[Any], place: str) -> np.ndarray:
     try:
         rows = np.array(x, dtype=np.float32)
     except (TypeError, ValueError):
-        raise InputError(place, "its x are not lists of numbers, all of one length", "correct them") from None
-    require(rows.ndim >= 2, place, "an x is a list of numbers, and these are single numbers", "write [[0.5]]")
+        raise InputError(
+            place, "its x are not lists of numbers, all of one length", "correct them"
+        ) from None
+    require(
+        rows.ndim >= 2,
+        place,
+        "an x is a list of numbers, and these are single numbers",
+        "write [[0.5]]",
+    )
     bad = ~np.isfinite(rows).reshape(len(rows), -1).all(axis=1)
     require(
-        not bad.any(), f"{place}, example {int(bad.argmax())}", "its x is not finite", "correct or remove it"
+        not bad.any(),
+        f"{place}, example {int(bad.argmax())}",
+        "its x is not finite",
+        "correct or remove it",
     )
     return rows
 

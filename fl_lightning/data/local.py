@@ -24,7 +24,8 @@ def _to_uint8(values: torch.Tensor) -> np.ndarray:
 
 
 def digits() -> tuple[Arrays, Arrays]:
-    """Return 1 797 scanned digits (8x8, 17 grey levels), enlarged to 32x32, uint8 ``[N, 1, 32, 32]``.
+    """Return 1 797 scanned digits (8x8, 17 grey levels), enlarged to 32x32, uint8 ``[N, 1, 32,
+    32]``.
 
     Of every class, 80 % are training and 20 % are test images. The arrays are the caller's own.
     """
@@ -33,10 +34,12 @@ def digits() -> tuple[Arrays, Arrays]:
 
 
 def _scanned() -> Arrays:
-    """Return what scikit-learn's ``load_digits`` returns, from the file that it reads: importing scikit-learn
-    takes half a second, which every first round would wait for."""
+    """Return what scikit-learn's ``load_digits`` returns, from the file that it reads: importing
+    scikit-learn takes half a second, which every first round would wait for."""
     try:
-        file = Path(str(distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")))
+        file = Path(
+            str(distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz"))
+        )
     except PackageNotFoundError:  # it can be imported all the same where a system has put it
         file = Path()
     if not file.is_file():
@@ -61,11 +64,13 @@ def _digits() -> tuple[Arrays, Arrays]:
     return (images[~in_test], labels[~in_test]), (images[in_test], labels[in_test])
 
 
-def synthetic(*, sizes: tuple[int, int], side: int, num_classes: int, seed: int) -> tuple[Arrays, Arrays]:
+def synthetic(
+    *, sizes: tuple[int, int], side: int, num_classes: int, seed: int
+) -> tuple[Arrays, Arrays]:
     """Return synthetic training and test images that a network can learn to classify.
 
-    An image is the sum of a smooth pattern of its class, a smooth pattern of its own, and pixel noise. Both
-    patterns come from a 4x4 grid, so classes overlap and the accuracy stays below 1.
+    An image is the sum of a smooth pattern of its class, a smooth pattern of its own, and pixel
+    noise. Both patterns come from a 4x4 grid, so classes overlap and the accuracy stays below 1.
 
     Args:
         sizes: number of training and of test images.
@@ -73,13 +78,16 @@ def synthetic(*, sizes: tuple[int, int], side: int, num_classes: int, seed: int)
         num_classes: number of classes.
         seed: seed of the images.
     """
-    prototype = 0.5 * stream(seed, "synthetic/classes").standard_normal((num_classes, 3, 4, 4), np.float32)
+    prototype = 0.5 * stream(seed, "synthetic/classes").standard_normal(
+        (num_classes, 3, 4, 4), np.float32
+    )
 
     def draw(part: str, count: int) -> Arrays:
         rng = stream(seed, f"synthetic/{part}")
         labels = rng.permutation(np.arange(count, dtype=np.int64) % num_classes)
         images = np.empty((count, 3, side, side), np.uint8)
-        for start in range(0, count, 4096):  # in blocks: the floats of 50 000 images would be 0.6 GB
+        # in blocks: the floats of 50 000 images would be 0.6 GB
+        for start in range(0, count, 4096):
             label = labels[start : start + 4096]
             grid = prototype[label] + rng.standard_normal((len(label), 3, 4, 4), np.float32)
             smooth = interpolate(

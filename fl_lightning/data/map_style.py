@@ -1,4 +1,5 @@
-"""Map-style datasets of torch, torchvision and one's own, and the datasets of a LightningDataModule."""
+"""Map-style datasets of torch, torchvision and one's own, and the datasets of a
+LightningDataModule."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ class ItemData(ArrayData):
     """Items that have an input, a target and perhaps more, at positions in a tuple or under names.
 
     Args:
-        input: position in a tuple, or name in a dictionary, of the input; a list of names: the network takes
-            a dictionary. null: position 0, or all names that are nothing else.
+        input: position in a tuple, or name in a dictionary, of the input; a list of names: the
+            network takes a dictionary. null: position 0, or all names that are nothing else.
         target: position or name of the target; null: position 1.
         group: position or name of what partitions deal the items out by; null: the class.
         client: position or name of whose an item is, for the partition Natural; null: none.
@@ -45,11 +46,14 @@ class ItemData(ArrayData):
         self.keys, self.natural = Keys(input, target, group, client), client is not None
         super().__init__(**settings)
 
-    def examples_of(self, datasets: Sequence[Any], places: Sequence[str]) -> tuple[Examples, Examples, Names]:
+    def examples_of(
+        self, datasets: Sequence[Any], places: Sequence[str]
+    ) -> tuple[Examples, Examples, Names]:
         """Read the items of the training and the test dataset.
 
         Args:
-            datasets: both, map-style; None in place of the test dataset: it is taken from the training items.
+            datasets: both, map-style; None in place of the test dataset: it is taken from the
+                training items.
             places: the name of each, for messages.
 
         Raises:
@@ -61,18 +65,22 @@ class ItemData(ArrayData):
         )
         assert train is not None
         classifies, share = self.task.has_classes, self.test_fraction
-        return to_examples(train, test, classifies=classifies, test_fraction=share, form=self.run_form)
+        return to_examples(
+            train, test, classifies=classifies, test_fraction=share, form=self.run_form
+        )
 
 
 class DatasetData(ItemData):
     """The items of a map-style ``torch.utils.data.Dataset``, such as torchvision's or one's own.
 
-    Items are ``(input, target)`` or dictionaries. All are read once into memory, so a dataset's ``transform``
-    is applied once and not in every epoch. Images (of PIL, or uint8 ``[C, H, W]``) stay bytes, and a batch is
-    normalised with the training images' mean and standard deviation; other inputs are taken as they are.
+    Items are ``(input, target)`` or dictionaries. All are read once into memory, so a dataset's
+    ``transform`` is applied once and not in every epoch. Images (of PIL, or uint8 ``[C, H, W]``)
+    stay bytes, and a batch is normalised with the training images' mean and standard deviation;
+    other inputs are taken as they are.
 
     Args:
-        train: class path and arguments of the training dataset; in Python a function that returns it.
+        train: class path and arguments of the training dataset; in Python a function that returns
+            it.
         test: the test dataset; null: ``test_fraction`` of the training dataset.
         settings: those of the items and of all data in memory, see :class:`ItemData`.
     """
@@ -111,7 +119,8 @@ class DatasetData(ItemData):
             self.prepare_data()
         assert self._made is not None
         places = [
-            f"data.{split} {name_of(one)}" for split, one in zip(("train", "test"), self._made, strict=True)
+            f"data.{split} {name_of(one)}"
+            for split, one in zip(("train", "test"), self._made, strict=True)
         ]
         examples = self.examples_of(self._made, places)
         self._made = None
@@ -123,10 +132,11 @@ BATCH_HOOKS = ["on_before_batch_transfer", "transfer_batch_to_device", "on_after
 
 
 class DataModuleData(ItemData):
-    """The datasets behind the ``train_dataloader`` and ``test_dataloader`` of a ``LightningDataModule``.
+    """The datasets behind the ``train_dataloader`` and ``test_dataloader`` of a
+    ``LightningDataModule``.
 
-    The items of the datasets are read as :class:`DatasetData` reads them; the loaders' batches, samplers and
-    collate functions are not used.
+    The items of the datasets are read as :class:`DatasetData` reads them; the loaders' batches,
+    samplers and collate functions are not used.
 
     Args:
         module: class path and arguments of the module; in Python a function that returns it.
@@ -187,23 +197,29 @@ def module_datasets(source: DataModuleCallable, splits: Sequence[str]) -> dict[s
     """
     module = made(source, "data.module")
     with torch_stream(0, "data_module"):  # a split that the module draws is the same in every run
-        for stage in ("fit", "test"):  # before a loader is asked: one that ignores the stage splits anew
+        # before a loader is asked: one that ignores the stage splits anew
+        for stage in ("fit", "test"):
             made(partial(module.setup, stage), "data.module")
     unread = ["val_dataloader"] * ("val" not in splits) + BATCH_HOOKS
-    why = "not called; items are read one by one, and data.val_fraction holds validation examples out"
+    why = (
+        "not called; items are read one by one, and data.val_fraction holds validation examples out"
+    )
     warn_of_ignored(overridden(module, LightningDataModule, unread), module, why)
     return {split: _dataset_of(module, split) for split in splits}
 
 
 def _dataset_of(module: LightningDataModule, split: str) -> Any:
-    """Return the dataset of a loader; None if the module does not define the loader or it gives none."""
+    """Return the dataset of a loader; None if the module does not define the loader or it gives
+    none."""
     name = f"{split}_dataloader"
     defined = getattr(type(module), name) is not getattr(LightningDataModule, name)
     loaders = getattr(module, name)() if defined else None
     loaders = list(loaders) if isinstance(loaders, (list, tuple)) else [loaders]
     if split != "train" and loaders in ([], [None]):
         return None
-    found = [dataset for loader in loaders if (dataset := getattr(loader, "dataset", None)) is not None]
+    found = [
+        dataset for loader in loaders if (dataset := getattr(loader, "dataset", None)) is not None
+    ]
     if len(loaders) != 1 or not found:
         given = "several loaders" if len(loaders) > 1 else "no loader with a dataset"
         raise InputError(
@@ -218,8 +234,8 @@ def made(make: Any, setting: str) -> Any:
     """Return what a function makes, or what was given instead of one.
 
     Raises:
-        InputError: a library refuses its arguments, or a file is missing. A bug in the user's own code stays
-            what it is.
+        InputError: a library refuses its arguments, or a file is missing. A bug in the user's own
+            code stays what it is.
     """
     if isinstance(make, (Dataset, LightningDataModule)) or not callable(make):
         return make
@@ -235,7 +251,8 @@ def made(make: Any, setting: str) -> Any:
 
 
 def name_of(make: Any) -> str:
-    """Return the name of the class or function that makes something, or of the class of what is made."""
+    """Return the name of the class or function that makes something, or of the class of what is
+    made."""
     while isinstance(make, partial):
         make = make.args[-1] if make.args and isclass(make.args[-1]) else make.func
     name = getattr(make, "__name__", type(make).__name__)

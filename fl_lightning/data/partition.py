@@ -1,7 +1,7 @@
 """Partitions: rules that assign the training examples to clients.
 
-``N`` examples, ``K`` clients, ``C`` classes. The result of a partition is ``K`` sorted, disjoint int64 arrays
-of indices that together cover ``0 .. N - 1``. No array is larger than ``C x K``.
+``N`` examples, ``K`` clients, ``C`` classes. The result of a partition is ``K`` sorted, disjoint
+int64 arrays of indices that together cover ``0 .. N - 1``. No array is larger than ``C x K``.
 """
 
 from __future__ import annotations
@@ -78,17 +78,19 @@ def _draw(
     *,
     capped: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw once; return the owner of every example ``[N]`` and the number of examples per client ``[K]``."""
+    """Draw once; return the owner of every example ``[N]`` and the number of examples per client
+    ``[K]``."""
     total = sum(map(len, by_class))
     owner, held = np.empty(total, np.int64), np.zeros(num_clients, np.int64)
     for members in by_class:
         share = rng.dirichlet(np.full(num_clients, min(beta, 1e12)))
         below_mean = (held * num_clients < total) | (not capped)  # fewer than N / K, in integers
         share[~below_mean] = 0.0
-        # with a small beta the shares of most clients underflow to zero; once all clients with a share are
-        # full, the others get equal shares
+        # with a small beta the shares of most clients underflow to zero; once all clients with a
+        # share are full, the others get equal shares
         cumulative = np.cumsum(share if share.sum() > 0 else below_mean.astype(float))
-        # the division by the last value keeps rounding from giving the last example to a client without share
+        # the division by the last value keeps rounding from giving the last example to a client
+        # without share
         cuts = np.floor(cumulative / cumulative[-1] * len(members)).astype(np.int64)
         owners = np.searchsorted(cuts, np.arange(len(members)), side="right")
         owner[rng.permutation(members)] = owners
@@ -101,9 +103,9 @@ def dirichlet_partition(
 ) -> list[np.ndarray]:
     """Partition by label skew: for each class, the clients' shares follow Dirichlet(beta).
 
-    Source: Yurochkin et al., ICML 2019. A client that already holds ``N / K`` examples or more gets none of
-    the following classes. The draw is repeated, at most 1000 times, until every client has ``min_size``
-    examples.
+    Source: Yurochkin et al., ICML 2019. A client that already holds ``N / K`` examples or more gets
+    none of the following classes. The draw is repeated, at most 1000 times, until every client has
+    ``min_size`` examples.
 
     Args:
         labels: class of every training example, ``[N]``.
@@ -122,10 +124,16 @@ def dirichlet_partition(
 
 
 def dirichlet_holdings(
-    label: np.ndarray, num_clients: int, beta: float, seed: int, min_size: int, *, capped: bool = True
+    label: np.ndarray,
+    num_clients: int,
+    beta: float,
+    seed: int,
+    min_size: int,
+    *,
+    capped: bool = True,
 ) -> Holdings:
-    """Return the holdings of :func:`dirichlet_partition`; not ``capped``: a client gets its share of a class
-    however many examples it holds."""
+    """Return the holdings of :func:`dirichlet_partition`; not ``capped``: a client gets its share
+    of a class however many examples it holds."""
     check_clients(num_clients)
     BETA.check(beta)
     MIN_SIZE.check(min_size)
@@ -168,7 +176,9 @@ class Partition(Recorded, ABC):
             seed: seed of the run.
         """
 
-    def with_tests(self, labels: np.ndarray, num_clients: int, seed: int, fraction: float) -> Holdings:
+    def with_tests(
+        self, labels: np.ndarray, num_clients: int, seed: int, fraction: float
+    ) -> Holdings:
         """Return the examples of each client, of which those for its test are held out.
 
         Args:
@@ -178,9 +188,8 @@ class Partition(Recorded, ABC):
         return make_holdings(self, labels, num_clients, seed).hold_out(fraction, seed, "local_test")
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
-        )
+        given = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({given})"
 
 
 class IndexPartition(Partition):
@@ -197,13 +206,23 @@ class IndexPartition(Partition):
         return self.holdings(labels, num_clients, seed).parts()
 
 
-def make_holdings(partition: Partition, labels: np.ndarray, num_clients: int, seed: int) -> Holdings:
+def make_holdings(
+    partition: Partition, labels: np.ndarray, num_clients: int, seed: int
+) -> Holdings:
     """Return the result of ``partition(labels, num_clients, seed)`` as :class:`Holdings`."""
-    if isinstance(partition, IndexPartition) and type(partition).__call__ is IndexPartition.__call__:
+    if (
+        isinstance(partition, IndexPartition)
+        and type(partition).__call__ is IndexPartition.__call__
+    ):
         return partition.holdings(labels, num_clients, seed)
     given, found = f"partition {type(partition).__name__}", partition(labels, num_clients, seed)
     form = "return a sorted array of int64 for each"
-    require(len(found) == num_clients, given, f"it has {len(found)} parts for {num_clients} clients", form)
+    require(
+        len(found) == num_clients,
+        given,
+        f"it has {len(found)} parts for {num_clients} clients",
+        form,
+    )
     parts = [np.asarray(part) for part in found]
     for client, part in enumerate(parts):
         numbers = part.ndim == 1 and (part.dtype.kind in "iu" or not len(part))
@@ -256,7 +275,9 @@ class Dirichlet(IndexPartition):
         min_size: fewest examples of a client; 0 allows empty clients.
     """
 
-    def __init__(self, beta: Annotated[float, BETA] = 0.1, min_size: Annotated[int, MIN_SIZE] = 1) -> None:
+    def __init__(
+        self, beta: Annotated[float, BETA] = 0.1, min_size: Annotated[int, MIN_SIZE] = 1
+    ) -> None:
         self.beta, self.min_size = float(beta), min_size
 
     def holdings(self, labels: np.ndarray, num_clients: int, seed: int) -> Holdings:
@@ -273,10 +294,14 @@ class IID(IndexPartition):
         check_clients(num_clients)
         shuffled = stream(seed, "partition").permutation(len(labels))
         # client k gets the shuffled examples k, k + K, k + 2 K and so on
-        turns, more = divmod(len(labels), num_clients)  # the first ``more`` clients have one example more
+        # the first ``more`` clients have one example more
+        turns, more = divmod(len(labels), num_clients)
         by_turn = shuffled[: turns * num_clients].reshape(turns, num_clients)
         index, cut = np.empty(len(labels), np.int64), more * (turns + 1)
-        larger, smaller = index[:cut].reshape(more, turns + 1), index[cut:].reshape(num_clients - more, turns)
+        larger, smaller = (
+            index[:cut].reshape(more, turns + 1),
+            index[cut:].reshape(num_clients - more, turns),
+        )
         larger[:, :turns] = by_turn[:, :more].T
         larger[:, turns:] = shuffled[turns * num_clients :, None]
         smaller[:] = by_turn[:, more:].T
@@ -286,7 +311,8 @@ class IID(IndexPartition):
 
 
 class Shards(IndexPartition):
-    """Examples sorted by label and cut into equal shards, the same number of shards for every client.
+    """Examples sorted by label and cut into equal shards, the same number of shards for every
+    client.
 
     Source: McMahan et al., AISTATS 2017.
 

@@ -40,7 +40,8 @@ class PublishedFiles(ABC):
 
     @abstractmethod
     def read(self) -> tuple[Arrays, Arrays]:
-        """Return training and test images uint8 ``[N, C, side, side]`` with their classes int64 ``[N]``.
+        """Return training and test images uint8 ``[N, C, side, side]`` with their classes int64
+        ``[N]``.
 
         Raises:
             InputError: a file is damaged.

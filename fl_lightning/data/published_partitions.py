@@ -1,14 +1,17 @@
-"""Partitions of the field's benchmarks, with the assignment of their published code, example by example.
+"""Partitions of the field's benchmarks, with the assignment of their published code, example by
+example.
 
-A run of seed s deals out the examples as the published code does at seed s. That code draws from NumPy's and
-Python's old generators, and so do these partitions: their streams are frozen. What it would leave to chance
-is refused here: a loop without end, a class that nobody holds.
+A run of seed s deals out the examples as the published code does at seed s. That code draws from
+NumPy's and Python's old generators, and so do these partitions: their streams are frozen. What it
+would leave to chance is refused here: a loop without end, a class that nobody holds.
 
-- NIID-Bench: Li, Diao, Chen, He: Federated Learning on Non-IID Data Silos, ICDE 2022; ``partition_data`` in
-  ``utils.py`` of Xtra-Computing/NIID-Bench at 61b901a, after its ``--init_seed``.
-- PFLlib: Zhang et al., JMLR 2025; ``separate_data`` in ``dataset/utils/dataset_utils.py`` of TsingZ0/PFLlib
-  at d832e76, which is always at seed 1. It deals out the training and the test images together, and
-  ``split_data`` then takes a quarter of each client's for its test: ``local_test_fraction 0.25`` of the data.
+- NIID-Bench: Li, Diao, Chen, He: Federated Learning on Non-IID Data Silos, ICDE 2022;
+  ``partition_data`` in ``utils.py`` of Xtra-Computing/NIID-Bench at 61b901a, after its
+  ``--init_seed``.
+- PFLlib: Zhang et al., JMLR 2025; ``separate_data`` in ``dataset/utils/dataset_utils.py`` of
+  TsingZ0/PFLlib at d832e76, which is always at seed 1. It deals out the training and the test
+  images together, and ``split_data`` then takes a quarter of each client's for its test:
+  ``local_test_fraction 0.25`` of the data.
 
 ``N`` examples, ``K`` clients, ``C`` classes.
 """
@@ -29,7 +32,9 @@ from fl_lightning.errors import InputError, require
 
 LABELS = within("[1, inf)", "a client has at least one class", "write e.g. 2")
 TEST_SHARE = 0.25  # of each client's examples, by PFLlib
-DRAWN_AT = within("[0, inf)", "a seed is 0 or more", "write 1, which is PFLlib's, or null for the run's")
+DRAWN_AT = within(
+    "[0, inf)", "a seed is 0 or more", "write 1, which is PFLlib's, or null for the run's"
+)
 
 
 def _generator(seed: int) -> np.random.RandomState:
@@ -67,8 +72,8 @@ class DealtOut(NamedTuple):
     rng: np.random.RandomState
 
     def with_tests(self, num_clients: int, fraction: float) -> Holdings:
-        """Return the holdings with the test examples that PFLlib's ``split_data`` draws next: of each client
-        in turn, the first of its shuffled examples; the others are rounded down."""
+        """Return the holdings with the test examples that PFLlib's ``split_data`` draws next: of
+        each client in turn, the first of its shuffled examples; the others are rounded down."""
         order = self.listed[np.argsort(self.owner[self.listed], kind="stable")]
         for_test = np.zeros(len(order), bool)
         for mine in np.split(order, np.cumsum(np.bincount(self.owner, minlength=num_clients))[:-1]):
@@ -78,24 +83,28 @@ class DealtOut(NamedTuple):
 
 
 class NIIDBenchIID(IndexPartition):
-    """The shuffled examples in equal parts, as NIID-Bench cuts them (``homo``); it is also what its feature
-    noise is added to."""
+    """The shuffled examples in equal parts, as NIID-Bench cuts them (``homo``); it is also what its
+    feature noise is added to."""
 
     def holdings(self, labels: np.ndarray, num_clients: int, seed: int) -> Holdings:
         check_clients(num_clients)
         owner = np.empty(len(labels), np.int64)
-        owner[_generator(seed).permutation(len(labels))] = _equal_parts(np.arange(num_clients), len(labels))
+        owner[_generator(seed).permutation(len(labels))] = _equal_parts(
+            np.arange(num_clients), len(labels)
+        )
         return Holdings.by_owner(owner, num_clients)
 
 
 def _equal_parts(holders: np.ndarray, count: int) -> np.ndarray:
-    """Return the owners of ``count`` examples in order; the first holders have one more where it must be."""
+    """Return the owners of ``count`` examples in order; the first holders have one more where it
+    must be."""
     each, more = divmod(count, len(holders))
     return np.repeat(holders, each + (np.arange(len(holders)) < more))
 
 
 class LabelsPerClient(IndexPartition):
-    """Each client holds examples of so many classes, and a class is cut evenly among those that hold it.
+    """Each client holds examples of so many classes, and a class is cut evenly among those that
+    hold it.
 
     This is ``#C = k`` of NIID-Bench: client i holds class i modulo C, and others that are drawn.
 
@@ -143,8 +152,8 @@ class LabelsPerClient(IndexPartition):
 class Quantity(IndexPartition):
     """Quantity skew: the clients' shares of the shuffled examples follow Dirichlet(beta).
 
-    This is ``q ~ Dir(beta)`` of NIID-Bench. The shares are drawn until every client's is ``min_size``
-    examples, at most 1000 times.
+    This is ``q ~ Dir(beta)`` of NIID-Bench. The shares are drawn until every client's is
+    ``min_size`` examples, at most 1000 times.
 
     Args:
         beta: concentration; 0.1 is strongly skewed.
@@ -178,19 +187,20 @@ class Quantity(IndexPartition):
 
 
 def _cut(share: np.ndarray, count: int) -> np.ndarray:
-    """Return the owners of ``count`` examples, int64, by the clients' shares; what rounding leaves over goes
-    to the last client."""
+    """Return the owners of ``count`` examples, int64, by the clients' shares; what rounding leaves
+    over goes to the last client."""
     cuts = (np.cumsum(share) * count).astype(int)[:-1]
     return np.searchsorted(cuts, np.arange(count), side="right")
 
 
 class NIIDBenchDirichlet(IndexPartition):
-    """Label skew as NIID-Bench draws it: :class:`~fl_lightning.data.Dirichlet`, with the same cap, from the
-    stream and with the rounding of the published code.
+    """Label skew as NIID-Bench draws it: :class:`~fl_lightning.data.Dirichlet`, with the same cap,
+    from the stream and with the rounding of the published code.
 
     Args:
         beta: concentration; 0.1 is strongly skewed, 0.5 mildly.
-        min_size: fewest examples of a client; the draw is repeated, at most 1000 times, until all have them.
+        min_size: fewest examples of a client; the draw is repeated, at most 1000 times, until all
+            have them.
     """
 
     def __init__(
@@ -224,8 +234,8 @@ class NIIDBenchDirichlet(IndexPartition):
     def _draw(
         self, by_class: list[np.ndarray], num_clients: int, rng: np.random.RandomState
     ) -> np.ndarray | None:
-        """Draw the owner of every example once, and shuffle those of each class in place; None where the
-        clients with a share are all full."""
+        """Draw the owner of every example once, and shuffle those of each class in place; None
+        where the clients with a share are all full."""
         total = sum(map(len, by_class))
         owner, held = np.empty(total, np.int64), np.zeros(num_clients, np.int64)
         for members in by_class:
@@ -240,18 +250,22 @@ class NIIDBenchDirichlet(IndexPartition):
 
 
 class PFLlibPractical(NIIDBenchDirichlet):
-    """PFLlib's practical label skew (``dir``): NIID-Bench's, with enough examples for a batch of test images.
+    """PFLlib's practical label skew (``dir``): NIID-Bench's, with enough examples for a batch of
+    test images.
 
     Args:
         beta: concentration; PFLlib's is 0.1.
         batch_size: examples of a batch, by which the fewest examples of a client are counted.
-        drawn_at: seed of the draws, so that all runs have one partition; PFLlib's is 1. null: the run's.
+        drawn_at: seed of the draws, so that all runs have one partition; PFLlib's is 1. null: the
+            run's.
     """
 
     def __init__(
         self,
         beta: Annotated[float, FINITE_BETA] = 0.1,
-        batch_size: Annotated[int, within("[1, inf)", "a batch has at least one example", "write 10")] = 10,
+        batch_size: Annotated[
+            int, within("[1, inf)", "a batch has at least one example", "write 10")
+        ] = 10,
         drawn_at: Annotated[int | None, DRAWN_AT] = None,
     ) -> None:
         self.beta, self.batch_size, self.drawn_at = float(beta), batch_size, drawn_at
@@ -260,35 +274,45 @@ class PFLlibPractical(NIIDBenchDirichlet):
         return _least_samples(self.batch_size, total, num_clients)
 
     def deal_out(self, labels: np.ndarray, num_clients: int, seed: int) -> DealtOut:
-        return super().deal_out(labels, num_clients, seed if self.drawn_at is None else self.drawn_at)
+        return super().deal_out(
+            labels, num_clients, seed if self.drawn_at is None else self.drawn_at
+        )
 
-    def with_tests(self, labels: np.ndarray, num_clients: int, seed: int, fraction: float) -> Holdings:
+    def with_tests(
+        self, labels: np.ndarray, num_clients: int, seed: int, fraction: float
+    ) -> Holdings:
         return self.deal_out(labels, num_clients, seed).with_tests(num_clients, fraction)
 
 
 def _least_samples(batch_size: int, total: int, num_clients: int) -> int:
-    """Return PFLlib's fewest examples of a client: a quarter of them is a batch, or half of a fair share."""
+    """Return PFLlib's fewest examples of a client: a quarter of them is a batch, or half of a fair
+    share."""
     return int(min(batch_size / TEST_SHARE, total / num_clients / 2))
 
 
 class PFLlibPathological(IndexPartition):
     """PFLlib's pathological label skew (``pat``): the clients in turn hold so many classes.
 
-    The examples are dealt out in the order of the data. In classes that are not balanced, the numbers of
-    all holders but the last are drawn evenly between a tenth of an equal part and an equal part.
+    The examples are dealt out in the order of the data. In classes that are not balanced, the
+    numbers of all holders but the last are drawn evenly between a tenth of an equal part and an
+    equal part.
 
     Args:
         classes_per_client: classes of a client.
         balanced: whether those that hold a class have equally many of its examples.
-        batch_size: examples of a batch, by which the fewest examples of a class and client are counted.
-        drawn_at: seed of the draws, so that all runs have one partition; PFLlib's is 1. null: the run's.
+        batch_size: examples of a batch, by which the fewest examples of a class and client are
+            counted.
+        drawn_at: seed of the draws, so that all runs have one partition; PFLlib's is 1. null: the
+            run's.
     """
 
     def __init__(
         self,
         classes_per_client: Annotated[int, LABELS] = 2,
         balanced: bool = False,
-        batch_size: Annotated[int, within("[1, inf)", "a batch has at least one example", "write 10")] = 10,
+        batch_size: Annotated[
+            int, within("[1, inf)", "a batch has at least one example", "write 10")
+        ] = 10,
         drawn_at: Annotated[int | None, DRAWN_AT] = None,
     ) -> None:
         self.classes_per_client, self.balanced = classes_per_client, balanced
@@ -302,13 +326,18 @@ class PFLlibPathological(IndexPartition):
         """
         return Holdings.by_owner(self.deal_out(labels, num_clients, seed).owner, num_clients)
 
-    def with_tests(self, labels: np.ndarray, num_clients: int, seed: int, fraction: float) -> Holdings:
+    def with_tests(
+        self, labels: np.ndarray, num_clients: int, seed: int, fraction: float
+    ) -> Holdings:
         return self.deal_out(labels, num_clients, seed).with_tests(num_clients, fraction)
 
     def deal_out(self, labels: np.ndarray, num_clients: int, seed: int) -> DealtOut:
         """Return what the published code deals out; arguments and errors as of :meth:`holdings`."""
         check_clients(num_clients)
-        members, rng = _members(labels), _generator(seed if self.drawn_at is None else self.drawn_at)
+        members, rng = (
+            _members(labels),
+            _generator(seed if self.drawn_at is None else self.drawn_at),
+        )
         require(
             self.classes_per_client <= len(members),
             f"{self} of data with {len(members)} classes",
@@ -327,11 +356,15 @@ class PFLlibPathological(IndexPartition):
                 f"the {len(members)} classes do not come out evenly, and nobody holds the last one",
                 f"write num_clients {len(members)}, or a multiple of it",
             )
-            owner[examples] = np.repeat(holders, self._sizes(len(examples), len(holders), least, rng))
+            owner[examples] = np.repeat(
+                holders, self._sizes(len(examples), len(holders), least, rng)
+            )
             left[holders] -= 1
         return DealtOut(owner, np.concatenate(members), rng)
 
-    def _sizes(self, count: int, holders: int, least: float, rng: np.random.RandomState) -> np.ndarray:
+    def _sizes(
+        self, count: int, holders: int, least: float, rng: np.random.RandomState
+    ) -> np.ndarray:
         """Return how many of the ``count`` examples of a class each holder gets."""
         equal = count / holders
         sizes = np.full(holders, int(equal))

@@ -1,8 +1,9 @@
-"""The entries of ``partition.json`` about the clients. A million clients, listed one by one, would be 100 MB.
+"""The entries of ``partition.json`` about the clients. A million clients, listed one by one, would
+be 100 MB.
 
-With more than 1000 clients the examples of each client are left out. With more than 10 000 clients their
-class counts are left out too; the file then has the number of clients by number of examples and by number of
-classes. ``left_out`` names what is missing, and the hash covers all of it.
+With more than 1000 clients the examples of each client are left out. With more than 10 000 clients
+their class counts are left out too; the file then has the number of clients by number of examples
+and by number of classes. ``left_out`` names what is missing, and the hash covers all of it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import numpy as np
 from fl_lightning.data.holdings import Holdings
 
 MAX_LISTED_CLIENTS, MAX_COUNTED_CLIENTS = 1000, 10_000
-"""Largest numbers of clients for which the examples, and the class counts, of each one are written."""
+"""Largest numbers of clients for which the examples, and the class counts, of each one are
+written."""
 
 
 def summarise_clients(holdings: Holdings, label: np.ndarray, num_classes: int) -> dict[str, Any]:
@@ -34,12 +36,19 @@ def summarise_clients(holdings: Holdings, label: np.ndarray, num_classes: int) -
         }
     else:
         classes = np.concatenate([np.count_nonzero(some, axis=1) for some in counts])
-        summary = {"clients_by_size": _tally(holdings.sizes), "clients_by_number_of_classes": _tally(classes)}
+        summary = {
+            "clients_by_size": _tally(holdings.sizes),
+            "clients_by_number_of_classes": _tally(classes),
+        }
     if clients <= MAX_LISTED_CLIENTS:
         halves = map(holdings.client, range(clients))
-        summary["clients"] = [{"train": train.tolist(), "val": val.tolist()} for train, val in halves]
+        summary["clients"] = [
+            {"train": train.tolist(), "val": val.tolist()} for train, val in halves
+        ]
     else:
-        left_out = "clients" if clients <= MAX_COUNTED_CLIENTS else "clients, sizes, classes_per_client"
+        left_out = (
+            "clients" if clients <= MAX_COUNTED_CLIENTS else "clients, sizes, classes_per_client"
+        )
         summary["left_out"] = f"{left_out} of {clients} clients; sha256 stands for them"
     return summary
 
@@ -47,5 +56,6 @@ def summarise_clients(holdings: Holdings, label: np.ndarray, num_classes: int) -
 def _tally(values: np.ndarray) -> dict[str, int]:
     """Return how often each value occurs."""
     return {
-        str(value): int(count) for value, count in zip(*np.unique(values, return_counts=True), strict=True)
+        str(value): int(count)
+        for value, count in zip(*np.unique(values, return_counts=True), strict=True)
     }

@@ -68,29 +68,34 @@ BLOCK_VALUES = 2**22
 class TableData(ArrayData):
     """The rows of a CSV or Parquet file, distributed to clients.
 
-    Numbers are standardised with mean and standard deviation of the training rows; of texts, each category of
-    the training rows becomes one number, 1 or 0. The network ``mlp`` takes examples of any shape.
+    Numbers are standardised with mean and standard deviation of the training rows; of texts, each
+    category of the training rows becomes one number, 1 or 0. The network ``mlp`` takes examples of
+    any shape.
 
     Args:
-        train: a file: ``.csv``, ``.tsv`` or ``.parquet``, with the names of the columns in the first line.
-        target: column of what is learnt. With more than 50 different numbers, other than 0, 1, 2 ... or 1, 2,
-            3 ..., it could be meant either way and is refused until ``task`` is regression or ``categorical``
-            names it.
+        train: a file: ``.csv``, ``.tsv`` or ``.parquet``, with the names of the columns in the
+            first line.
+        target: column of what is learnt. With more than 50 different numbers, other than 0, 1, 2
+            ... or 1, 2, 3 ..., it could be meant either way and is refused until ``task`` is
+            regression or ``categorical`` names it.
         test: a file with the same columns; null: ``test_fraction`` of the rows of ``train``.
         features: columns that the network sees; null: all but ``target``, ``group`` and ``client``.
-        categorical: columns of numbers that are names, such as a postcode, and become categories; of the
-            target, classes.
+        categorical: columns of numbers that are names, such as a postcode, and become categories;
+            of the target, classes.
         group: column by which partitions deal the rows out; null: the class.
-        client: column that says whose a row is, for the partition Natural; null: the rows say nothing of it.
-        standardise_target: whether a regression's target is standardised with the training rows too. Then
-            errors are in its standard deviations: ``mse`` is 1 for who always says the mean.
-        missing: what is done where a feature has no value. mean, median and most_frequent: that of the
-            training rows takes its place, and of categories always the most frequent one; drop: the row is
-            left out, also where target, group or client have no value; null: the file is refused.
-        text: what becomes of columns of text with too many values for categories. ordinal: the number of the
-            text in sorted order; tfidf: the TF-IDF weight of each of the 1000 most frequent words; drop: the
-            column is left out; ``{COLUMN: ordinal}``: each column that is named, whatever its values; null:
-            the file is refused.
+        client: column that says whose a row is, for the partition Natural; null: the rows say
+            nothing of it.
+        standardise_target: whether a regression's target is standardised with the training rows
+            too. Then errors are in its standard deviations: ``mse`` is 1 for who always says the
+            mean.
+        missing: what is done where a feature has no value. mean, median and most_frequent: that of
+            the training rows takes its place, and of categories always the most frequent one; drop:
+            the row is left out, also where target, group or client have no value; null: the file is
+            refused.
+        text: what becomes of columns of text with too many values for categories. ordinal: the
+            number of the text in sorted order; tfidf: the TF-IDF weight of each of the 1000 most
+            frequent words; drop: the column is left out; ``{COLUMN: ordinal}``: each column that is
+            named, whatever its values; null: the file is refused.
         settings: those of all data in memory, see :class:`~fl_lightning.data.arrays.ArrayData`.
     """
 
@@ -107,14 +112,24 @@ class TableData(ArrayData):
         client: str | None = None,
         standardise_target: bool = True,
         missing: Annotated[
-            Missing | None, Constraint(given="--data.missing {value}", instead="write --data.missing mean")
+            Missing | None,
+            Constraint(given="--data.missing {value}", instead="write --data.missing mean"),
         ] = None,
         text: TextEncoding | dict[str, str] | None = None,
         **settings: Any,
     ) -> None:
-        self.dataset, self.natural, self.has_test = name_from(train), client is not None, test is not None
+        self.dataset, self.natural, self.has_test = (
+            name_from(train),
+            client is not None,
+            test is not None,
+        )
         super().__init__(**settings)
-        require(features is None or features, "features=[]", "a network sees one column or more", "name one")
+        require(
+            features is None or features,
+            "features=[]",
+            "a network sees one column or more",
+            "name one",
+        )
         for name, column in (("target", target), ("client", client)):
             require(
                 column is None or column not in (features or []),
@@ -149,18 +164,23 @@ class TableData(ArrayData):
         """Read the files, split the rows and make numbers of them.
 
         Raises:
-            InputError: a file cannot be read, lacks a column or a value, or has one that is not of its
-                column.
+            InputError: a file cannot be read, lacks a column or a value, or has one that is not of
+                its column.
         """
         import pandas as pd
 
         known = self._run_categories.items()
-        texts = [name for name, some in known if np.isnan(pd.to_numeric(some, errors="coerce")).any()]
+        texts = [
+            name for name, some in known if np.isnan(pd.to_numeric(some, errors="coerce")).any()
+        ]
         table, self._columns, self._mended = read_table(self.train_path, texts), {}, {}
         self._check_columns(table)
         test_table = None
-        if self.test_path is not None:  # "01" beside "0A" is no number, nor is it where it stands alone
-            others = table.columns[[not pd.api.types.is_numeric_dtype(kind) for kind in table.dtypes]]
+        # "01" beside "0A" is no number, nor is it where it stands alone
+        if self.test_path is not None:
+            others = table.columns[
+                [not pd.api.types.is_numeric_dtype(kind) for kind in table.dtypes]
+            ]
             words = [name for name in others if name not in texts and _is_text(table[name])]
             test_table = read_table(self.test_path, [*texts, *words])
         test_file = self.test_path or self.train_path
@@ -168,9 +188,17 @@ class TableData(ArrayData):
         if test_table is not None:
             train, test = table, test_table
         else:
-            labels = table[self.target].map(str) if self.task.has_classes else pd.Series(np.zeros(len(table)))
+            labels = (
+                table[self.target].map(str)
+                if self.task.has_classes
+                else pd.Series(np.zeros(len(table)))
+            )
             own = self.run_form is not None
-            chosen = np.zeros(len(table), bool) if own else in_test(labels.to_numpy(), self.test_fraction)
+            chosen = (
+                np.zeros(len(table), bool)
+                if own
+                else in_test(labels.to_numpy(), self.test_fraction)
+            )
             train, test = table[~chosen], table[chosen]
         features, run = self._features(train), self._run_columns
         self._encodings = encodings_of(train, features, self._categorical, self.text, run)
@@ -194,13 +222,14 @@ class TableData(ArrayData):
         return replace(super().form(), columns=columns)
 
     def partition_summary(self) -> dict[str, Any]:
-        """Return the content of ``partition.json``, with what became of missing values and of text."""
+        """Return the content of ``partition.json``, with what became of missing values and of
+        text."""
         summary = super().partition_summary()
         return summary | {"examples": summary["examples"] | self._mended}
 
     def _moments(self, name: str, values: np.ndarray) -> tuple[float, float]:
-        """Return mean and standard deviation by which a column is standardised: of the run, or of the
-        training rows."""
+        """Return mean and standard deviation by which a column is standardised: of the run, or of
+        the training rows."""
         mean, std = moments(values) if self.run_form is None else self._of_run(name)
         self._columns[name] = [mean, std]
         return mean, std
@@ -239,7 +268,9 @@ class TableData(ArrayData):
         return [*self.categorical, *self._run_categories]
 
     def _check_columns(self, table: pd.DataFrame) -> None:
-        for name in dict.fromkeys([self.target, *self.categorical, *(self.features or []), *self._others]):
+        for name in dict.fromkeys(
+            [self.target, *self.categorical, *(self.features or []), *self._others]
+        ):
             check_column(table, name, self.train_path)
         nameless = [name for name in table.columns if str(name).startswith("Unnamed: ")]
         require(
@@ -270,7 +301,9 @@ class TableData(ArrayData):
         others = [name for name in others if name != self.client_column]
         for name in (*features, *others):
             check_column(test_table, name, self.test_path)
-        check_values(self.test_path, test_table, others=others, encodings={}, may_be_empty=True, **common)
+        check_values(
+            self.test_path, test_table, others=others, encodings={}, may_be_empty=True, **common
+        )
 
     def _complete(
         self, train: pd.DataFrame, test: pd.DataFrame, test_file: Path
@@ -284,7 +317,9 @@ class TableData(ArrayData):
             self._mended["text"] = dict(self._encodings)
         names = [*self._categorical, *(name for name in self._others if self._is_name(name))]
         if self.missing is None:
-            both = [name for name in names if name in test and train[name].dtype != test[name].dtype]
+            both = [
+                name for name in names if name in test and train[name].dtype != test[name].dtype
+            ]
             train, test = whole_names((train, test), both)
             return train, test
         features = self._seen(train)
@@ -294,7 +329,9 @@ class TableData(ArrayData):
         self._mended["missing"] = {str(name): int(count) for name, count in counts.items() if count}
         if self.missing == "drop":
             both = [some[~gap.any(axis=1)] for some, gap in zip((train, test), gaps, strict=True)]
-            for some, rest, path in zip((train, test), both, (self.train_path, test_file), strict=True):
+            for some, rest, path in zip(
+                (train, test), both, (self.train_path, test_file), strict=True
+            ):
                 require(
                     len(rest) or not len(some),
                     f"{path} with missing=drop",
@@ -350,7 +387,9 @@ class TableData(ArrayData):
         if not self.task.has_classes:
             values = self._numbers_of(name, train, test, test_file)
             mean, std = self._moments(name, values[0]) if self.standardise_target else (0.0, 1.0)
-            first, second = (torch.tensor((one - mean) / std, dtype=torch.float32) for one in values)
+            first, second = (
+                torch.tensor((one - mean) / std, dtype=torch.float32) for one in values
+            )
             return [], (first, second)
         numbers = number_names(train[name].tolist())
         if self.run_form is None:
@@ -382,7 +421,10 @@ class TableData(ArrayData):
         fractions = pd.api.types.is_float_dtype(column) and not np.all(column == column.round())
         regression = "write --data.task regression, or another target"
         require(
-            not fractions, place, "classes are texts or whole numbers, and these are fractions", regression
+            not fractions,
+            place,
+            "classes are texts or whole numbers, and these are fractions",
+            regression,
         )
         classes = column.nunique()
         require(
@@ -432,7 +474,8 @@ class TableData(ArrayData):
                 block = self._one_hot(names[0], train, test, test_file)
             width += block[0].shape[1]
             check_memory(
-                f"{self.train_path} with {width} numbers a row", 4 * width * (len(train) + len(test))
+                f"{self.train_path} with {width} numbers a row",
+                4 * width * (len(train) + len(test)),
             )
             blocks.append((block[0].astype(np.float32), block[1].astype(np.float32)))
         both = [np.concatenate(some, axis=1) for some in zip(*blocks, strict=True)]
@@ -441,7 +484,8 @@ class TableData(ArrayData):
     def _of_text(
         self, name: str, train: pd.DataFrame, test: pd.DataFrame, test_file: Path
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return a column of text as numbers, as :mod:`fl_lightning.data.table_values` encodes it."""
+        """Return a column of text as numbers, as :mod:`fl_lightning.data.table_values` encodes
+        it."""
         if self.run_form is not None:
             fit = self._of_run(name)
         elif self._encodings[name] == "tfidf":
@@ -450,14 +494,16 @@ class TableData(ArrayData):
             fit = fit_ordinal(train[name])
         self._columns[name] = fit
         found = [encoded(some[name], fit) for some in (train, test)]
-        self._warn_of_unknown(name, [unknown for _, unknown in found], [len(train), len(test)], test_file)
+        self._warn_of_unknown(
+            name, [unknown for _, unknown in found], [len(train), len(test)], test_file
+        )
         return found[0][0], found[1][0]
 
     def _warn_of_unknown(
         self, name: str, counts: Sequence[int], rows: Sequence[int], test_file: Path
     ) -> None:
-        """Say how many rows have another category than those that are known: of the test rows, or of all rows
-        of a node's own data.
+        """Say how many rows have another category than those that are known: of the test rows, or
+        of all rows of a node's own data.
 
         Args:
             counts: of training and of test rows, those that have.
@@ -551,7 +597,8 @@ def _has_fill(entry: Any) -> bool:
 
 
 def _may_be_amounts(column: pd.Series) -> bool:
-    """Return whether the numbers of a target may be amounts, such as ages, and not names of classes.
+    """Return whether the numbers of a target may be amounts, such as ages, and not names of
+    classes.
 
     Classes that are numbered are 0, 1, 2 ... or 1, 2, 3 ...
     """

@@ -25,14 +25,16 @@ if TYPE_CHECKING:
 
 CSV_SUFFIXES, PARQUET_SUFFIXES = (".csv", ".csv.gz", ".tsv"), (".parquet", ".pq")
 MAX_NUMBER = 1e30
-"""A larger number would spoil the deviation of its column: its square is more than float32 holds."""
+"""A larger number would spoil the deviation of its column: its square is more than float32
+holds."""
 MAX_WHOLE = 2**53
 """From here on float64 does not tell whole numbers apart."""
 CONSTANT = 1e-14
-"""A column whose deviation is a smaller share of its largest value is a constant, but for rounding."""
+"""A column whose deviation is a smaller share of its largest value is a constant, but for
+rounding."""
 MANY_COLUMNS = 1000
-"""A wider table is copied once: the copy has one array for each type, where the parser leaves one for each
-column, and a look at all columns takes a hundredth of the time."""
+"""A wider table is copied once: the copy has one array for each type, where the parser leaves one
+for each column, and a look at all columns takes a hundredth of the time."""
 
 
 def read_table(path: Path, texts: Iterable[str] = ()) -> pd.DataFrame:
@@ -57,24 +59,34 @@ def read_table(path: Path, texts: Iterable[str] = ()) -> pd.DataFrame:
             with warnings.catch_warnings():  # of rows that are longer than the names above them
                 warnings.simplefilter("error", pd.errors.ParserWarning)
                 types = dict.fromkeys(texts, str)
-                table = pd.read_csv(path, sep=separator, low_memory=False, dtype=types, index_col=False)
+                table = pd.read_csv(
+                    path, sep=separator, low_memory=False, dtype=types, index_col=False
+                )
             first = pd.read_csv(path, sep=separator, header=None, nrows=1, dtype=str)
             _check_names(first.iloc[0].dropna().tolist(), path)
     except InputError:
         raise
     except pd.errors.ParserWarning:
-        rule, instead = "its rows have more values than there are names above them", "name each column"
-        raise InputError(f"{path}", rule, f"{instead}, a first one with the names of rows too") from None
+        rule, instead = (
+            "its rows have more values than there are names above them",
+            "name each column",
+        )
+        raise InputError(
+            f"{path}", rule, f"{instead}, a first one with the names of rows too"
+        ) from None
     except ImportError as error:
         raise InputError(
-            f"{path}", f"Parquet needs pyarrow ({error})", "pip install pyarrow, or write a .csv file"
+            f"{path}",
+            f"Parquet needs pyarrow ({error})",
+            "pip install pyarrow, or write a .csv file",
         ) from None
     except OSError as error:
         raise InputError(
             f"{path}", f"it cannot be read ({error.strerror or error})", "check the file"
         ) from None
     except UnicodeDecodeError as error:
-        some = error.object[max(0, error.start - 10) : error.start + 10]  # of a cell or a block: no position
+        # of a cell or a block: no position
+        some = error.object[max(0, error.start - 10) : error.start + 10]
         raise InputError(f"{path}", f"{some!r} is not UTF-8", "convert the file to UTF-8") from None
     except pd.errors.EmptyDataError:
         raise InputError(f"{path}", "the file is empty", "fill it") from None
@@ -87,7 +99,9 @@ def read_table(path: Path, texts: Iterable[str] = ()) -> pd.DataFrame:
     kinds = table.dtypes
     if categories := [name for name in table if isinstance(kinds[name], pd.CategoricalDtype)]:
         table = table.astype(dict.fromkeys(categories, object))
-    for name in (name for name in table if kinds[name].kind == "O" and type(table[name].iloc[0]) is int):
+    for name in (
+        name for name in table if kinds[name].kind == "O" and type(table[name].iloc[0]) is int
+    ):
         if table[name].map(lambda value: type(value) is int).all():  # some are beyond 64 bits
             table[name] = table[name].map(_as_float)
     if len(table.columns) > MANY_COLUMNS:
@@ -183,8 +197,8 @@ def block_of(table: pd.DataFrame, names: list[str], path: Path) -> np.ndarray:
 
 
 def moments(values: np.ndarray) -> tuple[float, float]:
-    """Return mean and standard deviation; in place of one that is 0 but for rounding, the largest distance
-    from the mean, at least 1."""
+    """Return mean and standard deviation; in place of one that is 0 but for rounding, the largest
+    distance from the mean, at least 1."""
     mean, deviation = float(values.mean()), float(values.std())
     if deviation > CONSTANT * float(np.abs(values).max()):
         return mean, deviation

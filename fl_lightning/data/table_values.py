@@ -24,10 +24,11 @@ TextEncoding = Literal["ordinal", "tfidf", "drop"]
 MISSING, ENCODINGS = ("mean", "median", "most_frequent", "drop"), ("ordinal", "tfidf", "drop")
 
 MAX_CATEGORIES, MIN_REPEATED = 1000, 20
-"""Largest number of categories of a column. One with more, or with more than 20 of which most stand in one
-row only, is text or a name of the row."""
+"""Largest number of categories of a column. One with more, or with more than 20 of which most stand
+in one row only, is text or a name of the row."""
 MAX_SHARE_OF_NUMBERS = 0.9
-"""A column of text of which more values than this share, but not all, are numbers has a wrong value."""
+"""A column of text of which more values than this share, but not all, are numbers has a wrong
+value."""
 MAX_WORDS = 1000
 """Largest number of words of a column; the most frequent ones are taken."""
 MAX_LISTED = 10
@@ -61,7 +62,8 @@ def encodings_of(
     text: TextEncoding | Mapping[str, str] | None,
     run: Mapping[str, Any] | None,
 ) -> dict[str, TextEncoding | None]:
-    """Return how each column is encoded that is neither numbers nor categories; None: nothing says how.
+    """Return how each column is encoded that is neither numbers nor categories; None: nothing says
+    how.
 
     Args:
         train: the training rows.
@@ -96,7 +98,9 @@ def encodings_of(
         if name in found or is_number:
             continue
         values = train[name].dropna()
-        if not _is_plain(values).all() or (name not in categorical and _wrong_number(values) is not None):
+        if not _is_plain(values).all() or (
+            name not in categorical and _wrong_number(values) is not None
+        ):
             found[name] = "drop" if every == "drop" else None
         elif run is None and values.nunique() > max_categories(len(train)):
             found[name] = None if every != "drop" and _are_dates(values) else every
@@ -127,11 +131,12 @@ def check_values(
         others: target, group and client, whose values are never filled in.
         encodings: of columns of text, see :func:`encodings_of`.
         missing: what is done about missing values.
-        may_be_empty: whether a column may have no value at all, since its fill comes from other rows.
+        may_be_empty: whether a column may have no value at all, since its fill comes from other
+            rows.
 
     Raises:
-        InputError: values are missing, or a column is neither numbers nor categories, and no setting says
-            what to do about it.
+        InputError: values are missing, or a column is neither numbers nor categories, and no
+            setting says what to do about it.
     """
     lacking = _missing_problems(table, features, others, missing, may_be_empty)
     problems = [*lacking, *_text_problems(table, encodings)]
@@ -160,7 +165,9 @@ def _missing_problems(
     empty = [name for name, count in lacking.items() if count == len(table) and not may_be_empty]
     found = []
     if empty:
-        found.append(("columns have no value at all", empty, "name the features without the empty columns"))
+        found.append(
+            ("columns have no value at all", empty, "name the features without the empty columns")
+        )
     filled = [told[name] for name in told if name not in (*others, *empty)]
     fixed = [told[name] for name in told if name in others and name not in empty]
     drop = "write --data.missing drop, which leaves out the rows"
@@ -180,7 +187,13 @@ def _text_problems(
     table: pd.DataFrame, encodings: Mapping[str, TextEncoding | None]
 ) -> list[tuple[str, list[str], str]]:
     """Return rule, columns and remedy of each kind of problem with columns that are no numbers."""
-    kinds: dict[str, list[str]] = {"text": [], "dates": [], "numbers": [], "commas": [], "others": []}
+    kinds: dict[str, list[str]] = {
+        "text": [],
+        "dates": [],
+        "numbers": [],
+        "commas": [],
+        "others": [],
+    }
     for name in (name for name, encoding in encodings.items() if encoding is None):
         values = table[name].dropna()
         wrong = _wrong_number(values)
@@ -230,7 +243,8 @@ def _is_plain(values: pd.Series) -> pd.Series:
 
 
 def _wrong_number(values: pd.Series) -> Any:
-    """Return the label of the first value that is no number where nearly all values are; else None."""
+    """Return the label of the first value that is no number where nearly all values are; else
+    None."""
     import pandas as pd
 
     if not _is_plain(values).all():
@@ -249,7 +263,8 @@ def _are_dates(values: pd.Series) -> bool:
     if not some.map(lambda value: isinstance(value, str)).all():
         return False
     return any(
-        pd.to_datetime(some, format=form, errors="coerce", utc=True).notna().all() for form in DATE_FORMATS
+        pd.to_datetime(some, format=form, errors="coerce", utc=True).notna().all()
+        for form in DATE_FORMATS
     )
 
 
@@ -262,8 +277,8 @@ def fills_of(
 ) -> dict[str, Any]:
     """Return what takes the place of a missing value of each column: a number or a text.
 
-    Names have no mean: of categories it is the most frequent one, also with mean and median. Text of which
-    words are taken has none where it is missing.
+    Names have no mean: of categories it is the most frequent one, also with mean and median. Text
+    of which words are taken has none where it is missing.
 
     Args:
         train: the training rows.
@@ -285,8 +300,11 @@ def fills_of(
     for columns, strategy in ((numbers, missing), (names, "most_frequent")):
         if columns:
             block = train[columns].astype(np.float64).to_numpy()
-            block = np.where(np.abs(block) < MAX_NUMBER, block, np.nan)  # what is too large is refused later
-            found = SimpleImputer(strategy=strategy, keep_empty_features=True).fit(block).statistics_
+            # what is too large is refused later
+            block = np.where(np.abs(block) < MAX_NUMBER, block, np.nan)
+            found = (
+                SimpleImputer(strategy=strategy, keep_empty_features=True).fit(block).statistics_
+            )
             fills |= dict(zip(columns, found.tolist(), strict=True))
     for name in texts:
         block = train[name].dropna().map(str).to_numpy(object)[:, None]
@@ -315,8 +333,8 @@ def filled(table: pd.DataFrame, fills: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def whole_names(tables: Sequence[pd.DataFrame], names: Iterable[str]) -> list[pd.DataFrame]:
-    """Return rows in which names that are whole numbers are integers: a column with a missing value has none,
-    and 1.0 is not the name 1.
+    """Return rows in which names that are whole numbers are integers: a column with a missing value
+    has none, and 1.0 is not the name 1.
 
     Args:
         tables: the rows of both splits, or of one.
@@ -330,19 +348,26 @@ def whole_names(tables: Sequence[pd.DataFrame], names: Iterable[str]) -> list[pd
         return bool(((column == column.round()) & (column.abs() < MAX_WHOLE)).all())
 
     whole = [
-        name for name in dict.fromkeys(names) if all(is_whole(some[name]) for some in tables if name in some)
+        name
+        for name in dict.fromkeys(names)
+        if all(is_whole(some[name]) for some in tables if name in some)
     ]
     return [some.astype({name: np.int64 for name in whole if name in some}) for some in tables]
 
 
 def fit_ordinal(column: pd.Series) -> dict[str, Any]:
-    """Return the categories of a column in sorted order, and mean and standard deviation of their numbers."""
+    """Return the categories of a column in sorted order, and mean and standard deviation of their
+    numbers."""
     from sklearn.preprocessing import OrdinalEncoder
 
     block = column.map(str).to_numpy(object)[:, None]
     encoder = OrdinalEncoder()
     codes = encoder.fit_transform(block)
-    return {"text": "ordinal", "categories": encoder.categories_[0].tolist(), "moments": [*moments(codes)]}
+    return {
+        "text": "ordinal",
+        "categories": encoder.categories_[0].tolist(),
+        "moments": [*moments(codes)],
+    }
 
 
 def fit_tfidf(column: pd.Series, place: str) -> dict[str, Any]:
@@ -357,7 +382,9 @@ def fit_tfidf(column: pd.Series, place: str) -> dict[str, Any]:
     try:
         counts = np.asarray(counter.fit_transform(texts).sum(axis=0)).ravel()
     except ValueError as error:  # an empty vocabulary
-        raise InputError(place, f"it has no words ({error})", "name the features without it") from None
+        raise InputError(
+            place, f"it has no words ({error})", "name the features without it"
+        ) from None
     # TfidfVectorizer(max_features=...) breaks ties differently on different processors
     chosen = np.sort(np.argsort(-counts, kind="stable")[:MAX_WORDS])
     words = counter.get_feature_names_out()[chosen].tolist()
@@ -366,8 +393,8 @@ def fit_tfidf(column: pd.Series, place: str) -> dict[str, Any]:
 
 
 def encoded(column: pd.Series, fit: Mapping[str, Any]) -> tuple[np.ndarray, int]:
-    """Return a column of text as numbers, float64 ``[N, 1]`` or ``[N, W]``, and how many rows have nothing
-    that the training rows have.
+    """Return a column of text as numbers, float64 ``[N, 1]`` or ``[N, W]``, and how many rows have
+    nothing that the training rows have.
 
     Args:
         column: the text of some rows.
@@ -385,7 +412,9 @@ def encoded(column: pd.Series, fit: Mapping[str, Any]) -> tuple[np.ndarray, int]
             handle_unknown="use_encoded_value",
             unknown_value=-1,
         )
-        codes = encoder.fit(np.array(fit["categories"], dtype=object)[:, None]).transform(texts[:, None])
+        codes = encoder.fit(np.array(fit["categories"], dtype=object)[:, None]).transform(
+            texts[:, None]
+        )
         mean, deviation = fit["moments"]
         return (codes - mean) / deviation, int((codes < 0).sum())
     if not len(texts):

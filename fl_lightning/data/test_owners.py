@@ -9,15 +9,17 @@ from fl_lightning.rng import stream
 
 
 def deal_test_set(data: FederatedData) -> np.ndarray:
-    """Return the client that each test example is dealt to, int64 ``[n]``: the one whose test set it is in,
-    where clients have some; else drawn in proportion to the examples of its group (its class, where the data
-    have no other) that clients hold, evenly where nobody holds any. It is the same in every round and for
-    every method."""
+    """Return the client that each test example is dealt to, int64 ``[n]``: the one whose test set
+    it is in, where clients have some; else drawn in proportion to the examples of its group (its
+    class, where the data have no other) that clients hold, evenly where nobody holds any. It is the
+    same in every round and for every method."""
     if data.test_holdings is not None:
         return np.repeat(np.arange(data.num_clients), data.test_holdings.sizes)
     group, held = data.test_group.cpu().numpy(), data.group_counts().astype(np.float64)
     rng, owner = stream(data.seed, "test_owners"), np.empty(len(group), np.int64)
     for value in np.unique(group):
         share = held[:, value] if held[:, value].any() else np.ones(len(held))
-        owner[group == value] = rng.choice(len(held), size=int((group == value).sum()), p=share / share.sum())
+        owner[group == value] = rng.choice(
+            len(held), size=int((group == value).sum()), p=share / share.sum()
+        )
     return owner

@@ -1,4 +1,5 @@
-"""Two clients whose inputs have different sizes: FedMosaic's toy (Seo et al. 2025, arXiv 2506.11024)."""
+"""Two clients whose inputs have different sizes: FedMosaic's toy (Seo et al. 2025, arXiv
+2506.11024)."""
 
 from __future__ import annotations
 
@@ -20,10 +21,12 @@ CENTRES = ((1.0, 0.0, 0.5, -0.25, 0.0, 0.0), (0.0, 1.0, -0.25, 0.5, 0.25, -0.25)
 class TwoClients(FederatedData):
     """Two Gaussian clouds in R^6, one for each client; the seed of the run says who holds which.
 
-    Every example has six inputs. A client whose network reads the first four of them has inputs of size 4.
+    Every example has six inputs. A client whose network reads the first four of them has inputs of
+    size 4.
 
     Args:
-        examples: training examples of each client, at least 2; the test set has as many of each class.
+        examples: training examples of each client, at least 2; the test set has as many of each
+            class.
         noise: standard deviation of each input around its class's mean, 0 or more.
         batch_size: examples of a local step.
         val_fraction: share of each client's examples kept for its validation, in [0, 1).
@@ -57,7 +60,9 @@ class TwoClients(FederatedData):
             split: np.array(CENTRES)[labels] + draws.normal(0.0, self.noise, (len(labels), 6))
             for split in ("train", "test")
         }
-        self.clouds = {split: torch.as_tensor(cloud, dtype=torch.float32) for split, cloud in clouds.items()}
+        self.clouds = {
+            split: torch.as_tensor(cloud, dtype=torch.float32) for split, cloud in clouds.items()
+        }
         self.train_target, self.test_target = torch.as_tensor(labels), torch.as_tensor(labels)
 
     def move(self, device: torch.device) -> None:

@@ -1,1 +1,2 @@
-"""The same rounds over a network: an engine whose orders travel as messages, and the nodes that answer."""
+"""The same rounds over a network: an engine whose orders travel as messages, and the nodes that
+answer."""

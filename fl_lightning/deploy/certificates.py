@@ -1,11 +1,13 @@
-"""Certificates and keys to try a deployment out with; for a real one, use those of your organisation.
+"""Certificates and keys to try a deployment out with; for a real one, use those of your
+organisation.
 
     python -m fl_lightning.deploy.certificates certs --hosts server.example.org --nodes 2
 
 writes ``ca.crt``, ``server.pem`` and ``server.key`` for nginx and the SuperLink, and for each node
-``node<i>`` and ``node<i>.pub``. The certificate also holds for ``localhost`` and ``127.0.0.1``, by which
-nginx and ``deploy`` reach the SuperLink. The authority's key is not kept: when the certificate ends,
-everything is made anew. It needs the package ``cryptography``, which Flower brings along.
+``node<i>`` and ``node<i>.pub``. The certificate also holds for ``localhost`` and ``127.0.0.1``, by
+which nginx and ``deploy`` reach the SuperLink. The authority's key is not kept: when the
+certificate ends, everything is made anew. It needs the package ``cryptography``, which Flower
+brings along.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ def make_certificates(folder: Path, hosts: Sequence[str], nodes: int, days: floa
         folder: it must not have an authority yet.
         hosts: names and addresses by which the server is dialled, at least one.
         nodes: number of nodes.
-        days: until the certificates expire, counted from now; a negative number makes expired ones, for
-            tests.
+        days: until the certificates expire, counted from now; a negative number makes expired ones,
+            for tests.
 
     Raises:
         InputError: the folder has an authority, or ``cryptography`` is not installed.
@@ -48,7 +50,9 @@ def make_certificates(folder: Path, hosts: Sequence[str], nodes: int, days: floa
     folder.mkdir(parents=True, exist_ok=True)
     ends = datetime.now(timezone.utc) + timedelta(days=days)
 
-    def certificate(name: str, key: Any, issuer: Any, signer: Any, extensions: Sequence[Any]) -> Any:
+    def certificate(
+        name: str, key: Any, issuer: Any, signer: Any, extensions: Sequence[Any]
+    ) -> Any:
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         made = x509.CertificateBuilder(issuer or subject, subject, key.public_key())
         made = made.serial_number(x509.random_serial_number()).not_valid_after(ends)
@@ -130,16 +134,21 @@ def _public(key: Any) -> bytes:
 
 def _write(path: Path, data: bytes) -> None:
     """Write a file that its owner alone can read, whatever it holds."""
-    with open(path, "wb", opener=lambda name, flags: os.open(name, flags | os.O_EXCL, 0o600)) as file:
+    with open(
+        path, "wb", opener=lambda name, flags: os.open(name, flags | os.O_EXCL, 0o600)
+    ) as file:
         file.write(data)
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Make certificates as the command line says, and return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m fl_lightning.deploy.certificates", description="certificates and keys for tests"
+        prog="python -m fl_lightning.deploy.certificates",
+        description="certificates and keys for tests",
     )
-    parser.add_argument("folder", type=Path, help="where they are written; it must not have any yet")
+    parser.add_argument(
+        "folder", type=Path, help="where they are written; it must not have any yet"
+    )
     parser.add_argument(
         "--hosts",
         nargs="+",
@@ -148,7 +157,9 @@ def main(words: Sequence[str] | None = None) -> int:
         help=f"names and addresses by which nodes dial the server, beside {' and '.join(LOOPBACK)}",
     )
     parser.add_argument("--nodes", type=int, default=2, help="number of nodes (default: 2)")
-    parser.add_argument("--days", type=float, default=30.0, help="days until they expire (default: 30)")
+    parser.add_argument(
+        "--days", type=float, default=30.0, help="days until they expire (default: 30)"
+    )
     asked = parser.parse_args(words)
     hosts = list(dict.fromkeys([*asked.hosts, *LOOPBACK]))
     try:

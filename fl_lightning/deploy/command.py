@@ -47,19 +47,21 @@ class Deployment:
 
     Args:
         superlink: host and port of Flower's SuperLink, which runs on this machine.
-        root_certificates: file with the certificate that signed the SuperLink's, in PEM form. Default: no
-            TLS, which is allowed on 127.0.0.1 alone.
-        local_nodes: to try out: start a SuperLink on a free port and so many nodes on this machine, and stop
-            them at the end; 0: they are running already.
-        simulation: to try out: start a SuperLink here whose nodes are so many simulated ones in Flower's own
-            simulation engine, which needs Ray; 0: nodes are processes.
+        root_certificates: file with the certificate that signed the SuperLink's, in PEM form.
+            Default: no TLS, which is allowed on 127.0.0.1 alone.
+        local_nodes: to try out: start a SuperLink on a free port and so many nodes on this machine,
+            and stop them at the end; 0: they are running already.
+        simulation: to try out: start a SuperLink here whose nodes are so many simulated ones in
+            Flower's own simulation engine, which needs Ray; 0: nodes are processes.
         min_nodes: nodes that a round begins with, at least 1. Default: all of ``local_nodes`` or
             ``simulation``, or 1.
-        wait_seconds: seconds that a round waits for so many nodes, and that a check of a node may take.
-        round_seconds: seconds after which a round goes on without the clients that have not answered.
-        own_data: whether the clients are those of the nodes' own data (``node --data``), with which the
-            federation begins once ``min_nodes`` are there; the run's data are then for its test set. Default:
-            nodes have the clients that the run deals its data out to.
+        wait_seconds: seconds that a round waits for so many nodes, and that a check of a node may
+            take.
+        round_seconds: seconds after which a round goes on without the clients that have not
+            answered.
+        own_data: whether the clients are those of the nodes' own data (``node --data``), with which
+            the federation begins once ``min_nodes`` are there; the run's data are then for its test
+            set. Default: nodes have the clients that the run deals its data out to.
     """
 
     settings_shown: ClassVar = ("--deploy.{name} {value}",) * 2
@@ -132,7 +134,9 @@ def deploy(cli: Any) -> None:
         "leave one of them out",
     )
     if not settings.started_nodes:
-        addresses.require_tls(settings.superlink, settings.root_certificates, "--deploy.root_certificates")
+        addresses.require_tls(
+            settings.superlink, settings.root_certificates, "--deploy.root_certificates"
+        )
         addresses.require_host(settings.superlink, "--deploy.superlink")
         addresses.warn_of_reach(settings.superlink)
     require(
@@ -145,9 +149,13 @@ def deploy(cli: Any) -> None:
         cli.trainer.deal = stand_in
     measure_time(cli.trainer)
     # what the server would refuse is refused here, in one line, before anything starts
-    check_deployable(cli.trainer.prepare(cli.model, cli.datamodule, seed=cli.config["seed_everything"]))
+    check_deployable(
+        cli.trainer.prepare(cli.model, cli.datamodule, seed=cli.config["seed_everything"])
+    )
     if (ckpt_path := cli.config_init["ckpt_path"]) is not None:
-        start = find_start(ckpt_path, cli.trainer.root / cli.trainer.experiment, cli.trainer.run_name)
+        start = find_start(
+            ckpt_path, cli.trainer.root / cli.trainer.experiment, cli.trainer.run_name
+        )
         cli.trainer.parts.check_start(start, cli.datamodule, deployed=True)
     outcome = _run(cli, settings, rules)
     if outcome["code"]:
@@ -157,16 +165,22 @@ def deploy(cli: Any) -> None:
 def _run(cli: Any, settings: Deployment, rules: RoundRules) -> Mapping[str, Any]:
     """Run the job on a SuperLink, show its log, and return its outcome.
 
-    A signal leaves the run to itself where the SuperLink was not started here. Only the first one counts.
+    A signal leaves the run to itself where the SuperLink was not started here. Only the first one
+    counts.
     """
     folder = Path(tempfile.mkdtemp(prefix="fl-deploy-"))
     asked = left = False
     with Interrupts():
         try:
             words = ["python", "-m", "fl_lightning", "deploy", *cli.typed]
-            nodes, ckpt_path = Path(cli.trainer.root).absolute() / "nodes", cli.config_init["ckpt_path"]
+            nodes, ckpt_path = (
+                Path(cli.trainer.root).absolute() / "nodes",
+                cli.config_init["ckpt_path"],
+            )
             own_data = settings.own_data
-            write_job(folder, cli.config_text, rules, ckpt_path, words, nodes=nodes, own_data=own_data)
+            write_job(
+                folder, cli.config_text, rules, ckpt_path, words, nodes=nodes, own_data=own_data
+            )
             with halves.here(folder, halves.COMMAND), launch.Started() as started:
                 address, more = _reach(cli, settings, started, nodes)
                 asked = not settings.started_nodes
@@ -178,7 +192,9 @@ def _run(cli: Any, settings: Deployment, rules: RoundRules) -> Mapping[str, Any]
             if left := asked:
                 when = "" if (folder / "begun").exists() else " if it was taken already"
                 at = settings.superlink
-                log.warning("the run goes on at %s%s; flwr list names it, flwr stop ends it", at, when)
+                log.warning(
+                    "the run goes on at %s%s; flwr list names it, flwr stop ends it", at, when
+                )
             raise
         finally:
             if not left or halves.is_gone(folder, halves.SERVER):
@@ -199,9 +215,11 @@ def require_end(left: bool, address: str) -> None:
         )
 
 
-def _reach(cli: Any, settings: Deployment, started: launch.Started, nodes: Path) -> tuple[str, list[str]]:
-    """Return the address of the SuperLink and further arguments of ``flwr run``. A SuperLink and nodes that
-    are to be started here are started first."""
+def _reach(
+    cli: Any, settings: Deployment, started: launch.Started, nodes: Path
+) -> tuple[str, list[str]]:
+    """Return the address of the SuperLink and further arguments of ``flwr run``. A SuperLink and
+    nodes that are to be started here are started first."""
     if settings.simulation:
         one_worker = cli.trainer.parts.masks is not None
         address = launch.start_superlink(started, nodes / "superlink", "--simulation")
@@ -210,9 +228,12 @@ def _reach(cli: Any, settings: Deployment, started: launch.Started, nodes: Path)
         return settings.superlink, []
     address = launch.start_superlink(started, nodes / "superlink")
     packages = names_in(config_for_nodes(yaml.safe_load(cli.config_text))) - PACKAGES
-    allow = [name for name in sorted(packages) if find_spec(name)]  # the user's own, who starts the nodes too
+    # the user's own, who starts the nodes too
+    allow = [name for name in sorted(packages) if find_spec(name)]
     for number in range(settings.local_nodes):
-        launch.start_node(started, address, nodes / f"node{number}", number, settings.local_nodes, allow)
+        launch.start_node(
+            started, address, nodes / f"node{number}", number, settings.local_nodes, allow
+        )
     return address, []
 
 
@@ -233,28 +254,33 @@ def node(
     """Hold some clients of runs: answer a SuperLink's messages until this process is stopped.
 
     Args:
-        superlink: host and port of Flower's SuperLink; ``none``: listen on the socket in ``folder`` alone.
-        folder: where the node keeps what its clients keep between rounds, and the configurations of runs.
-        partition_id: it has the clients whose id leaves this remainder when divided by ``num_partitions``.
+        superlink: host and port of Flower's SuperLink; ``none``: listen on the socket in ``folder``
+            alone.
+        folder: where the node keeps what its clients keep between rounds, and the configurations of
+            runs.
+        partition_id: it has the clients whose id leaves this remainder when divided by
+            ``num_partitions``.
         num_partitions: nodes that the clients are dealt to, at least 1.
-        data: data of its own, for runs with ``deploy.own_data``: a folder or file in the form of the run's
-            ``train``, or a YAML file with ``class_path`` and ``init_args`` of a data module. They are of the
-            client ``partition_id``; where they say whose each example is, of this one, the one that is
-            ``num_partitions`` further, and so on. Default: its part of the data that a run names.
+        data: data of its own, for runs with ``deploy.own_data``: a folder or file in the form of
+            the run's ``train``, or a YAML file with ``class_path`` and ``init_args`` of a data
+            module. They are of the client ``partition_id``; where they say whose each example is,
+            of this one, the one that is ``num_partitions`` further, and so on. Default: its part of
+            the data that a run names.
         name: its name in the server's log and in ``metadata.json``; default: the machine's name and
             ``partition_id``.
-        overlays: configuration files layered over the run's: where this node's data lie, on which device it
-            trains. Several are separated by commas, or a list in brackets, as names with commas need it.
-        allow: packages whose classes and functions a run may name, beside the project's classes, torch's
-            optimisers and layers, metrics of torchmetrics, and data sets and networks of torchvision and
-            timm. Several are separated by commas, or a list in brackets.
-        root_certificates: file with the certificate that signed the SuperLink's, in PEM form. Default: no
-            TLS, which is allowed on 127.0.0.1 alone.
+        overlays: configuration files layered over the run's: where this node's data lie, on which
+            device it trains. Several are separated by commas, or a list in brackets, as names with
+            commas need it.
+        allow: packages whose classes and functions a run may name, beside the project's classes,
+            torch's optimisers and layers, metrics of torchmetrics, and data sets and networks of
+            torchvision and timm. Several are separated by commas, or a list in brackets.
+        root_certificates: file with the certificate that signed the SuperLink's, in PEM form.
+            Default: no TLS, which is allowed on 127.0.0.1 alone.
         private_key: file with this node's key, by which the SuperLink knows it.
-        connection: ``direct``: this process fetches its messages from the SuperLink itself; ``supernode``: a
-            SuperNode of Flower does, which starts a process for each message.
-        keep_days: at its start the node removes configurations and states of runs that it has not used in so
-            many days before its last use; 0: it removes nothing.
+        connection: ``direct``: this process fetches its messages from the SuperLink itself;
+            ``supernode``: a SuperNode of Flower does, which starts a process for each message.
+        keep_days: at its start the node removes configurations and states of runs that it has not
+            used in so many days before its last use; 0: it removes nothing.
 
     Raises:
         InputError: a setting is wrong, another node has the folder, or Flower is not installed.
@@ -267,7 +293,12 @@ def node(
         "partitions are counted from 0",
         f"write 0 to {max(0, num_partitions - 1)}",
     )
-    require(keep_days >= 0, f"--keep_days {keep_days:g}", "it is a number of days", "write 0 to keep all")
+    require(
+        keep_days >= 0,
+        f"--keep_days {keep_days:g}",
+        "it is a number of days",
+        "write 0 to keep all",
+    )
     files, packages = _overlays(overlays), _packages(allow)
     for flag, file in (("--private_key", private_key), ("--root_certificates", root_certificates)):
         if file is not None:
@@ -299,7 +330,9 @@ def node(
         clean(place, keep_days)
         if connects:
             addresses.check_handshake(superlink, root_certificates, "--root_certificates")
-            launch.start_supernode(started, superlink, socket, settings, root_certificates, private_key)
+            launch.start_supernode(
+                started, superlink, socket, settings, root_certificates, private_key
+            )
         log.info("node %s listens at %s", settings.name, socket)
         sockets.serve(socket, answering.answer, goes_on=started.all_run)
         raise RunStopped(

@@ -1,8 +1,8 @@
 """Exchange of bytes, tensors and text between processes, without pickle.
 
 With one process nothing is sent. Only bytes on the CPU are sent (gloo, whatever the device), as
-:mod:`fl_lightning.distributed.frames` says. What is added up between processes are integers, so that no order
-changes a sum.
+:mod:`fl_lightning.distributed.frames` says. What is added up between processes are integers, so
+that no order changes a sum.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def gather_bytes(data: bytes) -> list[bytes]:
     found = [data] * world_size()
     if len(found) == 1:
         return found
-    for source, _, view in parts_of_others([data], [[length] for length in lengths_of_ranks(len(data))]):
+    for source, _, view in parts_of_others(
+        [data], [[length] for length in lengths_of_ranks(len(data))]
+    ):
         found[source] = bytes(view)
     return found
 
@@ -55,8 +57,8 @@ def gather_bytes(data: bytes) -> list[bytes]:
 def gather_parts(parts: Mapping[str, Part]) -> dict[str, Part]:
     """Return the parts of all ranks by name, on every rank.
 
-    With several ranks tensors are on the CPU. Parts of other ranks are copied once, out of the receiving
-    buffer; parts of this rank are not copied.
+    With several ranks tensors are on the CPU. Parts of other ranks are copied once, out of the
+    receiving buffer; parts of this rank are not copied.
 
     Args:
         parts: bytes or tensors of this rank by name; no two ranks may use the same name.
@@ -71,7 +73,9 @@ def gather_parts(parts: Mapping[str, Part]) -> dict[str, Part]:
     }
     header = json.dumps([(name, *_type_and_shape(part)) for name, part in mine.items()]).encode()
     forms = [json.loads(header) for header in gather_bytes(header)]
-    sizes = [[math.prod(shape) * _itemsize(kind) for _, kind, shape in of_rank] for of_rank in forms]
+    sizes = [
+        [math.prod(shape) * _itemsize(kind) for _, kind, shape in of_rank] for of_rank in forms
+    ]
     found = dict(mine)
     for source, position, view in parts_of_others(list(mine.values()), sizes):
         name, kind, shape = forms[source][position]
@@ -82,8 +86,8 @@ def gather_parts(parts: Mapping[str, Part]) -> dict[str, Part]:
 def send_parts(parts: Mapping[str, Tensor], to: Mapping[str, int]) -> dict[str, Tensor]:
     """Send each part to one rank, and return the parts that this rank is sent, by name, on the CPU.
 
-    All ranks call it, with parts or without. Only names and shapes go to every rank. Values are received
-    where they stay, without a buffer between.
+    All ranks call it, with parts or without. Only names and shapes go to every rank. Values are
+    received where they stay, without a buffer between.
 
     Args:
         parts: tensors of this rank by name; no two ranks may use the same name.
@@ -93,7 +97,9 @@ def send_parts(parts: Mapping[str, Tensor], to: Mapping[str, int]) -> dict[str, 
         RankLost: a rank died or did not answer within ``trainer.rank_timeout``.
     """
     mine = {name: _on_cpu(part).contiguous() for name, part in parts.items()}
-    header = json.dumps([(name, to[name], *_type_and_shape(part)) for name, part in mine.items()]).encode()
+    header = json.dumps(
+        [(name, to[name], *_type_and_shape(part)) for name, part in mine.items()]
+    ).encode()
     found: dict[str, Tensor] = {}
     works: list[tuple[dist.Work | None, int]] = []
     for source, of_rank in enumerate(gather_bytes(header)):
@@ -109,9 +115,11 @@ def send_parts(parts: Mapping[str, Tensor], to: Mapping[str, int]) -> dict[str, 
 
 
 def sum_over_ranks(integers: Tensor) -> Tensor:
-    """Return the sum of every rank's integers ``[P]``, on every rank; int64, in place of ``integers``.
+    """Return the sum of every rank's integers ``[P]``, on every rank; int64, in place of
+    ``integers``.
 
-    Each rank receives about 16 bytes a value: its own share of every other rank, then the sums of the others.
+    Each rank receives about 16 bytes a value: its own share of every other rank, then the sums of
+    the others.
 
     Raises:
         RankLost: a rank died or did not answer within ``trainer.rank_timeout``.

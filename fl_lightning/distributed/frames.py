@@ -1,5 +1,5 @@
-"""How parts get from each of several processes to all others: through two small buffers in turn, once all
-ranks have exchanged the lengths of their parts."""
+"""How parts get from each of several processes to all others: through two small buffers in turn,
+once all ranks have exchanged the lengths of their parts."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from fl_lightning.errors import RankLost
 from fl_lightning.support.tensor_bytes import raw_bytes
 
 RANK_REPORT_SECONDS = 5.0
-"""Time for the watch of processes to report which rank died, before a broken connection is reported."""
+"""Time for the watch of processes to report which rank died, before a broken connection is
+reported."""
 FRAME_BYTES = 4 * 2**20
-"""Bytes that are sent together, through two buffers of about this size: allocating memory costs more than
-sending."""
+"""Bytes that are sent together, through two buffers of about this size: allocating memory costs
+more than sending."""
 
 
 def lengths_of_ranks(length: int) -> list[int]:
@@ -35,7 +36,8 @@ def lengths_of_ranks(length: int) -> list[int]:
 def parts_of_others(
     parts: Sequence[bytes | Tensor], sizes: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int, int, memoryview]]:
-    """Yield source rank, position and bytes of each part of the other ranks, in order for each source.
+    """Yield source rank, position and bytes of each part of the other ranks, in order for each
+    source.
 
     The bytes are valid until the next part is requested.
 
@@ -59,9 +61,12 @@ def parts_of_others(
 
 
 def _start_broadcasts(
-    parts: Sequence[bytes | Tensor], sizes: Sequence[Sequence[int]], turns: Sequence[tuple[int, list[int]]]
+    parts: Sequence[bytes | Tensor],
+    sizes: Sequence[Sequence[int]],
+    turns: Sequence[tuple[int, list[int]]],
 ) -> Iterator[Any]:
-    """Start the broadcast of each frame when it is requested; yield source, frame, buffer and broadcast.
+    """Start the broadcast of each frame when it is requested; yield source, frame, buffer and
+    broadcast.
 
     Two buffers are used in turn, so the broadcast before the last one must have finished by then.
     """
@@ -139,8 +144,10 @@ def lost_rank_errors(source: int | str) -> Iterator[None]:
     source = f"rank {source}" if isinstance(source, int) else source
     try:
         yield
-    except RuntimeError as error:  # torch.distributed has no narrower type for lost connections and time-outs
-        # a signal that arrives meanwhile (Ctrl-C, a dead child) names the cause and interrupts this sleep
+    except RuntimeError as error:
+        # torch.distributed has no narrower type for lost connections and time-outs
+        # a signal that arrives meanwhile (Ctrl-C, a dead child) names the cause and interrupts this
+        # sleep
         time.sleep(RANK_REPORT_SECONDS)
         reason = " ".join(str(error).split())
         raise RankLost(

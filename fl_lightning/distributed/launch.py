@@ -1,8 +1,8 @@
 """Start of several processes, and their common end.
 
-Either rank 0 starts the others as Fabric's script launcher does (the same command again for each rank), or
-torchrun or SLURM starts all of them. Rank 0 notices and names a rank that dies within a second. A rank whose
-parent dies exits.
+Either rank 0 starts the others as Fabric's script launcher does (the same command again for each
+rank), or torchrun or SLURM starts all of them. Rank 0 notices and names a rank that dies within a
+second. A rank whose parent dies exits.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ CHECKPOINT_GRACE_SECONDS = 45.0  # for rank 0 to write its checkpoint after anot
 
 
 class RankStrategy(DDPStrategy):
-    """The processes of DDP without its reduction of gradients, which would mix those of different clients.
+    """The processes of DDP without its reduction of gradients, which would mix those of different
+    clients.
 
     Only bytes on the CPU are sent, through gloo.
     """
@@ -53,7 +54,8 @@ class RankStrategy(DDPStrategy):
     def _setup_distributed(self) -> None:
         self._set_world_ranks()
         assert self.cluster_environment is not None
-        logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # INFO announces every process
+        # INFO announces every process
+        logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
         _init_dist_connection(self.cluster_environment, "gloo", timeout=self._timeout)
 
 
@@ -64,13 +66,17 @@ class RankLauncher(_SubprocessScriptLauncher):
     """
 
     watch: ProcessWatch | None = None
-    """The watch of this process, shared by all launchers: several calls of ``fit`` use the same ranks."""
+    """The watch of this process, shared by all launchers: several calls of ``fit`` use the same
+    ranks."""
 
     def launch(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        self.cluster_environment.validate_settings(
+            num_devices=self.num_processes, num_nodes=self.num_nodes
+        )
         if not self.cluster_environment.creates_processes_externally:
             os.environ[PARENT_VARIABLE] = str(os.getpid())
-            with _ignore_signals(signal.SIGINT, signal.SIGTERM):  # children inherit this across exec
+            # children inherit this across exec
+            with _ignore_signals(signal.SIGINT, signal.SIGTERM):
                 self._call_children_scripts()
             RankLauncher.watch = ProcessWatch(
                 self.procs, self.cluster_environment.node_rank() * self.num_processes
@@ -84,7 +90,8 @@ class RankLauncher(_SubprocessScriptLauncher):
 class ProcessWatch:
     """A watch over the processes that rank 0 started.
 
-    When one dies, the watch logs its rank, ends the others, and raises ``RankLost`` in the main thread.
+    When one dies, the watch logs its rank, ends the others, and raises ``RankLost`` in the main
+    thread.
 
     Args:
         processes: the processes of ranks ``first + 1`` and following.
@@ -110,7 +117,9 @@ class ProcessWatch:
         while not self.stopped.wait(POLL_SECONDS):
             for rank, process in enumerate(self.processes, self.first + 1):
                 if process.poll():
-                    self._fail(f"rank {rank} (process {process.pid}) {_end_of_process(process.returncode)}")
+                    self._fail(
+                        f"rank {rank} (process {process.pid}) {_end_of_process(process.returncode)}"
+                    )
                     return
 
     def _fail(self, what: str) -> None:
@@ -122,8 +131,10 @@ class ProcessWatch:
         log.error("%s: the run stops", what)
         for process in self.processes:
             process.kill()
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGCHLD)  # also interrupts a sleep
-        if not self.stopped.wait(CHECKPOINT_GRACE_SECONDS):  # the main thread is stuck outside Python
+        # also interrupts a sleep
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGCHLD)
+        # the main thread is stuck outside Python
+        if not self.stopped.wait(CHECKPOINT_GRACE_SECONDS):
             os._exit(1)
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
@@ -140,7 +151,8 @@ def _end_of_process(code: int) -> str:
 
 
 def exit_with_parent(parent: int) -> None:
-    """Start a thread that ends this process once its parent is gone, since no rank would answer then."""
+    """Start a thread that ends this process once its parent is gone, since no rank would answer
+    then."""
 
     def look() -> None:
         while os.getppid() == parent:
@@ -192,7 +204,11 @@ def make_fabric(
     )
     try:
         fabric = make(strategy=strategy)
-        return make(strategy=RankStrategy(timeout)) if isinstance(fabric.strategy, DDPStrategy) else fabric
+        return (
+            make(strategy=RankStrategy(timeout))
+            if isinstance(fabric.strategy, DDPStrategy)
+            else fabric
+        )
     except Exception as error:
         raise InputError(
             f"--trainer.accelerator {accelerator} devices {devices} strategy {strategy} precision "
@@ -205,11 +221,15 @@ def make_fabric(
 def launched_from_outside(fabric: Fabric) -> bool:
     """Return whether rank 0, torchrun or SLURM started this process as one of several."""
     launcher = fabric.strategy.launcher
-    return isinstance(launcher, RankLauncher) and launcher.cluster_environment.creates_processes_externally
+    return (
+        isinstance(launcher, RankLauncher)
+        and launcher.cluster_environment.creates_processes_externally
+    )
 
 
 def join(fabric: Fabric) -> None:
-    """Join processes that were started from outside; ranks other than 0 log nothing from here on."""
+    """Join processes that were started from outside; ranks other than 0 log nothing from here
+    on."""
     fabric.launch()
     atexit.register(_leave)
     if not fabric.is_global_zero:
@@ -219,7 +239,8 @@ def join(fabric: Fabric) -> None:
 def _leave() -> None:
     """Close the process group at exit.
 
-    Otherwise gloo's threads may outlive the interpreter, and the finished process ends with SIGABRT.
+    Otherwise gloo's threads may outlive the interpreter, and the finished process ends with
+    SIGABRT.
     """
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -259,8 +280,8 @@ def processes(devices: int | str, num_nodes: int) -> tuple[int | str, int]:
     They are those of torchrun or srun if these started several processes and ``devices`` is 1.
 
     Raises:
-        InputError: torchrun or srun started another number of processes than ``devices``; each process would
-            run its own copy of the same run.
+        InputError: torchrun or srun started another number of processes than ``devices``; each
+            process would run its own copy of the same run.
     """
     started = _started_processes()
     if started is None:
@@ -278,7 +299,8 @@ def processes(devices: int | str, num_nodes: int) -> tuple[int | str, int]:
 
 
 def _started_processes() -> tuple[int, int] | None:
-    """Return processes on this machine and machines if torchrun or srun started several, else None."""
+    """Return processes on this machine and machines if torchrun or srun started several, else
+    None."""
     read = os.environ.get
     if "TORCHELASTIC_RUN_ID" in os.environ:
         local, total = int(read("LOCAL_WORLD_SIZE", 1)), int(read("WORLD_SIZE", 1))

@@ -1,4 +1,5 @@
-"""Energy: what an option costs on a device, controllers that choose options, and budgets that are kept."""
+"""Energy: what an option costs on a device, controllers that choose options, and budgets that are
+kept."""
 
 from fl_lightning.energy.budgets.ledger import REFUSED, BatchedEnergyLedger, EnergyLedger
 from fl_lightning.energy.calibration.meters import (

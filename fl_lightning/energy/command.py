@@ -51,20 +51,21 @@ def energy(
     Args:
         table: JSON file of the table to print; by default the one that comes with the package.
         calibrate: measure instead of reading a table.
-        network: the network: llama_tiny, or hf:NAME_OR_FOLDER. Without calibrate: name of the table that
-            comes with the package.
-        adapter: kind of its adapters: lora, ffa, pissa, adalora, svft or spectral; or merged, LoRA that is
-            always on and merged into its base. Default: spectral of llama_tiny, lora of others.
+        network: the network: llama_tiny, or hf:NAME_OR_FOLDER. Without calibrate: name of the table
+            that comes with the package.
+        adapter: kind of its adapters: lora, ffa, pissa, adalora, svft or spectral; or merged, LoRA
+            that is always on and merged into its base. Default: spectral of llama_tiny, lora of
+            others.
         rank: their rank. Default: 96 for spectral and svft of llama_tiny, else 8.
         targets: which layers have adapters: all-linear, or names with commas between them.
         gguf_file: the file of hf:NAME_OR_FOLDER that has the weights, where they are GGUF.
-        meter: best, which is RAPL's counters where they can be read, or modelled, CPU seconds at a stated
-            power.
+        meter: best, which is RAPL's counters where they can be read, or modelled, CPU seconds at a
+            stated power.
         watts: power of one busy core, for modelled joules.
         seconds: time of the measurement.
-        scope: what off leaves out, adapter or model; or branch: the costs of whole residual branches, with
-            adapters merged, of hf:NAME_OR_FOLDER as LlamaPretrained makes it. Default: model of merged
-            adapters, else adapter.
+        scope: what off leaves out, adapter or model; or branch: the costs of whole residual
+            branches, with adapters merged, of hf:NAME_OR_FOLDER as LlamaPretrained makes it.
+            Default: model of merged adapters, else adapter.
         high: precision of the option high, float32 or bfloat16.
         context: tokens that a step sees, its own included.
         out: JSON file to write what was measured to.
@@ -97,7 +98,10 @@ def energy(
         print_table(read_table(table) if table else shipped_table(network), console)
         return
     require(
-        table is None, f"--table {table} with --calibrate", "a table is read or measured", "leave one out"
+        table is None,
+        f"--table {table} with --calibrate",
+        "a table is read or measured",
+        "leave one out",
     )
     scope = scope or ("model" if adapter == MERGED else "adapter")
     require_choice(meter, METERS, "--meter")
@@ -122,7 +126,9 @@ def energy(
         f"the file is one of {HF_PREFIX}NAME_OR_FOLDER",
         "leave it out",
     )
-    made = adapted_network(network, adapter, rank, targets, gguf_file=gguf_file, of_blocks=scope == BRANCH)
+    made = adapted_network(
+        network, adapter, rank, targets, gguf_file=gguf_file, of_blocks=scope == BRANCH
+    )
     counter = best_meter("cpu", watts) if meter == "best" else ModelledMeter(watts)
     if scope == BRANCH:
         found = calibrate_branches(made, counter, seconds, context)
@@ -146,7 +152,8 @@ def write_table(table: CostTable, path: Path, console: Console) -> None:
 
 
 def print_table(table: CostTable, console: Console) -> None:
-    """Print the costs, one row for the groups of one cost, and what is not cheaper than something better."""
+    """Print the costs, one row for the groups of one cost, and what is not cheaper than something
+    better."""
     grid = Table(title=f"{escape(table.label)}, scope {table.scope}, {escape(table.device)}")
     grid.caption = f"high is in {table.high}"
     grid.add_column("groups")
@@ -154,7 +161,9 @@ def print_table(table: CostTable, console: Console) -> None:
     for tokens in SHOWN_TOKENS:
         grid.add_column(f"{tokens} token{'s' * (tokens > 1)}", justify="right")
     useless = {tokens: table.without_useless(tokens) for tokens in SHOWN_TOKENS}
-    costs = {(n, kind): table.tensors(n, kind) * 1e3 for n in SHOWN_TOKENS for kind in ("mean", "q99")}
+    costs = {
+        (n, kind): table.tensors(n, kind) * 1e3 for n in SHOWN_TOKENS for kind in ("mean", "q99")
+    }
     for names in alike(table):
         row = list(table.groups).index(names[0])
         for column, option in enumerate(OPTIONS):
@@ -162,13 +171,19 @@ def print_table(table: CostTable, console: Console) -> None:
             for n in SHOWN_TOKENS:
                 mean, q99 = (float(costs[n, kind][row, column]) for kind in ("mean", "q99"))
                 dim = not bool(useless[n].available(n)[row, column])
-                cells.append(f"[dim]*{mean:.3f} / {q99:.3f}[/]" if dim else f"{mean:.3f} / {q99:.3f}")
+                cells.append(
+                    f"[dim]*{mean:.3f} / {q99:.3f}[/]" if dim else f"{mean:.3f} / {q99:.3f}"
+                )
             grid.add_row(escape(summary_of(names)) if column == 0 else "", option, *cells)
-    fixed = [f"{table.fixed(n) * 1e3:.3f} / {table.fixed(n, 'q99') * 1e3:.3f}" for n in SHOWN_TOKENS]
+    fixed = [
+        f"{table.fixed(n) * 1e3:.3f} / {table.fixed(n, 'q99') * 1e3:.3f}" for n in SHOWN_TOKENS
+    ]
     grid.add_row("everything else", "", *fixed)
     console.print(grid)
     console.print(f"everything else: of a step that sees {table.context} tokens")
-    console.print("millijoules of a step, mean / 0.99 quantile; *: not cheaper than a better option")
+    console.print(
+        "millijoules of a step, mean / 0.99 quantile; *: not cheaper than a better option"
+    )
 
 
 def alike(table: CostTable) -> list[list[str]]:

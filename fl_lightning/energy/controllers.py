@@ -1,17 +1,18 @@
 """Controllers: which option each group takes for each token, as logits ``[B, T, G, 3]``.
 
-The last axis is off, int8, high, and theta_off = 0. ``d`` is the width of the embedding, ``k`` the number of
-features, ``G`` groups, ``L`` layers. No public work defines HEST, TABS or BHSP; these are this project's
-definitions.
+The last axis is off, int8, high, and theta_off = 0. ``d`` is the width of the embedding, ``k`` the
+number of features, ``G`` groups, ``L`` layers. No public work defines HEST, TABS or BHSP; these are
+this project's definitions.
 
 - :class:`HESTController`: all groups read the same k features of the token's embedding.
 - :class:`TABSController`: each group reads its own input, and chooses between off and high.
 - :class:`BHSPController`: free numbers, the same for every token.
 
-Numbers of weights, without biases, at d = 4096 and L = 32: a HEST with k = 32 features and one group a layer
-(G = L) has 2 k (d + G) = 264 192. A TABS that gates each of the R = 16 directions of a layer's adapter has
-L R d = 2 097 152. So HEST has 87 % fewer. Where a group is a whole linear layer, as it is here, both have the
-same groups: with 4 a layer, HEST has 2 k (d + 128) = 270 336 and TABS 128 d = 524 288, which is 48 % fewer.
+Numbers of weights, without biases, at d = 4096 and L = 32: a HEST with k = 32 features and one
+group a layer (G = L) has 2 k (d + G) = 264 192. A TABS that gates each of the R = 16 directions of
+a layer's adapter has L R d = 2 097 152. So HEST has 87 % fewer. Where a group is a whole linear
+layer, as it is here, both have the same groups: with 4 a layer, HEST has 2 k (d + 128) = 270 336
+and TABS 128 d = 524 288, which is 48 % fewer.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from torch import Tensor, nn
 from fl_lightning.errors import require
 
 HIGH_AT_START = 2.0
-"""Bias of ``high`` at the start: beside theta_off = theta_int8 = 0, high has the probability 0.79."""
+"""Bias of ``high`` at the start: beside theta_off = theta_int8 = 0, high has the probability
+0.79."""
 NORM_EPSILON = 1e-6
 
 
@@ -43,8 +45,9 @@ class HESTController(TokenController):
 
         theta_gtz = sum_k (W_z h_t)_k (v_z)_gk + b_gz    for z in {int8, high}
 
-    h_t is the token's embedding over its root mean square. W_z is random, v_z = 0, b_int8 = 0 and b_high = 2
-    at the start, so all tokens are at high until v is trained. A token costs O(d k + G k).
+    h_t is the token's embedding over its root mean square. W_z is random, v_z = 0, b_int8 = 0 and
+    b_high = 2 at the start, so all tokens are at high until v is trained. A token costs O(d k + G
+    k).
 
     Args:
         width: d.
@@ -70,7 +73,8 @@ class HESTController(TokenController):
         return self(embedded)
 
     def forward(self, embedding: Tensor) -> Tensor:
-        """Return logits ``[..., G, 3]`` of embeddings ``[..., d]``; one row depends on one token alone."""
+        """Return logits ``[..., G, 3]`` of embeddings ``[..., d]``; one row depends on one token
+        alone."""
         h = nn.functional.rms_norm(embedding, embedding.shape[-1:], eps=NORM_EPSILON)
         features = torch.einsum("...d,zkd->...zk", h.to(self.projection.dtype), self.projection)
         theta = torch.einsum("...zk,zgk->...gz", features, self.readout) + self.bias
@@ -96,7 +100,9 @@ class TABSController(nn.Module):
         super().__init__()
         groups = sum(groups_of_layer)
         widths = [width] * groups if isinstance(width, int) else list(width)
-        _require_sizes(groups=groups, widths=min(widths, default=0), least=min(groups_of_layer, default=0))
+        _require_sizes(
+            groups=groups, widths=min(widths, default=0), least=min(groups_of_layer, default=0)
+        )
         require(
             len(widths) == groups,
             f"{len(widths)} widths for {groups} groups",
@@ -150,4 +156,6 @@ class BHSPController(TokenController):
 
 def _require_sizes(**sizes: int) -> None:
     shown = ", ".join(f"{name}={size}" for name, size in sizes.items())
-    require(min(sizes.values()) >= 1, f"a controller of {shown}", "sizes are 1 or more", "write e.g. 16")
+    require(
+        min(sizes.values()) >= 1, f"a controller of {shown}", "sizes are 1 or more", "write e.g. 16"
+    )

@@ -1,4 +1,5 @@
-"""Joules of a step as a function of its number of tokens: a line, or a curve through measured points."""
+"""Joules of a step as a function of its number of tokens: a line, or a curve through measured
+points."""
 
 from __future__ import annotations
 
@@ -51,15 +52,16 @@ class CostLine:
 class CostCurve:
     """A cost through measured points, straight between them, and nothing for a step of no token.
 
-    Above the last point it goes on with the slope of the last two, or with the last point's joules per token
-    where that is more.
+    Above the last point it goes on with the slope of the last two, or with the last point's joules
+    per token where that is more.
 
     Args:
         tokens: n of the points, ascending; the first is 1.
         joules: joules of a step of so many tokens, 0 or more.
 
     Raises:
-        InputError: the points are not ascending from 1, or joules are negative, not finite or missing.
+        InputError: the points are not ascending from 1, or joules are negative, not finite or
+            missing.
 
     >>> CostCurve((1, 2, 4), (1.0, 1.0, 3.0)).at([0, 1, 3, 6]).tolist()
     [0.0, 1.0, 2.0, 5.0]
@@ -74,7 +76,9 @@ class CostCurve:
             len(self.tokens) == len(self.joules) >= 1
             and self.tokens[0] == 1
             and all(isinstance(n, int) for n in self.tokens)
-            and all(n < following for n, following in zip(self.tokens, self.tokens[1:], strict=False)),
+            and all(
+                n < following for n, following in zip(self.tokens, self.tokens[1:], strict=False)
+            ),
             given,
             "the points of a curve ascend from 1 token, each with its joules",
             "write e.g. tokens [1, 8, 64] and three numbers of joules",
@@ -132,7 +136,9 @@ def measured_from_json(value: Any, place: str) -> MeasuredCost:
         InputError: it is no such value.
     """
     form = 'write {"mean": {"a": 0, "b": 1e-6}, "q99": {"a": 0, "b": 2e-6}}'
-    with as_bad_input(place, "a measured cost has the keys mean and q99", form, TypeError, LookupError):
+    with as_bad_input(
+        place, "a measured cost has the keys mean and q99", form, TypeError, LookupError
+    ):
         return MeasuredCost(*(cost_from_json(value[kind], f"{place}.{kind}") for kind in KINDS))
 
 
@@ -148,7 +154,9 @@ def cost_from_json(value: Any, place: str) -> Cost:
     """
     rule = "a cost is a line of a and b, or a curve of tokens and joules, in numbers"
     try:
-        with as_bad_input(f"{value}"[:80], rule, 'write {"a": 0.0, "b": 1e-6}', TypeError, LookupError):
+        with as_bad_input(
+            f"{value}"[:80], rule, 'write {"a": 0.0, "b": 1e-6}', TypeError, LookupError
+        ):
             if "a" in value:
                 return CostLine(**value)
             return CostCurve(tuple(value["tokens"]), tuple(value["joules"]))

@@ -1,7 +1,8 @@
 """What each option of each group costs on one device, in joules.
 
-A *group* is a linear layer of the base together with its adapter. An *option* is how it is computed: ``off``,
-``int8`` or ``high``, the better one later. ``G`` groups; a step has ``n`` tokens.
+A *group* is a linear layer of the base together with its adapter. An *option* is how it is
+computed: ``off``, ``int8`` or ``high``, the better one later. ``G`` groups; a step has ``n``
+tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from fl_lightning.energy.options import OPTIONS, PRECISIONS, SCOPES
 from fl_lightning.errors import require
 
 LABELS = re.compile(r"NVML|RAPL|modelled: CPU seconds x \d+(\.\d+)? W")
-"""Where joules come from. A table has one label, and figures with different labels are never mixed."""
+"""Where joules come from. A table has one label, and figures with different labels are never
+mixed."""
 LARGEST_STEP = 4096
 """Tokens up to which useless options are looked for."""
 
@@ -63,14 +65,14 @@ class CostTable:
         rest: cost of everything that no option changes: embedding, attention, normalisation, head.
         removed: options that are not to be used, see :meth:`without_useless`.
         high: precision that *high* was measured in, ``float32`` or ``bfloat16``.
-        adapter: the adapters that it was measured with, as ``lora of rank 8``; ``merged``: none, in one
-            matrix with their layers; empty where nobody said.
+        adapter: the adapters that it was measured with, as ``lora of rank 8``; ``merged``: none, in
+            one matrix with their layers; empty where nobody said.
         controller: cost of choosing the levels of so many tokens by a
             :class:`~fl_lightning.energy.regret.RegretController`; None: it was not measured.
 
     Raises:
-        InputError: the label, the scope or the precision is unknown, there is no group, a group lacks an
-            option or has an unknown one, or a removal names what the table does not have.
+        InputError: the label, the scope or the precision is unknown, there is no group, a group
+            lacks an option or has an unknown one, or a removal names what the table does not have.
     """
 
     label: str
@@ -88,7 +90,12 @@ class CostTable:
         require_label(self.label)
         require_choice(self.scope, SCOPES, "scope")
         require_choice(self.high, PRECISIONS, "high")
-        require(self.groups, "a table of costs without groups", "it has one group or more", "calibrate again")
+        require(
+            self.groups,
+            "a table of costs without groups",
+            "it has one group or more",
+            "calibrate again",
+        )
         for name, options in self.groups.items():
             require(
                 set(options) == set(OPTIONS),
@@ -107,7 +114,8 @@ class CostTable:
     def tensors(self, tokens: int, kind: str = "mean") -> Tensor:
         """Return joules of a step whose tokens all take the same option, float64 ``[G, 3]``.
 
-        They are of the whole step; divided by ``tokens`` they are of a token. Removed options cost infinity.
+        They are of the whole step; divided by ``tokens`` they are of a token. Removed options cost
+        infinity.
 
         Args:
             tokens: n, 1 or more.
@@ -116,7 +124,8 @@ class CostTable:
         return self.by_tokens(tokens, kind)[..., -1]
 
     def by_tokens(self, tokens: int, kind: str = "mean") -> Tensor:
-        """Return joules of an option in a step of which 0, 1 ... n tokens take it, float64 ``[G, 3, n + 1]``.
+        """Return joules of an option in a step of which 0, 1 ... n tokens take it, float64 ``[G, 3,
+        n + 1]``.
 
         Options that are removed at n tokens cost infinity, but for no token, which costs nothing.
         """
@@ -158,13 +167,17 @@ class CostTable:
         """Return which options are not removed from a step of so many tokens, bool ``[G, 3]``."""
         return self.tensors(tokens).isfinite()
 
-    def without_useless(self, tokens: int | None = None, options: Sequence[str] = OPTIONS) -> CostTable:
+    def without_useless(
+        self, tokens: int | None = None, options: Sequence[str] = OPTIONS
+    ) -> CostTable:
         """Return the table without options that are not cheaper than a better one by their mean.
 
         Args:
-            tokens: those that are useless in a step of so many tokens are removed from every step. None:
-                each is removed from steps of the lengths, up to 4 096 tokens, at which it is useless.
-            options: those that a controller has, ``high`` among them; the others are removed from every step.
+            tokens: those that are useless in a step of so many tokens are removed from every step.
+                None: each is removed from steps of the lengths, up to 4 096 tokens, at which it is
+                useless.
+            options: those that a controller has, ``high`` among them; the others are removed from
+                every step.
         """
         largest = LARGEST_STEP if tokens is None else tokens
         costs = replace(self, removed=()).by_tokens(largest).numpy()
@@ -175,7 +188,9 @@ class CostTable:
         for name, rows in zip(self.groups, useless, strict=True):
             for option, row in zip(OPTIONS[:-1], rows, strict=True):
                 if tokens is None:
-                    found += [Removal(name, option, first, last) for first, last in _ranges(row[1:])]
+                    found += [
+                        Removal(name, option, first, last) for first, last in _ranges(row[1:])
+                    ]
                 elif row[-1]:
                     found.append(Removal(name, option))
         return replace(self, removed=tuple(found))
@@ -202,8 +217,8 @@ class CostTable:
 
 
 def _ranges(flags: np.ndarray) -> list[tuple[int, int | None]]:
-    """Return first and last number of tokens of each run of true flags; flag 0 is of 1 token. The last is
-    None where the run goes on to the end."""
+    """Return first and last number of tokens of each run of true flags; flag 0 is of 1 token. The
+    last is None where the run goes on to the end."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], flags.astype(np.int8), [0]))))
     return [
         (int(start) + 1, None if end == len(flags) else int(end))

@@ -10,11 +10,14 @@ OFF, INT8, HIGH = range(3)
 Scope: TypeAlias = Literal["adapter", "model"]
 """Whether *off* leaves out the adapter alone or the whole linear layer."""
 BRANCH = "branch"
-"""The scope of a table of costs of residual branches, of which *off* is the identity and costs nothing."""
+"""The scope of a table of costs of residual branches, of which *off* is the identity and costs
+nothing."""
 SCOPES: tuple[str, ...] = (*get_args(Scope), BRANCH)
 """The scopes that a table of costs can have."""
 HighPrecision: TypeAlias = Literal["float32", "bfloat16"]
-"""The precisions that the option ``high`` can be computed in; float32 stands for the network's own."""
+"""The precisions that the option ``high`` can be computed in; float32 stands for the network's
+own."""
 PRECISIONS: tuple[str, ...] = get_args(HighPrecision)
 Deciding: TypeAlias = Literal["none", "sequence", "step"]
-"""What a controller of levels gives a level of its own: nothing, a sequence, or each token after a prompt."""
+"""What a controller of levels gives a level of its own: nothing, a sequence, or each token after a
+prompt."""

@@ -1,13 +1,14 @@
-"""A controller of levels: which level of a ladder a sequence or a token takes, by its predicted loss.
+"""A controller of levels: which level of a ladder a sequence or a token takes, by its predicted
+loss.
 
     r_k(h) = <w_k, h> + b_k,    r_0 = 0,    k = argmin_k r_k + lambda c_k / c_0
 
 h is the state after the first block, which is always computed. r_k is
-regressed on the measured regret CE_k - CE_0 in nats, which every step of training knows for each token:
-nothing is drawn, and no gate can die. lambda is in no loss. It only spends the budget: an integral
-controller raises it where the wishes cost more than the budget, and lowers it where they cost less. Routers
-of layers are known, such as D-LLM's (Jiang et al., NeurIPS 2024), and are trained by gates; to regress what
-a level loses is this project's own.
+regressed on the measured regret CE_k - CE_0 in nats, which every step of training knows for each
+token: nothing is drawn, and no gate can die. lambda is in no loss. It only spends the budget: an
+integral controller raises it where the wishes cost more than the budget, and lowers it where they
+cost less. Routers of layers are known, such as D-LLM's (Jiang et al., NeurIPS 2024), and are
+trained by gates; to regress what a level loses is this project's own.
 
 ``B`` sequences of ``T`` tokens, ``d`` features, ``K`` levels below the full network.
 """
@@ -69,17 +70,17 @@ class RegretController(nn.Module):
         self.bias = nn.Parameter(torch.zeros(levels))
 
     def forward(self, states: Tensor) -> Tensor:
-        """Return the predicted regrets ``[..., K + 1]`` in nats a token of states ``[..., d]``; that of level
-        0 is 0."""
+        """Return the predicted regrets ``[..., K + 1]`` in nats a token of states ``[..., d]``;
+        that of level 0 is 0."""
         return F.pad(F.linear(states.to(self.weight.dtype), self.weight, self.bias), (1, 0))
 
     def priced(self, costs: Tensor, price: float) -> Callable[[Tensor], Tensor]:
-        """Return what maps states ``[..., d]`` to r_k + lambda c_k / c_0, ``[..., M]``, in one product: a
-        step of one token pays every call.
+        """Return what maps states ``[..., d]`` to r_k + lambda c_k / c_0, ``[..., M]``, in one
+        product: a step of one token pays every call.
 
         Args:
-            costs: what a token costs at each of the levels that there are, ``[M]``, the full network first,
-                in any unit.
+            costs: what a token costs at each of the levels that there are, ``[M]``, the full
+                network first, in any unit.
             price: lambda.
         """
         weight = F.pad(self.weight.detach(), (0, 0, 1, 0))[: len(costs)]
@@ -101,9 +102,9 @@ class RegretController(nn.Module):
         Args:
             states: after the first block, ``[B, T, d]``.
             labels: ``[B, T]``.
-            levels: of the sequences of ``subset``, int64 ``[B]``: the mean regret of their labelled tokens is
-                predicted from their prompts; or of its tokens, int64 ``[B, T]``: the regret of each token
-                after a prompt is predicted from its own state.
+            levels: of the sequences of ``subset``, int64 ``[B]``: the mean regret of their labelled
+                tokens is predicted from their prompts; or of its tokens, int64 ``[B, T]``: the
+                regret of each token after a prompt is predicted from its own state.
             full: logits of all branches ``[B, T, V]``.
             subset: logits at the levels ``[B, T, V]``.
             lengths: of the sequences.
@@ -117,8 +118,8 @@ class RegretController(nn.Module):
         return self.loss(states[decided], levels[decided], regret[decided])
 
     def loss(self, states: Tensor, levels: Tensor, measured: Tensor) -> Tensor:
-        """Return the mean Huber loss of the regrets of some levels against the measured ones; 0 where all
-        are at level 0, of which nothing is to be learnt.
+        """Return the mean Huber loss of the regrets of some levels against the measured ones; 0
+        where all are at level 0, of which nothing is to be learnt.
 
         Args:
             states: ``[N, d]``; they get no gradient.
@@ -132,13 +133,15 @@ class RegretController(nn.Module):
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the loss of each token in nats, ``[B, T]``, of logits ``[B, T, V]``; 0 where it has no label."""
+    """Return the loss of each token in nats, ``[B, T]``, of logits ``[B, T, V]``; 0 where it has no
+    label."""
     by_class = logits.float().transpose(1, 2)
     return F.cross_entropy(by_class, labels, ignore_index=IGNORED, reduction="none")
 
 
 def next_price(price: float, spent: Tensor, granted: Tensor) -> float:
-    """Return lambda after a batch: the integral of spent / granted - 1, within ``[0, LARGEST_PRICE]``.
+    """Return lambda after a batch: the integral of spent / granted - 1, within ``[0,
+    LARGEST_PRICE]``.
 
     Args:
         price: lambda so far.

@@ -1,4 +1,5 @@
-"""Tables of costs as JSON files. Numbers keep all digits, so a table that is read equals the written one."""
+"""Tables of costs as JSON files. Numbers keep all digits, so a table that is read equals the
+written one."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ FORMAT = 1
 """Number of the file's form; a reader refuses others."""
 KEYS = {"format", "label", "device", "scope", "context", "rest", "costs", "groups", "removed"}
 LATER_KEYS = {"high", "adapter"}
-"""Keys that tables of before do not have: their *high* is float32, and nobody said what adapters they are
-of."""
+"""Keys that tables of before do not have: their *high* is float32, and nobody said what adapters
+they are of."""
 CONTROLLER = "controller"
 """Key of what choosing levels costs, in tables of branches where it was measured."""
 
@@ -64,7 +65,10 @@ def from_json(text: str, given: str = "the table") -> CostTable:
     _require_form(document, given)
     try:
         costs = [
-            {option: measured_from_json(one, f"costs[{index}].{option}") for option, one in options.items()}
+            {
+                option: measured_from_json(one, f"costs[{index}].{option}")
+                for option, one in options.items()
+            }
             for index, options in enumerate(document["costs"])
         ]
         groups = {}
@@ -86,7 +90,9 @@ def from_json(text: str, given: str = "the table") -> CostTable:
             tuple(_removal(entry) for entry in document["removed"]),
             document.get("high", "float32"),
             document.get("adapter", ""),
-            measured_from_json(document[CONTROLLER], CONTROLLER) if CONTROLLER in document else None,
+            measured_from_json(document[CONTROLLER], CONTROLLER)
+            if CONTROLLER in document
+            else None,
         )
     except InputError as error:
         raise error.within(given) from None
@@ -96,12 +102,23 @@ def _require_form(document: Any, given: str) -> None:
     keys = set(document) if isinstance(document, Mapping) else set()
     rule = f"a table has the keys {', '.join(sorted(KEYS))}, and {', '.join(sorted(LATER_KEYS))}"
     is_table = bool(keys & {"costs", "groups"})  # a run's metadata.json has a device too
-    require(is_table, given, f"it is no table of costs: {rule}", "name what --calibrate --out wrote")
-    for wrong, word in ((KEYS - keys, "without"), (keys - KEYS - LATER_KEYS - {CONTROLLER}, "with")):
+    require(
+        is_table, given, f"it is no table of costs: {rule}", "name what --calibrate --out wrote"
+    )
+    for wrong, word in (
+        (KEYS - keys, "without"),
+        (keys - KEYS - LATER_KEYS - {CONTROLLER}, "with"),
+    ):
         require(not wrong, f"{given} {word} {', '.join(sorted(wrong))}", rule, "calibrate again")
     lists = all(isinstance(document[key], list) for key in ("costs", "removed"))
-    mappings = lists and all(isinstance(one, Mapping) for one in (document["groups"], *document["costs"]))
-    numbers = document["format"] == FORMAT and type(document["context"]) is int and document["context"] >= 0
+    mappings = lists and all(
+        isinstance(one, Mapping) for one in (document["groups"], *document["costs"])
+    )
+    numbers = (
+        document["format"] == FORMAT
+        and type(document["context"]) is int
+        and document["context"] >= 0
+    )
     rule = f"it is of format {FORMAT}, with lists, mappings and numbers in their places"
     require(lists and mappings and numbers, given, rule, "calibrate again")
 

@@ -1,4 +1,5 @@
-"""The losses that clients tell a server: of the model that they are sent, on their own training examples."""
+"""The losses that clients tell a server: of the model that they are sent, on their own training
+examples."""
 
 from __future__ import annotations
 
@@ -38,14 +39,15 @@ def local_losses(
 ) -> dict[int, LocalLoss]:
     """Return the losses of the model that each client starts from, by id, the same on every rank.
 
-    Nothing is trained and nothing is augmented; labels are those that the client trains on. The clients are
-    dealt to the ranks.
+    Nothing is trained and nothing is augmented; labels are those that the client trains on. The
+    clients are dealt to the ranks.
 
     Args:
         fabric: device and precision.
         method: the resident module; its next client starts anew.
         data: the clients' examples.
-        tasks: what the clients are sent; of several ranks, the state of a client is on the one that holds it.
+        tasks: what the clients are sent; of several ranks, the state of a client is on the one that
+            holds it.
         holders: which rank holds which client's state.
     """
     mine = {
@@ -62,13 +64,18 @@ def _measured(fabric: Fabric, method: Method, data: FederatedData, task: ClientT
     """Return mean and root mean square of a client's losses, float64 ``[2]`` on the CPU."""
     start_client(method, task)
     method.eval()
-    index, sums = torch.from_numpy(task.client.train).to(data.device), torch.zeros(3, dtype=torch.float64)
+    index, sums = (
+        torch.from_numpy(task.client.train).to(data.device),
+        torch.zeros(3, dtype=torch.float64),
+    )
     parts = zip(index.split(EXAMPLES_AT_ONCE), task.labels.split(EXAMPLES_AT_ONCE), strict=True)
     for positions, target in parts:
         with fabric.autocast():
             inputs = data.with_labels(data.inputs("train", positions), target)
             _, found = data.task.evaluate(method.network, inputs, target)
         total, weight = (part.double().cpu() for part in found["loss"])
-        sums += torch.stack([total.sum(), (total.square() / weight.clamp(min=1)).sum(), weight.sum()])
+        sums += torch.stack(
+            [total.sum(), (total.square() / weight.clamp(min=1)).sum(), weight.sum()]
+        )
     total, square, weight = sums / sums[2].clamp(min=1)
     return torch.stack([total, square.sqrt()])

@@ -1,5 +1,5 @@
-"""Python attributes of a module: which PyTorch keeps books of, which are plain values, and which a class
-declares for itself alone."""
+"""Python attributes of a module: which PyTorch keeps books of, which are plain values, and which a
+class declares for itself alone."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ def is_plain(value: object) -> bool:
 
 
 def is_stackable(method: nn.Module) -> bool:
-    """Return what the method's own class declares: what a subclass adds may not be stackable, and nobody can
-    tell from outside."""
+    """Return what the method's own class declares: what a subclass adds may not be stackable, and
+    nobody can tell from outside."""
     return vars(method).get("stackable", vars(type(method)).get("stackable", False))
 
 
 def has_same_start(method: Method) -> bool:
-    """Return what the method's own class declares as ``same_start``, where nothing stays on a client and no
-    term reads what differs from client to client."""
-    of_client = bool(method.own.size) or method.terms_read("class_counts", "previous_features", "shift")
+    """Return what the method's own class declares as ``same_start``, where nothing stays on a
+    client and no term reads what differs from client to client."""
+    of_client = bool(method.own.size) or method.terms_read(
+        "class_counts", "previous_features", "shift"
+    )
     of_client = of_client or method.adapters.sends_parts
     return vars(type(method)).get("same_start", False) and not of_client

@@ -1,4 +1,5 @@
-"""How a cohort is executed: an engine turns tasks into results; no result depends on which engine it was."""
+"""How a cohort is executed: an engine turns tasks into results; no result depends on which engine
+it was."""
 
 from __future__ import annotations
 
@@ -66,17 +67,17 @@ class ClientResult:
     Args:
         upload: the upload as bytes.
         state: what the client keeps until it is next sampled.
-        losses: the mean of each loss term over the examples that it was taken of, an example once per epoch;
-            diagnostics of the simulation, not on the wire.
+        losses: the mean of each loss term over the examples that it was taken of, an example once
+            per epoch; diagnostics of the simulation, not on the wire.
         steps: optimiser steps.
-        verified: the same bytes if they have not left this machine's memory, so that their checksum can be
-            skipped; else None.
-        status: what is known of a client whose upload is not here: ``dropped``, where its machine did not
-            answer in time; ``trained`` or ``rejected``, where it keeps its upload, to send it under masks,
-            and that passed its own checks or not. Empty: the upload is here.
+        verified: the same bytes if they have not left this machine's memory, so that their checksum
+            can be skipped; else None.
+        status: what is known of a client whose upload is not here: ``dropped``, where its machine
+            did not answer in time; ``trained`` or ``rejected``, where it keeps its upload, to send
+            it under masks, and that passed its own checks or not. Empty: the upload is here.
         download: bytes that it was sent; None: the task's whole message.
-        received: what became of the upload in the process that trained the client, where that has added it
-            up; ``upload`` is empty then. None: it is here.
+        received: what became of the upload in the process that trained the client, where that has
+            added it up; ``upload`` is empty then. None: it is here.
     """
 
     client: Client
@@ -95,8 +96,10 @@ class ClientSums(NamedTuple):
     :mod:`fl_lightning.evaluation` adds it up.
 
     Args:
-        test: sum and weight on the test examples that are dealt to each client; None: they are measured here.
-        validation: sum and weight on the clients' validation examples; None: they are measured here.
+        test: sum and weight on the test examples that are dealt to each client; None: they are
+            measured here.
+        validation: sum and weight on the clients' validation examples; None: they are measured
+            here.
         named: states of the metrics that the user has named, on the test examples.
         test_logs, val_logs: states of what the steps of a LightningModule have logged.
     """
@@ -111,8 +114,8 @@ class ClientSums(NamedTuple):
 class Engine(ABC):
     """What executes a cohort.
 
-    :meth:`start` comes before the first :meth:`train` and :meth:`close` after the last; most engines need
-    neither.
+    :meth:`start` comes before the first :meth:`train` and :meth:`close` after the last; most
+    engines need neither.
     """
 
     name = ""
@@ -121,12 +124,14 @@ class Engine(ABC):
         """Get ready."""
 
     def units(self, tasks: Sequence[ClientTask]) -> Units:
-        """Return positions of the tasks that are done together: cut before they are dealt, so that who does
-        what changes no result."""
+        """Return positions of the tasks that are done together: cut before they are dealt, so that
+        who does what changes no result."""
         return [[position] for position in range(len(tasks))]
 
     @abstractmethod
-    def train(self, tasks: Sequence[ClientTask], units: Units | None = None) -> Iterator[ClientResult]:
+    def train(
+        self, tasks: Sequence[ClientTask], units: Units | None = None
+    ) -> Iterator[ClientResult]:
         """Yield one result for each task, in the order of the tasks.
 
         Args:
@@ -136,13 +141,14 @@ class Engine(ABC):
     def train_own(
         self, tasks: Sequence[ClientTask], units: Units | None = None, into: Uploads | None = None
     ) -> Iterator[tuple[int, ClientResult]]:
-        """Yield position and result of each task that this process is responsible for: with one process of
-        all.
+        """Yield position and result of each task that this process is responsible for: with one
+        process of all.
 
         Args:
             units: as :meth:`train` takes them.
-            into: what uploads are given to; if it says so, other processes add up what they have trained: it
-                gets their sums, and of an upload comes back what became of it. None: all come back.
+            into: what uploads are given to; if it says so, other processes add up what they have
+                trained: it gets their sums, and of an upload comes back what became of it. None:
+                all come back.
         """
         yield from enumerate(self.train(tasks, units))
 
@@ -155,8 +161,8 @@ class Engine(ABC):
         return add_up_here(asked)
 
     def evaluate_clients(self, round: int) -> ClientSums:
-        """Have clients whose states or validation examples are on other machines measure their models after a
-        round; by default there are none."""
+        """Have clients whose states or validation examples are on other machines measure their
+        models after a round; by default there are none."""
         return ClientSums()
 
     def acknowledge(self, round: int, clients: Sequence[int]) -> None:  # noqa: B027
@@ -171,8 +177,8 @@ class Engine(ABC):
 
 
 class LossSums:
-    """The sum over examples of each loss term that training steps return. It stays on the device until
-    :meth:`means`."""
+    """The sum over examples of each loss term that training steps return. It stays on the device
+    until :meth:`means`."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
@@ -186,7 +192,10 @@ class LossSums:
     def means(self) -> dict[str, Mean]:
         """Return each term's mean so far; waits for the device once."""
         totals = torch.stack(list(self.sums.values())).tolist() if self.sums else []
-        return {name: Mean(total, self.seen[name]) for name, total in zip(self.sums, totals, strict=True)}
+        return {
+            name: Mean(total, self.seen[name])
+            for name, total in zip(self.sums, totals, strict=True)
+        }
 
 
 def start_client(method: Method, task: ClientTask) -> None:
@@ -200,7 +209,9 @@ def start_client(method: Method, task: ClientTask) -> None:
 def local_batches(method: Method, data: FederatedData, task: ClientTask) -> Iterator[Any]:
     """Yield the batches of a task, as the method wants them."""
     return iter(
-        method.local_batches(data, task.client, epochs=task.epochs, labels=task.labels, steps=task.steps)
+        method.local_batches(
+            data, task.client, epochs=task.epochs, labels=task.labels, steps=task.steps
+        )
     )
 
 
@@ -213,8 +224,8 @@ def size_of(batch: Any) -> int:
 def one_thread(device: torch.device) -> Iterator[None]:
     """Compute on one thread within the block, on a CPU.
 
-    Sums over other numbers of threads are rounded off differently, so every client trains on one, whoever
-    trains it.
+    Sums over other numbers of threads are rounded off differently, so every client trains on one,
+    whoever trains it.
     """
     before = torch.get_num_threads()
     if device.type == "cpu" and before != 1:

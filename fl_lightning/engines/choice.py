@@ -28,11 +28,11 @@ log = logging.getLogger("fl_lightning")
 
 EngineName = Literal["auto", "sequential", "batched"]
 MAX_BATCHED_TIME_SHARE = 0.75
-"""The batched engine is taken where it needs less than this share of the sequential one's time: the two round
-differently, so a choice between equals must not hang on the noise of a clock."""
+"""The batched engine is taken where it needs less than this share of the sequential one's time: the
+two round differently, so a choice between equals must not hang on the noise of a clock."""
 MAX_STEP_SECONDS = 0.005
-"""A local step on a CPU that takes longer is bound by arithmetic: nothing is saved by starting fewer
-operations."""
+"""A local step on a CPU that takes longer is bound by arithmetic: nothing is saved by starting
+fewer operations."""
 MIN_BATCHED_COHORT = 32
 """Clients in a cohort from which stacking them is worth a measurement."""
 PROBE_STEPS = 2  # local steps of each client of the measurement
@@ -73,7 +73,11 @@ def make_engine(
         name = before
     else:
         worth_it = cohort >= MIN_BATCHED_COHORT and is_stackable(method)
-        name = collectives.from_rank_zero(_measured(fabric, method, data)) if worth_it else "sequential"
+        name = (
+            collectives.from_rank_zero(_measured(fabric, method, data))
+            if worth_it
+            else "sequential"
+        )
     inner, where = _engine(name, fabric, method, data, size, timeout)
     log.info("engine: %s, %s", name, where)
     return RankedEngine(inner, data, holders) if collectives.world_size() > 1 else inner
@@ -106,8 +110,8 @@ def check_workers(fabric: Fabric, workers: int | Literal["auto"]) -> None:
 
 
 def most_workers(fabric: Fabric) -> int:
-    """Return how many forks pay: one for each thread that torch would use, or one where ranks are the
-    workers."""
+    """Return how many forks pay: one for each thread that torch would use, or one where ranks are
+    the workers."""
     return torch.get_num_threads() if _can_fork(fabric) and collectives.world_size() == 1 else 1
 
 
@@ -118,12 +122,18 @@ def _can_fork(fabric: Fabric) -> bool:
 def _measured(fabric: Fabric, method: Method, data: FederatedData) -> str:
     if collectives.rank() != 0:
         return ""
-    sequential, batched = SequentialEngine(fabric, method, data), BatchedEngine(fabric, method, data)
+    sequential, batched = (
+        SequentialEngine(fabric, method, data),
+        BatchedEngine(fabric, method, data),
+    )
     method.round = 1
 
     def task(id: int) -> ClientTask:
         client = data.client(id)
-        message, steps = method.broadcast(client).to_bytes(), min(PROBE_STEPS, data.num_steps(client, 1))
+        message, steps = (
+            method.broadcast(client).to_bytes(),
+            min(PROBE_STEPS, data.num_steps(client, 1)),
+        )
         return ClientTask(client, 1, message, data.labels(client), 1, steps)
 
     first, *others = map(int, data.active[:MAX_STACK])
@@ -131,7 +141,9 @@ def _measured(fabric: Fabric, method: Method, data: FederatedData) -> str:
     for _ in range(2):  # the first one warms up
         one = _seconds(sequential, tasks)
     if fabric.device.type == "cpu" and one > MAX_STEP_SECONDS * tasks[0].steps:
-        return _say("sequential", f"a local step takes {1e3 * one / tasks[0].steps:.0f} ms, arithmetic")
+        return _say(
+            "sequential", f"a local step takes {1e3 * one / tasks[0].steps:.0f} ms, arithmetic"
+        )
     # a large network has been sent away by now, whose messages would take gigabytes
     tasks += map(task, others[: max(MIN_PROBE_CLIENTS, int(PROBE_SECONDS / one)) - 1])
     steps = sum(task.steps for task in tasks)

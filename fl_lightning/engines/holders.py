@@ -1,8 +1,8 @@
 """Where the states of clients are when several processes train them.
 
-A state stays on the rank that trained the client last. Rank 0 has a copy of all of them, since it writes the
-checkpoints: a run that fails leaves one of its last complete round, when the other ranks may be dead already.
-States go from one rank to one other, and not to all.
+A state stays on the rank that trained the client last. Rank 0 has a copy of all of them, since it
+writes the checkpoints: a run that fails leaves one of its last complete round, when the other ranks
+may be dead already. States go from one rank to one other, and not to all.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from fl_lightning.engines.base import ClientTask
 
 State = dict[str, Tensor]
 Holders = dict[int, int]
-"""The rank that trained a client last, by the client's id, of all clients that keep something. Every rank has
-the same; with one process it is empty."""
+"""The rank that trained a client last, by the client's id, of all clients that keep something.
+Every rank has the same; with one process it is empty."""
 
 
 def spread_states(states: dict[int, State], holders: Holders, shared: Collection[int] = ()) -> None:
@@ -40,13 +40,17 @@ def spread_states(states: dict[int, State], holders: Holders, shared: Collection
 
 
 def preferred_rank(tasks: Sequence[ClientTask], holders: Holders) -> int | None:
-    """Return the rank that holds most states of clients that are trained together; None if none does."""
+    """Return the rank that holds most states of clients that are trained together; None if none
+    does."""
     found = Counter(holders[task.client.id] for task in tasks if task.client.id in holders)
     return min(found, key=lambda rank: (-found[rank], rank)) if found else None
 
 
-def fetch_states(tasks: Sequence[ClientTask], trainers: Mapping[int, int], holders: Holders) -> None:
-    """Send each state of the cohort that is not on the rank that trains the client next to that rank.
+def fetch_states(
+    tasks: Sequence[ClientTask], trainers: Mapping[int, int], holders: Holders
+) -> None:
+    """Send each state of the cohort that is not on the rank that trains the client next to that
+    rank.
 
     Args:
         tasks: the round's tasks; the clients of this rank get their states.

@@ -1,4 +1,5 @@
-"""What is asked of a local optimiser before a run: whether it can be used, and on a stack of clients."""
+"""What is asked of a local optimiser before a run: whether it can be used, and on a stack of
+clients."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ ELEMENTWISE = (
     optim.Rprop,
     optim.ASGD,
 )
-"""Optimisers whose step on a stack of parameters is the step of each. Subclasses may do anything and do not
-count."""
+"""Optimisers whose step on a stack of parameters is the step of each. Subclasses may do anything
+and do not count."""
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
@@ -35,8 +36,8 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 
 def _refused_argument(message: str) -> tuple[str, str]:
-    """Return the name and the value of the argument that torch's optimisers say is invalid; empty texts where
-    they do not say it.
+    """Return the name and the value of the argument that torch's optimisers say is invalid; empty
+    texts where they do not say it.
 
     >>> _refused_argument("Invalid learning rate: -1.0"), _refused_argument("no such thing")
     (('lr', '-1.0'), ('', ''))
@@ -51,7 +52,8 @@ def check_schedule(method: Method, rounds: int) -> None:
     """Play the schedule once through, so that it is refused now and not in mid-run.
 
     Raises:
-        InputError: it ends before the run does, or gives a learning rate that is negative or not finite.
+        InputError: it ends before the run does, or gives a learning rate that is negative or not
+            finite.
     """
     before, round = method.round, 1
     try:
@@ -83,7 +85,8 @@ def check_schedule(method: Method, rounds: int) -> None:
 
 
 def check_optimizer(method: Method, rounds: int = 1) -> None:
-    """Refuse a method whose optimiser cannot make a local step, or whose schedule ends before the run does.
+    """Refuse a method whose optimiser cannot make a local step, or whose schedule ends before the
+    run does.
 
     Raises:
         InputError: it cannot be built, it wants a closure, or the schedule ends too early.
@@ -112,7 +115,9 @@ def check_optimizer(method: Method, rounds: int = 1) -> None:
         name == "closure" and parameter.default is Parameter.empty
         for name, parameter in signature(optimizer.step).parameters.items()
     ):
-        where = "configure_optimizers returns" if method.optimizer_spec is None else "--model.optimizer"
+        where = (
+            "configure_optimizers returns" if method.optimizer_spec is None else "--model.optimizer"
+        )
         raise InputError(
             f"{where} {type(optimizer).__name__}",
             "a local step has one gradient and no closure",

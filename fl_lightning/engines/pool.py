@@ -1,9 +1,9 @@
-"""Worker processes on one machine's CPU: forks of this process that train the clients of a round side by
-side.
+"""Worker processes on one machine's CPU: forks of this process that train the clients of a round
+side by side.
 
-Each worker has one thread. A fork has the data and the module without copying them, so it costs milliseconds,
-and it computes what this process would: a task holds all that a client may know. Large messages go through
-memory that both sides share.
+Each worker has one thread. A fork has the data and the module without copying them, so it costs
+milliseconds, and it computes what this process would: a task holds all that a client may know.
+Large messages go through memory that both sides share.
 """
 
 from __future__ import annotations
@@ -52,11 +52,13 @@ from fl_lightning.methods import Method
 log = logging.getLogger("fl_lightning")
 T = TypeVar("T")
 AHEAD_BYTES = 2**27
-"""Results come in any order and are handed on in that of the tasks: at most twice so many bytes wait, or the
-uploads of four clients a worker."""
+"""Results come in any order and are handed on in that of the tasks: at most twice so many bytes
+wait, or the uploads of four clients a worker."""
 MAX_WAIT_SECONDS = 1.0
-"""Seconds of one wait for an answer, at most: a pause of the whole program then counts as one such wait."""
-POLL_SECONDS = 0.002  # seconds between looks at who has finished, while there are results to hand on
+"""Seconds of one wait for an answer, at most: a pause of the whole program then counts as one such
+wait."""
+# seconds between looks at who has finished, while there are results to hand on
+POLL_SECONDS = 0.002
 
 
 class PoolEngine(Engine):
@@ -72,9 +74,20 @@ class PoolEngine(Engine):
     """
 
     def __init__(
-        self, engine: Engine, method: Method, data: FederatedData, workers: int, timeout: float = math.inf
+        self,
+        engine: Engine,
+        method: Method,
+        data: FederatedData,
+        workers: int,
+        timeout: float = math.inf,
     ) -> None:
-        self.engine, self.method, self.data, self.size, self.timeout = engine, method, data, workers, timeout
+        self.engine, self.method, self.data, self.size, self.timeout = (
+            engine,
+            method,
+            data,
+            workers,
+            timeout,
+        )
         self.name = engine.name
         self.workers: list[Worker] = []
         self.forked: dict[str, Any] = {}  # the method's attributes as the workers have them
@@ -88,7 +101,9 @@ class PoolEngine(Engine):
     def units(self, tasks: Sequence[ClientTask]) -> Units:
         return self.engine.units(tasks)
 
-    def train(self, tasks: Sequence[ClientTask], units: Units | None = None) -> Iterator[ClientResult]:
+    def train(
+        self, tasks: Sequence[ClientTask], units: Units | None = None
+    ) -> Iterator[ClientResult]:
         yield from (result for _, result in self.train_own(tasks, units))
 
     def train_own(
@@ -112,8 +127,11 @@ class PoolEngine(Engine):
                     for worker in self._answering(busy, wait_for_it=given not in done):
                         portion = [at for unit in busy.pop(worker) for at in unit]
                         answer = worker.hear()
-                        self._hand_out(waiting, tasks, busy, given + 2 * ahead, opening)  # and then read
-                        done |= zip(portion, worker.take(answer, [tasks[at] for at in portion]), strict=True)
+                        # and then read
+                        self._hand_out(waiting, tasks, busy, given + 2 * ahead, opening)
+                        done |= zip(
+                            portion, worker.take(answer, [tasks[at] for at in portion]), strict=True
+                        )
                     looked = monotonic()
                 if given in done:
                     yield given, done.pop(given)
@@ -126,8 +144,8 @@ class PoolEngine(Engine):
                 self.close()
 
     def _opening(self, adds: bool) -> Opening | None:
-        """Return what workers are told of the method in this round; None where that cannot be sent, and
-        their uploads come back.
+        """Return what workers are told of the method in this round; None where that cannot be sent,
+        and their uploads come back.
 
         Args:
             adds: whether they are to add up the uploads of their clients.
@@ -156,7 +174,8 @@ class PoolEngine(Engine):
 
     def _add_up(self, into: AddedUploads) -> None:
         """Give ``into`` what the workers have added up in this round."""
-        adding = [worker for worker in self.workers if worker.opening is not None]  # who had a portion
+        # who had a portion
+        adding = [worker for worker in self.workers if worker.opening is not None]
         for worker in adding:
             worker.ask_for_sums()
         for worker in adding:
@@ -170,10 +189,13 @@ class PoolEngine(Engine):
         return max(2 * self.size, AHEAD_BYTES // largest)
 
     def _portions(self, tasks: Sequence[ClientTask], units: Units, ahead: int) -> list[Units]:
-        """Return the units in portions, of each ``ahead`` tasks in turn the most work first, and each portion
-        smaller than the one before: so the workers end together with what is left (guided self-scheduling,
-        Polychronopoulos & Kuck, 1987). Messages of a portion have no more than ``MIN_SHARED_BYTES``."""
-        efforts = {id(unit): sum(work(tasks[at], self.data.batch_size) for at in unit) for unit in units}
+        """Return the units in portions, of each ``ahead`` tasks in turn the most work first, and
+        each portion smaller than the one before: so the workers end together with what is left
+        (guided self-scheduling, Polychronopoulos & Kuck, 1987). Messages of a portion have no more
+        than ``MIN_SHARED_BYTES``."""
+        efforts = {
+            id(unit): sum(work(tasks[at], self.data.batch_size) for at in unit) for unit in units
+        }
         left, portions, room = sum(efforts.values()), [], 0.0  # type: tuple[float, list[Units], float]
         memory = 0
         for unit in sorted(units, key=lambda unit: (min(unit) // ahead, -efforts[id(unit)], unit)):
@@ -190,8 +212,8 @@ class PoolEngine(Engine):
         """Return the workers that have answered; wait until one has if ``wait_for_it``.
 
         Raises:
-            RankLost: none had for ``timeout`` seconds. Time in which this process was stopped itself does not
-                count.
+            RankLost: none had for ``timeout`` seconds. Time in which this process was stopped
+                itself does not count.
         """
         pipes, waited = [worker.pipe for worker in busy], 0.0
         ready = wait(pipes, 0)
@@ -219,8 +241,8 @@ class Worker:
 
     Args:
         engine: trains what it is given.
-        others: forks that exist already; this one lets go of their pipes, so that each notices when this
-            process is gone.
+        others: forks that exist already; this one lets go of their pipes, so that each notices when
+            this process is gone.
     """
 
     def __init__(self, engine: Engine, method: Method, others: Sequence[Worker]) -> None:
@@ -234,8 +256,8 @@ class Worker:
         arguments = (engine, method, there, self.down, self.ups, pipes, os.getpid())
         self.process = context.Process(target=serve, args=arguments, daemon=True)
         with warnings.catch_warnings():
-            # Python 3.12 warns of threads that hold locks; torch's, the only ones by now, are not used by a
-            # single-threaded fork
+            # Python 3.12 warns of threads that hold locks; torch's, the only ones by now, are not
+            # used by a single-threaded fork
             warnings.simplefilter("ignore", DeprecationWarning)
             self.process.start()
         there.close()
@@ -247,7 +269,9 @@ class Worker:
             units: their tasks.
             opening: of the round; None: it cannot be sent.
         """
-        messages = list({id(task.message): task.message for unit in units for task in unit}.values())
+        messages = list(
+            {id(task.message): task.message for unit in units for task in unit}.values()
+        )
         index = {id(message): at for at, message in enumerate(messages)}
         same = len(messages) == 1 and messages[0] is self.message
         self.message = messages[0] if len(messages) == 1 else b""
@@ -272,7 +296,11 @@ class Worker:
         ]
         begins = opening is not None and opening is not self.opening
         self.opening = opening
-        state = [bytes_of(tensor) for tensor in opening.places] if opening is not None and begins else []
+        state = (
+            [bytes_of(tensor) for tensor in opening.places]
+            if opening is not None and begins
+            else []
+        )
         sent: Sequence[bytes] = [] if same else messages
         places = write(self.down, [*sent, *state])
         if opening is not None:
@@ -321,14 +349,19 @@ class Worker:
     def take(self, answer: Answer, tasks: Sequence[ClientTask]) -> list[ClientResult]:
         """Return the results in an answer.
 
-        Its memory is written to again in the portion after the next, so it is read before that one is given.
+        Its memory is written to again in the portion after the next, so it is read before that one
+        is given.
         """
         results = []
         uploads = read(self.ups[answer.memory], answer.places or [b""] * len(tasks))
-        for task, upload, (kept, losses, steps, received) in zip(tasks, uploads, answer.kept, strict=True):
+        for task, upload, (kept, losses, steps, received) in zip(
+            tasks, uploads, answer.kept, strict=True
+        ):
             state = unpack(kept)
             client = replace(task.client, state=state)
-            result = ClientResult(client, upload, state, losses, steps, verified=upload, received=received)
+            result = ClientResult(
+                client, upload, state, losses, steps, verified=upload, received=received
+            )
             results.append(result)
         return results
 
@@ -353,7 +386,9 @@ class Worker:
         self.process.join(5)
         code = self.process.exitcode
         how = (
-            f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with code {code}"
+            f"was killed by {signal.Signals(-code).name}"
+            if code and code < 0
+            else f"ended with code {code}"
         )
         return RankLost(
             f"worker process {self.process.pid} {how}",

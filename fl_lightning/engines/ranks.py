@@ -1,5 +1,5 @@
-"""Several processes that each train their share of the cohort; each ends up with all results, in the tasks'
-order."""
+"""Several processes that each train their share of the cohort; each ends up with all results, in
+the tasks' order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from fl_lightning.aggregation.intake import Uploads
 from fl_lightning.data import FederatedData
 from fl_lightning.distributed.collectives import gather_bytes, gather_parts, rank, world_size
 from fl_lightning.engines.base import ClientResult, ClientTask, Engine, Units
-from fl_lightning.engines.holders import Holders, State, collect_states, fetch_states, preferred_rank
+from fl_lightning.engines.holders import (
+    Holders,
+    State,
+    collect_states,
+    fetch_states,
+    preferred_rank,
+)
 from fl_lightning.errors import InputError
 from fl_lightning.metrics import Mean
 from fl_lightning.wire import LedgerEntry
@@ -28,8 +34,8 @@ CLIENT_OVERHEAD_BATCHES = 0.25  # of a batch: what a client costs beside its tra
 class RankedEngine(Engine):
     """Deals the tasks of ``engine`` to the ranks and exchanges what they gave: uploads and losses.
 
-    Uploads stay the bytes that the client made, so the server of every rank computes the same next state from
-    the same bytes. Kept states go to rank 0 and to ranks that train the clients next.
+    Uploads stay the bytes that the client made, so the server of every rank computes the same next
+    state from the same bytes. Kept states go to rank 0 and to ranks that train the clients next.
 
     Args:
         engine: trains this rank's share.
@@ -51,7 +57,9 @@ class RankedEngine(Engine):
     def units(self, tasks: Sequence[ClientTask]) -> Units:
         return self.engine.units(tasks)
 
-    def train(self, tasks: Sequence[ClientTask], units: Units | None = None) -> Iterator[ClientResult]:
+    def train(
+        self, tasks: Sequence[ClientTask], units: Units | None = None
+    ) -> Iterator[ClientResult]:
         if world_size() == 1:
             yield from self.engine.train(tasks, units)
             return
@@ -76,7 +84,9 @@ class RankedEngine(Engine):
         works = [work(task, self.data.batch_size) for task in tasks]
         preferred = [preferred_rank([tasks[at] for at in unit], self.holders) for unit in units]
         dealt = deal([sum(works[at] for at in unit) for unit in units], world_size(), preferred)
-        trainers = {at: here for here, share in enumerate(dealt) for unit in share for at in units[unit]}
+        trainers = {
+            at: here for here, share in enumerate(dealt) for unit in share for at in units[unit]
+        }
         fetch_states(tasks, trainers, self.holders)
         mine = [units[at] for at in dealt[rank()]]
         share = [at for unit in mine for at in unit]
@@ -114,24 +124,30 @@ def exchange_receipts(
     for task, parts, state in _exchange(packed, kept, tasks, holders):
         report, losses = _unpack_report(parts)
         entry = LedgerEntry(*report["entry"])
-        receipts.append(Receipt(replace(task.client, state=state), entry, losses, report["examples"]))
+        receipts.append(
+            Receipt(replace(task.client, state=state), entry, losses, report["examples"])
+        )
     return receipts
 
 
 def work(task: ClientTask, batch_size: int) -> float:
-    """Return what a task costs, in examples: those of its steps, and something for the client itself."""
+    """Return what a task costs, in examples: those of its steps, and something for the client
+    itself."""
     return (
         min(task.steps * batch_size, task.epochs * len(task.client.train))
         + CLIENT_OVERHEAD_BATCHES * batch_size
     )
 
 
-def deal(works: Sequence[float], size: int, preferred: Sequence[int | None] = ()) -> list[list[int]]:
-    """Deal work to ranks and return the positions of each: longest first, to the rank with least (Graham,
-    1969).
+def deal(
+    works: Sequence[float], size: int, preferred: Sequence[int | None] = ()
+) -> list[list[int]]:
+    """Deal work to ranks and return the positions of each: longest first, to the rank with least
+    (Graham, 1969).
 
-    Work that prefers a rank gets it, longest first, while that rank has no more than the busiest rank of a
-    deal without preferences. The rest is dealt as ever, so the busiest rank has at most one of the rest more.
+    Work that prefers a rank gets it, longest first, while that rank has no more than the busiest
+    rank of a deal without preferences. The rest is dealt as ever, so the busiest rank has at most
+    one of the rest more.
 
     Args:
         works: cost of each piece.
@@ -188,7 +204,8 @@ def require_same_data(data: FederatedData) -> None:
     """Refuse to begin where ranks hold other examples, or deal them otherwise.
 
     Raises:
-        InputError: they do; data that give no ``content_sha256`` are compared by who holds which alone.
+        InputError: they do; data that give no ``content_sha256`` are compared by who holds which
+            alone.
     """
     hashes = gather_bytes(f"{data.partition_hash} {data.content_sha256}".encode())
     different = [other for other, theirs in enumerate(hashes) if theirs != hashes[0]]
@@ -206,8 +223,8 @@ def _exchange(
     tasks: Sequence[ClientTask],
     holders: Holders,
 ) -> Iterator[tuple[ClientTask, dict[str, bytes | Tensor], State]]:
-    """Yield each task with its parts, whichever rank has them, and with what the client keeps, on rank 0 and
-    on the rank that trained it; ``{}`` elsewhere.
+    """Yield each task with its parts, whichever rank has them, and with what the client keeps, on
+    rank 0 and on the rank that trained it; ``{}`` elsewhere.
 
     Args:
         own: parts of this rank's tasks, by position.
@@ -225,9 +242,15 @@ def _exchange(
         yield task, parts, states.get(position, {})
 
 
-def _gather(own: Mapping[int, Mapping[str, bytes | Tensor]], count: int) -> list[dict[str, bytes | Tensor]]:
+def _gather(
+    own: Mapping[int, Mapping[str, bytes | Tensor]], count: int
+) -> list[dict[str, bytes | Tensor]]:
     """Return the parts of each of ``count`` tasks, whichever rank has them."""
-    parts = {f"{position}/{name}": part for position, of_one in own.items() for name, part in of_one.items()}
+    parts = {
+        f"{position}/{name}": part
+        for position, of_one in own.items()
+        for name, part in of_one.items()
+    }
     everything: list[dict[str, bytes | Tensor]] = [{} for _ in range(count)]
     for key, part in gather_parts(parts).items():
         position, name = key.split("/", 1)
@@ -236,18 +259,24 @@ def _gather(own: Mapping[int, Mapping[str, bytes | Tensor]], count: int) -> list
 
 
 def _pack(result: ClientResult) -> dict[str, bytes | Tensor]:
-    return {"upload": result.upload, **_pack_parts({"steps": result.steps}, result.losses, result.state)}
+    return {
+        "upload": result.upload,
+        **_pack_parts({"steps": result.steps}, result.losses, result.state),
+    }
 
 
 def _unpack(packed: dict[str, Any], task: ClientTask, state: State) -> ClientResult:
     report, losses = _unpack_report(packed)
-    return ClientResult(replace(task.client, state=state), packed["upload"], state, losses, report["steps"])
+    return ClientResult(
+        replace(task.client, state=state), packed["upload"], state, losses, report["steps"]
+    )
 
 
 def _pack_parts(
     report: dict[str, Any], losses: Mapping[str, Mean], state: State
 ) -> dict[str, bytes | Tensor]:
-    """Return a report as bytes; it says which rank trained the client if the client keeps anything."""
+    """Return a report as bytes; it says which rank trained the client if the client keeps
+    anything."""
     means = {name: [mean.total, mean.weight] for name, mean in losses.items()}
     keeps_on = rank() if state else None
     return {"report": json.dumps({**report, "losses": means, "keeps_on": keeps_on}).encode()}

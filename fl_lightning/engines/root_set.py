@@ -1,4 +1,5 @@
-"""The root set: labelled examples that the server holds, and what it learns of them in a round (FLTrust)."""
+"""The root set: labelled examples that the server holds, and what it learns of them in a round
+(FLTrust)."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class RootSet:
         data: have the set.
 
     Raises:
-        InputError: they have none with labels, or clients of the method send something else than weights.
+        InputError: they have none with labels, or clients of the method send something else than
+            weights.
     """
 
     def __init__(self, fabric: Fabric, method: Method, data: FederatedData) -> None:
@@ -61,10 +63,11 @@ class RootSet:
         self.engine, self.method, self.data = SequentialEngine(fabric, method, data), method, data
 
     def update(self, steps: int) -> Tensor:
-        """Return what the client's half of the method makes of the server's weights in so many steps, minus
-        these weights; float32 ``[P]``."""
+        """Return what the client's half of the method makes of the server's weights in so many
+        steps, minus these weights; float32 ``[P]``."""
         method, examples = self.method, self.data.public
-        client = Client(self.data.num_clients, examples, np.empty(0, np.int64))  # which keeps nothing
+        # which keeps nothing
+        client = Client(self.data.num_clients, examples, np.empty(0, np.int64))
         message, (labels,) = method.broadcast(client).to_bytes(), self.data.labels_of([client])
         epochs = self.data.epochs_for(client, steps)
         self.engine.train_client(ClientTask(client, method.round, message, labels, epochs, steps))

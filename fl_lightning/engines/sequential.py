@@ -40,7 +40,9 @@ class SequentialEngine(Engine):
     def __init__(self, fabric: Fabric, method: Method, data: FederatedData) -> None:
         self.fabric, self.method, self.data = fabric, method, data
 
-    def train(self, tasks: Sequence[ClientTask], units: Units | None = None) -> Iterator[ClientResult]:
+    def train(
+        self, tasks: Sequence[ClientTask], units: Units | None = None
+    ) -> Iterator[ClientResult]:
         for task in tasks:
             with one_thread(self.fabric.device):
                 result = self.train_client(task)
@@ -54,7 +56,8 @@ class SequentialEngine(Engine):
         steps, batches = 0, local_batches(method, self.data, task)
         with rng.torch_stream(method.seed, "dropout", task.round, client.id):
             while True:
-                with self.fabric.autocast():  # what a method computes for its batches, like its steps
+                # what a method computes for its batches, like its steps
+                with self.fabric.autocast():
                     batch = next(batches, None)
                 if batch is None:
                     break
@@ -78,8 +81,8 @@ def start_optimizer(fabric: Fabric, method: Method) -> Optimizer:
 def local_step(
     fabric: Fabric, method: Method, optimizer: Optimizer, batch: object, index: int
 ) -> dict[str, Tensor]:
-    """Make local step number ``index``, counted from 0, and return its loss terms, detached from the
-    graph."""
+    """Make local step number ``index``, counted from 0, and return its loss terms, detached from
+    the graph."""
     with fabric.autocast():
         outputs = method.training_step(batch, index)
     check_outputs(method, outputs)
@@ -100,8 +103,8 @@ def descend(fabric: Fabric, method: Method, optimizer: Optimizer, loss: Tensor) 
 
 @torch.no_grad()
 def upload_of(method: Method, client: Client, steps: int, optimizer: Optimizer) -> Payload:
-    """Return what the client sends after ``steps`` local steps of ``optimizer``, which ``upload`` may ask
-    for."""
+    """Return what the client sends after ``steps`` local steps of ``optimizer``, which ``upload``
+    may ask for."""
     if steps and method.module is not None:
         end_steps(method)
     method.local_work = LocalWork(steps, optimizer)

@@ -1,7 +1,9 @@
-"""What a worker process does: it trains the clients that its parent hands it, and says what they gave.
+"""What a worker process does: it trains the clients that its parent hands it, and says what they
+gave.
 
-Where the server needs sums alone, it also receives their uploads as the server would, and adds them up until
-its parent asks for the sums. Messages down, uploads and sums up lie in memory that both processes share.
+Where the server needs sums alone, it also receives their uploads as the server would, and adds them
+up until its parent asks for the sums. Messages down, uploads and sums up lie in memory that both
+processes share.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ from fl_lightning.metrics import Mean
 from fl_lightning.support.tensor_bytes import raw_bytes, separate
 
 MIN_SHARED_BYTES = 2**26
-"""Bytes of each of a worker's shared memories (one down, two up), at least; only what is used is taken. What
-is larger is piped."""
+"""Bytes of each of a worker's shared memories (one down, two up), at least; only what is used is
+taken. What is larger is piped."""
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
@@ -41,7 +43,8 @@ Place: TypeAlias = "tuple[int, int] | bytes"
 
 
 class ByValue(ForkingPickler):
-    """What the pipes of ``multiprocessing`` write objects with, but tensors are copied and not shared."""
+    """What the pipes of ``multiprocessing`` write objects with, but tensors are copied and not
+    shared."""
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -55,8 +58,8 @@ class Opening(NamedTuple):
 
     Args:
         adds: whether it adds up the uploads of its clients, as the server's half would.
-        attributes: those of the method, less ``server``, that were set since the workers were forked, such as
-            ``cohort``: by name, as a pipe between processes takes them.
+        attributes: those of the method, less ``server``, that were set since the workers were
+            forked, such as ``cohort``: by name, as a pipe between processes takes them.
         entries: of the server's state, if it adds: name, type and shape of each.
         places: of their values; they are tensors while they are in the parent's process.
     """
@@ -76,7 +79,9 @@ class Opening(NamedTuple):
         Raises:
             Exception: an attribute that was set since cannot be sent.
         """
-        found = {name: value for name, value in vars(method).items() if forked.get(name) is not value}
+        found = {
+            name: value for name, value in vars(method).items() if forked.get(name) is not value
+        }
         found.pop("server", None)
         server = {name: tensor.contiguous() for name, tensor in method.server.items() if adds}
         entries = [(name, tensor.dtype, tensor.shape) for name, tensor in server.items()]
@@ -227,26 +232,32 @@ def _trained(
     for unit, labels in portion.units:
         each = parted(labels, [length for _, _, _, length, *_ in unit])
         tasks = [
-            ClientTask(data.client(id, unpack(state)), round, messages[at], own, epochs, steps, returns)
-            for (id, state, at, _, round, epochs, steps, returns), own in zip(unit, each, strict=True)
+            ClientTask(
+                data.client(id, unpack(state)), round, messages[at], own, epochs, steps, returns
+            )
+            for (id, state, at, _, round, epochs, steps, returns), own in zip(
+                unit, each, strict=True
+            )
         ]
         for task, result in zip(tasks, engine.train(tasks, [list(range(len(tasks)))]), strict=True):
-            received = receiver.receive(result, task.returns) if receiver.uploads is not None else None
+            received = (
+                receiver.receive(result, task.returns) if receiver.uploads is not None else None
+            )
             uploads += [result.upload] if received is None else []
             kept.append((pack(result.state), result.losses, result.steps, received))
     return Answer(memory, write(up, uploads), kept)
 
 
 def shared_bytes(method: Method) -> int:
-    """Return the bytes of each memory that a worker shares: there is room for the server's state, or for sums
-    over uploads as large, in int64."""
+    """Return the bytes of each memory that a worker shares: there is room for the server's state,
+    or for sums over uploads as large, in int64."""
     state = sum(tensor.numel() * max(tensor.element_size(), 8) for tensor in method.server.values())
     return MIN_SHARED_BYTES + state
 
 
 def end_with(parent: int) -> None:
-    """Have Linux kill this process as soon as its parent is gone, however that came about and whatever this
-    one is at."""
+    """Have Linux kill this process as soon as its parent is gone, however that came about and
+    whatever this one is at."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it was gone before the call
         os._exit(1)
@@ -288,11 +299,15 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 def tensor_of(data: bytes | memoryview, dtype: torch.dtype, shape: Sequence[int] = (-1,)) -> Tensor:
     """Return a tensor of its own with these bytes."""
-    flat = torch.frombuffer(bytearray(data), dtype=dtype) if len(data) else torch.empty(0, dtype=dtype)
+    flat = (
+        torch.frombuffer(bytearray(data), dtype=dtype) if len(data) else torch.empty(0, dtype=dtype)
+    )
     return flat.view(shape)
 
 
-def tensor_at(memory: mmap, place: Place, dtype: torch.dtype, shape: Sequence[int] = (-1,)) -> Tensor:
+def tensor_at(
+    memory: mmap, place: Place, dtype: torch.dtype, shape: Sequence[int] = (-1,)
+) -> Tensor:
     """Return a copy of the tensor that lies there."""
     if isinstance(place, bytes):
         return tensor_of(place, dtype, shape)

@@ -1,4 +1,5 @@
-"""A trained model taken home: its weights by name, and files that other programs load without this package.
+"""A trained model taken home: its weights by name, and files that other programs load without this
+package.
 
 | format | writes | loaded by |
 |---|---|---|

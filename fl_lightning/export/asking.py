@@ -1,5 +1,5 @@
-"""Lines that ask an exported language model as its run asked it, with the same tokens before an answer and
-the same end of one."""
+"""Lines that ask an exported language model as its run asked it, with the same tokens before an
+answer and the same end of one."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ NEW_TOKENS = 64
 
 
 def asking_lines(model: TrainedModel) -> list[str]:
-    """Return a program that continues ``load.py``, whose ``network`` has transformers' ``generate``; none
-    where the data have no one form of questions.
+    """Return a program that continues ``load.py``, whose ``network`` has transformers'
+    ``generate``; none where the data have no one form of questions.
 
     Args:
         model: a language model in the form of peft or transformers.
@@ -26,7 +26,10 @@ def asking_lines(model: TrainedModel) -> list[str]:
     first = "" if tokens.bos is None else f"{tokens.bos}, "
     if model.tokenizer is None:
         tools = ["from transformers import GenerationConfig", ""]
-        encode, decode = "part.encode()", 'bytes(id for id in answer if id < 256).decode(errors="replace")'
+        encode, decode = (
+            "part.encode()",
+            'bytes(id for id in answer if id < 256).decode(errors="replace")',
+        )
     else:
         tools = [
             "from transformers import AutoTokenizer, GenerationConfig",

@@ -23,8 +23,8 @@ def record_of(saved: Checkpoint, network: Any) -> dict[str, Any]:
     """Return what a run has recorded up to a checkpoint, ready for JSON.
 
     They are ``base``, the network that it started from; ``data_sha256``, of the examples, and
-    ``partition_sha256``; ``settings`` of the method; ``bytes`` up, down and wasted by all clients together;
-    ``evaluation``, the last metrics, and the round that they are of.
+    ``partition_sha256``; ``settings`` of the method; ``bytes`` up, down and wasted by all clients
+    together; ``evaluation``, the last metrics, and the round that they are of.
 
     Args:
         saved: the checkpoint that is exported.
@@ -47,7 +47,9 @@ def record_of(saved: Checkpoint, network: Any) -> dict[str, Any]:
     evaluated: dict[str, Any] = {}
     for row in rows:
         found = {
-            name: float(value) for name, value in row.items() if value and name.startswith(OF_EVALUATION)
+            name: float(value)
+            for name, value in row.items()
+            if value and name.startswith(OF_EVALUATION)
         }
         if found:
             evaluated = {"round": int(row["round"]), **found}
@@ -57,7 +59,9 @@ def record_of(saved: Checkpoint, network: Any) -> dict[str, Any]:
         if name.startswith("network.init_args.")
     }
     base = (
-        {"class_path": own["network.class_path"], "init_args": given} if "network.class_path" in own else None
+        {"class_path": own["network.class_path"], "init_args": given}
+        if "network.class_path" in own
+        else None
     )
     return {
         "base": base or describe(network),
@@ -70,7 +74,8 @@ def record_of(saved: Checkpoint, network: Any) -> dict[str, Any]:
 
 
 def _facts(model: TrainedModel) -> list[str]:
-    """Return paragraphs on base, data, method, bytes and evaluation, as far as the run has recorded them."""
+    """Return paragraphs on base, data, method, bytes and evaluation, as far as the run has recorded
+    them."""
     about, lines = model.about, []
     base = about.get("base")
     named = base if isinstance(base, str) else (base or {}).get("init_args", {}).get("name")
@@ -105,11 +110,15 @@ def _facts(model: TrainedModel) -> list[str]:
             f"{about['budget']:g} of its joules by leaving branches out, and what is evaluated below are the "
             f"answers within it. `{SUMMARY}` has these levels too."
         )
-        lines.append("\n".join(["| level | share of a step | leaves out |", "|---|---|---|", *rows]))
+        lines.append(
+            "\n".join(["| level | share of a step | leaves out |", "|---|---|---|", *rows])
+        )
     if evaluation := dict(about.get("evaluation", {})):
         round = evaluation.pop("round")
         table = [f"| {name} | {value:.6g} |" for name, value in evaluation.items()]
-        lines.append("\n".join([f"**Evaluation** after round {round}:", "", "| | |", "|---|---|", *table]))
+        lines.append(
+            "\n".join([f"**Evaluation** after round {round}:", "", "| | |", "|---|---|", *table])
+        )
     return lines
 
 
@@ -131,7 +140,9 @@ def card_of(model: TrainedModel, format: FormatName, needs: str, loader: str) ->
     after = f"round {about['round']}"
     if "of_rounds" in about:
         after += f" of {about['of_rounds']}, when it had not finished"
-    whose = "the global model" if about["client"] is None else f"the model of client {about['client']}"
+    whose = (
+        "the global model" if about["client"] is None else f"the model of client {about['client']}"
+    )
     shape = ", ".join(["B", *(["T"] if model.reads_tokens else map(str, form["example_shape"]))])
     length = form["example_shape"][-1] if model.reads_tokens else 0
     outputs = model.data.task.outputs_form("B", form["num_outputs"])
@@ -142,7 +153,11 @@ def card_of(model: TrainedModel, format: FormatName, needs: str, loader: str) ->
         *_facts(model),
         f"Inputs are {'token ids int64' if model.reads_tokens else 'examples'} [{shape}]; outputs are "
         f"{outputs}."
-        + (f" T is any number of tokens that the model takes, {length} in the run's data." if length else ""),
+        + (
+            f" T is any number of tokens that the model takes, {length} in the run's data."
+            if length
+            else ""
+        ),
     ]
     if "pixels" in form:
         mean, std = form["pixels"]["mean"], form["pixels"]["std"]

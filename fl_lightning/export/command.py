@@ -1,4 +1,5 @@
-"""The ``export`` command: choose a checkpoint, deploy its network, and write it for other programs."""
+"""The ``export`` command: choose a checkpoint, deploy its network, and write it for other
+programs."""
 
 from __future__ import annotations
 
@@ -71,7 +72,12 @@ def export_checkpoint(
     Raises:
         InputError: a request cannot be met; nothing was written.
     """
-    require(ckpt_path, "export without a run", "it needs its directory", "write export RUN_DIR --to FOLDER")
+    require(
+        ckpt_path,
+        "export without a run",
+        "it needs its directory",
+        "write export RUN_DIR --to FOLDER",
+    )
     require_choice(target.format, FORMATS, "--format")
     path = check_folder(target.folder, target.overwrite)
     check_extras(target.format)
@@ -104,13 +110,18 @@ def export_checkpoint(
 
 
 def unfinished(saved: Checkpoint, rounds: int) -> dict[str, int]:
-    """Return how many rounds the run of a checkpoint was to have, as ``of_rounds``, and say it, where it has
-    not ended; else nothing."""
+    """Return how many rounds the run of a checkpoint was to have, as ``of_rounds``, and say it,
+    where it has not ended; else nothing."""
     run = saved.path.parent.parent
-    if read_json(run / "metadata.json").get("status") == "finished" or saved.progress["round"] >= rounds:
+    if (
+        read_json(run / "metadata.json").get("status") == "finished"
+        or saved.progress["round"] >= rounds
+    ):
         return {}
     log.warning(
-        "the run has not finished: this is its model after %d of %d rounds", saved.progress["round"], rounds
+        "the run has not finished: this is its model after %d of %d rounds",
+        saved.progress["round"],
+        rounds,
     )
     return {"of_rounds": rounds}
 
@@ -141,7 +152,12 @@ def _client(probed: ProbedModel, id: int | None) -> Client | None:
         f"write --client {kept[0]}",
     )
     assert id is not None
-    require(0 <= id < count, f"--client {id}", f"there are clients 0 to {count - 1}", f"write one of {some}")
+    require(
+        0 <= id < count,
+        f"--client {id}",
+        f"there are clients 0 to {count - 1}",
+        f"write one of {some}",
+    )
     if probed.newcomers:
         raise InputError(
             f"--client {id} of a deployed {name}",
@@ -163,7 +179,9 @@ def _write_folder(model: TrainedModel, format: FormatName, path: Path) -> None:
     with new_folder(path) as folder:
         needs = write(model, chosen, folder)
         (folder / CARD).write_text(card_of(model, chosen, needs, (folder / LOADER).read_text()))
-        files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+        files = sorted(
+            str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()
+        )
         summary = {
             "format": chosen,
             "fl_lightning": __version__,

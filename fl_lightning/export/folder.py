@@ -39,7 +39,8 @@ def check_folder(folder: str | Path, overwrite: bool) -> Path:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield an empty folder beside ``path``, whose files are moved to ``path`` when the block has ended.
+    """Yield an empty folder beside ``path``, whose files are moved to ``path`` when the block has
+    ended.
 
     The files that an export wrote to ``path`` before are removed; other files there stay.
 

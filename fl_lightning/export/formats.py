@@ -22,12 +22,13 @@ FormatName = Literal["auto", "safetensors", "peft", "transformers", "onnx"]
 FORMATS: tuple[FormatName, ...] = get_args(FormatName)
 ONNX_FILE = "model.onnx"
 MAX_ONNX_BYTES = 2**30
-"""Most bytes of weights inside an ONNX file, which protobuf bounds at 2 GiB; more go into a file beside."""
+"""Most bytes of weights inside an ONNX file, which protobuf bounds at 2 GiB; more go into a file
+beside."""
 
 
 def choose(model: TrainedModel, format: FormatName) -> FormatName:
-    """Return the format that ``auto`` means for this network: ``peft`` for the adapters of a language model,
-    ``transformers`` for one without, else ``safetensors``.
+    """Return the format that ``auto`` means for this network: ``peft`` for the adapters of a
+    language model, ``transformers`` for one without, else ``safetensors``.
 
     Raises:
         InputError: the network has no such form.
@@ -98,7 +99,9 @@ def _write_onnx(model: TrainedModel, folder: Path) -> str:
     from torch.export import Dim  # slow to import, and needed here alone
 
     example = model.example
-    total = sum(weight.numel() * weight.element_size() for weight in model.network.state_dict().values())
+    total = sum(
+        weight.numel() * weight.element_size() for weight in model.network.state_dict().values()
+    )
     batch, length = Dim("batch"), Dim("length")
     along = [{0: batch, 1: length}, {0: batch}] if model.reads_tokens else [{0: batch}]
     problem: Exception | None = None
@@ -118,7 +121,8 @@ def _write_onnx(model: TrainedModel, folder: Path) -> str:
                     verbose=False,
                 )
             break
-        except Exception as error:  # the exporter has many kinds, and some are of the network's own code
+        except Exception as error:
+            # the exporter has many kinds, and some are of the network's own code
             problem = problem or error
     else:
         text = " ".join(str(problem).split())[:200]

@@ -25,11 +25,13 @@ BASE = "base"
 
 
 def forms(network: nn.Module) -> list[Any]:
-    """Return the formats of a language model that a network can be written in, the one to prefer first."""
+    """Return the formats of a language model that a network can be written in, the one to prefer
+    first."""
     if any(isinstance(module, (ExpertLoRA, SwitchedLinear)) for module in network.modules()):
         return []  # layers with several adapters, or with options for each token, are not theirs
     if isinstance(network, TransformersLM) and _is_pissa(network):
-        return ["transformers"]  # it took a part of the base, and peft would have to take the very same
+        # it took a part of the base, and peft would have to take the very same
+        return ["transformers"]
     if isinstance(network, TransformersLM) and hasattr(network.model, "peft_config"):
         return ["peft", "transformers"]
     if isinstance(network, (Llama, TransformersLM)):
@@ -47,9 +49,9 @@ def _is_pissa(network: TransformersLM) -> bool:
 def write_peft(trained: TrainedModel, folder: Path) -> str:
     """Write adapters as a folder that peft loads, and return what is needed to do so.
 
-    Adapters of our own kinds become LoRA, whose product is what they add. The base of ``llama_tiny`` goes
-    along, into the folder ``base``, and so does one that the run has changed; that of ``hf:NAME`` and of
-    ``LlamaPretrained`` is named.
+    Adapters of our own kinds become LoRA, whose product is what they add. The base of
+    ``llama_tiny`` goes along, into the folder ``base``, and so does one that the run has changed;
+    that of ``hf:NAME`` and of ``LlamaPretrained`` is named.
     """
     network: Any = trained.network
     adapted = _adapted(network)
@@ -92,8 +94,8 @@ def write_peft(trained: TrainedModel, folder: Path) -> str:
 @without_bars()
 @torch.no_grad()
 def write_transformers(trained: TrainedModel, folder: Path) -> str:
-    """Write a whole model, adapters merged into its weights, as ``from_pretrained`` loads it; return what is
-    needed to do so."""
+    """Write a whole model, adapters merged into its weights, as ``from_pretrained`` loads it;
+    return what is needed to do so."""
     network: Any = trained.network
     if isinstance(network, Llama):
         model = to_transformers(network)
@@ -118,8 +120,9 @@ def write_transformers(trained: TrainedModel, folder: Path) -> str:
 
 
 def _merged(network: TransformersLM) -> Any:
-    """Return the model of transformers with peft's adapters added to its weights; of a base of 4 bits to the
-    whole weights that these stand for, since a sum in 4 bits rounds off most of what adapters add."""
+    """Return the model of transformers with peft's adapters added to its weights; of a base of 4
+    bits to the whole weights that these stand for, since a sum in 4 bits rounds off most of what
+    adapters add."""
     model = deepcopy(network.model)
     if not network.in_4bit:
         return model.merge_and_unload()
@@ -131,7 +134,8 @@ def _merged(network: TransformersLM) -> Any:
     merged = whole.merge_and_unload()
     with torch.device("meta"):
         own = dict(type(merged)(merged.config).named_modules())
-    for name, layer in merged.named_modules():  # bitsandbytes has made linear layers of GPT-2's Conv1D
+    # bitsandbytes has made linear layers of GPT-2's Conv1D
+    for name, layer in merged.named_modules():
         if isinstance(layer, nn.Linear) and type(own[name]).__name__ == "Conv1D":
             layer.weight = nn.Parameter(layer.weight.t().contiguous(), requires_grad=False)
     return merged
@@ -144,7 +148,9 @@ def _adapted(network: Any) -> Any:
         return _as_peft(to_transformers(network, merge=False), factors)
     if hasattr(network.model, "peft_config"):
         return network.model
-    return _as_peft(_plain(network, merge=False), _low_rank(network.base, lambda layer, rows: {layer: rows}))
+    return _as_peft(
+        _plain(network, merge=False), _low_rank(network.base, lambda layer, rows: {layer: rows})
+    )
 
 
 def _plain(network: TransformersLM, *, merge: bool) -> Any:
@@ -163,8 +169,8 @@ def _low_rank(
 
     Args:
         network: network with adapters of ours.
-        names: returns the names there of a layer of so many outputs, each with its number of outputs, from
-            the first.
+        names: returns the names there of a layer of so many outputs, each with its number of
+            outputs, from the first.
     """
     found = {}
     for layer, adapted in adapter_layers(network).items():
@@ -180,7 +186,8 @@ def _as_peft(model: Any, factors: Mapping[str, tuple[Tensor, Tensor, float]]) ->
 
     Args:
         model: a model of transformers.
-        factors: A ``[r, in]``, B ``[out, r]`` and c by the layer's name; r and c are one for all layers.
+        factors: A ``[r, in]``, B ``[out, r]`` and c by the layer's name; r and c are one for all
+            layers.
     """
     from peft import LoraConfig, get_peft_model
 

@@ -1,4 +1,5 @@
-"""The text of ``load.py``, a few lines that load an exported model without this package where they can."""
+"""The text of ``load.py``, a few lines that load an exported model without this package where they
+can."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from fl_lightning.models.language.hf import layers_in_4bit
 LOADER = "load.py"
 WEIGHTS = "model.safetensors"
 MAX_DIFFERENCE = 1e-4
-"""Between outputs of the network and of what the loader makes, as a share of the largest output: the order in
-which a sum is rounded may differ."""
+"""Between outputs of the network and of what the loader makes, as a share of the largest output:
+the order in which a sum is rounded may differ."""
 
 
 def source(lines: list[str], about: str) -> str:
@@ -33,10 +34,12 @@ def source(lines: list[str], about: str) -> str:
 
 
 def weights_loader(model: TrainedModel, folder: Path) -> tuple[str, str]:
-    """Return a loader of ``model.safetensors`` in ``folder``, and what it needs beside torch and safetensors.
+    """Return a loader of ``model.safetensors`` in ``folder``, and what it needs beside torch and
+    safetensors.
 
-    It has been run: the network that it makes has the outputs of the one that is exported. Where none can be
-    written, the loader is a function that takes a network, and what it needs is a sentence.
+    It has been run: the network that it makes has the outputs of the one that is exported. Where
+    none can be written, the loader is a function that takes a network, and what it needs is a
+    sentence.
     """
     network = model.network
     read = f'load_file(Path(__file__).with_name("{WEIGHTS}"))'
@@ -74,13 +77,18 @@ def weights_loader(model: TrainedModel, folder: Path) -> tuple[str, str]:
 
 
 def _of_module(network: nn.Module) -> Recipe | None:
-    """Return how a LightningModule is made that has noted its arguments with ``save_hyperparameters``."""
-    return Recipe(type(network), (), dict(network.hparams)) if isinstance(network, LightningModule) else None
+    """Return how a LightningModule is made that has noted its arguments with
+    ``save_hyperparameters``."""
+    return (
+        Recipe(type(network), (), dict(network.hparams))
+        if isinstance(network, LightningModule)
+        else None
+    )
 
 
 def _call(recipe: Recipe) -> tuple[str, str] | None:
-    """Return the path of a recipe's function and its arguments as Python; None where a new process could not
-    import the function, or an argument is no plain value."""
+    """Return the path of a recipe's function and its arguments as Python; None where a new process
+    could not import the function, or an argument is no plain value."""
     path = import_path(recipe.function)
     if "<" in path or path.startswith("__main__."):
         return None
@@ -103,7 +111,8 @@ def _plain(value: Any) -> Any:
 
 
 def _loads(text: str, model: TrainedModel, path: Path) -> bool:
-    """Return whether the loader, as a file of this path, makes a network with the outputs of the model."""
+    """Return whether the loader, as a file of this path, makes a network with the outputs of the
+    model."""
     names: dict[str, Any] = {"__file__": str(path), "__name__": "load"}
     example = model.example
     expected = model.outputs(example)

@@ -18,9 +18,11 @@ class TrainedModel:
 
     Args:
         network: the network.
-        data: what it was trained on; of them come the form of inputs, names of classes and a tokeniser.
+        data: what it was trained on; of them come the form of inputs, names of classes and a
+            tokeniser.
         about: where it comes from, ready for JSON: method, run, round, client ...
-        base_moved: whether the frozen weights under adapters are no longer those of the model that is named.
+        base_moved: whether the frozen weights under adapters are no longer those of the model that
+            is named.
     """
 
     network: nn.Module
@@ -35,8 +37,8 @@ class TrainedModel:
 
     @property
     def example(self) -> Any:
-        """Two examples on the CPU, of the test set where it has as many: token ids int64 ``[2, T]``, or what
-        the data show a network."""
+        """Two examples on the CPU, of the test set where it has as many: token ids int64 ``[2,
+        T]``, or what the data show a network."""
         inputs = self.data.example_inputs()
         if len(self.data.test_target) >= 2:
             inputs = self.data.inputs("test", torch.arange(2, device=self.data.device))

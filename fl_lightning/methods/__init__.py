@@ -1,5 +1,10 @@
 from fl_lightning.aggregation.average import Average, NoAverageError
-from fl_lightning.aggregation.averages import CoordinateMedian, NormClipping, TrimmedMean, WeightedMean
+from fl_lightning.aggregation.averages import (
+    CoordinateMedian,
+    NormClipping,
+    TrimmedMean,
+    WeightedMean,
+)
 from fl_lightning.aggregation.robust import (
     Bulyan,
     CenteredClipping,

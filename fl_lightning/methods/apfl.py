@@ -1,5 +1,5 @@
-"""APFL (Deng et al., 2020, Algorithm 1): the personal model is a mixture of the weights of the global model
-and of one's own.
+"""APFL (Deng et al., 2020, Algorithm 1): the personal model is a mixture of the weights of the
+global model and of one's own.
 
     v' = A v + (1 - A) w,  all gradients at the old values, K_k steps:
     w <- w - eta g(w)                          from x; averaged by p_k
@@ -27,8 +27,8 @@ from fl_lightning.wire import Payload
 
 
 class APFL(BesideMethod):
-    """FedAvg, beside which each client trains what its mixture with the global model lacks. ``terms`` are
-    those of the global model.
+    """FedAvg, beside which each client trains what its mixture with the global model lacks.
+    ``terms`` are those of the global model.
 
     Args:
         alpha: A before a client's first round, in [0, 1]: the share of v.
@@ -60,7 +60,9 @@ class APFL(BesideMethod):
         )
         self.first["A"] = torch.tensor(float(self.alpha))
         self.A = nn.Parameter(self.first["A"].clone(), requires_grad=self.adaptive)
-        require_plain_sgd(self, "v follows the gradient by its share of the mixture, and A that of one step")
+        require_plain_sgd(
+            self, "v follows the gradient by its share of the mixture, and A that of one step"
+        )
 
     def receive(self, message: Payload, client: Client) -> None:
         super().receive(message, client)
@@ -68,7 +70,8 @@ class APFL(BesideMethod):
             self.A.copy_(self.kept(client, "A"))
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
-        A = self.A if batch_idx == 0 else self.A.detach().clamp(0, 1)  # it moves in the first step alone
+        # it moves in the first step alone
+        A = self.A if batch_idx == 0 else self.A.detach().clamp(0, 1)
         v, w = self.own_parameters(self.beside), self.own_parameters(self.network)
         mixed = [A * own + (1 - A) * shared.detach() for own, shared in zip(v, w, strict=True)]
         with same_numbers():
@@ -78,7 +81,9 @@ class APFL(BesideMethod):
         return {**outputs, "loss": outputs["loss"] + personal, "loss_personal": personal}
 
     def configure_optimizers(self) -> Any:
-        return super().configure_optimizers() if self.optimizer_spec else SGD(self.trainable(), 0.05)
+        return (
+            super().configure_optimizers() if self.optimizer_spec else SGD(self.trainable(), 0.05)
+        )
 
     def end_client(self, client: Client) -> None:
         super().end_client(client)

@@ -1,11 +1,12 @@
-"""AQFL: fixed-precision quantised federated learning, the baseline of FedMPQ (Chen & Vikalo, CVPR 2024; after
-Abdelmoniem & Canini, 2021).
+"""AQFL: fixed-precision quantised federated learning, the baseline of FedMPQ (Chen & Vikalo, CVPR
+2024; after Abdelmoniem & Canini, 2021).
 
-    W_q = s / (2^N - 1) * R( W (2^N - 1) / s ),     s = max|W|,     R rounds; its backward is the identity
+    W_q = s / (2^N - 1) * R( W (2^N - 1) / s ),     s = max|W|,     R rounds; its backward is the
+    identity
 
-Every layer of a client has that client's one bit-width N. Clients train fp32 weights through W_q, with
-neither bit regulariser nor pruning, and send codes of N + 1 bits, rounded so that their mean is W; the server
-averages the de-quantised weights.
+Every layer of a client has that client's one bit-width N. Clients train fp32 weights through W_q,
+with neither bit regulariser nor pruning, and send codes of N + 1 bits, rounded so that their mean
+is W; the server averages the de-quantised weights.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ class AQFL(QuantizedMethod):
     """Quantisation-aware training at one bit-width per client, on grids that reach max |W|.
 
     Args:
-        bits: N, magnitude bits of every layer, 1 to 8, the sign not counted, as in FedMPQ; one number, or one
-            for each client.
-        download: what the client is sent: W_t in ``full`` precision, or ``quantised`` at its own bit-width.
-        activation_bits: magnitude bits of the inputs of quantised layers, 1 to 8, or null for full precision.
+        bits: N, magnitude bits of every layer, 1 to 8, the sign not counted, as in FedMPQ; one
+            number, or one for each client.
+        download: what the client is sent: W_t in ``full`` precision, or ``quantised`` at its own
+            bit-width.
+        activation_bits: magnitude bits of the inputs of quantised layers, 1 to 8, or null for full
+            precision.
         quantise_shortcuts: whether 1x1 convolutions on shortcuts are quantised too.
         settings: those of every method.
     """

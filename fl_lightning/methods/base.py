@@ -1,16 +1,17 @@
 """The contract of a method. Its defaults are FedAvg (McMahan et al., AISTATS 2017).
 
-A method is a LightningModule with two halves. The client's half: ``receive`` makes the module's parameters
-and buffers what this client starts from, ``training_step`` is the local objective, ``upload`` says what goes
-back. The server's half: ``broadcast``, ``aggregate``, ``deploy``, and ``server``, the tensors that the server
-remembers. One resident module serves all clients of a process in turn, so after ``receive`` nothing of
-another client may be left; what a client keeps lives in ``client.state``.
+A method is a LightningModule with two halves. The client's half: ``receive`` makes the module's
+parameters and buffers what this client starts from, ``training_step`` is the local objective,
+``upload`` says what goes back. The server's half: ``broadcast``, ``aggregate``, ``deploy``, and
+``server``, the tensors that the server remembers. One resident module serves all clients of a
+process in turn, so after ``receive`` nothing of another client may be left; what a client keeps
+lives in ``client.state``.
 
-Tensors in ``server`` and in ``client.state`` are replaced, never written into: checkpoints and roll-backs
-hold on to the old ones.
+Tensors in ``server`` and in ``client.state`` are replaced, never written into: checkpoints and
+roll-backs hold on to the old ones.
 
-``training_step`` has no ``.item()``, no branch on values and no metric object, so that the batched engine can
-run it under ``torch.func.vmap``.
+``training_step`` has no ``.item()``, no branch on values and no metric object, so that the batched
+engine can run it under ``torch.func.vmap``.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ OptimizerCallable = Callable[[Iterable], Optimizer]
 SchedulerCallable = Callable[[Optimizer], LRScheduler]
 NetworkCallable = Callable[[int], nn.Module]
 NetworkSetting = NetworkName | NetworkCallable | str
-"""The names come first: jsonargparse looks for any other text among all classes of ``torch.nn.Module``."""
+"""The names come first: jsonargparse looks for any other text among all classes of
+``torch.nn.Module``."""
 KnownNetwork = Annotated[NetworkSetting, KNOWN_NETWORK]
 
 
@@ -63,15 +65,20 @@ class Method(Recorded, Emitter, SummingServer, WithLocalWork, WithPersonal, With
 
     Args:
         network: a name, any timm model, or a class whose first argument is the number of classes.
-        optimizer: clients' local optimiser, new for each client and round. Default: SGD, lr 0.05, momentum
-            0.9.
+        optimizer: clients' local optimiser, new for each client and round. Default: SGD, lr 0.05,
+            momentum 0.9.
         average: how the server averages its clients' weights; most withstand a few hostile ones.
         max_share: largest share n_k / sum n of one client in a round, in (0, 1]; 1: no bound.
-        scheduler: of the local rate, of ``torch.optim.lr_scheduler``, without a metric: one step a round.
-        module: a LightningModule of yours, in place of ``network`` and ``optimizer`` (not FedMPQ's).
-        terms: what is added to the local loss, each logged as ``train/loss_<name>``, or a ``Term`` of yours.
-        weigh_by: what n_k counts: training ``examples``, their labelled ``tokens``, or ``clients``: 1 each.
-        server_optimizer: what the server makes of its clients' mean. Default: it is the next weights.
+        scheduler: of the local rate, of ``torch.optim.lr_scheduler``, without a metric: one step a
+            round.
+        module: a LightningModule of yours, in place of ``network`` and ``optimizer`` (not
+            FedMPQ's).
+        terms: what is added to the local loss, each logged as ``train/loss_<name>``, or a ``Term``
+            of yours.
+        weigh_by: what n_k counts: training ``examples``, their labelled ``tokens``, or ``clients``:
+            1 each.
+        server_optimizer: what the server makes of its clients' mean. Default: it is the next
+            weights.
         personal: what stays on a client: ``norm``, ``head``, ``body``, or a pattern of names.
         finetune: local steps on a copy before a client's own model is evaluated.
         adapter_average: how the factors A and B of LoRA are averaged; null: as all weights are.
@@ -89,39 +96,41 @@ class Method(Recorded, Emitter, SummingServer, WithLocalWork, WithPersonal, With
     """Whether a personalised method also has one model for all, which ``deploy()`` gives."""
 
     logits: bool = True
-    """Whether the network gives one logit for each class of the data, ``[B, num_classes]``. A method whose
-    ``task_loss`` takes outputs of another width says False."""
+    """Whether the network gives one logit for each class of the data, ``[B, num_classes]``. A
+    method whose ``task_loss`` takes outputs of another width says False."""
 
     growing: frozenset[str] = frozenset()
-    """Tensors of ``server`` with a row for each client heard of; the others keep the shape that ``build``
-    gave them."""
+    """Tensors of ``server`` with a row for each client heard of; the others keep the shape that
+    ``build`` gave them."""
 
     stackable: bool = False
-    """Whether many clients can be trained as one stack: ``training_step`` and ``on_train_batch_end`` read
-    parameters, buffers and plain values, and set tensors only. It holds for the class that says so and not
-    for its subclasses."""
+    """Whether many clients can be trained as one stack: ``training_step`` and
+    ``on_train_batch_end`` read parameters, buffers and plain values, and set tensors only. It holds
+    for the class that says so and not for its subclasses."""
 
     same_start: bool = False
-    """Declares that ``receive`` makes the same of a message whichever client gets it: it reads neither the
-    client nor ``client.state``. Clients of a stack then share what they start from. It holds for the class
-    that says so and not for its subclasses."""
+    """Declares that ``receive`` makes the same of a message whichever client gets it: it reads
+    neither the client nor ``client.state``. Clients of a stack then share what they start from. It
+    holds for the class that says so and not for its subclasses."""
 
     own_terms: frozenset[str] = frozenset()
-    """Names of the terms that the method's loss has by itself; none of ``terms`` may have one of them."""
+    """Names of the terms that the method's loss has by itself; none of ``terms`` may have one of
+    them."""
 
     refuses: Mapping[Feature, str] = {}
-    """Why the method cannot have a feature of a run, by its name; :mod:`fl_lightning.compatibility` has the
-    names, and what each feature needs."""
+    """Why the method cannot have a feature of a run, by its name; :mod:`fl_lightning.compatibility`
+    has the names, and what each feature needs."""
 
     counted_metrics: frozenset[str] = frozenset()
     """Metrics of an evaluation that are counted over the test set; the others are means."""
 
     module_optimizes: bool = True
-    """Whether a module's ``configure_optimizers`` is the local optimiser; False where clients train other
-    tensors than its parameters."""
+    """Whether a module's ``configure_optimizers`` is the local optimiser; False where clients train
+    other tensors than its parameters."""
 
     shows: frozenset[str] = frozenset()
-    """Names of the figures that only some methods have: ``experts``, ``options``, ``bit_widths``."""
+    """Names of the figures that only some methods have: ``experts``, ``options``,
+    ``bit_widths``."""
 
     pools_examples: bool = False
     """Whether the server trains on the examples of all clients, whoever takes part."""
@@ -136,7 +145,9 @@ class Method(Recorded, Emitter, SummingServer, WithLocalWork, WithPersonal, With
         average: Average = WEIGHTED_MEAN,
         max_share: Annotated[
             float,
-            within("(0, 1]", "a share lies in (0, 1]", "write --model.max_share 0.1, or 1 for no bound"),
+            within(
+                "(0, 1]", "a share lies in (0, 1]", "write --model.max_share 0.1, or 1 for no bound"
+            ),
         ] = 1.0,
         scheduler: SchedulerCallable | None = None,
         module: LightningModule | None = None,
@@ -175,8 +186,10 @@ class Method(Recorded, Emitter, SummingServer, WithLocalWork, WithPersonal, With
         self.gradient_clip_algorithm: Literal["norm", "value"] = "norm"
         self.unsent = UnsentBuffers(nn.Module())  # the trainer's: of the network that it has built
         self.has_received = False  # whether terms know what the client received
-        self.module = deepcopy(module)  # the user's own stays as it is, for another method or another run
-        self.untrained = (self.module,)  # each run trains a copy; in a tuple it is no part of this module
+        # the user's own stays as it is, for another method or another run
+        self.module = deepcopy(module)
+        # each run trains a copy; in a tuple it is no part of this module
+        self.untrained = (self.module,)
         check_run(Run(self))
         if module is not None:
             check_module(self, module)
@@ -189,14 +202,19 @@ class Method(Recorded, Emitter, SummingServer, WithLocalWork, WithPersonal, With
     # Both halves
 
     def build(self, data: FederatedData) -> None:
-        """Make the network for this data and the server's first state. Initial weights come from torch's
-        generators as they stand."""
+        """Make the network for this data and the server's first state. Initial weights come from
+        torch's generators as they stand."""
         self.take_task(data.task)
         self.client_weights = ClientWeights.by(self.weigh_by, data)
         if (untrained := self.untrained[0]) is None:
             outputs, shape, example = data.num_classes, data.example_shape, data.example_inputs()
             self.network = build_network(
-                self.network_spec, outputs, shape, logits=self.logits, task=data.task, inputs=example
+                self.network_spec,
+                outputs,
+                shape,
+                logits=self.logits,
+                task=data.task,
+                inputs=example,
             )
         else:
             self.module = deepcopy(untrained)
@@ -226,8 +244,8 @@ class Method(Recorded, Emitter, SummingServer, WithLocalWork, WithPersonal, With
     # The client's half
 
     def start_client(self, message: Payload, client: Client, labels: Tensor) -> None:
-        """Make the module what this client starts its round from: its own part, what it receives, and what
-        its terms read."""
+        """Make the module what this client starts its round from: its own part, what it receives,
+        and what its terms read."""
         self.take_own(client)
         self.receive(message, client)
         self.start_terms(client, labels)
@@ -238,8 +256,8 @@ class Method(Recorded, Emitter, SummingServer, WithLocalWork, WithPersonal, With
         self.keep_own(client)
 
     def receive(self, message: Payload, client: Client) -> None:
-        """Set every parameter and buffer that training reads or writes from ``message`` and ``client.state``,
-        and nothing else.
+        """Set every parameter and buffer that training reads or writes from ``message`` and
+        ``client.state``, and nothing else.
 
         One that does not call this one ends with ``self.remember_received()``.
         """
@@ -250,11 +268,13 @@ class Method(Recorded, Emitter, SummingServer, WithLocalWork, WithPersonal, With
         self, data: FederatedData, client: Client, *, epochs: int, labels: Tensor, steps: int
     ) -> Iterator[Any]:
         """Yield the batches of this client's round, at most ``steps`` of its own data."""
-        return data.train_batches(client, round=self.round, epochs=epochs, labels=labels, steps=steps)
+        return data.train_batches(
+            client, round=self.round, epochs=epochs, labels=labels, steps=steps
+        )
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
-        """Return the terms of the local objective: ``loss``, and each term by its metric name (``loss_task``,
-        ...)."""
+        """Return the terms of the local objective: ``loss``, and each term by its metric name
+        (``loss_task``, ...)."""
         task, logits = self.task_and_logits(batch, batch_idx)
         return self.with_terms({"loss": task, "loss_task": task}, batch, logits)
 
@@ -269,7 +289,8 @@ class Method(Recorded, Emitter, SummingServer, WithLocalWork, WithPersonal, With
             weights: by parameter name, what is computed with in place of the network's own.
 
         Returns:
-            L_task, a scalar, and logits ``[B, C]``; None where the loss is a module's and no term reads them.
+            L_task, a scalar, and logits ``[B, C]``; None where the loss is a module's and no term
+            reads them.
         """
         if self.module is not None:
             logits = self._logits(batch[0], weights) if self.terms_read("logits") else None
@@ -280,64 +301,78 @@ class Method(Recorded, Emitter, SummingServer, WithLocalWork, WithPersonal, With
 
     def _logits(self, inputs: Any, weights: Mapping[str, Tensor] | None) -> Tensor:
         by_name = {} if weights is None else dict(weights)
-        return functional_call(self.network, by_name, (inputs,)) if by_name else self.network(inputs)
+        return (
+            functional_call(self.network, by_name, (inputs,)) if by_name else self.network(inputs)
+        )
 
     def task_loss(self, outputs: Tensor, target: Tensor) -> Tensor:
         """L_task of outputs and target, the mean over the batch: of the data's task."""
         return self.task.loss(outputs, target)
 
     def configure_optimizers(self) -> Any:
-        """Return the local optimiser at its own learning rate; as in Lightning, an optimiser of one's own may
-        come with a scheduler, which steps once a round."""
+        """Return the local optimiser at its own learning rate; as in Lightning, an optimiser of
+        one's own may come with a scheduler, which steps once a round."""
         if self.module is not None and self.module_optimizes:
             return self.module.configure_optimizers()
         trainable = self.trainable()
-        return self.optimizer_spec(trainable) if self.optimizer_spec else SGD(trainable, 0.05, momentum=0.9)
+        return (
+            self.optimizer_spec(trainable)
+            if self.optimizer_spec
+            else SGD(trainable, 0.05, momentum=0.9)
+        )
 
     def trainable(self) -> Iterable[nn.Parameter] | Iterable[dict[str, Any]]:
-        """Return what the local optimiser steps on, or groups of it. Override where the module holds
-        parameters of clients other than this one's kind."""
+        """Return what the local optimiser steps on, or groups of it. Override where the module
+        holds parameters of clients other than this one's kind."""
         return [p for p in self.parameters() if p.requires_grad]
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Act after each optimiser step, such as project the weights or refresh a teacher."""
 
     def upload(self, client: Client) -> Payload:
-        """Return what the client sends. ``examples`` is its weight n_k. ``local_steps`` and ``local_lr`` say
-        what its round was."""
-        return Payload({"examples": self.examples_of(client), "weights": self.adapters.sent(self, client)})
+        """Return what the client sends. ``examples`` is its weight n_k. ``local_steps`` and
+        ``local_lr`` say what its round was."""
+        return Payload(
+            {"examples": self.examples_of(client), "weights": self.adapters.sent(self, client)}
+        )
 
     def examples_of(self, client: Client) -> Tensor:
-        """Return n_k as it travels, an int32 scalar: its examples, labelled tokens or 1 by ``weigh_by``."""
+        """Return n_k as it travels, an int32 scalar: its examples, labelled tokens or 1 by
+        ``weigh_by``."""
         return torch.tensor(self.client_weights.of(client), dtype=torch.int32)
 
     def upload_limits(self, client: Client) -> Mapping[str, Limit]:
-        """Return the entries of this client's upload, and the shape of each: a tuple of sizes, of which a
-        ``range`` allows several.
+        """Return the entries of this client's upload, and the shape of each: a tuple of sizes, of
+        which a ``range`` allows several.
 
-        The server refuses other shapes, entries of other names and uploads without one of these, before it
-        takes memory for them; :class:`~fl_lightning.wire.OptionalShape` is of an entry that may be missing.
-        What fits and then makes ``addends`` raise is therefore a bug of the method. An integer in place of a
-        shape is a largest number of values, in any shape: what is wrong with one is told by the uploads of
-        the other clients, see :mod:`fl_lightning.aggregation.undeclared`.
+        The server refuses other shapes, entries of other names and uploads without one of these,
+        before it takes memory for them; :class:`~fl_lightning.wire.OptionalShape` is of an entry
+        that may be missing. What fits and then makes ``addends`` raise is therefore a bug of the
+        method. An integer in place of a shape is a largest number of values, in any shape: what is
+        wrong with one is told by the uploads of the other clients, see
+        :mod:`fl_lightning.aggregation.undeclared`.
 
-        It holds for the ``upload`` of the same class: a subclass that sends something else and does not
-        override this is bound by ``aggregation.receiving.max_undeclared`` alone.
+        It holds for the ``upload`` of the same class: a subclass that sends something else and does
+        not override this is bound by ``aggregation.receiving.max_undeclared`` alone.
         """
         return {"examples": (), "weights": (self.adapters.sent_values(self, client),)}
 
     @property
     def keeps_state(self) -> bool:
-        """Whether clients keep anything from round to round; it is known once the network is built."""
-        return self.terms_read("previous_features", "shift") or bool(self.own.size and self.own_part_learns)
+        """Whether clients keep anything from round to round; it is known once the network is
+        built."""
+        return self.terms_read("previous_features", "shift") or bool(
+            self.own.size and self.own_part_learns
+        )
 
     # The server's half; it sees decoded payloads and nothing else of a client
 
     def work_kind(self, client: Client) -> str:
-        """Return what decides, beside its number of examples, how much this client computes in this round.
+        """Return what decides, beside its number of examples, how much this client computes in this
+        round.
 
-        Clients of one kind do the same work for each example; it is read where the cost of training is
-        measured.
+        Clients of one kind do the same work for each example; it is read where the cost of training
+        is measured.
         """
         return ""
 
@@ -349,13 +384,14 @@ class Method(Recorded, Emitter, SummingServer, WithLocalWork, WithPersonal, With
         """Return the network that is evaluated: the global one, or this client's when the method is
         personalised.
 
-        That one is put together by the client, so it may read ``client.state``; no other half of the server
-        may.
+        That one is put together by the client, so it may read ``client.state``; no other half of
+        the server may.
         """
         return self.deployed(self.evaluated_weights, client)
 
     def deployed(self, weights: Tensor, client: Client | None) -> nn.Module:
-        """Return the network with these weights ``[P]``, what stays on the client, and its fine-tuning."""
+        """Return the network with these weights ``[P]``, what stays on the client, and its
+        fine-tuning."""
         self.layout.write(self.network, weights)
         self.adapters.write_base(self)
         self.take_own(client)
@@ -364,6 +400,6 @@ class Method(Recorded, Emitter, SummingServer, WithLocalWork, WithPersonal, With
         return self.network
 
     def full_precision(self) -> nn.Module | None:
-        """Return what ``deploy`` quantises, before it does, as a network of its own; None where it quantises
-        nothing."""
+        """Return what ``deploy`` quantises, before it does, as a network of its own; None where it
+        quantises nothing."""
         return None

@@ -1,5 +1,5 @@
-"""What methods have in common whose clients keep something of their own beside the global model. What stays
-of the network itself is in :mod:`fl_lightning.methods.personal`."""
+"""What methods have in common whose clients keep something of their own beside the global model.
+What stays of the network itself is in :mod:`fl_lightning.methods.personal`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from fl_lightning.wire import Layout, Payload
 
 
 class PersonalMethod(Method, ABC):
-    """Base of methods whose clients keep a personal part; ``first`` has what it is before their first round.
+    """Base of methods whose clients keep a personal part; ``first`` has what it is before their
+    first round.
 
     What a client keeps counts where its upload counted. A part that has diverged is not kept.
 
@@ -34,7 +35,8 @@ class PersonalMethod(Method, ABC):
     keeps_state = True
     refuses = no_personal("what its clients keep is its own")
     trains_apart: bool = False
-    """Whether the same steps move parameters of the global model and others, which must not touch it."""
+    """Whether the same steps move parameters of the global model and others, which must not touch
+    it."""
 
     def build(self, data: FederatedData) -> None:
         super().build(data)
@@ -48,12 +50,13 @@ class PersonalMethod(Method, ABC):
         )
 
     def kept(self, client: Client | None, name: str) -> Tensor:
-        """Return a tensor that the client keeps; before its first round that counted, and of none, what
-        ``first`` has."""
+        """Return a tensor that the client keeps; before its first round that counted, and of none,
+        what ``first`` has."""
         return ({} if client is None else client.state).get(name, self.first[name])
 
     def keep(self, client: Client, **vectors: Tensor) -> None:
-        """Keep vectors by name, if all of them are finite: a client that has diverged stays as it was."""
+        """Keep vectors by name, if all of them are finite: a client that has diverged stays as it
+        was."""
         if all(bool(torch.isfinite(vector).all()) for vector in vectors.values()):
             client.state.update(vectors)
 
@@ -64,7 +67,8 @@ class PersonalMethod(Method, ABC):
 
 
 class BesideMethod(PersonalMethod):
-    """Base of methods whose clients train a second network v beside the global one, in the same steps."""
+    """Base of methods whose clients train a second network v beside the global one, in the same
+    steps."""
 
     trains_apart = True
 

@@ -25,12 +25,12 @@ from fl_lightning.wire import Limit, Payload
 
 
 class Centralised(Method):
-    """The server holds the training examples of every client and trains by itself; clients only say how many
-    steps they were asked for.
+    """The server holds the training examples of every client and trains by itself; clients only say
+    how many steps they were asked for.
 
-    A round has as many steps as the clients that returned would have made, with the clients' optimiser,
-    schedule, clipping and batch size. Labels are those of the data: label noise, which stressors put on
-    clients, does not reach it.
+    A round has as many steps as the clients that returned would have made, with the clients'
+    optimiser, schedule, clipping and batch size. Labels are those of the data: label noise, which
+    stressors put on clients, does not reach it.
 
     Args:
         settings: those of every method.
@@ -109,4 +109,6 @@ class Centralised(Method):
         self.server["weights"] = self.layout.to_wire(self.layout.read(self.network))
 
     def server_metrics(self) -> dict[str, float]:
-        return super().server_metrics() | {f"train/{name}": mean.value for name, mean in self.losses.items()}
+        return super().server_metrics() | {
+            f"train/{name}": mean.value for name, mean in self.losses.items()
+        }

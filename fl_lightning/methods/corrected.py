@@ -1,8 +1,8 @@
-"""What methods against client drift have in common: clients count once each and keep vectors over the trained
-parameters, of which the server keeps a mean over all clients of the federation.
+"""What methods against client drift have in common: clients count once each and keep vectors over
+the trained parameters, of which the server keeps a mean over all clients of the federation.
 
-The mean is divided by N, the clients that have examples, and not by those that were asked or that returned: a
-client that did not take part keeps its vector, and it stays in the mean.
+The mean is divided by N, the clients that have examples, and not by those that were asked or that
+returned: a client that did not take part keeps its vector, and it stays in the mean.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class CorrectedMethod(Method, ABC):
     uniform_clients = True
     refuses = {"privacy": "clipping and noise part the server's mean from what its clients keep"}
     plain_sgd_why: str = ""
-    """Why local steps have to be those of SGD without momentum, weight decay and clipping; empty: they need
-    not be."""
+    """Why local steps have to be those of SGD without momentum, weight decay and clipping; empty:
+    they need not be."""
 
     def __init__(self, weigh_by: Weighing = "clients", **settings: Any) -> None:
         super().__init__(weigh_by=weigh_by, **settings)
@@ -51,7 +51,8 @@ class CorrectedMethod(Method, ABC):
     @property
     @abstractmethod
     def corrects(self) -> bool:
-        """Whether anything is corrected at these settings; else the method is the mean of its clients."""
+        """Whether anything is corrected at these settings; else the method is the mean of its
+        clients."""
 
     @property
     def scales_with_federation(self) -> bool:
@@ -89,17 +90,19 @@ class CorrectedMethod(Method, ABC):
         return client.state.get(name, torch.zeros(self.trained.size))
 
     def change_of(self, upload: Payload) -> Addend:
-        """Return what a client's ``change`` of its vector adds up to; a robust ``average`` guards it too."""
+        """Return what a client's ``change`` of its vector adds up to; a robust ``average`` guards
+        it too."""
         return Addend(upload.tensor("change"), start=self.change_starts().get("change"))
 
     def change_starts(self) -> dict[str, Tensor]:
-        """Return zeros, which changes are counted from, where ``average`` is no sum; it cannot be guided by a
-        root set here."""
+        """Return zeros, which changes are counted from, where ``average`` is no sum; it cannot be
+        guided by a root set here."""
         guarded = not self.average.is_sum and self.average.guide != "root_update"
         return {"change": torch.zeros(self.trained.size)} if guarded else {}
 
     def mean_change(self, sums: Sums) -> Tensor:
-        """Return what the server's vector changes by: 1 / N of the changes of those that returned."""
+        """Return what the server's vector changes by: 1 / N of the changes of those that
+        returned."""
         if self.change_starts():
             return len(self.served) / self.clients * sums.mean("change")
         return (sums.total("change") / self.clients).float()
@@ -126,7 +129,8 @@ def require_plain_sgd(
         momentum, decay, clipping: whether momentum, weight decay and clipped gradients are allowed.
 
     Raises:
-        InputError: another optimiser than SGD, Nesterov's form, several rates, or clipped gradients.
+        InputError: another optimiser than SGD, Nesterov's form, several rates, or clipped
+            gradients.
     """
     name, optimizer = type(method).__name__, round_optimizer(method)
     kind = type(optimizer).__name__
@@ -142,9 +146,19 @@ def require_plain_sgd(
         for setting, refused in wanted.items():
             given = f"--model.optimizer.{setting} {group[setting]} with --model {name}"
             zero = str(type(group[setting])()).lower()
-            require(not (refused and group[setting]), given, why, f"write --model.optimizer.{setting} {zero}")
+            require(
+                not (refused and group[setting]),
+                given,
+                why,
+                f"write --model.optimizer.{setting} {zero}",
+            )
     rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
-    require(len(rates) == 1, f"an optimiser with learning rates {rates}", why, "give all parameters one lr")
+    require(
+        len(rates) == 1,
+        f"an optimiser with learning rates {rates}",
+        why,
+        "give all parameters one lr",
+    )
     clip = method.gradient_clip_val
     given = f"--trainer.gradient_clip_val {clip} with --model {name}"
     require(clip is None or clipping, given, why, "leave gradient_clip_val out")

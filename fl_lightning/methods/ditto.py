@@ -1,5 +1,5 @@
-"""Ditto (Li et al., ICML 2021, Algorithm 1): every client keeps a model of its own, which is drawn to the
-global one.
+"""Ditto (Li et al., ICML 2021, Algorithm 1): every client keeps a model of its own, which is drawn
+to the global one.
 
     client k:  y <- y - eta g(y)                            K_k steps from x, as in FedAvg
                v <- v - eta_v (g(v) + lam (v - x))          in the same steps, x as received
@@ -33,14 +33,16 @@ class PersonalBatch(NamedTuple):
 
 
 class Ditto(BesideMethod):
-    """FedAvg, beside which each client trains a model of its own. ``terms`` are those of the global model.
+    """FedAvg, beside which each client trains a model of its own. ``terms`` are those of the global
+    model.
 
     Args:
-        lam: how strongly v is drawn to x, 0 or more; 0.1 to 2 in the paper. 0: v is that of LocalOnly. Above
-            1 / lr the steps of v overshoot.
-        personal_steps: steps of v in a round, which all clients make, before the others; null: v makes one
-            beside each step of the global model.
-        personal_lr: learning rate of v, which ``scheduler`` scales too; null: that of ``optimizer``.
+        lam: how strongly v is drawn to x, 0 or more; 0.1 to 2 in the paper. 0: v is that of
+            LocalOnly. Above 1 / lr the steps of v overshoot.
+        personal_steps: steps of v in a round, which all clients make, before the others; null: v
+            makes one beside each step of the global model.
+        personal_lr: learning rate of v, which ``scheduler`` scales too; null: that of
+            ``optimizer``.
         settings: those of every method.
     """
 
@@ -51,8 +53,12 @@ class Ditto(BesideMethod):
     def __init__(
         self,
         lam: Annotated[float, a_weight(0.1)] = 0.1,
-        personal_steps: Annotated[int | None, within("[1, inf)", "v makes 1 step or more", 5)] = None,
-        personal_lr: Annotated[float | None, within("(0, inf)", "a learning rate is above 0", 0.05)] = None,
+        personal_steps: Annotated[
+            int | None, within("[1, inf)", "v makes 1 step or more", 5)
+        ] = None,
+        personal_lr: Annotated[
+            float | None, within("(0, inf)", "a learning rate is above 0", 0.05)
+        ] = None,
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
@@ -74,7 +80,9 @@ class Ditto(BesideMethod):
             passes, most = data.epochs_for(client, self.personal_steps), self.personal_steps
             # first, so that all clients of a stack begin the same parameters at the same step
             with same_numbers():
-                for batch in super().local_batches(data, client, epochs=passes, labels=labels, steps=most):
+                for batch in super().local_batches(
+                    data, client, epochs=passes, labels=labels, steps=most
+                ):
                     yield PersonalBatch(batch)
         yield from super().local_batches(data, client, epochs=epochs, labels=labels, steps=steps)
 
@@ -99,7 +107,10 @@ class Ditto(BesideMethod):
         if self.personal_lr is None:
             return super().trainable()
         personal, shared = self.own_parameters(self.beside), self.own_parameters(self.network)
-        groups: list[dict[str, Any]] = [{"params": shared}, {"params": personal, "lr": self.personal_lr}]
+        groups: list[dict[str, Any]] = [
+            {"params": shared},
+            {"params": personal, "lr": self.personal_lr},
+        ]
         return groups
 
     def end_client(self, client: Client) -> None:

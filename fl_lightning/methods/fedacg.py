@@ -1,4 +1,5 @@
-"""FedACG (Kim et al., CVPR 2024): clients start where the server's momentum leads, and are held there.
+"""FedACG (Kim et al., CVPR 2024): clients start where the server's momentum leads, and are held
+there.
 
 sent is x' = x + lam M,     L = L_task + beta / 2 * || w - x' ||^2
 x <- sum_i p_i y_i,         M <- lam M + sum_i p_i (y_i - x')
@@ -14,8 +15,8 @@ from fl_lightning.methods.terms import ProximalTerm, a_weight
 
 
 class FedACG(Method):
-    """FedProx with :class:`~fl_lightning.aggregation.server_optimizers.Lookahead`. ``lam`` 0 and ``beta`` 0
-    are FedAvg, bit for bit.
+    """FedProx with :class:`~fl_lightning.aggregation.server_optimizers.Lookahead`. ``lam`` 0 and
+    ``beta`` 0 are FedAvg, bit for bit.
 
     Args:
         lam: share of the momentum M that is kept, in [0, 1).

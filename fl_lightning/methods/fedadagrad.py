@@ -1,4 +1,5 @@
-"""FedAdagrad (Reddi et al., ICLR 2021, algorithm 2): adaptive steps of a server that forgets nothing.
+"""FedAdagrad (Reddi et al., ICLR 2021, algorithm 2): adaptive steps of a server that forgets
+nothing.
 
     D = sum_i p_i (y_i - x),     m <- beta1 m + (1 - beta1) D,     v <- v + D^2
     x <- x + server_lr m / (sqrt v + tau)
@@ -18,7 +19,8 @@ class FedAdagrad(Method):
     """FedAvg with :class:`~fl_lightning.aggregation.server_optimizers.ServerAdagrad`.
 
     Args:
-        server_lr: length of the server's step, above 0; tuned for each task in the paper, from 0.03 to 0.3.
+        server_lr: length of the server's step, above 0; tuned for each task in the paper, from 0.03
+            to 0.3.
         beta1: share of m that is kept, in [0, 1); 0 in the paper.
         tau: what keeps the divisor from 0, above 0; the larger, the less adaptive.
         settings: those of every method.

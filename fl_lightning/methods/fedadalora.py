@@ -2,11 +2,12 @@
 
     L = L_task + gamma sum_l (||P_l^T P_l - I||^2 + ||Q_l Q_l^T - I||^2)
 
-Clients train the directions of all adapted layers, dW_l = (alpha / r) P_l diag(lambda_l) Q_l, and report how
-important each one was to their loss. The server averages both as FedAvg does, keeps the b(t) directions that
-are the most important over all layers, and broadcasts which ones: t counts rounds, where the paper counts
-steps. A direction that is not kept is zero in P, lambda and Q on both sides. It then has no gradient, nothing
-of it travels, and it never returns; in the paper, which trains in one place, it may.
+Clients train the directions of all adapted layers, dW_l = (alpha / r) P_l diag(lambda_l) Q_l, and
+report how important each one was to their loss. The server averages both as FedAvg does, keeps the
+b(t) directions that are the most important over all layers, and broadcasts which ones: t counts
+rounds, where the paper counts steps. A direction that is not kept is zero in P, lambda and Q on
+both sides. It then has no gradient, nothing of it travels, and it never returns; in the paper,
+which trains in one place, it may.
 """
 
 from __future__ import annotations
@@ -25,21 +26,28 @@ from fl_lightning.config.constraints import within
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import require
 from fl_lightning.methods.base import KnownNetwork, Method
-from fl_lightning.models.adapters import Importance, budget_at, choose_masks, factor_names, orthogonality
+from fl_lightning.models.adapters import (
+    Importance,
+    budget_at,
+    choose_masks,
+    factor_names,
+    orthogonality,
+)
 from fl_lightning.wire import Codes, Limit, Payload, PayloadError
 
 
 class FedAdaLoRA(Method):
-    """FedAvg of AdaLoRA's directions, of which fewer and fewer are kept. Without a regulariser and with a
-    ``final_rank`` of at least the network's rank it is FedAvg, bit for bit.
+    """FedAvg of AdaLoRA's directions, of which fewer and fewer are kept. Without a regulariser and
+    with a ``final_rank`` of at least the network's rank it is FedAvg, bit for bit.
 
     Args:
         network: one with AdaLoRA, ``adapter: adalora``.
-        final_rank: directions of a layer that are kept in the end, in the mean over the layers; some keep
-            more and some none.
+        final_rank: directions of a layer that are kept in the end, in the mean over the layers;
+            some keep more and some none.
         warmup: rounds before the number of directions falls.
         fall: rounds in which it falls, as a cubic.
-        orthogonality: gamma, weight of the regulariser that keeps directions apart; 0.1 in the paper.
+        orthogonality: gamma, weight of the regulariser that keeps directions apart; 0.1 in the
+            paper.
         settings: those of every method.
 
     Raises:
@@ -56,7 +64,9 @@ class FedAdaLoRA(Method):
         final_rank: Annotated[float, within("[0, inf)", "it is 0 or more", "leave it out")] = 4.0,
         warmup: Annotated[int, within("[0, inf)", "it is 0 rounds or more", "leave it out")] = 2,
         fall: Annotated[int, within("[1, inf)", "it is 1 rounds or more", "leave it out")] = 10,
-        orthogonality: Annotated[float, within("[0, inf)", "it is 0 or more", "leave it out")] = 0.1,
+        orthogonality: Annotated[
+            float, within("[0, inf)", "it is 0 or more", "leave it out")
+        ] = 0.1,
         **settings: Any,
     ) -> None:
         super().__init__(network=network, **settings)
@@ -80,21 +90,24 @@ class FedAdaLoRA(Method):
             self.server["kept"] = torch.ones(self.directions, dtype=torch.uint8)
 
     def values_of(self, kept: Tensor) -> Tensor:
-        """Return which values of ``layout`` travel: those of kept directions, and of other layers all; bool
-        ``[P]``.
+        """Return which values of ``layout`` travel: those of kept directions, and of other layers
+        all; bool ``[P]``.
 
         Args:
             kept: which directions are kept, layer after layer, uint8 ``[R]``.
         """
         travels = {name: torch.ones(shape) for name, shape in self.layout.shapes.items()}
-        for (rows, scales, columns), mask in zip(self.factors.values(), kept.split(self.ranks), strict=True):
+        for (rows, scales, columns), mask in zip(
+            self.factors.values(), kept.split(self.ranks), strict=True
+        ):
             travels[rows] *= mask[:, None]
             travels[scales] *= mask[:, None]
             travels[columns] *= mask
         return self.layout.pack(travels).bool()
 
     def spread_out(self, values: Tensor, kept: Tensor) -> Tensor:
-        """Return a vector of ``layout`` with the values that travelled, and zeros elsewhere, ``[P]``."""
+        """Return a vector of ``layout`` with the values that travelled, and zeros elsewhere,
+        ``[P]``."""
         vector = torch.zeros(self.layout.size, dtype=values.dtype)
         vector[self.values_of(kept)] = values
         return vector
@@ -124,8 +137,8 @@ class FedAdaLoRA(Method):
             self.importance.update(self.network)
 
     def upload(self, client: Client) -> Payload:
-        """Return n_k, the values of the kept directions and their importance: each one's share of the
-        client's, so that clients with large gradients count no more than others."""
+        """Return n_k, the values of the kept directions and their importance: each one's share of
+        the client's, so that clients with large gradients count no more than others."""
         if not self.drops:
             return super().upload(client)
         weights = self.layout.to_wire(self.layout.read(self.network))
@@ -174,7 +187,8 @@ class FedAdaLoRA(Method):
         return self.spread_out(weights, self.server["kept"]) if self.drops else weights
 
     def addends(self, upload: Payload, client_id: int, weight: int) -> dict[str, Addend]:
-        """Return FedAvg's addend, and the importance of all directions, 0 of those that are not kept."""
+        """Return FedAvg's addend, and the importance of all directions, 0 of those that are not
+        kept."""
         found = super().addends(upload, client_id, weight)
         if self.drops:
             shares = torch.zeros(self.directions)
@@ -194,10 +208,16 @@ class FedAdaLoRA(Method):
         if not self.drops:
             return
         budget = budget_at(
-            self.round + 1, self.directions, self.end, self.warmup, cooldown=0, total=self.warmup + self.fall
+            self.round + 1,
+            self.directions,
+            self.end,
+            self.warmup,
+            cooldown=0,
+            total=self.warmup + self.fall,
         )
         kept = self.server["kept"].bool()
-        importance = sums.mean("importance").masked_fill(~kept, float("-inf"))  # what is dropped stays so
+        # what is dropped stays so
+        importance = sums.mean("importance").masked_fill(~kept, float("-inf"))
         mask = choose_masks({"all": importance}, min(budget, int(kept.sum())))["all"]
         self.server["kept"] = mask.to(torch.uint8)
         for name in {"weights", EVALUATED}.intersection(self.server):

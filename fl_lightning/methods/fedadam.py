@@ -25,7 +25,8 @@ class FedAdam(Method):
     """FedAvg with :class:`~fl_lightning.aggregation.server_optimizers.ServerAdam`.
 
     Args:
-        server_lr: length of the server's step, above 0; tuned for each task in the paper, from 0.003 to 1.
+        server_lr: length of the server's step, above 0; tuned for each task in the paper, from
+            0.003 to 1.
         beta1: share of m that is kept, in [0, 1).
         beta2: share of v that is kept, in [0, 1].
         tau: what keeps the divisor from 0, above 0; the larger, the less adaptive.

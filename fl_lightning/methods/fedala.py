@@ -1,13 +1,13 @@
-"""FedALA (Zhang et al., AAAI 2023): every client starts its round from a mixture of its own weights and the
-global ones, whose shares it learns, one for each weight.
+"""FedALA (Zhang et al., AAAI 2023): every client starts its round from a mixture of its own weights
+and the global ones, whose shares it learns, one for each weight.
 
     y = v + (x - v) W                                   on the adapted layers, else y = x
-    W <- clip(W - ala_lr g(y) (x - v), 0, 1)            a step for each batch of ala_epochs passes, y anew
-    y <- y - eta g(y)                                   K_k steps; averaged by p_k
-    v <- y,  W stays
+    W <- clip(W - ala_lr g(y) (x - v), 0, 1)            a step for each batch of ala_epochs passes,
+    y anew y <- y - eta g(y)                                   K_k steps; averaged by p_k v <- y,  W
+    stays
 
-g is the gradient of L_task. W is 1 at first, and statistics of BatchNorm start as received. The personal
-model is v.
+g is the gradient of L_task. W is 1 at first, and statistics of BatchNorm start as received. The
+personal model is v.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class FedALA(PersonalMethod):
     """FedAvg whose clients go on from what they choose of the global model.
 
     Args:
-        ala_names: how names of the adapted parameters begin, as ``[head.]``; null: those of the last
-            linear layer.
-        ala_epochs: passes over the client's examples in which W is learnt, each round; 0: the global model is
-            FedAvg's, bit for bit.
+        ala_names: how names of the adapted parameters begin, as ``[head.]``; null: those of the
+            last linear layer.
+        ala_epochs: passes over the client's examples in which W is learnt, each round; 0: the
+            global model is FedAvg's, bit for bit.
         ala_lr: learning rate of W, above 0; 1 in the paper.
         settings: those of every method.
     """
@@ -57,7 +57,9 @@ class FedALA(PersonalMethod):
         if self.ala_names is None:
             names = part_of(self.network, "head").intersection(self.trained_names)
         else:
-            names = frozenset(name for name in self.trained_names if name.startswith(tuple(self.ala_names)))
+            names = frozenset(
+                name for name in self.trained_names if name.startswith(tuple(self.ala_names))
+            )
         require(
             bool(names),
             f"--model.ala_names {self.ala_names}, with which no trained parameter begins",
@@ -87,7 +89,9 @@ class FedALA(PersonalMethod):
         passes = self.ala_epochs
         most = data.num_steps(client, passes) if passes else 0
         with same_numbers():
-            for batch in super().local_batches(data, client, epochs=passes, labels=labels, steps=most):
+            for batch in super().local_batches(
+                data, client, epochs=passes, labels=labels, steps=most
+            ):
                 self.W = self.learnt(batch)
         self.adapted.write(self.network, self.mixed(self.W))
         yield from super().local_batches(data, client, epochs=epochs, labels=labels, steps=steps)

@@ -16,7 +16,8 @@ class FedAvgM(Method):
     ``server_lr`` 1 are FedAvg, bit for bit.
 
     Args:
-        beta: share of the last steps that the server makes again, in [0, 1); 0.7 to 0.997 in the paper.
+        beta: share of the last steps that the server makes again, in [0, 1); 0.7 to 0.997 in the
+            paper.
         server_lr: length of the server's step, above 0.
         nesterov: whether the step looks ahead.
         settings: those of every method.

@@ -1,5 +1,5 @@
-"""FedBABU (Oh et al., ICLR 2022): the body is averaged below a head that keeps its initial values; a client
-tunes a copy of both before it is evaluated.
+"""FedBABU (Oh et al., ICLR 2022): the body is averaged below a head that keeps its initial values;
+a client tunes a copy of both before it is evaluated.
 
     x <- sum_i p_i y_i, y_i of the body alone
     v_i = x with the initial head, after ``finetune_steps`` local steps on the client's examples

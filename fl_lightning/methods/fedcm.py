@@ -1,5 +1,5 @@
-"""FedCM (Xu et al., 2021): local steps go partly along the direction in which all clients went in the last
-round.
+"""FedCM (Xu et al., 2021): local steps go partly along the direction in which all clients went in
+the last round.
 
     y_i <- y_i - eta (A g + (1 - A) M)           K_i local steps from x
     x <- x + eta_g / |S| sum_S (y_i - x)
@@ -31,8 +31,8 @@ class FedCM(CorrectedMethod):
     """Local steps with the momentum of all clients, which travels. Clients count once each.
 
     Args:
-        A: share of a client's own gradient in its steps, in (0, 1]; 0.1 in the paper. 1 is FedAvg, bit for
-            bit where ``weigh_by`` is the same.
+        A: share of a client's own gradient in its steps, in (0, 1]; 0.1 in the paper. 1 is FedAvg,
+            bit for bit where ``weigh_by`` is the same.
         server_lr: eta_g, the length of the server's step.
         settings: those of every method.
     """
@@ -43,7 +43,9 @@ class FedCM(CorrectedMethod):
     scales_with_federation = False
     calls_server_optimizer = True
     refuses = {"privacy": "a number of steps cannot be clipped together with weights"}
-    plain_sgd_why = "M is a mean step over lr, to which momentum and weight decay would be added once more"
+    plain_sgd_why = (
+        "M is a mean step over lr, to which momentum and weight decay would be added once more"
+    )
 
     def __init__(
         self,
@@ -102,7 +104,11 @@ class FedCM(CorrectedMethod):
 
     def starts(self) -> Mapping[str, Tensor]:
         starts = super().starts()
-        return {**starts, "directions": starts["weights"][: self.trained.size]} if self.corrects else starts
+        return (
+            {**starts, "directions": starts["weights"][: self.trained.size]}
+            if self.corrects
+            else starts
+        )
 
     def next_state(self, sums: Sums) -> None:
         starts, lr = self.starts(), round_lr(self)

@@ -1,13 +1,12 @@
-"""FedDC (Gao et al., CVPR 2022): FedDyn with control variates, so that a client's own drift and the way that
-all go are told apart.
+"""FedDC (Gao et al., CVPR 2022): FedDyn with control variates, so that a client's own drift and the
+way that all go are told apart.
 
-    L = L_task + a_i (<h_i, y - x> + 1/2 ||y - x||^2) + <G / w_i - g_i, y>      K_i local steps from x
-    h_i <- h_i + y_i - x
-    g_i+ = g_i - G / w_i - (y_i - x) / (K_i eta)
-    G <- G + 1 / N sum_S w_i (g_i+ - g_i)
-    x <- 1 / |S| sum_S y_i + 1 / N sum_all h_i
+    L = L_task + a_i (<h_i, y - x> + 1/2 ||y - x||^2) + <G / w_i - g_i, y>      K_i local steps from
+    x h_i <- h_i + y_i - x g_i+ = g_i - G / w_i - (y_i - x) / (K_i eta) G <- G + 1 / N sum_S w_i
+    (g_i+ - g_i) x <- 1 / |S| sum_S y_i + 1 / N sum_all h_i
 
-a_i = alpha / w_i, and w_i is 1 or N n_i / sum_k n_k. The first term is that of alpha / 2 ||y - (x - h_i)||^2.
+a_i = alpha / w_i, and w_i is 1 or N n_i / sum_k n_k. The first term is that of alpha / 2 ||y - (x -
+h_i)||^2.
 """
 
 from __future__ import annotations
@@ -31,13 +30,15 @@ class FedDC(FedDyn):
     h_i is kept as FedDyn's H_i, and their mean over all clients on the server, H.
 
     Args:
-        settings: those of FedDyn, whose ``alpha`` 0 is FedAvg, bit for bit where ``weigh_by`` is the same,
-            and those of every method.
+        settings: those of FedDyn, whose ``alpha`` 0 is FedAvg, bit for bit where ``weigh_by`` is
+            the same, and those of every method.
     """
 
     kind = "drift correction"
     stackable = True
-    plain_sgd_why = "g_i is a mean gradient, (x - y) / (K lr), where a step is minus lr times a gradient"
+    plain_sgd_why = (
+        "g_i is a mean gradient, (x - y) / (K lr), where a step is minus lr times a gradient"
+    )
 
     def build(self, data: FederatedData) -> None:
         super().build(data)
@@ -57,7 +58,9 @@ class FedDC(FedDyn):
 
     def quadratic_and_linear(self, centres: Sequence[Tensor]) -> tuple[Tensor, Tensor | float]:
         weights = [weight for _, weight in self.own_parameters()]
-        return distance_and_product(weights, centres, [*self.trained.unpack(self.correction).values()])
+        return distance_and_product(
+            weights, centres, [*self.trained.unpack(self.correction).values()]
+        )
 
     def upload(self, client: Client) -> Payload:
         message = super().upload(client)

@@ -1,12 +1,13 @@
-"""FedDyn (Acar et al., ICLR 2021, Algorithm 1): every client's loss gets a linear and a quadratic term, so
-that its optimum is that of all.
+"""FedDyn (Acar et al., ICLR 2021, Algorithm 1): every client's loss gets a linear and a quadratic
+term, so that its optimum is that of all.
 
     L = L_task + a_i (<H_i, y - x> + 1/2 ||y - x||^2)        K_i local steps from x
     H_i <- H_i + y_i - x
     H <- H + 1 / N sum_S (y_i - x)
     x <- 1 / |S| sum_S y_i + H
 
-    In the paper's letters h_i = -a_i H_i and h = -alpha H. H is the mean of all H_i after every round.
+    In the paper's letters h_i = -a_i H_i and h = -alpha H. H is the mean of all H_i after every
+    round.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ class FedDyn(CorrectedMethod):
     """Clients whose losses are bent towards the optimum of all. Clients count once each.
 
     Args:
-        alpha: weight of both terms, 0 or more; 0.1 and 0.01 in the paper. 0 is FedAvg, bit for bit where
-            ``weigh_by`` is the same.
-        alpha_by: ``clients``: a_i is alpha; ``examples``: a_i is alpha sum_k n_k / (N n_i), as the authors
-            have it where clients differ in size.
+        alpha: weight of both terms, 0 or more; 0.1 and 0.01 in the paper. 0 is FedAvg, bit for bit
+            where ``weigh_by`` is the same.
+        alpha_by: ``clients``: a_i is alpha; ``examples``: a_i is alpha sum_k n_k / (N n_i), as the
+            authors have it where clients differ in size.
         settings: those of every method.
     """
 

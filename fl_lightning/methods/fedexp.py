@@ -1,6 +1,8 @@
-"""FedExP (Jhunjhunwala et al., ICLR 2023): the more the clients disagree, the further the server goes.
+"""FedExP (Jhunjhunwala et al., ICLR 2023): the more the clients disagree, the further the server
+goes.
 
-G = max(1, sum_i p_i ||y_i - x||^2 / (2 (||D||^2 + eps))),     x <- x + G D,     D = sum_i p_i (y_i - x)
+G = max(1, sum_i p_i ||y_i - x||^2 / (2 (||D||^2 + eps))),     x <- x + G D,     D = sum_i p_i (y_i
+- x)
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from fl_lightning.methods.base import Method
 
 
 class FedExP(Method):
-    """FedAvg with :class:`~fl_lightning.aggregation.server_optimizers.Extrapolation`. ``eps`` .inf without
-    ``mean_of_two`` is FedAvg, bit for bit.
+    """FedAvg with :class:`~fl_lightning.aggregation.server_optimizers.Extrapolation`. ``eps`` .inf
+    without ``mean_of_two`` is FedAvg, bit for bit.
 
     Args:
         eps: what keeps the divisor from 0, above 0; 0.001 in the paper, 0.1 on EMNIST.

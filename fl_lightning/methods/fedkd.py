@@ -1,15 +1,15 @@
-"""FedKD: distillation through soft labels on a public set P (FedMD, Li & Wang 2019; DS-FL, Itahara et al.
-2020; CFD, Sattler et al. 2020).
+"""FedKD: distillation through soft labels on a public set P (FedMD, Li & Wang 2019; DS-FL, Itahara
+et al. 2020; CFD, Sattler et al. 2020).
 
-    client k:  receive p, minimise T^2 KL(p || softmax(z / T)) on P, then L_task on its own examples,
-               send p_k = softmax(z(P) / T)
+    client k:  receive p, minimise T^2 KL(p || softmax(z / T)) on P, then L_task on its own
+               examples, send p_k = softmax(z(P) / T)
     server:    p = sum_k n_k p_k / sum_k n_k,  sharpened: p = softmax(p / tau)
                (DS-FL's entropy reduction aggregation, tau 0.1)
-               its own student minimises T^2 KL(p || softmax(z / T)) on P and is the global model that is
-               evaluated
+               its own student minimises T^2 KL(p || softmax(z / T)) on P and is the global model
+               that is evaluated
 
-z logits, ``C`` classes. A client-round costs 2 |P| C fp32 values; in the first round there is no p yet, and
-nothing to distil.
+z logits, ``C`` classes. A client-round costs 2 |P| C fp32 values; in the first round there is no p
+yet, and nothing to distil.
 """
 
 from __future__ import annotations
@@ -39,21 +39,23 @@ SUM_TOLERANCE = 1e-3  # of a row of soft labels: float32 sums of many classes
 class FedKD(Method):
     """Clients exchange what they think of public examples; weights stay where they are.
 
-    Every client keeps its own weights between rounds and starts, when it is first sampled, from the initial
-    weights, which follow from the seed on both sides: the simulation holds one fp32 copy of the weights for
-    each client that was ever sampled. The server's student is trained in fp32 whatever ``trainer.precision``,
-    with the clients' optimiser, schedule and clipping, built anew each round.
+    Every client keeps its own weights between rounds and starts, when it is first sampled, from the
+    initial weights, which follow from the seed on both sides: the simulation holds one fp32 copy of
+    the weights for each client that was ever sampled. The server's student is trained in fp32
+    whatever ``trainer.precision``, with the clients' optimiser, schedule and clipping, built anew
+    each round.
 
     Args:
         temperature: T that softens every soft label, above 0.
-        distill_epochs: passes over the public set that a client makes each round before it trains, 0 or more.
-        server_epochs: passes over the public set that the server's student makes each round, at least 1, or 0
-            with ``average_weights``; then, with ``distill_epochs`` 0 too, the method is FedAvg that also pays
-            for soft labels.
-        sharpen: temperature tau of entropy reduction of the averaged soft labels, above 0; 0.1 in DS-FL;
-            null: they stay as they are.
-        average_weights: whether weights travel and are averaged as in FedAvg too; clients then keep nothing,
-            and the server's student starts each round from the average.
+        distill_epochs: passes over the public set that a client makes each round before it trains,
+            0 or more.
+        server_epochs: passes over the public set that the server's student makes each round, at
+            least 1, or 0 with ``average_weights``; then, with ``distill_epochs`` 0 too, the method
+            is FedAvg that also pays for soft labels.
+        sharpen: temperature tau of entropy reduction of the averaged soft labels, above 0; 0.1 in
+            DS-FL; null: they stay as they are.
+        average_weights: whether weights travel and are averaged as in FedAvg too; clients then keep
+            nothing, and the server's student starts each round from the average.
         settings: those of every method.
     """
 
@@ -74,7 +76,9 @@ class FedKD(Method):
         temperature: Annotated[float, within("(0, inf]", "a temperature is above 0", 1)] = 1.0,
         distill_epochs: Annotated[int, within("[0, inf)", "passes are 0 or more", 1)] = 1,
         server_epochs: int = 1,
-        sharpen: Annotated[float | None, within("(0, inf]", "a temperature is above 0, or null", 0.1)] = None,
+        sharpen: Annotated[
+            float | None, within("(0, inf]", "a temperature is above 0, or null", 0.1)
+        ] = None,
         average_weights: bool = False,
         **settings: Any,
     ) -> None:
@@ -126,17 +130,21 @@ class FedKD(Method):
 
     def receive(self, message: Payload, client: Client) -> None:
         kept = (
-            message.tensor("weights") if self.average_weights else client.state.get("weights", self.initial)
+            message.tensor("weights")
+            if self.average_weights
+            else client.state.get("weights", self.initial)
         )
         self.layout.write(self.network, kept)
         self.remember_received()
-        self.received = message.tensor("soft_labels").to(self.device) if "soft_labels" in message else None
+        self.received = (
+            message.tensor("soft_labels").to(self.device) if "soft_labels" in message else None
+        )
 
     def local_batches(
         self, data: FederatedData, client: Client, *, epochs: int, labels: Tensor, steps: int
     ) -> Iterator[Any]:
-        """Public inputs with their soft labels float ``[B, C]``, then the client's own with labels int64
-        ``[B]``."""
+        """Public inputs with their soft labels float ``[B, C]``, then the client's own with labels
+        int64 ``[B]``."""
         if self.received is not None:
             yield from self._public_batches(data, self.received, self.distill_epochs, client)
         yield from super().local_batches(data, client, epochs=epochs, labels=labels, steps=steps)
@@ -150,8 +158,8 @@ class FedKD(Method):
                 yield inputs, soft_labels[position]
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
-        """``loss_kd`` of a public batch, ``loss_task`` of the client's own: which it is, the type of the
-        target says."""
+        """``loss_kd`` of a public batch, ``loss_task`` of the client's own: which it is, the type
+        of the target says."""
         inputs, target = batch
         if not target.is_floating_point():
             return super().training_step(batch, batch_idx)
@@ -160,7 +168,10 @@ class FedKD(Method):
 
     def upload(self, client: Client) -> Payload:
         weights = self.layout.read(self.network)
-        sent: dict[str, Tensor] = {"examples": self.examples_of(client), "soft_labels": self._soft_labels()}
+        sent: dict[str, Tensor] = {
+            "examples": self.examples_of(client),
+            "soft_labels": self._soft_labels(),
+        }
         if self.average_weights:
             sent["weights"] = weights
         # a client that diverged keeps what it had, or it would be lost for good
@@ -186,7 +197,9 @@ class FedKD(Method):
 
     def broadcast(self, client: Client) -> Payload:
         message = {"soft_labels": self.server["soft_labels"]} if self.server["aggregated"] else {}
-        return Payload(message | ({"weights": self.server["weights"]} if self.average_weights else {}))
+        return Payload(
+            message | ({"weights": self.server["weights"]} if self.average_weights else {})
+        )
 
     def check(self, upload: Payload, client: Client) -> None:
         upload.tensor("examples")
@@ -223,7 +236,8 @@ class FedKD(Method):
             self.server["weights"] = self._distilled(self.server["weights"])
 
     def _distilled(self, weights: Tensor) -> Tensor:
-        """Return the student that starts from ``weights``, after this round's passes over the public set."""
+        """Return the student that starts from ``weights``, after this round's passes over the
+        public set."""
         self.layout.write(self.network, weights)
         self.train()
         soft_labels = self.server["soft_labels"].to(self.device)
@@ -241,11 +255,14 @@ class FedKD(Method):
 def normalised(rows: Tensor) -> Tensor:
     """Return rows ``[P, C]`` of values of 0 or more, each scaled to a sum of 1.
 
-    A median of probabilities need not add up to 1. It is zero for every class where confident clients
-    disagree; such a row becomes uniform, since the clients as a whole say nothing about that example.
+    A median of probabilities need not add up to 1. It is zero for every class where confident
+    clients disagree; such a row becomes uniform, since the clients as a whole say nothing about
+    that example.
     """
     total = rows.sum(dim=1, keepdim=True)
-    return torch.where(total > 0, rows / total.clamp_min(torch.finfo(rows.dtype).tiny), 1 / rows.shape[1])
+    return torch.where(
+        total > 0, rows / total.clamp_min(torch.finfo(rows.dtype).tiny), 1 / rows.shape[1]
+    )
 
 
 def soft_label_loss(outputs: Tensor, soft_labels: Tensor, temperature: float) -> Tensor:
@@ -256,4 +273,7 @@ def soft_label_loss(outputs: Tensor, soft_labels: Tensor, temperature: float) ->
         soft_labels: probabilities p ``[B, C]``.
         temperature: T of both.
     """
-    return temperature**2 * kl_divergence(soft_labels, F.log_softmax(outputs / temperature, dim=1)).mean()
+    return (
+        temperature**2
+        * kl_divergence(soft_labels, F.log_softmax(outputs / temperature, dim=1)).mean()
+    )

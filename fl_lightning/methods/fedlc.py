@@ -1,5 +1,5 @@
-"""FedLC: calibrated logits (Zhang et al., ICML 2022). The rarer a class is on a client, the larger the margin
-by which its examples are told apart.
+"""FedLC: calibrated logits (Zhang et al., ICML 2022). The rarer a class is on a client, the larger
+the margin by which its examples are told apart.
 
     L = cross-entropy of z_c - tau n_c^(-1/4),   n_c the client's training examples of class c
 
@@ -16,8 +16,8 @@ from fl_lightning.methods.terms import CalibratedLogits
 
 
 class FedLC(Method):
-    """FedAvg with :class:`~fl_lightning.methods.terms.CalibratedLogits` in place of the task loss. ``tau`` 0
-    is FedAvg, bit for bit.
+    """FedAvg with :class:`~fl_lightning.methods.terms.CalibratedLogits` in place of the task loss.
+    ``tau`` 0 is FedAvg, bit for bit.
 
     Args:
         tau: weight of the shift, 0 or more; 1 in most public code.

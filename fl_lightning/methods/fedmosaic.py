@@ -5,15 +5,16 @@
     on the last linear layer of each of num_blocks blocks
     w_ij = softmax_j( cos(sketch_i, sketch_j) / tau ),     Pg_i, Qg_i = sum_j w_ij (P_j, Q_j)
 
-Clients differ in width and depth; their P and Q have one shape. The base W of each family is drawn from the
-run's seed, known to both sides, frozen, never sent; without pre-trained weights it is a random feature map,
-and only P, Q, g and the last linear layer learn. Where the data have a public set, A and B of the families
-are aligned on it; a P of one family then means the same in another. On the client stay: P, Q, g, that layer,
-and the moving average of the gradient of the reference model. Up go P, Q and the sketch; down come Pg, Qg.
-The server remembers the last P, Q and sketch of every client that ever sent them: a client that is not
-sampled still helps.
+Clients differ in width and depth; their P and Q have one shape. The base W of each family is drawn
+from the run's seed, known to both sides, frozen, never sent; without pre-trained weights it is a
+random feature map, and only P, Q, g and the last linear layer learn. Where the data have a public
+set, A and B of the families are aligned on it; a P of one family then means the same in another. On
+the client stay: P, Q, g, that layer, and the moving average of the gradient of the reference model.
+Up go P, Q and the sketch; down come Pg, Qg. The server remembers the last P, Q and sketch of every
+client that ever sent them: a client that is not sampled still helps.
 
-``K`` clients that the server has heard of, ``L`` adapted layers, ``r`` rank, ``M`` values of a sketch.
+``K`` clients that the server has heard of, ``L`` adapted layers, ``r`` rank, ``M`` values of a
+sketch.
 """
 
 from __future__ import annotations
@@ -50,34 +51,38 @@ NEWCOMER = Client(id=-1, train=np.empty(0, np.int64), val=np.empty(0, np.int64))
 
 
 class FedMosaic(Method):
-    """Personalised: every client has a model of its own, helped by those whose data look like its own.
+    """Personalised: every client has a model of its own, helped by those whose data look like its
+    own.
 
     Args:
-        network: of every client, when ``networks`` is null; a network with ``num_blocks`` blocks, such as
-            ``residual_mlp``.
-        networks: families of networks of different width and depth; client k has number k modulo their count.
-        reference: small frozen model, the same for all, whose last linear layer's gradient says how alike two
-            clients are.
-        rank: r of P [r, r] and Q [r], the same for all clients, at most the narrowest side of an adapted
-            layer.
+        network: of every client, when ``networks`` is null; a network with ``num_blocks`` blocks,
+            such as ``residual_mlp``.
+        networks: families of networks of different width and depth; client k has number k modulo
+            their count.
+        reference: small frozen model, the same for all, whose last linear layer's gradient says how
+            alike two clients are.
+        rank: r of P [r, r] and Q [r], the same for all clients, at most the narrowest side of an
+            adapted layer.
         num_blocks: blocks that each network is cut into; the last linear layer of each is adapted.
         scale: factor of the adapters.
-        gate: g, the weight of the global copy: one trained number a layer (``scalar``, starts at 0.5), or a
-            sigmoid of its input.
-        full_gradient: whether P and Q get their gradient without the factor (1 - g); false: the plain
-            derivative.
-        head: the last linear layer is trained and kept by each client (``local``), or ``frozen`` as drawn.
-        align: ``public``: A and B of every family are turned towards the first one's on the unlabelled public
-            set, so that a P of one family means the same in another; ``none``: they are drawn independently.
+        gate: g, the weight of the global copy: one trained number a layer (``scalar``, starts at
+            0.5), or a sigmoid of its input.
+        full_gradient: whether P and Q get their gradient without the factor (1 - g); false: the
+            plain derivative.
+        head: the last linear layer is trained and kept by each client (``local``), or ``frozen`` as
+            drawn.
+        align: ``public``: A and B of every family are turned towards the first one's on the
+            unlabelled public set, so that a P of one family means the same in another; ``none``:
+            they are drawn independently.
         tau: temperature of the softmax over cosines, above 0; .inf weighs all clients alike.
         include_self: whether a client's own P and Q are part of its global copy.
         ema: weight of this round's gradient in the moving average, in (0, 1].
-        sketch_rows: share of the gradient's feature rows that travels, in (0, 1]; the same rows for every
-            client and round.
+        sketch_rows: share of the gradient's feature rows that travels, in (0, 1]; the same rows for
+            every client and round.
         sketch_batches: batches of a round that the gradient is averaged over, at least 1.
         sigma: standard deviation of the noise on each value of the sketch, 0 or more.
-        loss: L_task: ``cross_entropy``, or ``squared_error``, || outputs - one-hot target ||^2, as in the
-            paper's example of two clients.
+        loss: L_task: ``cross_entropy``, or ``squared_error``, || outputs - one-hot target ||^2, as
+            in the paper's example of two clients.
         settings: those of every method.
     """
 
@@ -85,7 +90,10 @@ class FedMosaic(Method):
     stackable = True
     keeps_state = True
     refuses = {
-        **only("classification", "it finds related clients by the gradient of a last layer over classes"),
+        **only(
+            "classification",
+            "it finds related clients by the gradient of a last layer over classes",
+        ),
         "module": "it cuts the networks of its clients into blocks with adapters, which no module has",
         "secure_sum": "its server compares the gradients of single clients",
         "privacy": "its server compares single clients with each other",
@@ -113,7 +121,9 @@ class FedMosaic(Method):
         ema: Annotated[float, within("(0, 1]", "a weight in (0, 1]", 0.5)] = 0.5,
         sketch_rows: Annotated[float, within("(0, 1]", "a share in (0, 1]", 0.4)] = 0.4,
         sketch_batches: Annotated[int, within("[1, inf)", "at least 1", 4)] = 4,
-        sigma: Annotated[float, within("[0, inf]", "a standard deviation is 0 or more", 0.01)] = 0.01,
+        sigma: Annotated[
+            float, within("[0, inf]", "a standard deviation is 0 or more", 0.01)
+        ] = 0.01,
         loss: Literal["cross_entropy", "squared_error"] = "cross_entropy",
         **settings: Any,
     ) -> None:
@@ -154,7 +164,9 @@ class FedMosaic(Method):
         self.register_buffer("gradient", torch.zeros(shape_of_gradient), persistent=False)
         classes, features = self.gradient.shape
         self.kept = kept_rows(classes, features, self.sketch_rows, self.stream("sketch_rows"))
-        self.families = nn.ModuleList(self._adapt(build_network(spec, *shape)) for spec in self.specs)
+        self.families = nn.ModuleList(
+            self._adapt(build_network(spec, *shape)) for spec in self.specs
+        )
         self.network = self.families[0]
         if self.align == "public":
             self._align_families(data)
@@ -162,7 +174,9 @@ class FedMosaic(Method):
             Layout({n: p for n, p in family.named_parameters() if p.requires_grad})
             for family in self.families
         ]
-        self.start = [layout.read(family) for layout, family in zip(self.layouts, self.families, strict=True)]
+        self.start = [
+            layout.read(family) for layout, family in zip(self.layouts, self.families, strict=True)
+        ]
         adapters = read_adapters(adapted_layers(self.network))
         self.server = {
             "ids": torch.empty(0, dtype=torch.int64),
@@ -225,8 +239,8 @@ class FedMosaic(Method):
         return f"family {self.family(client)}"
 
     def local_batches(self, data: FederatedData, client: Client, **work: Any) -> Iterator[Any]:
-        """Yield the client's batches; the reference's gradient on the first of them is averaged on the way,
-        equally over examples."""
+        """Yield the client's batches; the reference's gradient on the first of them is averaged on
+        the way, equally over examples."""
         total, seen = torch.zeros_like(self.gradient), 0
         for number, (inputs, target) in enumerate(super().local_batches(data, client, **work)):
             if number < self.sketch_batches:
@@ -241,23 +255,29 @@ class FedMosaic(Method):
 
     @torch.no_grad()
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """A number as gate stays in [0, 1]: beyond, the full gradient of P and Q would point away from the
-        minimum."""
+        """A number as gate stays in [0, 1]: beyond, the full gradient of P and Q would point away
+        from the minimum."""
         for layer in adapted_layers(self.network):
             if isinstance(layer.gate, Tensor):
                 layer.gate.copy_(layer.gate.clamp(0, 1))
 
     def upload(self, client: Client) -> Payload:
         index, gradient = self.family(client), self.gradient.cpu()
-        ema = update_ema(client.state.get("gradient", torch.zeros_like(gradient)), gradient, self.ema)
+        ema = update_ema(
+            client.state.get("gradient", torch.zeros_like(gradient)), gradient, self.ema
+        )
         kept = {"trained": self.layouts[index].read(self.network), "gradient": ema}
-        if all(bool(value.isfinite().all()) for value in kept.values()):  # a round that diverged is forgotten
+        # a round that diverged is forgotten
+        if all(bool(value.isfinite().all()) for value in kept.values()):
             client.state.update(kept)
         noise = torch.from_numpy(
             self.stream("sketch_noise", client).normal(0, self.sigma, tuple(ema.shape))
         ).to(ema)
         return Payload(
-            {"adapters": read_adapters(adapted_layers(self.network)), "sketch": sketch(ema, noise, self.kept)}
+            {
+                "adapters": read_adapters(adapted_layers(self.network)),
+                "sketch": sketch(ema, noise, self.kept),
+            }
         )
 
     def upload_limits(self, client: Client) -> Mapping[str, Limit]:
@@ -280,7 +300,10 @@ class FedMosaic(Method):
                 self.server["ids"], self.server["adapters"], self.server["sketches"], strict=True
             )
         }
-        rows |= {id: (upload.tensor("adapters"), upload.tensor("sketch")) for id, upload in uploads.items()}
+        rows |= {
+            id: (upload.tensor("adapters"), upload.tensor("sketch"))
+            for id, upload in uploads.items()
+        }
         ids = sorted(rows)
         self.server = {
             "ids": torch.tensor(ids, dtype=torch.int64),
@@ -289,23 +312,27 @@ class FedMosaic(Method):
         }
 
     def _mixed_for(self, id: int) -> Tensor:
-        """Pg and Qg of client ``id``, ``[L, r, r + 1]``: zero while nobody else is known, the plain mean for
-        a client without sketch."""
+        """Pg and Qg of client ``id``, ``[L, r, r + 1]``: zero while nobody else is known, the plain
+        mean for a client without sketch."""
         mine = self.server["ids"] == id
         relevance = torch.zeros(1, len(mine), dtype=torch.float64)
         if mine.any():
             relevance = cosine(self.server["sketches"][mine], self.server["sketches"])
-        weights = relevance_weights(relevance, self.tau, exclude=None if self.include_self else mine)
+        weights = relevance_weights(
+            relevance, self.tau, exclude=None if self.include_self else mine
+        )
         return mix(weights, self.server["adapters"])[0]
 
     def relevance(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids ``[K]`` of the clients that the server has heard of, and the cosines of their sketches
-        ``[K, K]``."""
-        return self.server["ids"].numpy(), cosine(self.server["sketches"], self.server["sketches"]).numpy()
+        """Return ids ``[K]`` of the clients that the server has heard of, and the cosines of their
+        sketches ``[K, K]``."""
+        return self.server["ids"].numpy(), cosine(
+            self.server["sketches"], self.server["sketches"]
+        ).numpy()
 
     def deploy(self, client: Client | None = None) -> nn.Module:
-        """Return what this client has kept, with the global copy that it would be sent now; without a client,
-        a newcomer's model."""
+        """Return what this client has kept, with the global copy that it would be sent now; without
+        a client, a newcomer's model."""
         client = client or NEWCOMER
         self.receive(self.broadcast(client), client)
         return self.network

@@ -1,17 +1,17 @@
-"""FedMPQ: mixed-precision quantised federated learning (Chen & Vikalo, CVPR 2024), on BSQ's bit planes (Yang
-et al., ICLR 2021).
+"""FedMPQ: mixed-precision quantised federated learning (Chen & Vikalo, CVPR 2024), on BSQ's bit
+planes (Yang et al., ICLR 2021).
 
     L = L_task + lambda_b * L_bit,     L_bit = 1 / (sum n_l) * sum_l n_l N_l * sum_b || p_b ||_2
 
-n_l weights of layer l, N_l its magnitude bits, p_b its bit plane b. Clients train every quantised layer
-through its grid, prune planes that hardly any weight sets, and send codes of N_l + 1 bits; the server
-averages the de-quantised weights and deals out bits within each client's budget.
+n_l weights of layer l, N_l its magnitude bits, p_b its bit plane b. Clients train every quantised
+layer through its grid, prune planes that hardly any weight sets, and send codes of N_l + 1 bits;
+the server averages the de-quantised weights and deals out bits within each client's budget.
 
-The grid of a layer, s_l / (2^N_l - 1), belongs to the server and travels down. s_l starts at max |W_0|, is
-halved with every plane that clients dropped at the top on average, and doubles while ``GROWTH`` times the
-pruning threshold of the weights lie above it. A client that makes a few weights large keeps its grid: read
-off max |W| again in each round, the grid follows outliers, empties its own top plane, and clients prune
-whatever the regulariser weighs.
+The grid of a layer, s_l / (2^N_l - 1), belongs to the server and travels down. s_l starts at max
+|W_0|, is halved with every plane that clients dropped at the top on average, and doubles while
+``GROWTH`` times the pruning threshold of the weights lie above it. A client that makes a few
+weights large keeps its grid: read off max |W| again in each round, the grid follows outliers,
+empties its own top plane, and clients prune whatever the regulariser weighs.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from fl_lightning.tasks import ClassRows
 from fl_lightning.wire import Codes, Limit, Payload, PayloadError
 
 GROWTH = 2.5
-"""Share of a layer's weights above s, in units of the pruning threshold, at which s doubles. At 1 a grid that
-has just grown has a top plane that clients prune again."""
+"""Share of a layer's weights above s, in units of the pruning threshold, at which s doubles. At 1 a
+grid that has just grown has a top plane that clients prune again."""
 LEAST_GROWTH = 1e-3
 """That share where the threshold is zero."""
 BUDGET_UNITS = 2**16
@@ -54,28 +54,36 @@ BUDGET_UNITS = 2**16
 class FedMPQ(QuantizedMethod):
     """Every client trains, sends and is sent its own mix of bit-widths.
 
-    In W, the gradient of L_bit is ``pull / c * n_l N_l / (sum n_l) * sign(W) sum_b 2^b p_b / ||p_b|| /
-    sum_b 4^b``, c the step of the grid: behind the task's gradient as far as in the paper's own planes where
-    pull is 1, as it is at the start. ``pull = min(1, (m / s_0)^2) s / m``, m the larger of s and max |W|: a
-    layer that shrinks below what it started with, s_0, is pulled the less.
+    In W, the gradient of L_bit is ``pull / c * n_l N_l / (sum n_l) * sign(W) sum_b 2^b p_b /
+    ||p_b|| / sum_b 4^b``, c the step of the grid: behind the task's gradient as far as in the
+    paper's own planes where pull is 1, as it is at the start. ``pull = min(1, (m / s_0)^2) s / m``,
+    m the larger of s and max |W|: a layer that shrinks below what it started with, s_0, is pulled
+    the less.
 
     Args:
-        bits: budget in magnitude bits per weight on average, 1 to 8; one number, or one for each client.
-        lambda_b: weight of the bit regulariser; 0.01 in the paper, 0.001 in its later configurations,
-            meaningful with this normalisation only.
-        prune_threshold: share of set digits at which a client drops a bit plane, in [0, 1); 0.02 in the
-            paper.
-        representation: what clients' optimisers step on: ``latent``, W itself, or ``planes``, two for each
-            bit, as in the paper, 2 N numbers a weight; Adam moves W there by up to 2 s times its lr.
-        rounding: of uploads: ``stochastic`` (unbiased), or ``nearest``: updates below half a step are lost.
-        plane_lr: of ``planes``: ``matched`` divides their gradients, the task's and the regulariser's, by
-            c^2 sum_b 4^b, so that a step of SGD on them moves W about as far as a step of the same lr on W;
-            ``raw`` leaves them: with s = max |W| below 1 the lr of every layer shrinks with s^2.
-        download: what the client is sent: W_t in ``full`` precision, or ``quantised`` at its own bit-widths.
-        activation_bits: magnitude bits of the inputs of quantised layers, 1 to 8, or null for full precision.
+        bits: budget in magnitude bits per weight on average, 1 to 8; one number, or one for each
+            client.
+        lambda_b: weight of the bit regulariser; 0.01 in the paper, 0.001 in its later
+            configurations, meaningful with this normalisation only.
+        prune_threshold: share of set digits at which a client drops a bit plane, in [0, 1); 0.02 in
+            the paper.
+        representation: what clients' optimisers step on: ``latent``, W itself, or ``planes``, two
+            for each bit, as in the paper, 2 N numbers a weight; Adam moves W there by up to 2 s
+            times its lr.
+        rounding: of uploads: ``stochastic`` (unbiased), or ``nearest``: updates below half a step
+            are lost.
+        plane_lr: of ``planes``: ``matched`` divides their gradients, the task's and the
+            regulariser's, by c^2 sum_b 4^b, so that a step of SGD on them moves W about as far as a
+            step of the same lr on W; ``raw`` leaves them: with s = max |W| below 1 the lr of every
+            layer shrinks with s^2.
+        download: what the client is sent: W_t in ``full`` precision, or ``quantised`` at its own
+            bit-widths.
+        activation_bits: magnitude bits of the inputs of quantised layers, 1 to 8, or null for full
+            precision.
         quantise_shortcuts: whether 1x1 convolutions on shortcuts are quantised too.
-        supernet: whether each step also trains three narrower allocations, taught by the client's own, so
-            that the one model serves every budget below; of FedMPQ with ``representation: latent`` alone.
+        supernet: whether each step also trains three narrower allocations, taught by the client's
+            own, so that the one model serves every budget below; of FedMPQ with ``representation:
+            latent`` alone.
         settings: those of every method.
     """
 
@@ -92,7 +100,9 @@ class FedMPQ(QuantizedMethod):
     def __init__(
         self,
         bits: float | list[float] = 4,
-        lambda_b: Annotated[float, within("[0, inf)", "a regulariser weighs 0 or more", 0.01)] = 0.01,
+        lambda_b: Annotated[
+            float, within("[0, inf)", "a regulariser weighs 0 or more", 0.01)
+        ] = 0.01,
         prune_threshold: Annotated[float, within("[0, 1)", "it is a share in [0, 1)", 0.02)] = 0.02,
         representation: Literal["latent", "planes"] = "latent",
         rounding: Literal["stochastic", "nearest"] = "stochastic",
@@ -105,7 +115,8 @@ class FedMPQ(QuantizedMethod):
     ) -> None:
         super().__init__(bits, download, activation_bits, quantise_shortcuts, **settings)
         require(
-            not supernet or (type(self).training_step is FedMPQ.training_step and representation == "latent"),
+            not supernet
+            or (type(self).training_step is FedMPQ.training_step and representation == "latent"),
             f"--model.supernet true with --model {type(self).__name__} "
             f"--model.representation {representation}",
             "other allocations are other grids of the same weights, and the client's own is their teacher",
@@ -167,15 +178,20 @@ class FedMPQ(QuantizedMethod):
         self.scales, self.pull = (message.tensor(name).to(self.device) for name in ("grid", "pull"))
         flat = [self._in_memory(at, tensors[name]) for at, name in enumerate(self.layers)]
         self.variables = nn.Parameter(self.representation.variables(flat, self.grid))
-        if self.supernet:  # narrower allocations are trained on the grids that they will be deployed on
+        # narrower allocations are trained on the grids that they will be deployed on
+        if self.supernet:
             pairs = zip(flat, self.layer_bits, strict=True)
-            self.nearest = [[nearest_scale(each, n) for n in range(1, most + 1)] for each, most in pairs]
+            self.nearest = [
+                [nearest_scale(each, n) for n in range(1, most + 1)] for each, most in pairs
+            ]
         self.remember_received()
 
     @property
     def grid(self) -> Grid:
         """The grids that this client trains on."""
-        layers = [Layer(bits, size) for bits, size in zip(self.layer_bits, self.layer_sizes, strict=True)]
+        layers = [
+            Layer(bits, size) for bits, size in zip(self.layer_bits, self.layer_sizes, strict=True)
+        ]
         return Grid(layers, self.scales, self.pull)
 
     def _in_memory(self, layer: int, weight: Tensor) -> Tensor:
@@ -205,8 +221,9 @@ class FedMPQ(QuantizedMethod):
         return self._by_name(weights), penalty
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
-        """``loss = loss_task + loss_bit``; ``loss_bit`` is lambda_b * L_bit, as it enters. Of a supernet also
-        ``loss_narrow``, the sum over the narrower allocations of KL(own || narrower)."""
+        """``loss = loss_task + loss_bit``; ``loss_bit`` is lambda_b * L_bit, as it enters. Of a
+        supernet also ``loss_narrow``, the sum over the narrower allocations of KL(own ||
+        narrower)."""
         weights, bit_norm = self.quantized_weights()
         task, student = self.task_and_logits(batch, batch_idx, weights)
         bit = self.lambda_b * bit_norm
@@ -217,7 +234,8 @@ class FedMPQ(QuantizedMethod):
         return self.with_terms(losses, batch, student)
 
     def _narrower_loss(self, batch: Any, batch_idx: int, own: Tensor | None) -> Tensor:
-        """Return what a supernet adds to the loss of a step, given the logits of the client's own bits."""
+        """Return what a supernet adds to the loss of a step, given the logits of the client's own
+        bits."""
         assert own is not None, "a module gives no logits"
         inputs, target = batch
 
@@ -230,10 +248,13 @@ class FedMPQ(QuantizedMethod):
             return self.task.class_rows(self._logits(inputs, self._by_name(within)), target)
 
         noise = rng.stream(self.seed, f"allocations/{batch_idx}", self.round)
-        return narrower_loss(self.task.class_rows(own, target), narrower(self.layer_bits, noise), rows_at)
+        return narrower_loss(
+            self.task.class_rows(own, target), narrower(self.layer_bits, noise), rows_at
+        )
 
     def trained_weights(self) -> dict[str, Tensor]:
-        """Return what the clients train, before rounding: its gradient is that of W_q by the identity."""
+        """Return what the clients train, before rounding: its gradient is that of W_q by the
+        identity."""
         quantized, before = self.quantized_weights()[0], self.unrounded()
         straight = {name: before[name].detach() + (w - w.detach()) for name, w in quantized.items()}
         return {**super().trained_weights(), **straight}
@@ -263,10 +284,15 @@ class FedMPQ(QuantizedMethod):
         return {"examples": (), "tops": (len(self.layers),), **self.codec.limits()}
 
     def _on_cpu(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return all layers on the CPU in one transfer: one by one, each layer would wait for the device."""
+        """Return all layers on the CPU in one transfer: one by one, each layer would wait for the
+        device."""
         if self.device.type == "cpu":
             return tensors
-        pieces = torch.cat([tensor.reshape(-1) for tensor in tensors.values()]).cpu().split(self.layer_sizes)
+        pieces = (
+            torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
+            .cpu()
+            .split(self.layer_sizes)
+        )
         return {
             name: piece.view(tensor.shape)
             for (name, tensor), piece in zip(tensors.items(), pieces, strict=True)
@@ -293,7 +319,9 @@ class FedMPQ(QuantizedMethod):
         sent, given = upload.codes("bits").values.tolist(), self.allocate(self.budget(client))
         if any(n > most for n, most in zip(sent, given, strict=True)):
             raise PayloadError(
-                f"bits {sent} where {given} were dealt out", "a client prunes and never adds", "send no more"
+                f"bits {sent} where {given} were dealt out",
+                "a client prunes and never adds",
+                "send no more",
             )
         tops = upload.codes("tops").values.tolist()
         if any(top > most - n for top, n, most in zip(tops, sent, given, strict=True)):
@@ -308,12 +336,15 @@ class FedMPQ(QuantizedMethod):
         return {"given": Codes(torch.tensor(self.allocate(budget), dtype=torch.int32), 4)}
 
     def addends(self, upload: Payload, client_id: int, weight: int) -> dict[str, Addend]:
-        """Return what an upload adds: weights with n_k; bits and planes removed, with n_k times the client's
-        budget; and planes removed once more, to be counted."""
+        """Return what an upload adds: weights with n_k; bits and planes removed, with n_k times the
+        client's budget; and planes removed once more, to be counted."""
         budget = self.budgets[client_id % len(self.budgets)]
         sent = upload.codes("bits").values
         removed = torch.tensor(self.allocate(budget)) - sent
-        by_budget = weight * self._budget_units(client_id), self.largest_weight * MAX_BITS * BUDGET_UNITS
+        by_budget = (
+            weight * self._budget_units(client_id),
+            self.largest_weight * MAX_BITS * BUDGET_UNITS,
+        )
         return {
             **super().addends(upload, client_id, weight),
             "bits": Addend(sent, *by_budget),
@@ -353,11 +384,13 @@ class FedMPQ(QuantizedMethod):
         )
 
     def _next_grid(self, vector: Tensor, tops: Tensor) -> Tensor:
-        """Return s of each layer ``[L]``: half for each plane that was dropped at the top on average, twice
-        while too many weights lie above it."""
+        """Return s of each layer ``[L]``: half for each plane that was dropped at the top on
+        average, twice while too many weights lie above it."""
         tensors, scales = self.layout.unpack(vector), []
         share = max(GROWTH * self.prune_threshold, LEAST_GROWTH)
-        for name, scale, top in zip(self.layers, self.server["grid"].tolist(), tops.tolist(), strict=True):
+        for name, scale, top in zip(
+            self.layers, self.server["grid"].tolist(), tops.tolist(), strict=True
+        ):
             sizes = tensors[name].abs().flatten()
             rank = min(math.ceil(share * len(sizes)), len(sizes))
             edge = float(sizes.topk(rank).values[-1])
@@ -377,20 +410,23 @@ class FedMPQ(QuantizedMethod):
         }
 
     def quantized(self, bits: Sequence[int], weights: Tensor) -> Payload:
-        """Return ``weights``, ``[P]``, with layer l at ``bits[l]``, on the grid of these bits that is nearest
-        to it."""
+        """Return ``weights``, ``[P]``, with layer l at ``bits[l]``, on the grid of these bits that
+        is nearest to it."""
         tensors = self.layout.unpack(weights)
-        scales = [nearest_scale(tensors[name], n) for name, n in zip(self.layers, bits, strict=True)]
+        scales = [
+            nearest_scale(tensors[name], n) for name, n in zip(self.layers, bits, strict=True)
+        ]
         return self.codec.encode(weights, bits, scales=scales)
 
     def deploy_at(self, budget: float) -> nn.Module:
-        """Return W_t on the grid at the bit-widths of another budget, in magnitude bits per weight: what a
-        supernet is trained for."""
+        """Return W_t on the grid at the bit-widths of another budget, in magnitude bits per weight:
+        what a supernet is trained for."""
         payload = self.quantized(self.allocate(budget), self.evaluated_weights)
         return self.deployed(self.codec.decode(payload, sender="server"), None)
 
     def allocate(self, budget: float) -> list[int]:
-        """Bits of each layer for a budget: uniform before the first aggregation, FedMPQ's rule afterwards."""
+        """Bits of each layer for a budget: uniform before the first aggregation, FedMPQ's rule
+        afterwards."""
         if not self.server["aggregated"]:
             return [int(budget)] * len(self.layers)
         return allocate_bits(

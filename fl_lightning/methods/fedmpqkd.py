@@ -1,7 +1,8 @@
-"""FedMPQ-KD: FedMPQ whose clients also distil from a full-precision copy of the weights they received this
-round.
+"""FedMPQ-KD: FedMPQ whose clients also distil from a full-precision copy of the weights they
+received this round.
 
-    L = L_task + lambda_b * L_bit + alpha * T^2 * KL,   KL(softmax(teacher / T) || softmax(student / T))
+    L = L_task + lambda_b * L_bit + alpha * T^2 * KL,   KL(softmax(teacher / T) || softmax(student /
+    T))
 
 Hinton et al. (2015) for T^2; nothing more is uploaded than by FedMPQ.
 """
@@ -40,10 +41,11 @@ class FedMPQKD(FedMPQ):
         alpha: weight of the distillation term, 0 or more; a number, or a schedule over rounds.
         temperature: T, above 0; a number, or a schedule over rounds.
         kl: ``forward`` is KL(teacher || student), ``reverse`` is KL(student || teacher).
-        teacher: ``frozen``; ``joint``: trained beside the student on the task loss; or a number r: replaced
-            by the student's full-precision weights every r local steps.
-        teacher_source: the teacher's weights: ``full``, W_t in full precision (adds the fp32 download when
-            ``download`` is ``quantised``), or ``received``, what the download holds (adds none).
+        teacher: ``frozen``; ``joint``: trained beside the student on the task loss; or a number r:
+            replaced by the student's full-precision weights every r local steps.
+        teacher_source: the teacher's weights: ``full``, W_t in full precision (adds the fp32
+            download when ``download`` is ``quantised``), or ``received``, what the download holds
+            (adds none).
         settings: those of FedMPQ. The teacher's activations are always in full precision.
     """
 
@@ -65,12 +67,16 @@ class FedMPQKD(FedMPQ):
         for value in ends(alpha):
             if not 0 <= value < math.inf:
                 raise InputError(
-                    f"--model.alpha {value}", "a loss term weighs 0 or more", "write --model.alpha 0.5"
+                    f"--model.alpha {value}",
+                    "a loss term weighs 0 or more",
+                    "write --model.alpha 0.5",
                 )
         for value in ends(temperature):
             if not 0 < value < math.inf:
                 raise InputError(
-                    f"--model.temperature {value}", "a temperature is above 0", "write --model.temperature 2"
+                    f"--model.temperature {value}",
+                    "a temperature is above 0",
+                    "write --model.temperature 2",
                 )
         if isinstance(teacher, bool) or not isinstance(teacher, int):
             require_choice(teacher, ("frozen", "joint"), "--model.teacher")
@@ -112,7 +118,9 @@ class FedMPQKD(FedMPQ):
     def receive(self, message: Payload, client: Client) -> None:
         super().receive(message, client)
         weights = (
-            message.tensor("teacher") if "teacher" in message else self.codec.decode(message, sender="server")
+            message.tensor("teacher")
+            if "teacher" in message
+            else self.codec.decode(message, sender="server")
         )
         self.layout.write(self.teacher, weights)
         self.own.write(self.teacher, self.own.read(self.network))
@@ -127,18 +135,28 @@ class FedMPQKD(FedMPQ):
     def local_batches(
         self, data: FederatedData, client: Client, *, epochs: int, labels: Tensor, steps: int
     ) -> Iterator[Any]:
-        """Yield the client's batches, with the frozen teacher's logits as a third element where it is cheaper
-        to have them beforehand."""
+        """Yield the client's batches, with the frozen teacher's logits as a third element where it
+        is cheaper to have them beforehand."""
         frozen = self.teacher_mode == "frozen" and self.alpha > 0
-        if not frozen or not self._reads_logits or not teaching.pays(data.device, epochs, data.augments):
-            yield from super().local_batches(data, client, epochs=epochs, labels=labels, steps=steps)
+        if (
+            not frozen
+            or not self._reads_logits
+            or not teaching.pays(data.device, epochs, data.augments)
+        ):
+            yield from super().local_batches(
+                data, client, epochs=epochs, labels=labels, steps=steps
+            )
             return
         numbers = torch.arange(len(labels), device=labels.device)
         numbered = super().local_batches(data, client, epochs=epochs, labels=numbers, steps=steps)
-        batches = ((data.with_labels(inputs, labels[number]), number) for inputs, number in numbered)
+        batches = (
+            (data.with_labels(inputs, labels[number]), number) for inputs, number in numbered
+        )
         alike = data.device.type != "cpu" and isinstance(self.task, Classification)
         ahead = teaching.AHEAD if alike else 1  # sequences of two batches differ in length
-        yield from teaching.with_logits(self.teacher, batches, labels, repeats=not data.augments, ahead=ahead)
+        yield from teaching.with_logits(
+            self.teacher, batches, labels, repeats=not data.augments, ahead=ahead
+        )
 
     @property
     def _reads_logits(self) -> bool:
@@ -147,8 +165,8 @@ class FedMPQKD(FedMPQ):
         return not any(overrides(self, FedMPQKD, name) for name in readers)
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
-        """FedMPQ's terms and ``loss_kd`` = alpha * T^2 * KL, as it enters. ``batch``: inputs, target, and the
-        teacher's logits if known."""
+        """FedMPQ's terms and ``loss_kd`` = alpha * T^2 * KL, as it enters. ``batch``: inputs,
+        target, and the teacher's logits if known."""
         if self.alpha == 0:
             outputs = super().training_step(batch, batch_idx)
             return {**outputs, "loss_kd": torch.zeros_like(outputs["loss"])}

@@ -1,13 +1,13 @@
-"""FedNova (Wang et al., NeurIPS 2020): updates are divided by the length of their clients' local work, so
-that who makes more steps does not pull the model towards its own optimum.
+"""FedNova (Wang et al., NeurIPS 2020): updates are divided by the length of their clients' local
+work, so that who makes more steps does not pull the model towards its own optimum.
 
     x <- x + tau sum_i p_i (y_i - x) / a_i
     a_i = u after K_i times:  s <- r s + 1 - eta mu u,  u <- u + s, both from 0
     tau = sum_i p_i a_i, with mu > 0 sum_i p_i K_i
 
-a_i is what K_i steps of SGD with momentum r and a proximal term make of gradients of 1: K_i for plain SGD.
-K_i is the number of steps that the client made, fewer for a straggler. With server_momentum q the server
-moves by eta B, B <- q B + step / eta.
+a_i is what K_i steps of SGD with momentum r and a proximal term make of gradients of 1: K_i for
+plain SGD. K_i is the number of steps that the client made, fewer for a straggler. With
+server_momentum q the server moves by eta B, B <- q B + step / eta.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class FedNova(Method):
     Args:
         mu: weight of a proximal term, 0 or more, as in FedProx.
         server_momentum: share of the last steps that the server makes again, in [0, 1).
-        normalize: whether updates are normalised; False, without the others, is FedAvg, bit for bit.
+        normalize: whether updates are normalised; False, without the others, is FedAvg, bit for
+            bit.
         settings: those of every method.
     """
 
@@ -67,7 +68,10 @@ class FedNova(Method):
         why = "a_i is how far steps of SGD go, with momentum and a proximal term"
         require_plain_sgd(self, why, momentum=True, decay=True, clipping=True)
         pull = self.mu * round_lr(self)
-        given, why = f"mu {self.mu:g} at a learning rate of {pull / (self.mu or 1):g}", "mu lr is at most 1"
+        given, why = (
+            f"mu {self.mu:g} at a learning rate of {pull / (self.mu or 1):g}",
+            "mu lr is at most 1",
+        )
         above = pull <= 1 and min(map(self.work_of, range(1, SWING_STEPS))) > 0
         require(above, given, f"{why}, or a_i need not be above 0", "write --model.mu 0.01")
         if self.server_momentum:
@@ -86,7 +90,9 @@ class FedNova(Method):
         work = self.work_of(int(upload.tensor("steps")))
         if work < 1 and not largest(self._normalised(self.decode(upload), work)) < MAX_MAGNITUDE:
             raise PayloadError(
-                f"an update that is too large for work of {work:.3g}", "it is divided by that", "lower the lr"
+                f"an update that is too large for work of {work:.3g}",
+                "it is divided by that",
+                "lower the lr",
             )
 
     def work_of(self, steps: int) -> float:
@@ -99,7 +105,11 @@ class FedNova(Method):
         return total
 
     def addends(self, upload: Payload, client_id: int, weight: int) -> dict[str, Addend]:
-        steps, start, most = int(upload.tensor("steps")), self.starts()["weights"], self.largest_weight
+        steps, start, most = (
+            int(upload.tensor("steps")),
+            self.starts()["weights"],
+            self.largest_weight,
+        )
         ended = self._normalised(self.decode(upload), self.work_of(steps))
         return {
             "weights": Addend(ended, weight, most, start),
@@ -109,7 +119,11 @@ class FedNova(Method):
     def _normalised(self, ended: Tensor, work: float) -> Tensor:
         """Return x + (y_i - x) / a_i, and statistics as they are, ``[P]``."""
         start, P = self.starts()["weights"], self.trained_values
-        return ended if work == 1 else torch.cat([start[:P] + (ended[:P] - start[:P]) / work, ended[P:]])
+        return (
+            ended
+            if work == 1
+            else torch.cat([start[:P] + (ended[:P] - start[:P]) / work, ended[P:]])
+        )
 
     def _length_of(self, steps: int) -> float:
         """Return what a client of so many steps adds to tau."""

@@ -1,10 +1,10 @@
-"""FedNTD: not-true distillation (Lee et al., NeurIPS 2022). Clients keep what the global model knows of the
-classes they do not see.
+"""FedNTD: not-true distillation (Lee et al., NeurIPS 2022). Clients keep what the global model
+knows of the classes they do not see.
 
     L = L_task + beta * tau^2 * KL(q_g || q),   q = softmax(z / tau) over the classes other than y
 
-q_g is the same of the global model as received, frozen and in evaluation mode. Nothing more travels than in
-FedAvg.
+q_g is the same of the global model as received, frozen and in evaluation mode. Nothing more travels
+than in FedAvg.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from fl_lightning.methods.terms import NotTrueTerm, a_temperature, a_weight
 
 
 class FedNTD(Method):
-    """FedAvg with :class:`~fl_lightning.methods.terms.NotTrueTerm`: the not-true classes are distilled from
-    the received weights. ``beta`` 0 is FedAvg, bit for bit.
+    """FedAvg with :class:`~fl_lightning.methods.terms.NotTrueTerm`: the not-true classes are
+    distilled from the received weights. ``beta`` 0 is FedAvg, bit for bit.
 
     Args:
         beta: weight of the distillation term, 0 or more; 1 in the paper.

@@ -1,4 +1,5 @@
-"""FedPer (Arivazhagan et al., 2019): the last layer stays on its client, everything else is averaged.
+"""FedPer (Arivazhagan et al., 2019): the last layer stays on its client, everything else is
+averaged.
 
     y_i, h_i <- K_i local steps on body and head together, from x and the client's own h_i
     x <- sum_i p_i y_i

@@ -1,9 +1,12 @@
-"""FedPQ: updates by product quantisation (Jegou et al., TPAMI 2011; for gradients Dai et al., 2019).
+"""FedPQ: updates by product quantisation (Jegou et al., TPAMI 2011; for gradients Dai et al.,
+2019).
 
-    x <- x + sum_k p_k Q(x_k - x),   Q replaces every d values by the nearest of the client's K centroids
+    x <- x + sum_k p_k Q(x_k - x),   Q replaces every d values by the nearest of the client's K
+    centroids
 
-A client sends the indices, log2 K bits for d weights, and the codebooks, K d fp32 a tensor. d = 2 and K = 256
-are 4 bits a weight and 2 kB a tensor. Q is biased towards the mean of its cluster. The download is in fp32.
+A client sends the indices, log2 K bits for d weights, and the codebooks, K d fp32 a tensor. d = 2
+and K = 256 are 4 bits a weight and 2 kB a tensor. Q is biased towards the mean of its cluster. The
+download is in fp32.
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ from fl_lightning.wire import Codes, Limit, Payload, PayloadError
 
 
 class FedPQ(CodedUpdates):
-    """FedAvg with updates as indices into small codebooks. A tensor of fewer than 8 sub-vectors travels in
-    fp32.
+    """FedAvg with updates as indices into small codebooks. A tensor of fewer than 8 sub-vectors
+    travels in fp32.
 
     Args:
         dim: d, values in a sub-vector, 1 or more.
@@ -53,7 +56,9 @@ class FedPQ(CodedUpdates):
     def _num_centroids(self, size: int) -> int:
         return product.num_centroids(-(-size // self.dim), self.centroids)
 
-    def encode_updates(self, updates: Sequence[Tensor], client: Client) -> dict[str, Tensor | Codes]:
+    def encode_updates(
+        self, updates: Sequence[Tensor], client: Client
+    ) -> dict[str, Tensor | Codes]:
         """Return for each tensor indices ``i0`` and a codebook ``c0`` float32 ``[K, d]``."""
         noise = self.stream("kmeans", client)
         entries: dict[str, Tensor | Codes] = {}
@@ -64,9 +69,14 @@ class FedPQ(CodedUpdates):
                     points, self._num_centroids(update.numel()), self.iterations, noise
                 )
             else:  # for the server to see and refuse
-                index, codebook = np.zeros(len(points), np.int64), np.full((1, self.dim), np.nan, np.float32)
+                index, codebook = (
+                    np.zeros(len(points), np.int64),
+                    np.full((1, self.dim), np.nan, np.float32),
+                )
             entries[f"i{tensor}"] = Codes(
-                torch.from_numpy(index).to(torch.int32), product.index_bits(len(codebook)), are_indices=True
+                torch.from_numpy(index).to(torch.int32),
+                product.index_bits(len(codebook)),
+                are_indices=True,
             )
             entries[f"c{tensor}"] = torch.from_numpy(codebook)
         return entries
@@ -80,8 +90,13 @@ class FedPQ(CodedUpdates):
 
     def decode_updates(self, upload: Payload) -> list[Tensor]:
         updates = []
-        for tensor, (name, size) in enumerate(zip(self.coded.shapes, self.coded.sizes, strict=True)):
-            index, codebook = upload.codes(f"i{tensor}").values.flatten().long(), upload.tensor(f"c{tensor}")
+        for tensor, (name, size) in enumerate(
+            zip(self.coded.shapes, self.coded.sizes, strict=True)
+        ):
+            index, codebook = (
+                upload.codes(f"i{tensor}").values.flatten().long(),
+                upload.tensor(f"c{tensor}"),
+            )
             if int(index.max()) >= len(codebook):
                 rule = f"its codebook has {len(codebook)} entries"
                 raise PayloadError(f"index {int(index.max())} for {name}", rule, "encode it again")
@@ -91,6 +106,7 @@ class FedPQ(CodedUpdates):
     def server_metrics(self) -> dict[str, float]:
         """Index bits per coded weight, the codebooks not counted."""
         bits = [
-            product.index_bits(self._num_centroids(size)) * -(-size // self.dim) for size in self.coded.sizes
+            product.index_bits(self._num_centroids(size)) * -(-size // self.dim)
+            for size in self.coded.sizes
         ]
         return {"bits/average": sum(bits) / self.coded.size if self.coded.size else 32.0}

@@ -1,11 +1,13 @@
-"""FedProto (Tan et al., AAAI 2022): clients keep their models and exchange the mean features of each class,
-their prototypes.
+"""FedProto (Tan et al., AAAI 2022): clients keep their models and exchange the mean features of
+each class, their prototypes.
 
-    client k:  L = L_task + lam mean ||z - P_y||^2 / d,  0 where P_y is not known; from its own weights
-               sends z_kc, the mean of z over its n_kc examples of class c, after its local steps
+    client k:  L = L_task + lam mean ||z - P_y||^2 / d,  0 where P_y is not known; from its own
+               weights sends z_kc, the mean of z over its n_kc examples of class c, after its local
+               steps
     server:    P_c = sum_k n_kc z_kc / sum_k n_kc,  over those of the round that have the class
 
-z, of d features, is what enters the last linear layer. A class that nobody in a round has keeps its P_c.
+z, of d features, is what enters the last linear layer. A class that nobody in a round has keeps its
+P_c.
 """
 
 from __future__ import annotations
@@ -29,12 +31,15 @@ from fl_lightning.wire import Codes, Limit, Payload, PayloadError
 
 
 class FedProto(PersonalMethod):
-    """Clients that train alone, but for a pull of their features to the prototypes of their classes.
+    """Clients that train alone, but for a pull of their features to the prototypes of their
+    classes.
 
-    ``average`` is taken class by class; where it has too few clients for a class, its prototype stays.
+    ``average`` is taken class by class; where it has too few clients for a class, its prototype
+    stays.
 
     Args:
-        lam: weight of the pull, 0 or more; 1 in the paper. 0: the clients' models are those of LocalOnly.
+        lam: weight of the pull, 0 or more; 1 in the paper. 0: the clients' models are those of
+            LocalOnly.
         settings: those of every method.
     """
 
@@ -90,13 +95,19 @@ class FedProto(PersonalMethod):
     def upload(self, client: Client) -> Payload:
         self.keep(client, weights=self.layout.read(self.network))
         means, counts = self.class_means(client, self.train_labels.pop(client.id))
-        return Payload({"examples": self.examples_of(client), "prototypes": means, "counts": counts})
+        return Payload(
+            {"examples": self.examples_of(client), "prototypes": means, "counts": counts}
+        )
 
     def class_means(self, client: Client, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean features of each class, float32 ``[C, d]``, zeros of one without examples, and how
-        many examples it has, float32 ``[C]``, of the network as it is, in evaluation mode."""
+        """Return the mean features of each class, float32 ``[C, d]``, zeros of one without
+        examples, and how many examples it has, float32 ``[C]``, of the network as it is, in
+        evaluation mode."""
         self.network.eval()
-        sums, counts = torch.zeros_like(self.prototypes, dtype=torch.float64), torch.zeros_like(self.known)
+        sums, counts = (
+            torch.zeros_like(self.prototypes, dtype=torch.float64),
+            torch.zeros_like(self.known),
+        )
         index = torch.from_numpy(client.train).to(self.device)
         size = self.train_data.evaluation_batch
         for part, target in zip(index.split(size), labels.split(size), strict=True):
@@ -124,7 +135,11 @@ class FedProto(PersonalMethod):
         upload.tensor("examples")
         upload.tensor("prototypes")
         counts = upload.tensor("counts")
-        if bool((counts != counts.round()).any() or (counts < 0).any() or counts.sum() > len(client.train)):
+        if bool(
+            (counts != counts.round()).any()
+            or (counts < 0).any()
+            or counts.sum() > len(client.train)
+        ):
             raise PayloadError(
                 f"counts {counts.tolist()} of client {client.id}",
                 f"they are whole numbers, 0 or more, of its {len(client.train)} examples",
@@ -134,7 +149,9 @@ class FedProto(PersonalMethod):
     def aggregate(self, uploads: Mapping[int, Payload]) -> None:
         prototypes, known = self.server["prototypes"].clone(), self.server["known"].clone()
         for c in range(len(known)):
-            having = [upload for _, upload in sorted(uploads.items()) if upload.tensor("counts")[c] > 0]
+            having = [
+                upload for _, upload in sorted(uploads.items()) if upload.tensor("counts")[c] > 0
+            ]
             if having:
                 shares = self._capped([int(upload.tensor("counts")[c]) for upload in having])
                 means = [upload.tensor("prototypes")[c] for upload in having]

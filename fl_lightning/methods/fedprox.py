@@ -12,12 +12,12 @@ from fl_lightning.methods.terms import ProximalTerm, a_weight
 
 
 class FedProx(Method):
-    """FedAvg with :class:`~fl_lightning.methods.terms.ProximalTerm`, against client drift. ``mu`` 0 is
-    FedAvg, bit for bit.
+    """FedAvg with :class:`~fl_lightning.methods.terms.ProximalTerm`, against client drift. ``mu`` 0
+    is FedAvg, bit for bit.
 
     Args:
-        mu: weight of the proximal term, 0 or more; 0.001 to 1 in the paper. Above 1 / lr the local steps
-            overshoot.
+        mu: weight of the proximal term, 0 or more; 0.001 to 1 in the paper. Above 1 / lr the local
+            steps overshoot.
         settings: those of every method.
     """
 

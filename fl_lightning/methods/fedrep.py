@@ -1,5 +1,5 @@
-"""FedRep (Collins et al., ICML 2021, algorithm 1): each client trains its own head first, then the shared
-body.
+"""FedRep (Collins et al., ICML 2021, algorithm 1): each client trains its own head first, then the
+shared body.
 
     h_i <- ``head_steps`` local steps on the head at ``head_lr``, from the client's own, body frozen
     y_i <- K_i local steps on the body from x, head frozen
@@ -24,12 +24,13 @@ from fl_lightning.methods.personal import TuningRate
 class FedRep(Method):
     """FedAvg of the body; the last linear layer stays on its client, which trains it first.
 
-    K_i counts the steps on the body. The steps on the head come before them and are the same for a straggler.
-    A part that is frozen takes no step at all, also none of momentum or weight decay.
+    K_i counts the steps on the body. The steps on the head come before them and are the same for a
+    straggler. A part that is frozen takes no step at all, also none of momentum or weight decay.
 
     Args:
         head_steps: local steps on the head, at least 1; ten epochs in the paper.
-        head_lr: their learning rate, above 0, which the schedule scales as the other; null: that of the body.
+        head_lr: their learning rate, above 0, which the schedule scales as the other; null: that of
+            the body.
         settings: those of every method.
     """
 
@@ -69,7 +70,9 @@ class FedRep(Method):
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
         trains_head = batch_idx < self.head_steps
-        self.frozen = {name for name in self.trained_names if (name in self.own.shapes) != trains_head}
+        self.frozen = {
+            name for name in self.trained_names if (name in self.own.shapes) != trains_head
+        }
         try:
             return super().training_step(batch, batch_idx)
         finally:
@@ -78,10 +81,13 @@ class FedRep(Method):
     def task_and_logits(
         self, batch: Any, batch_idx: int, weights: Mapping[str, Tensor] | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        frozen = {name: weight for name, weight in self.trained_weights().items() if name in self.frozen}
+        frozen = {
+            name: weight for name, weight in self.trained_weights().items() if name in self.frozen
+        }
         return super().task_and_logits(batch, batch_idx, {**frozen, **(weights or {})} or None)
 
     def trained_weights(self) -> dict[str, Tensor]:
-        """Return the network's weights by name; those of the part that is frozen lead no gradient back."""
+        """Return the network's weights by name; those of the part that is frozen lead no gradient
+        back."""
         weights = super().trained_weights()
         return {name: w.detach() if name in self.frozen else w for name, w in weights.items()}

@@ -1,12 +1,12 @@
-"""FedRoD (Chen & Chao, ICLR 2022): a global head that is fair to all classes, and beside it a personal one
-that knows which of them its client has.
+"""FedRoD (Chen & Chao, ICLR 2022): a global head that is fair to all classes, and beside it a
+personal one that knows which of them its client has.
 
     client k:  base and G minimise the cross-entropy of G(z)_c + gamma log n_kc,
                P that of stop(G(z)) + P(stop(z)), in the same steps
     server:    base and G are averaged by p_k; P stays
 
-z is what enters the last linear layer G, n_kc the client's training examples of class c; absent classes are
-left out. The personal model is G(z) + P(z).
+z is what enters the last linear layer G, n_kc the client's training examples of class c; absent
+classes are left out. The personal model is G(z) + P(z).
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from fl_lightning.wire import Layout, Payload
 
 
 class FedRoD(PersonalMethod):
-    """FedAvg with :class:`~fl_lightning.methods.terms.BalancedSoftmax` in place of the task loss, and a
-    linear personal head P on features that it does not train.
+    """FedAvg with :class:`~fl_lightning.methods.terms.BalancedSoftmax` in place of the task loss,
+    and a linear personal head P on features that it does not train.
 
     Args:
-        gamma: weight of the shift, 0 or more; 1 in the paper. 0: the global model is FedAvg's, bit for bit.
+        gamma: weight of the shift, 0 or more; 1 in the paper. 0: the global model is FedAvg's, bit
+            for bit.
         settings: those of every method.
     """
 
@@ -91,6 +92,8 @@ class FedRoD(PersonalMethod):
         network = super().deploy()
         if client is not None:
             self.of_head.write(self.head, self.kept(client, "P"))
-            for shared, own in zip(self.tap.layer.parameters(), self.head.parameters(), strict=True):
+            for shared, own in zip(
+                self.tap.layer.parameters(), self.head.parameters(), strict=True
+            ):
                 shared.add_(own)  # G(z) + P(z) is one linear layer
         return network

@@ -1,7 +1,8 @@
-"""FedSAM (Qu et al., ICML 2022): clients step along the gradient of a place uphill (SAM, Foret et al., ICLR
-2021), which ends where the loss is flat.
+"""FedSAM (Qu et al., ICML 2022): clients step along the gradient of a place uphill (SAM, Foret et
+al., ICLR 2021), which ends where the loss is flat.
 
-    q = gradient of L_task at y,  d = rho q / (||q|| + 1e-7),  y <- y - eta (gradient of L_task at y + d)
+    q = gradient of L_task at y,  d = rho q / (||q|| + 1e-7),  y <- y - eta (gradient of L_task at y
+    + d)
 
 The norm is over all trained parameters.
 """
@@ -22,7 +23,8 @@ from fl_lightning.models.tensors import constant_buffers
 
 
 class FedSAM(Method):
-    """FedAvg with sharpness-aware local steps, which take two passes each. ``rho`` 0 is FedAvg, bit for bit.
+    """FedAvg with sharpness-aware local steps, which take two passes each. ``rho`` 0 is FedAvg, bit
+    for bit.
 
     Terms of the loss are those at y; statistics of BatchNorm are those of the first pass.
 
@@ -55,10 +57,13 @@ class FedSAM(Method):
         return self.with_terms({"loss": task, "loss_task": task}, batch, logits)
 
     def _first_pass(self, batch: Any, batch_idx: int) -> tuple[Sequence[Tensor], dict[str, Tensor]]:
-        """Return q, in the order of the trained weights, and copies of the statistics, which have moved."""
+        """Return q, in the order of the trained weights, and copies of the statistics, which have
+        moved."""
         weights = self.trained_weights()
         if are_parameters([*weights.values()]):
-            found = torch.autograd.grad(self.task_and_logits(batch, batch_idx)[0], [*weights.values()])
+            found = torch.autograd.grad(
+                self.task_and_logits(batch, batch_idx)[0], [*weights.values()]
+            )
             return found, {name: buffer.clone() for name, buffer in self._statistics().items()}
 
         def loss_of(weights: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

@@ -16,8 +16,9 @@ from fl_lightning.methods.terms import a_weight
 
 
 class FedSpeed(FedDyn, FedSAM):
-    """Sharpness-aware local steps with a proximal and a dual term. Clients count once each. ``lamb`` 0 is
-    FedSAM of such clients, ``rho`` 0 is FedDyn, and both are FedAvg of such clients, bit for bit.
+    """Sharpness-aware local steps with a proximal and a dual term. Clients count once each.
+    ``lamb`` 0 is FedSAM of such clients, ``rho`` 0 is FedDyn, and both are FedAvg of such clients,
+    bit for bit.
 
     Args:
         lamb: weight of both terms, 0 or more; 0.1 in the paper, which writes 1 / lambda.

@@ -1,6 +1,7 @@
 """Fed-VEMoE: a federation of language models that finds its own experts.
 
-The server has slots for experts, each a LoRA adapter, and a shared adapter in slot 0. In a round a client
+The server has slots for experts, each a LoRA adapter, and a shared adapter in slot 0. In a round a
+client
 
     E-step   measures all experts on the same probe examples, held out of its training:
              r_k = softmax over active k of (log pi_k - L_k / tau'),   tau' = max(tau, kappa se)
@@ -13,11 +14,12 @@ The server has slots for experts, each a LoRA adapter, and a shared adapter in s
 
     W_k <- W_k + eta (sum_i w_ik W_ik / sum_i w_ik - W_k)
 
-Then it prunes experts that nobody uses, merges experts that are alike, and gives a free slot to the adapter
-of about one of the clients that rejected all experts (:mod:`fl_lightning.methods.experts.slots`).
+Then it prunes experts that nobody uses, merges experts that are alike, and gives a free slot to the
+adapter of about one of the clients that rejected all experts
+(:mod:`fl_lightning.methods.experts.slots`).
 
-The probes are paired: on different examples for each expert the sign of a difference would be that of the
-examples.
+The probes are paired: on different examples for each expert the sign of a difference would be that
+of the examples.
 """
 
 from __future__ import annotations
@@ -89,34 +91,38 @@ class Choice:
 
 
 class FedVEMoE(Method):
-    """Clients train a shared adapter and the experts that suit them; experts are born, pruned and merged.
+    """Clients train a shared adapter and the experts that suit them; experts are born, pruned and
+    merged.
 
     Args:
         network: a language model with LoRA adapters on a frozen base.
-        k_init: experts at the start, 1 to ``k_max``. The first starts as the network does; the others get a
-            small random B each, so that they are not the same.
+        k_init: experts at the start, 1 to ``k_max``. The first starts as the network does; the
+            others get a small random B each, so that they are not the same.
         k_max: K, slots for experts; 0: FedAvg of the adapter.
         top_m: M, adapters that a client trains, the shared one among them.
         shared: whether there is a shared adapter.
-        probes: examples of each client that are held out for the choice of experts, at most a quarter of
-            what it has.
+        probes: examples of each client that are held out for the choice of experts, at most a
+            quarter of what it has.
         tau: temperature of the responsibilities, in nats a token.
         kappa: standard errors of the probes that the temperature does not fall below.
         gamma: temperature of the weights at each token; .inf: an expert's weight is its share.
-        gate_weight: factor of KL(mean weight || share) in the local loss, where a client has several experts.
+        gate_weight: factor of KL(mean weight || share) in the local loss, where a client has
+            several experts.
         server_lr: eta, the server's step towards the mean.
-        birth: ``test``: clients train an adapter of their own and compare; ``never``: they do not, which
-            halves their work.
+        birth: ``test``: clients train an adapter of their own and compare; ``never``: they do not,
+            which halves their work.
         birth_gap: nats a token that the own adapter has to be better by.
         birth_z: standard errors that it has to be better by.
         rules: when slots are used, pruned, merged and filled.
-        wire: ``plain``: a client sends what it trained; ``oblivious``: all slots, so that the length of a
-            message says nothing, as a secure sum needs; ``private``: also sums of updates in place of means
-            of weights, as ``trainer.privacy`` needs, and A has to be frozen.
-        down: ``all``: a client is sent all experts in every round; ``changed``: those that have moved since
-            it last took part. It then remembers all of them between rounds, ``[K + 1, P + d]``.
-        mass_scale: c, the factor of a client's shares and votes beside its updates in the one message that
-            is clipped, where ``wire`` is private.
+        wire: ``plain``: a client sends what it trained; ``oblivious``: all slots, so that the
+            length of a message says nothing, as a secure sum needs; ``private``: also sums of
+            updates in place of means of weights, as ``trainer.privacy`` needs, and A has to be
+            frozen.
+        down: ``all``: a client is sent all experts in every round; ``changed``: those that have
+            moved since it last took part. It then remembers all of them between rounds, ``[K + 1, P
+            + d]``.
+        mass_scale: c, the factor of a client's shares and votes beside its updates in the one
+            message that is clipped, where ``wire`` is private.
         settings: those of every method.
     """
 
@@ -155,8 +161,20 @@ class FedVEMoE(Method):
     ) -> None:
         super().__init__(network=network, **settings)
         for name, value, valid, rule, example in (
-            ("k_init", k_init, 1 <= k_init <= max(1, k_max), f"1 to {max(1, k_max)} experts, k_max", 1),
-            ("top_m", top_m, top_m >= 1 + (shared and k_max > 0), "2 or more with a shared adapter", 2),
+            (
+                "k_init",
+                k_init,
+                1 <= k_init <= max(1, k_max),
+                f"1 to {max(1, k_max)} experts, k_max",
+                1,
+            ),
+            (
+                "top_m",
+                top_m,
+                top_m >= 1 + (shared and k_max > 0),
+                "2 or more with a shared adapter",
+                2,
+            ),
             ("shared", shared, shared or k_max > 0, "true where there are no experts", True),
         ):
             require(valid, f"--model.{name} {value}", rule, f"write --model.{name} {example}")
@@ -263,7 +281,9 @@ class FedVEMoE(Method):
             self.layout.write(self.own_network, client.state.get("own", self.initial))
         self.learns_own = False
         if self.k_max:
-            r = responsibilities(torch.empty(0, 0), received.prior, received.active, self.tau, self.kappa)[0]
+            r = responsibilities(
+                torch.empty(0, 0), received.prior, received.active, self.tau, self.kappa
+            )[0]
             self._take(Choice(r, *seated(r, received.active, self.seats_wanted)))
 
     def _shared_tensors(self) -> Mapping[str, Tensor]:
@@ -293,8 +313,8 @@ class FedVEMoE(Method):
     def local_batches(
         self, data: FederatedData, client: Client, *, epochs: int, labels: Tensor, steps: int
     ) -> Iterator[Any]:
-        """Choose experts, then yield the client's batches without its probes: once for the experts, and once
-        more for its own adapter."""
+        """Choose experts, then yield the client's batches without its probes: once for the experts,
+        and once more for its own adapter."""
         self.learns_own = False
         if self.k_max:
             self._take(self.choose(data, client, labels))
@@ -307,8 +327,8 @@ class FedVEMoE(Method):
             yield from super().local_batches(data, trained, epochs=epochs, labels=kept, steps=steps)
 
     def _probe_places(self, client: Client) -> np.ndarray:
-        """Return where the client's probes are among its training examples; the same in every round. One
-        example alone has no error of its mean, so there are none or two at least."""
+        """Return where the client's probes are among its training examples; the same in every
+        round. One example alone has no error of its mean, so there are none or two at least."""
         if self.k_max == 0 or (self.k_max == 1 and not self.keeps_own):
             return np.empty(0, np.int64)  # there is nothing to choose
         n = len(client.train)
@@ -340,25 +360,32 @@ class FedVEMoE(Method):
         return Choice(r, *seated(r, received.active, self.seats_wanted), rejects)
 
     def transfer(self, client: Client) -> Paired | None:
-        """Return by how much the model that a client is given is worse than what it learned alone, on its
-        validation examples, in nats a token: negative transfer where it is above 0. None where it has fewer
-        than two validation examples, or no adapter of its own."""
+        """Return by how much the model that a client is given is worse than what it learned alone,
+        on its validation examples, in nats a token: negative transfer where it is above 0. None
+        where it has fewer than two validation examples, or no adapter of its own."""
         if len(client.val) < 2 or "own" not in client.state:
             return None
         data, index = self._data, torch.from_numpy(client.val)
-        inputs, target = data.inputs("train", index.to(data.device)), data.train_target[index.to(data.device)]
+        inputs, target = (
+            data.inputs("train", index.to(data.device)),
+            data.train_target[index.to(data.device)],
+        )
         given = self._nats({}, self.deploy(client), inputs, target)
         return Paired.of(given, self._nats({}, self.own_network, inputs, target))
 
     def _with_expert(self, slot: int) -> dict[str, Tensor]:
-        """Return the tensors of the network that computes with the shared adapter and one expert."""
+        """Return the tensors of the network that computes with the shared adapter and one
+        expert."""
         row = self.received.rows[slot][: self.layout.size].to(self.device)
         return self.seats.replacing(self.layout.unpack(row))
 
     @torch.no_grad()
-    def _nats(self, tensors: dict[str, Tensor], network: nn.Module, inputs: Any, target: Tensor) -> Tensor:
-        """Return the mean loss of each example over its labelled tokens, float64 ``[N]`` on the CPU. Where
-        one is not finite, all are ``UNUSABLE``: one broken expert must not decide about the others."""
+    def _nats(
+        self, tensors: dict[str, Tensor], network: nn.Module, inputs: Any, target: Tensor
+    ) -> Tensor:
+        """Return the mean loss of each example over its labelled tokens, float64 ``[N]`` on the
+        CPU. Where one is not finite, all are ``UNUSABLE``: one broken expert must not decide about
+        the others."""
         was_training = network.training
         outputs = functional_call(network.eval(), tensors, (inputs,))
         network.train(was_training)
@@ -367,7 +394,8 @@ class FedVEMoE(Method):
         return found if bool(found.isfinite().all()) else torch.full_like(found, UNUSABLE)
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
-        """Return the terms of the objective: of the experts, or in the second pass of the own adapter."""
+        """Return the terms of the objective: of the experts, or in the second pass of the own
+        adapter."""
         if self.learns_own:
             inputs, target = batch
             loss = self.task_loss(self.own_network(inputs), target)
@@ -382,19 +410,25 @@ class FedVEMoE(Method):
         """Return KL(mean of a_t over labelled tokens || share)."""
         gate, count = self.seats.gate, len(self.choice.slots)
         assert gate.log_weights is not None
-        labelled = (target[:, : gate.log_weights.shape[1]] != IGNORED).to(gate.router.dtype).unsqueeze(-1)
-        mean = (gate.log_weights[..., :count].exp() * labelled).sum((0, 1)) / labelled.sum().clamp_min(1)
+        labelled = (
+            (target[:, : gate.log_weights.shape[1]] != IGNORED).to(gate.router.dtype).unsqueeze(-1)
+        )
+        mean = (gate.log_weights[..., :count].exp() * labelled).sum(
+            (0, 1)
+        ) / labelled.sum().clamp_min(1)
         return (mean * (mean.clamp_min(1e-12).log() - gate.log_shares[:count])).sum()
 
     def trainable(self) -> Iterable[nn.Parameter]:
-        """Return what the optimiser steps on. In each of the two passes the other half has no gradient, and
-        rests."""
+        """Return what the optimiser steps on. In each of the two passes the other half has no
+        gradient, and rests."""
         return [p for p in self.parameters() if p.requires_grad]
 
     def upload(self, client: Client) -> Payload:
         rows = {0: self._row(self._shared_tensors())} if self.shared else {}
         if self.k_max == 0:
-            return Payload({"examples": self.examples_of(client), **self.wire.upload(Trained({}, rows))})
+            return Payload(
+                {"examples": self.examples_of(client), **self.wire.upload(Trained({}, rows))}
+            )
         choice, router = self.choice, self.seats.gate.router
         for seat, slot in enumerate(choice.slots):
             rows[slot] = self._row(self.seats.tensors(seat), router[seat])
@@ -413,8 +447,8 @@ class FedVEMoE(Method):
         return torch.cat([self.layout.pack(adapter), router])
 
     def _wins_lottery(self, client: Client) -> bool:
-        """Return whether this client's own adapter seeds an expert: with probability 1 / rejecters of the
-        last round, so that about one does."""
+        """Return whether this client's own adapter seeds an expert: with probability 1 / rejecters
+        of the last round, so that about one does."""
         last = self.received.rejecters
         return last > 0 and bool(self.stream("birth", client).random() < 1 / last)
 
@@ -448,8 +482,8 @@ class FedVEMoE(Method):
         self.wire.trained(upload, self.server["active"])
 
     def addends(self, upload: Payload, client_id: int, weight: int) -> dict[str, Addend]:
-        """Return what an upload adds: to the mean of each slot; how much each was used; how many clients
-        reject all experts and seed one, and their seeds."""
+        """Return what an upload adds: to the mean of each slot; how much each was used; how many
+        clients reject all experts and seed one, and their seeds."""
         trained, starts = self.wire.trained(upload, self.server["active"]), self.slots.rows
         if self.private:
             addends = updates(trained, starts, self.mass_scale)
@@ -487,10 +521,16 @@ class FedVEMoE(Method):
             warn_of_noise(least_count(sums, scale), self.cohort, self.keeps_own)
         after = before.with_rows(next_rows(sums, before.rows, mass, self.server_lr))
         if self.k_max:
-            after = after.used(mass, self.rules).pruned(self.round, self.rules).merged(self.space, self.rules)
+            after = (
+                after.used(mass, self.rules)
+                .pruned(self.round, self.rules)
+                .merged(self.space, self.rules)
+            )
             seed = (sums.total("own") / seeds + self._seeds_from).float() if seeds else None
             free = ~before.active & (torch.arange(len(mass)) > 0)
-            after = after.with_birth(seed, free, rejects, max(clients, rejects), self.round, self.rules)
+            after = after.with_birth(
+                seed, free, rejects, max(clients, rejects), self.round, self.rules
+            )
         state = dict(vars(after))
         if self.remembers:
             same = (after.rows == before.rows).all(1) & (after.born == before.born)
@@ -513,8 +553,8 @@ class FedVEMoE(Method):
         }
 
     def deploy(self, client: Client | None = None) -> nn.Module:
-        """Return the network with the experts that suit a client by its probes; without a client, those of a
-        newcomer, by the prior."""
+        """Return the network with the experts that suit a client by its probes; without a client,
+        those of a newcomer, by the prior."""
         someone = client or Client(-1, np.empty(0, np.int64), np.empty(0, np.int64))
         self._start(self.wire.received(self.wire.broadcast(self.slots)), someone)
         if self.k_max and client is not None:

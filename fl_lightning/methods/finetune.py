@@ -1,4 +1,5 @@
-"""FineTune: FedAvg, and every client tunes a copy of the global model on its own data before it is evaluated.
+"""FineTune: FedAvg, and every client tunes a copy of the global model on its own data before it is
+evaluated.
 
     x <- sum_i p_i y_i
     v_i = x after ``finetune_steps`` local steps on the client's examples, which are not kept
@@ -16,8 +17,8 @@ from fl_lightning.methods.personal import FineTuning, Part, TuningRate
 
 
 class FineTune(Method):
-    """FedAvg with :class:`~fl_lightning.methods.personal.FineTuning`. What the server has is FedAvg's, bit
-    for bit; ``finetune_steps`` 0 evaluates it client by client.
+    """FedAvg with :class:`~fl_lightning.methods.personal.FineTuning`. What the server has is
+    FedAvg's, bit for bit; ``finetune_steps`` 0 evaluates it client by client.
 
     Args:
         finetune_steps: local steps on the copy, 0 or more.
@@ -38,4 +39,6 @@ class FineTune(Method):
         finetune_part: Part = "full",
         **settings: Any,
     ) -> None:
-        super().__init__(finetune=FineTuning(finetune_steps, finetune_lr, finetune_part), **settings)
+        super().__init__(
+            finetune=FineTuning(finetune_steps, finetune_lr, finetune_part), **settings
+        )

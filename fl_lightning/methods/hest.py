@@ -2,15 +2,16 @@
 
     L = CE + lambda (E / E_max - 1),    lambda <- max(0, lambda + eta (E_batch / E_max - 1))
 
-Each linear layer with its adapter is a group with three options: *off*, *int8* and *high*. A controller gives
-each option of each token a logit theta. In training an option is drawn by the straight-through Gumbel softmax
-(Jang et al. 2017, arXiv 1611.01144; Maddison et al. 2017, arXiv 1611.00712), and E is the expectation of what
-a sequence then costs, with a gradient in p = softmax(theta). In use a ledger chooses argmax theta - lambda c
-and downgrades what the budget does not allow, so no sequence ever costs more.
+Each linear layer with its adapter is a group with three options: *off*, *int8* and *high*. A
+controller gives each option of each token a logit theta. In training an option is drawn by the
+straight-through Gumbel softmax (Jang et al. 2017, arXiv 1611.01144; Maddison et al. 2017, arXiv
+1611.00712), and E is the expectation of what a sequence then costs, with a gradient in p =
+softmax(theta). In use a ledger chooses argmax theta - lambda c and downgrades what the budget does
+not allow, so no sequence ever costs more.
 
-Nothing is published under these names: this is the definition of this project, see docs/methods/hest.md. The
-server averages the adapters and the controllers as FedAvg does. The price lambda, the costs and the budget
-belong to a client's device and never travel.
+Nothing is published under these names: this is the definition of this project, see
+docs/methods/hest.md. The server averages the adapters and the controllers as FedAvg does. The price
+lambda, the costs and the budget belong to a client's device and never travel.
 """
 
 from __future__ import annotations
@@ -57,21 +58,23 @@ class HEST(Method):
 
     Args:
         network: a language model with adapters.
-        controller: ``hest``: one projection of the token's embedding for all layers; ``tabs``: each layer
-            decides by its own input between *off* and *high*, and nothing holds the budget in use; ``bhsp``:
-            the same options for all tokens; ``none``: all layers at *high*, FedAvg of the adapters, whose
-            energy is measured.
+        controller: ``hest``: one projection of the token's embedding for all layers; ``tabs``: each
+            layer decides by its own input between *off* and *high*, and nothing holds the budget in
+            use; ``bhsp``: the same options for all tokens; ``none``: all layers at *high*, FedAvg
+            of the adapters, whose energy is measured.
         features: k, the features of a token that ``hest`` decides by.
-        scope: what *off* leaves out: the ``adapter`` of a layer, or of the ``model`` the whole layer, whose
-            output is then zero.
+        scope: what *off* leaves out: the ``adapter`` of a layer, or of the ``model`` the whole
+            layer, whose output is then zero.
         high: precision of the option *high*: ``float32`` or ``bfloat16``.
-        costs: file of a table of costs, as ``python -m fl_lightning energy --calibrate true`` writes it; a
-            list of files: client i has entry i modulo their number. Or the name of a table that comes with
-            the package. Default: the one among these that is of the network's adapters.
-        budget: E_max of a sequence, as a share of what it costs with all layers at *high*; a list: client i
-            has entry i modulo their number. Infinity for all: no controller, FedAvg of the adapters.
-        budget_of: what the budget and ``energy/joules`` are of: the switched ``layers``, or the whole
-            ``network``, most of which no option may change.
+        costs: file of a table of costs, as ``python -m fl_lightning energy --calibrate true``
+            writes it; a list of files: client i has entry i modulo their number. Or the name of a
+            table that comes with the package. Default: the one among these that is of the network's
+            adapters.
+        budget: E_max of a sequence, as a share of what it costs with all layers at *high*; a list:
+            client i has entry i modulo their number. Infinity for all: no controller, FedAvg of the
+            adapters.
+        budget_of: what the budget and ``energy/joules`` are of: the switched ``layers``, or the
+            whole ``network``, most of which no option may change.
         price_lr: eta, the step of the dual ascent.
         temperature: tau of the Gumbel softmax.
         settings: those of every method.
@@ -117,7 +120,9 @@ class HEST(Method):
         super().build(data)
         if not self.limited:
             return
-        again = any(getattr(module, "gradient_checkpointing", False) for module in self.network.modules())
+        again = any(
+            getattr(module, "gradient_checkpointing", False) for module in self.network.modules()
+        )
         require(
             not (self.decides and again),
             "--model.network.gradient_checkpointing true",
@@ -127,7 +132,9 @@ class HEST(Method):
         switches = add_switches(self.network, scope=self.scope, high=self.high)
         costs = self.costs if isinstance(self.costs, list) else [self.costs]
         advice = calibration_advice(self.network, switches)
-        self.devices = devices_of(costs, self.budget_shares, switches, self.whole, advice, self.options)
+        self.devices = devices_of(
+            costs, self.budget_shares, switches, self.whole, advice, self.options
+        )
         for device in self.devices if self.decides else []:
             require_reachable(device, Lengths.of(data.test_target, data.test_target.shape[1]))
         controller = self._controller(switches)
@@ -183,9 +190,12 @@ class HEST(Method):
         return self.with_terms(losses, batch, outputs)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Raise the price where the batch cost more than the budget, and lower it where it cost less."""
+        """Raise the price where the batch cost more than the budget, and lower it where it cost
+        less."""
         if self.decides:
-            self.price = (self.price + self.price_lr * (outputs["energy"].detach() - 1)).clamp_min(0)
+            self.price = (self.price + self.price_lr * (outputs["energy"].detach() - 1)).clamp_min(
+                0
+            )
 
     def upload(self, client: Client) -> Payload:
         if self.decides:
@@ -199,8 +209,8 @@ class HEST(Method):
     # The server's half
 
     def deploy(self, client: Client | None = None) -> nn.Module:
-        """Return the network on a client's device at its price; without a client, on the first device, at the
-        price 0."""
+        """Return the network on a client's device at its price; without a client, on the first
+        device, at the price 0."""
         super().deploy(client)
         if self.limited:
             device = self.devices[0] if client is None else self.device_of(client)

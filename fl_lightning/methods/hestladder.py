@@ -1,19 +1,20 @@
-"""HESTLadder: adapters of a language model whose residual branches are left out within an energy budget.
+"""HESTLadder: adapters of a language model whose residual branches are left out within an energy
+budget.
 
     A:  L = CE(full)
     B:  L = CE(full) + CE(S) + KL(full || S),   S a random subset of branches for each sequence
     C:  the same with S from the ladder,        full = S_0 > S_1 > ... > S_K
 
-Clients train one adapter for all budgets. First all branches are on, which is FedAvg bit for bit; then every
-step also trains a random subset of the branches, taught by the full network (the sandwich rule and the
-distillation in place of US-Nets, Yu and Huang, ICCV 2019, arXiv 1903.05134). In the last rounds of B the
-clients report what their validation examples lose by each branch, as sums, and the server leaves out one
-branch a round: the ladder. What travels down is the adapter and the masks. Then the adapter is trained on the
-levels that a client's own budget allows.
+Clients train one adapter for all budgets. First all branches are on, which is FedAvg bit for bit;
+then every step also trains a random subset of the branches, taught by the full network (the
+sandwich rule and the distillation in place of US-Nets, Yu and Huang, ICCV 2019, arXiv 1903.05134).
+In the last rounds of B the clients report what their validation examples lose by each branch, as
+sums, and the server leaves out one branch a round: the ladder. What travels down is the adapter and
+the masks. Then the adapter is trained on the levels that a client's own budget allows.
 
 In use a sequence takes the best level that its budget affords, and a ledger holds it
-(:mod:`fl_lightning.energy.budgets.levels`). Joules are of the network with merged adapters on the client's
-device. Nothing is published under this name: see docs/methods/hestladder.md.
+(:mod:`fl_lightning.energy.budgets.levels`). Joules are of the network with merged adapters on the
+client's device. Nothing is published under this name: see docs/methods/hestladder.md.
 """
 
 from __future__ import annotations
@@ -63,37 +64,43 @@ MOST_ENUMERATED = 10
 
 
 class HESTLadder(Method):
-    """Adapters whose branches are left out by a ladder that the federation finds, within an energy budget.
+    """Adapters whose branches are left out by a ladder that the federation finds, within an energy
+    budget.
 
     Args:
         network: a ``llama_tiny``, or another Llama of the project's, with adapters or without.
-        budget: E_max of a sequence, as a share of what it costs with all branches, the whole network
-            counted; a list: client i has entry i modulo their number. Infinity for all: FedAvg.
-        costs: file of a table of costs of branches, as ``python -m fl_lightning energy --calibrate true
-            --scope branch`` writes it, or the name of one that comes with the package; a list: client i has
-            entry i modulo their number.
+        budget: E_max of a sequence, as a share of what it costs with all branches, the whole
+            network counted; a list: client i has entry i modulo their number. Infinity for all:
+            FedAvg.
+        costs: file of a table of costs of branches, as ``python -m fl_lightning energy --calibrate
+            true --scope branch`` writes it, or the name of one that comes with the package; a list:
+            client i has entry i modulo their number.
         all_on_rounds: rounds of stage A, all branches on.
         subset_rounds: rounds of stage B, random subsets; stage C is what follows.
-        levels: K, most levels below all branches: one is added in each of the last rounds of stage B.
-        branches_per_level: branches that a level leaves out more than the one before; 1, or more for networks
-            of many blocks. All of a level are chosen by the losses without each of them alone.
-        search: ``elimination``: the branch whose joules cost the least loss; ``random``: any branch that is
-            not protected, a baseline; ``enumeration``: of all subsets the one of least validation loss for
-            each budget at the end of stage B, a baseline that takes 2^G passes over the validation examples;
-            ``gates``: the branch of the lowest gate, a baseline whose stage B trains a static gate a branch
-            by gradient; ``tabs``: the same with gates that read the states of their own block, and in use
-            choose a subset for each sequence.
-        phase: ``all``: a sequence has one level from its first token on; ``answer``: its prompt has all
-            branches where the budget allows that.
+        levels: K, most levels below all branches: one is added in each of the last rounds of stage
+            B.
+        branches_per_level: branches that a level leaves out more than the one before; 1, or more
+            for networks of many blocks. All of a level are chosen by the losses without each of
+            them alone.
+        search: ``elimination``: the branch whose joules cost the least loss; ``random``: any branch
+            that is not protected, a baseline; ``enumeration``: of all subsets the one of least
+            validation loss for each budget at the end of stage B, a baseline that takes 2^G passes
+            over the validation examples; ``gates``: the branch of the lowest gate, a baseline whose
+            stage B trains a static gate a branch by gradient; ``tabs``: the same with gates that
+            read the states of their own block, and in use choose a subset for each sequence.
+        phase: ``all``: a sequence has one level from its first token on; ``answer``: its prompt has
+            all branches where the budget allows that.
         distillation: weight of KL(full || S).
-        controller: what gets the level of least predicted loss, by a state of the first block, which is then
-            always computed: ``sequence``: each sequence, among the levels that its budget affords; ``step``:
-            each token after the prompt, so that what a budget leaves over is spent; ``none``: a sequence has
-            the best level that its budget affords.
-        loss_scale: what clients multiply the losses of subsets by, in nats, in a message that is clipped and
-            made noisy as a whole, above 0. ``trainer.privacy`` needs it. The noise of a loss is z C / (cohort
-            times this) nats; the larger it is, the less of the clip is left to the weights. Default: 1.
-        gates_lr: learning rate of the gates of ``search: gates`` or ``tabs``; null: that of the adapter.
+        controller: what gets the level of least predicted loss, by a state of the first block,
+            which is then always computed: ``sequence``: each sequence, among the levels that its
+            budget affords; ``step``: each token after the prompt, so that what a budget leaves over
+            is spent; ``none``: a sequence has the best level that its budget affords.
+        loss_scale: what clients multiply the losses of subsets by, in nats, in a message that is
+            clipped and made noisy as a whole, above 0. ``trainer.privacy`` needs it. The noise of a
+            loss is z C / (cohort times this) nats; the larger it is, the less of the clip is left
+            to the weights. Default: 1.
+        gates_lr: learning rate of the gates of ``search: gates`` or ``tabs``; null: that of the
+            adapter.
         settings: those of every method.
     """
 
@@ -118,7 +125,9 @@ class HESTLadder(Method):
         costs: str | list[str] | CostTable | None = None,
         all_on_rounds: Annotated[int, ROUNDS] = 10,
         subset_rounds: Annotated[int, ROUNDS] = 6,
-        levels: Annotated[int, within("[1, inf)", "a ladder has 1 level or more", "leave it out")] = 4,
+        levels: Annotated[
+            int, within("[1, inf)", "a ladder has 1 level or more", "leave it out")
+        ] = 4,
         branches_per_level: Annotated[int, at_least(1)] = 1,
         search: Search = "elimination",
         phase: Literal["all", "answer"] = "all",
@@ -149,7 +158,12 @@ class HESTLadder(Method):
             "leave it out, or write --model.search gates",
         )
         self.gates_lr = gates_lr
-        self.budget_shares, self.costs, self.phase, self.distillation = budgets, costs, phase, distillation
+        self.budget_shares, self.costs, self.phase, self.distillation = (
+            budgets,
+            costs,
+            phase,
+            distillation,
+        )
         self.deciding, first = controller, all_on_rounds + 1
         kept = 0 if controller == "none" else len(PARTS)
         self.plan = LadderSearch(
@@ -157,7 +171,9 @@ class HESTLadder(Method):
         )
         self.price, self.loss_scale = 0.0, 1.0 if loss_scale is None else loss_scale
         if loss_scale is not None:
-            self.refuses = {feature: why for feature, why in self.refuses.items() if feature != "privacy"}
+            self.refuses = {
+                feature: why for feature, why in self.refuses.items() if feature != "privacy"
+            }
         self.limited = self.personalised = not math.isinf(budgets[0])
         self.shows = frozenset({"ladder"} if self.limited and search != "tabs" else ())
         self.client_id = 0
@@ -179,7 +195,9 @@ class HESTLadder(Method):
         self.budgeted = Budgeted.of(self.devices, lengths)
         controller = None
         if self.deciding != "none":
-            controller = RegretController(embedding_of(self.network).embedding_dim, self.plan.levels)
+            controller = RegretController(
+                embedding_of(self.network).embedding_dim, self.plan.levels
+            )
         full_prompt, branches = self.phase == "answer", len(PARTS) * count
         gates = gates_for(self.plan.kind, branches, embedding_of(self.network).embedding_dim)
         self.network = LadderNetwork(self.network, self.devices[0], full_prompt, controller, gates)
@@ -251,24 +269,27 @@ class HESTLadder(Method):
     def local_batches(
         self, data: FederatedData, client: Client, *, epochs: int, labels: Tensor, steps: int
     ) -> Iterator[Any]:
-        """Yield the batches of the round; where the round searches, find first what the validation examples
-        lose, under the weights that were received."""
+        """Yield the batches of the round; where the round searches, find first what the validation
+        examples lose, under the weights that were received."""
         if self.searches:
             self.losses = self._validation_losses(data, client)
         yield from super().local_batches(data, client, epochs=epochs, labels=labels, steps=steps)
 
     def _validation_losses(self, data: FederatedData, client: Client) -> Tensor:
-        """Return the loss of each candidate on a client's validation examples, or on its first training
-        examples where it has none, in nats a labelled token, float32 ``[M]``."""
+        """Return the loss of each candidate on a client's validation examples, or on its first
+        training examples where it has none, in nats a labelled token, float32 ``[M]``."""
         if len(client.val):
             batches: Iterable[Any] = data.val_batches([client], EVALUATED_SEQUENCES)
         else:
             batches = data.train_batches(client, round=self.round, epochs=1, steps=1)
-        return self.laddered.mean_losses(batches, self.plan.candidates(self.base, self.round)).float()
+        return self.laddered.mean_losses(
+            batches, self.plan.candidates(self.base, self.round)
+        ).float()
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
-        """Return the loss, the task's with all branches, and in the stages B and C ``loss_subset`` and
-        ``loss_distilled``; in C with a controller also ``loss_regret``, which trains the controller alone."""
+        """Return the loss, the task's with all branches, and in the stages B and C ``loss_subset``
+        and ``loss_distilled``; in C with a controller also ``loss_regret``, which trains the
+        controller alone."""
         if not self.has_masks:
             return super().training_step(batch, batch_idx)
         inputs, target = batch
@@ -280,7 +301,9 @@ class HESTLadder(Method):
             levels = network.levels_to_train(inputs, target, noise)
             masks = network.gates_of(levels)
         elif network.gates is not None:
-            masks = network.gates.weights(Lengths.of(target, target.shape[1]).prompts, noise, self.protected)
+            masks = network.gates.weights(
+                Lengths.of(target, target.shape[1]).prompts, noise, self.protected
+            )
         else:
             costs, lowest = BranchCosts.of(self.on), self.plan.lowest_share(self.round)
             masks = drawn_masks(noise, costs, self.protected, lowest, len(target))
@@ -288,21 +311,31 @@ class HESTLadder(Method):
         task, part = self.task_loss(full, target), self.task_loss(subset, target)
         student, teacher = (self.task.class_rows(one, target) for one in (subset, full.detach()))
         told = self.distillation * distilled(student, teacher.logits, temperature=1.0)
-        losses = {"loss": task + part + told, "loss_task": task, "loss_subset": part, "loss_distilled": told}
+        losses = {
+            "loss": task + part + told,
+            "loss_task": task,
+            "loss_subset": part,
+            "loss_distilled": told,
+        }
         if levels is not None and self.deciding != "none":
             regret = network.regret_loss(states, target, levels, full, subset)
             lengths = Lengths.of(target, full.shape[1])
             self.price = next_price(self.price, *network.spent_by_wishes(states.detach(), lengths))
             losses |= {"loss": losses["loss"] + regret, "loss_regret": regret}
         if isinstance(masks, GateWeights):
-            more = {"loss_energy": self._priced_energy(masks, float(task.detach())), **masks.losses()}
+            more = {
+                "loss_energy": self._priced_energy(masks, float(task.detach())),
+                **masks.losses(),
+            }
             losses |= {"loss": losses["loss"] + sum(more.values()), **more}
         return self.with_terms(losses, batch, full)
 
     def _priced_energy(self, drawn: GateWeights, task: float) -> Tensor:
         """Return lambda (E / E_t - 1) of the gates that have drawn, and move lambda."""
         before = self.price
-        energy = energy_of(drawn.chances, BranchCosts.of(self.on), self.plan.lowest_share(self.round))
+        energy = energy_of(
+            drawn.chances, BranchCosts.of(self.on), self.plan.lowest_share(self.round)
+        )
         self.price = next_gate_price(before, float(energy.detach()), task, min(self.budget_shares))
         return before * (energy - 1)
 
@@ -310,11 +343,17 @@ class HESTLadder(Method):
         """Return n_k and the adapter, and where the round searches the losses of the candidates."""
         if self.keeps_price:
             client.state[PRICE] = torch.tensor(self.price)
-        entries = {"examples": self.examples_of(client), "weights": self.adapters.sent(self, client)}
+        entries = {
+            "examples": self.examples_of(client),
+            "weights": self.adapters.sent(self, client),
+        }
         return Payload(entries if self.losses is None else {**entries, "losses": self.losses})
 
     def upload_limits(self, client: Client) -> Mapping[str, Limit]:
-        found: dict[str, Limit] = {"examples": (), "weights": (self.adapters.sent_values(self, client),)}
+        found: dict[str, Limit] = {
+            "examples": (),
+            "weights": (self.adapters.sent_values(self, client),),
+        }
         if not self.searches:
             return found
         candidates = self.plan.candidates(self.server["ladder"][-1].bool(), self.round)
@@ -323,8 +362,8 @@ class HESTLadder(Method):
     # The server's half
 
     def broadcast(self, client: Client) -> Payload:
-        """Return the adapter; in stage B also which branches are protected and the ladder's last level so
-        far, and in stage C the ladder, one bit a branch."""
+        """Return the adapter; in stage B also which branches are protected and the ladder's last
+        level so far, and in stage C the ladder, one bit a branch."""
         if not self.has_masks:
             return super().broadcast(client)
         ladder = self.server["ladder"]
@@ -356,15 +395,21 @@ class HESTLadder(Method):
         return self.loss_scale * LARGEST_LOSS if name == "losses" else super().largest_value(name)
 
     def next_state(self, sums: Sums) -> None:
-        """Average the adapters; and in the rounds of stage B that search, choose what is protected or the
-        ladder's next level."""
+        """Average the adapters; and in the rounds of stage B that search, choose what is protected
+        or the ladder's next level."""
         super().next_state(sums)
         if not self.limited:
             return
-        losses = (sums.mean("losses") / self.loss_scale).clamp(0, LARGEST_LOSS) if self.searches else None
+        losses = (
+            (sums.mean("losses") / self.loss_scale).clamp(0, LARGEST_LOSS)
+            if self.searches
+            else None
+        )
         noise = self.stream("ladder")
         gates = self.layout.unpack(self.server["weights"].float()).get("gates.theta")
-        self.server |= self.plan.next_entries(self.server, losses, self.round, self.budgeted, noise, gates)
+        self.server |= self.plan.next_entries(
+            self.server, losses, self.round, self.budgeted, noise, gates
+        )
 
     def server_metrics(self) -> dict[str, float]:
         found = super().server_metrics()
@@ -375,8 +420,8 @@ class HESTLadder(Method):
         return {**found, "energy/levels": float(len(ladder)), "energy/least_share": share}
 
     def deploy(self, client: Client | None = None) -> nn.Module:
-        """Return the network at the levels that are known, on a client's device and at its price; without a
-        client, on the first device at the price 0."""
+        """Return the network at the levels that are known, on a client's device and at its price;
+        without a client, on the first device at the price 0."""
         super().deploy(client)
         if self.limited:
             self._say_no_ladder()

@@ -1,4 +1,5 @@
-"""LG-FedAvg (Liang et al., 2020): each client keeps a representation of its own; the last layer is averaged.
+"""LG-FedAvg (Liang et al., 2020): each client keeps a representation of its own; the last layer is
+averaged.
 
     y_i, b_i <- K_i local steps on head and body together, from x and the client's own b_i
     x <- sum_i p_i y_i

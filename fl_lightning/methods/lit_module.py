@@ -80,7 +80,9 @@ def check_module(method: Host, module: LightningModule) -> None:
         f"write --model {name}",
     )
     constructors = (inspect.signature(cls).parameters for cls in type(method).__mro__)
-    if method.network_spec != next(each["network"].default for each in constructors if "network" in each):
+    if method.network_spec != next(
+        each["network"].default for each in constructors if "network" in each
+    ):
         raise InputError(
             f"--model.network {method.network_spec} beside --model.module {name}",
             "the module is the network",
@@ -109,7 +111,8 @@ def check_module(method: Host, module: LightningModule) -> None:
 
 
 def adopt(method: Host, module: LightningModule, data: FederatedData) -> LightningModule:
-    """Make the module the method's network: its logits and one training step of a copy are tried out.
+    """Make the module the method's network: its logits and one training step of a copy are tried
+    out.
 
     Raises:
         ValueError: its ``forward`` gives no logits, its ``training_step`` no loss, or it uses
@@ -124,7 +127,12 @@ def adopt(method: Host, module: LightningModule, data: FederatedData) -> Lightni
     name = type(module).__name__
     inputs = data.example_inputs()
     check_outputs(
-        module.eval(), f"--model.module {name}", data.num_classes, inputs, logits=True, task=data.task
+        module.eval(),
+        f"--model.module {name}",
+        data.num_classes,
+        inputs,
+        logits=True,
+        task=data.task,
     )
     client = data.client(int(data.active[0]))
     batch = next(iter(data.train_batches(client, round=1, epochs=1, steps=1)))
@@ -134,11 +142,15 @@ def adopt(method: Host, module: LightningModule, data: FederatedData) -> Lightni
         loss = module_loss(deepcopy(module).train(), batch, 0)
         if not loss.requires_grad:
             given = f"{name}.training_step returned a loss without a gradient"
-            raise MisuseError(given, "a local step descends along it", "compute it with trained weights")
+            raise MisuseError(
+                given, "a local step descends along it", "compute it with trained weights"
+            )
     except MisuseError as error:
         raise InputError(error.given, error.rule, error.instead) from error
     try_steps(module, batch)
-    frozen = [one for one in module.parameters() if one.is_floating_point() and not one.requires_grad]
+    frozen = [
+        one for one in module.parameters() if one.is_floating_point() and not one.requires_grad
+    ]
     module.frozen_norms = [(one, _norm(one)) for one in frozen]  # type: ignore[assignment]
     if method.optimizer_spec is not None:
         used, unused = f"{name}.configure_optimizers", "--model.optimizer"
@@ -166,7 +178,9 @@ def module_loss(
         outputs = call_step(module, "training_step", batch, batch_idx)
     else:
         outputs = functional_call(
-            _Stepper(module), {f"module.{name}": w for name, w in weights.items()}, (batch, batch_idx)
+            _Stepper(module),
+            {f"module.{name}": w for name, w in weights.items()},
+            (batch, batch_idx),
         )
     loss: Any = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     if not isinstance(loss, Tensor):
@@ -185,8 +199,8 @@ def module_loss(
 
 
 def end_steps(method: Host) -> None:
-    """Forget what the metrics of a method's module have counted in a client's steps, and refuse what these
-    have shown.
+    """Forget what the metrics of a method's module have counted in a client's steps, and refuse
+    what these have shown.
 
     Raises:
         TypeError: the method's ``training_step`` never asked the module for its loss.
@@ -209,7 +223,8 @@ def end_steps(method: Host) -> None:
 
 
 def _require_frozen(module: Any, name: str) -> None:
-    names = {one: tensor for tensor, one in module.named_parameters()}  # a method's experts rename some
+    # a method's experts rename some
+    names = {one: tensor for tensor, one in module.named_parameters()}
     for one, norm in module.frozen_norms:
         if one in names and not math.isclose(_norm(one), norm, rel_tol=NORM_TOLERANCE):
             raise MisuseError(
@@ -226,8 +241,8 @@ def _norm(tensor: Tensor) -> float:
 
 
 def _stay_in_eval(module: LightningModule) -> None:
-    """Have parts that are in evaluation mode stay so, as Lightning does from 2.2 on: it is how a backbone's
-    BatchNorm and dropout are frozen."""
+    """Have parts that are in evaluation mode stay so, as Lightning does from 2.2 on: it is how a
+    backbone's BatchNorm and dropout are frozen."""
     still = [one for one in module.modules() if not one.training]
     for one in still:
         one.train = MethodType(_unchanged, one)  # type: ignore[method-assign]
@@ -240,13 +255,17 @@ def _unchanged(self: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def _say_what_is_ignored(module: LightningModule) -> None:
-    steps = "not called; steps are the engine's: use __init__, training_step or configure_optimizers"
+    steps = (
+        "not called; steps are the engine's: use __init__, training_step or configure_optimizers"
+    )
     warn_of_ignored(overridden(module, LightningModule, NOT_CALLED), module, steps)
     constants = constant_buffers(module)
     counts = [
         name
         for name, values in module.named_buffers()
-        if not (values.is_floating_point() or name in constants or name.endswith("num_batches_tracked"))
+        if not (
+            values.is_floating_point() or name in constants or name.endswith("num_batches_tracked")
+        )
     ]
     start = "whole numbers do not travel, and each client begins each round with those of __init__"
     warn_of_ignored(counts, module, start)
@@ -264,4 +283,5 @@ class _Stepper(nn.Module):
 
 
 def _logs_nothing(*args: Any, **settings: Any) -> None:
-    """Do nothing: in training it replaces ``LightningModule.log``, which needs a ``lightning.Trainer``."""
+    """Do nothing: in training it replaces ``LightningModule.log``, which needs a
+    ``lightning.Trainer``."""

@@ -1,9 +1,10 @@
-"""LocalOnly: every client trains alone. The reference for what a federation gains, or costs, a client.
+"""LocalOnly: every client trains alone. The reference for what a federation gains, or costs, a
+client.
 
     client k:  w_k <- w_k - lr * gradient of L_k, round after round
 
-Batches, steps and stressors are those of every other method with the same seed, so that client by client it
-is a paired comparison: what a client loses by taking part is *negative transfer*.
+Batches, steps and stressors are those of every other method with the same seed, so that client by
+client it is a paired comparison: what a client loses by taking part is *negative transfer*.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from fl_lightning.wire import Limit, Payload
 class LocalOnly(Method):
     """Clients keep their weights between rounds; nothing but n_k travels.
 
-    A client starts from the initial weights, which follow from the seed, when it is first sampled. Where not
-    all clients take part in every round, each trains in the rounds for which it was sampled.
+    A client starts from the initial weights, which follow from the seed, when it is first sampled.
+    Where not all clients take part in every round, each trains in the rounds for which it was
+    sampled.
 
     Args:
         settings: those of every method.

@@ -48,19 +48,21 @@ class WithLocalWork:
 
     @property
     def local_steps(self) -> int:
-        """K, the optimiser steps that this client made in this round, fewer for a straggler; known while
-        ``upload`` runs."""
+        """K, the optimiser steps that this client made in this round, fewer for a straggler; known
+        while ``upload`` runs."""
         return self._local_work("local_steps").steps
 
     @property
     def local_lr(self) -> float:
-        """eta_l, the learning rate of those steps in this round, as the schedule has it; known while
-        ``upload`` runs, and one where groups of parameters have the same."""
+        """eta_l, the learning rate of those steps in this round, as the schedule has it; known
+        while ``upload`` runs, and one where groups of parameters have the same."""
         return self._local_work("local_lr").lr
 
     def _local_work(self, name: str) -> LocalWork:
         if self.local_work is None:
-            text = f"{type(self).__name__}.{name} is known while upload runs, when the steps are done"
+            text = (
+                f"{type(self).__name__}.{name} is known while upload runs, when the steps are done"
+            )
             raise RuntimeError(f"{text}; read it there")
         return self.local_work
 
@@ -79,5 +81,7 @@ def check_steps(upload: Payload, asked: int | None) -> None:
     most = steps if asked is None else asked
     if not (1 <= steps <= most and steps.is_integer()):
         raise PayloadError(
-            f"steps {steps:g}", f"they are a whole number from 1 to the {most:g} asked for", "send that"
+            f"steps {steps:g}",
+            f"they are a whole number from 1 to the {most:g} asked for",
+            "send that",
         )

@@ -26,7 +26,10 @@ def kl_divergence(p: Tensor, log_q: Tensor, log_p: Tensor | None = None) -> Tens
 
 
 def distillation(
-    student: ClassRows, teacher: Tensor, temperature: float, kl: Literal["forward", "reverse"] = "forward"
+    student: ClassRows,
+    teacher: Tensor,
+    temperature: float,
+    kl: Literal["forward", "reverse"] = "forward",
 ) -> Tensor:
     """T^2 * KL between softened distributions, ``batchmean``.
 

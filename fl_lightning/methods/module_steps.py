@@ -1,7 +1,9 @@
-"""How the steps of a user's LightningModule are called, and what ``test_step`` and ``validation_step`` log.
+"""How the steps of a user's LightningModule are called, and what ``test_step`` and
+``validation_step`` log.
 
-As in Lightning, a number is averaged over the batches, weighted by their sizes, or reduced as ``reduce_fx``
-says; a metric of torchmetrics that is logged is computed at the end, over all examples.
+As in Lightning, a number is averaged over the batches, weighted by their sizes, or reduced as
+``reduce_fx`` says; a metric of torchmetrics that is logged is computed at the end, over all
+examples.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ log = logging.getLogger("fl_lightning")
 
 Split = Literal["test", "val"]
 STEPS: Mapping[Split, str] = {"test": "test_step", "val": "validation_step"}
-"""The step of a module that is called for the test set, and for the clients' validation examples."""
+"""The step of a module that is called for the test set, and for the clients' validation
+examples."""
 EPOCH_HOOKS = ("on_test_epoch_end", "on_validation_epoch_end", "on_test_end", "on_validation_end")
 """Hooks of a module that are not called, as no process has seen all batches."""
 REDUCTIONS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -44,7 +47,8 @@ ODD = re.compile(r"[^\w\-./: ]", re.ASCII)
 
 
 def call_step(module: Any, step: str, batch: Any, batch_idx: int) -> Any:
-    """Call a step of a module, with the number of the batch if it takes one, whatever its name is."""
+    """Call a step of a module, with the number of the batch if it takes one, whatever its name
+    is."""
     function = getattr(module, step)
     parameters = list(signature(function).parameters.values())
     takes_index = len(parameters) > 1 and parameters[1].kind is not Parameter.KEYWORD_ONLY
@@ -52,8 +56,8 @@ def call_step(module: Any, step: str, batch: Any, batch_idx: int) -> Any:
 
 
 class NoTrainer:
-    """Stands where a module of the user's looks for its ``lightning.Trainer``: whatever it asks is answered
-    with one line."""
+    """Stands where a module of the user's looks for its ``lightning.Trainer``: whatever it asks is
+    answered with one line."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -69,7 +73,8 @@ class NoTrainer:
 
 
 def try_steps(module: LightningModule, batch: Any) -> None:
-    """Try out the steps that log on a batch. One that fails is left out of the run, and the log says why."""
+    """Try out the steps that log on a batch. One that fails is left out of the run, and the log
+    says why."""
     module.left_out_steps = ()  # type: ignore[assignment]
     for split, step in STEPS.items():
         if not has_step(module, split):
@@ -86,7 +91,9 @@ def try_steps(module: LightningModule, batch: Any) -> None:
         module.left_out_steps = (*module.left_out_steps, step)  # type: ignore[assignment, misc]
     ended = overridden(module, LightningModule, EPOCH_HOOKS)
     if ended:
-        log.info("%s of %s is not called: log in the steps", ", ".join(ended), type(module).__name__)
+        log.info(
+            "%s of %s is not called: log in the steps", ", ".join(ended), type(module).__name__
+        )
 
 
 def has_step(network: Any, split: Split) -> bool:
@@ -106,11 +113,16 @@ class ModuleLogs:
         tensors: states that were made elsewhere.
 
     Attributes:
-        states: of each batch; those of other ranks are gathered by whoever asks for :meth:`metrics`.
+        states: of each batch; those of other ranks are gathered by whoever asks for
+            :meth:`metrics`.
     """
 
     def __init__(
-        self, split: Split, seed: int = 0, round: int = 0, tensors: Mapping[str, Tensor] | None = None
+        self,
+        split: Split,
+        seed: int = 0,
+        round: int = 0,
+        tensors: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.split, self.seed, self.round = split, seed, round
         self.states = MetricStates(tensors)
@@ -152,8 +164,8 @@ class ModuleLogs:
                 clear(part)
 
     def full_name(self, name: str) -> str:
-        """Return the name in the run of what is logged under a name: after ``test/`` or ``val/``, if it does
-        not begin so."""
+        """Return the name in the run of what is logged under a name: after ``test/`` or ``val/``,
+        if it does not begin so."""
         name = ODD.sub("_", name)
         return name if name.startswith(f"{self.split}/") else f"{self.split}/{name}"
 
@@ -195,15 +207,17 @@ def _numbers(name: str, value: Any) -> dict[str, float]:
 
 
 def _no_number(name: str, what: Any) -> InputError:
-    return InputError(f"self.log({name!r}) of {what}", "what is logged is one number", "log its mean")
+    return InputError(
+        f"self.log({name!r}) of {what}", "what is logged is one number", "log its mean"
+    )
 
 
 @contextmanager
 def _recording(
     module: Any, logged: dict[str, tuple[str, Any]], size: int, parts: Mapping[str, Metric]
 ) -> Iterator[None]:
-    """Have ``self.log`` and ``self.log_dict`` fill ``logged``: by name, the path of a metric, or the
-    reduction of a number (behind ``=``) with its state."""
+    """Have ``self.log`` and ``self.log_dict`` fill ``logged``: by name, the path of a metric, or
+    the reduction of a number (behind ``=``) with its state."""
     paths = {id(part): path for path, part in parts.items()}
 
     def keep(name: str, value: Any, *_: Any, **settings: Any) -> None:
@@ -222,12 +236,18 @@ def _recording(
         reduction = getattr(given, "__name__", given)
         if reduction not in REDUCTIONS:
             rule = f"it is one of {', '.join(REDUCTIONS)}"
-            raise InputError(f"self.log({name!r}, reduce_fx={reduction})", rule, "leave it out for the mean")
+            raise InputError(
+                f"self.log({name!r}, reduce_fx={reduction})", rule, "leave it out for the mean"
+            )
         weight = torch.tensor(float(settings.get("batch_size") or size), dtype=torch.float64)
         logged[name] = f"={reduction}", {"value": number.reshape(()), "weight": weight}
 
     def keep_all(values: Mapping[str, Any] | MetricCollection, *_: Any, **settings: Any) -> None:
-        items = values.items(copy_state=False) if isinstance(values, MetricCollection) else values.items()
+        items = (
+            values.items(copy_state=False)
+            if isinstance(values, MetricCollection)
+            else values.items()
+        )
         for name, value in items:
             keep(name, value, **settings)
 

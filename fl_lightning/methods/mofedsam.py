@@ -12,8 +12,8 @@ from fl_lightning.methods.fedsam import FedSAM
 
 
 class MoFedSAM(FedCM, FedSAM):
-    """Sharpness-aware local steps with the momentum of all clients. ``A`` 1 is FedSAM of clients that count
-    once, ``rho`` 0 is FedCM, and both are FedAvg of such clients, bit for bit.
+    """Sharpness-aware local steps with the momentum of all clients. ``A`` 1 is FedSAM of clients
+    that count once, ``rho`` 0 is FedCM, and both are FedAvg of such clients, bit for bit.
     """
 
     kind = "flat minima"

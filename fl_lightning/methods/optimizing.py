@@ -1,9 +1,9 @@
-"""The local optimiser of a round: what ``configure_optimizers`` returns, at the learning rate that a schedule
-gives this round, fused where that pays.
+"""The local optimiser of a round: what ``configure_optimizers`` returns, at the learning rate that
+a schedule gives this round, fused where that pays.
 
-A client's optimiser lives for one round, so a schedule cannot be carried along. It is played anew instead: a
-fresh scheduler steps round - 1 times. The learning rate is therefore a function of the round alone, the same
-after a resume and in every process.
+A client's optimiser lives for one round, so a schedule cannot be carried along. It is played anew
+instead: a fresh scheduler steps round - 1 times. The learning rate is therefore a function of the
+round alone, the same after a resume and in every process.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 
 FUSED = (optim.SGD, optim.Adam, optim.AdamW)
 """One pass over the weights instead of several; 2.5 to 4.6 times as fast on a CPU."""
-# weights; below, on a CPU, nothing is gained, and the unfused step is torch's default to the last bit
+# weights; below, on a CPU, nothing is gained, and the unfused step is torch's default to the last
+# bit
 LARGE = 100_000
 
-# values of groups, by round and what they began with; there is more than one where clients have different
-# optimisers
+# values of groups, by round and what they began with; there is more than one where clients have
+# different optimisers
 MAX_SCHEDULES_KEPT = 64
 
 
@@ -37,8 +38,8 @@ def round_optimizer(method: Method) -> Optimizer:
     """Return a fresh local optimiser with the learning rates of ``method.round``.
 
     Raises:
-        InputError: ``configure_optimizers`` returns something else than one optimiser, or its schedule cannot
-            go by rounds.
+        InputError: ``configure_optimizers`` returns something else than one optimiser, or its
+            schedule cannot go by rounds.
     """
     optimizer, scheduler, every = unpack(method.configure_optimizers(), _name(method))
     if scheduler is not None and method.scheduler_spec is not None:
@@ -55,14 +56,17 @@ def round_optimizer(method: Method) -> Optimizer:
         if len(method.scheduled_groups) >= MAX_SCHEDULES_KEPT:
             method.scheduled_groups.clear()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch: the optimiser should step first; this one has not yet
+            # torch: the optimiser should step first; this one has not yet
+            warnings.simplefilter("ignore")
             if scheduler is None:
                 assert method.scheduler_spec is not None
                 scheduler = _steps_by_rounds(method.scheduler_spec(optimizer), "--model.scheduler")
             for _ in range((max(1, method.round) - 1) // every):
                 scheduler.step()
         method.scheduled_groups[key] = _values(optimizer)
-    for group, values in zip(optimizer.param_groups, deepcopy(method.scheduled_groups[key]), strict=True):
+    for group, values in zip(
+        optimizer.param_groups, deepcopy(method.scheduled_groups[key]), strict=True
+    ):
         group.update(values)
     return optimizer
 
@@ -70,14 +74,19 @@ def round_optimizer(method: Method) -> Optimizer:
 def local_optimizer(method: Method) -> Optimizer:
     """Return the method's local optimiser, at the learning rate of this round.
 
-    For a large network, or on a GPU, it is fused, where the class can and the user has not said otherwise.
+    For a large network, or on a GPU, it is fused, where the class can and the user has not said
+    otherwise.
     """
     optimizer = round_optimizer(method)
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
-    worth_it = sum(p.numel() for p in stepped) >= LARGE or any(p.device.type == "cuda" for p in stepped)
+    worth_it = sum(p.numel() for p in stepped) >= LARGE or any(
+        p.device.type == "cuda" for p in stepped
+    )
     for group in optimizer.param_groups if worth_it else ():
         said = any(group.get(name) for name in ("fused", "foreach", "differentiable", "capturable"))
-        one_pass = type(optimizer) is optim.SGD and group["momentum"] == 0 and group["weight_decay"] == 0
+        one_pass = (
+            type(optimizer) is optim.SGD and group["momentum"] == 0 and group["weight_decay"] == 0
+        )
         if (
             type(optimizer) in FUSED
             and not one_pass
@@ -92,13 +101,14 @@ def local_optimizer(method: Method) -> Optimizer:
 
 
 def round_lr(method: Method) -> float:
-    """Return the learning rate of ``method.round``, of an optimiser that has one for all parameters."""
+    """Return the learning rate of ``method.round``, of an optimiser that has one for all
+    parameters."""
     return float(round_optimizer(method).param_groups[0]["lr"])
 
 
 def unpack(found: Any, name: str) -> tuple[Optimizer, LRScheduler | None, int]:
-    """Return the optimiser, its scheduler and the rounds between two of the scheduler's steps, from any form
-    that Lightning knows.
+    """Return the optimiser, its scheduler and the rounds between two of the scheduler's steps, from
+    any form that Lightning knows.
 
     Args:
         found: what ``configure_optimizers`` returned.
@@ -165,9 +175,11 @@ def _steps_by_rounds(scheduler: Any, where: str) -> LRScheduler:
 
 
 def clip_gradients(optimizer: Optimizer, value: float, algorithm: Literal["norm", "value"]) -> None:
-    """Clip the gradient of what ``optimizer`` steps on: its L2 norm over all parameters, or each of its
-    values, to ``value``."""
-    parameters: Iterable[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
+    """Clip the gradient of what ``optimizer`` steps on: its L2 norm over all parameters, or each of
+    its values, to ``value``."""
+    parameters: Iterable[nn.Parameter] = [
+        p for group in optimizer.param_groups for p in group["params"]
+    ]
     if algorithm == "value":
         clip_grad_value_(parameters, value)
     else:
@@ -183,7 +195,9 @@ def _values(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _name(method: Method) -> str:
-    return type(method.module if method.module is not None and method.module_optimizes else method).__name__
+    return type(
+        method.module if method.module is not None and method.module_optimizes else method
+    ).__name__
 
 
 def _form(found: Any) -> str:

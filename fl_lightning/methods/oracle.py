@@ -2,8 +2,8 @@
 
     w_g <- sum_{k in g} p_k w_k,     p_k = n_k / sum of n over the clients of g that returned
 
-A client's group is the one that most of its examples have: its domain or cluster where the data say so, else
-its most frequent class. No real server knows it.
+A client's group is the one that most of its examples have: its domain or cluster where the data say
+so, else its most frequent class. No real server knows it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Personal models: tensors of the network that stay on their client, and a copy that is fine-tuned before it
-is evaluated.
+"""Personal models: tensors of the network that stay on their client, and a copy that is fine-tuned
+before it is evaluated.
 
-What stays does not travel: it is no part of ``layout``, so that the server, its optimiser, averages, secure
-sums and noise know nothing of it. A client keeps it in ``client.state``, where it counts if the client's
-upload does; a client that was never counted has the initial values. Its model is made of what travels as the
-server has it now, and of its own part as its last counted round left it, so the part of a client that has not
-been sampled for long is old.
+What stays does not travel: it is no part of ``layout``, so that the server, its optimiser,
+averages, secure sums and noise know nothing of it. A client keeps it in ``client.state``, where it
+counts if the client's upload does; a client that was never counted has the initial values. Its
+model is made of what travels as the server has it now, and of its own part as its last counted
+round left it, so the part of a client that has not been sampled for long is old.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ TuningRate = Annotated[float | None, within("(0, inf)", "a rate is above 0 and f
 
 
 class FineTuning(Recorded):
-    """Local steps on a copy of a client's model before *its* model is evaluated. The copy is not kept.
+    """Local steps on a copy of a client's model before *its* model is evaluated. The copy is not
+    kept.
 
-    They are steps of the method's local optimiser, begun anew, by the task loss on the client's training
-    examples with the labels that it trains on. With 0 steps the model that the server has is evaluated client
-    by client.
+    They are steps of the method's local optimiser, begun anew, by the task loss on the client's
+    training examples with the labels that it trains on. With 0 steps the model that the server has
+    is evaluated client by client.
 
     Args:
         steps: 0 or more.
@@ -75,11 +76,12 @@ class WithPersonal:
     held_still: tuple[nn.Parameter, ...] = ()
     """Parameters that the last ``split_network`` has kept from learning."""
     finetuner: Callable[[Client], None] | None = None
-    """Makes the local steps of ``finetune`` on the network that ``deploy`` has put together; set where there
-    are data to make them on."""
+    """Makes the local steps of ``finetune`` on the network that ``deploy`` has put together; set
+    where there are data to make them on."""
 
     def split_network(self) -> None:
-        """Divide the network that was just built into what travels, ``layout``, and what stays, ``own``."""
+        """Divide the network that was just built into what travels, ``layout``, and what stays,
+        ``own``."""
         for parameter in self.held_still:  # a LightningModule is the same network in the next run
             parameter.requires_grad_(True)
         stays = frozenset() if self.personal is None else part_of(self.network, self.personal)
@@ -110,8 +112,8 @@ class WithPersonal:
             self.own.write(self.network, kept.get(OWN, self.own_start))
 
     def keep_own(self, client: Client) -> None:
-        """Keep on the client what stays there, after its local steps. A client that has diverged keeps what
-        it had."""
+        """Keep on the client what stays there, after its local steps. A client that has diverged
+        keeps what it had."""
         if self.own.size and self.own_part_learns:
             values = self.own.read(self.network)
             if bool(torch.isfinite(values).all()):
@@ -123,9 +125,9 @@ def part_of(network: nn.Module, part: str) -> frozenset[str]:
 
     Args:
         network: whose.
-        part: ``norm``: layers of normalisation, by their type and not by their name, with their statistics;
-            ``head``: the last linear layer; ``body``: all but it; or a pattern of names, such as
-            ``blocks.*``.
+        part: ``norm``: layers of normalisation, by their type and not by their name, with their
+            statistics; ``head``: the last linear layer; ``body``: all but it; or a pattern of
+            names, such as ``blocks.*``.
 
     Raises:
         InputError: the network has no linear layer, or nothing has such a name.
@@ -133,7 +135,9 @@ def part_of(network: nn.Module, part: str) -> frozenset[str]:
     names = [*tensors_of(network)]
     if part == "norm":
         layers = [name for name, module in network.named_modules() if is_norm(module)]
-        return frozenset(name for name in names if any(name.startswith(f"{layer}.") for layer in layers))
+        return frozenset(
+            name for name in names if any(name.startswith(f"{layer}.") for layer in layers)
+        )
     if part in ("head", "body"):
         linear = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
         require(
@@ -156,7 +160,9 @@ def part_of(network: nn.Module, part: str) -> frozenset[str]:
 
 def is_norm(module: nn.Module) -> bool:
     """Return whether a layer normalises."""
-    return isinstance(module, NORMS) or (not [*module.children()] and type(module).__name__.endswith("Norm"))
+    return isinstance(module, NORMS) or (
+        not [*module.children()] and type(module).__name__.endswith("Norm")
+    )
 
 
 @contextmanager

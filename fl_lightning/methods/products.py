@@ -1,7 +1,9 @@
-"""Squared distances and inner products over all weights of a network, whose gradients are known by hand.
+"""Squared distances and inner products over all weights of a network, whose gradients are known by
+hand.
 
-Autograd by itself makes some ten small operations of each tensor of each term, which for a network of many
-small layers is a tenth of a local step. The gradient of ||w - c||^2 is 2 (w - c), and that of <v, w> is v.
+Autograd by itself makes some ten small operations of each tensor of each term, which for a network
+of many small layers is a tenth of a local step. The gradient of ||w - c||^2 is 2 (w - c), and that
+of <v, w> is v.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ class _InnerProduct(torch.autograd.Function):
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
         count = len(tensors) // 2
         ctx.vectors = tensors[count:]
-        return torch.stack([part.sum() for part in torch._foreach_mul(tensors[:count], ctx.vectors)]).sum()
+        return torch.stack(
+            [part.sum() for part in torch._foreach_mul(tensors[:count], ctx.vectors)]
+        ).sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -59,7 +63,9 @@ def squared_distance(weights: Sequence[Tensor], centres: Sequence[Tensor]) -> Te
     """Return the sum of ||w - c||^2, a scalar; ``centres`` take no gradient."""
     if are_parameters(weights):
         return _SquaredDistance.apply(*weights, *centres)  # type: ignore[no-untyped-call, no-any-return]
-    return _sum_of_squares([weight - centre for weight, centre in zip(weights, centres, strict=True)])
+    return _sum_of_squares(
+        [weight - centre for weight, centre in zip(weights, centres, strict=True)]
+    )
 
 
 def inner_product(weights: Sequence[Tensor], vectors: Sequence[Tensor]) -> Tensor:
@@ -80,18 +86,23 @@ def distance_and_product(
     return squared_distance(weights, centres), inner_product(weights, vectors)
 
 
-def moved_along(weights: Sequence[Tensor], directions: Sequence[Tensor], length: Tensor) -> Sequence[Tensor]:
+def moved_along(
+    weights: Sequence[Tensor], directions: Sequence[Tensor], length: Tensor
+) -> Sequence[Tensor]:
     """Return w + length d of each pair, with the gradient of w; ``directions`` take none."""
     if are_parameters(weights):
         # a sum of two may have other strides, with which convolutions take another, slower way
         places = [weight.clone() for weight in weights]
         torch._foreach_add_(places, torch._foreach_mul([*directions], length))
         return places
-    return [weight + length * direction for weight, direction in zip(weights, directions, strict=True)]
+    return [
+        weight + length * direction for weight, direction in zip(weights, directions, strict=True)
+    ]
 
 
 def are_parameters(weights: Sequence[Tensor]) -> bool:
-    """Return whether weights are those of one network, and no stack of clients under ``torch.func``."""
+    """Return whether weights are those of one network, and no stack of clients under
+    ``torch.func``."""
     return all(type(weight) is nn.Parameter for weight in weights)
 
 

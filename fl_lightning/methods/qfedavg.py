@@ -1,10 +1,10 @@
-"""Q-FedAvg (FedPAQ, Reisizadeh et al., AISTATS 2020): updates quantised with QSGD (Alistarh et al., NeurIPS
-2017).
+"""Q-FedAvg (FedPAQ, Reisizadeh et al., AISTATS 2020): updates quantised with QSGD (Alistarh et al.,
+NeurIPS 2017).
 
     x <- x + sum_k p_k Q(x_k - x)
 
-Q draws the level above or below so that its mean is the update: see :mod:`fl_lightning.quantization.qsgd`.
-The download is in fp32.
+Q draws the level above or below so that its mean is the update: see
+:mod:`fl_lightning.quantization.qsgd`. The download is in fp32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from fl_lightning.methods.updates import CodedUpdates
 from fl_lightning.quantization import qsgd
 from fl_lightning.wire import Codes, Limit, Payload, PayloadError
 
-BITS = Constraint("a value takes 2 to 16 bits, sign included, or 32", "4", interval="[2, 16]", names=(32,))
+BITS = Constraint(
+    "a value takes 2 to 16 bits, sign included, or 32", "4", interval="[2, 16]", names=(32,)
+)
 
 
 class QFedAvg(CodedUpdates):
@@ -30,8 +32,8 @@ class QFedAvg(CodedUpdates):
 
     Args:
         bits: b of a coded value, its sign included: 2 to 16, or 32 for full precision.
-        bucket: values that share one norm, 1 to 512; null: all of a tensor. Fewer make less noise and cost 32
-            / bucket bits a value.
+        bucket: values that share one norm, 1 to 512; null: all of a tensor. Fewer make less noise
+            and cost 32 / bucket bits a value.
         settings: those of every method.
     """
 
@@ -43,7 +45,8 @@ class QFedAvg(CodedUpdates):
         self,
         bits: Annotated[int, BITS] = 4,
         bucket: Annotated[
-            int | None, within("[1, 512]", "1 to 512 values share a norm, or null: a whole tensor", 512)
+            int | None,
+            within("[1, 512]", "1 to 512 values share a norm, or null: a whole tensor", 512),
         ] = None,
         **settings: Any,
     ) -> None:
@@ -57,7 +60,9 @@ class QFedAvg(CodedUpdates):
     def decode(self, upload: Payload) -> Tensor:
         return Method.decode(self, upload) if self.bits == 32 else super().decode(upload)
 
-    def encode_updates(self, updates: Sequence[Tensor], client: Client) -> dict[str, Tensor | Codes]:
+    def encode_updates(
+        self, updates: Sequence[Tensor], client: Client
+    ) -> dict[str, Tensor | Codes]:
         """Return one stream of codes and one vector of norms for all tensors."""
         noise = self.stream("qsgd", client)
         coded = [qsgd.encode(update, self.bits, noise, self.bucket) for update in updates]
@@ -67,10 +72,16 @@ class QFedAvg(CodedUpdates):
         return {"codes": Codes(torch.cat(codes), self.bits), "norms": torch.cat(norms)}
 
     def code_limits(self) -> Mapping[str, Limit]:
-        return {"codes": (self.coded.size,), "norms": (sum(self._buckets()),)} if self.coded.sizes else {}
+        return (
+            {"codes": (self.coded.size,), "norms": (sum(self._buckets()),)}
+            if self.coded.sizes
+            else {}
+        )
 
     def upload_limits(self, client: Client) -> Mapping[str, Limit]:
-        return Method.upload_limits(self, client) if self.bits == 32 else super().upload_limits(client)
+        return (
+            Method.upload_limits(self, client) if self.bits == 32 else super().upload_limits(client)
+        )
 
     def _buckets(self) -> list[int]:
         """Norms of each coded tensor."""

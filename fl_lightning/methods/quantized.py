@@ -1,4 +1,5 @@
-"""What FedMPQ and AQFL share: the quantised layers of a network, how they travel and what is deployed."""
+"""What FedMPQ and AQFL share: the quantised layers of a network, how they travel and what is
+deployed."""
 
 from __future__ import annotations
 
@@ -28,17 +29,21 @@ log = logging.getLogger("fl_lightning")
 
 
 class QuantizedMethod(Method, ABC):
-    """A method whose clients train and send quantised layers, within a budget of bits for each client.
+    """A method whose clients train and send quantised layers, within a budget of bits for each
+    client.
 
     Args:
         bits: budget in magnitude bits per weight, 1 to 8; one number, or one for each client.
-        download: what the client is sent: W_t in ``full`` precision, or ``quantised`` within its budget.
-        activation_bits: magnitude bits of the inputs of quantised layers, 1 to 8, or null for full precision.
+        download: what the client is sent: W_t in ``full`` precision, or ``quantised`` within its
+            budget.
+        activation_bits: magnitude bits of the inputs of quantised layers, 1 to 8, or null for full
+            precision.
         quantise_shortcuts: whether 1x1 convolutions on shortcuts are quantised too.
         settings: those of every method.
 
     Raises:
-        InputError: ``bits`` or ``activation_bits`` out of range, or a ``download`` that there is not.
+        InputError: ``bits`` or ``activation_bits`` out of range, or a ``download`` that there is
+            not.
     """
 
     shows = frozenset({"bit_widths"})
@@ -88,7 +93,8 @@ class QuantizedMethod(Method, ABC):
         return sum(self.budgets) / len(self.budgets)
 
     def summing_state(self) -> Mapping[str, Tensor]:
-        # what a client started from enters no addend where it was sent something else (compatibility)
+        # what a client started from enters no addend where it was sent something else
+        # (compatibility)
         exact = self.download == "full"
         state = super().summing_state()
         return {name: tensor for name, tensor in state.items() if exact or name != "weights"}
@@ -103,11 +109,13 @@ class QuantizedMethod(Method, ABC):
         return self.quantized(self.allocate(self.budget(client)), self.server["weights"])
 
     def quantized(self, bits: Sequence[int], weights: Tensor) -> Payload:
-        """Return ``weights``, ``[P]``, with layer l at ``bits[l]``, rounded to the nearest point."""
+        """Return ``weights``, ``[P]``, with layer l at ``bits[l]``, rounded to the nearest
+        point."""
         return self.codec.encode(weights, bits)
 
     def server_metrics(self) -> dict[str, float]:
-        """Return the magnitude bits of the deployed model: per weight on average, and of each layer."""
+        """Return the magnitude bits of the deployed model: per weight on average, and of each
+        layer."""
         bits = self.allocate(self.mean_budget())
         names = [name.removesuffix(".weight") for name in self.codec.names]
         return {
@@ -119,8 +127,8 @@ class QuantizedMethod(Method, ABC):
         return self.codec.decode(upload, sender="a client")
 
     def deploy(self, client: Client | None = None) -> nn.Module:
-        """W_t on the grid (nearest) at the bit-widths that the mean budget gives; what stays on a client, and
-        what is fine-tuned there, is in full precision."""
+        """W_t on the grid (nearest) at the bit-widths that the mean budget gives; what stays on a
+        client, and what is fine-tuned there, is in full precision."""
         payload = self.quantized(self.allocate(self.mean_budget()), self.evaluated_weights)
         return self.deployed(self.codec.decode(payload, sender="server"), client)
 
@@ -129,8 +137,8 @@ class QuantizedMethod(Method, ABC):
 
 
 class LayerCodec:
-    """Weights of convolutions, linear layers and embeddings as codes of N_l + 1 bits, everything else that
-    travels in fp32.
+    """Weights of convolutions, linear layers and embeddings as codes of N_l + 1 bits, everything
+    else that travels in fp32.
 
     Args:
         network: of which the tensors in ``layout`` travel.
@@ -151,8 +159,9 @@ class LayerCodec:
         return list(self.weights)
 
     def unquantized_matrices(self, network: nn.Module) -> dict[str, torch.Size]:
-        """Return the shapes of trained tensors of two or more dimensions that stay in full precision, such as
-        the weight of a layer of another kind; without those that ``shortcuts`` leaves out."""
+        """Return the shapes of trained tensors of two or more dimensions that stay in full
+        precision, such as the weight of a layer of another kind; without those that ``shortcuts``
+        leaves out."""
         kept = quantized_layers(network, shortcuts=True).keys()
         return {
             name: parameter.shape
@@ -170,8 +179,8 @@ class LayerCodec:
         noise: np.random.Generator | None = None,
         scales: Sequence[float] | None = None,
     ) -> Payload:
-        """Return a vector of ``layout`` with layer l at ``bits[l]``, rounded stochastically with ``noise``,
-        to the nearest without.
+        """Return a vector of ``layout`` with layer l at ``bits[l]``, rounded stochastically with
+        ``noise``, to the nearest without.
 
         Args:
             scales: s of each layer, above which weights saturate; None: max |W|.
@@ -182,7 +191,8 @@ class LayerCodec:
         return Payload({**encode_layers(layers), "rest": self.rest.pack(tensors)})
 
     def decode(self, payload: Payload, sender: str) -> Tensor:
-        """Return the weights in a payload, de-quantised where they are codes, as one vector of ``layout``.
+        """Return the weights in a payload, de-quantised where they are codes, as one vector of
+        ``layout``.
 
         Raises:
             PayloadError: an entry that is missing, or says other things than its codes.
@@ -193,7 +203,9 @@ class LayerCodec:
         bits, scales = payload.codes("bits").values.tolist(), payload.tensor("scales").tolist()
         if any(scale < 0 for scale in scales):
             raise PayloadError(
-                f"weights of {sender} with scales {scales}", "a scale is 0 or more", "encode them again"
+                f"weights of {sender} with scales {scales}",
+                "a scale is 0 or more",
+                "encode them again",
             )
         if not all(1 <= n <= MAX_BITS for n in bits):
             raise PayloadError(
@@ -205,7 +217,9 @@ class LayerCodec:
             codes, shape = payload.codes(f"w{layer}"), self.shapes[layer]
             if codes.bits != bits[layer] + 1:
                 raise PayloadError(
-                    f"codes of {sender} for {name}", f"they have {bits[layer] + 1} bits", "encode them again"
+                    f"codes of {sender} for {name}",
+                    f"they have {bits[layer] + 1} bits",
+                    "encode them again",
                 )
             tensors[name] = dequantize_codes(codes.values, scales[layer], bits[layer]).view(shape)
         return self.layout.pack(tensors)
@@ -229,11 +243,12 @@ class LayerCodec:
 def quantized_layers(network: nn.Module, shortcuts: bool) -> dict[str, Tensor]:
     """Weights of convolutions, linear layers and embeddings by name, in the order of the network.
 
-    Linear layers are also those of GPT-2, transformers' ``Conv1D``, whose weight is ``[in, out]``. A weight
-    that two layers share is there once, by the name that ``named_parameters`` gives it.
+    Linear layers are also those of GPT-2, transformers' ``Conv1D``, whose weight is ``[in, out]``.
+    A weight that two layers share is there once, by the name that ``named_parameters`` gives it.
     """
     found: dict[str, Tensor] = {}
-    transformers = sys.modules.get("transformers.pytorch_utils")  # imported, if the network has its layers
+    # imported, if the network has its layers
+    transformers = sys.modules.get("transformers.pytorch_utils")
     kinds = (nn.Conv2d, nn.Linear, nn.Embedding, *([transformers.Conv1D] if transformers else []))
     for name, module in network.named_modules():
         on_shortcut = "shortcut" in name or "downsample" in name
@@ -260,13 +275,16 @@ def check_budgets(bits: float | Sequence[float], num_clients: int | None = None)
     """Return the budgets in ``--model.bits``: one, or one for each client.
 
     Raises:
-        InputError: a value out of range, or, once ``num_clients`` is known, a list of another length.
+        InputError: a value out of range, or, once ``num_clients`` is known, a list of another
+            length.
     """
     budgets = [bits] if isinstance(bits, (int, float)) else list(bits or [])
     numbers = all(isinstance(b, (int, float)) and not isinstance(b, bool) for b in budgets)
     if not budgets or not numbers or not all(1 <= b <= MAX_BITS for b in budgets):
         raise InputError(
-            f"--model.bits {bits}", f"a budget is 1 to {MAX_BITS} bits per weight", "write --model.bits 4"
+            f"--model.bits {bits}",
+            f"a budget is 1 to {MAX_BITS} bits per weight",
+            "write --model.bits 4",
         )
     if num_clients is not None and len(budgets) not in (1, num_clients):
         raise InputError(

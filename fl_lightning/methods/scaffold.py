@@ -28,20 +28,24 @@ from fl_lightning.wire import Limit, Payload
 
 
 class SCAFFOLD(CorrectedMethod):
-    """Local steps along g - c_i + c, so that clients go where all of them would. Clients count once each.
+    """Local steps along g - c_i + c, so that clients go where all of them would. Clients count once
+    each.
 
     Args:
-        option: 2, c_i of the local steps, or 1, c_i of one more pass over the client's data before them.
+        option: 2, c_i of the local steps, or 1, c_i of one more pass over the client's data before
+            them.
         server_lr: eta_g, the length of the server's step.
-        control: whether there are control variates; False is FedAvg, bit for bit where ``weigh_by`` is the
-            same.
+        control: whether there are control variates; False is FedAvg, bit for bit where ``weigh_by``
+            is the same.
         settings: those of every method.
     """
 
     kind = "drift correction"
     stackable = True
     calls_server_optimizer = True
-    plain_sgd_why = "c_i is a mean gradient, (x - y) / (K lr), where a step is minus lr times a gradient"
+    plain_sgd_why = (
+        "c_i is a mean gradient, (x - y) / (K lr), where a step is minus lr times a gradient"
+    )
 
     def __init__(
         self,
@@ -88,7 +92,8 @@ class SCAFFOLD(CorrectedMethod):
 
     @torch.enable_grad()
     def _full_gradient(self, data: FederatedData, client: Client, labels: Tensor) -> Tensor:
-        """Return the gradient of the local loss over all of the client's examples, at what was received.
+        """Return the gradient of the local loss over all of the client's examples, at what was
+        received.
 
         Statistics of BatchNorm are as before afterwards.
         """
@@ -102,7 +107,10 @@ class SCAFFOLD(CorrectedMethod):
             loss = super().training_step(batch, number)["loss"]
             found = torch.autograd.grad(loss, weights)
             size = len(tree_leaves(batch)[0])
-            total, seen = total + size * torch.cat([part.reshape(-1) for part in found]), seen + size
+            total, seen = (
+                total + size * torch.cat([part.reshape(-1) for part in found]),
+                seen + size,
+            )
         with torch.no_grad():
             for buffer, value in before:
                 buffer.copy_(value)
@@ -122,7 +130,11 @@ class SCAFFOLD(CorrectedMethod):
         if self.option == 1:
             change = self.gradient - c_i
         else:  # a rate of 0 moves nothing and says nothing of the gradient
-            change = (self.start - self.trained.read(self.network)) / moved - self.c if moved else 0 * c_i
+            change = (
+                (self.start - self.trained.read(self.network)) / moved - self.c
+                if moved
+                else 0 * c_i
+            )
         client.state["c_i"] = c_i + change
         return Payload({**message, "change": change})
 

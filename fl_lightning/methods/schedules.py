@@ -9,7 +9,13 @@ from fl_lightning.config.constraints import within
 from fl_lightning.config.recorded import Recorded
 
 Rounds = Annotated[
-    int, within("[1, inf)", "it takes at least 1", "write rounds: 10", given="a schedule over {value} rounds")
+    int,
+    within(
+        "[1, inf)",
+        "it takes at least 1",
+        "write rounds: 10",
+        given="a schedule over {value} rounds",
+    ),
 ]
 
 
@@ -52,7 +58,8 @@ class CosineSchedule(Recorded):
 
     def __call__(self, round: int) -> float:
         return (
-            self.end + (self.start - self.end) * (1 + math.cos(math.pi * _progress(round, self.rounds))) / 2
+            self.end
+            + (self.start - self.end) * (1 + math.cos(math.pi * _progress(round, self.rounds))) / 2
         )
 
 
@@ -63,7 +70,11 @@ def at(value: float | LinearSchedule | CosineSchedule, round: int) -> float:
 
 def ends(value: float | LinearSchedule | CosineSchedule) -> tuple[float, float]:
     """Return the values between which it stays: schedules are monotone."""
-    return (float(value), float(value)) if isinstance(value, (int, float)) else (value.start, value.end)
+    return (
+        (float(value), float(value))
+        if isinstance(value, (int, float))
+        else (value.start, value.end)
+    )
 
 
 def _progress(round: int, rounds: int) -> float:

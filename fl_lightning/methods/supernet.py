@@ -1,8 +1,8 @@
 """One quantised model for every bit budget: narrower allocations are trained beside a client's own.
 
-Each local step takes the smallest allocation, two at random, and the client's own, which teaches them: the
-sandwich rule and the distillation in place of US-Nets (Yu and Huang, ICCV 2019, arXiv 1903.05134), with
-bit-widths in place of widths.
+Each local step takes the smallest allocation, two at random, and the client's own, which teaches
+them: the sandwich rule and the distillation in place of US-Nets (Yu and Huang, ICCV 2019, arXiv
+1903.05134), with bit-widths in place of widths.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ RANDOM_ALLOCATIONS = 2
 
 
 def narrower(bits: Sequence[int], noise: np.random.Generator) -> list[list[int]]:
-    """Return the allocations that are trained beside one: 1 bit in each layer, and some whose layers are
-    uniform from 1 to the bits that they have.
+    """Return the allocations that are trained beside one: 1 bit in each layer, and some whose
+    layers are uniform from 1 to the bits that they have.
 
     Args:
         bits: of each layer.
@@ -31,9 +31,12 @@ def narrower(bits: Sequence[int], noise: np.random.Generator) -> list[list[int]]
 
 
 def narrower_loss(
-    own: ClassRows, allocations: Sequence[Sequence[int]], rows_at: Callable[[Sequence[int]], ClassRows]
+    own: ClassRows,
+    allocations: Sequence[Sequence[int]],
+    rows_at: Callable[[Sequence[int]], ClassRows],
 ) -> Tensor:
-    """Return the sum of KL(own || narrower) over allocations, a scalar; the teacher has no gradient from it.
+    """Return the sum of KL(own || narrower) over allocations, a scalar; the teacher has no gradient
+    from it.
 
     Args:
         own: logits of the client's own allocation.

@@ -1,10 +1,11 @@
-"""The logits of a teacher that does not change while a client trains, computed before the steps that need
-them.
+"""The logits of a teacher that does not change while a client trains, computed before the steps
+that need them.
 
-Where every epoch shows the same inputs (no augmentation), an example's logits are computed in the first epoch
-and looked up in the others: at E epochs the teacher costs 1/E. On a GPU it sees many batches at once, since a
-pass over 64 small images takes there about as long as one over 512. In evaluation mode an example's logits do
-not depend on its batch, but for the rounding of float32 (``TOLERANCE``).
+Where every epoch shows the same inputs (no augmentation), an example's logits are computed in the
+first epoch and looked up in the others: at E epochs the teacher costs 1/E. On a GPU it sees many
+batches at once, since a pass over 64 small images takes there about as long as one over 512. In
+evaluation mode an example's logits do not depend on its batch, but for the rounding of float32
+(``TOLERANCE``).
 
 ``B`` batch, ``C`` classes, ``n`` examples of the client.
 """
@@ -41,8 +42,8 @@ def with_logits(
     """Yield inputs, target int64 ``[B]`` and the teacher's logits ``[B, C]``.
 
     Args:
-        batches: inputs and the positions int64 ``[B]`` of the examples in ``labels``; the first epoch has
-            every one of them.
+        batches: inputs and the positions int64 ``[B]`` of the examples in ``labels``; the first
+            epoch has every one of them.
         labels: int64 ``[n]``.
         repeats: whether an example looks the same whenever it comes.
         ahead: batches that the teacher sees at once.
@@ -62,5 +63,7 @@ def with_logits(
         else:
             logits = known[position]
         seen += len(position)
-        for (inputs, where), z in zip(group, logits.split([len(where) for _, where in group]), strict=True):
+        for (inputs, where), z in zip(
+            group, logits.split([len(where) for _, where in group]), strict=True
+        ):
             yield inputs, labels[where], z

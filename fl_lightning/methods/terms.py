@@ -1,13 +1,14 @@
-"""Terms that can be added to the local loss of any averaging method, such as the controls of a comparison.
+"""Terms that can be added to the local loss of any averaging method, such as the controls of a
+comparison.
 
     L = L_method + sum of terms
 
-A term reads what the method's own loss reads: the trained model's logits, which of a quantised method are the
-quantised student's, the target and the task loss. Some also read what the client received this round: its
-weights, or what the network that has them makes of the batch, frozen, in evaluation mode and in full
-precision. Some read of the client how many examples of each class it has, or its own model of its last round.
-A term at its neutral setting is left out, so that the method computes what it computes without it, bit for
-bit.
+A term reads what the method's own loss reads: the trained model's logits, which of a quantised
+method are the quantised student's, the target and the task loss. Some also read what the client
+received this round: its weights, or what the network that has them makes of the batch, frozen, in
+evaluation mode and in full precision. Some read of the client how many examples of each class it
+has, or its own model of its last round. A term at its neutral setting is left out, so that the
+method computes what it computes without it, bit for bit.
 
 ``B`` batch, ``C`` classes, ``d`` features.
 """
@@ -41,9 +42,11 @@ class LocalStep:
         logits: outputs of the model that is trained; None where no term reads them.
         trained: returns the weights that the local optimiser moves, by name, before any rounding.
         received: returns what those weights were when the client received them, by name.
-        frozen: returns outputs and features of inputs, of the network of this name: ``received_network`` or
-            ``previous_network``; it is called without gradient. Features are None where no term reads them.
-        class_rows: makes rows of logits of classes from outputs and target, as the data's task does.
+        frozen: returns outputs and features of inputs, of the network of this name:
+            ``received_network`` or ``previous_network``; it is called without gradient. Features
+            are None where no term reads them.
+        class_rows: makes rows of logits of classes from outputs and target, as the data's task
+            does.
         features: of the model that is trained, ``[B, ..., d]``; None where no term reads them.
         class_counts: float32 ``[C]``; None where no term reads them.
         shift: returns how far the client's earlier rounds have moved these weights, by name.
@@ -70,7 +73,8 @@ class LocalStep:
 
     @cached_property
     def rows(self) -> ClassRows:
-        """Logits ``[M, C]`` of the model that is trained, one row for each example or labelled token."""
+        """Logits ``[M, C]`` of the model that is trained, one row for each example or labelled
+        token."""
         assert self._logits is not None, "a term that reads logits says reads_logits"
         return self._class_rows(self._logits, self.target)
 
@@ -86,8 +90,8 @@ class LocalStep:
 
     @cached_property
     def received_logits(self) -> Tensor:
-        """Logits ``[M, C]`` of the network as received, without gradient, in the order of ``rows``; one pass,
-        however many terms read them or its features."""
+        """Logits ``[M, C]`` of the network as received, without gradient, in the order of ``rows``;
+        one pass, however many terms read them or its features."""
         return self._class_rows(self._received_pass[0], self.target).logits
 
     @property
@@ -102,8 +106,8 @@ class LocalStep:
 
     @cached_property
     def previous_features(self) -> Tensor:
-        """The same of the client's own model of its last round that counted, without gradient; before the
-        first one, of the network as received."""
+        """The same of the client's own model of its last round that counted, without gradient;
+        before the first one, of the network as received."""
         with torch.no_grad():
             _, features = self._frozen("previous_network", self.inputs)
         return self._rows_of(features, "previous_features")
@@ -111,13 +115,16 @@ class LocalStep:
     @property
     def class_counts(self) -> Tensor:
         """How many labels of each class the client trains on in this round, float32 ``[C]``."""
-        assert self._class_counts is not None, "a term that reads class counts says reads_class_counts"
+        assert self._class_counts is not None, (
+            "a term that reads class counts says reads_class_counts"
+        )
         return self._class_counts
 
     @cached_property
     def shift(self) -> Mapping[str, Tensor]:
-        """The sum of this client's updates, weights after minus weights before its local steps, over all
-        earlier rounds in which its upload counted; by name, without gradient, zeros before the first one."""
+        """The sum of this client's updates, weights after minus weights before its local steps,
+        over all earlier rounds in which its upload counted; by name, without gradient, zeros before
+        the first one."""
         return self._shift()
 
     @cached_property
@@ -168,7 +175,11 @@ class Term(Recorded, ABC):
     @property
     def reads_received(self) -> bool:
         """Whether the term compares with what the client received."""
-        return self.reads_received_weights or self.reads_received_logits or self.reads_received_features
+        return (
+            self.reads_received_weights
+            or self.reads_received_logits
+            or self.reads_received_features
+        )
 
     @property
     def neutral(self) -> bool:
@@ -183,8 +194,8 @@ class Term(Recorded, ABC):
 class ScaledLoss(Term):
     """alpha * L_task: what an extra term does to the size of the step, and nothing else.
 
-    Under plain SGD it is the same as a learning rate 1 + alpha times as large; other terms of the method,
-    such as FedMPQ's regulariser, are not scaled.
+    Under plain SGD it is the same as a learning rate 1 + alpha times as large; other terms of the
+    method, such as FedMPQ's regulariser, are not scaled.
 
     Args:
         alpha: 0 or more; the task loss enters 1 + alpha times. 0: the term is left out.
@@ -202,12 +213,13 @@ class ScaledLoss(Term):
 class LabelSmoothing(Term):
     """Label smoothing (Szegedy et al., CVPR 2016): a target that has nothing of a teacher in it.
 
-    eps * (U - L_task), where U is the cross-entropy with the uniform distribution. With a cross-entropy as
-    task loss, the sum of both is ``torch.nn.functional.cross_entropy(..., label_smoothing=eps)``.
+    eps * (U - L_task), where U is the cross-entropy with the uniform distribution. With a
+    cross-entropy as task loss, the sum of both is ``torch.nn.functional.cross_entropy(...,
+    label_smoothing=eps)``.
 
     Args:
-        smoothing: eps in [0, 1), the share of the target that is spread over all classes. 0: the term is left
-            out.
+        smoothing: eps in [0, 1), the share of the target that is spread over all classes. 0: the
+            term is left out.
     """
 
     name = "smoothing"
@@ -229,12 +241,12 @@ class LabelSmoothing(Term):
 class ProximalTerm(Term):
     """FedProx's term (Li et al., MLSys 2020): mu / 2 * || w - w_t ||^2 over the trained weights.
 
-    Of a quantised method w are the weights before rounding, so that the pull is zero where they are those
-    received.
+    Of a quantised method w are the weights before rounding, so that the pull is zero where they are
+    those received.
 
     Args:
-        mu: weight of the term, 0 or more; 0.001 to 1 in the paper. Above 1 / lr the local steps overshoot. 0:
-            the term is left out.
+        mu: weight of the term, 0 or more; 0.001 to 1 in the paper. Above 1 / lr the local steps
+            overshoot. 0: the term is left out.
     """
 
     name = "prox"
@@ -245,15 +257,20 @@ class ProximalTerm(Term):
 
     def __call__(self, step: LocalStep) -> Tensor:
         trained, received = step.trained_weights, step.received_weights
-        return self.mu / 2 * squared_distance([trained[name] for name in received], [*received.values()])
+        return (
+            self.mu
+            / 2
+            * squared_distance([trained[name] for name in received], [*received.values()])
+        )
 
 
 class DynamicTerm(Term):
-    """The clients' half of FedDyn (Acar et al., ICLR 2021): alpha (<H_i, y - x> + 1/2 ||y - x||^2), with H_i
-    the sum of the client's own updates y_i - x.
+    """The clients' half of FedDyn (Acar et al., ICLR 2021): alpha (<H_i, y - x> + 1/2 ||y - x||^2),
+    with H_i the sum of the client's own updates y_i - x.
 
-    It holds each client to what it has received and bends its loss against where it went before. The server's
-    half, which adds the mean of all H_i to the model, is no term: that is :class:`FedDyn`.
+    It holds each client to what it has received and bends its loss against where it went before.
+    The server's half, which adds the mean of all H_i to the model, is no term: that is
+    :class:`FedDyn`.
 
     Args:
         alpha: weight of the term, 0 or more; 0.1 and 0.01 in the paper. 0: the term is left out.
@@ -276,8 +293,8 @@ class DynamicTerm(Term):
 
 
 class NotTrueTerm(Term):
-    """FedNTD's term (Lee et al., NeurIPS 2022): beta * tau^2 * KL(q_g || q) over the classes other than the
-    target, q_g of the network as received.
+    """FedNTD's term (Lee et al., NeurIPS 2022): beta * tau^2 * KL(q_g || q) over the classes other
+    than the target, q_g of the network as received.
 
     Args:
         beta: weight of the term, 0 or more; 1 in the paper. 0: the term is left out.
@@ -289,7 +306,9 @@ class NotTrueTerm(Term):
     reads_received_logits = True
 
     def __init__(
-        self, beta: Annotated[float, a_weight(1)] = 1.0, tau: Annotated[float, a_temperature(1)] = 1.0
+        self,
+        beta: Annotated[float, a_weight(1)] = 1.0,
+        tau: Annotated[float, a_temperature(1)] = 1.0,
     ) -> None:
         self.beta = self.weighs = beta
         self.tau = tau
@@ -299,8 +318,8 @@ class NotTrueTerm(Term):
 
 
 class DistillationTerm(Term):
-    """FedMPQ-KD's term on any method: alpha * T^2 * KL(softmax(z_g / T) || softmax(z / T)), z_g the logits of
-    the network as received (Hinton et al., 2015, for T^2).
+    """FedMPQ-KD's term on any method: alpha * T^2 * KL(softmax(z_g / T) || softmax(z / T)), z_g the
+    logits of the network as received (Hinton et al., 2015, for T^2).
 
     Args:
         alpha: weight of the term, 0 or more. 0: the term is left out.
@@ -348,12 +367,12 @@ class _Recalibrated(Term):
 
 
 class CalibratedLogits(_Recalibrated):
-    """FedLC's loss (Zhang et al., ICML 2022): the cross-entropy of z_c - tau n_c^(-1/4) in place of the task
-    loss, n_c the client's training examples of class c.
+    """FedLC's loss (Zhang et al., ICML 2022): the cross-entropy of z_c - tau n_c^(-1/4) in place of
+    the task loss, n_c the client's training examples of class c.
 
-    The softmax is over all classes: the paper's denominator, without the true class, makes a loss without a
-    lower bound. A class of which the client has no example is left out (-inf), so that nothing pushes its
-    logits down.
+    The softmax is over all classes: the paper's denominator, without the true class, makes a loss
+    without a lower bound. A class of which the client has no example is left out (-inf), so that
+    nothing pushes its logits down.
 
     Args:
         tau: weight of the shift, 0 or more; 1 in most public code. 0: the term is left out.
@@ -367,8 +386,9 @@ class CalibratedLogits(_Recalibrated):
 
 
 class BalancedSoftmax(_Recalibrated):
-    """The balanced softmax (Ren et al., NeurIPS 2020): the cross-entropy of z_c + gamma log n_c in place of
-    the task loss, n_c the client's training examples of class c. One of none is left out (-inf).
+    """The balanced softmax (Ren et al., NeurIPS 2020): the cross-entropy of z_c + gamma log n_c in
+    place of the task loss, n_c the client's training examples of class c. One of none is left out
+    (-inf).
 
     Args:
         gamma: weight of the shift, 0 or more; 1 in the paper. 0: the term is left out.
@@ -382,12 +402,12 @@ class BalancedSoftmax(_Recalibrated):
 
 
 class ContrastiveTerm(Term):
-    """MOON's term (Li et al., CVPR 2021): features are to be near those of the received model, and far from
-    those of the client's own last one.
+    """MOON's term (Li et al., CVPR 2021): features are to be near those of the received model, and
+    far from those of the client's own last one.
 
-    mu times the mean of -log softmax([cos(z, z_x), cos(z, z_prev)] / temperature)[0]. z is what enters the
-    last linear layer. z_x and z_prev are those of frozen networks in evaluation mode. In a client's first
-    round both are the same, and the term has no gradient.
+    mu times the mean of -log softmax([cos(z, z_x), cos(z, z_prev)] / temperature)[0]. z is what
+    enters the last linear layer. z_x and z_prev are those of frozen networks in evaluation mode. In
+    a client's first round both are the same, and the term has no gradient.
 
     Args:
         mu: weight of the term, 0 or more; 1, 5 or 10 in the paper. 0: the term is left out.
@@ -400,7 +420,9 @@ class ContrastiveTerm(Term):
     reads_previous_features = True
 
     def __init__(
-        self, mu: Annotated[float, a_weight(1)] = 1.0, temperature: Annotated[float, a_temperature(0.5)] = 0.5
+        self,
+        mu: Annotated[float, a_weight(1)] = 1.0,
+        temperature: Annotated[float, a_temperature(0.5)] = 0.5,
     ) -> None:
         self.mu = self.weighs = mu
         self.temperature = temperature

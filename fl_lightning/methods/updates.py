@@ -1,9 +1,10 @@
-"""What QFedAvg and FedPQ share: clients send a lossy code of their update, x_k - x, instead of their weights.
+"""What QFedAvg and FedPQ share: clients send a lossy code of their update, x_k - x, instead of
+their weights.
 
     x <- x + sum_k p_k Q(x_k - x)
 
-Coded are the trainable tensors of two and more dimensions. Biases, normalisation and its statistics travel as
-they are, in fp32.
+Coded are the trainable tensors of two and more dimensions. Biases, normalisation and its statistics
+travel as they are, in fp32.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from fl_lightning.wire import Codes, Layout, Limit, Payload
 
 
 class CodedUpdates(Method, ABC):
-    """Base of methods that code updates; a subclass says how: ``encode_updates`` and ``decode_updates``.
+    """Base of methods that code updates; a subclass says how: ``encode_updates`` and
+    ``decode_updates``.
 
     Among peers the update is from what a client has told them last, as in DCD-PSGD (Tang et al.,
     NeurIPS 2018).
@@ -44,9 +46,11 @@ class CodedUpdates(Method, ABC):
         return Payload({**super().broadcast(client), **known})
 
     @abstractmethod
-    def encode_updates(self, updates: Sequence[Tensor], client: Client) -> dict[str, Tensor | Codes]:
-        """Entries of the upload for the updates, flat, in the order of ``coded``; finite or not, it must not
-        fail."""
+    def encode_updates(
+        self, updates: Sequence[Tensor], client: Client
+    ) -> dict[str, Tensor | Codes]:
+        """Entries of the upload for the updates, flat, in the order of ``coded``; finite or not, it
+        must not fail."""
 
     @abstractmethod
     def decode_updates(self, upload: Payload) -> list[Tensor]:

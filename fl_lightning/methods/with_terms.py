@@ -1,5 +1,5 @@
-"""What a method has for the terms of its local loss: what they read of the message, of the client and of the
-networks, made ready before its steps and kept after them."""
+"""What a method has for the terms of its local loss: what they read of the message, of the client
+and of the networks, made ready before its steps and kept after them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ FROZEN = ("received_network", "previous_network")
 
 
 class WithTerms(LightningModule):
-    """The part of a method that its terms read; what none of them reads is neither made nor kept."""
+    """The part of a method that its terms read; what none of them reads is neither made nor
+    kept."""
 
     network: nn.Module
     layout: Layout
@@ -45,7 +46,8 @@ class WithTerms(LightningModule):
     """Whether terms know what the client received."""
     feature_taps: dict[str, FeatureTap]
     class_counts: Tensor
-    """How many labels of each class the client trains on, ``[C]``; there where a term reads them."""
+    """How many labels of each class the client trains on, ``[C]``; there where a term reads
+    them."""
 
     def active_terms(self) -> list[Term]:
         """Return the terms that add something to the loss."""
@@ -53,7 +55,9 @@ class WithTerms(LightningModule):
 
     def _build_terms(self, data: FederatedData) -> None:
         """Make room for what the terms read of what clients receive and keep."""
-        self.trained_names = [name for name, p in self.network.named_parameters() if p.requires_grad]
+        self.trained_names = [
+            name for name, p in self.network.named_parameters() if p.requires_grad
+        ]
         if self.terms_read("received_weights"):
             travels = {*self.trained_names} & self.layout.shapes.keys()
             self.anchored = Layout.of(self.network, include=travels.__contains__)
@@ -72,8 +76,8 @@ class WithTerms(LightningModule):
             self.feature_taps = {name: FeatureTap(self.get_submodule(name)) for name in names}
 
     def terms_read(self, *what: str) -> bool:
-        """Return whether a term that adds something reads one of these: ``terms_read("features")`` asks for
-        ``reads_features``."""
+        """Return whether a term that adds something reads one of these: ``terms_read("features")``
+        asks for ``reads_features``."""
         return any(getattr(term, f"reads_{each}") for term in self.active_terms() for each in what)
 
     @torch.no_grad()
@@ -81,7 +85,9 @@ class WithTerms(LightningModule):
         """Tell the terms that the model is now what the client received."""
         if self.terms_read("received_weights"):
             trained = self.trained_weights()
-            self.received_weights = torch.cat([trained[name].reshape(-1) for name in self.anchored.shapes])
+            self.received_weights = torch.cat(
+                [trained[name].reshape(-1) for name in self.anchored.shapes]
+            )
         for frozen in self._frozen_networks():
             held, own = tensors_of(frozen), tensors_of(self.network)
             moved = [pair.base for pair in self.adapters.pairs] if self.adapters.moves_base else []
@@ -118,16 +124,18 @@ class WithTerms(LightningModule):
         return self
 
     def trained_weights(self) -> dict[str, Tensor]:
-        """Return the network's weights that the local optimiser moves, by parameter name, before any
-        rounding.
+        """Return the network's weights that the local optimiser moves, by parameter name, before
+        any rounding.
 
-        Override where the optimiser steps on other tensors: the values are those before rounding, the
-        gradient leads to what the optimiser steps on.
+        Override where the optimiser steps on other tensors: the values are those before rounding,
+        the gradient leads to what the optimiser steps on.
         """
         parameters = dict(self.network.named_parameters())
         return {name: parameters[name] for name in self.trained_names}
 
-    def with_terms(self, outputs: dict[str, Tensor], batch: Any, logits: Tensor | None) -> dict[str, Tensor]:
+    def with_terms(
+        self, outputs: dict[str, Tensor], batch: Any, logits: Tensor | None
+    ) -> dict[str, Tensor]:
         """Return the losses of a step with those of ``terms``.
 
         Args:
@@ -155,7 +163,10 @@ class WithTerms(LightningModule):
             logits,
             trained=self.trained_weights,
             received=lambda: self.anchored.unpack(self.received_weights),
-            frozen=lambda name, inputs: (self.get_submodule(name)(inputs), self._take_features(name)),
+            frozen=lambda name, inputs: (
+                self.get_submodule(name)(inputs),
+                self._take_features(name),
+            ),
             class_rows=self.task.class_rows,
             features=self._take_features("network"),
             class_counts=self.class_counts if self.terms_read("class_counts") else None,

@@ -1,10 +1,12 @@
-"""Does a probability mean what it says? torchmetrics, given probabilities (never logits) and targets.
+"""Does a probability mean what it says? torchmetrics, given probabilities (never logits) and
+targets.
 
-Legend: n examples, C classes, M bins. Sources: expected calibration error, Guo et al., ICML 2017, equation 3;
-Brier score, Brier, Monthly Weather Review 1950.
+Legend: n examples, C classes, M bins. Sources: expected calibration error, Guo et al., ICML 2017,
+equation 3; Brier score, Brier, Monthly Weather Review 1950.
 
-torchmetrics guesses from the values whether they are logits, so it is handed what has been checked to be
-probabilities. Its bins are closed below and open above, and a confidence of exactly 1 has a bin of its own.
+torchmetrics guesses from the values whether they are logits, so it is handed what has been checked
+to be probabilities. Its bins are closed below and open above, and a confidence of exactly 1 has a
+bin of its own.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ Numbers = Tensor | np.ndarray | Sequence
 
 
 class CalibrationBins(NamedTuple):
-    """What a reliability diagram draws: bin m < M holds the confidences in [m / M, (m + 1) / M), and bin M
-    those that are exactly 1. An empty bin has means of 0.
+    """What a reliability diagram draws: bin m < M holds the confidences in [m / M, (m + 1) / M),
+    and bin M those that are exactly 1. An empty bin has means of 0.
 
     Args:
         counts: examples per bin, int64 ``[M + 1]``.
@@ -38,11 +40,13 @@ class CalibrationBins(NamedTuple):
 
 
 def expected_calibration_error(probs: Numbers, target: Numbers, bins: int = 15) -> float:
-    """Return the expected calibration error (ECE) in [0, 1] to the last bit as ``MulticlassCalibrationError``
-    of torchmetrics gives it with ``norm="l1"``: equal-width bins, confidence = largest probability.
+    """Return the expected calibration error (ECE) in [0, 1] to the last bit as
+    ``MulticlassCalibrationError`` of torchmetrics gives it with ``norm="l1"``: equal-width bins,
+    confidence = largest probability.
 
     Args:
-        probs: probabilities ``[n, C]``, rows summing to 1; tensor on any device, array or nested list.
+        probs: probabilities ``[n, C]``, rows summing to 1; tensor on any device, array or nested
+            list.
         target: class indices ``[n]`` in 0 .. C - 1.
         bins: number of bins M, at least 1.
 
@@ -59,8 +63,8 @@ def expected_calibration_error(probs: Numbers, target: Numbers, bins: int = 15) 
 
 
 def calibration_bins(probs: Numbers, target: Numbers, bins: int = 15) -> CalibrationBins:
-    """Return the bins that :func:`expected_calibration_error` is the mean gap of, by the function of
-    torchmetrics that it calls; arguments and errors are the same."""
+    """Return the bins that :func:`expected_calibration_error` is the mean gap of, by the function
+    of torchmetrics that it calls; arguments and errors are the same."""
     from torchmetrics.functional.classification.calibration_error import _binning_bucketize
 
     p, t = _checked(probs, target, bins)
@@ -72,8 +76,9 @@ def calibration_bins(probs: Numbers, target: Numbers, bins: int = 15) -> Calibra
 
 
 def brier_score(probs: Numbers, target: Numbers) -> float:
-    """Return the multiclass Brier score in [0, 2]: squared distance to the one-hot target, summed over
-    classes, mean over examples. It is C times the mean squared error of torchmetrics, in float64.
+    """Return the multiclass Brier score in [0, 2]: squared distance to the one-hot target, summed
+    over classes, mean over examples. It is C times the mean squared error of torchmetrics, in
+    float64.
 
     Arguments and errors as :func:`expected_calibration_error`.
 
@@ -88,7 +93,8 @@ def brier_score(probs: Numbers, target: Numbers) -> float:
 
 
 def _checked(probs: Numbers, target: Numbers, bins: int = 1) -> tuple[Tensor, Tensor]:
-    """Return probabilities in [0, 1] as a float tensor ``[n, C]`` and targets int64 ``[n]``, on the CPU."""
+    """Return probabilities in [0, 1] as a float tensor ``[n, C]`` and targets int64 ``[n]``, on the
+    CPU."""
     if bins < 1:
         raise MisuseError(f"calibration with {bins} bins", "at least 1 is needed", "15 is usual")
     p, t = _array(probs), _array(target)
@@ -100,7 +106,9 @@ def _checked(probs: Numbers, target: Numbers, bins: int = 1) -> tuple[Tensor, Te
         )
     if not p.size:
         raise MisuseError(
-            f"probs of shape {list(p.shape)}", "calibration of no examples is undefined", "give at least one"
+            f"probs of shape {list(p.shape)}",
+            "calibration of no examples is undefined",
+            "give at least one",
         )
     if p.dtype not in (np.float32, np.float64):
         p = p.astype(np.float32 if p.dtype == np.float16 else np.float64)
@@ -130,6 +138,8 @@ def _array(values: Numbers) -> np.ndarray:
     if isinstance(values, Tensor):
         values = values.detach().cpu()
         values = (
-            values.float().numpy() if values.is_floating_point() and values.itemsize < 4 else values.numpy()
+            values.float().numpy()
+            if values.is_floating_point() and values.itemsize < 4
+            else values.numpy()
         )
     return np.asarray(values)

@@ -15,8 +15,8 @@ class Metric:
 
     Args:
         name: its name in the rounds, such as ``novel/drift``.
-        title: the heading of its column, with the unit; empty: the name, and no column in the table of
-            results.
+        title: the heading of its column, with the unit; empty: the name, and no column in the table
+            of results.
         scale: the factor from its values to those of a table, such as 100 for percent.
         digits: the digits after the point.
         unit: the unit of a difference, such as `` points``.
@@ -45,10 +45,15 @@ class Metric:
         number = type(self.scale) in (int, float) and math.isfinite(self.scale) and self.scale != 0
         expect("scale", number, "it is a number, finite and not 0", "write scale=100")
         expect(
-            "digits", type(self.digits) is int and 0 <= self.digits < 16, "0 to 15 digits", "write digits=1"
+            "digits",
+            type(self.digits) is int and 0 <= self.digits < 16,
+            "0 to 15 digits",
+            "write digits=1",
         )
         known = self.higher_is_better is None or isinstance(self.higher_is_better, bool)
-        expect("higher_is_better", known, "it is True, False or None", "write higher_is_better=False")
+        expect(
+            "higher_is_better", known, "it is True, False or None", "write higher_is_better=False"
+        )
 
 
 class Emitter:
@@ -62,13 +67,19 @@ def declared_by(emitters: Iterable[Emitter]) -> dict[str, Metric]:
     """Return by name what the method and the callbacks of a run declare.
 
     Raises:
-        InputError: ``declared_metrics`` holds something else than metrics, or two of one name differ.
+        InputError: ``declared_metrics`` holds something else than metrics, or two of one name
+            differ.
     """
     found: dict[str, Metric] = {}
     for emitter in emitters:
         what, given = f"{type(emitter).__name__}.declared_metrics", emitter.declared_metrics
-        are_metrics = isinstance(given, (tuple, list)) and all(isinstance(one, Metric) for one in given)
-        rule, instead = "it is a tuple of Metric", 'write (Metric("novel/drift", higher_is_better=False),)'
+        are_metrics = isinstance(given, (tuple, list)) and all(
+            isinstance(one, Metric) for one in given
+        )
+        rule, instead = (
+            "it is a tuple of Metric",
+            'write (Metric("novel/drift", higher_is_better=False),)',
+        )
         require(are_metrics, f"{what}: {given!r}", rule, instead)
         for metric in given:
             if found.setdefault(metric.name, metric) != metric:

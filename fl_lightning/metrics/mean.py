@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A weighted mean as its total and its weight, so that means of parts add up to the mean of the whole.
+    """A weighted mean as its total and its weight, so that means of parts add up to the mean of the
+    whole.
 
     >>> (Mean(3.0, 2) + Mean(1.0, 2)).value
     1.0

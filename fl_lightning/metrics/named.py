@@ -19,7 +19,8 @@ from fl_lightning.metrics.states import State, clear, quietly, state_of, value_o
 from fl_lightning.support.user_code import is_bug_of_user
 
 NOT_FINITE: State = {"not finite": torch.ones(())}
-"""The state of a batch whose outputs are not finite: the metric is NaN then, whatever the others give."""
+"""The state of a batch whose outputs are not finite: the metric is NaN then, whatever the others
+give."""
 
 
 class MetricOfClasses(Protocol):
@@ -37,15 +38,16 @@ class NamedMetric:
     """A metric with the name under which it is logged.
 
     Args:
-        factory: the class, the class with arguments (``functools.partial``), a function that returns a
-            metric, or a metric.
+        factory: the class, the class with arguments (``functools.partial``), a function that
+            returns a metric, or a metric.
         fill: arguments that are given where the class takes them and they are not given yet.
 
     Attributes:
         name: that of the class in snake case, without Binary, Multiclass or Multilabel.
         path: the class path, for messages.
         form: which form of the task's outputs the metric takes, see :meth:`choose_form`.
-        state_forms: type and shape of each tensor of its state after a batch, once the form is chosen.
+        state_forms: type and shape of each tensor of its state after a batch, once the form is
+            chosen.
 
     Raises:
         InputError: the metric cannot be made.
@@ -54,14 +56,18 @@ class NamedMetric:
     def __init__(self, factory: Any, fill: Mapping[str, Any]) -> None:
         made = factory if isinstance(factory, Metric) else None
         words = (factory.func, *factory.args) if isinstance(factory, partial) else (factory,)
-        cls = next((word for word in words if inspect.isclass(word) and issubclass(word, Metric)), None)
+        cls = next(
+            (word for word in words if inspect.isclass(word) and issubclass(word, Metric)), None
+        )
         named = type(made) if made is not None else cls
         self.path = getattr(named or factory, "__qualname__", repr(factory))
         try:
             if made is None and cls is not None:
                 given = dict(factory.keywords) if isinstance(factory, partial) else {}
                 takes = inspect.signature(cls).parameters
-                given |= {name: value for name, value in fill.items() if _is_open(name, given, takes)}
+                given |= {
+                    name: value for name, value in fill.items() if _is_open(name, given, takes)
+                }
                 made = cls(**given)
             self.metric = deepcopy(made) if made is not None else factory()
         except Exception as error:
@@ -85,7 +91,8 @@ class NamedMetric:
 
     @property
     def higher_is_better(self) -> bool:
-        """What the metric says of itself; one that says nothing is read as better the higher it is."""
+        """What the metric says of itself; one that says nothing is read as better the higher it
+        is."""
         return self.metric.higher_is_better is not False
 
     def choose_form(self, forms: Sequence[tuple[Any, Tensor]], task: str, words: str) -> None:
@@ -112,7 +119,8 @@ class NamedMetric:
                 continue
             shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             require(
-                isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1),
+                isinstance(value, (int, float))
+                or (isinstance(value, Tensor) and value.numel() == 1),
                 f"--data.metrics {self.path}, whose value is {shape}",
                 "what is logged is one number",
                 "let it average, as in --data.metrics.average macro, or leave it out",

@@ -1,4 +1,5 @@
-"""How evenly clients are served, in the few numbers that a table shows. All accuracies in [0, 1]."""
+"""How evenly clients are served, in the few numbers that a table shows. All accuracies in [0,
+1]."""
 
 from __future__ import annotations
 
@@ -21,19 +22,20 @@ def client_spread(
 ) -> dict[str, float]:
     """Return how evenly clients are served.
 
-    ``val/accuracy``, ``val/accuracy_std`` and ``val/accuracy_worst_decile``, or those of another metric, are
-    of all clients, each of the same weight, however many examples it has. The standard deviation is the
-    population's (divided by n). The worst decile is the mean over the worst 10 % of clients, rounded up, so
-    at least one. Both include the binomial noise of few examples: with one example a client they are a
-    function of the mean.
+    ``val/accuracy``, ``val/accuracy_std`` and ``val/accuracy_worst_decile``, or those of another
+    metric, are of all clients, each of the same weight, however many examples it has. The standard
+    deviation is the population's (divided by n). The worst decile is the mean over the worst 10 %
+    of clients, rounded up, so at least one. Both include the binomial noise of few examples: with
+    one example a client they are a function of the mean.
 
-    With ``examples`` there are also, over the clients with at least ``MIN_CLIENT_EXAMPLES`` (5) of them,
-    ``val/clients_min5``, their number; ``val/accuracy_worst_decile_min5``; and, of two clients or more and
-    where the metric is a share of examples, ``val/accuracy_std_corrected``, see :func:`corrected_std`.
+    With ``examples`` there are also, over the clients with at least ``MIN_CLIENT_EXAMPLES`` (5) of
+    them, ``val/clients_min5``, their number; ``val/accuracy_worst_decile_min5``; and, of two
+    clients or more and where the metric is a share of examples, ``val/accuracy_std_corrected``, see
+    :func:`corrected_std`.
 
     Args:
-        values: the metric of each client ``[K]``; clients without validation examples are given as NaN and
-            left out; with none left, the result is empty.
+        values: the metric of each client ``[K]``; clients without validation examples are given as
+            NaN and left out; with none left, the result is empty.
         examples: validation examples of each client ``[K]``.
         metric: its name.
         higher_is_better: whether the worst clients are those with the lowest values.
@@ -71,12 +73,13 @@ def worst_decile(values: np.ndarray, higher_is_better: bool = True) -> float:
 
 
 def corrected_std(accuracies: np.ndarray, examples: np.ndarray) -> float:
-    """Return the standard deviation of the clients' true accuracies, without the noise of few examples.
+    """Return the standard deviation of the clients' true accuracies, without the noise of few
+    examples.
 
     A client with true accuracy p and n examples is seen at a with variance p (1 - p) / n, of which
-    a (1 - a) / (n - 1) is an unbiased estimate. The variance over clients (divided by K - 1) minus the mean
-    of these estimates is an unbiased estimate of the variance of p. Where chance makes it negative, the
-    result is 0.
+    a (1 - a) / (n - 1) is an unbiased estimate. The variance over clients (divided by K - 1) minus
+    the mean of these estimates is an unbiased estimate of the variance of p. Where chance makes it
+    negative, the result is 0.
 
     Args:
         accuracies: accuracy of each client in [0, 1] ``[K]``, K at least 2.

@@ -1,8 +1,9 @@
-"""The states of a torchmetrics metric, batch by batch: they travel between ranks as tensors and are merged in
-the order of the batches, so that a value does not depend on who evaluated which batch.
+"""The states of a torchmetrics metric, batch by batch: they travel between ranks as tensors and are
+merged in the order of the batches, so that a value does not depend on who evaluated which batch.
 
-torchmetrics merges by rank (``sync``), in the order of ranks; ``merge_state`` is refused by metrics that
-declare a full state update. Each state says itself how it is reduced, and that is what is done here.
+torchmetrics merges by rank (``sync``), in the order of ranks; ``merge_state`` is refused by metrics
+that declare a full state update. Each state says itself how it is reduced, and that is what is done
+here.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
 State = dict[str, Tensor]
-"""What a metric has kept of one batch: by the path of the metric (one may be made of several), the name of
-the state and, of a list that is not concatenated, the position."""
+"""What a metric has kept of one batch: by the path of the metric (one may be made of several), the
+name of the state and, of a list that is not concatenated, the position."""
 
 
 @contextmanager
@@ -32,8 +33,8 @@ def quietly() -> Iterator[None]:
 
 
 def parts_of(module: nn.Module) -> dict[str, Metric]:
-    """Return the metrics that a module has, or a metric is made of, by their paths; a metric itself has an
-    empty one."""
+    """Return the metrics that a module has, or a metric is made of, by their paths; a metric itself
+    has an empty one."""
     from torchmetrics import Metric
 
     return {path: part for path, part in module.named_modules() if isinstance(part, Metric)}
@@ -42,7 +43,9 @@ def parts_of(module: nn.Module) -> dict[str, Metric]:
 def keeps_outputs(metric: Metric) -> bool:
     """Return whether a state of the metric is a list, which grows with the examples."""
     return any(
-        isinstance(default, list) for part in parts_of(metric).values() for default in part._defaults.values()
+        isinstance(default, list)
+        for part in parts_of(metric).values()
+        for default in part._defaults.values()
     )
 
 
@@ -84,7 +87,8 @@ def value_of(metric: Metric, states: Sequence[Mapping[str, Tensor]]) -> Any:
     """Return the value of a metric over all batches, and leave it cleared.
 
     Args:
-        states: what :func:`state_of` gave for each batch, in the order of the batches; at least one.
+        states: what :func:`state_of` gave for each batch, in the order of the batches; at least
+            one.
     """
     clear(metric)
     for path, part in parts_of(metric).items():
@@ -94,7 +98,9 @@ def value_of(metric: Metric, states: Sequence[Mapping[str, Tensor]]) -> Any:
                 found = [state[key] for state in states]
                 reduce = part._reductions[name]
                 merged = torch.stack(found) if len(found) > 1 else found[0]
-                setattr(part, name, reduce(merged) if callable(reduce) and len(found) > 1 else merged)
+                setattr(
+                    part, name, reduce(merged) if callable(reduce) and len(found) > 1 else merged
+                )
             else:
                 setattr(part, name, [item for state in states for item in _items(state, key)])
         part._update_count = len(states)
@@ -110,7 +116,9 @@ def _items(state: Mapping[str, Tensor], key: str) -> list[Tensor]:
     """Return what a batch adds to a state that is a list."""
     if key in state:
         return [state[key]]
-    own = [name for name in state if name.startswith(f"{key}.") and name[len(key) + 1 :].isdecimal()]
+    own = [
+        name for name in state if name.startswith(f"{key}.") and name[len(key) + 1 :].isdecimal()
+    ]
     return [state[name] for name in sorted(own, key=lambda name: int(name.rpartition(".")[2]))]
 
 
@@ -136,7 +144,8 @@ class MetricStates:
 
     @staticmethod
     def of_metrics(tensors: Mapping[str, Tensor]) -> dict[tuple[str, str], list[State]]:
-        """Return the states of each metric in the order of the batches, by whose they are and by its name.
+        """Return the states of each metric in the order of the batches, by whose they are and by
+        its name.
 
         Args:
             tensors: those of all ranks.
@@ -145,4 +154,6 @@ class MetricStates:
         for key, value in tensors.items():
             number, whose, metric, name = key.split("|", 3)
             found.setdefault((whose, metric), {}).setdefault(int(number), {})[name] = value
-        return {who: [batches[number] for number in sorted(batches)] for who, batches in found.items()}
+        return {
+            who: [batches[number] for number in sorted(batches)] for who, batches in found.items()
+        }

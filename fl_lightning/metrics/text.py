@@ -1,7 +1,7 @@
 """Metrics of generated and of predicted text: exact match, ROUGE-L, token accuracy, perplexity.
 
-Values of single examples are float64 arrays, so that their sums over batches and clients add up to those of
-the whole. ``B`` examples, ``T`` positions, ``V`` tokens of the vocabulary.
+Values of single examples are float64 arrays, so that their sums over batches and clients add up to
+those of the whole. ``B`` examples, ``T`` positions, ``V`` tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ IGNORED = -100
 """Target of a position that does not count; it is torch's ``ignore_index``."""
 
 MAX_NATS = 700.0
-"""Nats a token from which on the perplexity is no longer finite in float64, and is that of this number."""
+"""Nats a token from which on the perplexity is no longer finite in float64, and is that of this
+number."""
 
 
 def exact_match(predictions: Sequence[str], references: Sequence[str]) -> np.ndarray:
-    """Return 1 where a generated text equals its reference character by character and 0 elsewhere, ``[B]``.
+    """Return 1 where a generated text equals its reference character by character and 0 elsewhere,
+    ``[B]``.
 
     Raises:
         MisuseError: there are not as many predictions as references.
@@ -41,9 +43,10 @@ def exact_match(predictions: Sequence[str], references: Sequence[str]) -> np.nda
 def rouge_l(predictions: Sequence[str], references: Sequence[str]) -> np.ndarray:
     """Return the ROUGE-L F-measure of each generated text, in [0, 1], ``[B]``.
 
-    It is the harmonic mean of precision and recall of the longest common subsequence of words (Lin 2004).
-    Words are those of the package rouge-score without stemming: runs of a-z and 0-9 in lower case. A pair of
-    which one has no such words scores 0, so that a reference of signs alone cannot be matched.
+    It is the harmonic mean of precision and recall of the longest common subsequence of words (Lin
+    2004). Words are those of the package rouge-score without stemming: runs of a-z and 0-9 in lower
+    case. A pair of which one has no such words scores 0, so that a reference of signs alone cannot
+    be matched.
 
     Raises:
         MisuseError: there are not as many predictions as references.
@@ -93,8 +96,8 @@ def token_sums(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         target: the token that follows each position, int64 ``[B, T]``, or ``IGNORED``.
 
     Returns:
-        Cross-entropy in nats summed over the labelled tokens, number of them whose likeliest token is right,
-        and number of labelled tokens, float64 ``[B]`` each.
+        Cross-entropy in nats summed over the labelled tokens, number of them whose likeliest token
+        is right, and number of labelled tokens, float64 ``[B]`` each.
 
     Raises:
         MisuseError: the shapes do not fit.
@@ -113,7 +116,9 @@ def token_sums(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return nats.double().sum(1), right.double().sum(1), labelled.double().sum(1)
 
 
-def perplexity(nats: float | np.ndarray | Tensor, tokens: float | np.ndarray | Tensor) -> np.ndarray:
+def perplexity(
+    nats: float | np.ndarray | Tensor, tokens: float | np.ndarray | Tensor
+) -> np.ndarray:
     """Return exp(nats / tokens), at most exp(``MAX_NATS``); NaN where there are no tokens.
 
     Args:
@@ -124,7 +129,9 @@ def perplexity(nats: float | np.ndarray | Tensor, tokens: float | np.ndarray | T
     [2.0, 2.0]
     """
     total, count = (np.asarray(torch.as_tensor(part).cpu(), np.float64) for part in (nats, tokens))
-    mean = np.divide(total, count, out=np.full(np.broadcast(total, count).shape, np.nan), where=count > 0)
+    mean = np.divide(
+        total, count, out=np.full(np.broadcast(total, count).shape, np.nan), where=count > 0
+    )
     return np.exp(np.minimum(mean, MAX_NATS))
 
 
@@ -135,17 +142,19 @@ def prompts_and_answers(
 
     Args:
         input_ids: int64 ``[B, T]``, padded on the right.
-        target: int64 ``[B, T]``; the labelled positions of a row are consecutive, and each row has some.
+        target: int64 ``[B, T]``; the labelled positions of a row are consecutive, and each row has
+            some.
         pad: id of the padding.
         side: side of the padding of the prompts. left: all prompts end at the last position, as
             ``generate`` of transformers needs it.
 
     Returns:
-        Prompts int64 ``[B, P]``, their attention mask bool ``[B, P]``, and the labelled tokens of each row
-        (with EOS, if it was not cut), where P is the length of the longest prompt.
+        Prompts int64 ``[B, P]``, their attention mask bool ``[B, P]``, and the labelled tokens of
+        each row (with EOS, if it was not cut), where P is the length of the longest prompt.
     """
     labelled = target != IGNORED
-    length = labelled.int().argmax(1) + 1  # the position that predicts the first labelled token is prompt
+    # the position that predicts the first labelled token is prompt
+    length = labelled.int().argmax(1) + 1
     longest = int(length.max()) if len(length) else 0
     column = torch.arange(longest, device=input_ids.device).expand(len(input_ids), longest)
     if side == "left":
@@ -157,7 +166,8 @@ def prompts_and_answers(
 
 
 def until_end(ids: Iterable[int], eos: int) -> list[int]:
-    """Return the tokens before the first EOS: an answer, of which a tokeniser's ``decode`` makes a text.
+    """Return the tokens before the first EOS: an answer, of which a tokeniser's ``decode`` makes a
+    text.
 
     >>> until_end([55, 257, 55], eos=257)
     [55]

@@ -1,4 +1,5 @@
-"""Networks by name, class path or callable; their weights are drawn, except for those of language models."""
+"""Networks by name, class path or callable; their weights are drawn, except for those of language
+models."""
 
 from __future__ import annotations
 
@@ -86,7 +87,8 @@ KNOWN_NETWORK = Constraint(
     at_once=False,
     given="network={value}",
 )
-"""What a name of a network may be; a class path, such as ``torchvision.models.resnet18``, is no name."""
+"""What a name of a network may be; a class path, such as ``torchvision.models.resnet18``, is no
+name."""
 _TIMM_NAMES = {"mobilenetv2": "mobilenetv2_100", "vit_small": "vit_small_patch16_224"}
 
 
@@ -104,23 +106,24 @@ def build_network(
     Convolutional networks are channels last, see :func:`lay_out`.
 
     Args:
-        network: one of ``NETWORKS`` or ``LANGUAGE_NETWORKS``, any other timm name, ``hf:NAME_OR_FOLDER``
-            (see :mod:`fl_lightning.models.language.hf`; of labelled text
+        network: one of ``NETWORKS`` or ``LANGUAGE_NETWORKS``, any other timm name,
+            ``hf:NAME_OR_FOLDER`` (see :mod:`fl_lightning.models.language.hf`; of labelled text
             :mod:`fl_lightning.models.language.hf_classifier`), a class path
             (``torchvision.models.resnet18``), or a callable that takes the number of classes, as
             ``num_classes`` or as its first argument, and, if it has a parameter of that name,
             ``example_shape``.
         num_classes: number of outputs; of a language model, number of tokens.
-        example_shape: shape of an example of the data module, ``(C, H, W)`` for images, ``(T,)`` for
-            tokens.
+        example_shape: shape of an example of the data module, ``(C, H, W)`` for images, ``(T,)``
+            for tokens.
         logits: whether the outputs must be those of the task; if not, ``[B, any]``.
         task: what outputs it needs; default: classification, ``[B, num_classes]``.
-        inputs: of two examples, what the network is tried out with; default: zeros of ``example_shape``.
+        inputs: of two examples, what the network is tried out with; default: zeros of
+            ``example_shape``.
 
     Raises:
-        InputError: there is no network of that name, ``network`` does not return a network, or its outputs
-            for two examples are not those of the task. An error of the network's own code is the cause of
-            this error.
+        InputError: there is no network of that name, ``network`` does not return a network, or its
+            outputs for two examples are not those of the task. An error of the network's own code
+            is the cause of this error.
         ValueError: the network refuses its own settings.
     """
     if not example_shape or min(example_shape) < 1:
@@ -147,7 +150,9 @@ def build_network(
         made = made.to("meta")  # one that was copied has values
     if inputs is None:
         inputs = torch.zeros(2, *example_shape)
-    check_outputs(made, f"network={name_of(network)}", num_classes, inputs, logits, task or Classification())
+    check_outputs(
+        made, f"network={name_of(network)}", num_classes, inputs, logits, task or Classification()
+    )
     return lay_out(made)
 
 
@@ -190,7 +195,8 @@ def _make(
 
         return made_by(TransformersClassifier, num_classes, network.removeprefix(HF_PREFIX))
     if network.startswith(HF_PREFIX):
-        from fl_lightning.models.language.hf import TransformersLM  # imports transformers where it is there
+        # imports transformers where it is there
+        from fl_lightning.models.language.hf import TransformersLM
 
         return made_by(TransformersLM, num_classes, network.removeprefix(HF_PREFIX))
     import timm  # slow to import, and not needed for the project's own networks
@@ -219,12 +225,15 @@ def _call_maker(
     """Call ``make`` with the number of classes and return its network.
 
     The number is passed as keyword ``num_classes`` where possible, because the first argument of
-    torchvision's functions is ``weights``. A maker with a parameter ``example_shape`` gets that too.
+    torchvision's functions is ``weights``. A maker with a parameter ``example_shape`` gets that
+    too.
     """
     check_maker(make, given)
     parameters = _parameters(make).values()
     named = any(p.name == "num_classes" or p.kind is p.VAR_KEYWORD for p in parameters)
-    shape = {"example_shape": example_shape} if "example_shape" in _parameters(innermost(make)) else {}
+    shape = (
+        {"example_shape": example_shape} if "example_shape" in _parameters(innermost(make)) else {}
+    )
     arguments, by_name = ([], {"num_classes": num_classes}) if named else ([num_classes], {})
     call = partial(made_by, make, *arguments, **by_name, **shape)
     try:
@@ -259,7 +268,10 @@ def _parameters(make: Callable[..., Any]) -> Mapping[str, Parameter]:
 def _import(path: str) -> Callable[..., Any]:
     check_import(path)
     module, _, name = path.rpartition(".")
-    errors, instead = (ImportError, AttributeError, ValueError), "write e.g. torchvision.models.resnet18"
+    errors, instead = (
+        (ImportError, AttributeError, ValueError),
+        "write e.g. torchvision.models.resnet18",
+    )
     with as_bad_input(f"network={path!r}", "a class path must be importable", instead, *errors):
         return getattr(import_module(module), name)
 
@@ -268,7 +280,11 @@ def _from_timm(network: str, num_classes: int, example_shape: tuple[int, ...]) -
     import timm
 
     name, side = _TIMM_NAMES.get(network, network), example_shape[-1]
-    options: dict[str, Any] = {"pretrained": False, "num_classes": num_classes, "in_chans": example_shape[0]}
+    options: dict[str, Any] = {
+        "pretrained": False,
+        "num_classes": num_classes,
+        "in_chans": example_shape[0],
+    }
     if network == "vit_small":  # 16x16 patches would leave 4 tokens of a 32x32 image
         options["patch_size"] = 4 if side < 96 else 16
         if side % options["patch_size"]:

@@ -17,9 +17,10 @@ from fl_lightning.tasks import Task
 def check_maker(make: Any, given: object) -> None:
     """Refuse a callable that cannot return a network, before it is called.
 
-    The call could do harm: ``os.system``, ``sys.exit``, a reader of pickles. A class must be a subclass of
-    ``nn.Module``. A function must not come from Python's standard library or from torch, which have no
-    functions that return networks, unless its annotation says that it returns one.
+    The call could do harm: ``os.system``, ``sys.exit``, a reader of pickles. A class must be a
+    subclass of ``nn.Module``. A function must not come from Python's standard library or from
+    torch, which have no functions that return networks, unless its annotation says that it returns
+    one.
 
     Raises:
         InputError: the callable is refused.
@@ -82,7 +83,9 @@ def check_outputs(
         made.train(was_training)
     is_batch = isinstance(outputs, torch.Tensor) and outputs.ndim == 2 and len(outputs) == 2
     if not (task.accepts(outputs, num_outputs, 2) if logits else is_batch):
-        found = tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else type(outputs).__name__
+        found = (
+            tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else type(outputs).__name__
+        )
         raise InputError(
             f"{given} makes {found} of two examples",
             f"{task.outputs_form('2', num_outputs)} are needed",
@@ -93,10 +96,16 @@ def check_outputs(
 def _form_of(inputs: Any) -> str:
     """Return the shape of inputs, or those of a dictionary by name, for a message."""
     if isinstance(inputs, torch.Tensor):
-        kind = "examples" if inputs.is_floating_point() else f"{str(inputs.dtype).removeprefix('torch.')}"
+        kind = (
+            "examples"
+            if inputs.is_floating_point()
+            else f"{str(inputs.dtype).removeprefix('torch.')}"
+        )
         return f"{kind} [B, {', '.join(map(str, inputs.shape[1:]))}]"
     if isinstance(inputs, dict):
-        return "{" + ", ".join(f"{name!r}: {_form_of(value)}" for name, value in inputs.items()) + "}"
+        return (
+            "{" + ", ".join(f"{name!r}: {_form_of(value)}" for name, value in inputs.items()) + "}"
+        )
     return type(inputs).__name__
 
 

@@ -10,7 +10,8 @@ from fl_lightning.errors import require
 
 
 class FeatureTap:
-    """Holds what entered the last linear layer of a network in its last pass, and in ``layer`` which that is.
+    """Holds what entered the last linear layer of a network in its last pass, and in ``layer``
+    which that is.
 
     A copy of the network has a tap of its own, which holds nothing.
 
@@ -28,7 +29,8 @@ class FeatureTap:
         )
         self._held: Tensor | None = None
         self.layer = linear[-1]
-        for layer in linear:  # which is called last, the order in which they are registered does not say
+        # which is called last, the order in which they are registered does not say
+        for layer in linear:
             layer.register_forward_pre_hook(self)
 
     def __call__(self, layer: nn.Linear, inputs: tuple[Any, ...]) -> None:

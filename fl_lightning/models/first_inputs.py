@@ -18,7 +18,9 @@ class FirstInputs(nn.Module):
     def __init__(self, num_classes: int, inputs: int = 4) -> None:
         super().__init__()
         if inputs < 1:
-            raise InputError(f"FirstInputs(inputs={inputs})", "it reads 1 or more", "write inputs: 4")
+            raise InputError(
+                f"FirstInputs(inputs={inputs})", "it reads 1 or more", "write inputs: 4"
+            )
         self.inputs = inputs
         self.linear = nn.Linear(inputs, num_classes, bias=False)
 

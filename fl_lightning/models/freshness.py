@@ -1,7 +1,7 @@
 """A network of its own for every run, whatever a function that is given as ``network`` returns.
 
-One that returns the same modules again, or puts tensors that exist into new ones, would carry what a run has
-learnt into the next one, silently.
+One that returns the same modules again, or puts tensors that exist into new ones, would carry what
+a run has learnt into the next one, silently.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from fl_lightning.models.recipe import copied
 
 
 def of_its_own(make: Callable[[], Any], given: object) -> Any:
-    """Return what a function makes; a network that has parameters or buffers of the one before is copied.
+    """Return what a function makes; a network that has parameters or buffers of the one before is
+    copied.
 
     Args:
-        make: calls the function. It is called twice with the same random numbers; the second one counts.
+        make: calls the function. It is called twice with the same random numbers; the second one
+            counts.
         given: the function, for the message.
 
     Raises:
@@ -53,19 +55,21 @@ def of_its_own(make: Callable[[], Any], given: object) -> Any:
 
 
 def _places(module: nn.Module) -> set[object]:
-    """Return the identities of a module's parameters and buffers, and where in memory they begin."""
+    """Return the identities of a module's parameters and buffers, and where in memory they
+    begin."""
     tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
     placed = (
         tensor
         for tensor in tensors
-        if not (nn.parameter.is_lazy(tensor) or tensor.is_meta or tensor.is_sparse) and tensor.numel()
+        if not (nn.parameter.is_lazy(tensor) or tensor.is_meta or tensor.is_sparse)
+        and tensor.numel()
     )
     return {*map(id, tensors), *((tensor.device, tensor.data_ptr()) for tensor in placed)}
 
 
 def _holds(copy: nn.Module, *, parts_of: nn.Module) -> bool:
-    """Return whether functions that a copied network holds lead to parts of the one that it was copied from:
-    by a variable, a default or what they are bound to, which no copy changes."""
+    """Return whether functions that a copied network holds lead to parts of the one that it was
+    copied from: by a variable, a default or what they are bound to, which no copy changes."""
     wanted: set[int] = {*map(id, parts_of.modules()), *map(id, parts_of.parameters())}
     wanted |= set(map(id, parts_of.buffers()))
     found: list[Any] = [value for module in copy.modules() for value in vars(module).values()]
@@ -83,7 +87,11 @@ def _holds(copy: nn.Module, *, parts_of: nn.Module) -> bool:
 def _held_by(value: Any) -> list[Any]:
     """Return what a function or a container leads to."""
     if isfunction(value):
-        more = [value.__defaults__ or (), (value.__kwdefaults__ or {}).values(), vars(value).values()]
+        more = [
+            value.__defaults__ or (),
+            (value.__kwdefaults__ or {}).values(),
+            vars(value).values(),
+        ]
         with suppress(ValueError):  # a variable that has no value yet
             names = getclosurevars(value)
             more += [names.nonlocals.values(), names.globals.values()]

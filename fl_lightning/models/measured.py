@@ -21,7 +21,8 @@ class MeasuredNetwork(nn.Module):
 
     @abstractmethod
     def measured(self) -> Mapping[str, Tensor]:
-        """Return what the passes since :meth:`expect` have cost: by metric, a value of each example ``[B]``.
+        """Return what the passes since :meth:`expect` have cost: by metric, a value of each example
+        ``[B]``.
 
         A metric's name begins with its family, as in ``energy/joules``.
         """

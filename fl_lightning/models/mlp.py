@@ -35,5 +35,6 @@ class MLP(Recorded, nn.Module):
         self.layers = nn.Sequential(nn.Flatten(), *hidden, nn.Linear(sizes[-1], num_classes))
 
     def forward(self, examples: Tensor) -> Tensor:
-        """Map examples ``[B, *example_shape]``, of any kind of number, to outputs ``[B, num_classes]``."""
+        """Map examples ``[B, *example_shape]``, of any kind of number, to outputs ``[B,
+        num_classes]``."""
         return self.layers(examples if examples.is_floating_point() else examples.float())

@@ -4,10 +4,11 @@ Source: Seo et al. 2025, arXiv 2506.11024.
 
     h = W x + scale * [ (1 - g) * B(P A x + Q) + g * B(Pg A x + Qg) ]
 
-W and the projections A, B are frozen (the rows of A and the columns of B are orthonormal). P [r, r] and Q [r]
-are the client's own and start at zero. Pg and Qg are its copy of the mixture that the server made for it. The
-gate g, a number or a sigmoid of x, weighs the global adapter against the own one. Only P, Q, Pg and Qg are
-sent: if all clients have one rank and one number of blocks, these tensors have one shape for all clients.
+W and the projections A, B are frozen (the rows of A and the columns of B are orthonormal). P [r, r]
+and Q [r] are the client's own and start at zero. Pg and Qg are its copy of the mixture that the
+server made for it. The gate g, a number or a sigmoid of x, weighs the global adapter against the
+own one. Only P, Q, Pg and Qg are sent: if all clients have one rank and one number of blocks, these
+tensors have one shape for all clients.
 
 ``L`` layers of a network, ``r`` rank.
 """
@@ -28,16 +29,18 @@ INITIAL_GATE = 0.5
 
 
 class PQLoRALinear(nn.Module):
-    """A frozen linear layer with an adapter, whose A and B are drawn from torch's current generator.
+    """A frozen linear layer with an adapter, whose A and B are drawn from torch's current
+    generator.
 
     Args:
         base: the linear layer; this class freezes it.
         rank: r, at most the smaller side of the layer.
         scale: factor of the adapter.
-        gate: g as one trained number (``scalar``), or as a trained sigmoid of the layer's input (``input``).
-        full_gradient: whether P and Q get their gradient without the factor (1 - g), so that they learn even
-            if the gate prefers the global copy; g and x get the exact derivative. False: all get the exact
-            derivative.
+        gate: g as one trained number (``scalar``), or as a trained sigmoid of the layer's input
+            (``input``).
+        full_gradient: whether P and Q get their gradient without the factor (1 - g), so that they
+            learn even if the gate prefers the global copy; g and x get the exact derivative. False:
+            all get the exact derivative.
     """
 
     A: Tensor
@@ -59,10 +62,15 @@ class PQLoRALinear(nn.Module):
         like = base.weight
         self.register_buffer("A", orthonormal(base.in_features, rank).T.contiguous().to(like))
         self.register_buffer("B", orthonormal(base.out_features, rank).to(like))
-        self.P, self.Q = nn.Parameter(like.new_zeros(rank, rank)), nn.Parameter(like.new_zeros(rank))
+        self.P, self.Q = (
+            nn.Parameter(like.new_zeros(rank, rank)),
+            nn.Parameter(like.new_zeros(rank)),
+        )
         self.register_buffer("global_P", like.new_zeros(rank, rank))
         self.register_buffer("global_Q", like.new_zeros(rank))
-        self.gate = nn.Parameter(like.new_tensor(INITIAL_GATE)) if gate == "scalar" else _input_gate(base)
+        self.gate = (
+            nn.Parameter(like.new_tensor(INITIAL_GATE)) if gate == "scalar" else _input_gate(base)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Map inputs ``[..., in]`` to outputs ``[..., out]``."""
@@ -71,7 +79,8 @@ class PQLoRALinear(nn.Module):
         mixed = (1 - g) * self._own(low) + g * F.linear(low, self.global_P, self.global_Q)
         if self.full_gradient:
             own = F.linear(low.detach(), self.P, self.Q)
-            mixed = mixed + (own - own.detach())  # zero, with the derivative of B(P A x + Q) in P and Q
+            # zero, with the derivative of B(P A x + Q) in P and Q
+            mixed = mixed + (own - own.detach())
         return self.base(x) + self.scale * F.linear(mixed, self.B)
 
     def _own(self, low: Tensor) -> Tensor:
@@ -90,7 +99,8 @@ def _input_gate(base: nn.Linear) -> nn.Linear:
 
 
 def orthonormal(size: int, rank: int) -> Tensor:
-    """Return a float64 matrix ``[size, rank]`` with orthonormal columns, from torch's current generator."""
+    """Return a float64 matrix ``[size, rank]`` with orthonormal columns, from torch's current
+    generator."""
     return torch.linalg.qr(torch.randn(size, rank, dtype=torch.float64))[0]
 
 
@@ -139,9 +149,10 @@ def attach(
 def target_layers(network: nn.Module, num_blocks: int) -> list[str]:
     """Return the name of the last linear layer of each of ``num_blocks`` blocks.
 
-    The blocks are groups of the network's trunk of as equal size as possible. The trunk is the longest list
-    of children that all hold a linear layer. A network without a trunk of that length is cut by its linear
-    layers. Block i of a network corresponds to block i of a network of another depth.
+    The blocks are groups of the network's trunk of as equal size as possible. The trunk is the
+    longest list of children that all hold a linear layer. A network without a trunk of that length
+    is cut by its linear layers. Block i of a network corresponds to block i of a network of another
+    depth.
 
     Raises:
         InputError: the network has fewer linear layers than blocks.
@@ -179,11 +190,12 @@ def adapted_layers(network: nn.Module) -> list[PQLoRALinear]:
 
 @torch.no_grad()
 def align(network: nn.Module, to: nn.Module, inputs: Tensor) -> None:
-    """Align A and B of every layer with its partner in ``to``, so that P means the same in both networks.
+    """Align A and B of every layer with its partner in ``to``, so that P means the same in both
+    networks.
 
-    Each layer solves two orthogonal Procrustes problems (Schönemann 1966): A is the matrix with orthonormal
-    rows whose A x comes closest to the partner's on these inputs, and B the matrix with orthonormal columns
-    whose B^T W x does.
+    Each layer solves two orthogonal Procrustes problems (Schönemann 1966): A is the matrix with
+    orthonormal rows whose A x comes closest to the partner's on these inputs, and B the matrix with
+    orthonormal columns whose B^T W x does.
 
     Args:
         network: network with adapters; it is changed in place.
@@ -203,14 +215,16 @@ def align(network: nn.Module, to: nn.Module, inputs: Tensor) -> None:
 
 
 def _procrustes(features: Tensor, wanted: Tensor) -> Tensor:
-    """Return the matrix with orthonormal columns that maps ``features`` closest to ``wanted``, both centred.
+    """Return the matrix with orthonormal columns that maps ``features`` closest to ``wanted``, both
+    centred.
 
     Args:
         features: ``[n, d]``.
         wanted: ``[n, r]``.
     """
     left, _, right = torch.linalg.svd(
-        (features - features.mean(0)).double().T @ (wanted - wanted.mean(0)).double(), full_matrices=False
+        (features - features.mean(0)).double().T @ (wanted - wanted.mean(0)).double(),
+        full_matrices=False,
     )
     return (left @ right).to(features)
 
@@ -234,7 +248,9 @@ def _layer_inputs_and_outputs(network: nn.Module, inputs: Tensor) -> list[tuple[
 
 def read_adapters(layers: Iterable[PQLoRALinear]) -> Tensor:
     """Return a copy of P and Q of all layers, ``[L, r, r + 1]``, with Q in the last column."""
-    return torch.stack([torch.cat([layer.P, layer.Q.unsqueeze(1)], dim=1) for layer in layers]).detach()
+    return torch.stack(
+        [torch.cat([layer.P, layer.Q.unsqueeze(1)], dim=1) for layer in layers]
+    ).detach()
 
 
 @torch.no_grad()

@@ -15,17 +15,23 @@ DEFAULT_SHAPE = (3, 32, 32)
 
 
 class PublishedCNN(nn.Module):
-    """5x5 convolutions without padding, each with ReLU and 2x2 max pooling, then linear layers with ReLU.
+    """5x5 convolutions without padding, each with ReLU and 2x2 max pooling, then linear layers with
+    ReLU.
 
     Args:
         num_classes: number of logits.
         widths: channels of each convolution.
         hidden: features of each linear layer but the last.
-        example_shape: shape of one image ``(C, H, W)``, of 16x16 pixels or more with two convolutions.
+        example_shape: shape of one image ``(C, H, W)``, of 16x16 pixels or more with two
+            convolutions.
     """
 
     def __init__(
-        self, num_classes: int, widths: Sequence[int], hidden: Sequence[int], example_shape: tuple[int, ...]
+        self,
+        num_classes: int,
+        widths: Sequence[int],
+        hidden: Sequence[int],
+        example_shape: tuple[int, ...],
     ) -> None:
         super().__init__()
         channels, *sides = example_shape
@@ -45,8 +51,9 @@ class PublishedCNN(nn.Module):
 
 
 class NIIDBenchCNN(PublishedCNN):
-    """The LeNet-like ``simple-cnn`` of NIID-Bench (Li et al., ICDE 2022): 6 and 16 channels, 120 and 84
-    features; 44 426 weights on grey 28x28 images of 10 classes, 62 006 on 32x32 colour images.
+    """The LeNet-like ``simple-cnn`` of NIID-Bench (Li et al., ICDE 2022): 6 and 16 channels, 120
+    and 84 features; 44 426 weights on grey 28x28 images of 10 classes, 62 006 on 32x32 colour
+    images.
 
     Args:
         num_classes: number of logits.
@@ -58,8 +65,8 @@ class NIIDBenchCNN(PublishedCNN):
 
 
 class FedAvgCNN(PublishedCNN):
-    """PFLlib's ``FedAvgCNN`` (Zhang et al., JMLR 2025): 32 and 64 channels, 512 features; 582 026 weights on
-    grey 28x28 images of 10 classes, 878 538 on 32x32 colour images.
+    """PFLlib's ``FedAvgCNN`` (Zhang et al., JMLR 2025): 32 and 64 channels, 512 features; 582 026
+    weights on grey 28x28 images of 10 classes, 878 538 on 32x32 colour images.
 
     It is the CNN of McMahan et al. (AISTATS 2017) without its padding.
 

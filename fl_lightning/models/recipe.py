@@ -36,7 +36,9 @@ def made_by(make: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     made = make(*arguments, **named)
     if isinstance(made, nn.Module):
         inner = _unwrapped(make)
-        _RECIPES[made] = Recipe(inner.function, (*inner.arguments, *arguments), {**inner.named, **named})
+        _RECIPES[made] = Recipe(
+            inner.function, (*inner.arguments, *arguments), {**inner.named, **named}
+        )
     return made
 
 

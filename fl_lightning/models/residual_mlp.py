@@ -23,8 +23,8 @@ class ResidualMLP(Recorded, nn.Module):
         num_classes: number of logits.
         width: features between the blocks; inside a block twice as many.
         depth: number of blocks.
-        example_shape: shape of one image, whose first number is its channels; the data give it. None: 3
-            channels.
+        example_shape: shape of one image, whose first number is its channels; the data give it.
+            None: 3 channels.
     """
 
     def __init__(

@@ -36,7 +36,9 @@ class BasicBlock(nn.Module):
             skip = self.shortcut(x)
         elif self.extra:
             half = self.extra // 2
-            skip = pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, half, self.extra - half))
+            skip = pad(
+                x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, half, self.extra - half)
+            )
         else:
             skip = x
         return relu(self.bn2(self.conv2(relu(self.bn1(self.conv1(x))))) + skip)
@@ -47,10 +49,10 @@ class ResNet20(Recorded, nn.Module):
 
     Args:
         num_classes: number of logits.
-        shortcut: projection (1x1 convolution and BatchNorm; 272 474 weights with 10 classes) or A (no
-            weights; 269 722).
-        example_shape: shape of one image, whose first number is its channels; the data give it. None: 3
-            channels.
+        shortcut: projection (1x1 convolution and BatchNorm; 272 474 weights with 10 classes) or A
+            (no weights; 269 722).
+        example_shape: shape of one image, whose first number is its channels; the data give it.
+            None: 3 channels.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""A convolutional network for small images with 34 000 weights; a step takes milliseconds on a CPU."""
+"""A convolutional network for small images with 34 000 weights; a step takes milliseconds on a
+CPU."""
 
 from __future__ import annotations
 
@@ -18,16 +19,16 @@ GRID_SIDE = 4  # side of the grid of features that the linear layer sees
 class SmallCNN(Recorded, nn.Module):
     """Three 3x3 convolutions (strides 2, 2, 1), features averaged to a 4x4 grid, one linear layer.
 
-    It uses strides and plain average pooling because their backward passes are deterministic on every device.
-    It uses a grid instead of one mean over all positions because averaged clients learn far slower with the
-    latter.
+    It uses strides and plain average pooling because their backward passes are deterministic on
+    every device. It uses a grid instead of one mean over all positions because averaged clients
+    learn far slower with the latter.
 
     Args:
         num_classes: number of logits.
         norm: after each convolution: group (no statistics to average over clients), batch or none.
         width: channels of the first convolution; the others have 2 and 4 times as many.
-        example_shape: shape of one image, whose first number is its channels; the data give it. None: 3
-            channels.
+        example_shape: shape of one image, whose first number is its channels; the data give it.
+            None: 3 channels.
 
     Raises:
         InputError: the width is no positive multiple of 4.
@@ -49,11 +50,15 @@ class SmallCNN(Recorded, nn.Module):
         channels = example_shape[0] if example_shape else 3
         for factor, stride in ((1, 2), (2, 2), (4, 1)):
             layers.append(
-                nn.Conv2d(channels, factor * width, 3, stride=stride, padding=1, bias=norm == "none")
+                nn.Conv2d(
+                    channels, factor * width, 3, stride=stride, padding=1, bias=norm == "none"
+                )
             )
             channels = factor * width
             if norm != "none":
-                layers.append(nn.GroupNorm(4, channels) if norm == "group" else nn.BatchNorm2d(channels))
+                layers.append(
+                    nn.GroupNorm(4, channels) if norm == "group" else nn.BatchNorm2d(channels)
+                )
             layers.append(nn.ReLU())
         self.features = nn.Sequential(*layers)
         self.classifier = nn.Linear(channels * GRID_SIDE**2, num_classes)

@@ -1,8 +1,9 @@
 """How much memory a local step takes, from the shapes of its tensors alone: nothing is computed.
 
-A network whose weights are on torch's device ``meta`` has shapes and no values. Its forward and backward
-passes call the operations that a real step calls, and what each of them allocates and when it is freed is
-counted: that holds for any architecture, and for activations that are computed again in the backward pass.
+A network whose weights are on torch's device ``meta`` has shapes and no values. Its forward and
+backward passes call the operations that a real step calls, and what each of them allocates and when
+it is freed is counted: that holds for any architecture, and for activations that are computed again
+in the backward pass.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class StepMemory(NamedTuple):
         trained: trained weights, such as adapters.
         gradients: of the trained weights.
         optimizer: what the optimiser remembers of them.
-        activations: what else is there when most is: values that wait for the backward pass, and those that
-            it computes with.
+        activations: what else is there when most is: values that wait for the backward pass, and
+            those that it computes with.
     """
 
     base: int
@@ -95,24 +96,29 @@ def batch_of(example_inputs: Any, rows: int) -> Any:
 
 
 def _loss(outputs: Tensor) -> Tensor:
-    """Return a loss that takes the memory of a task's: cross-entropy over the last axis in the outputs'
-    precision; of logits ``[B, T, V]`` at every position."""
+    """Return a loss that takes the memory of a task's: cross-entropy over the last axis in the
+    outputs' precision; of logits ``[B, T, V]`` at every position."""
     rows = outputs.flatten(0, -2) if outputs.ndim > 1 else outputs[:, None]
     target = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
     return F.cross_entropy(rows, target, reduction="none").mean()
 
 
 def _frozen_bytes(network: nn.Module) -> int:
-    """Return the bytes of frozen weights and of buffers, each once. Where a network says that its base is
-    ``in_4bit``, that is of its linear layers without the output layer, as bitsandbytes has it."""
+    """Return the bytes of frozen weights and of buffers, each once. Where a network says that its
+    base is ``in_4bit``, that is of its linear layers without the output layer, as bitsandbytes has
+    it."""
     narrow: set[int] = set()
     if getattr(network, "in_4bit", False):
         base: Any = network.base  # type: ignore[union-attr]
         head = base.get_output_embeddings()
         layers = [
-            one for one in base.modules() if isinstance(one, nn.Linear) or type(one).__name__ == "Conv1D"
+            one
+            for one in base.modules()
+            if isinstance(one, nn.Linear) or type(one).__name__ == "Conv1D"
         ]
-        narrow = {id(one.weight) for one in layers if one is not head and not one.weight.requires_grad}
+        narrow = {
+            id(one.weight) for one in layers if one is not head and not one.weight.requires_grad
+        }
     found = {id(p): p for p in [*network.parameters(), *network.buffers()] if not p.requires_grad}
     return sum(
         round(FOUR_BIT_BYTES * tensor.numel()) if key in narrow else _bytes(tensor)
@@ -121,12 +127,15 @@ def _frozen_bytes(network: nn.Module) -> int:
 
 
 def _state_share(optimizer: Callable[[Any], Any]) -> float:
-    """Return how many values an optimiser remembers of each that it steps on, by a step of a small matrix."""
+    """Return how many values an optimiser remembers of each that it steps on, by a step of a small
+    matrix."""
     weight = nn.Parameter(torch.zeros(TRIED_ON, TRIED_ON, device="cpu"))
     tried = optimizer([weight])
     weight.grad = torch.ones_like(weight)
     tried.step()
-    values = [value for value in tree_leaves(dict(tried.state[weight])) if isinstance(value, Tensor)]
+    values = [
+        value for value in tree_leaves(dict(tried.state[weight])) if isinstance(value, Tensor)
+    ]
     return sum(value.numel() for value in values if value.ndim) / weight.numel()
 
 
@@ -139,10 +148,11 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 class TensorMemory(TorchDispatchMode):
-    """Follows the storages that operations make, within its blocks: ``now`` and at its ``peak``, in bytes.
+    """Follows the storages that operations make, within its blocks: ``now`` and at its ``peak``, in
+    bytes.
 
-    A storage counts from the operation that made it until nothing refers to it. What an operation takes for
-    itself while it runs is not seen.
+    A storage counts from the operation that made it until nothing refers to it. What an operation
+    takes for itself while it runs is not seen.
     """
 
     def __init__(self) -> None:
@@ -151,7 +161,11 @@ class TensorMemory(TorchDispatchMode):
         self._counted: dict[int, int] = {}  # bytes by storage; 0 for what was there before
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         for tensor in _tensors((args, kwargs)):
             self._see(tensor, own=False)
@@ -177,12 +191,16 @@ class TensorMemory(TorchDispatchMode):
 class _Shapes(TensorMemory):
     """Lets tensors without values be computed with.
 
-    An operation that asks for a value gets the one that needs no further work: true, or 0. Models of
-    transformers ask whether no sequences are packed.
+    An operation that asks for a value gets the one that needs no further work: true, or 0. Models
+    of transformers ask whether no sequences are packed.
     """
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return True if args[0].dtype is torch.bool else 0
@@ -191,11 +209,13 @@ class _Shapes(TensorMemory):
 
 @contextmanager
 def _fused_attention() -> Iterator[None]:
-    """Return a context in which attention keeps no scores, as its kernels on CPUs and GPUs do; of tensors
-    without values torch would take the one that keeps them."""
+    """Return a context in which attention keeps no scores, as its kernels on CPUs and GPUs do; of
+    tensors without values torch would take the one that keeps them."""
     plain = F.scaled_dot_product_attention
 
-    def fused(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **settings: Any) -> Tensor:
+    def fused(
+        query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **settings: Any
+    ) -> Tensor:
         if not query.is_meta:
             return plain(query, key, value, *arguments, **settings)
         groups = query.shape[-3] // key.shape[-3]

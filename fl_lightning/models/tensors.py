@@ -1,7 +1,7 @@
 """The modules and tensors of a module, as torch's own iterators give them, but faster.
 
-A client's round reads and writes them several times. For a small network torch's general iterators then take
-longer than the training.
+A client's round reads and writes them several times. For a small network torch's general iterators
+then take longer than the training.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from fl_lightning.support.tensor_bytes import raw_bytes
 
 SMALL = 1024
-"""Values of a buffer that is not worth asking whether it was written to: ``.data`` does not say so."""
+"""Values of a buffer that is not worth asking whether it was written to: ``.data`` does not say
+so."""
 
 
 def modules_of(module: nn.Module) -> list[nn.Module]:
@@ -24,23 +25,24 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
 
 
 def under_autocast(x: Tensor) -> bool:
-    """Return whether autocast is on for what is computed with a tensor; it never is for shapes alone."""
+    """Return whether autocast is on for what is computed with a tensor; it never is for shapes
+    alone."""
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters by name, then the buffers by name.
 
-    They are those of ``named_parameters()`` and ``named_buffers()``: a tensor that two modules share appears
-    once, under its first name.
+    They are those of ``named_parameters()`` and ``named_buffers()``: a tensor that two modules
+    share appears once, under its first name.
     """
     named = _modules_by_prefix(module)
     return _registered(named, "_parameters") | _registered(named, "_buffers")
 
 
 def constant_buffers(module: nn.Module) -> set[str]:
-    """Return the names of the buffers that are no part of the module's ``state_dict``: constants, such as a
-    table of rotary positions."""
+    """Return the names of the buffers that are no part of the module's ``state_dict``: constants,
+    such as a table of rotary positions."""
     return {
         prefix + name
         for prefix, owner in _modules_by_prefix(module).items()
@@ -50,7 +52,11 @@ def constant_buffers(module: nn.Module) -> set[str]:
 
 def apart_from(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors without gradients, copies of those that share memory with a module's."""
-    live = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(module).values()} if tensors else ()
+    live = (
+        {tensor.untyped_storage().data_ptr() for tensor in tensors_of(module).values()}
+        if tensors
+        else ()
+    )
     detached = {name: tensor.detach() for name, tensor in tensors.items()}
     return {
         name: tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor
@@ -59,8 +65,9 @@ def apart_from(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Te
 
 
 class UnsentBuffers:
-    """The buffers of a module's parts that no message has, as they are now: integers, such as BatchNorm's
-    counter, and those that are not in the ``state_dict``. Each client starts with them."""
+    """The buffers of a module's parts that no message has, as they are now: integers, such as
+    BatchNorm's counter, and those that are not in the ``state_dict``. Each client starts with
+    them."""
 
     def __init__(self, module: nn.Module) -> None:
         self.start: list[tuple[nn.Module, str, Tensor | None]] = []
@@ -69,7 +76,9 @@ class UnsentBuffers:
                 outside = name in owner._non_persistent_buffers_set
                 if buffer is None or outside or not buffer.is_floating_point():
                     self.start.append((owner, name, None if buffer is None else buffer.clone()))
-        self._seen = [(one._buffers[name], _version(one._buffers[name])) for one, name, _ in self.start]
+        self._seen = [
+            (one._buffers[name], _version(one._buffers[name])) for one, name, _ in self.start
+        ]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -89,7 +98,8 @@ def _version(tensor: Tensor | None) -> int:
 
 
 def sha256_of_parameters(module: nn.Module, without: Collection[str]) -> str:
-    """Return the SHA-256 of the names and bytes of a module's parameters but some; empty if none is left."""
+    """Return the SHA-256 of the names and bytes of a module's parameters but some; empty if none is
+    left."""
     digest, some = sha256(), False
     for name, parameter in module.named_parameters():
         if name not in without:

@@ -1,5 +1,5 @@
-"""What protects clients: clipping, noise and its accounting; and ``secure``, sums of which a server learns
-nothing but the total."""
+"""What protects clients: clipping, noise and its accounting; and ``secure``, sums of which a server
+learns nothing but the total."""
 
 from fl_lightning.privacy.accounting import RoundAccountant
 from fl_lightning.privacy.begun import NoisySums

@@ -1,5 +1,6 @@
-"""Where the noise and the cohorts of a private run come from: in a simulation from streams of the run's seed,
-so that it can be repeated; in a deployment from operating systems, so that nobody can compute them."""
+"""Where the noise and the cohorts of a private run come from: in a simulation from streams of the
+run's seed, so that it can be repeated; in a deployment from operating systems, so that nobody can
+compute them."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ UNIT_BITS = 53
 
 
 class SystemGenerator:
-    """Those of the draws of ``numpy.random.Generator`` that private sums need, from the operating system's
-    randomness, which is made for keys. NumPy's own generators are not: their draws tell their state.
+    """Those of the draws of ``numpy.random.Generator`` that private sums need, from the operating
+    system's randomness, which is made for keys. NumPy's own generators are not: their draws tell
+    their state.
 
     Args:
         read: returns so many random bytes.
@@ -38,7 +40,8 @@ class SystemGenerator:
         return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:size]
 
     def geometric(self, p: float, size: int) -> np.ndarray:
-        """Return draws of P(x) = p (1 - p)^(x - 1) for x = 1, 2, ..., by inversion; int64 ``[size]``."""
+        """Return draws of P(x) = p (1 - p)^(x - 1) for x = 1, 2, ..., by inversion; int64
+        ``[size]``."""
         drawn = np.ceil(self._exponential(size) / -np.log1p(-p))
         return np.maximum(drawn, 1).astype(np.int64)
 
@@ -67,7 +70,8 @@ class SystemGenerator:
 Generator = np.random.Generator | SystemGenerator
 
 Randomness = Callable[[int, str, int, int], Generator]
-"""Returns a generator for a seed, purpose, round and client, as :func:`fl_lightning.rng.stream` does."""
+"""Returns a generator for a seed, purpose, round and client, as :func:`fl_lightning.rng.stream`
+does."""
 
 
 def from_system(seed: int, purpose: str, round: int, client: int) -> SystemGenerator:

@@ -12,26 +12,31 @@ from fl_lightning.errors import require
 
 @dataclass(frozen=True, kw_only=True)
 class ClientPrivacy:
-    """Client-level differential privacy: each client's message is clipped, the sum gets Gaussian noise.
+    """Client-level differential privacy: each client's message is clipped, the sum gets Gaussian
+    noise.
 
-    Neighbours are federations of the same size in which one client, with all its data, is another one.
+    Neighbours are federations of the same size in which one client, with all its data, is another
+    one.
 
     Args:
-        noise_multiplier: z; the noise on the sum has the standard deviation z * clip_norm. 0: messages are
-            clipped and nothing is private.
-        clip_norm: C, largest L2 norm of all that one client adds, over all tensors together; above 0. With
-            ``target_quantile`` it is C of the first round.
+        noise_multiplier: z; the noise on the sum has the standard deviation z * clip_norm. 0:
+            messages are clipped and nothing is private.
+        clip_norm: C, largest L2 norm of all that one client adds, over all tensors together; above
+            0. With ``target_quantile`` it is C of the first round.
         delta: of the (epsilon, delta) that is accounted, in (0, 1); below 1 / number of clients.
-        max_epsilon: the run ends before the round that would exceed it. Null: it is accounted, not bounded.
-        where: ``central``, the server adds the noise; ``distributed``, each client adds a share of it to
-            its integers, before they are added up or masked.
-        min_returned: share of a cohort that has to return, in (0, 1], where noise is ``distributed``: so
-            many shares are the whole noise, and a round in which fewer return changes nothing.
-        target_quantile: share of the clients whose norm is below C, in [0, 1]; C follows it from round to
-            round. Null: C is fixed.
-        clip_learning_rate: how fast C follows, above 0: C <- C exp(-rate (share below C - quantile)).
-        count_noise: standard deviation of the noise on the number of clients below C, above z / 2. Null: a
-            twentieth of the cohort, or z where that is more.
+        max_epsilon: the run ends before the round that would exceed it. Null: it is accounted, not
+            bounded.
+        where: ``central``, the server adds the noise; ``distributed``, each client adds a share of
+            it to its integers, before they are added up or masked.
+        min_returned: share of a cohort that has to return, in (0, 1], where noise is
+            ``distributed``: so many shares are the whole noise, and a round in which fewer return
+            changes nothing.
+        target_quantile: share of the clients whose norm is below C, in [0, 1]; C follows it from
+            round to round. Null: C is fixed.
+        clip_learning_rate: how fast C follows, above 0: C <- C exp(-rate (share below C -
+            quantile)).
+        count_noise: standard deviation of the noise on the number of clients below C, above z / 2.
+            Null: a twentieth of the cohort, or z where that is more.
     """
 
     noise_multiplier: Annotated[float, within("[0, inf)", "it is 0 or more", "1.0")]
@@ -89,9 +94,9 @@ class ClientPrivacy:
     def message_multiplier(self, cohort: int) -> float:
         """Return what C is multiplied with for the noise on messages.
 
-        It is z where C is fixed. Where it follows a quantile, the noise on the count is part of z: z_m =
-        (z^-2 - (2 sigma_b)^-2)^(-1/2) (Andrew et al., NeurIPS 2021, theorem 1), so that both together are
-        as private as one sum with z.
+        It is z where C is fixed. Where it follows a quantile, the noise on the count is part of z:
+        z_m = (z^-2 - (2 sigma_b)^-2)^(-1/2) (Andrew et al., NeurIPS 2021, theorem 1), so that both
+        together are as private as one sum with z.
         """
         z = self.noise_multiplier
         if z == 0 or not self.is_adaptive:

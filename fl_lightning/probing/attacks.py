@@ -1,10 +1,11 @@
 """Adversarial examples within ``eps`` of every pixel (L-infinity), in pixel space [0, 1].
 
-    FGSM   x + eps * sign(grad_x L(x, y))                                       Goodfellow et al., ICLR 2015
-    PGD    x_{i+1} = clip(x_i + step * sign(grad_x L(x_i, y))), random start     Madry et al., ICLR 2018
+    FGSM   x + eps * sign(grad_x L(x, y))                                       Goodfellow et al.,
+    ICLR 2015 PGD    x_{i+1} = clip(x_i + step * sign(grad_x L(x_i, y))), random start     Madry et
+    al., ICLR 2018
 
-L is the cross-entropy; clip keeps x within eps of the original and within [0, 1]. The attacks are pure
-functions of a network that maps pixels to logits. ``B`` batch, ``C`` classes.
+L is the cross-entropy; clip keeps x within eps of the original and within [0, 1]. The attacks are
+pure functions of a network that maps pixels to logits. ``B`` batch, ``C`` classes.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def pgd(
 def _loss_and_gradient(forward: Forward, pixels: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Return the loss of each example ``[B]`` and its gradient with respect to the pixels.
 
-    The gradient is that of the sum of the losses, so it does not depend on other examples of the batch.
+    The gradient is that of the sum of the losses, so it does not depend on other examples of the
+    batch.
     """
     x = pixels.detach().requires_grad_(True)
     with torch.enable_grad():

@@ -38,9 +38,13 @@ def by_kind(subject: ProbedModel) -> Finding:
     metrics = {
         f"kind/{name}/{metric}": float(value)
         for name in sorted(sums)
-        for metric, value in task.finish(averages(sums[name], subject.method.counted_metrics)).items()
+        for metric, value in task.finish(
+            averages(sums[name], subject.method.counted_metrics)
+        ).items()
     }
-    return Finding(metrics, details={"examples": {name: kinds.count(name) for name in sorted(sums)}})
+    return Finding(
+        metrics, details={"examples": {name: kinds.count(name) for name in sorted(sums)}}
+    )
 
 
 @torch.no_grad()

@@ -1,4 +1,5 @@
-"""The ``test`` command: choose a checkpoint of a run, load it, run the probes and write the results."""
+"""The ``test`` command: choose a checkpoint of a run, load it, run the probes and write the
+results."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ log = logging.getLogger("fl_lightning")
 
 RESULTS_FILE = "test.json"
 RELEVANT_SETTINGS = ("seed_everything", "model", "data", "trainer.precision")
-"""Settings that change test results; others (rounds, participation, stressors ...) change only training."""
+"""Settings that change test results; others (rounds, participation, stressors ...) change only
+training."""
 IDENTITY_KEYS = ("checkpoint", "weights_sha256", "settings_sha256", "versions", "git", "machine")
 """Entries that must be equal for the results of two tests to be merged into one file."""
 SHARES = ("accuracy", "exact_match", "rouge_l")
@@ -158,10 +160,14 @@ def _read(run: Path, name: str) -> Checkpoint:
     there = [path.name for path in checkpoints_in(run / "checkpoints")]
     if name not in there:
         raise InputError(
-            f"--checkpoint {name}", f"{run} holds {', '.join(there)}", "write one of these, last or best"
+            f"--checkpoint {name}",
+            f"{run} holds {', '.join(there)}",
+            "write one of these, last or best",
         )
     instead, damage = f"write one of {', '.join(there)}", (KeyError, TypeError, AttributeError)
-    with as_bad_input(f"--checkpoint {name}", "it cannot be used", instead, CheckpointError, *damage):
+    with as_bad_input(
+        f"--checkpoint {name}", "it cannot be used", instead, CheckpointError, *damage
+    ):
         return Checkpoint.read(run / "checkpoints" / name)
 
 
@@ -171,8 +177,8 @@ def load_model(
     """Restore the federation from the checkpoint and return its model for the probes.
 
     Raises:
-        InputError: it was trained with other data, another method or another seed, and ``allow_changed`` is
-            false.
+        InputError: it was trained with other data, another method or another seed, and
+            ``allow_changed`` is false.
     """
     saved = checkpoint.progress
     changed = changed_settings(relevant_settings(saved["config"]), relevant_settings(settings))
@@ -222,11 +228,14 @@ def _protection(fed: Federation) -> Protection:
 
 def relevant_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that change test results, with dotted keys."""
-    return {key: value for key, value in flatten(settings).items() if is_under(key, RELEVANT_SETTINGS)}
+    return {
+        key: value for key, value in flatten(settings).items() if is_under(key, RELEVANT_SETTINGS)
+    }
 
 
 def _entries_until(run: RunDirectory, round: int) -> list[LedgerEntry]:
-    """Return the ledger's entries of uploads that were used, up to this round; none if it cannot be read."""
+    """Return the ledger's entries of uploads that were used, up to this round; none if it cannot be
+    read."""
     try:
         entries = Ledger.from_csv(run.tables["ledger"].path.read_text()).entries
     except (OSError, ValueError):
@@ -234,12 +243,18 @@ def _entries_until(run: RunDirectory, round: int) -> list[LedgerEntry]:
     return [entry for entry in entries if entry.round <= round and entry.status == "trained"]
 
 
-def make_report(fed: Federation, checkpoint: Checkpoint, found: Mapping[str, Finding]) -> dict[str, Any]:
+def make_report(
+    fed: Federation, checkpoint: Checkpoint, found: Mapping[str, Finding]
+) -> dict[str, Any]:
     """Return the content of ``test.json``; warn of results that differ from those of training."""
     recorded = _recorded(checkpoint)
     metrics = {name: value for finding in found.values() for name, value in finding.metrics.items()}
     for name in ("test/accuracy", "test/loss"):
-        if name in metrics and name in recorded and not abs(metrics[name] - recorded[name]) <= MAX_DIFFERENCE:
+        if (
+            name in metrics
+            and name in recorded
+            and not abs(metrics[name] - recorded[name]) <= MAX_DIFFERENCE
+        ):
             log.warning(
                 "%s: %.9g, but %.9g in training; compare device, precision and data",
                 name,
@@ -259,7 +274,9 @@ def make_report(fed: Federation, checkpoint: Checkpoint, found: Mapping[str, Fin
         "versions": versions(),
         "metrics": metrics,
         "recorded": {name: recorded[name] for name in metrics if name in recorded},
-        "timings": {name: value for finding in found.values() for name, value in finding.timings.items()},
+        "timings": {
+            name: value for finding in found.values() for name, value in finding.timings.items()
+        },
         "machine": _machine(fed),
         "probes": {name: finding.details for name, finding in found.items()},
         "skipped": {name: finding.skipped for name, finding in found.items() if finding.skipped},
@@ -289,8 +306,9 @@ def _machine(fed: Federation) -> dict[str, Any]:
 def write_results(run: RunDirectory, new: dict[str, Any]) -> dict[str, Any]:
     """Write ``test.json`` and return its content.
 
-    Results of other probes are kept if all of ``IDENTITY_KEYS`` are equal, also those of an earlier test that
-    has been kept under another name, as the present file is where it is of another checkpoint.
+    Results of other probes are kept if all of ``IDENTITY_KEYS`` are equal, also those of an earlier
+    test that has been kept under another name, as the present file is where it is of another
+    checkpoint.
     """
 
     def same(document: Mapping[str, Any]) -> bool:
@@ -302,7 +320,9 @@ def write_results(run: RunDirectory, new: dict[str, Any]) -> dict[str, Any]:
         before = kept
     if before and same(before):
         parts = ("metrics", "recorded", "timings", "probes")
-        skipped = {name: said for name, said in before["skipped"].items() if name not in new["probes"]}
+        skipped = {
+            name: said for name, said in before["skipped"].items() if name not in new["probes"]
+        }
         new = {
             **new,
             **{part: {**before[part], **new[part]} for part in parts},
@@ -326,7 +346,9 @@ def print_results(run: RunDirectory, new: Mapping[str, Any], found: Mapping[str,
             *((k, _format_value(k, v)) for k, v in finding.timings.items()),
         ]
         for number, (metric, value) in enumerate(rows or [("-", "left out")]):
-            grid.add_row("" if number else label, metric, value, end_section=number == max(len(rows), 1) - 1)
+            grid.add_row(
+                "" if number else label, metric, value, end_section=number == max(len(rows), 1) - 1
+            )
     console = Console()
     title = f"{new['method']} on {new['dataset']}, seed {new['seed']}, {new['checkpoint']}"
     console.print(title, style="bold", highlight=False)
@@ -334,8 +356,12 @@ def print_results(run: RunDirectory, new: Mapping[str, Any], found: Mapping[str,
     for name, finding in found.items():
         for sentence in finding.skipped:
             console.print(f"{name}: {sentence}", style="yellow", markup=False, highlight=False)
-    console.print(f"timings and memory are of this machine: {new['machine']}", markup=False, highlight=False)
-    console.print(f"written to {run.path / RESULTS_FILE}", markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"timings and memory are of this machine: {new['machine']}", markup=False, highlight=False
+    )
+    console.print(
+        f"written to {run.path / RESULTS_FILE}", markup=False, highlight=False, soft_wrap=True
+    )
 
 
 def _format_value(name: str, value: float) -> str:
@@ -346,5 +372,7 @@ def _format_value(name: str, value: float) -> str:
     if "bytes" in name:
         return f"{value / 1e6:.3f} MB"
     return (
-        f"{100 * value:.2f} %" if name.endswith(SHARES) or name.startswith("corrupted/") else f"{value:.4f}"
+        f"{100 * value:.2f} %"
+        if name.endswith(SHARES) or name.startswith("corrupted/")
+        else f"{value:.4f}"
     )

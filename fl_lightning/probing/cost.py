@@ -8,6 +8,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -32,7 +33,10 @@ def flops(network: nn.Module, inputs: Any) -> int:
 
 def float_bytes(network: nn.Module) -> int:
     """Return the bytes of all parameters and floating-point buffers, 4 bytes for each value."""
-    tensors = [*network.parameters(), *(buffer for buffer in network.buffers() if buffer.is_floating_point())]
+    tensors = [
+        *network.parameters(),
+        *(buffer for buffer in network.buffers() if buffer.is_floating_point()),
+    ]
     return 4 * sum(tensor.numel() for tensor in tensors)
 
 
@@ -55,7 +59,7 @@ def latencies(
             network(batch)
     for batch in batches:
         for name, network in networks.items():
-            taken[name].append(_seconds(lambda network=network, batch=batch: network(batch), device))  # type: ignore[misc]
+            taken[name].append(_seconds(partial(network, batch), device))
     return {name: np.array(seconds) for name, seconds in taken.items()}
 
 
@@ -79,7 +83,8 @@ def _synchronize(device: torch.device) -> None:
 def peak_memory(network: nn.Module, inputs: Any, device: torch.device) -> tuple[int, str]:
     """Return the peak memory in bytes, and a description of what it counts.
 
-    On CUDA it is the peak allocation during one forward pass; elsewhere the peak of the whole process so far.
+    On CUDA it is the peak allocation during one forward pass; elsewhere the peak of the whole
+    process so far.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

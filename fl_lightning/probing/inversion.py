@@ -1,12 +1,12 @@
 """Images from the updates that clients send: Geiping et al., "Inverting Gradients", NeurIPS 2020.
 
-The attacker knows the network, its weights and the labels, and looks for images whose gradient has the
-direction of the update:
+The attacker knows the network, its weights and the labels, and looks for images whose gradient has
+the direction of the update:
 
     argmin_x  1 - cos(grad_w L(x, y), -u) + a TV(x),      x in [0, 1]
 
-by Adam on the sign of the gradient. Of a sum over K clients it looks for K images at once. An update of one
-step on one image is the easiest to invert.
+by Adam on the sign of the gradient. Of a sum over K clients it looks for K images at once. An
+update of one step on one image is the easiest to invert.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Attacker:
     def reconstruct(
         self, update: Mapping[str, Tensor], labels: Tensor, start: Tensor, steps: int = STEPS
     ) -> Tensor:
-        """Return the pixels whose gradient is closest in direction to an update, ``[K, 3, side, side]``.
+        """Return the pixels whose gradient is closest in direction to an update, ``[K, 3, side,
+        side]``.
 
         Args:
             update: what a sum over K clients moved, by the names of parameters.
@@ -72,15 +73,18 @@ class Attacker:
         return pixels.detach()
 
     def gradient(self, pixels: Tensor, labels: Tensor, names: Sequence[str]) -> Tensor:
-        """Return the gradient of the loss by the named parameters as one vector, which can be differentiated
-        by the pixels."""
+        """Return the gradient of the loss by the named parameters as one vector, which can be
+        differentiated by the pixels."""
         weights = {
-            name: tensor.detach().requires_grad_(name in names) for name, tensor in self.weights.items()
+            name: tensor.detach().requires_grad_(name in names)
+            for name, tensor in self.weights.items()
         }
         with torch.enable_grad():
             outputs = functional_call(self.network, weights, (self.images.normalise(pixels),))
             found = torch.autograd.grad(
-                self.task.loss(outputs, labels), [weights[name] for name in names], create_graph=True
+                self.task.loss(outputs, labels),
+                [weights[name] for name in names],
+                create_graph=True,
             )
         return torch.cat([tensor.reshape(-1) for tensor in found])
 
@@ -91,7 +95,8 @@ def total_variation(pixels: Tensor) -> Tensor:
 
 
 def psnr(found: Tensor, images: Tensor) -> Tensor:
-    """Return the peak signal-to-noise ratio in dB of the best of several reconstructions of each image.
+    """Return the peak signal-to-noise ratio in dB of the best of several reconstructions of each
+    image.
 
     Args:
         found: pixels in [0, 1], ``[J, ...]``.

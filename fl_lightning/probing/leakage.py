@@ -1,10 +1,11 @@
-"""What leaks of the clients' examples through the model that is released, and through what the server sees.
+"""What leaks of the clients' examples through the model that is released, and through what the
+server sees.
 
 membership   the loss of an example says whether it was trained on    Yeom et al., CSF 2018
 inversion    an update gives back the images that it was made of      Geiping et al., NeurIPS 2020
 
-The attacker of ``membership`` takes an example for a member where its loss is below a threshold (as Adversary
-2 of Yeom et al.); all thresholds are tried.
+The attacker of ``membership`` takes an example for a member where its loss is below a threshold (as
+Adversary 2 of Yeom et al.); all thresholds are tried.
 """
 
 from __future__ import annotations
@@ -33,14 +34,15 @@ MAX_EXAMPLES = 2000
 FALSE_POSITIVES = 0.01
 """Rate of false positives at which true ones are counted (Carlini et al., S&P 2022)."""
 VICTIMS = 8
-"""Clients whose images are looked for; a sum over a larger cohort is attacked as one over so many."""
+"""Clients whose images are looked for; a sum over a larger cohort is attacked as one over so
+many."""
 CANDIDATES = 1000
 """Training images among which a reconstruction has to be nearest to the victim's."""
 
 
 def membership(subject: ProbedModel) -> Finding:
-    """Tell training examples of clients that took part from test examples by the loss of the deployed
-    model."""
+    """Tell training examples of clients that took part from test examples by the loss of the
+    deployed model."""
     from sklearn.metrics import roc_auc_score, roc_curve
 
     if subject.method.personalised:
@@ -70,7 +72,11 @@ def membership(subject: ProbedModel) -> Finding:
 
 def _clients(subject: ProbedModel) -> list[Client]:
     """Return the clients whose examples went into the model: others are no members."""
-    ids = [int(id) for id in subject.data.active if subject.trained_on is None or id in subject.trained_on]
+    ids = [
+        int(id)
+        for id in subject.data.active
+        if subject.trained_on is None or id in subject.trained_on
+    ]
     return [subject.data.client(id, subject.states.get(id)) for id in ids]
 
 
@@ -95,12 +101,13 @@ def _losses(subject: ProbedModel, split: Split, index: Tensor) -> np.ndarray:
 
 
 def inversion(subject: ProbedModel) -> Finding:
-    """Reconstruct images of clients from what the server sees of their updates, and from what is released.
+    """Reconstruct images of clients from what the server sees of their updates, and from what is
+    released.
 
-    Each client makes one step on one of its images, from the checkpoint's weights. The server sees each
-    update by itself, or their sum where sums are secure. Their sum is released: anybody can subtract one
-    model from the next. Where the server sees no bare update, the attack is also made on bare ones, which
-    says whether it would succeed without protection.
+    Each client makes one step on one of its images, from the checkpoint's weights. The server sees
+    each update by itself, or their sum where sums are secure. Their sum is released: anybody can
+    subtract one model from the next. Where the server sees no bare update, the attack is also made
+    on bare ones, which says whether it would succeed without protection.
     """
     why_not = _not_invertible(subject)
     if why_not:
@@ -141,19 +148,25 @@ def inversion(subject: ProbedModel) -> Finding:
     return Finding(metrics, details=details)
 
 
-def _reconstruct(subject: ProbedModel, messages: Tensor, labels: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the images ``[K, 3, side, side]`` that messages ``[K, P]`` give back one by one, or one sum
-    ``[1, P]`` all at once."""
+def _reconstruct(
+    subject: ProbedModel, messages: Tensor, labels: Tensor, shape: Sequence[int]
+) -> Tensor:
+    """Return the images ``[K, 3, side, side]`` that messages ``[K, P]`` give back one by one, or
+    one sum ``[1, P]`` all at once."""
     data, method = subject.images, subject.method
     assert data is not None
     method.receive(method.broadcast(data.client(0)), data.client(0))
     method.network.train()
     weights = {name: tensor.detach().clone() for name, tensor in tensors_of(method.network).items()}
     attacker = Attacker(method.network, weights, data.task, data)
-    start = torch.from_numpy(stream(subject.seed, "inversion").random(tuple(shape), dtype=np.float32))
+    start = torch.from_numpy(
+        stream(subject.seed, "inversion").random(tuple(shape), dtype=np.float32)
+    )
     start = start.to(data.device)
     parts = zip(
-        start.split(len(start) // len(messages)), labels.split(len(labels) // len(messages)), strict=True
+        start.split(len(start) // len(messages)),
+        labels.split(len(labels) // len(messages)),
+        strict=True,
     )
     found = []
     for message, (first, label) in zip(messages, parts, strict=True):
@@ -164,7 +177,8 @@ def _reconstruct(subject: ProbedModel, messages: Tensor, labels: Tensor, shape: 
 
 
 def _update(subject: ProbedModel, client: Client) -> Tensor:
-    """Return what the client's round of one step moves of the weights, ``[P]``, as the server decodes it."""
+    """Return what the client's round of one step moves of the weights, ``[P]``, as the server
+    decodes it."""
     method, data = subject.method, subject.data
     labels = data.labels_of([client])[0]
     message = method.broadcast(client).to_bytes()
@@ -179,7 +193,8 @@ def _victims(subject: ProbedModel) -> list[Client]:
     draw = stream(subject.seed, "inversion clients")
     count = min(VICTIMS, subject.cohort)
     chosen = [
-        subject.data.client(int(id)) for id in np.sort(draw.choice(subject.data.active, count, replace=False))
+        subject.data.client(int(id))
+        for id in np.sort(draw.choice(subject.data.active, count, replace=False))
     ]
     return [replace(client, train=draw.choice(client.train, 1)) for client in chosen]
 

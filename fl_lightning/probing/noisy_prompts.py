@@ -32,7 +32,9 @@ def noisy_prompts(subject: ProbedModel) -> Finding:
         why = f"{type(data).__name__} is no TextData with a tokenizer"
         return Finding(skipped=[*skipped, NO_PROMPTS.format(why)])
     if int((_prompt_lengths(data.test_target) > 1).sum()) == 0:
-        return Finding(skipped=[*skipped, NO_PROMPTS.format("every token is labelled, there are none")])
+        return Finding(
+            skipped=[*skipped, NO_PROMPTS.format("every token is labelled, there are none")]
+        )
     found = {noise: _metrics_under(subject, data, noise) for noise in NOISES}
     metrics = {
         f"typos/{name}": float(np.mean([of_noise[name] for of_noise in found.values()]))
@@ -61,7 +63,9 @@ def _metrics_under(subject: ProbedModel, data: TextData, noise: str) -> dict[str
     return {name: float(value) for name, value in data.task.finish(means).items()}
 
 
-def noisy_batch(data: TextData, index: Tensor, noise: str, seed: int) -> tuple[dict[str, Tensor], Tensor]:
+def noisy_batch(
+    data: TextData, index: Tensor, noise: str, seed: int
+) -> tuple[dict[str, Tensor], Tensor]:
     """Return inputs and targets of some test examples with noise in their prompts.
 
     Args:
@@ -86,8 +90,11 @@ def noisy_batch(data: TextData, index: Tensor, noise: str, seed: int) -> tuple[d
 def _noisy_prompt(
     ids: Sequence[int], tokenizer: Tokenizer, prompt_end: str, noise: str, rng: np.random.Generator
 ) -> list[int]:
-    """Return the tokens of a prompt with noise in its words; its end is encoded apart, as in training."""
-    start = [tokenizer.bos] if tokenizer.bos is not None and list(ids[:1]) == [tokenizer.bos] else []
+    """Return the tokens of a prompt with noise in its words; its end is encoded apart, as in
+    training."""
+    start = (
+        [tokenizer.bos] if tokenizer.bos is not None and list(ids[:1]) == [tokenizer.bos] else []
+    )
     text = tokenizer.decode(ids[len(start) :])
     head = text.removesuffix(prompt_end)
     end = tokenizer.encode(prompt_end) if head != text else []

@@ -1,5 +1,5 @@
-"""All outputs of a network at once, for what cannot be measured batch by batch; the metrics of rounds come
-from :mod:`fl_lightning.evaluation`, which collects none."""
+"""All outputs of a network at once, for what cannot be measured batch by batch; the metrics of
+rounds come from :mod:`fl_lightning.evaluation`, which collects none."""
 
 from __future__ import annotations
 
@@ -12,22 +12,35 @@ from torch import Tensor, nn
 
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
-from fl_lightning.evaluation import NO_STATES, States, averages, evaluation_mode, gather_columns, share
+from fl_lightning.evaluation import (
+    NO_STATES,
+    States,
+    averages,
+    evaluation_mode,
+    gather_columns,
+    share,
+)
 from fl_lightning.methods import Method
 from fl_lightning.tasks import Task
 
 
-def predict(fabric: Fabric, network: nn.Module, batches: Iterable[tuple[Any, ...]]) -> tuple[Tensor, ...]:
-    """Evaluate the network and return its outputs float32 ``[n, ...]`` and then whatever followed the inputs
-    in each batch, concatenated; on the CPU.
+def predict(
+    fabric: Fabric, network: nn.Module, batches: Iterable[tuple[Any, ...]]
+) -> tuple[Tensor, ...]:
+    """Evaluate the network and return its outputs float32 ``[n, ...]`` and then whatever followed
+    the inputs in each batch, concatenated; on the CPU.
 
     The batches are dealt to the ranks; every rank gets all of them back.
     """
-    return gather_columns((number, _forward(fabric, network, [batch])) for number, batch in share(batches))
+    return gather_columns(
+        (number, _forward(fabric, network, [batch])) for number, batch in share(batches)
+    )
 
 
 @torch.no_grad()
-def _forward(fabric: Fabric, network: nn.Module, batches: Iterable[tuple[Any, ...]]) -> tuple[Tensor, ...]:
+def _forward(
+    fabric: Fabric, network: nn.Module, batches: Iterable[tuple[Any, ...]]
+) -> tuple[Tensor, ...]:
     with evaluation_mode(network), fabric.autocast():
         columns = [(network(inputs).float(), *rest) for inputs, *rest in batches]
     return tuple(torch.cat(column) for column in zip(*columns, strict=True))
@@ -36,8 +49,8 @@ def _forward(fabric: Fabric, network: nn.Module, batches: Iterable[tuple[Any, ..
 def predict_validation(
     fabric: Fabric, method: Method, data: FederatedData, states: States = NO_STATES
 ) -> tuple[Tensor, ...]:
-    """Return outputs ``[n, C]``, targets ``[n]`` and owners ``[n]`` of all clients' validation examples, on
-    the CPU; ``()`` when there are none."""
+    """Return outputs ``[n, C]``, targets ``[n]`` and owners ``[n]`` of all clients' validation
+    examples, on the CPU; ``()`` when there are none."""
     if method.personalised:
         held = data.validating.tolist()
         return gather_columns(
@@ -47,7 +60,9 @@ def predict_validation(
     return predict(fabric, method.deploy(), data.val_batches())
 
 
-def _validate_own(fabric: Fabric, method: Method, data: FederatedData, client: Client) -> tuple[Tensor, ...]:
+def _validate_own(
+    fabric: Fabric, method: Method, data: FederatedData, client: Client
+) -> tuple[Tensor, ...]:
     return _forward(fabric, method.deploy(client), data.val_batches([client]))
 
 

@@ -17,11 +17,12 @@ from fl_lightning.evaluation import evaluation_mode
 from fl_lightning.methods import Method
 from fl_lightning.probing.outputs import metrics_of
 
-BATCH_SIZE = 512  # as in ``evaluation``, so that clean answers equal those during training bit for bit
+# as in ``evaluation``, so that clean answers equal those during training bit for bit
+BATCH_SIZE = 512
 Forward = Callable[[Tensor], Tensor]
 Change = Callable[[Forward, Tensor, Tensor, int], Tensor]
-"""A function that returns changed pixels. Its arguments are a network that maps pixels to logits, pixels in
-[0, 1], targets, and the number of the batch."""
+"""A function that returns changed pixels. Its arguments are a network that maps pixels to logits,
+pixels in [0, 1], targets, and the number of the batch."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class Protection:
         secure: the server sees sums over the cohort only.
         clip_norm: largest L2 norm of a client's message; None: no bound.
         noise_std: standard deviation of the noise in a released sum; 0: there is none.
-        share_std: standard deviation of the share that each client adds before it sends; 0: the noise is
-            added to the sum.
+        share_std: standard deviation of the share that each client adds before it sends; 0: the
+            noise is added to the sum.
     """
 
     secure: bool = False
@@ -80,8 +81,8 @@ class ProbedModel:
         cohort: clients of a round.
         protection: of the run, against those who read updates.
         trained_on: ids of the clients whose examples went into the model; None: all that have some.
-        newcomers: each client's own model is that of a newcomer, as what clients keep is on the nodes of a
-            deployment.
+        newcomers: each client's own model is that of a newcomer, as what clients keep is on the
+            nodes of a deployment.
     """
 
     fabric: Fabric
@@ -106,7 +107,8 @@ class ProbedModel:
         return self.data if isinstance(self.data, ImageData) else None
 
     def networks(self) -> Iterator[tuple[nn.Module, Tensor]]:
-        """Yield each deployed network in evaluation mode with the indices of the test examples it answers.
+        """Yield each deployed network in evaluation mode with the indices of the test examples it
+        answers.
 
         A personalised method has one network for each client.
         """
@@ -116,7 +118,9 @@ class ProbedModel:
             return
         owner = deal_test_set(self.data)
         for id in np.unique(owner).tolist():
-            with evaluation_mode(self.method.deploy(self.data.client(id, self.states.get(id)))) as network:
+            with evaluation_mode(
+                self.method.deploy(self.data.client(id, self.states.get(id)))
+            ) as network:
                 yield network, torch.from_numpy(np.flatnonzero(owner == id)).to(self.data.device)
 
     def answers(self) -> Tensor:
@@ -143,7 +147,9 @@ class ProbedModel:
         def one(network: nn.Module, index: Tensor, number: int) -> Tensor:
             pixels = data.view(shown[index]).float() / 255
             if change is not None:
-                pixels = change(self.pixel_function(network), pixels, data.test_target[index], number)
+                pixels = change(
+                    self.pixel_function(network), pixels, data.test_target[index], number
+                )
             return self._logits(network, data.normalise(pixels))
 
         return self._collect(one)
@@ -160,7 +166,8 @@ class ProbedModel:
         return forward
 
     def _collect(self, one: Callable[[nn.Module, Tensor, int], Tensor]) -> Tensor:
-        """Return the logits of all batches in the order of the test set, float32 ``[n, C]`` on the CPU.
+        """Return the logits of all batches in the order of the test set, float32 ``[n, C]`` on the
+        CPU.
 
         Args:
             one: logits of a batch, given network, indices and number of the batch.

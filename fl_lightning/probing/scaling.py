@@ -15,11 +15,13 @@ from torch.optim import LBFGS
 from fl_lightning.metrics import brier_score, expected_calibration_error
 
 TEMPERATURE_BOUNDS = (0.05, 20.0)
-"""Bounds of T; without them T would be 0 or infinite if all held-out answers are right, or all are wrong."""
+"""Bounds of T; without them T would be 0 or infinite if all held-out answers are right, or all are
+wrong."""
 
 
 def fit_temperature(logits: Tensor, target: Tensor) -> float:
-    """Return the temperature T with the smallest negative log-likelihood, within ``TEMPERATURE_BOUNDS``.
+    """Return the temperature T with the smallest negative log-likelihood, within
+    ``TEMPERATURE_BOUNDS``.
 
     The likelihood has a single maximum in log T.
 
@@ -30,7 +32,11 @@ def fit_temperature(logits: Tensor, target: Tensor) -> float:
     z = logits.double()
     log_t = torch.zeros((), dtype=torch.float64, requires_grad=True)
     optimizer = LBFGS(
-        [log_t], max_iter=100, tolerance_grad=1e-10, tolerance_change=1e-12, line_search_fn="strong_wolfe"
+        [log_t],
+        max_iter=100,
+        tolerance_grad=1e-10,
+        tolerance_change=1e-12,
+        line_search_fn="strong_wolfe",
     )
 
     def closure() -> Tensor:

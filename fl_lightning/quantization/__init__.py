@@ -1,7 +1,13 @@
 """Quantisation of weights, updates and activations."""
 
 from fl_lightning.quantization.allocation import allocate_bits, average_bits
-from fl_lightning.quantization.uniform import Quantized, dequantize_codes, prune, quantize, quantize_and_prune
+from fl_lightning.quantization.uniform import (
+    Quantized,
+    dequantize_codes,
+    prune,
+    quantize,
+    quantize_and_prune,
+)
 
 __all__ = [
     "Quantized",

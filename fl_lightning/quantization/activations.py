@@ -17,9 +17,11 @@ def fake_quantize(x: Tensor, bits: int) -> Tensor:
 
 
 def quantize_activations(network: nn.Module, weights: Iterable[str], bits: int) -> None:
-    """Quantise the inputs of the layers that own these named weights in every later forward pass; the inputs
-    of an embedding are ids and stay."""
+    """Quantise the inputs of the layers that own these named weights in every later forward pass;
+    the inputs of an embedding are ids and stay."""
     for name in weights:
         layer = network.get_submodule(name.rpartition(".")[0])
         if not isinstance(layer, nn.Embedding):
-            layer.register_forward_pre_hook(lambda module, args: (fake_quantize(args[0], bits), *args[1:]))
+            layer.register_forward_pre_hook(
+                lambda module, args: (fake_quantize(args[0], bits), *args[1:])
+            )

@@ -18,9 +18,9 @@ def allocate_bits(
 ) -> list[int]:
     """Return the bits of each layer within a budget, by pruning and then growing.
 
-    Prune: while ``sum(n * b) > budget * sum(n)``, the layer with the highest ``n * delta`` that has more than
-    one bit loses one bit. Grow: in ascending order of ``n * delta``, each layer gains one bit at a time, up
-    to 8, while the budget holds. Ties go to the lower index.
+    Prune: while ``sum(n * b) > budget * sum(n)``, the layer with the highest ``n * delta`` that has
+    more than one bit loses one bit. Grow: in ascending order of ``n * delta``, each layer gains one
+    bit at a time, up to 8, while the budget holds. Ties go to the lower index.
 
     Args:
         sizes: weights n_l of each layer.
@@ -42,7 +42,9 @@ def allocate_bits(
         )
     if not budget >= 1:
         raise MisuseError(
-            f"a budget of {budget} bits", "a weight takes at least 1", f"give a budget from 1 to {MAX_BITS}"
+            f"a budget of {budget} bits",
+            "a weight takes at least 1",
+            f"give a budget from 1 to {MAX_BITS}",
         )
     if (
         any(not 1 <= b <= MAX_BITS for b in mean_bits)

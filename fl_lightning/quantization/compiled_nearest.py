@@ -26,8 +26,8 @@ COMPILED = CompiledNearest()
 
 
 def nearest(points: np.ndarray, codebook: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the index of the nearest centroid, int64 ``[n]``, and its squared distance, float32 ``[n]``.
-    There are none where there is no library.
+    """Return the index of the nearest centroid, int64 ``[n]``, and its squared distance, float32
+    ``[n]``. There are none where there is no library.
 
     Args:
         points: float32 ``[n, d]``, finite.

@@ -1,19 +1,20 @@
 """One float for each weight, trained through the quantiser: no bit planes are stored.
 
-Source of the idea: MSQ (arXiv 2507.22349), which takes BSQ's group lasso of the digits of a weight instead of
-splitting the weight into trainable digits. The formulas are ours.
+Source of the idea: MSQ (arXiv 2507.22349), which takes BSQ's group lasso of the digits of a weight
+instead of splitting the weight into trainable digits. The formulas are ours.
 
-With c = s / (2^N - 1), q = R(W / c) and the digits p_b of |q| (the digit of the top bit holds all that is
-above it, so it exceeds 1 where |W| outgrows s):
+With c = s / (2^N - 1), q = R(W / c) and the digits p_b of |q| (the digit of the top bit holds all
+that is above it, so it exceeds 1 where |W| outgrows s):
 
     W_q = c q                                   the gradient passes R as if it were the identity
     L_bit = 1 / (sum n_l) sum_l n_l N_l sum_b || p_b ||_2
     dL_bit / dW = pull / c * n_l N_l / (sum n_l) * sign(W) sum_b 2^b p_b / || p_b || / sum_b 4^b
 
-The last line is the direction that L_bit gives the planes of a weight, measured in W: as far behind the
-task's gradient as it is in :mod:`fl_lightning.quantization.planes` where ``pull`` is 1.
+The last line is the direction that L_bit gives the planes of a weight, measured in W: as far behind
+the task's gradient as it is in :mod:`fl_lightning.quantization.planes` where ``pull`` is 1.
 
-``[B]`` clients of a stack, ``[L]`` layers, ``[N]`` bits, ``[n]`` weights of all layers, ``[M]`` magnitudes.
+``[B]`` clients of a stack, ``[L]`` layers, ``[N]`` bits, ``[n]`` weights of all layers, ``[M]``
+magnitudes.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class Latent:
 
     def quantized(self, variables: Tensor, grid: Grid) -> tuple[list[Tensor], Tensor]:
         """Return W_q ``[n_l]`` of each layer, and L_bit, both differentiable by ``variables``."""
-        rounded, penalty, _, _ = _Rounded.apply(variables, grid.scales, grid.pull, tuple(grid.layers))
+        rounded, penalty, _, _ = _Rounded.apply(
+            variables, grid.scales, grid.pull, tuple(grid.layers)
+        )
         return list(rounded.split(grid.sizes)), penalty
 
     def project(self, variables: Tensor, grid: Grid) -> None:
@@ -96,24 +99,33 @@ def _tables(layers: tuple[Layer, ...], device: torch.device) -> _Tables:
 
 
 class _Rounded(torch.autograd.Function):
-    """Forward and backward pass of :meth:`Latent.quantized`, layer by layer, so that a layer stays in the
-    cache."""
+    """Forward and backward pass of :meth:`Latent.quantized`, layer by layer, so that a layer stays
+    in the cache."""
 
     @staticmethod
-    def forward(variables: Tensor, scales: Tensor, pull: Tensor, layers: tuple[Layer, ...]) -> tuple:
+    def forward(
+        variables: Tensor, scales: Tensor, pull: Tensor, layers: tuple[Layer, ...]
+    ) -> tuple:
         tables, sizes = _tables(layers, variables.device), [layer.size for layer in layers]
         magnitudes, clients = tables.digits.shape[2], variables.shape[:-1]
         steps = (scales / tables.top).expand(*clients, len(layers))
         rounded = torch.empty_like(variables)
         places = torch.empty(variables.shape, dtype=torch.int32, device=variables.device)
-        each = zip(variables.split(sizes, -1), rounded.split(sizes, -1), places.split(sizes, -1), strict=True)
+        each = zip(
+            variables.split(sizes, -1),
+            rounded.split(sizes, -1),
+            places.split(sizes, -1),
+            strict=True,
+        )
         for layer, (weight, out, place) in enumerate(each):
             step = steps[..., layer, None]
             torch.div(weight, step, out=out).round_()
             place.copy_(out.abs().clamp_(max=magnitudes - 1))
             place.clamp_(min=0).add_(layer * magnitudes)  # NaN has become a negative number
             out.mul_(step)
-        counts = _counts(places, len(layers) * magnitudes).view(*clients, len(layers), magnitudes, 1)
+        counts = _counts(places, len(layers) * magnitudes).view(
+            *clients, len(layers), magnitudes, 1
+        )
         squares = (tables.digits.square() @ counts).squeeze(-1)
         norms = (squares + NORM_FLOOR).sqrt()
         penalty = ((norms * tables.present).sum(-1) * tables.weight).sum(-1)
@@ -134,7 +146,9 @@ class _Rounded(torch.autograd.Function):
             return of_rounded, None, None, None
         variables, scales, pull, places, norms = ctx.saved_tensors
         tables = _tables(ctx.layers, variables.device)
-        strength = of_penalty.unsqueeze(-1) * tables.weight * pull * tables.top / scales / tables.fours
+        strength = (
+            of_penalty.unsqueeze(-1) * tables.weight * pull * tables.top / scales / tables.fours
+        )
         rise = ((tables.powers / norms).unsqueeze(-2) @ tables.digits).squeeze(-2)
         rise = (rise * strength.unsqueeze(-1)).flatten(-2)
         if rise.dim() == 1:
@@ -155,7 +169,8 @@ class _Rounded(torch.autograd.Function):
 
 
 def _counts(places: Tensor, length: int) -> Tensor:
-    """Return how many of ``places`` ``[..., n]`` are 0, 1, ..., length - 1: float32 ``[..., length]``."""
+    """Return how many of ``places`` ``[..., n]`` are 0, 1, ..., length - 1: float32 ``[...,
+    length]``."""
     rows = places.reshape(-1, places.shape[-1])
     if places.device.type == "cpu":
         counts = torch.stack([row.bincount(minlength=length) for row in rows])
@@ -165,7 +180,7 @@ def _counts(places: Tensor, length: int) -> Tensor:
 
 
 def counts_without_waiting(rows: Tensor, length: int) -> Tensor:
-    """Return the same of each row, int64 ``[B, length]``; ``bincount`` would wait for the device to know the
-    largest."""
+    """Return the same of each row, int64 ``[B, length]``; ``bincount`` would wait for the device to
+    know the largest."""
     counts = torch.zeros(len(rows), length, dtype=torch.int64, device=rows.device)
     return counts.scatter_add_(1, rows.long(), torch.ones_like(rows, dtype=torch.int64))

@@ -38,7 +38,8 @@ class Grid(NamedTuple):
 
 
 class Representation(Protocol):
-    """What a client's optimiser steps on in place of the weights ``[n_l]`` of each quantised layer."""
+    """What a client's optimiser steps on in place of the weights ``[n_l]`` of each quantised
+    layer."""
 
     def variables(self, weights: Sequence[Tensor], grid: Grid) -> Tensor:
         """Return what is trained, one float32 vector, for the weights of each layer."""

@@ -2,16 +2,17 @@
 
 Source: BSQ, Yang et al., ICLR 2021, equations 3 to 6.
 
-A layer of n weights at N bits is two stacks of N non-negative planes, ``planes [2, N, n]``: p for positive, n
-for negative weights.
+A layer of n weights at N bits is two stacks of N non-negative planes, ``planes [2, N, n]``: p for
+positive, n for negative weights.
 
-    W_q = s / (2^N - 1) * R( sum_b 2^b (p_b - n_b) )        R rounds; its backward pass is the identity
-    L_bit = 1 / (sum n_l) sum_l n_l N_l sum_b || [p_b ; n_b] ||_2, smoothed at zero as sqrt(1e-8 + sum of
-    squares)
+    W_q = s / (2^N - 1) * R( sum_b 2^b (p_b - n_b) )        R rounds; its backward pass is the
+    identity L_bit = 1 / (sum n_l) sum_l n_l N_l sum_b || [p_b ; n_b] ||_2, smoothed at zero as
+    sqrt(1e-8 + sum of squares)
 
-A step of SGD on the planes moves W by 2 c^2 sum_b 4^b of the same step on W, c = s / (2^N - 1), or by half of
-that where one side is clamped: most weights. ``matched`` divides the gradient by c^2 sum_b 4^b. An optimiser
-that normalises its gradients (Adam) takes no notice: it moves every plane by lr, and so W by up to 2 s lr.
+A step of SGD on the planes moves W by 2 c^2 sum_b 4^b of the same step on W, c = s / (2^N - 1), or
+by half of that where one side is clamped: most weights. ``matched`` divides the gradient by c^2
+sum_b 4^b. An optimiser that normalises its gradients (Adam) takes no notice: it moves every plane
+by lr, and so W by up to 2 s lr.
 
 ``[N]`` bits, ``[n]`` weights.
 """
@@ -60,7 +61,9 @@ class Planes:
     def quantized(self, variables: Tensor, grid: Grid) -> tuple[list[Tensor], Tensor]:
         """Return W_q ``[n_l]`` of each layer, and L_bit, both differentiable by the planes."""
         layers = tuple(grid.layers)
-        *weights, penalty, _ = _Reconstruct.apply(variables, grid.scales, grid.pull, layers, self.matched)
+        *weights, penalty, _ = _Reconstruct.apply(
+            variables, grid.scales, grid.pull, layers, self.matched
+        )
         return weights, penalty
 
     def project(self, variables: Tensor, grid: Grid) -> None:
@@ -73,9 +76,9 @@ class Planes:
 def to_planes(weights: Tensor, bits: int, scale: Tensor, out: Tensor | None = None) -> Tensor:
     """Return planes ``[2, N, n]`` that hold ``weights``.
 
-    The digits of ``|W| (2^N - 1) / s`` fill the planes; the top one holds all that is above it, at most
-    ``TOP_MAX``. The remainder below one step stays in the lowest plane, which is continuous: rounding it away
-    at the start of every round would lose every update smaller than half a step.
+    The digits of ``|W| (2^N - 1) / s`` fill the planes; the top one holds all that is above it, at
+    most ``TOP_MAX``. The remainder below one step stays in the lowest plane, which is continuous:
+    rounding it away at the start of every round would lose every update smaller than half a step.
 
     Args:
         weights: n values of any shape.
@@ -108,15 +111,19 @@ def length(layer: Layer) -> int:
 
 
 def views(flat: Tensor, layers: Sequence[Layer]) -> list[Tensor]:
-    """Return the planes ``[2, N, n]`` of each layer as views into ``flat``, the planes of all layers."""
+    """Return the planes ``[2, N, n]`` of each layer as views into ``flat``, the planes of all
+    layers."""
     pieces = flat.split([length(layer) for layer in layers])
-    return [piece.view(2, layer.bits, layer.size) for layer, piece in zip(layers, pieces, strict=True)]
+    return [
+        piece.view(2, layer.bits, layer.size) for layer, piece in zip(layers, pieces, strict=True)
+    ]
 
 
 class _Reconstruct(torch.autograd.Function):
     """Forward and backward pass of :meth:`Planes.quantized`, written by hand.
 
-    There are up to 16 plane entries for each weight, and each pass over them costs more than the layer.
+    There are up to 16 plane entries for each weight, and each pass over them costs more than the
+    layer.
     """
 
     @staticmethod
@@ -196,7 +203,7 @@ def _norms(planes: Tensor) -> Tensor:
 
 
 def gain(bits: int, scale: Tensor) -> Tensor:
-    """Return c^2 sum_b 4^b with c = s / (2^N - 1): how far a step of SGD on one side's planes moves W,
-    relative to the same step on W itself."""
+    """Return c^2 sum_b 4^b with c = s / (2^N - 1): how far a step of SGD on one side's planes moves
+    W, relative to the same step on W itself."""
     step = scale / (2**bits - 1)
     return step.square() * ((4**bits - 1) // 3)

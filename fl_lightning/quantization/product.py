@@ -1,8 +1,8 @@
 """Product quantisation: sub-vectors of length d, each replaced by the nearest of K centroids.
 
-Source: Jegou et al., TPAMI 2011. Lloyd's k-means is written out element by element, without a matrix product,
-whose rounding depends on the number of threads: the same seed gives the same bytes with any number of
-threads. ``[n, d]`` sub-vectors, ``[K, d]`` centroids.
+Source: Jegou et al., TPAMI 2011. Lloyd's k-means is written out element by element, without a
+matrix product, whose rounding depends on the number of threads: the same seed gives the same bytes
+with any number of threads. ``[n, d]`` sub-vectors, ``[K, d]`` centroids.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ def kmeans(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Cluster the points; return indices int64 ``[n]`` and codebook float32 ``[K, d]``.
 
-    The start is a random choice of points. A centroid without points moves to the point with the largest
-    error in the cluster with the largest error, which splits that cluster; several such centroids split one
-    cluster each. If there are at most ``centroids`` different points, they are kept exactly.
+    The start is a random choice of points. A centroid without points moves to the point with the
+    largest error in the cluster with the largest error, which splits that cluster; several such
+    centroids split one cluster each. If there are at most ``centroids`` different points, they are
+    kept exactly.
 
     Args:
         points: float32 ``[n, d]``, finite.
@@ -66,7 +67,8 @@ def kmeans(
 
 
 def nearest(points: np.ndarray, codebook: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the index of the nearest centroid, int64 ``[n]``, and its squared distance, float32 ``[n]``.
+    """Return the index of the nearest centroid, int64 ``[n]``, and its squared distance, float32
+    ``[n]``.
 
     Of equally near centroids it is the one with the lowest index. Both are float32 and finite.
     """
@@ -78,7 +80,8 @@ def nearest(points: np.ndarray, codebook: np.ndarray) -> tuple[np.ndarray, np.nd
     for begin in range(0, len(points), POINTS_PER_BLOCK):
         rows = points[begin : begin + POINTS_PER_BLOCK]
         distance, term = total[: len(rows)], part[: len(rows)]
-        with np.errstate(over="ignore"):  # squares of values beyond 1e19; all centroids are then equally far
+        # squares of values beyond 1e19; all centroids are then equally far
+        with np.errstate(over="ignore"):
             for axis, column in enumerate(columns):
                 out = distance if axis == 0 else term
                 np.subtract(rows[:, axis, None], column, out=out)
@@ -102,7 +105,9 @@ def _move_centroids(
     sums = np.stack(
         [np.bincount(index, weights=column, minlength=len(codebook)) for column in points.T], axis=1
     )
-    moved = np.where(count[:, None] > 0, sums / np.maximum(count, 1)[:, None], codebook).astype(np.float32)
+    moved = np.where(count[:, None] > 0, sums / np.maximum(count, 1)[:, None], codebook).astype(
+        np.float32
+    )
     empty = np.flatnonzero(count == 0)
     if len(empty):
         errors = np.bincount(index, weights=error, minlength=len(codebook))

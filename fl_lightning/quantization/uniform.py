@@ -37,15 +37,20 @@ class Quantized:
 
     def dequantize(self) -> Tensor:
         """Return the values, float32 ``[n]``."""
-        return torch.where(self.negative, -self.magnitude, self.magnitude).to(torch.float32) * self.step
+        return (
+            torch.where(self.negative, -self.magnitude, self.magnitude).to(torch.float32)
+            * self.step
+        )
 
     def codes(self) -> Tensor:
-        """Return codes of ``bits + 1`` bits, int32 ``[n]``: magnitude, and sign as the highest bit."""
+        """Return codes of ``bits + 1`` bits, int32 ``[n]``: magnitude, and sign as the highest
+        bit."""
         return self.magnitude | (self.negative.to(torch.int32) << self.bits)
 
 
 SMALLEST_SCALE = 1e-30
-"""Scale below which a layer counts as zeros: the inverse of its step would not be finite in float32."""
+"""Scale below which a layer counts as zeros: the inverse of its step would not be finite in
+float32."""
 MAX_MAGNITUDE = 2**30
 """Magnitude at which a value saturates that was not to saturate: what int32 holds."""
 BINS = 4096
@@ -55,13 +60,15 @@ CANDIDATES = 16
 
 
 def dequantize_codes(codes: Tensor, scale: float, bits: int) -> Tensor:
-    """Return the values float32 ``[n]`` of codes of ``bits + 1`` bits and any shape, from a lookup table."""
+    """Return the values float32 ``[n]`` of codes of ``bits + 1`` bits and any shape, from a lookup
+    table."""
     return (_steps(bits) * (scale / (2**bits - 1))).index_select(0, codes.flatten())
 
 
 @cache
 def _steps(bits: int) -> Tensor:
-    """Return the signed number of steps of each code of ``bits + 1`` bits, float32 ``[2^(bits + 1)]``."""
+    """Return the signed number of steps of each code of ``bits + 1`` bits, float32 ``[2^(bits +
+    1)]``."""
     steps = torch.arange(2**bits, dtype=torch.int32, device="cpu")
     return torch.cat([steps, -steps]).to(torch.float32)
 
@@ -75,16 +82,16 @@ def quantize(
 ) -> Quantized:
     """Round ``values`` to the grid of ``bits`` magnitude bits.
 
-    With a scale below ``SMALLEST_SCALE`` all magnitudes are zero. If ``values`` hold NaN or infinity, that
-    becomes the scale, so that the receiver notices it, and all magnitudes are zero.
+    With a scale below ``SMALLEST_SCALE`` all magnitudes are zero. If ``values`` hold NaN or
+    infinity, that becomes the scale, so that the receiver notices it, and all magnitudes are zero.
 
     Args:
         values: float values of any shape.
         bits: N, 1 to 8.
         scale: s; None: ``max |values|``.
         noise: generator for unbiased stochastic rounding; None: rounding to the nearest point.
-        saturate: whether values above s become s; if not, their magnitudes have more than ``bits`` bits and
-            cannot be sent.
+        saturate: whether values above s become s; if not, their magnitudes have more than ``bits``
+            bits and cannot be sent.
     """
     flat = values.detach().reshape(-1).to("cpu", torch.float32)
     top = 2**bits - 1
@@ -109,11 +116,11 @@ def quantize(
 
 
 def nearest_scale(values: Tensor, bits: int) -> float:
-    """Return the scale s at which ``values`` lose least when they are rounded to ``bits`` magnitude bits and
-    saturate at s: the smallest sum of squared errors among s = k / 16 max |values|.
+    """Return the scale s at which ``values`` lose least when they are rounded to ``bits`` magnitude
+    bits and saturate at s: the smallest sum of squared errors among s = k / 16 max |values|.
 
-    A layer of a few bits with a few large weights is nearer to a grid that cuts these off than to one that
-    reaches them. The errors are those of a histogram of ``BINS`` magnitudes.
+    A layer of a few bits with a few large weights is nearer to a grid that cuts these off than to
+    one that reaches them. The errors are those of a histogram of ``BINS`` magnitudes.
 
     Args:
         values: finite values of any shape.
@@ -135,10 +142,10 @@ def prune(layer: Quantized, threshold: float = 0.02) -> tuple[Quantized, int]:
     """Drop bit planes that hardly any weight sets; keep at least one.
 
     This is FedMPQ's local pruning. From the highest plane down, a plane that is set in less than
-    ``threshold`` of the weights is dropped; weights that had it set saturate, and the step stays the same.
-    The highest plane counts every weight at or above it, those that outgrew the grid too. Then, from the
-    lowest plane up, a plane that is set in at most ``threshold`` of the weights is dropped, and the step
-    doubles.
+    ``threshold`` of the weights is dropped; weights that had it set saturate, and the step stays
+    the same. The highest plane counts every weight at or above it, those that outgrew the grid too.
+    Then, from the lowest plane up, a plane that is set in at most ``threshold`` of the weights is
+    dropped, and the step doubles.
 
     Args:
         layer: the layer on its grid.
@@ -162,17 +169,24 @@ def prune(layer: Quantized, threshold: float = 0.02) -> tuple[Quantized, int]:
         bits -= 1
         magnitude, step = magnitude >> 1, step * 2
     negative = layer.negative & (magnitude > 0)
-    return replace(layer, magnitude=magnitude, negative=negative, scale=step * (2**bits - 1), bits=bits), top
+    return replace(
+        layer, magnitude=magnitude, negative=negative, scale=step * (2**bits - 1), bits=bits
+    ), top
 
 
 def quantize_and_prune(
-    values: Tensor, bits: int, scale: float, threshold: float, noise: np.random.Generator | None = None
+    values: Tensor,
+    bits: int,
+    scale: float,
+    threshold: float,
+    noise: np.random.Generator | None = None,
 ) -> tuple[Quantized, int]:
     """Round ``values`` to a grid that they may have outgrown, and drop planes.
 
-    Planes are counted on the grid of ``scale``, so that a few large values do not empty the planes of the
-    others. Where the highest plane stays and some value needs more bits than are left, the layer is rounded
-    anew with ``max |values|`` as its scale: it is sent with the same number of bits and a longer step.
+    Planes are counted on the grid of ``scale``, so that a few large values do not empty the planes
+    of the others. Where the highest plane stays and some value needs more bits than are left, the
+    layer is rounded anew with ``max |values|`` as its scale: it is sent with the same number of
+    bits and a longer step.
 
     Args:
         values: float values of any shape.

@@ -1,8 +1,9 @@
-"""Checkpoints: folders of safetensors and JSON with a manifest of hashes. No file in them can run code.
+"""Checkpoints: folders of safetensors and JSON with a manifest of hashes. No file in them can run
+code.
 
-A checkpoint is written to a hidden folder, synced and then renamed, so a folder with its final name is
-complete. A folder whose files do not match its manifest is refused. Folders whose names begin with a dot are
-being written or being removed, and are never read.
+A checkpoint is written to a hidden folder, synced and then renamed, so a folder with its final name
+is complete. A folder whose files do not match its manifest is refused. Folders whose names begin
+with a dot are being written or being removed, and are never read.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def save_checkpoint(folder: Path, tensors: Tensors, documents: Mapping[str, obje
     Raises:
         OSError: the disk does not take it.
     """
-    files = {f"{name}.safetensors": save_tensors(separate(group)) for name, group in tensors.items()}
+    files = {
+        f"{name}.safetensors": save_tensors(separate(group)) for name, group in tensors.items()
+    }
     files |= {f"{name}.json": json.dumps(document).encode() for name, document in documents.items()}
     files[MANIFEST] = json.dumps(
         {name: sha256(data).hexdigest() for name, data in files.items()}, indent=1
@@ -80,9 +83,13 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[st
     files = _intact_files(folder)
     try:
         tensors = {
-            Path(n).stem: load_tensors(data) for n, data in files.items() if n.endswith(".safetensors")
+            Path(n).stem: load_tensors(data)
+            for n, data in files.items()
+            if n.endswith(".safetensors")
         }
-        return tensors, {Path(n).stem: json.loads(data) for n, data in files.items() if n.endswith(".json")}
+        return tensors, {
+            Path(n).stem: json.loads(data) for n, data in files.items() if n.endswith(".json")
+        }
     except (ValueError, RecursionError, safetensors.SafetensorError) as error:
         raise CheckpointError(
             f"{folder} holds a file in another format ({error})",
@@ -117,7 +124,9 @@ def _intact_files(folder: Path, only: str = "") -> dict[str, bytes]:
         files = {name: (folder / name).read_bytes() for name in manifest if only in ("", name)}
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{folder} cannot be read ({error})", f"a checkpoint is a folder with {MANIFEST}", "name another"
+            f"{folder} cannot be read ({error})",
+            f"a checkpoint is a folder with {MANIFEST}",
+            "name another",
         ) from None
     for name, data in files.items():
         if sha256(data).hexdigest() != manifest[name]:

@@ -1,5 +1,5 @@
-"""``clients.csv``: the metrics of each client on its own validation examples, in the round that validation
-chose and at the last evaluation."""
+"""``clients.csv``: the metrics of each client on its own validation examples, in the round that
+validation chose and at the last evaluation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ ClientValues = Mapping[str, Mapping[int, float]]
 def keep(
     kept: Mapping[int, ClientValues], round: int, values: ClientValues, best_round: int
 ) -> dict[int, ClientValues]:
-    """Return what a run keeps after one more round, by round: the best one and the last that was evaluated.
+    """Return what a run keeps after one more round, by round: the best one and the last that was
+    evaluated.
 
     Args:
         kept: what it kept before.
@@ -43,13 +44,19 @@ def keep(
 def clients_csv(data: FederatedData, kept: Mapping[int, ClientValues]) -> str:
     """Return the text of ``clients.csv``: one row for each kept round and validated client.
 
-    ``group`` is the group of more than half of the client's examples; it is empty where there is no such
-    group, and where the data have no groups but classes. The text is empty where nothing was kept.
+    ``group`` is the group of more than half of the client's examples; it is empty where there is no
+    such group, and where the data have no groups but classes. The text is empty where nothing was
+    kept.
     """
     if not kept:
         if len(data.validating) > MAX_COUNTED_CLIENTS:
             many = len(data.validating)
-            log.info("%s is not written: it lists up to %d clients, of %d", FILE, MAX_COUNTED_CLIENTS, many)
+            log.info(
+                "%s is not written: it lists up to %d clients, of %d",
+                FILE,
+                MAX_COUNTED_CLIENTS,
+                many,
+            )
         return ""
     groups, text = _groups(data), io.StringIO()
     metrics = list(dict.fromkeys(name for values in kept.values() for name in values))
@@ -70,13 +77,17 @@ def _groups(data: FederatedData) -> Sequence[str]:
     counts = data.group_counts()
     most = counts.argmax(1)
     has_one = 2 * counts.max(1) > counts.sum(1)
-    return [str(names[group]) if one else "" for group, one in zip(most.tolist(), has_one, strict=True)]
+    return [
+        str(names[group]) if one else "" for group, one in zip(most.tolist(), has_one, strict=True)
+    ]
 
 
 def from_json(kept: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[int, ClientValues]:
     """Return what :func:`keep` gave from its JSON, whose keys are texts."""
     return {
-        int(round): {name: {int(id): value for id, value in of.items()} for name, of in values.items()}
+        int(round): {
+            name: {int(id): value for id, value in of.items()} for name, of in values.items()
+        }
         for round, values in kept.items()
     }
 
@@ -86,7 +97,10 @@ def is_json_of(kept: Any) -> bool:
     if not (_is_numbered(kept) and all(isinstance(values, dict) for values in kept.values())):
         return False
     metrics = [of for values in kept.values() for of in values.values()]
-    return all(_is_numbered(of) and all(isinstance(value, float) for value in of.values()) for of in metrics)
+    return all(
+        _is_numbered(of) and all(isinstance(value, float) for value in of.values())
+        for of in metrics
+    )
 
 
 def _is_numbered(mapping: Any) -> bool:

@@ -1,7 +1,7 @@
 """The directory of a run and the names in it.
 
-It holds ``config.yaml metadata.json metrics.csv ledger.csv clients.csv partition.json`` and the folders
-``checkpoints/ figures/``.
+It holds ``config.yaml metadata.json metrics.csv ledger.csv clients.csv partition.json`` and the
+folders ``checkpoints/ figures/``.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class RunDirectory:
 
     Args:
         path: the directory.
-        writes: False on ranks other than 0, which know the directory and leave it as it is: whatever would
-            write to it does nothing.
+        writes: False on ranks other than 0, which know the directory and leave it as it is:
+            whatever would write to it does nothing.
     """
 
     def __init__(self, path: Path, *, writes: bool = True) -> None:
@@ -55,9 +55,9 @@ class RunDirectory:
     ) -> RunDirectory:
         """Create the directory of a new run.
 
-        It is made under a hidden name and renamed, so a run that can be seen has its configuration. Nothing
-        is overwritten: where ``name`` exists, the run gets ``name-2``, ``name-3`` and so on. Where two
-        processes ask for the same name at once, they get different ones.
+        It is made under a hidden name and renamed, so a run that can be seen has its configuration.
+        Nothing is overwritten: where ``name`` exists, the run gets ``name-2``, ``name-3`` and so
+        on. Where two processes ask for the same name at once, they get different ones.
 
         Args:
             root: the folder of all experiments.
@@ -94,7 +94,8 @@ class RunDirectory:
     def lock(self) -> None:
         """Keep other processes from continuing this run until this process ends.
 
-        The folder itself is locked, and not by ``filelock``: that would leave a file of its own in every run.
+        The folder itself is locked, and not by ``filelock``: that would leave a file of its own in
+        every run.
 
         Raises:
             InputError: another process holds the lock.
@@ -107,7 +108,9 @@ class RunDirectory:
         except BlockingIOError:
             self.unlock()
             raise InputError(
-                f"{self.path}", "another process is writing this run", "wait for it, or start a new run"
+                f"{self.path}",
+                "another process is writing this run",
+                "wait for it, or start a new run",
             ) from None
         except (ImportError, OSError):  # a platform or a file system without locks
             self.unlock()
@@ -120,8 +123,9 @@ class RunDirectory:
     def rewind(self, round: int, marks: Mapping[str, Mark], *, changed: bool) -> None:
         """Take the tables and the checkpoints back to the end of a round.
 
-        If there are later checkpoints, or the configuration has changed, nothing is lost: the checkpoints are
-        moved to ``superseded_<n>/``, and the configuration and the tables are copied there first.
+        If there are later checkpoints, or the configuration has changed, nothing is lost: the
+        checkpoints are moved to ``superseded_<n>/``, and the configuration and the tables are
+        copied there first.
 
         Args:
             round: the last round that stays.
@@ -134,10 +138,18 @@ class RunDirectory:
         self.checkpoints.mkdir(exist_ok=True)
         for leftover in self.checkpoints.glob(".*ing"):
             shutil.rmtree(leftover, ignore_errors=True)
-        later = [path for path in checkpoints_in(self.checkpoints) if path.name > checkpoint_name(round)]
+        later = [
+            path for path in checkpoints_in(self.checkpoints) if path.name > checkpoint_name(round)
+        ]
         if later or changed:
             aside = self._new_folder("superseded")
-            for file in ("config.yaml", "metadata.json", "metrics.csv", "ledger.csv", "clients.csv"):
+            for file in (
+                "config.yaml",
+                "metadata.json",
+                "metrics.csv",
+                "ledger.csv",
+                "clients.csv",
+            ):
                 if (self.path / file).exists():
                     shutil.copy2(self.path / file, aside / file)
             for checkpoint in later:
@@ -152,8 +164,11 @@ class RunDirectory:
         path.mkdir()
         return path
 
-    def save_checkpoint(self, round: int, tensors: Tensors, documents: Mapping[str, object]) -> None:
-        """Write the checkpoint of a round, see :func:`fl_lightning.run.checkpoint.save_checkpoint`."""
+    def save_checkpoint(
+        self, round: int, tensors: Tensors, documents: Mapping[str, object]
+    ) -> None:
+        """Write the checkpoint of a round, see
+        :func:`fl_lightning.run.checkpoint.save_checkpoint`."""
         if self.writes:
             save_checkpoint(self.checkpoints / checkpoint_name(round), tensors, documents)
 
@@ -246,7 +261,8 @@ class RunName(NamedTuple):
 
 
 def free_name(folder: Path, name: str) -> str:
-    """Return the first of ``name``, ``name-2``, ``name-3`` ... that does not exist in ``folder``."""
+    """Return the first of ``name``, ``name-2``, ``name-3`` ... that does not exist in
+    ``folder``."""
     number, free = 1, name
     while os.path.lexists(folder / free):
         number += 1
@@ -271,7 +287,9 @@ def check_name(name: str, given: str) -> None:
     """
     if not is_plain_name(name):
         raise InputError(
-            given, "it names one folder inside default_root_dir", "write a name without '/', in UTF-8"
+            given,
+            "it names one folder inside default_root_dir",
+            "write a name without '/', in UTF-8",
         )
     if (size := len(name.encode())) > LONGEST_NAME:
         raise InputError(
@@ -282,14 +300,16 @@ def check_name(name: str, given: str) -> None:
 
 
 def is_plain_name(name: str) -> bool:
-    """Return whether ``name`` is UTF-8 and names one visible file or folder, without leading elsewhere."""
+    """Return whether ``name`` is UTF-8 and names one visible file or folder, without leading
+    elsewhere."""
     if any("\ud800" <= character <= "\udfff" for character in name):  # bytes that are not UTF-8
         return False
     return name != "" and Path(name).name == name and not re.search(r"^\.|[\\\x00-\x1f\x7f]", name)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the mapping in a JSON file; empty when the file is missing, unreadable or no mapping."""
+    """Return the mapping in a JSON file; empty when the file is missing, unreadable or no
+    mapping."""
     try:
         document = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

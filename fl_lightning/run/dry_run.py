@@ -1,4 +1,5 @@
-"""``fit --dry_run``: how much memory a client takes and what travels, before weights or data are loaded."""
+"""``fit --dry_run``: how much memory a client takes and what travels, before weights or data are
+loaded."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class Forecast:
 
     Args:
         memory: of a local step of one client whose activations all wait for the backward pass.
-        again: the same with activations that are computed again there; None: the network has no such setting.
+        again: the same with activations that are computed again there; None: the network has no
+            such setting.
         computes_again: whether the run has that setting.
         messages: bytes of the vectors that travel, in a client's process.
         down: bytes that a client is sent in a round.
@@ -53,13 +55,18 @@ class Forecast:
 
     def metrics(self) -> dict[str, float]:
         """Return the forecast by name, in bytes."""
-        found = {f"memory/{name}_bytes": float(size) for name, size in self.memory._asdict().items()}
+        found = {
+            f"memory/{name}_bytes": float(size) for name, size in self.memory._asdict().items()
+        }
         found["memory/messages_bytes"] = float(self.messages)
         if self.again is not None:
             found["memory/checkpointed_activations_bytes"] = float(self.again.activations)
         taken = self.again if self.again is not None and self.computes_again else self.memory
         found["memory/total_bytes"] = float(taken.total + self.messages)
-        found |= {"comm/client_download_bytes": float(self.down), "comm/client_upload_bytes": float(self.up)}
+        found |= {
+            "comm/client_download_bytes": float(self.down),
+            "comm/client_upload_bytes": float(self.up),
+        }
         if self.cohort:
             found["comm/total_bytes"] = float((self.down + self.up) * self.cohort)
         return found
@@ -85,8 +92,8 @@ def forecast(
         kind: what a round is; None: everybody that is asked returns.
 
     Raises:
-        InputError: what the network sees is known only once the data are read, or the network cannot be made
-            without values.
+        InputError: what the network sees is known only once the data are read, or the network
+            cannot be made without values.
     """
     require(
         method.module is None,
@@ -206,7 +213,8 @@ def _network(method: Method, data: FederatedData) -> nn.Module:
                 inputs=batch_of(data.example_inputs(), 2),
             )
     except Exception as error:
-        if isinstance(error, InputError) and "meta" not in str(error):  # a device that was not asked for
+        # a device that was not asked for
+        if isinstance(error, InputError) and "meta" not in str(error):
             raise
         reason = " ".join(str(error).split())[:200]
         raise InputError(

@@ -1,4 +1,5 @@
-"""What Python code gives a trainer: a method, data and a seed, and not what is easily taken for them."""
+"""What Python code gives a trainer: a method, data and a seed, and not what is easily taken for
+them."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ def check_given(method: Any, data: Any, seed: Any) -> None:
         (data, "data", FederatedData, _data_from(data), "batch_size"),
     ):
         name = value.__name__ if isclass(value) else type(value).__name__
-        given, instead = f"{what}={name}", "the method comes first: fit(method, data)" if swapped else instead
+        given, instead = (
+            f"{what}={name}",
+            "the method comes first: fit(method, data)" if swapped else instead,
+        )
         if isclass(value) and issubclass(value, base):
             raise InputError(given, "it is a class, and an object is needed", f"write {name}(...)")
         require(isinstance(value, base), given, f"it is no fl_lightning.{base.__name__}", instead)

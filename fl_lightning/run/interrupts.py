@@ -1,4 +1,5 @@
-"""A context that turns Ctrl-C and SIGTERM into exceptions, and can hold them back while files are written."""
+"""A context that turns Ctrl-C and SIGTERM into exceptions, and can hold them back while files are
+written."""
 
 from __future__ import annotations
 
@@ -13,11 +14,12 @@ from typing import Any
 class Interrupts:
     """A context in which SIGINT raises KeyboardInterrupt and SIGTERM raises SystemExit(143).
 
-    Only the first signal counts; SLURM sends SIGTERM before it kills a job. Later ones are dropped until
-    :meth:`release`, so a second Ctrl-C does not interrupt the checkpoint that the first one asked for. A
-    signal that the process ignores (nohup) stays ignored. Python calls handlers between its own
-    instructions, so the running operation is finished first. Python prints and drops an exception that a
-    handler raises inside a destructor or a callback of ``os.fork``; :meth:`check` raises it again.
+    Only the first signal counts; SLURM sends SIGTERM before it kills a job. Later ones are dropped
+    until :meth:`release`, so a second Ctrl-C does not interrupt the checkpoint that the first one
+    asked for. A signal that the process ignores (nohup) stays ignored. Python calls handlers
+    between its own instructions, so the running operation is finished first. Python prints and
+    drops an exception that a handler raises inside a destructor or a callback of ``os.fork``;
+    :meth:`check` raises it again.
     """
 
     def __init__(self) -> None:
@@ -36,7 +38,10 @@ class Interrupts:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -60,7 +65,8 @@ class Interrupts:
         return self._received != 0
 
     def check(self) -> None:
-        """Raise the exception of the first signal again, if there was one, since Python may have dropped it.
+        """Raise the exception of the first signal again, if there was one, since Python may have
+        dropped it.
 
         Raises:
             KeyboardInterrupt: it was SIGINT.

@@ -45,8 +45,8 @@ log = logging.getLogger("fl_lightning")
 class Journal:
     """The writer of one run's directory, ``metadata.json`` and trackers.
 
-    :meth:`open` begins or continues the run, and :meth:`finish` marks it as complete. On ranks other than 0
-    the same calls write nothing.
+    :meth:`open` begins or continues the run, and :meth:`finish` marks it as complete. On ranks
+    other than 0 the same calls write nothing.
 
     Args:
         start: the run that is continued, or a start without one.
@@ -85,7 +85,10 @@ class Journal:
     def is_finished(self, max_rounds: int, stopped_early: str) -> bool:
         """Return whether the run that is to be continued is complete, and log that it is."""
         done = self.progress.done.round
-        if self.start.run is None or self.run.read_json("metadata.json").get("status") != "finished":
+        if (
+            self.start.run is None
+            or self.run.read_json("metadata.json").get("status") != "finished"
+        ):
             return False
         if done < max_rounds and not stopped_early:
             return False
@@ -95,8 +98,8 @@ class Journal:
 
     @property
     def engine(self) -> str | None:
-        """Name of the engine that the run was started with; None for a new run. Nodes train one client after
-        another."""
+        """Name of the engine that the run was started with; None for a new run. Nodes train one
+        client after another."""
         name = self.before.get("engine")
         return "sequential" if name == "remote" else name
 
@@ -147,7 +150,9 @@ class Journal:
             run_dir=self.run.path,
             run_id=self.metadata["tracking_run_id"],
             resumes=self.start.run is not None,
-            since=since / 1000 if "tracked_since" in self.metadata else min(self.run.created, since / 1000),
+            since=since / 1000
+            if "tracked_since" in self.metadata
+            else min(self.run.created, since / 1000),
             started=since,
             former=self.metadata.get("former_tracking_runs", ()),
             primary=fed.data.task.primary,
@@ -161,7 +166,9 @@ class Journal:
             "metadata.json": to_json(self.metadata),
         }
         try:
-            return RunDirectory.create(self.root, self.experiment, self.name, files, only=self.start.new_name)
+            return RunDirectory.create(
+                self.root, self.experiment, self.name, files, only=self.start.new_name
+            )
         except OSError as error:
             raise InputError(
                 f"--trainer.default_root_dir {self.root}",
@@ -173,7 +180,9 @@ class Journal:
         done, changed = self.progress.done, self.progress.changed
         self.run.lock()
         log.info("continuing %s after round %d", short_path(self.run.path), done.round)
-        self.metadata = continued_metadata(self.run.read_json("metadata.json"), self.metadata, done.round)
+        self.metadata = continued_metadata(
+            self.run.read_json("metadata.json"), self.metadata, done.round
+        )
         if is_tracked_elsewhere(self.metadata, self.run.path):
             log.info(
                 "%s is a copy of %s; it gets a record of its own",
@@ -182,7 +191,8 @@ class Journal:
             )
             self.metadata |= {"tracking_run_id": None, "tracking_run_dir": None}
         if self.progress.taken_back:
-            self.note(**tracked_anew(self.metadata))  # before the rounds go, which say that it is so
+            # before the rounds go, which say that it is so
+            self.note(**tracked_anew(self.metadata))
         self.run.rewind(done.round, done.tables, changed=changed)
         self._restore_partition(fed)
         self.progress.prune(self.run)  # the process may have been killed before it pruned
@@ -217,11 +227,14 @@ class Journal:
             ) from error
 
     def track(self) -> None:
-        """Start the trackers without waiting for them, and give them the rounds before this start."""
+        """Start the trackers without waiting for them, and give them the rounds before this
+        start."""
         tags = tags_of(self.metadata, self.run.path)
         self.tracker.start(params=self.progress.settings, tags=tags)
         if self.start.run is not None:
-            self.tracker.catch_up(self.progress.history, round_times(self.metadata, self.progress.history))
+            self.tracker.catch_up(
+                self.progress.history, round_times(self.metadata, self.progress.history)
+            )
         self.tracker.log_artifact(self.run.path / "config.yaml")
 
     def log_round(self, metrics: Mapping[str, float], round: int) -> None:
@@ -235,7 +248,9 @@ class Journal:
         The run of a process that is killed before that is found by its directory.
         """
         if self.tracker.run_id not in (None, self.metadata["tracking_run_id"]):
-            self.note(tracking_run_id=self.tracker.run_id, tracking_run_dir=str(self.run.path.absolute()))
+            self.note(
+                tracking_run_id=self.tracker.run_id, tracking_run_dir=str(self.run.path.absolute())
+            )
 
     def stop(self, status: Status) -> None:
         """Close the trackers of a run that ends early, and note when it ended."""
@@ -286,8 +301,8 @@ class Journal:
     ) -> None:
         """Mark the run as complete and close its trackers.
 
-        Every step can be done twice: ``finished`` is written last, and a run that is killed before that does
-        the steps again when it is continued.
+        Every step can be done twice: ``finished`` is written last, and a run that is killed before
+        that does the steps again when it is continued.
 
         Args:
             summary: the ``final/*`` metrics.
@@ -307,10 +322,17 @@ class Journal:
             **({"stopped_early": stopped_early} if stopped_early else {}),
             **summary,
         }
-        self.tracker.log_text("metadata.json", lambda: to_json(self.metadata | end | self._tracked({})))
+        self.tracker.log_text(
+            "metadata.json", lambda: to_json(self.metadata | end | self._tracked({}))
+        )
         if clients:
             self.run.write(CLIENTS, clients)
-        for name in ("metrics.csv", "ledger.csv", "partition.json", *([CLIENTS] if clients else ())):
+        for name in (
+            "metrics.csv",
+            "ledger.csv",
+            "partition.json",
+            *([CLIENTS] if clients else ()),
+        ):
             self.tracker.log_artifact(self.run.path / name)
         missing = self.tracker.finish("FINISHED", summary, milliseconds(finished))
         self.note(**end, **self._tracked(missing))

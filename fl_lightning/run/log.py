@@ -1,4 +1,5 @@
-"""The file ``run.log``: the project's log records of a run, and the traceback of the error that ended it."""
+"""The file ``run.log``: the project's log records of a run, and the traceback of the error that
+ended it."""
 
 from __future__ import annotations
 
@@ -19,11 +20,12 @@ MAX_BUFFERED = 10_000  # records before the run has a directory
 
 
 class RunLog:
-    """A context that keeps the records of the logger ``fl_lightning`` and writes them to ``run.log``.
+    """A context that keeps the records of the logger ``fl_lightning`` and writes them to
+    ``run.log``.
 
-    The records are kept in memory until :meth:`write_to` names the run directory. Where nobody has set up
-    logging, as in a notebook, errors go to stderr too: Python would write them there by itself, were it not
-    for the handler of the file.
+    The records are kept in memory until :meth:`write_to` names the run directory. Where nobody has
+    set up logging, as in a notebook, errors go to stderr too: Python would write them there by
+    itself, were it not for the handler of the file.
     """
 
     def __init__(self) -> None:
@@ -41,14 +43,18 @@ class RunLog:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for handler in (self._handler, self._errors):
             log.removeHandler(handler)
             handler.close()
 
     def write_to(self, run: Path) -> None:
-        """Append to ``run.log`` in this run directory from here on, beginning with the records kept so far.
+        """Append to ``run.log`` in this run directory from here on, beginning with the records kept
+        so far.
 
         Raises:
             OSError: the file cannot be opened, or is a symbolic link.
@@ -89,7 +95,9 @@ class _FileHandler(logging.StreamHandler):
     def __init__(self, path: Path) -> None:
         self.file = open_own(path, "a")
         super().__init__(self.file)
-        formatter = _RedactingFormatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%SZ")
+        formatter = _RedactingFormatter(
+            "%(asctime)s %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%SZ"
+        )
         formatter.converter = time.gmtime
         self.setFormatter(formatter)
 

@@ -79,8 +79,8 @@ def describe_run(
 
 
 def task_of(task: Task, emitters: Iterable[Emitter] = ()) -> dict[str, Any]:
-    """Return what a report has to know of the metrics of a run: the one that selects, how it is read, and
-    what the method and the callbacks declare of those that they add."""
+    """Return what a report has to know of the metrics of a run: the one that selects, how it is
+    read, and what the method and the callbacks declare of those that they add."""
     declared = {name: asdict(one) for name, one in declared_by(emitters).items()}
     return {
         "name": type(task).__name__,
@@ -92,7 +92,9 @@ def task_of(task: Task, emitters: Iterable[Emitter] = ()) -> dict[str, Any]:
     }
 
 
-def continued_metadata(before: Mapping[str, Any], here: Mapping[str, Any], round: int) -> dict[str, Any]:
+def continued_metadata(
+    before: Mapping[str, Any], here: Mapping[str, Any], round: int
+) -> dict[str, Any]:
     """Return the metadata of a run that is continued after ``round``.
 
     A warning names what has changed and may round sums differently from here on.
@@ -105,7 +107,10 @@ def continued_metadata(before: Mapping[str, Any], here: Mapping[str, Any], round
     for name in ("device", "threads", "versions"):  # the number of ranks changes no sum
         if name in before and before[name] != here[name]:
             log.warning(
-                "%s: %s -> %s; from here on sums may be rounded differently", name, before[name], here[name]
+                "%s: %s -> %s; from here on sums may be rounded differently",
+                name,
+                before[name],
+                here[name],
             )
     if changed := [
         name for name, sha in here["code"].items() if before.get("code", {}).get(name, sha) != sha
@@ -114,19 +119,27 @@ def continued_metadata(before: Mapping[str, Any], here: Mapping[str, Any], round
     resumed, deployment = before.get("resumed"), before.get("deployment")
     return {
         **here,
-        # it has the id under which nodes keep states, which a process that is killed now must not lose
+        # it has the id under which nodes keep states, which a process that is killed now must not
+        # lose
         **({"deployment": deployment} if isinstance(deployment, dict) else {}),
         "started": before["started"] if is_time(before.get("started")) else here["started"],
         "tracking_run_id": before.get("tracking_run_id"),
         "tracking_run_dir": before.get("tracking_run_dir"),
-        **{name: before[name] for name in ("tracked_since", "former_tracking_runs") if name in before},
-        "resumed": [*(resumed if isinstance(resumed, list) else []), {"after_round": round, "at": now()}],
+        **{
+            name: before[name]
+            for name in ("tracked_since", "former_tracking_runs")
+            if name in before
+        },
+        "resumed": [
+            *(resumed if isinstance(resumed, list) else []),
+            {"after_round": round, "at": now()},
+        ],
     }
 
 
 def tracked_anew(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a run that gets a new record in the tracking store, since rounds that the one of
-    before has are made anew with other settings: a store takes no metric back."""
+    """Return the entries of a run that gets a new record in the tracking store, since rounds that
+    the one of before has are made anew with other settings: a store takes no metric back."""
     former = [*metadata.get("former_tracking_runs", ()), metadata.get("tracking_run_id")]
     return {
         "tracking_run_id": None,
@@ -137,8 +150,8 @@ def tracked_anew(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tracked_since(metadata: Mapping[str, Any]) -> int:
-    """Return when a run's record in the tracking store begins, in milliseconds since 1970: with the run, or
-    when rounds of it were last taken back."""
+    """Return when a run's record in the tracking store begins, in milliseconds since 1970: with the
+    run, or when rounds of it were last taken back."""
     since = metadata.get("tracked_since")
     return milliseconds(str(since) if is_time(since) else metadata["started"])
 
@@ -165,9 +178,11 @@ def is_tracked_elsewhere(metadata: Mapping[str, Any], run: Path) -> bool:
 
 
 def tags_of(metadata: Mapping[str, Any], run_dir: Path) -> dict[str, str]:
-    """Return the tags of a run for its trackers: the user's, and the project's, which take precedence.
+    """Return the tags of a run for its trackers: the user's, and the project's, which take
+    precedence.
 
-    MLflow's table has a column for no tag but the source of a run, which is therefore its method and seed.
+    MLflow's table has a column for no tag but the source of a run, which is therefore its method
+    and seed.
     """
     return {
         "mlflow.source.name": f"{metadata['method']}, seed {metadata['seed']}",
@@ -188,7 +203,11 @@ def dataset_of(data: FederatedData) -> str:
 
 
 def name_of(
-    method: Method, data: FederatedData, seed: int, asked: str | None = None, changed: Sequence[str] = ()
+    method: Method,
+    data: FederatedData,
+    seed: int,
+    asked: str | None = None,
+    changed: Sequence[str] = (),
 ) -> RunName:
     """Return the name of a run.
 
@@ -218,8 +237,8 @@ def milliseconds(time: str) -> int:
 def round_times(metadata: Mapping[str, Any], history: Sequence[Mapping[str, float]]) -> list[int]:
     """Return when each round ended, in milliseconds since 1970.
 
-    The times are sums: the start of the session (the run, or its last continuation) that a round belongs to,
-    and the ``time/round`` seconds of the session's rounds until then.
+    The times are sums: the start of the session (the run, or its last continuation) that a round
+    belongs to, and the ``time/round`` seconds of the session's rounds until then.
     """
     sessions: dict[int, int] = {}
     for session in metadata.get("resumed", []):
@@ -227,7 +246,9 @@ def round_times(metadata: Mapping[str, Any], history: Sequence[Mapping[str, floa
         sessions[session["after_round"]] = milliseconds(session["at"])
     clock, times = float(milliseconds(metadata["started"])), []
     for row in history:
-        clock = max(clock, sessions.get(int(row["round"]) - 1, 0)) + 1000 * row.get("time/round", 0.0)
+        clock = max(clock, sessions.get(int(row["round"]) - 1, 0)) + 1000 * row.get(
+            "time/round", 0.0
+        )
         times.append(round(clock))
     return times
 
@@ -249,8 +270,8 @@ def _versions() -> dict[str, str]:
 
 
 def git_state() -> dict[str, object]:
-    """Return the commit of the project's checkout, and whether it is ``dirty`` (has uncommitted changes), as
-    they were at this process's first run.
+    """Return the commit of the project's checkout, and whether it is ``dirty`` (has uncommitted
+    changes), as they were at this process's first run.
 
     Both are None outside a checkout.
     """
@@ -264,7 +285,9 @@ def git_state() -> dict[str, object]:
 def _git_state() -> dict[str, object]:
     command = ["git", "-C", str(Path(__file__).parent)]
     commit, status = (
-        subprocess.run([*command, *words], capture_output=True, text=True, timeout=10, check=True).stdout
+        subprocess.run(
+            [*command, *words], capture_output=True, text=True, timeout=10, check=True
+        ).stdout
         for words in (["rev-parse", "HEAD"], ["status", "--porcelain"])
     )
     return {"commit": commit.strip(), "dirty": bool(status.strip())}

@@ -19,10 +19,15 @@ def run_and_checkpoints(ckpt_path: str) -> tuple[Path, list[Path]]:
     """
     path = Path(ckpt_path).absolute()
     if path.name.startswith("round_") and path.parent.name == "checkpoints":
-        run, candidates = path.parent.parent, [c for c in checkpoints_in(path.parent) if c.name <= path.name]
+        run, candidates = (
+            path.parent.parent,
+            [c for c in checkpoints_in(path.parent) if c.name <= path.name],
+        )
         if not path.exists():
             raise InputError(
-                f"--ckpt_path {ckpt_path}", "there is no such checkpoint", "name the run directory, or last"
+                f"--ckpt_path {ckpt_path}",
+                "there is no such checkpoint",
+                "name the run directory, or last",
             )
     else:
         run, candidates = path, checkpoints_in(path / "checkpoints")

@@ -1,4 +1,5 @@
-"""Whether a run is continued where its clients' states are: on this machine, or on a deployment's nodes."""
+"""Whether a run is continued where its clients' states are: on this machine, or on a deployment's
+nodes."""
 
 from __future__ import annotations
 
@@ -8,10 +9,11 @@ from fl_lightning.run.resume import Start
 
 
 def check_place(start: Start, *, deployed: bool, private: bool, own_data: bool) -> None:
-    """Refuse to go on here with clients that have their states elsewhere: they would begin anew in silence.
+    """Refuse to go on here with clients that have their states elsewhere: they would begin anew in
+    silence.
 
-    A run of clients that keep nothing may go on here or there, and ends with the weights of one that was
-    never interrupted.
+    A run of clients that keep nothing may go on here or there, and ends with the weights of one
+    that was never interrupted.
 
     Args:
         start: the run that is continued, if one is.

@@ -1,5 +1,5 @@
-"""From the settings of a trainer, a method and data to the federation of a run: the data are dealt out, the
-network is built, and what does not fit is refused before anything is created."""
+"""From the settings of a trainer, a method and data to the federation of a run: the data are dealt
+out, the network is built, and what does not fit is refused before anything is created."""
 
 from __future__ import annotations
 
@@ -96,7 +96,9 @@ def prepare_federation(
     return fed
 
 
-def check_settings(settings: FederationSettings, method: Method, data: FederatedData | None = None) -> None:
+def check_settings(
+    settings: FederationSettings, method: Method, data: FederatedData | None = None
+) -> None:
     """Refuse what cannot be combined, as far as that can be told before the network is made.
 
     Args:
@@ -157,7 +159,8 @@ def check_named(fabric: Fabric, method: Method, data: FederatedData) -> None:
         if isinstance(network, MeasuredNetwork):
             network.expect(every[index])
         outputs = in_float32(network(data.inputs(split, index)))
-    if isinstance(outputs, Tensor):  # what is not finite is NaN in the rounds, and no reason to refuse
+    # what is not finite is NaN in the rounds, and no reason to refuse
+    if isinstance(outputs, Tensor):
         outputs = outputs.nan_to_num()
     forms = data.task.metric_inputs(outputs, every[index])
     for one in data.task.named:

@@ -74,8 +74,8 @@ class Progress:
         """Bring the federation to the state in which the run is continued. No file is written.
 
         Raises:
-            InputError: the run has another configuration and ``allow_changed`` is false, or it has another
-                method or network.
+            InputError: the run has another configuration and ``allow_changed`` is false, or it has
+                another method or network.
         """
         if start.run is None:
             return
@@ -96,13 +96,18 @@ class Progress:
                 )
 
     def add(self, fed: Federation, record: RoundRecord, run: RunDirectory) -> None:
-        """Add a round that is done: append its rows to the tables, and save a checkpoint if one is due.
+        """Add a round that is done: append its rows to the tables, and save a checkpoint if one is
+        due.
 
         Raises:
             TypeError: a method or a meter gave a metric that is not a number.
             OSError: the run directory cannot be written.
         """
-        odd = {name: value for name, value in record.metrics.items() if not isinstance(value, (int, float))}
+        odd = {
+            name: value
+            for name, value in record.metrics.items()
+            if not isinstance(value, (int, float))
+        }
         if odd:
             raise TypeError(
                 f"metrics {odd} of round {record.round}; a metric of a method or a meter is a "
@@ -113,7 +118,9 @@ class Progress:
         run.tables["ledger"].append([entry.row() for entry in fed.ledger.entries])
         fed.ledger.entries.clear()
         self.history.append(row)
-        self.done = self.done.after(fed, record, {name: table.mark for name, table in run.tables.items()})
+        self.done = self.done.after(
+            fed, record, {name: table.mark for name, table in run.tables.items()}
+        )
         if self.done.best_round == record.round:
             self._unsaved_best = self.done
         if self._is_due():
@@ -127,7 +134,8 @@ class Progress:
         """
         if any(row["clients/trained"] for row in self.history):
             return
-        ends = ("rejected", "dropped", "late", "offline")  # those that are late or offline are dropped too
+        # those that are late or offline are dropped too
+        ends = ("rejected", "dropped", "late", "offline")
         sums = {end: int(sum(row.get(f"clients/{end}", 0) for row in self.history)) for end in ends}
         counts = ", ".join(f"{count} {end}" for end, count in sums.items())
         raise RunStopped(
@@ -143,7 +151,8 @@ class Progress:
         return self.every > 0 and self.done.round % self.every == 0
 
     def save(self, run: RunDirectory) -> None:
-        """Write a checkpoint of the last complete round, and one of the best round if it has none yet.
+        """Write a checkpoint of the last complete round, and one of the best round if it has none
+        yet.
 
         Older checkpoints are then removed.
         """

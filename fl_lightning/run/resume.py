@@ -31,11 +31,11 @@ class Start:
 
     Args:
         run: the run directory to continue in; None for a new run.
-        checkpoint: the checkpoint to continue from; None for the first round, as in a run that was stopped
-            before its first checkpoint.
-        new_name: the name that a new run must get, since ``auto_resume`` found no run to continue. If it is
-            taken by the time the run is created, another process has started the same run. Empty if any name
-            will do.
+        checkpoint: the checkpoint to continue from; None for the first round, as in a run that was
+            stopped before its first checkpoint.
+        new_name: the name that a new run must get, since ``auto_resume`` found no run to continue.
+            If it is taken by the time the run is created, another process has started the same run.
+            Empty if any name will do.
     """
 
     run: Path | None = None
@@ -54,10 +54,11 @@ def find_start(ckpt_path: str, experiment: Path, run_name: str | None = None) ->
     A damaged checkpoint is reported in a warning, and the one before it is used.
 
     Args:
-        ckpt_path: a checkpoint, a run directory, or ``last``, the run of this experiment that was written
-            last.
+        ckpt_path: a checkpoint, a run directory, or ``last``, the run of this experiment that was
+            written last.
         experiment: the folder of the experiment.
-        run_name: the name that ``last`` must have, with or without a number after it; None for any name.
+        run_name: the name that ``last`` must have, with or without a number after it; None for any
+            name.
 
     Raises:
         InputError: there is no such run or checkpoint, or none of its checkpoints can be read.
@@ -84,7 +85,11 @@ def find_start(ckpt_path: str, experiment: Path, run_name: str | None = None) ->
 
 def _last_run(experiment: Path, name: str | None) -> Path:
     """Return the run of an experiment, of this name if one is given, that was written last."""
-    runs = [path.parent for path in experiment.glob("*/config.yaml") if not path.parent.name.startswith(".")]
+    runs = [
+        path.parent
+        for path in experiment.glob("*/config.yaml")
+        if not path.parent.name.startswith(".")
+    ]
     if name is not None:
         runs = [
             path
@@ -100,16 +105,22 @@ def _last_run(experiment: Path, name: str | None) -> Path:
         )
 
     def written(run: Path) -> int:
-        marks = [run / "metadata.json", run / "config.yaml", *checkpoints_in(run / "checkpoints")[:1]]
+        marks = [
+            run / "metadata.json",
+            run / "config.yaml",
+            *checkpoints_in(run / "checkpoints")[:1],
+        ]
         return max(path.stat().st_mtime_ns for path in marks if path.exists())
 
     return max(runs, key=written).absolute()
 
 
 def _asked_name(run: Path) -> str | None:
-    """Return the ``run_name`` that a run was started with; None if its configuration cannot be read.
+    """Return the ``run_name`` that a run was started with; None if its configuration cannot be
+    read.
 
-    The folder does not tell: ``exp-2`` may be the second run of ``exp``, or a run that was named ``exp-2``.
+    The folder does not tell: ``exp-2`` may be the second run of ``exp``, or a run that was named
+    ``exp-2``.
     """
     try:
         return config_of(run).get(RUN_NAME)
@@ -147,11 +158,12 @@ def choose_start(
 
 
 def find_same(experiment: Path, name: RunName, config: Mapping[str, Any]) -> Start:
-    """Return the start for ``auto_resume``: the latest run of this name with the same configuration.
+    """Return the start for ``auto_resume``: the latest run of this name with the same
+    configuration.
 
-    Settings that do not change results may differ. A run that has another default name is looked at after
-    those of this name: its settings may have stood in a file and not in flags, and version 0.2 put no setting
-    into a name. Without such a run, the start is that of a new run.
+    Settings that do not change results may differ. A run that has another default name is looked at
+    after those of this name: its settings may have stood in a file and not in flags, and version
+    0.2 put no setting into a name. Without such a run, the start is that of a new run.
 
     Args:
         experiment: the folder of the experiment.
@@ -168,7 +180,9 @@ def find_same(experiment: Path, name: RunName, config: Mapping[str, Any]) -> Sta
             continue
         try:
             before = config_of(run)
-            same = before.get(RUN_NAME) == asked.get(RUN_NAME) and not changed_settings(before, asked)
+            same = before.get(RUN_NAME) == asked.get(RUN_NAME) and not changed_settings(
+                before, asked
+            )
         except InputError as error:
             log.warning("%s; the run is not continued", error)
             continue
@@ -178,19 +192,27 @@ def find_same(experiment: Path, name: RunName, config: Mapping[str, Any]) -> Sta
 
 
 def identity_of(fed: Federation) -> dict[str, str]:
-    """Return what a run's results rest on beside its settings, each as a SHA-256: who holds which examples
-    (``partition``), the examples of data of one's own (``content``), the network's weights that never travel
-    (``frozen``), and the files of devices and traces (``clock``) and of graphs (``topology``)."""
+    """Return what a run's results rest on beside its settings, each as a SHA-256: who holds which
+    examples (``partition``), the examples of data of one's own (``content``), the network's weights
+    that never travel (``frozen``), and the files of devices and traces (``clock``) and of graphs
+    (``topology``)."""
     method = fed.method
-    frozen = sha256_of_parameters(method.network, method.layout.shapes) if method.layout.shapes else ""
-    found = {"partition": fed.data.partition_hash, "content": fed.data.content_sha256, "frozen": frozen}
+    frozen = (
+        sha256_of_parameters(method.network, method.layout.shapes) if method.layout.shapes else ""
+    )
+    found = {
+        "partition": fed.data.partition_hash,
+        "content": fed.data.content_sha256,
+        "frozen": frozen,
+    }
     found["clock"] = "" if fed.timing is None else fed.timing.clock.content_sha256
     found["topology"] = fed.aggregation.content_sha256
     return {name: value for name, value in found.items() if value}
 
 
 def changed_identity(saved: Mapping[str, Any], identity: Mapping[str, str]) -> list[str]:
-    """Return what of a run's identity is another one now, in words; a checkpoint of before may say less."""
+    """Return what of a run's identity is another one now, in words; a checkpoint of before may say
+    less."""
     names = {
         "partition": "the clients' examples",
         "content": "the data",
@@ -221,7 +243,9 @@ def check_same(
     """
     assert start.run is not None
     saved: Mapping[str, Any] = (
-        start.checkpoint.progress if start.checkpoint else {"config": config_of(start.run), **identity}
+        start.checkpoint.progress
+        if start.checkpoint
+        else {"config": config_of(start.run), **identity}
     )
     settings = flatten(config)
     changed, instead = changed_settings(saved["config"], settings), "give the same one, or"

@@ -96,12 +96,14 @@ class RoundParts:
         """Return the way from uploads to the next state.
 
         Args:
-            processes: those that train clients; each of them receives all uploads if what receives them
-                writes to the method.
+            processes: those that train clients; each of them receives all uploads if what receives
+                them writes to the method.
         """
         single = self.rounds.has_versions or any(map(sees_uploads, callbacks))
         single = single or (processes > 1 and not receives_anywhere(method))
-        return self.topology.way(choose_aggregation(method, self.masks, self.privacy, single=single), data)
+        return self.topology.way(
+            choose_aggregation(method, self.masks, self.privacy, single=single), data
+        )
 
     def combined(self, method: Method, callbacks: Sequence[Callback], *, deployed: bool) -> Run:
         """Return what is to be combined with a method, before the data are read."""
@@ -132,7 +134,9 @@ class RoundParts:
             return
         self.masks.check_usable(fed.cohort_size)
         if not deployed:
-            log.info("secure_sum: keys are drawn from the seed, for reproducible runs; they are no secrets")
+            log.info(
+                "secure_sum: keys are drawn from the seed, for reproducible runs; they are no secrets"
+            )
         if not receives_anywhere(fed.method):
             log.warning(
                 "secure_sum: each client receives its upload, and what %s of %s write to the method is lost; "
@@ -145,7 +149,9 @@ class RoundParts:
         """Go on with the budget of a run, as :meth:`PrivateAggregation.continue_in` has it."""
         if self.privacy is not None:
             self.privacy.continue_in(run_dir, done, taken_back)
-        elif done and run_dir is not None and "privacy/epsilon" in _columns(run_dir / "metrics.csv"):
+        elif (
+            done and run_dir is not None and "privacy/epsilon" in _columns(run_dir / "metrics.csv")
+        ):
             log.warning(
                 "earlier rounds of this run were private, later ones are not: it has no epsilon any more"
             )

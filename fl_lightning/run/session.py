@@ -26,7 +26,8 @@ log = logging.getLogger("fl_lightning")
 
 @dataclass
 class RunSession:
-    """The rounds of one call of ``fit``, from the engine's start to the summary or the error that ends them.
+    """The rounds of one call of ``fit``, from the engine's start to the summary or the error that
+    ends them.
 
     Args:
         fed: what the rounds touch.
@@ -56,11 +57,12 @@ class RunSession:
         """Run the rounds that are left and return the summary.
 
         Args:
-            launch_as: name of the run, which processes of further ranks are started with; None: they run.
+            launch_as: name of the run, which processes of further ranks are started with; None:
+                they run.
 
         Raises:
-            RunStopped: a process was lost, the run directory cannot be written any more, or no upload ever
-                counted.
+            RunStopped: a process was lost, the run directory cannot be written any more, or no
+                upload ever counted.
         """
         fed, max_rounds = self.fed, self.fed.max_rounds
         log.info("%s", stressors_text(fed.callbacks))
@@ -78,7 +80,8 @@ class RunSession:
                     self._note(engine)
                 try:
                     tell(fed.callbacks, "on_setup", fed)
-                finally:  # not before: opening a store takes seconds, which the callbacks need not share
+                finally:
+                    # not before: opening a store takes seconds, which the callbacks need not share
                     self.journal.track()
                 while self.progress.done.round < max_rounds and not self.stop_reason():
                     self._run_round(engine)
@@ -94,8 +97,8 @@ class RunSession:
     def _start_engine(self, running: ExitStack) -> Engine:
         """Choose and start the engine, which ``running`` closes.
 
-        It comes before the trackers: workers are forks, and a fork must not find locks that threads of this
-        process hold.
+        It comes before the trackers: workers are forks, and a fork must not find locks that threads
+        of this process hold.
         """
         shared = self.fed.timing.in_flight if self.fed.timing else ()
         spread_states(self.fed.states, self.fed.holders, shared)
@@ -142,7 +145,11 @@ class RunSession:
     def _stop(self, error: BaseException) -> None:
         """End the run early: keep what is done and say how to continue."""
         self.interrupts.ignore()
-        interrupted, done, run = self._is_interrupt(error), self.progress.done.round, self.journal.run
+        interrupted, done, run = (
+            self._is_interrupt(error),
+            self.progress.done.round,
+            self.journal.run,
+        )
         if not interrupted:
             self.log_file.add_traceback(error)
             if self.log_file.path is not None and self.keeps:
@@ -154,12 +161,17 @@ class RunSession:
             log.error("no checkpoint of round %d could be written (%s)", done, problem)
         try:
             tell(self.fed.callbacks, "on_exception", error, self.fed)
-        except Exception as second:  # it must not hide the first one, nor keep the trackers from being closed
-            log.exception("on_exception of a callback failed (%s: %s)", type(second).__name__, second)
+        except Exception as second:
+            # it must not hide the first one, nor keep the trackers from being closed
+            log.exception(
+                "on_exception of a callback failed (%s: %s)", type(second).__name__, second
+            )
         if not self.keeps:
             log.error("fast_dev_run: stopped in round %d; nothing was kept", done + 1)
         elif min(done, self.progress.saved) < self.fed.max_rounds:
-            again = f"after round {self.progress.saved}" if self.progress.saved else "from the start"
+            again = (
+                f"after round {self.progress.saved}" if self.progress.saved else "from the start"
+            )
             by = f"--ckpt_path {short_path(run.path)}"
             if not self.command_line:  # it was started from Python
                 by = f"trainer.fit(method, data, seed={self.fed.seed}, ckpt_path={str(run.path)!r})"
@@ -175,8 +187,11 @@ class RunSession:
 
 
 def _left(error: SystemExit) -> RuntimeError:
-    """Make an error of a ``sys.exit`` in the code of a run, whose code 0 would say that the run is done."""
-    found = RuntimeError(f"code of this run called sys.exit({error.code!r}) in mid-run; raise an exception")
+    """Make an error of a ``sys.exit`` in the code of a run, whose code 0 would say that the run is
+    done."""
+    found = RuntimeError(
+        f"code of this run called sys.exit({error.code!r}) in mid-run; raise an exception"
+    )
     found.__cause__ = error
     return found
 

@@ -32,17 +32,18 @@ FORMAT = 2  # version of the checkpoints' layout
 class Snapshot:
     """The state of a run at the end of a round.
 
-    A new snapshot is made after each round and never changed, so an interrupted round is in none of them.
+    A new snapshot is made after each round and never changed, so an interrupted round is in none of
+    them.
 
     Args:
         round: the round, counted from 1; 0 before the first.
-        server: the server's tensors by name. They are shared and not copied: methods replace tensors and do
-            not write to them.
+        server: the server's tensors by name. They are shared and not copied: methods replace
+            tensors and do not write to them.
         states: the tensors that each client keeps, by client id and name; shared as well.
         callbacks: class path and state (JSON) of each callback.
         tables: where ``metrics.csv`` and ``ledger.csv`` stood.
-        best_round: the first round with the best validation, by the task's primary metric; 0 if there is
-            none.
+        best_round: the first round with the best validation, by the task's primary metric; 0 if
+            there is none.
         best_value: that metric; None if there is none.
         clients: each client's validation in the best and in the last evaluated round, by round.
     """
@@ -67,7 +68,8 @@ class Snapshot:
             server=dict(fed.method.server),
             states={id: dict(state) for id, state in fed.states.items() if state},
             callbacks=tuple(
-                (import_path(type(callback)), json.dumps(callback.state_dict())) for callback in fed.callbacks
+                (import_path(type(callback)), json.dumps(callback.state_dict()))
+                for callback in fed.callbacks
             ),
             tables=tables,
             best_round=best_round,
@@ -75,7 +77,9 @@ class Snapshot:
             clients=keep(self.clients, record.round, record.clients, best_round),
         )
 
-    def save(self, run: RunDirectory, config: Mapping[str, Any], identity: Mapping[str, str]) -> None:
+    def save(
+        self, run: RunDirectory, config: Mapping[str, Any], identity: Mapping[str, str]
+    ) -> None:
         """Write the snapshot as a checkpoint.
 
         Args:
@@ -84,7 +88,9 @@ class Snapshot:
             identity: SHA-256 of what the results rest on beside the configuration, by name.
         """
         clients = {
-            f"{id}/{name}": tensor for id, state in self.states.items() for name, tensor in state.items()
+            f"{id}/{name}": tensor
+            for id, state in self.states.items()
+            for name, tensor in state.items()
         }
         progress = {
             "format": FORMAT,
@@ -98,12 +104,14 @@ class Snapshot:
             "on_device": [name for name, tensor in clients.items() if tensor.device.type != "cpu"],
             "config": flatten(config),
         }
-        run.save_checkpoint(self.round, {"server": self.server, "clients": clients}, {"progress": progress})
+        run.save_checkpoint(
+            self.round, {"server": self.server, "clients": clients}, {"progress": progress}
+        )
 
 
 def best_value(progress: Mapping[str, Any]) -> Any:
-    """Return the best validation of a checkpoint's ``progress``; release 0.1 called it ``best_accuracy``, and
-    minus infinity stood for none."""
+    """Return the best validation of a checkpoint's ``progress``; release 0.1 called it
+    ``best_accuracy``, and minus infinity stood for none."""
     if "best_value" in progress:
         return progress["best_value"]
     before = progress.get("best_accuracy", "")
@@ -129,8 +137,8 @@ class Checkpoint:
         """Read a checkpoint and check it.
 
         Raises:
-            CheckpointError: it is damaged or of another format, or its run's tables do not hold the rows of
-                its rounds any more.
+            CheckpointError: it is damaged or of another format, or its run's tables do not hold the
+                rows of its rounds any more.
         """
         tensors, documents = load_checkpoint(path)
         progress = documents.get("progress")
@@ -140,7 +148,9 @@ class Checkpoint:
             or not {"server", "clients"} <= tensors.keys()
         ):
             raise CheckpointError(
-                f"{path} is foreign or of another release", f"this one reads format {FORMAT}", "name another"
+                f"{path} is foreign or of another release",
+                f"this one reads format {FORMAT}",
+                "name another",
             )
         if problem := _problem(progress, tensors["clients"], path.name):
             raise CheckpointError(
@@ -155,7 +165,8 @@ class Checkpoint:
 
 
 def _problem(progress: Mapping[str, Any], clients: Mapping[str, Tensor], folder: str) -> str:
-    """Name the entries of a checkpoint's ``progress`` that have a wrong form; return "" if none has."""
+    """Name the entries of a checkpoint's ``progress`` that have a wrong form; return "" if none
+    has."""
 
     def is_count(value: object) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and value >= 0
@@ -220,7 +231,9 @@ def restore(fed: Federation, checkpoint: Checkpoint) -> Snapshot:
             or server[name].shape[fixed] != tensor.shape[fixed]
             or server[name].dtype != tensor.dtype
         ):
-            there = f"{tuple(server[name].shape)} {server[name].dtype}" if name in server else "missing"
+            there = (
+                f"{tuple(server[name].shape)} {server[name].dtype}" if name in server else "missing"
+            )
             raise InputError(
                 f"--ckpt_path {checkpoint.path}",
                 f"its server tensor {name!r} is {there} and this method's is {tuple(tensor.shape)} "
@@ -257,7 +270,10 @@ def _restore_callbacks(fed: Federation, saved: list[list[str]]) -> None:
     for callback in fed.callbacks:
         match = next((entry for entry in left if entry[0] == import_path(type(callback))), None)
         if match is None:
-            log.warning("%s joins the run; it has no state of the rounds before", import_path(type(callback)))
+            log.warning(
+                "%s joins the run; it has no state of the rounds before",
+                import_path(type(callback)),
+            )
             continue
         left.remove(match)
         callback.load_state_dict(match[1])

@@ -1,8 +1,8 @@
 """The CSV files of a run, which only ever grow.
 
-A checkpoint holds their length and hash and not their rows, so its cost does not grow with the rounds. Each
-file has a second copy in ``checkpoints/``, without which one flipped bit would make every checkpoint
-useless.
+A checkpoint holds their length and hash and not their rows, so its cost does not grow with the
+rounds. Each file has a second copy in ``checkpoints/``, without which one flipped bit would make
+every checkpoint useless.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from fl_lightning.support.disk import open_own, replace
 log = logging.getLogger("fl_lightning")
 
 Mark = Mapping[str, Any]
-"""A length of a table: its ``rows``, ``columns`` and ``bytes``, and the ``sha256`` of those bytes."""
+"""A length of a table: its ``rows``, ``columns`` and ``bytes``, and the ``sha256`` of those
+bytes."""
 
 
 class CsvTable:
@@ -42,7 +43,12 @@ class CsvTable:
         self._set_length(b"", 0, [])
 
     def _set_length(self, data: bytes, rows: int, columns: Sequence[str]) -> None:
-        self._bytes, self._hash, self._rows, self._columns = len(data), sha256(data), rows, list(columns)
+        self._bytes, self._hash, self._rows, self._columns = (
+            len(data),
+            sha256(data),
+            rows,
+            list(columns),
+        )
 
     @property
     def mark(self) -> Mark:
@@ -90,7 +96,8 @@ class CsvTable:
         self._hash.update(data)
 
     def sync(self) -> None:
-        """Make sure that all rows are on the disk, before a checkpoint is written that needs them."""
+        """Make sure that all rows are on the disk, before a checkpoint is written that needs
+        them."""
         if self._bytes:
             for path in self.paths:
                 with path.open("rb") as file:
@@ -123,7 +130,8 @@ class CsvTable:
         return True
 
     def _intact(self, mark: Mark) -> bytes:
-        """Return what :meth:`until` does, with OSError where the running run's own table is damaged."""
+        """Return what :meth:`until` does, with OSError where the running run's own table is
+        damaged."""
         try:
             return self.until(mark)
         except CheckpointError as error:
@@ -143,7 +151,9 @@ class CsvTable:
         data = self.until(mark)
         if _read(self.path)[: len(data)] != data and self.path.exists():
             log.warning(
-                "%s has been changed since it was written; it is restored from %s", self.path, self.paths[1]
+                "%s has been changed since it was written; it is restored from %s",
+                self.path,
+                self.paths[1],
             )
         self._replace(data)
         self._set_length(data, mark["rows"], mark["columns"])
@@ -179,7 +189,9 @@ def _rendered_at(data: bytes, mark: Mark) -> bytes:
     return _render(mark["columns"], rows)
 
 
-def _render(columns: Sequence[str], rows: Sequence[Mapping[str, Any]], header: bool = True) -> bytes:
+def _render(
+    columns: Sequence[str], rows: Sequence[Mapping[str, Any]], header: bool = True
+) -> bytes:
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
     if header:

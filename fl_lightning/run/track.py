@@ -58,7 +58,8 @@ TRACKED_FILES = (
     "partition.json",
     "test*.json",
 )
-MLFLOW_STATUS: Mapping[str, Status] = {"finished": "FINISHED", "failed": "FAILED"}  # any other is KILLED
+# any other is KILLED
+MLFLOW_STATUS: Mapping[str, Status] = {"finished": "FINISHED", "failed": "FAILED"}
 
 
 @dataclass
@@ -69,7 +70,8 @@ class StoredRun:
         run: the directory.
         metadata: the content of ``metadata.json``.
         config: the content of ``config.yaml``.
-        rounds: the metrics of each round, with the ``final/*`` metrics and those of ``test`` among them.
+        rounds: the metrics of each round, with the ``final/*`` metrics and those of ``test`` among
+            them.
     """
 
     run: RunDirectory
@@ -92,7 +94,10 @@ class StoredRun:
             )
         try:
             config = (
-                yaml.safe_load(read_document(run.path / "config.yaml", str(run.path / "config.yaml"))) or {}
+                yaml.safe_load(
+                    read_document(run.path / "config.yaml", str(run.path / "config.yaml"))
+                )
+                or {}
             )
             if not isinstance(config, dict):
                 raise ValueError("config.yaml holds no mapping")
@@ -104,7 +109,15 @@ class StoredRun:
             )
         except InputError:
             raise
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, csv.Error, yaml.YAMLError) as error:
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            csv.Error,
+            yaml.YAMLError,
+        ) as error:
             shown = " ".join(f"{type(error).__name__}: {error}".split())
             raise InputError(
                 path,
@@ -126,7 +139,8 @@ class StoredRun:
         for test in tests:
             found = {**test.get("metrics", {}), **test.get("timings", {})}
             later[int(test["round"])] = {**found, **later.get(int(test["round"]), {})}
-        primary = str(metadata["task"]["primary"]) if "task" in metadata else ""  # not in older releases
+        # not in older releases
+        primary = str(metadata["task"]["primary"]) if "task" in metadata else ""
         return [
             Round(
                 step := int(row["round"]),
@@ -146,12 +160,15 @@ class StoredRun:
 
     @property
     def ended(self) -> int:
-        """When the run ended, in milliseconds since 1970; a killed run ended when it last wrote a round."""
+        """When the run ended, in milliseconds since 1970; a killed run ended when it last wrote a
+        round."""
         noted = self.metadata.get("finished" if self.status == "FINISHED" else "stopped")
         if noted:
             return milliseconds(noted)
         metrics = self.run.path / "metrics.csv"
-        return round(1000 * (metrics if metrics.exists() else self.run.path / "config.yaml").stat().st_mtime)
+        return round(
+            1000 * (metrics if metrics.exists() else self.run.path / "config.yaml").stat().st_mtime
+        )
 
     @property
     def files(self) -> list[tuple[Path, str]]:
@@ -159,9 +176,9 @@ class StoredRun:
         figures = sorted(
             path for path in self.run.figures.glob("*") if path.is_file() and not path.is_symlink()
         )
-        return [(path, "") for name in TRACKED_FILES for path in sorted(self.run.path.glob(name))] + [
-            (path, "figures") for path in figures
-        ]
+        return [
+            (path, "") for name in TRACKED_FILES for path in sorted(self.run.path.glob(name))
+        ] + [(path, "figures") for path in figures]
 
 
 def track(run_dirs: list[str], uri: str | None = None) -> None:
@@ -205,7 +222,8 @@ def track(run_dirs: list[str], uri: str | None = None) -> None:
 
 
 def add_missing(stored: StoredRun, uri: str) -> tuple[int, str]:
-    """Add to the store whatever it lacks of a run, and note in ``metadata.json`` that it is complete there.
+    """Add to the store whatever it lacks of a run, and note in ``metadata.json`` that it is
+    complete there.
 
     Returns:
         How many rounds were missing, and the id of the run in the store.
@@ -234,14 +252,18 @@ def add_missing(stored: StoredRun, uri: str) -> tuple[int, str]:
 def find_in_store(stored: StoredRun, uri: str) -> str | None:
     """Return the id of the run in the store; None if the store does not have it.
 
-    It is the id in ``metadata.json`` if the store knows it, else that of the run tagged with this directory.
+    It is the id in ``metadata.json`` if the store knows it, else that of the run tagged with this
+    directory.
     """
     if is_missing(uri):
         return None
     noted, path = stored.metadata.get("tracking_run_id"), stored.run.path
     if noted and not is_tracked_elsewhere(stored.metadata, path) and has_run(connect(uri), noted):
         return str(noted)
-    since, former = tracked_since(stored.metadata) / 1000, stored.metadata.get("former_tracking_runs", ())
+    since, former = (
+        tracked_since(stored.metadata) / 1000,
+        stored.metadata.get("former_tracking_runs", ()),
+    )
     return find_mlflow_run(uri, path.parent.name, "run_dir", str(path), since, former)
 
 
@@ -251,7 +273,9 @@ def note_tracked(stored: StoredRun, uri: str, run_id: str) -> None:
     The file keeps its modification time, which tells when the run ended.
     """
     before = to_json(stored.metadata)
-    if not stored.metadata.get("tracking_run_id") or is_tracked_elsewhere(stored.metadata, stored.run.path):
+    if not stored.metadata.get("tracking_run_id") or is_tracked_elsewhere(
+        stored.metadata, stored.run.path
+    ):
         stored.metadata |= {"tracking_run_id": run_id, "tracking_run_dir": str(stored.run.path)}
     lacking = stored.metadata.pop("untracked_rounds", {})
     left = {
@@ -270,7 +294,8 @@ def note_tracked(stored: StoredRun, uri: str, run_id: str) -> None:
 
 
 def copy_files(client: Any, run_id: str, files: Sequence[tuple[Path, str]]) -> None:
-    """Copy to the store the files that it lacks or that differ there; each comes with its folder there."""
+    """Copy to the store the files that it lacks or that differ there; each comes with its folder
+    there."""
     sizes = {
         entry.path: entry.file_size
         for folder in ("", "figures")

@@ -40,8 +40,12 @@ class FewClients(Stressor, Meter):
     Clients that train and return their upload are preferred.
     """
 
-    def change_cohort(self, cohort: list[Assignment], *, round: int, context: Context) -> list[Assignment]:
-        training = [assignment for assignment in cohort if assignment.trains and assignment.returns] or cohort
+    def change_cohort(
+        self, cohort: list[Assignment], *, round: int, context: Context
+    ) -> list[Assignment]:
+        training = [
+            assignment for assignment in cohort if assignment.trains and assignment.returns
+        ] or cohort
         return [
             replace(one, work=ONE_STEP_SHARE, trains=True, returns=True, leaves_before="")
             for one in training[:MAX_CLIENTS]
@@ -52,8 +56,9 @@ class FewClients(Stressor, Meter):
 def trial_run(trainer: TrialSettings, ckpt_path: str | None) -> Iterator[None]:
     """Return a context that makes a small trial run of a trainer whose ``fast_dev_run`` is not 0.
 
-    In it the trainer has ``fast_dev_run`` rounds, few clients, no loggers and a temporary run directory;
-    after it the trainer has its own settings again. Without ``fast_dev_run`` the context changes nothing.
+    In it the trainer has ``fast_dev_run`` rounds, few clients, no loggers and a temporary run
+    directory; after it the trainer has its own settings again. Without ``fast_dev_run`` the context
+    changes nothing.
 
     Raises:
         InputError: a run is to be continued.
@@ -68,7 +73,15 @@ def trial_run(trainer: TrialSettings, ckpt_path: str | None) -> Iterator[None]:
             "it tries a configuration out and continues no run",
             "leave one of them out",
         )
-    names = ("root", "logger", "max_rounds", "eval_every", "checkpoint_every", "auto_resume", "callbacks")
+    names = (
+        "root",
+        "logger",
+        "max_rounds",
+        "eval_every",
+        "checkpoint_every",
+        "auto_resume",
+        "callbacks",
+    )
     before = {name: getattr(trainer, name) for name in names}
     trainer.logger, trainer.auto_resume = False, False
     trainer.max_rounds, trainer.eval_every, trainer.checkpoint_every = rounds, 1, 0
@@ -86,5 +99,8 @@ def trial_run(trainer: TrialSettings, ckpt_path: str | None) -> Iterator[None]:
             trainer.parts.timing.most_clients = None
     clients = f"at most {MAX_CLIENTS} clients with one local step each"
     log.info(
-        "fast_dev_run: everything ran: %d round%s of %s; nothing was kept", rounds, "s"[: rounds > 1], clients
+        "fast_dev_run: everything ran: %d round%s of %s; nothing was kept",
+        rounds,
+        "s"[: rounds > 1],
+        clients,
     )

@@ -44,7 +44,9 @@ class RunViews(Recorded):
             MisuseError: there is none yet.
         """
         if not self._has_run:
-            raise MisuseError("the run of a trainer", "it has none before its first fit", "call fit first")
+            raise MisuseError(
+                "the run of a trainer", "it has none before its first fit", "call fit first"
+            )
         return self.journal.run
 
     @property

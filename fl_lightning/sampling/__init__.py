@@ -1,4 +1,5 @@
-"""Who is asked to take part in a round: samplers, which know what a server would know and nothing else."""
+"""Who is asked to take part in a round: samplers, which know what a server would know and nothing
+else."""
 
 from fl_lightning.sampling.base import Sampler, ServerView, Uniform
 from fl_lightning.sampling.oort import Oort

@@ -23,7 +23,8 @@ class ServerView:
         number: of the draw within the round, from 0.
         sizes: how many training examples each client says it has, int64 ``[K]`` by id.
         randomness: makes the stream of a seed, a purpose, a round and a number.
-        ask: sends clients the server's model, which the ledger counts, and returns the mean losses by id.
+        ask: sends clients the server's model, which the ledger counts, and returns the mean losses
+            by id.
     """
 
     seed: int
@@ -47,8 +48,8 @@ class Sampler(Meter, ABC):
     goes_by_clock: bool = False
     """Whether it needs to know how long clients take."""
     reads_losses: bool = False
-    """Whether clients that train send beside their upload the root mean square, over their examples, of the
-    loss of the model that they were sent."""
+    """Whether clients that train send beside their upload the root mean square, over their
+    examples, of the loss of the model that they were sent."""
 
     @abstractmethod
     def draw(self, view: ServerView, among: np.ndarray, count: int) -> list[int]:
@@ -60,7 +61,9 @@ class Sampler(Meter, ABC):
             count: how many are wanted.
         """
 
-    def learn(self, round: int, entries: Sequence[LedgerEntry], losses: Mapping[int, float]) -> None:
+    def learn(
+        self, round: int, entries: Sequence[LedgerEntry], losses: Mapping[int, float]
+    ) -> None:
         """Take note of a round that has ended.
 
         Args:

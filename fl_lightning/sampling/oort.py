@@ -16,8 +16,8 @@ from fl_lightning.wire import LedgerEntry
 SHARE = within("[0, 1]", "a share lies in [0, 1]", 0.3)
 PERCENT = within("[0, 100]", "a percentile lies in [0, 100]", 30)
 FLAT, SHARP = 0.1, 5.0
-"""Relative changes of what was gained between two windows, up to which the pacer is relaxed, and from which
-on it is tightened."""
+"""Relative changes of what was gained between two windows, up to which the pacer is relaxed, and
+from which on it is tightened."""
 LEAST_RANGE = 1e-4
 LEAST_SCORE = 1e-9
 
@@ -25,23 +25,24 @@ LEAST_SCORE = 1e-9
 class Oort(Sampler):
     """Algorithm 1 of the paper, with the constants of its authors' code.
 
-    The statistical utility of a client is U = n_k sqrt(mean over its examples of loss^2), of the model
-    that it was sent, when it last took part, in round L, and took t seconds. In round R its score is
+    The statistical utility of a client is U = n_k sqrt(mean over its examples of loss^2), of the
+    model that it was sent, when it last took part, in round L, and took t seconds. In round R its
+    score is
 
         (min(U, quantile ``clip`` of U) - min U) / (max U - min U) + sqrt(0.1 ln R / L)
 
-    times (T / t)^``penalty`` where t > T. T is the ``pace``-th percentile of all t; every ``window``
-    rounds the pacer compares what was gained in this window and in the one before, and moves ``pace``
-    by ``step``: up where it changed by a tenth or less, down where by five times or more. Of a cohort
-    the share max(``explore_least``, ``explore`` x ``decay``^R) are clients that were never used: of the
-    ``breadth`` times as many with most examples, each as likely as it has examples. The others are
-    drawn by score from those with at least ``cut_off`` times the score of the last that fits, ``widen``
-    times as many as are needed or more.
+    times (T / t)^``penalty`` where t > T. T is the ``pace``-th percentile of all t; every
+    ``window`` rounds the pacer compares what was gained in this window and in the one before, and
+    moves ``pace`` by ``step``: up where it changed by a tenth or less, down where by five times or
+    more. Of a cohort the share max(``explore_least``, ``explore`` x ``decay``^R) are clients that
+    were never used: of the ``breadth`` times as many with most examples, each as likely as it has
+    examples. The others are drawn by score from those with at least ``cut_off`` times the score of
+    the last that fits, ``widen`` times as many as are needed or more.
 
     The server knows n_k, the losses that clients send (a message that the ledger counts) and when
-    uploads arrive. Of a client that was never used it knows no speed: the authors' simulator tells it.
-    One that was late or lost, or whose loss is not finite, counts as used, with the time that it took and
-    the utility that it had before, at first the mean of the others'.
+    uploads arrive. Of a client that was never used it knows no speed: the authors' simulator tells
+    it. One that was late or lost, or whose loss is not finite, counts as used, with the time that
+    it took and the utility that it had before, at first the mean of the others'.
 
     Args:
         explore, decay, explore_least: share of the cohort that was never used.
@@ -111,7 +112,9 @@ class Oort(Sampler):
         explored = []
         if exploring:
             order = np.lexsort((fresh, -view.sizes[fresh]))[: self.breadth * exploring]
-            explored = _drawn(draws, fresh[order], view.sizes[fresh[order]].astype(float), exploring)
+            explored = _drawn(
+                draws, fresh[order], view.sizes[fresh[order]].astype(float), exploring
+            )
         return self.exploited + explored
 
     def scores(self, round: int, clients: np.ndarray) -> np.ndarray:
@@ -119,7 +122,9 @@ class Oort(Sampler):
         utility, last, seconds = np.array([self.known[id] for id in clients.tolist()]).T
         low, high = utility.min(), utility.max()
         clipped = np.minimum(utility, np.quantile(utility, self.clip))
-        scores = (clipped - low) / max(high - low, LEAST_RANGE) + np.sqrt(0.1 * math.log(round) / last)
+        scores = (clipped - low) / max(high - low, LEAST_RANGE) + np.sqrt(
+            0.1 * math.log(round) / last
+        )
         limit = self.preferred_seconds()
         slow = np.maximum(seconds / limit, 1.0) if limit else np.ones(len(seconds))
         return scores * slow**-self.penalty
@@ -131,7 +136,9 @@ class Oort(Sampler):
         times = sorted(seconds for _, _, seconds in self.known.values())
         return times[min(int(len(times) * self.percentile / 100), len(times) - 1)]
 
-    def learn(self, round: int, entries: Sequence[LedgerEntry], losses: Mapping[int, float]) -> None:
+    def learn(
+        self, round: int, entries: Sequence[LedgerEntry], losses: Mapping[int, float]
+    ) -> None:
         mean = sum(one[0] for one in self.known.values()) / max(len(self.known), 1)
         for entry in entries:
             if entry.started is None or entry.ended is None or entry.status == "asked":
@@ -153,6 +160,10 @@ class Oort(Sampler):
                 self.percentile = max(self.step, self.percentile - self.step)
 
 
-def _drawn(draws: np.random.Generator, clients: np.ndarray, weights: np.ndarray, count: int) -> list[int]:
+def _drawn(
+    draws: np.random.Generator, clients: np.ndarray, weights: np.ndarray, count: int
+) -> list[int]:
     weights = np.maximum(weights, LEAST_SCORE)
-    return draws.choice(clients, count, replace=False, p=weights / weights.sum(), shuffle=False).tolist()
+    return draws.choice(
+        clients, count, replace=False, p=weights / weights.sum(), shuffle=False
+    ).tolist()

@@ -1,4 +1,5 @@
-"""Power-of-Choice (Cho, Wang and Joshi, AISTATS 2022): of some candidates those with the largest loss."""
+"""Power-of-Choice (Cho, Wang and Joshi, AISTATS 2022): of some candidates those with the largest
+loss."""
 
 from __future__ import annotations
 
@@ -14,12 +15,13 @@ from fl_lightning.sampling.base import Sampler, ServerView
 
 
 class PowerOfChoice(Sampler):
-    """Draws d candidates by their share of all examples without replacement, sends them the model, asks for
-    their mean loss F_k(x) over their training examples, and takes the m largest: pi_pow-d, of section 4.
+    """Draws d candidates by their share of all examples without replacement, sends them the model,
+    asks for their mean loss F_k(x) over their training examples, and takes the m largest: pi_pow-d,
+    of section 4.
 
-    Those that are taken have the model already; the other d - m downloads, and all answers, are in the ledger
-    (status ``asked``). Equal losses are in the order of ids, and one that is not finite comes last. With
-    d = m clients are drawn by n_k.
+    Those that are taken have the model already; the other d - m downloads, and all answers, are in
+    the ledger (status ``asked``). Equal losses are in the order of ids, and one that is not finite
+    comes last. With d = m clients are drawn by n_k.
 
     Args:
         candidates: d, at least as many as are asked to train; where fewer are online, all of them.
@@ -42,7 +44,11 @@ class PowerOfChoice(Sampler):
     def draw(self, view: ServerView, among: np.ndarray, count: int) -> list[int]:
         sizes = view.sizes[among]
         asked = min(self.candidates, len(among))
-        drawn = view.stream().choice(among, asked, replace=False, p=sizes / sizes.sum(), shuffle=False)
+        drawn = view.stream().choice(
+            among, asked, replace=False, p=sizes / sizes.sum(), shuffle=False
+        )
         losses = view.ask(drawn.tolist())
-        told = {client: loss if math.isfinite(loss) else -math.inf for client, loss in losses.items()}
+        told = {
+            client: loss if math.isfinite(loss) else -math.inf for client, loss in losses.items()
+        }
         return sorted(told, key=lambda client: (-told[client], client))[:count]

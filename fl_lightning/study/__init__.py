@@ -1,2 +1,2 @@
-"""Studies: many runs planned, run, tested and compared. Reads study files and finished runs; a run itself is
-the trainer's."""
+"""Studies: many runs planned, run, tested and compared. Reads study files and finished runs; a run
+itself is the trainer's."""

@@ -1,5 +1,5 @@
-"""Facts that follow from a metric's name: its title, unit and digits in tables and figures, which direction
-is better, whether it is a timing."""
+"""Facts that follow from a metric's name: its title, unit and digits in tables and figures, which
+direction is better, whether it is a timing."""
 
 from __future__ import annotations
 
@@ -76,8 +76,9 @@ class TaskMetrics:
     def of_run(cls, metadata: Mapping[str, Any]) -> TaskMetrics:
         """Return what ``metadata.json`` says.
 
-        Where it says nothing of the task, as in runs of release 0.1 and where MLflow has lost the file, the
-        name of ``final/last5_*`` tells the primary metric; without one it is the accuracy.
+        Where it says nothing of the task, as in runs of release 0.1 and where MLflow has lost the
+        file, the name of ``final/last5_*`` tells the primary metric; without one it is the
+        accuracy.
         """
         task = metadata.get("task")
         if isinstance(task, Mapping) and isinstance(task.get("primary"), str):
@@ -85,11 +86,14 @@ class TaskMetrics:
             named = task.get("named")
             named = dict(named) if isinstance(named, Mapping) else {}
             return cls(task["primary"], higher, frozenset(map(str, shares)), named, _declared(task))
-        primary = next((found[1] for name in metadata if (found := LAST5.fullmatch(name))), "accuracy")
+        primary = next(
+            (found[1] for name in metadata if (found := LAST5.fullmatch(name))), "accuracy"
+        )
         return cls() if primary == "accuracy" else cls(primary, direction(primary) != -1, SHARES)
 
     def is_share(self, metric: str) -> bool:
-        """Return whether a metric is a share, or the mean or spread of one, and is shown in percent."""
+        """Return whether a metric is a share, or the mean or spread of one, and is shown in
+        percent."""
         return measure_of(metric) in SHARES | self.shares
 
     @property
@@ -99,29 +103,38 @@ class TaskMetrics:
     @property
     def title(self) -> str:
         """The primary metric in words, with its unit."""
-        return f"{self.primary_in_words} (%)" if self.is_share(self.primary) else self.primary_in_words
+        return (
+            f"{self.primary_in_words} (%)" if self.is_share(self.primary) else self.primary_in_words
+        )
 
     @property
     def has_client_noise(self) -> bool:
-        """Whether the primary metric of a client is the share of its examples that are right, so that its
-        spread over clients holds the binomial noise of few examples."""
+        """Whether the primary metric of a client is the share of its examples that are right, so
+        that its spread over clients holds the binomial noise of few examples."""
         return self.primary in HITS
 
 
 def _declared(task: Mapping[str, Any]) -> dict[str, Metric]:
-    """Return the declared metrics of a run or report, less those that this package knows by itself and what
-    is no declaration, as in a file that was edited."""
+    """Return the declared metrics of a run or report, less those that this package knows by itself
+    and what is no declaration, as in a file that was edited."""
     declared, keys, found = task.get("declared"), [one.name for one in fields(Metric)], {}
     for name, entry in declared.items() if isinstance(declared, Mapping) else ():
         if isinstance(entry, Mapping) and not _is_of_the_package(name, task):
             with suppress(InputError, TypeError):
-                found[name] = Metric(**{key: entry[key] for key in keys if key in entry} | {"name": name})
+                found[name] = Metric(
+                    **{key: entry[key] for key in keys if key in entry} | {"name": name}
+                )
     return found
 
 
 def _is_of_the_package(metric: str, task: Mapping[str, Any]) -> bool:
     """Return whether a metric has a meaning in every run, or in all of this task."""
-    measures = {task.get("primary"), *(task.get("shares") or ()), *(task.get("named") or ()), *CALIBRATION}
+    measures = {
+        task.get("primary"),
+        *(task.get("shares") or ()),
+        *(task.get("named") or ()),
+        *CALIBRATION,
+    }
     known = any(one.metric == metric for one in (*KNOWN, *CLOCKS))
     return known or metric.partition("/")[0] in FAMILIES or measure_of(metric) in measures
 
@@ -129,7 +142,9 @@ def _is_of_the_package(metric: str, task: Mapping[str, Any]) -> bool:
 SHARES = frozenset({"accuracy", "token_accuracy", "exact_match", "rouge_l"})
 """Metrics of the tasks of this package that are shares."""
 CALIBRATION = ("loss", "ece", "brier")
-FAMILIES = frozenset({"final", "total", "client", "target", "time", "comm", "clients", "clock", "privacy"})
+FAMILIES = frozenset(
+    {"final", "total", "client", "target", "time", "comm", "clients", "clock", "privacy"}
+)
 """First parts of names that this package alone gives."""
 HITS = frozenset({"accuracy", "exact_match"})
 """Those of them of which an example is right or wrong."""
@@ -209,9 +224,13 @@ def task_columns(task: TaskMetrics = CLASSIFICATION) -> list[Column]:
         f"val/{primary}_std": "std over all clients",
         f"val/{primary}_worst_decile": "worst decile of all clients",
     }
-    columns = [_of_task(metric, title, task, short.get(metric, "")) for metric, title in titles.items()]
+    columns = [
+        _of_task(metric, title, task, short.get(metric, "")) for metric, title in titles.items()
+    ]
     columns.append(Column(f"target/seconds_to_{primary}", "virtual seconds to target", 1, 1, " s"))
-    columns.append(Column(f"final/auc_{primary}", f"AUC ({area} x rounds)", 1, 0 if area == "%" else 3))
+    columns.append(
+        Column(f"final/auc_{primary}", f"AUC ({area} x rounds)", 1, 0 if area == "%" else 3)
+    )
     if primary in ("mse", "mae"):
         columns.append(Column("test/loss", "test loss"))  # not in nats
     return columns
@@ -273,16 +292,29 @@ OF_THE_RUN = (
     *("client/upload_bytes", "client/download_bytes", "total/total_bytes"),
     *("clock/seconds", "cost/train_flops", "cost/train_memory", "privacy/epsilon"),
 )
-"""Headline columns that are of all rounds, whichever model is selected, beside the area under the curve."""
+"""Headline columns that are of all rounds, whichever model is selected, beside the area under the
+curve."""
 OF_EXPERTS = ("experts/active", "router/purity", "target/rounds_to_purity")
 """Headline columns of methods that find clusters of clients."""
 OF_ENERGY = ("energy/joules", "energy/joules_model", "energy/over_budget", "energy/refused")
-"""Headline columns of methods under a budget of energy: the whole network stands beside its switched layers,
-and what was refused beside joules, of which it costs none."""
+"""Headline columns of methods under a budget of energy: the whole network stands beside its
+switched layers, and what was refused beside joules, of which it costs none."""
 
 
 LOWER = {
-    *("loss", "ece", "brier", "nll", "bytes", "megabytes", "std", "rounds", "seconds", "drop", "flops"),
+    *(
+        "loss",
+        "ece",
+        "brier",
+        "nll",
+        "bytes",
+        "megabytes",
+        "std",
+        "rounds",
+        "seconds",
+        "drop",
+        "flops",
+    ),
     *("memory", "bits", "perplexity", "mse", "mae", "epsilon", "error", "distance"),
 }
 """Words of a name that say that lower is better."""
@@ -316,7 +348,10 @@ def column(metric: str, task: TaskMetrics = CLASSIFICATION) -> Column:
 
 
 def headline(
-    metric: str, selected: Sequence[str], measured: Sequence[str], task: TaskMetrics = CLASSIFICATION
+    metric: str,
+    selected: Sequence[str],
+    measured: Sequence[str],
+    task: TaskMetrics = CLASSIFICATION,
 ) -> list[Column]:
     """Return the columns of the table of results, as far as they were measured.
 
@@ -327,22 +362,37 @@ def headline(
         task: the task of the runs.
     """
     primary = task.primary
-    validated = [name.removesuffix("_worst_decile") for name in measured if name.endswith("_worst_decile")]
+    validated = [
+        name.removesuffix("_worst_decile") for name in measured if name.endswith("_worst_decile")
+    ]
     others = [name.replace("val/", "test/", 1) for name in validated if name != f"val/{primary}"]
-    spread = [f"val/{primary}_std_corrected", *([] if task.has_client_noise else [f"val/{primary}_std"])]
+    spread = [
+        f"val/{primary}_std_corrected",
+        *([] if task.has_client_noise else [f"val/{primary}_std"]),
+    ]
     of_clients = [*spread, f"val/{primary}_worst_decile_min5", "val/clients_min5"]
     if (slow := f"val/{primary}_slowest_decile") in measured:
         of_clients += [f"val/{primary}", slow]
     of_model = ["corrupted/accuracy", "fgsm/accuracy", "pgd/accuracy", "bits/average", *OF_EXPERTS]
     of_model += ["average/factor_error", *OF_ENERGY]
     of_model += [name for name, one in task.declared.items() if one.title]
-    of_task = [metric, *selected, f"final/auc_{primary}", f"personal/{primary}", f"global/{primary}", *others]
+    of_task = [
+        metric,
+        *selected,
+        f"final/auc_{primary}",
+        f"personal/{primary}",
+        f"global/{primary}",
+        *others,
+    ]
     names = [*of_task, "test/ece", *of_clients, *of_model, *OF_THE_RUN]
     titled = {name: _of_task(name, words_of(measure_of(name)), task) for name in others}
-    found = [titled.get(name) or column(name, task) for name in dict.fromkeys(names) if name in measured]
+    found = [
+        titled.get(name) or column(name, task) for name in dict.fromkeys(names) if name in measured
+    ]
     titles = Counter(one.title for one in found)
     return [
-        one if titles[one.title] == 1 else replace(one, title=f"{one.title}, {one.metric}") for one in found
+        one if titles[one.title] == 1 else replace(one, title=f"{one.title}, {one.metric}")
+        for one in found
     ]
 
 

@@ -1,12 +1,14 @@
-"""Places of methods, with intervals, from numbers that are paired by seed. No run, no file, no table.
+"""Places of methods, with intervals, from numbers that are paired by seed. No run, no file, no
+table.
 
-Every pair of the k methods is tested by its per-seed differences, and p is corrected for all k (k - 1) / 2
-pairs (Holm, 1979). The rank of a method is then at least 1 + (methods that are significantly better) and at
-most k - (methods that are significantly worse): with probability 1 - a all these intervals hold the true
-ranks together (Mogstad, Romano, Shaikh & Wilhelm, "Inference for ranks", Review of Economic Studies, 2024).
-Pairs that are not significant cannot be told apart, and a diagram of mean ranks joins them by bars (Demsar,
-"Statistical comparisons of classifiers over multiple data sets", JMLR, 2006; here over seeds, and by paired
-tests as Benavoli, Corani & Mangili, JMLR, 2016, recommend in place of mean ranks).
+Every pair of the k methods is tested by its per-seed differences, and p is corrected for all k (k -
+1) / 2 pairs (Holm, 1979). The rank of a method is then at least 1 + (methods that are significantly
+better) and at most k - (methods that are significantly worse): with probability 1 - a all these
+intervals hold the true ranks together (Mogstad, Romano, Shaikh & Wilhelm, "Inference for ranks",
+Review of Economic Studies, 2024). Pairs that are not significant cannot be told apart, and a
+diagram of mean ranks joins them by bars (Demsar, "Statistical comparisons of classifiers over
+multiple data sets", JMLR, 2006; here over seeds, and by paired tests as Benavoli, Corani & Mangili,
+JMLR, 2016, recommend in place of mean ranks).
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class Place:
     Args:
         label: the method.
         place: its place by the mean over seeds, 1 for the best; equal means share the better place.
-        mean_rank: the mean over seeds of its rank among the methods; NaN where no seed has all methods.
+        mean_rank: the mean over seeds of its rank among the methods; NaN where no seed has all
+            methods.
         first, last: the interval of its rank, from 1 to the number of methods.
         alike: the methods that it cannot be told apart from.
     """
@@ -71,7 +74,9 @@ def places(
             better[(a, b) if mean_std(found)[0] > 0 else (b, a)] = True
     means = [mean_std(column[np.isfinite(column)])[0] for column in good.T]
     whole = good[np.isfinite(good).all(axis=1)]
-    mean_ranks = [float(one) for one in stats.rankdata(-whole, axis=1).mean(axis=0)] if len(whole) else []
+    mean_ranks = (
+        [float(one) for one in stats.rankdata(-whole, axis=1).mean(axis=0)] if len(whole) else []
+    )
     told = better | better.T
     found_places = [
         Place(
@@ -93,7 +98,8 @@ def p_of(differences: np.ndarray, sequential: bool = False, least_std: float = 0
 
 
 def groups(ordered: Sequence[Place]) -> list[tuple[int, int]]:
-    """Return the first and last position of each largest run of neighbours of whom no two can be told apart.
+    """Return the first and last position of each largest run of neighbours of whom no two can be
+    told apart.
 
     Args:
         ordered: places, in the order in which they are drawn.
@@ -105,7 +111,9 @@ def groups(ordered: Sequence[Place]) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     for start, first in enumerate(ordered):
         end, members = start, [first]
-        while end + 1 < len(ordered) and all(ordered[end + 1].label in one.alike for one in members):
+        while end + 1 < len(ordered) and all(
+            ordered[end + 1].label in one.alike for one in members
+        ):
             end += 1
             members.append(ordered[end])
         if end > start and not (found and found[-1][1] >= end):

@@ -1,28 +1,33 @@
-"""What a few seeds can say: pure functions of differences that are paired by seed. No run, no file, no table.
+"""What a few seeds can say: pure functions of differences that are paired by seed. No run, no file,
+no table.
 
-Two methods under one seed meet the same partition, cohorts, drop-outs and noise, so what is tested is the
-per-seed difference x_1 .. x_n of their metric, with mean m and standard deviation s (divided by n - 1):
+Two methods under one seed meet the same partition, cohorts, drop-outs and noise, so what is tested
+is the per-seed difference x_1 .. x_n of their metric, with mean m and standard deviation s (divided
+by n - 1):
 
-    t = m / (s / sqrt n), n - 1 degrees of freedom; interval m -+ t_{1 - a/2} s / sqrt n  (Student, 1908)
-    W = sum of the ranks of |x_i| with x_i > 0; its p is exact for few seeds      (Wilcoxon, 1945)
-    d_z = m / s;  g_z = J(n - 1) d_z,  J(v) = G(v/2) / (sqrt(v/2) G((v - 1)/2))   (Hedges, 1981)
-    power(d, n) = P(|T| > t_{1 - a/2}),  T noncentral t with n - 1 degrees and noncentrality d sqrt n
+    t = m / (s / sqrt n), n - 1 degrees of freedom; interval m -+ t_{1 - a/2} s / sqrt n  (Student,
+    1908) W = sum of the ranks of |x_i| with x_i > 0; its p is exact for few seeds      (Wilcoxon,
+    1945) d_z = m / s;  g_z = J(n - 1) d_z,  J(v) = G(v/2) / (sqrt(v/2) G((v - 1)/2))   (Hedges,
+    1981) power(d, n) = P(|T| > t_{1 - a/2}),  T noncentral t with n - 1 degrees and noncentrality d
+    sqrt n
 
-The t interval is the one that decides. The bootstrap (BCa, Efron 1987) stands beside it: it assumes no normal
-distribution, but it cannot know of values that it has not seen. Of normal differences it holds the true mean
-in 73 % of cases with 3 seeds, 84 % with 5 and 90 % with 10 (2000 trials each), the t interval in 95 % with
-any. With n seeds Wilcoxon's p is at least 2^(1 - n): 0.25 for three.
+The t interval is the one that decides. The bootstrap (BCa, Efron 1987) stands beside it: it assumes
+no normal distribution, but it cannot know of values that it has not seen. Of normal differences it
+holds the true mean in 73 % of cases with 3 seeds, 84 % with 5 and 90 % with 10 (2000 trials each),
+the t interval in 95 % with any. With n seeds Wilcoxon's p is at least 2^(1 - n): 0.25 for three.
 
-The t interval is valid for one look, at a number of seeds that was fixed before. Where seeds are added until
-the answer is clear, a *confidence sequence* takes its place: one interval after every seed, and with
-probability 1 - a all of them hold the true mean, whenever one looks and whatever makes one stop (Wang &
-Ramdas, "Anytime-valid t-tests and confidence sequences for Gaussian means with unknown variance", 2023,
-arXiv 2310.03722, theorem 4.9; S_n is the standard deviation divided by n):
+The t interval is valid for one look, at a number of seeds that was fixed before. Where seeds are
+added until the answer is clear, a *confidence sequence* takes its place: one interval after every
+seed, and with probability 1 - a all of them hold the true mean, whenever one looks and whatever
+makes one stop (Wang & Ramdas, "Anytime-valid t-tests and confidence sequences for Gaussian means
+with unknown variance", 2023, arXiv 2310.03722, theorem 4.9; S_n is the standard deviation divided
+by n):
 
     m -+ S_n sqrt((n + c2)(1 - q) / max(q (n + c2) - c2, 0)),  q = (a^2 c2 / (n + c2))^(1/n)
     p_n = sqrt((n + c2) / c2) ((n + c2 + c2 r) / ((n + c2)(1 + r)))^(n/2),  r = m^2 / S_n^2
 
-p_n is the level at which the interval after n seeds ends at 0. The theorem is about normal differences.
+p_n is the level at which the interval after n seeds ends at 0. The theorem is about normal
+differences.
 """
 
 from __future__ import annotations
@@ -44,22 +49,22 @@ LEVEL = 0.05
 POWER = 0.8
 RESAMPLES = 2000
 SEQUENCE_C2 = 0.25
-"""c2 of the confidence sequence, which mixes over effect sizes drawn from N(0, 1 / c2). It is fixed before
-the first seed."""
+"""c2 of the confidence sequence, which mixes over effect sizes drawn from N(0, 1 / c2). It is fixed
+before the first seed."""
 MOST_SEEDS = 10_000
 """More seeds than these are not counted, but called ``inf``."""
 MOST_PERMUTED = 13
-"""Tied differences of more seeds have the normal approximation of Wilcoxon's p; those of fewer have all signs
-counted."""
+"""Tied differences of more seeds have the normal approximation of Wilcoxon's p; those of fewer have
+all signs counted."""
 
 
 @dataclass(frozen=True)
 class PairedTest:
-    """The mean of differences that are paired by seed, and what is known of it; what n seeds cannot give is
-    NaN.
+    """The mean of differences that are paired by seed, and what is known of it; what n seeds cannot
+    give is NaN.
 
-    Of a ``sequential`` test, ``low`` and ``high`` are those of the confidence sequence, ``p_t`` is its p, and
-    ``detectable`` and ``seeds_needed`` are about one look at it.
+    Of a ``sequential`` test, ``low`` and ``high`` are those of the confidence sequence, ``p_t`` is
+    its p, and ``detectable`` and ``seeds_needed`` are about one look at it.
 
     Args:
         differences: a - b of every seed ``[n]``.
@@ -72,12 +77,15 @@ class PairedTest:
         p_wilcoxon: two-sided p of the signed ranks.
         d_z: Cohen's effect size: the mean in standard deviations of the differences.
         g_z: the same without its bias in small samples.
-        detectable: smallest true mean that n seeds find with 80 % power, at the level of ``family``.
-        seeds_needed: seeds that find an effect of ``g_z`` with 80 % power, at the level of ``family``.
-        family: number of tests that are made together; power is of the strictest step of Holm's correction.
+        detectable: smallest true mean that n seeds find with 80 % power, at the level of
+            ``family``.
+        seeds_needed: seeds that find an effect of ``g_z`` with 80 % power, at the level of
+            ``family``.
+        family: number of tests that are made together; power is of the strictest step of Holm's
+            correction.
         p_holm: ``p_t`` corrected for ``family`` tests.
-        sequential: whether interval and p are valid at every look, and not only at a number of seeds that was
-            fixed before.
+        sequential: whether interval and p are valid at every look, and not only at a number of
+            seeds that was fixed before.
     """
 
     differences: tuple[float, ...]
@@ -107,7 +115,9 @@ class PairedTest:
         return self.p_holm < LEVEL
 
 
-def paired_test(differences: Sequence[float], family: int = 1, sequential: bool = False) -> PairedTest:
+def paired_test(
+    differences: Sequence[float], family: int = 1, sequential: bool = False
+) -> PairedTest:
     """Return everything about one set of differences.
 
     What n seeds, or seeds that all say the same, cannot tell is NaN.
@@ -150,7 +160,8 @@ def paired_test(differences: Sequence[float], family: int = 1, sequential: bool 
 def with_holm(tests: Sequence[PairedTest]) -> list[PairedTest]:
     """The tests of one family, each with its ``p_holm``."""
     return [
-        replace(test, p_holm=p) for test, p in zip(tests, holm([test.p_t for test in tests]), strict=True)
+        replace(test, p_holm=p)
+        for test, p in zip(tests, holm([test.p_t for test in tests]), strict=True)
     ]
 
 
@@ -167,18 +178,22 @@ def mean_std(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
 
 
 def is_constant(values: Sequence[float] | np.ndarray) -> bool:
-    """Whether all values are the same, up to the rounding of the subtraction that they come from."""
+    """Whether all values are the same, up to the rounding of the subtraction that they come
+    from."""
     x = np.asarray(values, np.float64)
     return bool(x.size) and bool(np.ptp(x) <= 1e-12 * max(1.0, np.abs(x).max()))
 
 
 class Interval(Protocol):
-    """An interval of a mean that holds it with probability ``1 - level``, such as :func:`t_interval`.
+    """An interval of a mean that holds it with probability ``1 - level``, such as
+    :func:`t_interval`.
 
     It is NaN where the values cannot tell, and may be infinite.
     """
 
-    def __call__(self, values: Sequence[float] | np.ndarray, level: float = LEVEL) -> tuple[float, float]: ...
+    def __call__(
+        self, values: Sequence[float] | np.ndarray, level: float = LEVEL
+    ) -> tuple[float, float]: ...
 
 
 def t_interval(values: Sequence[float] | np.ndarray, level: float = LEVEL) -> tuple[float, float]:
@@ -198,8 +213,8 @@ def t_interval(values: Sequence[float] | np.ndarray, level: float = LEVEL) -> tu
 
 
 def sequence_width(n: int, level: float = LEVEL) -> float:
-    """Return half the width of the confidence sequence after ``n`` values, in standard deviations (divided by
-    n).
+    """Return half the width of the confidence sequence after ``n`` values, in standard deviations
+    (divided by n).
 
     It is infinite for the first values: fewer than four at a level of 0.05.
     """
@@ -219,11 +234,14 @@ def sequence_threshold(n: int, level: float = LEVEL) -> float:
     return sequence_width(n, level) * sqrt(n - 1) if n > 1 else inf
 
 
-def sequence_interval(values: Sequence[float] | np.ndarray, level: float = LEVEL) -> tuple[float, float]:
+def sequence_interval(
+    values: Sequence[float] | np.ndarray, level: float = LEVEL
+) -> tuple[float, float]:
     """Return the confidence sequence's interval of the mean after all these values.
 
-    With probability 1 - ``level`` the intervals after 1, 2, 3 ... normal values *all* hold the true mean. The
-    interval is infinite after too few values, and NaN for equal ones, whose spread cannot be estimated.
+    With probability 1 - ``level`` the intervals after 1, 2, 3 ... normal values *all* hold the true
+    mean. The interval is infinite after too few values, and NaN for equal ones, whose spread cannot
+    be estimated.
     """
     x = np.asarray(values, np.float64)
     mean, std = mean_std(x)
@@ -234,11 +252,12 @@ def sequence_interval(values: Sequence[float] | np.ndarray, level: float = LEVEL
 
 
 def sequence_p(values: Sequence[float] | np.ndarray, least_std: float = 0.0) -> float:
-    """Return the p of a mean of 0 that is valid at every look: it is below a when the interval of level a
-    leaves 0 out.
+    """Return the p of a mean of 0 that is valid at every look: it is below a when the interval of
+    level a leaves 0 out.
 
-    With probability 1 - a, it is never below a after any number of normal values of mean 0. It is NaN for
-    equal values other than 0, and 1 for zeros. A standard deviation below ``least_std`` is taken as it.
+    With probability 1 - a, it is never below a after any number of normal values of mean 0. It is
+    NaN for equal values other than 0, and 1 for zeros. A standard deviation below ``least_std`` is
+    taken as it.
     """
     x = np.asarray(values, np.float64)
     n = x.size
@@ -253,8 +272,8 @@ def sequence_p(values: Sequence[float] | np.ndarray, least_std: float = 0.0) -> 
 
 
 def bootstrap_interval(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
-    """BCa interval of the mean; the percentile interval where BCa is not defined. The same values give the
-    same interval."""
+    """BCa interval of the mean; the percentile interval where BCa is not defined. The same values
+    give the same interval."""
     x = np.asarray(values, np.float64)
     if x.size < 2 or is_constant(x):
         return nan, nan
@@ -275,7 +294,8 @@ def bootstrap_interval(values: Sequence[float] | np.ndarray) -> tuple[float, flo
 
 
 def t_test(values: Sequence[float] | np.ndarray, least_std: float = 0.0) -> tuple[float, float]:
-    """t and its two-sided p against a mean of 0. Equal values: NaN, or t = 0 and p = 1 when all of them are
+    """t and its two-sided p against a mean of 0. Equal values: NaN, or t = 0 and p = 1 when all of
+    them are
     0. A standard deviation below ``least_std``, that of rounding, is taken as it."""
     x = np.asarray(values, np.float64)
     mean, std = mean_std(x)
@@ -310,11 +330,11 @@ def wilcoxon(values: Sequence[float] | np.ndarray) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p corrected for all of them being looked at (Holm, 1979): p_(i) -> max over j <= i of min(1, (m - j +
-    1) p_(j)).
+    """p corrected for all of them being looked at (Holm, 1979): p_(i) -> max over j <= i of min(1,
+    (m - j + 1) p_(j)).
 
-    The NaN of a test that could not be made stays, and counts: the family is what was asked, not what could
-    be answered.
+    The NaN of a test that could not be made stays, and counts: the family is what was asked, not
+    what could be answered.
 
     >>> [round(p, 3) for p in holm([0.01, 0.04, 0.03])]
     [0.03, 0.06, 0.06]
@@ -339,10 +359,11 @@ def hedges_correction(n: int) -> float:
 
 
 def power(effect: float, n: int, level: float = LEVEL, sequential: bool = False) -> float:
-    """Return the probability that ``n`` differences show an effect of that many standard deviations.
+    """Return the probability that ``n`` differences show an effect of that many standard
+    deviations.
 
-    It is the power of the two-sided t-test, or of one look at the confidence sequence; whoever also looked
-    before has found the effect at least as often.
+    It is the power of the two-sided t-test, or of one look at the confidence sequence; whoever also
+    looked before has found the effect at least as often.
 
     >>> round(power(1.0, 10), 3)  # Cohen (1988) and every power table
     0.803
@@ -356,7 +377,8 @@ def power(effect: float, n: int, level: float = LEVEL, sequential: bool = False)
 
 @lru_cache(maxsize=256)
 def detectable_effect(n: int, level: float = LEVEL, sequential: bool = False) -> float:
-    """Return the smallest effect, in standard deviations, that ``n`` differences find with 80 % power.
+    """Return the smallest effect, in standard deviations, that ``n`` differences find with 80 %
+    power.
 
     It is NaN below 2 differences, and where the confidence sequence is infinite.
     """
@@ -366,13 +388,15 @@ def detectable_effect(n: int, level: float = LEVEL, sequential: bool = False) ->
     while power(high, n, level, sequential) < POWER:
         high *= 2
     return float(
-        optimize.brentq(lambda effect: power(effect, n, level, sequential) - POWER, 0.0, high, xtol=1e-10)
+        optimize.brentq(
+            lambda effect: power(effect, n, level, sequential) - POWER, 0.0, high, xtol=1e-10
+        )
     )
 
 
 def seeds_needed(effect: float, level: float = LEVEL, sequential: bool = False) -> float:
-    """Return the fewest seeds that find the effect with 80 % power; infinite beyond 10 000, NaN without an
-    effect size."""
+    """Return the fewest seeds that find the effect with 80 % power; infinite beyond 10 000, NaN
+    without an effect size."""
     if isnan(effect):
         return nan
     low, high = 1, 2

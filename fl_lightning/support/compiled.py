@@ -1,7 +1,9 @@
-"""A C++ file of this package as a library: compiled once for this machine, where it has a compiler, and kept.
+"""A C++ file of this package as a library: compiled once for this machine, where it has a compiler,
+and kept.
 
-The file needs no header of torch, so the compiler takes a fraction of a second where torch's own loader takes
-tens of them, and ctypes loads what it makes. Whoever uses it has the same in Python, for where there is none.
+The file needs no header of torch, so the compiler takes a fraction of a second where torch's own
+loader takes tens of them, and ctypes loads what it makes. Whoever uses it has the same in Python,
+for where there is none.
 """
 
 from __future__ import annotations
@@ -49,8 +51,8 @@ class CompiledFile:
         return None
 
     def build(self) -> bool:
-        """Compile the file, and return whether that is done. It is not where there is no compiler or no
-        folder to write to, where the compiler fails, or where another process is at it."""
+        """Compile the file, and return whether that is done. It is not where there is no compiler
+        or no folder to write to, where the compiler fails, or where another process is at it."""
         compiler = shutil.which(COMPILER)
         if compiler is None or os.name != "posix":
             return False
@@ -76,8 +78,8 @@ class LibraryOnDemand:
 
     Args:
         source: the file.
-        work_per_build: the library is built once so much work was done without it, in any unit, which took
-            about as long as the compiler will: no short run waits for one.
+        work_per_build: the library is built once so much work was done without it, in any unit,
+            which took about as long as the compiler will: no short run waits for one.
     """
 
     def __init__(self, source: Path, work_per_build: int) -> None:
@@ -95,7 +97,8 @@ class LibraryOnDemand:
     def library(self, work: int) -> ctypes.CDLL | None:
         """Return the library where it is there.
 
-        A process tries to build it once. If another one is at it, its library is used when it is there.
+        A process tries to build it once. If another one is at it, its library is used when it is
+        there.
 
         Args:
             work: what is to be done.
@@ -104,7 +107,11 @@ class LibraryOnDemand:
             before, self.work_without = self.work_without, self.work_without + work
             if self.work_without >= self.work_per_build:
                 self.found = self.file.load()
-            if self.found is None and before < self.work_per_build <= self.work_without and self.file.build():
+            if (
+                self.found is None
+                and before < self.work_per_build <= self.work_without
+                and self.file.build()
+            ):
                 self.found = self.file.load()
         return self.found
 

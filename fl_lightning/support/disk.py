@@ -11,7 +11,8 @@ NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)  # not on Windows
 
 
 def open_own(path: Path, mode: str) -> IO[Any]:
-    """Open a file of the project's own for writing, and never through a symbolic link to another file.
+    """Open a file of the project's own for writing, and never through a symbolic link to another
+    file.
 
     Args:
         path: the file.
@@ -21,7 +22,9 @@ def open_own(path: Path, mode: str) -> IO[Any]:
         OSError: the path is a symbolic link (ELOOP), or cannot be opened.
     """
     text = {} if "b" in mode else {"encoding": "utf-8"}
-    return open(path, mode, opener=lambda name, flags: os.open(name, flags | NO_FOLLOW, 0o666), **text)  # type: ignore[call-overload]
+    return open(
+        path, mode, opener=lambda name, flags: os.open(name, flags | NO_FOLLOW, 0o666), **text
+    )  # type: ignore[call-overload]
 
 
 def write_synced(path: Path, data: bytes) -> None:
@@ -33,8 +36,8 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Add a line at the end of a file, and wait until it is on the disk. Part of a line that a loss of power
-    left there stays a line of its own."""
+    """Add a line at the end of a file, and wait until it is on the disk. Part of a line that a loss
+    of power left there stays a line of its own."""
     with open_own(path, "a+b") as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(end - 1, 0))

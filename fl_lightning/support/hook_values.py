@@ -1,5 +1,5 @@
-"""What the hooks of a method leave or return, checked where it is taken: a slip in a hook of one's own is
-named there, and not by what fails on it later."""
+"""What the hooks of a method leave or return, checked where it is taken: a slip in a hook of one's
+own is named there, and not by what fails on it later."""
 
 from __future__ import annotations
 
@@ -56,9 +56,13 @@ def check_kept(owner: str, entries: Mapping[str, Any]) -> None:
     """
     for name, value in entries.items():
         if name in ("", "__metadata__"):
-            raise MisuseError(f"{owner}[{name!r}]", "no file of tensors can hold this name", "write another")
+            raise MisuseError(
+                f"{owner}[{name!r}]", "no file of tensors can hold this name", "write another"
+            )
         if isinstance(value, Tensor) and value.layout != torch.strided:
-            raise MisuseError(f"{owner}[{name!r}] is sparse", "what is kept is dense", "write .to_dense()")
+            raise MisuseError(
+                f"{owner}[{name!r}] is sparse", "what is kept is dense", "write .to_dense()"
+            )
         if not isinstance(value, Tensor):
             raise MisuseError(
                 f"{owner}[{name!r}] is {_kind(value)}",

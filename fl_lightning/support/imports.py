@@ -11,10 +11,11 @@ from types import ModuleType
 
 
 def import_quickly(module: str) -> ModuleType:
-    """Return a module of the package, imported without what slows imports down, for a program of one's own.
+    """Return a module of the package, imported without what slows imports down, for a program of
+    one's own.
 
-    Threads of OpenMP that torch starts do not spin while they are idle, which would cost many times what it
-    saves on a busy machine.
+    Threads of OpenMP that torch starts do not spin while they are idle, which would cost many times
+    what it saves on a busy machine.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with garbage_collection_off():
@@ -25,12 +26,14 @@ def import_quickly(module: str) -> ModuleType:
 def garbage_collection_off() -> Iterator[None]:
     """Return a context without garbage collection, for imports.
 
-    They make 700 000 objects that stay. Searching them for garbage would take a quarter of the imports' time.
+    They make 700 000 objects that stay. Searching them for garbage would take a quarter of the
+    imports' time.
     """
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        gc.unfreeze()  # the objects now belong to the oldest generation, which the next collection skips
+        # the objects now belong to the oldest generation, which the next collection skips
+        gc.unfreeze()
         gc.enable()

@@ -9,8 +9,8 @@ MMAP_MAX, TRIM_THRESHOLD, TOP_PAD = -4, -1, -2  # of <malloc.h>
 
 
 def keep_freed_memory() -> None:
-    """Ask glibc not to return freed blocks to the system: each step of a large network would fault the same
-    pages in again.
+    """Ask glibc not to return freed blocks to the system: each step of a large network would fault
+    the same pages in again.
 
     The process then stays as large as its largest step. Does nothing where there is no glibc.
     """

@@ -17,8 +17,8 @@ from rich.jupyter import JupyterMixin
 class KernelDisplay(JupyterMixin):
     """A live display in the output of a notebook's cell.
 
-    It is redrawn by the messages of Jupyter itself. ``rich.live.Live`` would need ipywidgets, whose outputs
-    are lost where a notebook is saved or converted.
+    It is redrawn by the messages of Jupyter itself. ``rich.live.Live`` would need ipywidgets, whose
+    outputs are lost where a notebook is saved or converted.
 
     Args:
         renderable: what is shown, drawn anew each time.
@@ -46,7 +46,9 @@ class KernelDisplay(JupyterMixin):
         Args:
             at_once: however long ago that is.
         """
-        if self._handle is not None and (at_once or time.monotonic() >= self._drawn + self.interval):
+        if self._handle is not None and (
+            at_once or time.monotonic() >= self._drawn + self.interval
+        ):
             self._handle.update(self)
             self._drawn = time.monotonic()
 
@@ -117,5 +119,7 @@ class Pictures(Mapping[str, Picture]):
 
 def table(rows: Iterable[tuple[str, str]], title: str = "") -> str:
     """Return an HTML table of names and values, below a title."""
-    cells = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows)
+    cells = "".join(
+        f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows
+    )
     return f"<table>{f'<caption>{escape(title)}</caption>' if title else ''}{cells}</table>"

@@ -1,9 +1,11 @@
-"""Functions that hide passwords, tokens and keys in everything that is written and printed about a run.
+"""Functions that hide passwords, tokens and keys in everything that is written and printed about a
+run.
 
-:func:`is_secret` decides whether a name is that of a secret. The name may belong to a setting, to a flag, or
-to ``name=value`` or ``"name": "value"`` in a text. Text goes through :func:`redact`, settings go through
-:func:`redact_settings`, and a command line goes through :func:`redact_arguments`. Every message of the
-project's logger goes through the filter :data:`REDACTING`.
+:func:`is_secret` decides whether a name is that of a secret. The name may belong to a setting, to a
+flag, or to ``name=value`` or ``"name": "value"`` in a text. Text goes through :func:`redact`,
+settings go through :func:`redact_settings`, and a command line goes through
+:func:`redact_arguments`. Every message of the project's logger goes through the filter
+:data:`REDACTING`.
 """
 
 from __future__ import annotations
@@ -69,12 +71,14 @@ def is_secret(name: str) -> bool:
         _CAMEL.sub("_", part).lower().replace("-", "_").replace(" ", "_")
         for part in name.lstrip("-").split(".")
     ]
-    return any(_SECRET.search(part) is not None and _ORDINARY.search(part) is None for part in parts)
+    return any(
+        _SECRET.search(part) is not None and _ORDINARY.search(part) is None for part in parts
+    )
 
 
 def redact(text: str) -> str:
-    """Return a text without the ``user:password`` of addresses, without values of secrets' names, and without
-    tokens that are known by their beginning.
+    """Return a text without the ``user:password`` of addresses, without values of secrets' names,
+    and without tokens that are known by their beginning.
 
     >>> redact("--uri=http://me:pw@host:5000/x --trainer.logger.token=abc")
     '--uri=http://***@host:5000/x --trainer.logger.token=***'
@@ -99,7 +103,8 @@ def _hide_named(names: re.Pattern[str], text: str) -> str:
 
 
 def _value(text: str, at: int) -> str:
-    """Return the value that begins at ``at``: a word, a quoted text, or everything between brackets."""
+    """Return the value that begins at ``at``: a word, a quoted text, or everything between
+    brackets."""
     depth = 0
     for bracket in _BRACKET.finditer(text, at) if text[at : at + 1] in ("{", "[", "(") else ():
         depth += 1 if bracket[0] in "{[(" else -1
@@ -112,25 +117,37 @@ def _value(text: str, at: int) -> str:
 
 
 def _tells(name: str, value: str) -> bool:
-    """Return whether the value of a secret's name can be a secret; null or a number of tokens cannot."""
+    """Return whether the value of a secret's name can be a secret; null or a number of tokens
+    cannot."""
     bare = value.strip("\\\"'")
-    return not (_PLAIN.match(bare) or (_NUMBER.match(bare) and _MAY_BE_NUMBERS.search(name.lower())))
+    return not (
+        _PLAIN.match(bare) or (_NUMBER.match(bare) and _MAY_BE_NUMBERS.search(name.lower()))
+    )
 
 
 def redact_arguments(arguments: Sequence[str]) -> list[str]:
     """Return the words of a command line without secrets.
 
-    They are found in ``--token=VALUE``, in the two words ``--token VALUE``, and in a word that is JSON.
+    They are found in ``--token=VALUE``, in the two words ``--token VALUE``, and in a word that is
+    JSON.
 
     >>> tags = '{"api_key": {"deep": "s"}, "note": "n"}'
     >>> redact_arguments(["--x.password", "a b", "--tags", tags, "--y.token=a,b"])
     ['--x.password', '***', '--tags', '{"api_key": {"deep": "***"}, "note": "n"}', '--y.token=***']
     """
-    return [_redact_word(word, before) for before, word in zip(["", *arguments], arguments, strict=False)]
+    return [
+        _redact_word(word, before)
+        for before, word in zip(["", *arguments], arguments, strict=False)
+    ]
 
 
 def _redact_word(word: str, before: str) -> str:
-    if before.startswith("-") and "=" not in before and is_secret(before) and not word.startswith("--"):
+    if (
+        before.startswith("-")
+        and "=" not in before
+        and is_secret(before)
+        and not word.startswith("--")
+    ):
         return HIDDEN if _tells(before, word) else word
     name, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
     if equals and is_secret(name):
@@ -154,7 +171,9 @@ def redact_settings(settings: Any, name: str = "", *, secret: bool = False) -> A
     secret = secret or is_secret(name)
     if isinstance(settings, Mapping):
         return {
-            redact(key) if isinstance(key, str) else key: redact_settings(value, str(key), secret=secret)
+            redact(key) if isinstance(key, str) else key: redact_settings(
+                value, str(key), secret=secret
+            )
             for key, value in settings.items()
         }
     if isinstance(settings, (list, tuple)):
@@ -165,13 +184,17 @@ def redact_settings(settings: Any, name: str = "", *, secret: bool = False) -> A
 
 
 class RedactionFilter(logging.Filter):
-    """A filter, of a logger or of a handler, that hides secrets in a record's message and traceback."""
+    """A filter, of a logger or of a handler, that hides secrets in a record's message and
+    traceback."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        with suppress(TypeError, ValueError):  # the arguments do not fit the message, which logging reports
+        # the arguments do not fit the message, which logging reports
+        with suppress(TypeError, ValueError):
             record.msg, record.args = redact(record.getMessage()), ()
         if record.exc_info:
-            record.exc_text = redact(record.exc_text or logging.Formatter().formatException(record.exc_info))
+            record.exc_text = redact(
+                record.exc_text or logging.Formatter().formatException(record.exc_info)
+            )
         return True
 
 
@@ -179,6 +202,8 @@ REDACTING = RedactionFilter()
 logging.getLogger("fl_lightning").addFilter(REDACTING)
 
 
-def show_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def show_exception(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     """Write the traceback that Python prints, without secrets; this is a ``sys.excepthook``."""
     sys.stderr.write(redact("".join(traceback.format_exception(kind, error, trace))))

@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 def raw_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor, uint8 ``[n]``, where they are. A tensor of one value counts as
-    contiguous whatever its stride is."""
+    """Return the bytes of a contiguous tensor, uint8 ``[n]``, where they are. A tensor of one value
+    counts as contiguous whatever its stride is."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 

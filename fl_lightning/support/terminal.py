@@ -1,4 +1,5 @@
-"""A live display that stays whole when the terminal changes its width or the user presses Ctrl-C."""
+"""A live display that stays whole when the terminal changes its width or the user presses
+Ctrl-C."""
 
 from __future__ import annotations
 
@@ -7,14 +8,15 @@ from rich.control import Control
 from rich.live import Live
 from rich.segment import ControlType, Segment
 
-ECHO_COLUMNS = 3  # left free for the "^C" that a terminal writes, which would otherwise begin a new row
+# left free for the "^C" that a terminal writes, which would otherwise begin a new row
+ECHO_COLUMNS = 3
 
 
 class ResizableLive(Live):
     """A ``rich.live.Live`` that also removes the extra rows which a narrower terminal makes.
 
-    A terminal that becomes narrower breaks each line of the display into several rows. Rich would move up by
-    as many rows as there were lines, and leave the other rows on the screen.
+    A terminal that becomes narrower breaks each line of the display into several rows. Rich would
+    move up by as many rows as there were lines, and leave the other rows on the screen.
     """
 
     max_width = 500  # columns
@@ -41,8 +43,13 @@ class _MeasuringRenderable:
         self.renderable, self.live = renderable, live
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        narrower = options.update_width(max(min(options.max_width, self.live.max_width) - ECHO_COLUMNS, 1))
-        lines = [_without_blanks(line) for line in console.render_lines(self.renderable, narrower, pad=False)]
+        narrower = options.update_width(
+            max(min(options.max_width, self.live.max_width) - ECHO_COLUMNS, 1)
+        )
+        lines = [
+            _without_blanks(line)
+            for line in console.render_lines(self.renderable, narrower, pad=False)
+        ]
         self.live.widths = tuple(Segment.get_line_length(line) for line in lines)
         for line in lines:
             yield from line

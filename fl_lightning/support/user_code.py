@@ -1,4 +1,5 @@
-"""The user's code: whether a bug in it raised an error, or bad input did, and whether it has changed."""
+"""The user's code: whether a bug in it raised an error, or bad input did, and whether it has
+changed."""
 
 from __future__ import annotations
 
@@ -17,15 +18,18 @@ from fl_lightning.errors import InputError, MisuseError
 
 _PACKAGE = Path(__file__).parents[1]
 _OURS = (_PACKAGE, _PACKAGE.parent / "callbacks")
-_LIBRARIES = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_LIBRARIES = tuple(
+    Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
 
 
 def is_bug_of_user(error: BaseException) -> bool:
-    """Return whether ``error`` is a bug in code of the user, which is neither the project's nor a library's.
+    """Return whether ``error`` is a bug in code of the user, which is neither the project's nor a
+    library's.
 
-    An exception that the user's code raises with a ``raise`` statement is no bug: it is that code's answer to
-    wrong arguments. Frames above the project's first frame do not count, since a script that calls the
-    trainer is not what failed.
+    An exception that the user's code raises with a ``raise`` statement is no bug: it is that code's
+    answer to wrong arguments. Frames above the project's first frame do not count, since a script
+    that calls the trainer is not what failed.
     """
     steps = list(traceback.walk_tb(error.__traceback__))
     files = [Path(frame.f_code.co_filename) for frame, _ in steps]
@@ -38,8 +42,8 @@ def is_bug_of_user(error: BaseException) -> bool:
 
 @contextmanager
 def errors_as_refusals() -> Iterator[None]:
-    """Return a context in which a ``ValueError`` or ``OSError`` is a refusal of input, unless the user's code
-    has a bug.
+    """Return a context in which a ``ValueError`` or ``OSError`` is a refusal of input, unless the
+    user's code has a bug.
 
     Raises:
         InputError: it is a refusal; its text is that of the error.
@@ -62,8 +66,8 @@ def _users_place(error: BaseException) -> str:
 
 
 def code_of(*objects: object) -> dict[str, str]:
-    """Return the SHA-256 of the user's files that have the classes of these objects, by the names of their
-    modules; a script's and a notebook's own classes are in none."""
+    """Return the SHA-256 of the user's files that have the classes of these objects, by the names
+    of their modules; a script's and a notebook's own classes are in none."""
     modules = {cls.__module__ for one in objects for cls in type(one).__mro__} - {"__main__"}
     files = {name: getattr(sys.modules.get(name), "__file__", None) for name in sorted(modules)}
     return {
@@ -74,8 +78,8 @@ def code_of(*objects: object) -> dict[str, str]:
 
 
 def changed_code(code: Mapping[str, str]) -> list[str]:
-    """Return the modules whose files are others now than :func:`code_of` found; none that cannot be found is
-    among them."""
+    """Return the modules whose files are others now than :func:`code_of` found; none that cannot be
+    found is among them."""
     changed = []
     for name, sha in code.items():
         with suppress(ImportError, ValueError, OSError):
@@ -100,7 +104,8 @@ def _is_users(file: Path) -> bool:
 
 
 def _is_raised_by_its_last_frame(error: BaseException) -> bool:
-    """Return whether a ``raise`` statement raised the error, and not a call such as ``float("x")``."""
+    """Return whether a ``raise`` statement raised the error, and not a call such as
+    ``float("x")``."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next

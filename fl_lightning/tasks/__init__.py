@@ -1,5 +1,5 @@
-"""What is learnt. A task is one file: its loss, the weight of an example, its metrics and which of them
-selects a model."""
+"""What is learnt. A task is one file: its loss, the weight of an example, its metrics and which of
+them selects a model."""
 
 from __future__ import annotations
 
@@ -9,4 +9,12 @@ from fl_lightning.tasks.language_modelling import LanguageModelling
 from fl_lightning.tasks.preference import Preference
 from fl_lightning.tasks.regression import Regression
 
-__all__ = ["ClassRows", "Classification", "LanguageModelling", "Preference", "Regression", "Sums", "Task"]
+__all__ = [
+    "ClassRows",
+    "Classification",
+    "LanguageModelling",
+    "Preference",
+    "Regression",
+    "Sums",
+    "Task",
+]

@@ -1,7 +1,7 @@
 """The contract of a task.
 
-``B`` examples of a batch. An *example* is what clients hold and partitions deal out: an image, a row, a
-sequence of tokens.
+``B`` examples of a batch. An *example* is what clients hold and partitions deal out: an image, a
+row, a sequence of tokens.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from fl_lightning.metrics.named import NamedMetric
 
 Sums = dict[str, tuple[Tensor, Tensor]]
-"""What a task has measured: by metric, a sum and the weight that it is divided by, float64. Both are ``[B]``
-where they are of single examples, and scalars where they are of a batch. Sums of parts add up to those of the
-whole, so metrics need no outputs but those of one batch."""
+"""What a task has measured: by metric, a sum and the weight that it is divided by, float64. Both
+are ``[B]`` where they are of single examples, and scalars where they are of a batch. Sums of parts
+add up to those of the whole, so metrics need no outputs but those of one batch."""
 
 
 class ClassRows(NamedTuple):
@@ -50,13 +50,15 @@ class ClassRows(NamedTuple):
 
 
 class Task(Recorded):
-    """What is learnt: the loss, the weight of an example, the metrics and which of them selects a model.
+    """What is learnt: the loss, the weight of an example, the metrics and which of them selects a
+    model.
 
     A task belongs to the data, and has no state.
     """
 
     primary: str
-    """The metric that selects: the best checkpoint, ``final/*``, tables, ``tune`` and criteria follow it."""
+    """The metric that selects: the best checkpoint, ``final/*``, tables, ``tune`` and criteria
+    follow it."""
 
     lower_is_better: frozenset[str] = frozenset({"loss"})
     """The metrics of which less is better; of all others more is."""
@@ -68,8 +70,8 @@ class Task(Recorded):
     """The metrics of which an example is right or wrong, 1 or 0, with the weight 1."""
 
     per_client: tuple[str, ...] = ()
-    """The metrics of which the validation reports mean and spread over clients; the primary one is among
-    them."""
+    """The metrics of which the validation reports mean and spread over clients; the primary one is
+    among them."""
 
     of_tokens: bool = False
     """Whether outputs are logits of the next token, so that the network is one of language."""
@@ -84,8 +86,8 @@ class Task(Recorded):
     """What :meth:`metric_inputs` gives, for a message."""
 
     def metric_inputs(self, outputs: Any, target: Tensor) -> Sequence[tuple[Any, Tensor]]:
-        """Return outputs and targets of a batch as metrics of torchmetrics take them, in each form that there
-        is; a metric gets the first one that it takes. Tensors are on the CPU.
+        """Return outputs and targets of a batch as metrics of torchmetrics take them, in each form
+        that there is; a metric gets the first one that it takes. Tensors are on the CPU.
 
         Args:
             outputs: what the network makes of a batch.
@@ -94,7 +96,8 @@ class Task(Recorded):
         return [(outputs.cpu() if isinstance(outputs, Tensor) else outputs, target.cpu())]
 
     def metric_arguments(self, num_outputs: int) -> dict[str, Any]:
-        """Return the arguments that are filled in where a metric takes them and they are not given."""
+        """Return the arguments that are filled in where a metric takes them and they are not
+        given."""
         return {"num_classes": num_outputs, "num_labels": num_outputs}
 
     def measuring(self, metrics: Sequence[Any], primary: str | None, num_outputs: int) -> Task:
@@ -106,11 +109,15 @@ class Task(Recorded):
             num_outputs: of the data, such as the number of classes.
 
         Raises:
-            InputError: one cannot be made, two have one name, or no metric has the name ``primary``.
+            InputError: one cannot be made, two have one name, or no metric has the name
+                ``primary``.
         """
         from fl_lightning.metrics.named import NamedMetric
 
-        task, taken = copy(self), {*self.per_client, *self.lower_is_better, *self.shares, "ece", "brier"}
+        task, taken = (
+            copy(self),
+            {*self.per_client, *self.lower_is_better, *self.shares, "ece", "brier"},
+        )
         for metric in metrics:
             named = NamedMetric(metric, self.metric_arguments(num_outputs))
             require(
@@ -151,7 +158,8 @@ class Task(Recorded):
         return f"{100 * value:.1f} %" if metric in self.shares else f"{value:.4g}"
 
     def is_better(self, value: float, other: float | None) -> bool:
-        """Return whether a value of the primary metric is better than another, or than none; NaN never is."""
+        """Return whether a value of the primary metric is better than another, or than none; NaN
+        never is."""
         if math.isnan(value) or other is None:
             return not math.isnan(value)
         return value > other if self.higher_is_better else value < other
@@ -199,8 +207,8 @@ class Task(Recorded):
         return outputs, self.examplewise(outputs, target)
 
     def finish(self, means: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the metrics, given the means: here follows what is a function of a mean, as the perplexity
-        is of the loss.
+        """Return the metrics, given the means: here follows what is a function of a mean, as the
+        perplexity is of the loss.
 
         Args:
             means: by metric, of everything a scalar, of each client ``[K]``.
@@ -208,8 +216,8 @@ class Task(Recorded):
         return dict(means)
 
     def constant_guess(self, target: Tensor) -> float | None:
-        """Return the best value of the primary metric that one answer to all examples has on these targets,
-        such as the share of the most frequent class; None where it is not known.
+        """Return the best value of the primary metric that one answer to all examples has on these
+        targets, such as the share of the most frequent class; None where it is not known.
 
         A report says of no model that it has learnt anything unless it is better than this.
 
@@ -219,7 +227,8 @@ class Task(Recorded):
         return None
 
     def accepts(self, outputs: Any, num_outputs: int, examples: int) -> bool:
-        """Return whether outputs for so many examples have the form that :meth:`outputs_form` names."""
+        """Return whether outputs for so many examples have the form that :meth:`outputs_form`
+        names."""
         return isinstance(outputs, Tensor) and outputs.shape == (examples, num_outputs)
 
     def outputs_form(self, examples: str, num_outputs: int) -> str:
@@ -241,7 +250,9 @@ class Task(Recorded):
             InputError: this task knows no wrong targets.
         """
         raise InputError(
-            f"label noise on {type(self).__name__}", "it has no labels that could be wrong", "leave it out"
+            f"label noise on {type(self).__name__}",
+            "it has no labels that could be wrong",
+            "leave it out",
         )
 
 

@@ -51,8 +51,8 @@ class Classification(Task):
     metric_form = "probabilities [n, C] and classes [n]"
 
     def metric_inputs(self, outputs: Tensor, target: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
-        """Probabilities float32 ``[B, C]`` and classes ``[B]``; of two classes also those of class 1,
-        ``[B]``, for binary metrics."""
+        """Probabilities float32 ``[B, C]`` and classes ``[B]``; of two classes also those of class
+        1, ``[B]``, for binary metrics."""
         probs, classes = outputs.softmax(1).cpu(), target.cpu()
         return [(probs, classes), *([(probs[:, 1], classes)] if probs.shape[1] == 2 else [])]
 
@@ -60,7 +60,12 @@ class Classification(Task):
         return {**super().metric_arguments(num_outputs), "task": "multiclass"}
 
     def constant_guess(self, target: Tensor) -> float | None:
-        if self.primary != "accuracy" or target.ndim != 1 or target.is_floating_point() or not len(target):
+        if (
+            self.primary != "accuracy"
+            or target.ndim != 1
+            or target.is_floating_point()
+            or not len(target)
+        ):
             return None
         return float(np.unique(target.cpu().numpy(), return_counts=True)[1].max() / len(target))
 

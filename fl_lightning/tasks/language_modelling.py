@@ -42,18 +42,19 @@ class Decoder(Protocol):
 
 
 class LanguageModelling(Task):
-    """Outputs are logits ``[B, T, V]``, targets int64 ``[B, T]``: the token that follows each position, or
-    -100 where none is asked for. Inputs are ids int64 ``[B, T]``, or a dictionary with ``input_ids`` and
-    ``attention_mask``; they may be shorter than the target where only -100 follows.
+    """Outputs are logits ``[B, T, V]``, targets int64 ``[B, T]``: the token that follows each
+    position, or -100 where none is asked for. Inputs are ids int64 ``[B, T]``, or a dictionary with
+    ``input_ids`` and ``attention_mask``; they may be shorter than the target where only -100
+    follows.
 
-    The loss of a local step is the mean over the labelled tokens of its batch. Metrics over all labelled
-    tokens: ``loss``, the cross-entropy in nats a token; ``perplexity``, its exponential; ``token_accuracy``
-    of the likeliest token given the true ones before it.
+    The loss of a local step is the mean over the labelled tokens of its batch. Metrics over all
+    labelled tokens: ``loss``, the cross-entropy in nats a token; ``perplexity``, its exponential;
+    ``token_accuracy`` of the likeliest token given the true ones before it.
 
-    Where answers are generated, each prompt (what stands before the first labelled token) is continued
-    greedily by ``network.generate`` until its end or the bound. ``exact_match`` is the share of answers that
-    equal the labelled text character by character; ``rouge_l`` is the mean F-measure of their longest common
-    subsequence of words.
+    Where answers are generated, each prompt (what stands before the first labelled token) is
+    continued greedily by ``network.generate`` until its end or the bound. ``exact_match`` is the
+    share of answers that equal the labelled text character by character; ``rouge_l`` is the mean
+    F-measure of their longest common subsequence of words.
 
     Args:
         decoder: makes text of tokens; None: nothing is generated.
@@ -71,7 +72,10 @@ class LanguageModelling(Task):
     of_tokens = True
 
     def __init__(
-        self, decoder: Decoder | None = None, max_new_tokens: int = 0, primary: Primary = "perplexity"
+        self,
+        decoder: Decoder | None = None,
+        max_new_tokens: int = 0,
+        primary: Primary = "perplexity",
     ) -> None:
         require_choice(primary, (*OF_TOKENS, *OF_ANSWERS), "primary")
         self.decoder, self.max_new_tokens, self.primary = decoder, max_new_tokens, primary
@@ -91,11 +95,15 @@ class LanguageModelling(Task):
     def class_rows(self, outputs: Tensor, target: Tensor) -> ClassRows:
         target = target[:, : outputs.shape[1]]
         labelled = target != IGNORED
-        return ClassRows(outputs.flatten(0, 1), target.flatten(), labelled.flatten().to(outputs.dtype))
+        return ClassRows(
+            outputs.flatten(0, 1), target.flatten(), labelled.flatten().to(outputs.dtype)
+        )
 
     def loss(self, outputs: Tensor, target: Tensor) -> Tensor:
         rows = self.class_rows(outputs, target)
-        return rows.mean(F.cross_entropy(rows.logits, rows.target, reduction="none", ignore_index=IGNORED))
+        return rows.mean(
+            F.cross_entropy(rows.logits, rows.target, reduction="none", ignore_index=IGNORED)
+        )
 
     def weight(self, target: Tensor) -> Tensor:
         return (target != IGNORED).sum(1).double()
@@ -141,8 +149,8 @@ class LanguageModelling(Task):
     metric_form = "probabilities [n, V] and tokens [n], nor logits [B, T, V] and tokens [B, T]"
 
     def metric_inputs(self, outputs: Tensor, target: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
-        """Probabilities float32 ``[M, V]`` and tokens ``[M]`` of the labelled positions, and the logits
-        ``[B, T, V]`` with the target ``[B, T]``, for perplexities."""
+        """Probabilities float32 ``[M, V]`` and tokens ``[M]`` of the labelled positions, and the
+        logits ``[B, T, V]`` with the target ``[B, T]``, for perplexities."""
         target = target[:, : outputs.shape[1]]
         labelled = target != IGNORED
         rows = outputs[labelled].softmax(1).cpu(), target[labelled].cpu()
@@ -158,7 +166,9 @@ class LanguageModelling(Task):
         if not len(shares) or self.primary not in OF_TOKENS:
             return None
         return float(
-            np.exp(-(shares * np.log(shares)).sum()) if self.primary == "perplexity" else shares.max()
+            np.exp(-(shares * np.log(shares)).sum())
+            if self.primary == "perplexity"
+            else shares.max()
         )
 
     def accepts(self, outputs: Any, num_outputs: int, examples: int) -> bool:
@@ -172,8 +182,8 @@ class LanguageModelling(Task):
     def corrupt(
         self, target: Tensor, where: np.ndarray, rng: np.random.Generator, num_outputs: int
     ) -> Tensor:
-        """Each labelled token of the sequences at ``where`` becomes another one of those that the client has
-        as labels, drawn evenly; the last one, which ends an answer, stays."""
+        """Each labelled token of the sequences at ``where`` becomes another one of those that the
+        client has as labels, drawn evenly; the last one, which ends an answer, stays."""
         wrong, index = target.clone(), torch.from_numpy(where).to(target.device)
         labels = target[target != IGNORED].unique()
         if len(labels) < 2:

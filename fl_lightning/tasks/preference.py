@@ -55,7 +55,9 @@ class PairTarget(NamedTuple):
     def joined(labels: Tensor, reference: Tensor, first_is_preferred: Tensor) -> Tensor:
         """Return the target int64 ``[B, 2 T + 3]`` of its parts."""
         units = (reference.double() * NAT_UNITS).round().to(torch.int64).T
-        return torch.cat([labels[0], labels[1], units, first_is_preferred.to(torch.int64)[:, None]], 1)
+        return torch.cat(
+            [labels[0], labels[1], units, first_is_preferred.to(torch.int64)[:, None]], 1
+        )
 
 
 class Preference(Task):
@@ -85,9 +87,14 @@ class Preference(Task):
         """Return beta (h_chosen - h_rejected) of each pair, ``[B]``."""
         asked = PairTarget.of(target)
         first, second = outputs.chunk(2)
-        reached = [answer_log_probability(*pair) for pair in zip((first, second), asked.labels, strict=True)]
+        reached = [
+            answer_log_probability(*pair)
+            for pair in zip((first, second), asked.labels, strict=True)
+        ]
         return (
-            self.beta * asked.sign * ((reached[0] - asked.reference[0]) - (reached[1] - asked.reference[1]))
+            self.beta
+            * asked.sign
+            * ((reached[0] - asked.reference[0]) - (reached[1] - asked.reference[1]))
         )
 
     def loss(self, outputs: Tensor, target: Tensor) -> Tensor:
@@ -97,14 +104,20 @@ class Preference(Task):
         margins = self.margins(outputs, target).double()
         one = torch.ones_like(margins)
         right = (margins > 0).double() + 0.5 * (margins == 0).double()
-        found = {"loss": -F.logsigmoid(margins), "preference_accuracy": right, "reward_margin": margins}
+        found = {
+            "loss": -F.logsigmoid(margins),
+            "preference_accuracy": right,
+            "reward_margin": margins,
+        }
         return {name: (values, one) for name, values in found.items()}
 
     def constant_guess(self, target: Tensor) -> float | None:
         return 0.5 if self.primary == "preference_accuracy" else None
 
     def accepts(self, outputs: Any, num_outputs: int, examples: int) -> bool:
-        is_pairs = isinstance(outputs, Tensor) and outputs.ndim == 3 and len(outputs) == 2 * examples
+        is_pairs = (
+            isinstance(outputs, Tensor) and outputs.ndim == 3 and len(outputs) == 2 * examples
+        )
         return is_pairs and outputs.shape[2] >= num_outputs
 
     def outputs_form(self, examples: str, num_outputs: int) -> str:

@@ -15,8 +15,8 @@ from fl_lightning.tasks.base import Sums, Task
 class Regression(Task):
     """Outputs and targets are float32 ``[B]`` or ``[B, D]``; all examples weigh the same.
 
-    Metrics: ``mse`` and ``mae``, the mean squared and the mean absolute error in the unit of the target, both
-    over the D numbers of an example; ``loss`` is ``mse``.
+    Metrics: ``mse`` and ``mae``, the mean squared and the mean absolute error in the unit of the
+    target, both over the D numbers of an example; ``loss`` is ``mse``.
     """
 
     primary = "mse"

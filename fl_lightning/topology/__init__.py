@@ -1,8 +1,8 @@
 """Who talks to whom: one server, edge servers, or peers without a server.
 
-A topology is chosen once, where the trainer is set up, as the aggregation is. What a method's clients would
-exchange with its server they exchange with each other: the server's half of the method is then run at every
-edge server, or by every peer.
+A topology is chosen once, where the trainer is set up, as the aggregation is. What a method's
+clients would exchange with its server they exchange with each other: the server's half of the
+method is then run at every edge server, or by every peer.
 """
 
 from fl_lightning.topology.base import Star, Topology

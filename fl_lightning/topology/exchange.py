@@ -56,12 +56,16 @@ class NodeAggregation(Aggregation, ABC):
             weights: of the clients to be added, integers.
             most: largest weight that there can be; None: the method's.
         """
-        addends = [self._addends(uploads[id], id, weight, most) for id, weight in sorted(weights.items())]
+        addends = [
+            self._addends(uploads[id], id, weight, most) for id, weight in sorted(weights.items())
+        ]
         sums = sums_of(addends, self.method.average, max(self.method.cohort, len(uploads)))
         sums.add_now()
         return sums
 
-    def _addends(self, upload: Payload, client: int, weight: int, most: int | None) -> dict[str, Addend]:
+    def _addends(
+        self, upload: Payload, client: int, weight: int, most: int | None
+    ) -> dict[str, Addend]:
         method, before = self.method, self.method.most_examples
         method.most_examples = before if most is None else most
         try:
@@ -105,7 +109,9 @@ class Peers(NodeAggregation):
     def node_of(self, client: int) -> int:
         return client
 
-    def close(self, round: Round, uploads: Uploads, receipts: Sequence[Receipt]) -> list[LedgerEntry]:
+    def close(
+        self, round: Round, uploads: Uploads, receipts: Sequence[Receipt]
+    ) -> list[LedgerEntry]:
         entries, present = [receipt.entry for receipt in receipts], sorted(uploads)
         traffic = self._traffic(round.number, entries, present)
         if present:
@@ -115,7 +121,9 @@ class Peers(NodeAggregation):
         if self.push:
             round.metrics["consensus/least_mass"] = min(self._masses().values())
         there = {entry.client for entry in entries}
-        later = [LedgerEntry(round.number, id, "away", size) for id, size in sorted(traffic.down.items())]
+        later = [
+            LedgerEntry(round.number, id, "away", size) for id, size in sorted(traffic.down.items())
+        ]
         round.links.extend(entry for entry in later if entry.client not in there)
         return [traffic.entry(entry) for entry in entries]
 
@@ -125,7 +133,9 @@ class Peers(NodeAggregation):
         traffic = self._traffic(round, entries, sorted(uploads))
         return [traffic.entry(entry) for entry in entries]
 
-    def _traffic(self, round: int, entries: Sequence[LedgerEntry], present: Sequence[int]) -> Traffic:
+    def _traffic(
+        self, round: int, entries: Sequence[LedgerEntry], present: Sequence[int]
+    ) -> Traffic:
         """Return the messages of a round.
 
         Who goes offline in mid-exchange, whose entry has times, is sent what the others send, since
@@ -208,13 +218,17 @@ class Peers(NodeAggregation):
                     states[id][PUBLIC] = method.decode(uploads[id])
         # last, so that the method's metrics are of a server that got all uploads
         everybody = self.add(uploads, dict.fromkeys(present, 1), 1)
-        mean, _ = nodes.next(nodes.mean(), round.number, entries, partial(method.next_state, everybody))
+        mean, _ = nodes.next(
+            nodes.mean(), round.number, entries, partial(method.next_state, everybody)
+        )
         nodes.put(mean, states)
         self._pass_masses(rows, masses)
         for averaging in range(first + 1, first + self.averagings):
             self._average_models(averaging, present)
         masses = self._masses()
-        weights = mean_of([nodes.get(id, "weights") for id in self.ids], [masses[id] for id in self.ids])
+        weights = mean_of(
+            [nodes.get(id, "weights") for id in self.ids], [masses[id] for id in self.ids]
+        )
         nodes.put({"weights": weights}, {})
 
     def _average_models(self, averaging: int, present: Sequence[int]) -> None:
@@ -223,7 +237,9 @@ class Peers(NodeAggregation):
         made: dict[int, State] = {}
         for id, row in rows.items():
             shares = [float(weight) * masses[sender] for sender, weight in row.items()]
-            made[id] = {name: mean_of([states[j][name] for j in row], shares) for name in nodes.names}
+            made[id] = {
+                name: mean_of([states[j][name] for j in row], shares) for name in nodes.names
+            }
         nodes.put({}, made)
         self._pass_masses(rows, masses)
 
@@ -232,10 +248,17 @@ class Peers(NodeAggregation):
             return dict.fromkeys(self.ids, 1.0)
         return {id: float(self.nodes.get(id, MASS)) for id in self.ids}
 
-    def _pass_masses(self, rows: Mapping[int, Mapping[int, Fraction]], masses: Mapping[int, float]) -> None:
+    def _pass_masses(
+        self, rows: Mapping[int, Mapping[int, Fraction]], masses: Mapping[int, float]
+    ) -> None:
         if self.push:
-            after = {i: math.fsum(float(w) * masses[j] for j, w in row.items()) for i, row in rows.items()}
-            self.nodes.put({}, {i: {MASS: torch.tensor([m], dtype=torch.float64)} for i, m in after.items()})
+            after = {
+                i: math.fsum(float(w) * masses[j] for j, w in row.items())
+                for i, row in rows.items()
+            }
+            self.nodes.put(
+                {}, {i: {MASS: torch.tensor([m], dtype=torch.float64)} for i, m in after.items()}
+            )
 
 
 def integers(row: Mapping[int, Fraction], masses: Mapping[int, float]) -> dict[int, int]:

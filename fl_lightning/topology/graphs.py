@@ -77,8 +77,8 @@ class Ring(Graph):
 
 
 class Torus(Graph):
-    """Peers are placed row by row on a grid, as near to a square as their number allows, that is closed in
-    both directions: each hears four others, and W_ij = 1/5."""
+    """Peers are placed row by row on a grid, as near to a square as their number allows, that is
+    closed in both directions: each hears four others, and W_ij = 1/5."""
 
     stays = True
 
@@ -211,7 +211,9 @@ class GraphFile(Graph):
 
     def check(self, peers: int) -> None:
         given = f"--trainer.topology.graph.path {self.path}"
-        with as_bad_input(given, "it cannot be read as text", "name a text file", OSError, ValueError):
+        with as_bad_input(
+            given, "it cannot be read as text", "name a text file", OSError, ValueError
+        ):
             lines = Path(self.path).read_text("utf-8-sig").splitlines()
         self._edges = []
         for number, line in enumerate(lines, 1):
@@ -229,7 +231,9 @@ class GraphFile(Graph):
         while fresh:
             fresh = [j for j in {j for i in fresh for j in near[i]} if j not in reached]
             reached |= {*fresh}
-        self.content_sha256 = sha256(repr([(i, sorted(near[i])) for i in near]).encode()).hexdigest()
+        self.content_sha256 = sha256(
+            repr([(i, sorted(near[i])) for i in near]).encode()
+        ).hexdigest()
         alone = sorted({*range(peers)} - reached)
         require(
             not alone,
@@ -243,7 +247,8 @@ class GraphFile(Graph):
 
 
 def is_below(word: str, peers: int) -> bool:
-    """Return whether a word is the number of a peer; Python reads no number of thousands of digits."""
+    """Return whether a word is the number of a peer; Python reads no number of thousands of
+    digits."""
     return word.isdecimal() and len(word) <= MOST_DIGITS and int(word) < peers
 
 
@@ -284,7 +289,9 @@ def in_groups(groups: Iterable[Collection[int]]) -> Mixing:
     return mixing
 
 
-def of_present(mixing: Mapping[int, Mapping[int, Fraction]], present: Collection[int], push: bool) -> Mixing:
+def of_present(
+    mixing: Mapping[int, Mapping[int, Fraction]], present: Collection[int], push: bool
+) -> Mixing:
     """Return the mixing of those who are there, of the mixing of all; who is away keeps what it
     has.
 

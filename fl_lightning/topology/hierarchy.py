@@ -90,7 +90,9 @@ class Edges(NodeAggregation):
     def link_of(self, client: int) -> int:
         return -1 - self.edges[client]
 
-    def close(self, round: Round, uploads: Uploads, receipts: Sequence[Receipt]) -> list[LedgerEntry]:
+    def close(
+        self, round: Round, uploads: Uploads, receipts: Sequence[Receipt]
+    ) -> list[LedgerEntry]:
         entries = [receipt.entry for receipt in receipts]
         unused = self._average(round, uploads, entries) if uploads else set()
         round.metrics["consensus/distance"] = self.nodes.distance()
@@ -144,7 +146,9 @@ class Edges(NodeAggregation):
 
 
 def nbytes_of(sums: Sums) -> int:
-    """Return the bytes of sums on their way between servers: the integers of each, and then the sum of its
-    weights."""
-    parts = {name: [total.integers, torch.tensor([weight])] for name, total, weight, _ in sums.merged()}
+    """Return the bytes of sums on their way between servers: the integers of each, and then the sum
+    of its weights."""
+    parts = {
+        name: [total.integers, torch.tensor([weight])] for name, total, weight, _ in sums.merged()
+    }
     return Payload({name: torch.cat(part) for name, part in parts.items()}).nbytes

@@ -33,14 +33,19 @@ class NodeMeter(Meter):
         found: dict[str, torch.Tensor] = {}
         for _, id in evaluation.share(sorted(first.values())):
             with nodes.at(nodes.of(id)):
-                metrics = evaluation.of_network(context.fabric, context.method.deploy(), context.data)
+                metrics = evaluation.of_network(
+                    context.fabric, context.method.deploy(), context.data
+                )
             found |= {
-                f"{id}/{name}": torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()
+                f"{id}/{name}": torch.tensor(value, dtype=torch.float64)
+                for name, value in metrics.items()
             }
         every = collectives.gather_parts(found)
         for name in dict.fromkeys((*task.per_client, "loss")):
             of_nodes = [
-                float(every[f"{asked[id]}/{name}"]) for id in nodes.ids if f"{asked[id]}/{name}" in every
+                float(every[f"{asked[id]}/{name}"])
+                for id in nodes.ids
+                if f"{asked[id]}/{name}" in every
             ]
             if of_nodes:
                 worst = max if name == "loss" or name in task.lower_is_better else min

@@ -22,7 +22,9 @@ from fl_lightning.topology.exchange import Peers
 from fl_lightning.topology.graphs import Mixing, in_groups
 from fl_lightning.topology.meter import NodeMeter
 
-DIMS = within("[1, 64]", "a grid has 1 to 64 axes; with 64 even a side of 2 has a place for everybody", 2)
+DIMS = within(
+    "[1, 64]", "a grid has 1 to 64 axes; with 64 even a side of 2 has a place for everybody", 2
+)
 
 
 class Moshpit(Topology):
@@ -50,7 +52,10 @@ class Moshpit(Topology):
     def way(self, usual: Aggregation, data: FederatedData) -> Aggregation:
         ids, places = [int(id) for id in data.active], self.side**self.dims
         require(
-            len(ids) > 1, "--trainer.topology Moshpit of one client", "peers are two or more", "leave it out"
+            len(ids) > 1,
+            "--trainer.topology Moshpit of one client",
+            "peers are two or more",
+            "leave it out",
         )
         enough = next(side for side in count(self.side) if side**self.dims >= len(ids))
         require(

@@ -80,7 +80,9 @@ class Nodes:
 
     def put(self, mean: State, states: Mapping[int, State]) -> None:
         """Replace the state of the mean model, and entries of some nodes."""
-        changed = {self._key(id, name): t for id, state in states.items() for name, t in state.items()}
+        changed = {
+            self._key(id, name): t for id, state in states.items() for name, t in state.items()
+        }
         self.method.server = {**self.method.server, **mean, **changed}
 
     def distance(self) -> float:

@@ -1,10 +1,10 @@
 """The loggers of a run, for which the training does not wait and with which it does not fail.
 
-The default is MLflow in ``sqlite:///mlflow.db`` (or ``MLFLOW_TRACKING_URI``); any Lightning logger can take
-its place. Files go to MLflow only. Each logger has a thread of its own, and MLflow gets the rounds of three
-seconds in one transaction. A logger that raises or does not answer is reported once and tried again. It gets
-the rounds that it lacks as soon as it works, at the end of the run, or when the run is continued. After that,
-``python -m fl_lightning track`` adds them.
+The default is MLflow in ``sqlite:///mlflow.db`` (or ``MLFLOW_TRACKING_URI``); any Lightning logger
+can take its place. Files go to MLflow only. Each logger has a thread of its own, and MLflow gets
+the rounds of three seconds in one transaction. A logger that raises or does not answer is reported
+once and tried again. It gets the rounds that it lacks as soon as it works, at the end of the run,
+or when the run is continued. After that, ``python -m fl_lightning track`` adds them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ from fl_lightning.tracking.writer import Writer
 log = logging.getLogger("fl_lightning")
 
 MIN_WRITE_INTERVAL_SECONDS = 3.0
-"""Time between two transactions, each of which costs as much as 100 metrics; pages are no older than this."""
+"""Time between two transactions, each of which costs as much as 100 metrics; pages are no older
+than this."""
 MAX_ROUNDS_PER_WRITE = 100
 
 
@@ -73,9 +74,11 @@ class Channel:
         self.name = name
         self.is_mlflow = logger is None or is_mlflow(logger)
         self.resumes: str | None = None  # id of the store's run that is continued
-        self.known: dict[str, dict[int, int]] = {}  # steps and times that the store had when last asked
+        # steps and times that the store had when last asked
+        self.known: dict[str, dict[int, int]] = {}
         self.tries = 0  # attempts to open the store
-        self._unsure = False  # whether a call raised that the store may have carried out all the same
+        # whether a call raised that the store may have carried out all the same
+        self._unsure = False
         self._batches = logger is None or accepts_batches(logger)
         self.writer: Writer[Round] = Writer(
             self._write,
@@ -109,7 +112,8 @@ class Channel:
         self.logger.log_metrics(dict(round.metrics), round.step)
 
     def log_summary(self, summary: Mapping[str, float], step: int) -> None:
-        """Log the ``final/*`` metrics, unless a logger that takes single rounds has them already."""
+        """Log the ``final/*`` metrics, unless a logger that takes single rounds has them
+        already."""
         if self._batches:
             self._write([Round(step, summary, _now())])
         elif not any(step in steps for name, steps in self.known.items() if "final/" in name):
@@ -129,22 +133,24 @@ class Channel:
 class Tracking:
     """The loggers of one run.
 
-    Only :meth:`flush` and :meth:`finish` wait for them, and no method raises their errors. Ranks other than
-    0 have no loggers.
+    Only :meth:`flush` and :meth:`finish` wait for them, and no method raises their errors. Ranks
+    other than 0 have no loggers.
 
     Args:
         logger: True for MLflow, False for none, or one or more Lightning loggers.
         experiment: name of the MLflow experiment.
         run_name: name of the run in it.
         run_dir: the directory of the run, which a warning names when a logger fails.
-        run_id: id of an MLflow run to continue. Its status becomes running, steps that it has are not logged
-            again, and parameters that differ from the recorded ones become tags ``changed.<name>``.
-        resumes: whether the run has been tracked before. If its id is lost, the store is searched for a run
-            of this directory.
-        since: when ``run_dir`` was made, in seconds since 1970. Runs in the store that are older belong to an
-            earlier directory of that name.
+        run_id: id of an MLflow run to continue. Its status becomes running, steps that it has are
+            not logged again, and parameters that differ from the recorded ones become tags
+            ``changed.<name>``.
+        resumes: whether the run has been tracked before. If its id is lost, the store is searched
+            for a run of this directory.
+        since: when ``run_dir`` was made, in seconds since 1970. Runs in the store that are older
+            belong to an earlier directory of that name.
         started: when the run began, in milliseconds since 1970; None for now.
-        former: ids of MLflow runs that had rounds which were taken back; they get a tag that says so.
+        former: ids of MLflow runs that had rounds which were taken back; they get a tag that says
+            so.
         primary: the task's primary metric, which MLflow shows first; empty: none is.
     """
 
@@ -162,7 +168,13 @@ class Tracking:
         former: Sequence[str] = (),
         primary: str = "",
     ) -> None:
-        given = [] if isinstance(logger, bool) else [logger] if isinstance(logger, Logger) else list(logger)
+        given = (
+            []
+            if isinstance(logger, bool)
+            else [logger]
+            if isinstance(logger, Logger)
+            else list(logger)
+        )
         active = getattr(rank_zero_only, "rank", 0) == 0
         self.experiment, self.run_name, self.run_dir = experiment, run_name, Path(run_dir)
         wanted: list[Logger | None] = [None] if logger is True else [*given]
@@ -184,13 +196,20 @@ class Tracking:
     def run_id(self) -> str | None:
         """Id of the MLflow run, for resuming; None without MLflow, and until its store is open."""
         # the public attribute run_id would open the store
-        return next((getattr(logger, "_run_id", None) for logger in self.loggers if is_mlflow(logger)), None)
+        return next(
+            (getattr(logger, "_run_id", None) for logger in self.loggers if is_mlflow(logger)), None
+        )
 
     @property
     def hint(self) -> str | None:
         """The command that shows the run if the store is a local database, else None."""
         uri = next(
-            (str(getattr(logger, "_tracking_uri", "")) for logger in self.loggers if is_mlflow(logger)), ""
+            (
+                str(getattr(logger, "_tracking_uri", ""))
+                for logger in self.loggers
+                if is_mlflow(logger)
+            ),
+            "",
         )
         if not uri.startswith(SQLITE):
             return None
@@ -223,7 +242,9 @@ class Tracking:
             times: when each round ended, in milliseconds since 1970.
         """
         channels = [
-            channel for channel in self._channels if channel.is_mlflow or starts_new_log(channel.logger)
+            channel
+            for channel in self._channels
+            if channel.is_mlflow or starts_new_log(channel.logger)
         ]
         for row, ended in zip(history, times, strict=True):
             self._step = int(row["round"])
@@ -237,7 +258,11 @@ class Tracking:
 
     def _put(self, round: Round, channels: Sequence[Channel]) -> None:
         for channel in channels:
-            shown = with_first_charts(round.metrics, self._primary) if channel.is_mlflow else round.metrics
+            shown = (
+                with_first_charts(round.metrics, self._primary)
+                if channel.is_mlflow
+                else round.metrics
+            )
             channel.writer.put(round._replace(metrics=shown))
 
     def log_artifact(self, path: Path | str, folder: str | None = None) -> None:
@@ -274,8 +299,8 @@ class Tracking:
             ended: when the run ended, in milliseconds since 1970; None for now.
 
         Returns:
-            The number of rounds that a logger may lack, by the logger's name; loggers that have all are left
-            out.
+            The number of rounds that a logger may lack, by the logger's name; loggers that have all
+            are left out.
         """
         ended = _now() if ended is None else ended
         for channel in self._channels:
@@ -285,11 +310,17 @@ class Tracking:
         for channel in self._channels:
             if not channel.writer.close() or channel.writer.put_aside:
                 self._tell_missing(channel)
-        return {channel.name: channel.writer.waiting for channel in self._channels if channel.writer.waiting}
+        return {
+            channel.name: channel.writer.waiting
+            for channel in self._channels
+            if channel.writer.waiting
+        }
 
     def _tell_missing(self, channel: Channel) -> None:
         rounds, files = channel.writer.waiting, channel.writer.put_aside
-        missing = f"{rounds} rounds" if rounds else f"{files} files" if files else "how the run ended"
+        missing = (
+            f"{rounds} rounds" if rounds else f"{files} files" if files else "how the run ended"
+        )
         again = "they are in metrics.csv"
         if channel.is_mlflow:
             uri = getattr(channel.logger, "_tracking_uri", None)
@@ -297,17 +328,24 @@ class Tracking:
             again = f"to bring it in: python -m fl_lightning track {shlex.quote(str(self.run_dir))}{flag}"
         error = channel.writer.error
         log.warning(
-            "%s lacks %s (%s); %s", channel.name, missing, reason(error) if error else "no answer", again
+            "%s lacks %s (%s); %s",
+            channel.name,
+            missing,
+            reason(error) if error else "no answer",
+            again,
         )
 
     def _open_default(self, channel: Channel) -> None:
         uri = default_uri()
         tags = {"run_dir": str(self.run_dir.absolute())}
         channel.resumes = self._resume_id or self._find(channel, uri, self.experiment)
-        channel.logger = open_run(uri, self.experiment, self.run_name, channel.resumes, tags, self._started)
+        channel.logger = open_run(
+            uri, self.experiment, self.run_name, channel.resumes, tags, self._started
+        )
 
     def _find(self, channel: Channel, uri: str, experiment: str) -> str | None:
-        """Return the run whose id is lost, after a kill or because the store's answer did not arrive."""
+        """Return the run whose id is lost, after a kill or because the store's answer did not
+        arrive."""
         channel.tries += 1
         if not self._resumes and channel.tries == 1:
             return None
@@ -334,7 +372,10 @@ class Tracking:
                 channel, logger._tracking_uri, logger._experiment_name
             )
             channel.resumes = logger._run_id
-            logger.tags = {**redact_settings(logger.tags or {}), "run_dir": str(self.run_dir.absolute())}
+            logger.tags = {
+                **redact_settings(logger.tags or {}),
+                "run_dir": str(self.run_dir.absolute()),
+            }
         run_id = make_run(logger, self._started)
         client = logger.experiment
         if run_id in (channel.resumes, self._resume_id):
@@ -372,7 +413,8 @@ def _copy_text(channel: Channel, name: str, text: Callable[[], str]) -> None:
 
 
 def starts_new_log(logger: Any) -> bool:
-    """Return whether a logger begins a new log at each start, which then needs the earlier rounds too.
+    """Return whether a logger begins a new log at each start, which then needs the earlier rounds
+    too.
 
     CSVLogger and TensorBoardLogger do.
     """

@@ -28,13 +28,14 @@ log = logging.getLogger("fl_lightning")
 
 SQLITE = "sqlite:///"
 DEFAULT_URI = f"{SQLITE}mlflow.db"
-START_LIMIT, CALL_LIMIT = 60.0, 30.0  # seconds; a new database takes 3-6, and sqlite waits 20 for a lock
+# seconds; a new database takes 3-6, and sqlite waits 20 for a lock
+START_LIMIT, CALL_LIMIT = 60.0, 30.0
 LOCK_LIMIT = START_LIMIT - 5  # seconds to wait for another process that opens the same database
 # MLflow accepts no more than these
 MAX_KEY_CHARACTERS, MAX_PARAM_CHARACTERS, MAX_TAG_CHARACTERS = 250, 6000, 5000
 MAX_ENTRIES_PER_CALL, MAX_METRICS_PER_CALL = 100, 1000
-# With these a dead server costs seconds and not minutes, and nothing is sent to third parties. Values that
-# the user has set stay.
+# With these a dead server costs seconds and not minutes, and nothing is sent to third parties.
+# Values that the user has set stay.
 ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -62,7 +63,8 @@ class Round(NamedTuple):
 
 
 def store() -> str:
-    """Return the default store: ``MLFLOW_TRACKING_URI``, or ``mlflow.db`` in the working directory."""
+    """Return the default store: ``MLFLOW_TRACKING_URI``, or ``mlflow.db`` in the working
+    directory."""
     return os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
 
 
@@ -74,14 +76,15 @@ def default_uri() -> str:
 def absolute_uri(uri: str) -> str:
     """Return the address of a store with an absolute path.
 
-    MLflow keeps one connection per address as long as the process runs, so after a change of the working
-    directory a relative address would still mean the old database.
+    MLflow keeps one connection per address as long as the process runs, so after a change of the
+    working directory a relative address would still mean the old database.
     """
     return f"{SQLITE}{Path(uri.removeprefix(SQLITE)).absolute()}" if uri.startswith(SQLITE) else uri
 
 
 def is_missing(uri: str) -> bool:
-    """Return whether an address is that of a database that does not exist; MLflow would create it."""
+    """Return whether an address is that of a database that does not exist; MLflow would create
+    it."""
     return uri.startswith(SQLITE) and not _file(uri).is_file()
 
 
@@ -156,7 +159,8 @@ def open_run(
     tags: Mapping[str, str],
     started: int | None = None,
 ) -> Logger:
-    """Return Lightning's MLflow logger for a run, which is created unless ``run_id`` is known to the store.
+    """Return Lightning's MLflow logger for a run, which is created unless ``run_id`` is known to
+    the store.
 
     Only one process at a time creates a database.
 
@@ -182,9 +186,13 @@ def open_run(
             if run_id is None or getattr(error, "error_code", "") != "RESOURCE_DOES_NOT_EXIST":
                 raise
             log.warning(
-                "MLflow at %s has no run %s to continue; the rounds from here on go to a new run", uri, run_id
+                "MLflow at %s has no run %s to continue; the rounds from here on go to a new run",
+                uri,
+                run_id,
             )
-            logger = MLFlowLogger(experiment, run_name, uri, tags=dict(tags), artifact_location=place)
+            logger = MLFlowLogger(
+                experiment, run_name, uri, tags=dict(tags), artifact_location=place
+            )
             make_run(logger, started)
         return logger
 
@@ -229,7 +237,8 @@ TAKEN_BACK = "taken_back"
 
 
 def mark_taken_back(client: Any, run_ids: Sequence[str]) -> None:
-    """Tag runs, and name them so, of which rounds were made anew; those that the store lacks are left out."""
+    """Tag runs, and name them so, of which rounds were made anew; those that the store lacks are
+    left out."""
     for run_id in run_ids:
         if not has_run(client, run_id):
             continue
@@ -244,7 +253,10 @@ def has_run(client: Any, run_id: str) -> bool:
     try:
         return bool(client.get_run(run_id).info.lifecycle_stage == "active")
     except Exception as error:
-        if getattr(error, "error_code", "") in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+        if getattr(error, "error_code", "") in (
+            "RESOURCE_DOES_NOT_EXIST",
+            "INVALID_PARAMETER_VALUE",
+        ):
             return False
         raise
 
@@ -263,8 +275,9 @@ def logged_steps(client: Any, run_id: str) -> dict[str, dict[int, int]]:
 def with_first_charts(metrics: Mapping[str, float], primary: str) -> dict[str, float]:
     """Return the metrics and, once more, those of which MLflow's page is to draw its first charts.
 
-    It has a section of charts for each word before a slash and sorts them by code point. ``Main``, with its
-    capital letter, comes before the project's own; which charts come first cannot be said in another way.
+    It has a section of charts for each word before a slash and sorts them by code point. ``Main``,
+    with its capital letter, comes before the project's own; which charts come first cannot be said
+    in another way.
 
     Args:
         metrics: the metrics of a round by name.
@@ -274,8 +287,11 @@ def with_first_charts(metrics: Mapping[str, float], primary: str) -> dict[str, f
     return {**metrics, **{copy: metrics[name] for copy, name in first.items() if name in metrics}}
 
 
-def with_ordered_times(rounds: Sequence[Round], known: Mapping[str, Mapping[int, int]]) -> list[Round]:
-    """Return the rounds with their times moved between those in the store, so that times grow with steps.
+def with_ordered_times(
+    rounds: Sequence[Round], known: Mapping[str, Mapping[int, int]]
+) -> list[Round]:
+    """Return the rounds with their times moved between those in the store, so that times grow with
+    steps.
 
     The times of rounds that were not tracked at once are only estimates.
 
@@ -284,7 +300,10 @@ def with_ordered_times(rounds: Sequence[Round], known: Mapping[str, Mapping[int,
         known: the steps and times in the store, as :func:`logged_steps` gives them.
     """
     times = {
-        step: time for name, steps in known.items() if "final/" not in name for step, time in steps.items()
+        step: time
+        for name, steps in known.items()
+        if "final/" not in name
+        for step, time in steps.items()
     }
     steps = sorted(times)
     moved = []
@@ -295,24 +314,30 @@ def with_ordered_times(rounds: Sequence[Round], known: Mapping[str, Mapping[int,
     return moved
 
 
-def log_settings(client: Any, run_id: str, params: Mapping[str, str], tags: Mapping[str, str]) -> None:
+def log_settings(
+    client: Any, run_id: str, params: Mapping[str, str], tags: Mapping[str, str]
+) -> None:
     """Log tags, and the parameters that a run lacks.
 
-    A parameter that differs from the run's becomes a tag ``changed.<name>``, since MLflow does not let a
-    parameter change; the tag of one that is as it was again goes.
+    A parameter that differs from the run's becomes a tag ``changed.<name>``, since MLflow does not
+    let a parameter change; the tag of one that is as it was again goes.
     """
     from mlflow.entities import Param, RunTag
 
     there = client.get_run(run_id).data
     known = there.params
-    cut = {key[:MAX_KEY_CHARACTERS]: _cut(value, MAX_PARAM_CHARACTERS) for key, value in params.items()}
+    cut = {
+        key[:MAX_KEY_CHARACTERS]: _cut(value, MAX_PARAM_CHARACTERS) for key, value in params.items()
+    }
     changed = {
         f"changed.{key}"[:MAX_KEY_CHARACTERS]: value
         for key, value in cut.items()
         if known.get(key, value) != value
     }
     marks = {key: _cut(value, MAX_TAG_CHARACTERS) for key, value in {**tags, **changed}.items()}
-    log_batches(client, run_id, params=[Param(key, value) for key, value in cut.items() if key not in known])
+    log_batches(
+        client, run_id, params=[Param(key, value) for key, value in cut.items() if key not in known]
+    )
     log_batches(client, run_id, tags=[RunTag(key, value) for key, value in marks.items()])
     for key in there.tags:
         if key.startswith("changed.") and key not in marks:
@@ -332,22 +357,26 @@ def log_batches(client: Any, run_id: str, **entries: Sequence[Any]) -> None:
 
 
 def accepts_batches(logger: object) -> bool:
-    """Return whether :func:`log_rounds` may log several rounds at once in place of ``logger.log_metrics``.
+    """Return whether :func:`log_rounds` may log several rounds at once in place of
+    ``logger.log_metrics``.
 
     That is so for MLflow loggers whose ``log_metrics`` is Lightning's own.
     """
     return (
         is_mlflow(logger)
-        and getattr(type(logger), "log_metrics", log_rounds).__module__ == "lightning.pytorch.loggers.mlflow"
+        and getattr(type(logger), "log_metrics", log_rounds).__module__
+        == "lightning.pytorch.loggers.mlflow"
     )
 
 
 def log_rounds(
     logger: Any, rounds: Sequence[Round], known: Mapping[str, Container[int]] = MappingProxyType({})
 ) -> None:
-    """Log several rounds as ``logger.log_metrics`` would log each of them, with many rounds per call.
+    """Log several rounds as ``logger.log_metrics`` would log each of them, with many rounds per
+    call.
 
-    A call is one transaction and holds whole rounds. It costs MLflow 5 ms, and 0.05 ms for each metric.
+    A call is one transaction and holds whole rounds. It costs MLflow 5 ms, and 0.05 ms for each
+    metric.
 
     Args:
         logger: a logger that :func:`accepts_batches`.
@@ -360,7 +389,9 @@ def log_rounds(
     client, run_id = logger.experiment, logger.run_id
     batch: list[Metric] = []
     for round in rounds:
-        named: Mapping[str, Any] = _add_prefix(dict(round.metrics), logger._prefix, logger.LOGGER_JOIN_CHAR)
+        named: Mapping[str, Any] = _add_prefix(
+            dict(round.metrics), logger._prefix, logger.LOGGER_JOIN_CHAR
+        )
         # Lightning skips texts as well
         numbers = {key: value for key, value in named.items() if not isinstance(value, str)}
         row = [
@@ -377,7 +408,8 @@ def log_rounds(
 
 
 def is_mlflow(logger: object) -> bool:
-    """Return whether a logger is Lightning's MLflow logger or derived from it, without importing MLflow."""
+    """Return whether a logger is Lightning's MLflow logger or derived from it, without importing
+    MLflow."""
     return any(cls.__name__ == "MLFlowLogger" for cls in type(logger).__mro__)
 
 

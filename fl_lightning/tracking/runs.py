@@ -1,4 +1,5 @@
-"""Runs in MLflow that are not training: a study's own run, one that has ended, and all runs of a study."""
+"""Runs in MLflow that are not training: a study's own run, one that has ended, and all runs of a
+study."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def begin_study(
         experiment_tags: tags of the experiment.
 
     Returns:
-        The ids of the run; None if the store fails, which a warning reports. The runs are then not nested.
+        The ids of the run; None if the store fails, which a warning reports. The runs are then not
+        nested.
     """
     uri = default_uri()
     marks = {"study": study, "study_dir": str(folder.absolute()), **tags}
@@ -94,7 +96,8 @@ def begin_study(
 
 
 def tag_experiment(begun: StudyRun | None, tags: Mapping[str, str]) -> None:
-    """Set tags of the experiment that :func:`begin_study` opened; where that fails, a warning says so."""
+    """Set tags of the experiment that :func:`begin_study` opened; where that fails, a warning says
+    so."""
     if begun is None:
         return
 
@@ -108,7 +111,9 @@ def tag_experiment(begun: StudyRun | None, tags: Mapping[str, str]) -> None:
     except Exception as error:
         uri = redact(default_uri())
         log.warning(
-            "MLflow at %s failed (%s); the view of the study there is not up to date", uri, reason(error)
+            "MLflow at %s failed (%s); the view of the study there is not up to date",
+            uri,
+            reason(error),
         )
 
 
@@ -138,7 +143,9 @@ def end_study(
         call_with_limit(CALL_LIMIT, end)
     except Exception as error:
         log.warning(
-            "MLflow at %s failed (%s); the study's own run there is not closed", redact(uri), reason(error)
+            "MLflow at %s failed (%s); the study's own run there is not closed",
+            redact(uri),
+            reason(error),
         )
 
 
@@ -154,24 +161,34 @@ def add_to_run(
     Metrics that the run has already at this step are not logged again.
 
     Args:
-        logger: the store of the run: True for the default one, or the loggers that the run was made with.
+        logger: the store of the run: True for the default one, or the loggers that the run was made
+            with.
         run_id: id of the MLflow run.
         metrics: the metrics by name.
         step: the round to which the metrics belong.
         files: files on disk, which are copied to the run.
     """
-    given = [] if isinstance(logger, bool) else [logger] if isinstance(logger, Logger) else list(logger)
-    uris = [absolute_uri(str(getattr(each, "_tracking_uri", ""))) for each in given if is_mlflow(each)]
+    given = (
+        [] if isinstance(logger, bool) else [logger] if isinstance(logger, Logger) else list(logger)
+    )
+    uris = [
+        absolute_uri(str(getattr(each, "_tracking_uri", ""))) for each in given if is_mlflow(each)
+    ]
     for uri in [default_uri()] if logger is True else uris:
         try:
             call_with_limit(START_LIMIT, partial(_add, uri, run_id, metrics, step, files))
         except Exception as error:
             log.warning(
-                "MLflow at %s failed (%s); the results are in %s", redact(uri), reason(error), files[0]
+                "MLflow at %s failed (%s); the results are in %s",
+                redact(uri),
+                reason(error),
+                files[0],
             )
 
 
-def _add(uri: str, run_id: str, metrics: Mapping[str, float], step: int, files: Sequence[Path]) -> None:
+def _add(
+    uri: str, run_id: str, metrics: Mapping[str, float], step: int, files: Sequence[Path]
+) -> None:
     if is_missing(uri):
         raise FileNotFoundError("there is no such database")
     client, now = connect(uri), int(1000 * time.time())
@@ -188,7 +205,9 @@ def _add(uri: str, run_id: str, metrics: Mapping[str, float], step: int, files: 
     log_batches(
         client,
         run_id,
-        metrics=[Metric(name, value, now, step) for name, value in metrics.items() if name not in there],
+        metrics=[
+            Metric(name, value, now, step) for name, value in metrics.items() if name not in there
+        ],
     )
     for path in files:
         client.log_artifact(run_id, str(path))
@@ -197,10 +216,10 @@ def _add(uri: str, run_id: str, metrics: Mapping[str, float], step: int, files: 
 def read_runs(uri: str, experiment: str) -> list[dict[str, Any]]:
     """Return the runs of an experiment, sorted by name.
 
-    Each is a dictionary with ``name``, ``id``, ``metadata`` (as in ``metadata.json``), ``history`` (one row
-    per round), ``clients`` (the text of ``clients.csv``, or nothing), ``settings`` (with dotted keys) and
-    ``typed``. The last is False if ``config.yaml`` could not be read from the store: the settings are then
-    its parameters, which are all texts.
+    Each is a dictionary with ``name``, ``id``, ``metadata`` (as in ``metadata.json``), ``history``
+    (one row per round), ``clients`` (the text of ``clients.csv``, or nothing), ``settings`` (with
+    dotted keys) and ``typed``. The last is False if ``config.yaml`` could not be read from the
+    store: the settings are then its parameters, which are all texts.
 
     Args:
         uri: address of the store.
@@ -238,13 +257,17 @@ def read_runs(uri: str, experiment: str) -> list[dict[str, Any]]:
 
 
 def _search(client: Any, experiment_id: str) -> list[Any]:
-    """Return the experiment's runs of methods, without the study's own run, which has no partition, and
-    without those that were taken back."""
+    """Return the experiment's runs of methods, without the study's own run, which has no partition,
+    and without those that were taken back."""
     runs, token = [], None
     while True:
-        page = client.search_runs([experiment_id], order_by=["attributes.start_time ASC"], page_token=token)
+        page = client.search_runs(
+            [experiment_id], order_by=["attributes.start_time ASC"], page_token=token
+        )
         runs += [
-            run for run in page if "partition_sha256" in run.data.tags and TAKEN_BACK not in run.data.tags
+            run
+            for run in page
+            if "partition_sha256" in run.data.tags and TAKEN_BACK not in run.data.tags
         ]
         if not (token := page.token):
             return runs
@@ -261,7 +284,10 @@ def _read_run(client: Any, run: Any) -> dict[str, Any]:
     settings: dict[str, Any] = dict(run.data.params)
     typed = False
     with suppress(Exception):
-        settings, typed = flatten(yaml.safe_load(load_text(f"{run.info.artifact_uri}/config.yaml"))), True
+        settings, typed = (
+            flatten(yaml.safe_load(load_text(f"{run.info.artifact_uri}/config.yaml"))),
+            True,
+        )
     clients = ""
     with suppress(Exception):  # earlier releases wrote none
         clients = load_text(f"{run.info.artifact_uri}/clients.csv")
@@ -270,11 +296,24 @@ def _read_run(client: Any, run: Any) -> dict[str, Any]:
         if name.startswith("final/"):
             metadata[name] = last
             continue
-        # a round that was made anew with other settings has two values, of which the later one counts
-        for point in sorted(client.get_metric_history(run.info.run_id, name), key=lambda one: one.timestamp):
-            value = copysign(inf, point.value) if abs(point.value) == sys.float_info.max else point.value
-            rows.setdefault(point.step, {"round": point.step})[name] = value  # the store has no infinity
+        # a round that was made anew with other settings has two values, of which the later one
+        # counts
+        for point in sorted(
+            client.get_metric_history(run.info.run_id, name), key=lambda one: one.timestamp
+        ):
+            value = (
+                copysign(inf, point.value)
+                if abs(point.value) == sys.float_info.max
+                else point.value
+            )
+            # the store has no infinity
+            rows.setdefault(point.step, {"round": point.step})[name] = value
     metadata["status"] = run.info.status.lower()
     history = [rows[step] for step in sorted(rows)]
-    found = {"name": run.info.run_name, "id": run.info.run_id, "metadata": metadata, "history": history}
+    found = {
+        "name": run.info.run_name,
+        "id": run.info.run_id,
+        "metadata": metadata,
+        "history": history,
+    }
     return found | {"clients": clients, "settings": settings, "typed": typed}

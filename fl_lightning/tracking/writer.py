@@ -1,7 +1,8 @@
-"""A thread that writes in the background: in order, several rows at a time, and again after an error.
+"""A thread that writes in the background: in order, several rows at a time, and again after an
+error.
 
-The owner's thread only uses ``SimpleQueue``, which is written in C and stays consistent when a signal handler
-raises in the middle of a call. A ``threading.Condition`` would not.
+The owner's thread only uses ``SimpleQueue``, which is written in C and stays consistent when a
+signal handler raises in the middle of a call. A ``threading.Condition`` would not.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ T = TypeVar("T")
 MAX_WAITING_JOBS = 1000
 """Jobs that may wait for a store that works; the owner then waits until they are done."""
 POLL_SECONDS = 0.1  # between two checks while the owner waits
-FIRST_RETRY_SECONDS = 5.0  # from a first failure to the next try; doubled after each further failure
+# from a first failure to the next try; doubled after each further failure
+FIRST_RETRY_SECONDS = 5.0
 MAX_RETRY_SECONDS = 60.0
 HURRIED_RETRY_SECONDS = 1.0  # from a failure to the next try while the owner waits
 
@@ -28,11 +30,12 @@ HURRIED_RETRY_SECONDS = 1.0  # from a failure to the next try while the owner wa
 class AwakeTimer:
     """A timer that counts the seconds in which this process ran.
 
-    A pause of the process (SIGSTOP, a closed lid) between two calls of :meth:`seconds` counts as ``step``
-    seconds at most.
+    A pause of the process (SIGSTOP, a closed lid) between two calls of :meth:`seconds` counts as
+    ``step`` seconds at most.
 
     Args:
-        step: seconds that one call may add. With rarer calls the timer counts too little, never too much.
+        step: seconds that one call may add. With rarer calls the timer counts too little, never too
+            much.
     """
 
     def __init__(self, step: float = 10 * POLL_SECONDS) -> None:
@@ -61,15 +64,16 @@ class _Call:
 class Writer(Generic[T]):
     """A thread that writes rows and makes calls for its owner.
 
-    The owner waits for it only in :meth:`flush` and :meth:`close`. When a row or a call raises, it is tried
-    again after a growing pause, and everything that was given after it waits; so nothing is lost while a
-    store is unreachable. A call that takes long delays nobody, since the owner stops waiting for it. An
-    *optional* call that raises is put aside and tried again when the writer is flushed. The thread begins
-    with :meth:`start`, so the process can be forked before that, and it does not keep the process alive.
+    The owner waits for it only in :meth:`flush` and :meth:`close`. When a row or a call raises, it
+    is tried again after a growing pause, and everything that was given after it waits; so nothing
+    is lost while a store is unreachable. A call that takes long delays nobody, since the owner
+    stops waiting for it. An *optional* call that raises is put aside and tried again when the
+    writer is flushed. The thread begins with :meth:`start`, so the process can be forked before
+    that, and it does not keep the process alive.
 
     Args:
-        write: a function that writes rows, oldest first. After an error it gets the same rows again, perhaps
-            with more behind them.
+        write: a function that writes rows, oldest first. After an error it gets the same rows
+            again, perhaps with more behind them.
         failed: a function that is called with the error when trouble begins, and not again before
             ``recovered`` has been called.
         recovered: a function that is called when something could be written again.
@@ -94,7 +98,8 @@ class Writer(Generic[T]):
         # jobs that were taken from the queue and are not done; only the thread touches it
         self._backlog: deque[T | _Call | None] = deque()
         self._aside: list[_Call] = []  # optional calls that failed
-        self._alarm: SimpleQueue[None] = SimpleQueue()  # an entry ends a pause, since the owner waits
+        # an entry ends a pause, since the owner waits
+        self._alarm: SimpleQueue[None] = SimpleQueue()
         self._thread: Thread | None = None
         self._closed = self._abandoned = False
         self._hurry = False
@@ -102,7 +107,8 @@ class Writer(Generic[T]):
         self._watched: _Call | None = None  # the call that the owner has seen at work
         self._watched_timer = AwakeTimer(step=5.0)
         self._given = self._written = 0  # rows
-        self._successes = self._failures = self._in_a_row = 0  # calls; failures since the last success
+        # calls; failures since the last success
+        self._successes = self._failures = self._in_a_row = 0
         self.in_trouble = False
         self.error: BaseException | None = None
         """The last error."""
@@ -121,8 +127,8 @@ class Writer(Generic[T]):
         """Start the thread.
 
         Args:
-            first: functions to call before anything else, each until it succeeds, and the seconds that the
-                owner waits for it.
+            first: functions to call before anything else, each until it succeeds, and the seconds
+                that the owner waits for it.
         """
         self._backlog.extendleft(_Call(function, limit) for function, limit in reversed(first))
         self._thread = Thread(target=self._work, name="writer", daemon=True)
@@ -145,7 +151,8 @@ class Writer(Generic[T]):
     def flush(self) -> bool:
         """Wait until everything that was given is done; return False if it fails or takes too long.
 
-        A job that fails meanwhile is tried once more. If jobs were failing before, they get one try.
+        A job that fails meanwhile is tried once more. If jobs were failing before, they get one
+        try.
         """
         if self._thread is None or self._closed:
             return True
@@ -242,7 +249,9 @@ class Writer(Generic[T]):
 
     def _do_rows(self) -> None:
         first = islice(self._backlog, self._max_rows)
-        rows: Any = list(takewhile(lambda job: job is not None and not isinstance(job, _Call), first))
+        rows: Any = list(
+            takewhile(lambda job: job is not None and not isinstance(job, _Call), first)
+        )
         if not self._succeeds(_Call(lambda: self._write(rows), self._limit)):
             self._back_off()
             return
@@ -278,7 +287,8 @@ class Writer(Generic[T]):
         self._sleep(pause, hurried=HURRIED_RETRY_SECONDS)
 
     def _sleep(self, seconds: float, hurried: float = 0.0) -> None:
-        """Sleep until the time is over or the owner waits; ``hurried`` seconds if it waits already."""
+        """Sleep until the time is over or the owner waits; ``hurried`` seconds if it waits
+        already."""
         with suppress(Empty):
             while True:
                 self._alarm.get_nowait()

@@ -19,8 +19,9 @@ class Codes:
     Args:
         values: integers in [0, 2**bits), any shape, int32 on the CPU.
         bits: 1 to 16.
-        are_indices: whether they are positions in a table, such as a codebook, and not numbers. Neighbouring
-            indices need not stand for neighbouring values, and the table may have fewer than 2**bits rows.
+        are_indices: whether they are positions in a table, such as a codebook, and not numbers.
+            Neighbouring indices need not stand for neighbouring values, and the table may have
+            fewer than 2**bits rows.
 
     Raises:
         MisuseError: ``bits`` is out of range.
@@ -43,7 +44,8 @@ def packed_nbytes(count: int, bits: int) -> int:
 
 
 def pack(codes: Codes) -> bytes:
-    """Return the codes as a little-endian bit stream: code i has bits [i * b, (i + 1) * b), lowest bit first.
+    """Return the codes as a little-endian bit stream: code i has bits [i * b, (i + 1) * b), lowest
+    bit first.
 
     Raises:
         MisuseError: a value does not fit into ``bits`` bits.
@@ -54,7 +56,9 @@ def pack(codes: Codes) -> bytes:
     values, bits = codes.values.numpy().reshape(-1), codes.bits
     if values.size and (values.min() < 0 or values.max() >> bits):
         raise MisuseError(
-            f"a code lies outside [0, {2**bits})", f"{bits} bits cannot hold it", "clamp before packing"
+            f"a code lies outside [0, {2**bits})",
+            f"{bits} bits cannot hold it",
+            "clamp before packing",
         )
     if bits in (8, 16):
         return values.astype(f"<u{bits // 8}").tobytes()
@@ -69,7 +73,8 @@ def pack(codes: Codes) -> bytes:
 
 
 def _places(bits: int) -> list[tuple[int, int, int]]:
-    """Return position, first byte and lowest bit in it for each of the eight codes in ``bits`` bytes."""
+    """Return position, first byte and lowest bit in it for each of the eight codes in ``bits``
+    bytes."""
     return [(position, position * bits // 8, position * bits % 8) for position in range(8)]
 
 
@@ -89,10 +94,14 @@ def unpack(data: bytes | memoryview, count: int, bits: int) -> Tensor:
     if bits in (8, 16):
         return torch.from_numpy(raw.view(f"<u{bits // 8}").astype(np.int32))
     if bits in (1, 2, 4):
-        return torch.from_numpy(_codes_of_bytes(bits).take(raw, axis=0, mode="clip").reshape(-1)[:count])
+        return torch.from_numpy(
+            _codes_of_bytes(bits).take(raw, axis=0, mode="clip").reshape(-1)[:count]
+        )
     if bits < 8:
         pairs = (_words(raw, bits) >> np.arange(0, 8, 2) * bits) & (4**bits - 1)
-        return torch.from_numpy(_codes_of_pairs(bits).take(pairs, axis=0, mode="clip").reshape(-1)[:count])
+        return torch.from_numpy(
+            _codes_of_pairs(bits).take(pairs, axis=0, mode="clip").reshape(-1)[:count]
+        )
     packed = np.zeros((-(-count // 8), bits), dtype=np.uint8)
     packed.reshape(-1)[: raw.size] = raw
     groups = np.empty((len(packed), 8), dtype=np.int32)

@@ -14,8 +14,8 @@ from fl_lightning.wire.payload import PayloadError
 class Layout:
     """The order, shapes and offsets of named tensors in a vector of ``size`` values.
 
-    Vectors are computed with in float32. Where all tensors are bfloat16, so is the vector that travels
-    (``dtype``).
+    Vectors are computed with in float32. Where all tensors are bfloat16, so is the vector that
+    travels (``dtype``).
 
     >>> layout = Layout({"a": torch.zeros(2, 2), "b": torch.zeros(3)})
     >>> vector = layout.pack({"a": torch.ones(2, 2), "b": torch.zeros(3)})
@@ -27,15 +27,18 @@ class Layout:
         self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
         self.sizes = [shape.numel() for shape in self.shapes.values()]
         self.size = sum(self.sizes)
-        narrow = bool(tensors) and all(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
+        narrow = bool(tensors) and all(
+            tensor.dtype == torch.bfloat16 for tensor in tensors.values()
+        )
         self.dtype = torch.bfloat16 if narrow else torch.float32
 
     @classmethod
     def of(cls, module: nn.Module, include: Callable[[str], bool] = lambda name: True) -> Layout:
         """Return the layout of a module: its trainable parameters, then its float buffers.
 
-        Float buffers are the statistics of BatchNorm, without its counter. A buffer that is not part of the
-        module's ``state_dict`` is a constant, such as a table of rotary positions, and never travels.
+        Float buffers are the statistics of BatchNorm, without its counter. A buffer that is not
+        part of the module's ``state_dict`` is a constant, such as a table of rotary positions, and
+        never travels.
 
         Args:
             module: the module.
@@ -44,9 +47,13 @@ class Layout:
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         constants = constant_buffers(module)
         statistics = {
-            name: b for name, b in module.named_buffers() if b.is_floating_point() and name not in constants
+            name: b
+            for name, b in module.named_buffers()
+            if b.is_floating_point() and name not in constants
         }
-        return cls({name: tensor for name, tensor in (trainable | statistics).items() if include(name)})
+        return cls(
+            {name: tensor for name, tensor in (trainable | statistics).items() if include(name)}
+        )
 
     def read(self, module: nn.Module) -> Tensor:
         """Return a copy of the module's values, float32 ``[size]`` on the CPU."""
@@ -66,9 +73,12 @@ class Layout:
                 tensor.copy_(value)
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return a copy of the named tensors as one contiguous vector, float32 ``[size]`` on the CPU."""
+        """Return a copy of the named tensors as one contiguous vector, float32 ``[size]`` on the
+        CPU."""
         own = [tensors[name].detach() for name in self.shapes]
-        if all(tensor.is_contiguous() for tensor in own) or not all(tensor.is_cpu for tensor in own):
+        if all(tensor.is_contiguous() for tensor in own) or not all(
+            tensor.is_cpu for tensor in own
+        ):
             flat = [tensor.reshape(-1) for tensor in own]
             return torch.cat(flat).to("cpu", torch.float32) if flat else torch.empty(0)
         vector = torch.empty(self.size, dtype=torch.float32, device="cpu")
@@ -78,12 +88,13 @@ class Layout:
         return vector
 
     def to_wire(self, vector: Tensor) -> Tensor:
-        """Return a vector ``[size]`` as it travels, in ``dtype``: what :meth:`read` gave is exact in it, and
-        an average is rounded once."""
+        """Return a vector ``[size]`` as it travels, in ``dtype``: what :meth:`read` gave is exact
+        in it, and an average is rounded once."""
         return vector.to(self.dtype)
 
     def pack_rows(self, tensors: Mapping[str, Tensor], count: int) -> Tensor:
-        """Return the result of :meth:`pack` for ``count`` modules at once, float32 ``[count, size]``.
+        """Return the result of :meth:`pack` for ``count`` modules at once, float32 ``[count,
+        size]``.
 
         Args:
             tensors: stacked tensors ``[count, *shape]`` by name.
@@ -114,5 +125,6 @@ class Layout:
         self.check(vector)
         pieces = torch.split_with_sizes(vector, self.sizes)
         return {
-            name: piece.view(shape) for piece, (name, shape) in zip(pieces, self.shapes.items(), strict=True)
+            name: piece.view(shape)
+            for piece, (name, shape) in zip(pieces, self.shapes.items(), strict=True)
         }

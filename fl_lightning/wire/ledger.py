@@ -17,16 +17,16 @@ class LedgerEntry:
     Args:
         round: number of the round.
         client: id of the client.
-        status: ``trained``; ``dropped`` (before training, so nothing was sent in either direction, except
-            messages of a secure sum's first phases, and the broadcast to a machine that did not answer);
-            ``lost`` (it trained, but its upload was not used);
-            ``rejected`` (its upload arrived and was refused); ``asked`` (it was sent the broadcast to tell
-            its loss, and was not taken).
+        status: ``trained``; ``dropped`` (before training, so nothing was sent in either direction,
+            except messages of a secure sum's first phases, and the broadcast to a machine that did
+            not answer); ``lost`` (it trained, but its upload was not used); ``rejected`` (its
+            upload arrived and was refused); ``asked`` (it was sent the broadcast to tell its loss,
+            and was not taken).
         download: bytes of the broadcast, and of a secure sum's messages to the client.
         upload: bytes of the upload; of a secure sum, of all messages of the client.
         wasted: bytes of the upload that were not used; part of ``upload``.
-        started, ended: virtual seconds since the start of the run between which it was at work, where the
-            run has a clock and the client was sent the broadcast.
+        started, ended: virtual seconds since the start of the run between which it was at work,
+            where the run has a clock and the client was sent the broadcast.
     """
 
     round: int
@@ -48,15 +48,19 @@ class LedgerEntry:
         return replace(self, started=started, ended=ended)
 
     def with_upload(self, more: Payload | None) -> LedgerEntry:
-        """Return the entry of a client that sends something beside its upload, if it sends anything."""
+        """Return the entry of a client that sends something beside its upload, if it sends
+        anything."""
         if more is None or self.status == "dropped":
             return self
         wasted = self.wasted if self.status == "trained" else self.wasted + more.nbytes
         return replace(self, upload=self.upload + more.nbytes, wasted=wasted)
 
     def unused(self) -> LedgerEntry:
-        """Return the entry of a round whose sum the server could not use: a client that trained is lost."""
-        return replace(self, status="lost", wasted=self.upload) if self.status == "trained" else self
+        """Return the entry of a round whose sum the server could not use: a client that trained is
+        lost."""
+        return (
+            replace(self, status="lost", wasted=self.upload) if self.status == "trained" else self
+        )
 
 
 class Ledger:

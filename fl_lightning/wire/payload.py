@@ -5,10 +5,9 @@ Layout, little endian::
     header  b"FLPW", version u8, entries u16, body length u64, CRC-32 of all the rest u32        19 bytes
     entry   name length u8, name, type u8, dimensions u8, u32 each, then the data     3 + name + 4 ndim + data
 
-A type below 32 is an index into ``DTYPES``; 32 + b is a stream of b-bit codes without padding between them,
-64 + b one of codes that are indices into a table.
-Both sides know the model, so methods send few, long entries (all fp32 values as one vector), and names take
-hardly any bytes.
+A type below 32 is an index into ``DTYPES``; 32 + b is a stream of b-bit codes without padding
+between them, 64 + b one of codes that are indices into a table. Both sides know the model, so
+methods send few, long entries (all fp32 values as one vector), and names take hardly any bytes.
 """
 
 from __future__ import annotations
@@ -42,7 +41,8 @@ DTYPES = (
 )
 TYPE_NUMBERS = {dtype: kind for kind, dtype in enumerate(DTYPES)}
 CODES_TYPE, INDICES_TYPE = 32, 64
-MAX_COMPARED_VALUES = 4096  # values of an entry: ``identity`` compares larger ones by their memory only
+# values of an entry: ``identity`` compares larger ones by their memory only
+MAX_COMPARED_VALUES = 4096
 
 Axis: TypeAlias = int | range
 """Size of an axis, or the sizes that it may have."""
@@ -50,18 +50,20 @@ Shape: TypeAlias = tuple[Axis, ...]
 
 
 class OptionalShape(tuple[Axis, ...]):
-    """The shape of an entry that may be left out; one that is declared as a plain tuple has to be there."""
+    """The shape of an entry that may be left out; one that is declared as a plain tuple has to be
+    there."""
 
     __slots__ = ()
 
 
 Limit: TypeAlias = int | Shape
-"""What is declared of an entry: its shape; or an integer, its largest number of values in any shape, and it
-may be left out."""
+"""What is declared of an entry: its shape; or an integer, its largest number of values in any
+shape, and it may be left out."""
 
 
 class PayloadError(ThreePartError, ValueError):
-    """An upload that must be refused: its bytes are no payload, or its entries are not those of the method.
+    """An upload that must be refused: its bytes are no payload, or its entries are not those of the
+    method.
 
     ``Method.check`` and ``decode`` raise it. The parts of the message after the first are optional.
     """
@@ -106,7 +108,9 @@ class Payload(Mapping[str, "Tensor | Codes"]):
         value = self._required(name)
         if isinstance(value, Codes):
             raise PayloadError(
-                f"entry {name!r} holds codes", "a tensor is needed", f"read it with .codes({name!r})"
+                f"entry {name!r} holds codes",
+                "a tensor is needed",
+                f"read it with .codes({name!r})",
             )
         return value
 
@@ -119,21 +123,27 @@ class Payload(Mapping[str, "Tensor | Codes"]):
         value = self._required(name)
         if not isinstance(value, Codes):
             raise PayloadError(
-                f"entry {name!r} holds a tensor", "codes are needed", f"read it with .tensor({name!r})"
+                f"entry {name!r} holds a tensor",
+                "codes are needed",
+                f"read it with .tensor({name!r})",
             )
         return value
 
     def _required(self, name: str) -> Tensor | Codes:
         if name not in self:
             raise PayloadError(
-                f"a payload with {sorted(self)}", f"it needs an entry {name!r}", "check who encoded it"
+                f"a payload with {sorted(self)}",
+                f"it needs an entry {name!r}",
+                "check who encoded it",
             )
         return self[name]
 
     @property
     def nbytes(self) -> int:
         """Length of :meth:`to_bytes` including the header, computed without encoding."""
-        return HEADER.size + sum(_entry_nbytes(name, value) for name, value in self._entries.items())
+        return HEADER.size + sum(
+            _entry_nbytes(name, value) for name, value in self._entries.items()
+        )
 
     def to_bytes(self) -> bytes:
         """Encode the payload.
@@ -154,10 +164,10 @@ class Payload(Mapping[str, "Tensor | Codes"]):
     def identity(self) -> tuple[object, ...]:
         """Return a key by which two payloads can be compared without encoding them.
 
-        Payloads with equal keys have equal entries, as long as the first one is alive. Payloads with
-        different keys may still be equal: an entry of more than ``MAX_COMPARED_VALUES`` values enters the
-        key by its memory and version counter, so only the same tensor, not written to since, gives the same
-        key.
+        Payloads with equal keys have equal entries, as long as the first one is alive. Payloads
+        with different keys may still be equal: an entry of more than ``MAX_COMPARED_VALUES`` values
+        enters the key by its memory and version counter, so only the same tensor, not written to
+        since, gives the same key.
         """
         return tuple((name, *_entry_identity(value)) for name, value in self.items())
 
@@ -165,13 +175,19 @@ class Payload(Mapping[str, "Tensor | Codes"]):
         """Check the entries against what is declared of each.
 
         Raises:
-            PayloadError: ``limits`` does not name an entry or allows another shape or fewer values, or an
-                entry is missing that has to be there.
+            PayloadError: ``limits`` does not name an entry or allows another shape or fewer values,
+                or an entry is missing that has to be there.
         """
         for name, value in self._entries.items():
-            require_allowed(name, (value.values if isinstance(value, Codes) else value).shape, limits)
+            require_allowed(
+                name, (value.values if isinstance(value, Codes) else value).shape, limits
+            )
         for name, limit in limits.items():
-            if name not in self and isinstance(limit, tuple) and not isinstance(limit, OptionalShape):
+            if (
+                name not in self
+                and isinstance(limit, tuple)
+                and not isinstance(limit, OptionalShape)
+            ):
                 self._required(name)
 
     @classmethod
@@ -187,15 +203,15 @@ class Payload(Mapping[str, "Tensor | Codes"]):
 
         Args:
             data: the bytes.
-            verified: whether to skip the checksum, because these bytes were checked before or never left
-                this machine's memory.
-            limits: names of the allowed entries, with the shape of each or its largest number of values;
-                None: no limits.
+            verified: whether to skip the checksum, because these bytes were checked before or never
+                left this machine's memory.
+            limits: names of the allowed entries, with the shape of each or its largest number of
+                values; None: no limits.
             max_values: largest number of values of all entries together; None: no limit.
 
         Raises:
-            PayloadError: the bytes are no payload, have another version, are truncated or damaged (CRC-32),
-                or exceed the limits.
+            PayloadError: the bytes are no payload, have another version, are truncated or damaged
+                (CRC-32), or exceed the limits.
         """
         if len(data) < HEADER.size or data[:4] != MAGIC:
             raise PayloadError(
@@ -223,12 +239,16 @@ class Payload(Mapping[str, "Tensor | Codes"]):
                 name, value = reader.entry()
                 if name in entries:
                     raise PayloadError(
-                        f"a payload with two entries {name!r}", "names are unique", "encode it again"
+                        f"a payload with two entries {name!r}",
+                        "names are unique",
+                        "encode it again",
                     )
                 entries[name] = value
         except (struct.error, UnicodeDecodeError, RuntimeError, IndexError) as error:
             raise PayloadError(
-                "a payload with a damaged entry", f"every entry must be readable ({error})", "encode it again"
+                "a payload with a damaged entry",
+                f"every entry must be readable ({error})",
+                "encode it again",
             ) from error
         if reader.offset != length:
             raise PayloadError(
@@ -244,9 +264,12 @@ class Payload(Mapping[str, "Tensor | Codes"]):
 class _Reader:
     """Reads one entry after another from the body of a payload."""
 
-    def __init__(self, body: memoryview, limits: Mapping[str, Limit] | None, max_values: int | None) -> None:
+    def __init__(
+        self, body: memoryview, limits: Mapping[str, Limit] | None, max_values: int | None
+    ) -> None:
         self.body, self.offset, self.limits = body, 0, limits
-        self.left = 8 * len(body) if max_values is None else max_values  # codes have at least one bit
+        # codes have at least one bit
+        self.left = 8 * len(body) if max_values is None else max_values
 
     def take(self, count: int) -> memoryview:
         """Return the next ``count`` bytes.
@@ -257,7 +280,9 @@ class _Reader:
         taken = self.body[self.offset : self.offset + count]
         if len(taken) < count:
             raise PayloadError(
-                f"a payload whose entry needs {count} bytes", f"{len(taken)} are left", "encode it again"
+                f"a payload whose entry needs {count} bytes",
+                f"{len(taken)} are left",
+                "encode it again",
             )
         self.offset += count
         return taken
@@ -270,7 +295,9 @@ class _Reader:
         """
         (length,) = self.take(1)
         if not length:
-            raise PayloadError("an entry without a name", "names have 1 to 255 bytes", "encode it again")
+            raise PayloadError(
+                "an entry without a name", "names have 1 to 255 bytes", "encode it again"
+            )
         name = str(self.take(length), "utf-8")
         kind, ndim = self.take(2)
         shape = struct.unpack(f"<{ndim}I", self.take(4 * ndim))
@@ -292,7 +319,9 @@ class _Reader:
                     f"entry {name!r} has codes of {bits} bits", "1 to 16 exist", "encode it again"
                 )
             return name, Codes(
-                unpack(self.take(packed_nbytes(count, bits)), count, bits).reshape(shape), bits, are_indices
+                unpack(self.take(packed_nbytes(count, bits)), count, bits).reshape(shape),
+                bits,
+                are_indices,
             )
         if kind >= len(DTYPES):
             raise PayloadError(
@@ -326,7 +355,9 @@ def require_allowed(name: str, shape: Sequence[int], limits: Mapping[str, Limit]
             )
     elif count > limit:
         raise PayloadError(
-            f"entry {name!r} of {count} values", f"this method's has {limit} at most", "send no more"
+            f"entry {name!r} of {count} values",
+            f"this method's has {limit} at most",
+            "send no more",
         )
 
 
@@ -341,7 +372,8 @@ def _says(shape: Shape) -> str:
 
 
 def checksum_of_header(count: int) -> int:
-    """Return the CRC-32 of version and number of entries, with which the checksum of the body starts."""
+    """Return the CRC-32 of version and number of entries, with which the checksum of the body
+    starts."""
     return zlib.crc32(struct.pack("<BH", VERSION, count))
 
 
@@ -354,7 +386,9 @@ def _checksum(count: int, *body: bytes | memoryview) -> int:
 
 def _on_cpu(name: str, value: Tensor | Codes) -> Tensor | Codes:
     if not 1 <= len(name.encode()) <= 255:
-        raise MisuseError(f"an entry name of {len(name.encode())} bytes", "names have 1 to 255", "shorten it")
+        raise MisuseError(
+            f"an entry name of {len(name.encode())} bytes", "names have 1 to 255", "shorten it"
+        )
     if isinstance(value, Codes):
         return replace(value, values=value.values.detach().to("cpu", torch.int32))
     if value.dtype not in TYPE_NUMBERS:
@@ -374,7 +408,9 @@ def entry_head(name: str, value: Tensor | Codes) -> bytes:
         else (TYPE_NUMBERS[value.dtype], value.shape)
     )
     encoded = name.encode()
-    return struct.pack(f"<B{len(encoded)}sBB{len(shape)}I", len(encoded), encoded, kind, len(shape), *shape)
+    return struct.pack(
+        f"<B{len(encoded)}sBB{len(shape)}I", len(encoded), encoded, kind, len(shape), *shape
+    )
 
 
 def _entry_data(value: Tensor | Codes) -> bytes | memoryview:

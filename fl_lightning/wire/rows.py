@@ -1,4 +1,5 @@
-"""Encoding of many payloads with the same names and shapes at once; their common bytes are written once."""
+"""Encoding of many payloads with the same names and shapes at once; their common bytes are written
+once."""
 
 from __future__ import annotations
 
@@ -40,8 +41,11 @@ def encode_rows(entries: Mapping[str, Tensor]) -> list[bytes]:
 
 
 def _columns(name: str, tensor: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return the head of an entry, uint8 ``[H]``, and its data in each payload, uint8 ``[K, B]``."""
+    """Return the head of an entry, uint8 ``[H]``, and its data in each payload, uint8 ``[K,
+    B]``."""
     head = np.frombuffer(entry_head(name, tensor[0]), np.uint8)
     rows = tensor.detach().cpu().contiguous()
     data = rows.view(-1).view(torch.uint8).numpy() if rows.numel() else np.empty(0, np.uint8)
-    return head, data.reshape(len(tensor), -1) if rows.numel() else np.empty((len(tensor), 0), np.uint8)
+    return head, data.reshape(len(tensor), -1) if rows.numel() else np.empty(
+        (len(tensor), 0), np.uint8
+    )

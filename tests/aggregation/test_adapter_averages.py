@@ -1,5 +1,5 @@
-"""Averages of low-rank adapters: the golden files, neutral settings, known answers, exact bytes, and every path of a
-run."""
+"""Averages of low-rank adapters: the golden files, neutral settings, known answers, exact bytes,
+and every path of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,16 @@ from fl_lightning.aggregation.adapters.moving_base import BaseChange
 from fl_lightning.aggregation.exact_sum import ExactSum
 from fl_lightning.compatibility import Run, check_run
 from fl_lightning.conformance.bench import prepare_data
-from fl_lightning.methods import MOON, SCAFFOLD, FedAvg, FedNTD, Krum, QFedAvg, ServerAdam, ServerSGD
+from fl_lightning.methods import (
+    MOON,
+    SCAFFOLD,
+    FedAvg,
+    FedNTD,
+    Krum,
+    QFedAvg,
+    ServerAdam,
+    ServerSGD,
+)
 from fl_lightning.models.adapters import adapter_layers, add_lora
 from fl_lightning.privacy import ClientPrivacy
 from fl_lightning.wire import Payload
@@ -101,7 +110,11 @@ class Layer(nn.Module):
 
     def forward(self, inputs):
         ids = inputs["input_ids"]
-        return self.layer(torch.ones(*ids.shape, 5)).sum(-1, keepdim=True).expand(*ids.shape, self.width)
+        return (
+            self.layer(torch.ones(*ids.shape, 5))
+            .sum(-1, keepdim=True)
+            .expand(*ids.shape, self.width)
+        )
 
 
 NAMES = {"shared_a": "share_a"}
@@ -127,7 +140,9 @@ def test_a_server_does_what_the_golden_files_say(case):
         method.keep_own(client)
         sent = method.upload(client)
         assert sent.tensor("weights").shape == method.upload_limits(client)["weights"]
-        uploads[client.id] = Payload({**sent, "examples": torch.tensor(units[client.id], dtype=torch.int32)})
+        uploads[client.id] = Payload(
+            {**sent, "examples": torch.tensor(units[client.id], dtype=torch.int32)}
+        )
     method.most_examples = max(units)
     method.served = sorted(uploads)
     method.aggregate(uploads)
@@ -172,7 +187,9 @@ def test_one_client_is_plain_training(rule, tmp_path):
     ours, rows = fitted(tmp_path, rule, data=records(generate=False, num_clients=1), max_rounds=1)
     if rule in ("residual", "solve", "padded"):
         assert plain.server["weights"].equal(ours.server["weights"])
-    torch.testing.assert_close(deployed_weights(ours), deployed_weights(plain), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        deployed_weights(ours), deployed_weights(plain), rtol=1e-5, atol=1e-6
+    )
     assert float(rows[0]["average/factor_error"]) < 1e-6
 
 
@@ -182,12 +199,14 @@ def test_with_equal_a_nothing_is_left_to_mend(rule, tmp_path):
     ours, rows = fitted(tmp_path, rule, ffa=True)
     assert ours.server["weights"].equal(factors.server["weights"])
     names = ("comm/upload_bytes", "comm/download_bytes", "train/loss")
-    assert [[row[name] for name in names] for row in rows] == [[row[name] for name in names] for row in plain]
+    assert [[row[name] for name in names] for row in rows] == [
+        [row[name] for name in names] for row in plain
+    ]
 
 
 def test_the_base_takes_what_the_means_lose(tmp_path):
-    """After a round in which all start alike, `residual`, `stack` and the mean of the clients' products agree, and
-    `factors` does not; `residual` keeps its factors."""
+    """After a round in which all start alike, `residual`, `stack` and the mean of the clients'
+    products agree, and `factors` does not; `residual` keeps its factors."""
     true = FedAvg(network=partial(tiny, rank=2), optimizer=adam(), adapter_average=Spy())
     fit(true, tmp_path, max_rounds=1, eval_every=9)
     start = deployed_weights(
@@ -195,7 +214,9 @@ def test_the_base_takes_what_the_means_lose(tmp_path):
     )
     for rule, exact in (("residual", True), ("stack", True), ("factors", False)):
         method, _ = fitted(tmp_path, rule, max_rounds=1)
-        apart = (deployed_weights(method) - start - true.adapters.mean).norm() / true.adapters.mean.norm()
+        apart = (
+            deployed_weights(method) - start - true.adapters.mean
+        ).norm() / true.adapters.mean.norm()
         assert (float(apart) < 1e-5) == exact, rule
 
 
@@ -206,7 +227,9 @@ class Spy(Residual):
         self.mean = 0
         for vector, share in zip(found.vectors, found.shares, strict=True):
             named = method.layout.unpack(vector)
-            products = [pair.scaling * (named[pair.b] @ named[pair.a]).flatten() for pair in self.pairs]
+            products = [
+                pair.scaling * (named[pair.b] @ named[pair.a]).flatten() for pair in self.pairs
+            ]
             self.mean = self.mean + share * torch.cat(products)
         return super().beside(method, found, made)
 
@@ -226,7 +249,9 @@ def test_the_nearest_adapter_of_each_rank():
         wide_a, wide_b = algebra.balanced(pair, 5, torch.zeros(5, 7).double())
         torch.testing.assert_close(b[:, :5] @ a[:5], wide_b[:, :rank] @ wide_a[:rank])
     nearer = algebra.solved(pair, (torch.randn(3, 7).double(), torch.randn(5, 3).double()), 50)
-    assert float((nearer[1] @ nearer[0] - matrix).norm()) < 1.01 * float(errors[3:].square().sum().sqrt())
+    assert float((nearer[1] @ nearer[0] - matrix).norm()) < 1.01 * float(
+        errors[3:].square().sum().sqrt()
+    )
 
 
 def test_norms_weigh_filled_up_adapters():
@@ -244,16 +269,24 @@ HEADER, ENTRY = 19, 3 + 4  # of a payload and of an entry of one dimension, besi
 
 def size_of(**entries) -> int:
     """Bytes of a payload whose entries are vectors: name -> (values, bytes of each)."""
-    return HEADER + sum(ENTRY + len(name) + count * width for name, (count, width) in entries.items())
+    return HEADER + sum(
+        ENTRY + len(name) + count * width for name, (count, width) in entries.items()
+    )
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))
 def test_bytes_are_those_of_the_table(rule, tmp_path):
     """Of the small network: four layers, 4 clients of rank 2, all in every round."""
     layers = [(48, 16), (16, 16), (80, 16), (16, 40)]
-    assert {tuple(layer.base_layer.weight.shape) for layer in adapter_layers(tiny(259)).values()} == {*layers}
+    assert {
+        tuple(layer.base_layer.weight.shape) for layer in adapter_layers(tiny(259)).values()
+    } == {*layers}
     r, K, L = 2, 4, len(layers)
-    m, n, whole = sum(m for m, _ in layers), sum(n for _, n in layers), r * sum(m + n for m, n in layers)
+    m, n, whole = (
+        sum(m for m, _ in layers),
+        sum(n for _, n in layers),
+        r * sum(m + n for m, n in layers),
+    )
     examples = HEADER + 3 + len("examples") + 4
     up = lambda values: examples + ENTRY + len("weights") + 4 * values  # noqa: E731
     down = lambda values: size_of(weights=(values, 4))  # noqa: E731
@@ -269,7 +302,10 @@ def test_bytes_are_those_of_the_table(rule, tmp_path):
         "padded": [(up(whole), down(whole))] * 3,
         "frozen_a": [(up(r * m), down(r * m))] * 3,
         "share_a": [(up(r * n), down(r * n))] * 3,
-        "residual": [(up(whole), down(whole)), *[(up(whole), base((K - 1) * r, weights=(whole, 4)))] * 2],
+        "residual": [
+            (up(whole), down(whole)),
+            *[(up(whole), base((K - 1) * r, weights=(whole, 4)))] * 2,
+        ],
         "stack": [(up(whole), HEADER), *[(up(whole), base(K * r))] * 2],
         "alternate": [(up(r * m), down(whole)), (up(r * n), down(r * m)), (up(r * m), down(r * n))],
     }
@@ -294,7 +330,10 @@ def test_a_truncated_residual_is_counted_and_loses_something(tmp_path):
 def test_a_change_of_the_base_is_a_pair_or_a_matrix():
     torch.manual_seed(0)
     shapes = [(6, 5), (4, 4)]
-    steps = [[(torch.randn(1, n).double(), torch.randn(m, 1).double()) for m, n in shapes] for _ in range(4)]
+    steps = [
+        [(torch.randn(1, n).double(), torch.randn(m, 1).double()) for m, n in shapes]
+        for _ in range(4)
+    ]
     total, matrices = BaseChange.none(shapes), [torch.zeros(shape).double() for shape in shapes]
     for pairs in steps:
         total = total.plus(BaseChange.of(shapes, pairs))
@@ -311,7 +350,8 @@ def test_a_change_of_the_base_is_a_pair_or_a_matrix():
 
 @pytest.mark.parametrize("rule", ["product", "stack", "padded"])
 def test_clients_have_ranks_of_their_own(rule, tmp_path):
-    """A client of rank r_k starts from, trains and sends r_k rows and columns, as a network of that rank would."""
+    """A client of rank r_k starts from, trains and sends r_k rows and columns, as a network of that
+    rank would."""
     ranks = [1, 3]
     method, rows = fitted(tmp_path, rule, rank=ranks, max_rounds=3)
     sides = 16 + 48 + 16 + 16 + 16 + 80 + 40 + 16
@@ -372,7 +412,10 @@ def test_a_run_that_is_continued_ends_the_same(rule, tmp_path):
     once = method_of(adapter_average=rule)
     settings = {**PARTIAL, "eval_every": 9, "checkpoint_every": 1, "keep_checkpoints": 9}
     trainer = fit(once, tmp_path / "once", **settings)
-    middle, again = trainer.run_dir / "checkpoints" / "round_000003", method_of(adapter_average=rule)
+    middle, again = (
+        trainer.run_dir / "checkpoints" / "round_000003",
+        method_of(adapter_average=rule),
+    )
     fit(again, tmp_path / "again", ckpt_path=str(middle), **settings)
     assert weights_of(again).equal(weights_of(once))
 
@@ -385,7 +428,9 @@ def test_workers_and_stacks_of_clients_leave_the_same(rule, tmp_path):
     two, _ = fitted(tmp_path, rule, engine="sequential", **{**settings, "workers": 2})
     assert weights_of(one).equal(weights_of(two))
     stacked, _ = fitted(tmp_path, rule, engine="batched", **settings)
-    torch.testing.assert_close(deployed_weights(stacked), deployed_weights(one), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        deployed_weights(stacked), deployed_weights(one), rtol=1e-3, atol=1e-4
+    )
 
 
 @pytest.mark.slow
@@ -412,13 +457,16 @@ def test_privacy(rule, tmp_path):
         return
     plain, _ = fitted(tmp_path, rule, settings={"weigh_by": "clients"}, max_rounds=3)
     private, _ = fitted(tmp_path, rule, settings={"weigh_by": "clients"}, **noisy)
-    torch.testing.assert_close(private.server["weights"], plain.server["weights"], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        private.server["weights"], plain.server["weights"], rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("alike", [True, False])
 @pytest.mark.parametrize("rule", ["solve", "product"])
 def test_factors_that_nothing_could_send_are_not_made(rule, alike, tmp_path, monkeypatch):
-    """Factors of a product of the largest values would leave their range, and every round would be void."""
+    """Factors of a product of the largest values would leave their range, and every round would be
+    void."""
     monkeypatch.setattr(Extreme, "alike", alike)
     made = fit(method_of(Extreme, adapter_average=rule), tmp_path).method
     assert 0 < float(made.server["weights"].abs().max()) < 2**20
@@ -444,7 +492,9 @@ def test_what_does_not_go_together_is_refused():
     check("factors", average=Krum())
     with refused("--model.adapter_average stack with --model.server_optimizer", "residual"):
         check("stack", server_optimizer=ServerAdam())
-    with refused("--model.adapter_average share_a with --model.personal head", "leave personal out"):
+    with refused(
+        "--model.adapter_average share_a with --model.personal head", "leave personal out"
+    ):
         check("share_a", personal="head")
     assert isinstance(chosen_rule("residual"), Residual)
     assert chosen_rule(Stack(resend=True)).resend
@@ -452,7 +502,8 @@ def test_what_does_not_go_together_is_refused():
 
 @pytest.mark.parametrize("rule", ["stack", "product", "alternate", "padded"])
 def test_rules_that_make_both_factors_refuse_a_frozen_one(rule, tmp_path):
-    """Their A would be lost: what they made of B alone was another model, or the run had no A to read."""
+    """Their A would be lost: what they made of B alone was another model, or the run had no A to
+    read."""
     with refused(f"--model.adapter_average {rule} with layers.0", "frozen_a"):
         fitted(tmp_path, rule, rank=[1, 2] if rule == "padded" else 2, ffa=True)
 
@@ -466,7 +517,8 @@ def test_a_network_without_two_factors_is_refused(tmp_path):
 
 @pytest.mark.parametrize("rule", ["residual", "stack"])
 def test_terms_read_the_model_that_was_received_on_a_base_that_moves(rule, tmp_path):
-    """Its copy that a term compares with has the moved base; a client's model of another round is no such copy."""
+    """Its copy that a term compares with has the moved base; a client's model of another round is
+    no such copy."""
     method, _ = fitted(tmp_path, rule, cls=FedNTD)
     method.round, client = 3, prepare_data(records(generate=False)).client(1)
     client.state.clear()

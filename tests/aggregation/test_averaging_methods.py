@@ -1,4 +1,5 @@
-"""FedProx, FedNTD, QFedAvg, AQFL, FedPQ: where each ends, its neutral setting, its bytes, its noise.
+"""FedProx, FedNTD, QFedAvg, AQFL, FedPQ: where each ends, its neutral setting, its bytes, its
+noise.
 
 References share no code with the package.
 """
@@ -31,7 +32,8 @@ def initial_weights(data: Points) -> torch.Tensor:
 
 
 def test_fedprox_moves_as_far_as_its_recursion_says(tmp_path):
-    """w - c + mu (w - w_t): after E steps a share (1 - (1 - lr (1 + mu))^E) / (1 + mu) of the way."""
+    """w - c + mu (w - w_t): after E steps a share (1 - (1 - lr (1 + mu))^E) / (1 + mu) of the
+    way."""
     start, lr, mu, steps = initial_weights(Points((3, 1))), 0.1, 0.5, 4
     method = on_points(FedProx(mu=mu))
     run(method, Points((3, 1)), tmp_path, max_rounds=1, local_epochs=steps)
@@ -41,7 +43,8 @@ def test_fedprox_moves_as_far_as_its_recursion_says(tmp_path):
 
 
 def test_fedntd_is_a_plain_torch_loop(tmp_path):
-    """One client, two rounds of three steps on the toy, with the loss written out class by class."""
+    """One client, two rounds of three steps on the toy, with the loss written out class by
+    class."""
     start, method = initial_weights(Points((2, 5))), on_points(FedNTD(beta=2.0, tau=2.0))
     run(method, Points((2, 5)), tmp_path, max_rounds=2, participation=0.5, local_epochs=3)
     weights = start.clone()
@@ -50,7 +53,10 @@ def test_fedntd_is_a_plain_torch_loop(tmp_path):
         others, received = [c for c in range(6) if c != k], weights.clone()
         for _ in range(3):
             weights.requires_grad_(True)
-            q_g, q = torch.softmax(received[others] / 2.0, 0), torch.softmax(weights[others] / 2.0, 0)
+            q_g, q = (
+                torch.softmax(received[others] / 2.0, 0),
+                torch.softmax(weights[others] / 2.0, 0),
+            )
             kl = sum(q_g[i] * (q_g[i].log() - q[i].log()) for i in range(5))
             loss = (weights - CENTRES[k]).square().sum() / 2 + 2.0 * 2.0**2 * kl
             (gradient,) = torch.autograd.grad(loss, weights)
@@ -73,12 +79,18 @@ def test_not_true_distillation_by_hand():
         q, q_g = F.softmax(z[keep] / 3, 0), F.softmax(g[keep] / 3, 0)
         rows.append((q_g * (q_g / q).log()).sum())
     torch.testing.assert_close(
-        not_true_distillation(ClassRows(local, target, None), received, 3.0), 9 * torch.stack(rows).mean()
+        not_true_distillation(ClassRows(local, target, None), received, 3.0),
+        9 * torch.stack(rows).mean(),
     )
 
 
 def weights_after(method, tmp_path, **settings) -> torch.Tensor:
-    run(method, digits(), tmp_path, **{"max_rounds": 2, "participation": 0.5, "local_epochs": 1, **settings})
+    run(
+        method,
+        digits(),
+        tmp_path,
+        **{"max_rounds": 2, "participation": 0.5, "local_epochs": 1, **settings},
+    )
     return method.server["weights"]
 
 
@@ -92,7 +104,9 @@ def weights_after(method, tmp_path, **settings) -> torch.Tensor:
 )
 def test_neutral_settings_are_fedavg_bit_for_bit(method, neutral, other, tmp_path):
     plain = weights_after(FedAvg(optimizer=sgd(momentum=0.9)), tmp_path)
-    assert torch.equal(plain, weights_after(method(optimizer=sgd(momentum=0.9), **neutral), tmp_path))
+    assert torch.equal(
+        plain, weights_after(method(optimizer=sgd(momentum=0.9), **neutral), tmp_path)
+    )
     changed = weights_after(method(optimizer=sgd(momentum=0.9), **other), tmp_path)
     assert changed.isfinite().all()
     assert not torch.equal(plain, changed)
@@ -106,8 +120,8 @@ def test_sixteen_bits_are_nearly_fedavg(tmp_path):
 
 
 def test_fedprox_holds_only_trainable_parameters(tmp_path):
-    """BatchNorm statistics move freely: at a huge pull the weights stay and the statistics are FedAvg's of
-    weights that stay."""
+    """BatchNorm statistics move freely: at a huge pull the weights stay and the statistics are
+    FedAvg's of weights that stay."""
     from fl_lightning.models import SmallCNN
 
     network = lambda classes: SmallCNN(classes, norm="batch", width=4)  # noqa: E731
@@ -128,11 +142,14 @@ def test_same_seed_same_bytes_in_any_order_of_clients(kind):
 @pytest.mark.parametrize("kind", [QFedAvg, FedPQ, AQFL, FedMPQ])
 def test_a_client_that_diverged_is_rejected_and_never_averaged(kind, tmp_path, caplog):
     method = kind(optimizer=sgd(1e25))
-    trainer = run_for_nothing(method, digits(), tmp_path, max_rounds=1, participation=0.5, local_epochs=1)
+    trainer = run_for_nothing(
+        method, digits(), tmp_path, max_rounds=1, participation=0.5, local_epochs=1
+    )
     assert "holds NaN" in caplog.text
     assert (trainer.run_dir / "ledger.csv").read_text().count("rejected") == 2
     untrained = weights_after(FedAvg(optimizer=sgd(0.0)), tmp_path, max_rounds=1)
-    torch.testing.assert_close(method.server["weights"], untrained, rtol=0, atol=2.0**-38)  # of four clients
+    # of four clients
+    torch.testing.assert_close(method.server["weights"], untrained, rtol=0, atol=2.0**-38)
 
 
 WEIGHTS, REST = (
@@ -156,7 +173,9 @@ def pq_bytes(dim: int, centroids: int) -> int:
     for n in WEIGHTS:
         count = -(-n // dim)
         k = min(centroids, count // 4)
-        size += entry("i0", 1, (count * int(np.ceil(np.log2(k))) + 7) // 8) + entry("c0", 2, 4 * k * dim)
+        size += entry("i0", 1, (count * int(np.ceil(np.log2(k))) + 7) // 8) + entry(
+            "c0", 2, 4 * k * dim
+        )
     return size
 
 
@@ -186,7 +205,9 @@ def aqfl_bytes(bits: int) -> int:
 )
 def test_bytes_equal_the_hand_formula(method, expected, tmp_path):
     trainer = run(method, digits(), tmp_path, max_rounds=1, local_epochs=1)
-    rows = [line.split(",") for line in (trainer.run_dir / "ledger.csv").read_text().splitlines()[1:]]
+    rows = [
+        line.split(",") for line in (trainer.run_dir / "ledger.csv").read_text().splitlines()[1:]
+    ]
     assert {int(row[3]) for row in rows} == {FULL - entry("examples", 0, 4)}  # down: W_t
     assert {int(row[4]) for row in rows} == {expected}
 
@@ -194,7 +215,9 @@ def test_bytes_equal_the_hand_formula(method, expected, tmp_path):
 def test_each_client_of_aqfl_has_its_own_bits_and_downloads_may_be_coded(tmp_path):
     method = AQFL(optimizer=sgd(), bits=[1, 2, 4, 8], download="quantised")
     trainer = run(method, digits(), tmp_path, max_rounds=2, local_epochs=1)
-    rows = [line.split(",") for line in (trainer.run_dir / "ledger.csv").read_text().splitlines()[1:]]
+    rows = [
+        line.split(",") for line in (trainer.run_dir / "ledger.csv").read_text().splitlines()[1:]
+    ]
     assert [int(row[4]) for row in rows] == [aqfl_bytes(bits) for bits in (1, 2, 4, 8)] * 2
     assert [int(row[3]) for row in rows] == [
         aqfl_bytes(bits) - entry("examples", 0, 4) for bits in (1, 2, 4, 8)
@@ -203,18 +226,22 @@ def test_each_client_of_aqfl_has_its_own_bits_and_downloads_may_be_coded(tmp_pat
 
 
 def test_aqfl_trains_through_the_grid():
-    """At 1 bit the forward pass sees -s, 0 and s, and the gradient there goes to the fp32 weights as it
-    is."""
+    """At 1 bit the forward pass sees -s, 0 and s, and the gradient there goes to the fp32 weights
+    as it is."""
     method = on_points(AQFL(bits=1))
     data = Points((1, 1))
     data.setup()
     data.distribute(0, torch.device("cpu"))
     method.build(data)
-    method.receive(Payload({"weights": torch.tensor([0.9, -0.3, 0.5, -0.9, 0.2, 0.0])}), data.client(0))
+    method.receive(
+        Payload({"weights": torch.tensor([0.9, -0.3, 0.5, -0.9, 0.2, 0.0])}), data.client(0)
+    )
     method.training_step((torch.ones(1, 1), torch.tensor([0])))["loss"].backward()
     on_grid = torch.tensor([0.9, 0.0, 0.9, -0.9, 0.0, 0.0])
     torch.testing.assert_close(method.network.weight.grad.flatten(), on_grid - CENTRES[0])
-    assert method.network.weight.flatten().tolist() == pytest.approx([0.9, -0.3, 0.5, -0.9, 0.2, 0.0])
+    assert method.network.weight.flatten().tolist() == pytest.approx(
+        [0.9, -0.3, 0.5, -0.9, 0.2, 0.0]
+    )
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,8 @@ def test_a_network_of_two_precisions_travels_in_float32():
 @pytest.mark.parametrize("engine", ["sequential", "batched"])
 @pytest.mark.parametrize("cls", [FedAvg, Oracle])
 def test_the_ledger_and_the_mean(cls, engine, tmp_path, caplog):
-    """2 bytes a value both ways; the mean is taken in float64 and rounded to bfloat16 at the end."""
+    """2 bytes a value both ways; the mean is taken in float64 and rounded to bfloat16 at the
+    end."""
     keeps = Keeps()
     trainer = fit(method_of(cls), tmp_path, callbacks=[keeps], engine=engine, max_rounds=1)
     assert "one by one" not in caplog.text
@@ -67,11 +68,15 @@ def test_the_ledger_and_the_mean(cls, engine, tmp_path, caplog):
     lines = (trainer.run_dir / "ledger.csv").read_text().splitlines()
     columns = [line.split(",") for line in lines]
     of = {name: [row[at] for row in columns[1:]] for at, name in enumerate(columns[0])}
-    down, up = (next(values for name, values in of.items() if word in name) for word in ("down", "up"))
+    down, up = (
+        next(values for name, values in of.items() if word in name) for word in ("down", "up")
+    )
     assert set(down) == {str(19 + 14 + 2 * size)}
     assert set(up) == {str(19 + 14 + 2 * size + (3 + len("examples") + 4))}
     if cls is FedAvg:
-        mean = sum(keeps.weight[id] * keeps.sent[id] for id in range(4)) / sum(keeps.weight.values())
+        mean = sum(keeps.weight[id] * keeps.sent[id] for id in range(4)) / sum(
+            keeps.weight.values()
+        )
         server = trainer.method.server["weights"]
         assert server.dtype == torch.bfloat16
         off = (server.double() - mean).abs() / mean.abs().clamp(min=1e-30)
@@ -108,7 +113,9 @@ def test_weights_that_are_trained_through_a_quantiser_are_float32(cls, tmp_path)
 
 def test_a_continued_run_ends_as_a_whole_one(tmp_path):
     def end(folder: str, rounds: int, **settings) -> torch.Tensor:
-        trainer = fit(method_of(), tmp_path / folder, max_rounds=rounds, allow_changed=True, **settings)
+        trainer = fit(
+            method_of(), tmp_path / folder, max_rounds=rounds, allow_changed=True, **settings
+        )
         return trainer.method.server["weights"]
 
     whole = end("whole", 3)
@@ -119,5 +126,7 @@ def test_a_continued_run_ends_as_a_whole_one(tmp_path):
 def test_bfloat16_is_refused_where_the_network_is_float32():
     upload = Payload({"weights": torch.ones(3, dtype=torch.bfloat16)})
     check_values(upload, torch.bfloat16)
-    with pytest.raises(PayloadError, match=r"'weights' is torch.bfloat16; values travel as torch.float32 or"):
+    with pytest.raises(
+        PayloadError, match=r"'weights' is torch.bfloat16; values travel as torch.float32 or"
+    ):
         check_values(upload)

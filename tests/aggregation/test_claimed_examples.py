@@ -1,5 +1,5 @@
-"""``examples`` is a client's weight in every average: nobody may claim more of it than the server can
-know."""
+"""``examples`` is a client's weight in every average: nobody may claim more of it than the server
+can know."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def statuses(trainer) -> dict[int, set[str]]:
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in TEN if name != "FedMosaic"])  # which weighs nobody by n_k
+# which weighs nobody by n_k
+@pytest.mark.parametrize("name", [name for name in TEN if name != "FedMosaic"])
 def test_a_client_that_claims_more_than_it_enrolled_with_is_refused_by_every_method(name, tmp_path):
     liars = ByzantineClients(clients=1 / 6, attack="sign_flip", strength=1.0, claimed_examples=HUGE)
     trainer = fit(name, tmp_path, max_rounds=1, participation=1.0, callbacks=[liars])
@@ -53,17 +54,27 @@ AVERAGES = [WeightedMean(), NormClipping(1.0), TrimmedMean(0.1), CoordinateMedia
 @pytest.mark.essential
 @pytest.mark.parametrize("average", AVERAGES, ids=lambda average: type(average).__name__)
 def test_a_lie_about_n_k_moves_no_average(average, tmp_path):
-    """One of six sends x - u: with its true n_k, and with a claim of 2**62 that used to be the average."""
+    """One of six sends x - u: with its true n_k, and with a claim of 2**62 that used to be the
+    average."""
     weights = {}
     for claim in (None, HUGE):
-        attack = ByzantineClients(clients=1 / 6, attack="sign_flip", strength=1.0, claimed_examples=claim)
+        attack = ByzantineClients(
+            clients=1 / 6, attack="sign_flip", strength=1.0, claimed_examples=claim
+        )
         method = method_of("FedAvg")
         method.average = average
         trainer = fit(
-            "FedAvg", tmp_path / str(claim), method, max_rounds=3, participation=1.0, callbacks=[attack]
+            "FedAvg",
+            tmp_path / str(claim),
+            method,
+            max_rounds=3,
+            participation=1.0,
+            callbacks=[attack],
         )
         weights[claim] = trainer.method.server["weights"]
-    honest = fit("FedAvg", tmp_path / "honest", max_rounds=3, participation=1.0).method.server["weights"]
+    honest = fit("FedAvg", tmp_path / "honest", max_rounds=3, participation=1.0).method.server[
+        "weights"
+    ]
     true, lying = ((weights[claim] - honest).norm() for claim in (None, HUGE))
     assert lying < 1.5 * true
 

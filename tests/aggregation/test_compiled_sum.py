@@ -15,7 +15,9 @@ from fl_lightning.aggregation.exact_sum import MAX_MAGNITUDE, ExactSum, exact_me
 from fl_lightning.errors import MisuseError
 from fl_lightning.support import compiled
 
-needs_compiler = pytest.mark.skipif(shutil.which(compiled.COMPILER) is None, reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(
+    shutil.which(compiled.COMPILER) is None, reason="no C++ compiler"
+)
 LARGEST = float(np.nextafter(np.float32(MAX_MAGNITUDE), np.float32(0)))
 
 
@@ -56,14 +58,16 @@ def both(built, monkeypatch):
 
 
 def vectors(clients: int, size: int) -> list[torch.Tensor]:
-    """Values of all sizes: halves of a unit, zeros of both signs, subnormal ones, and some of both sides of
-    what is rounded by a shift."""
+    """Values of all sizes: halves of a unit, zeros of both signs, subnormal ones, and some of both
+    sides of what is rounded by a shift."""
     draws = np.random.default_rng(1000 * clients + size)
     values = draws.normal(size=(clients, size)) * 10.0 ** draws.uniform(-45, 0, (clients, size))
     special = [0.0, -0.0, 1e-45, -1e-45, 1e-39, LARGEST, -LARGEST]
     bits = fraction_bits(clients)
     special += [sign * n * 2.0 ** -(bits + 1) for sign in (1, -1) for n in range(1, 8)]
-    special += [sign * 2.0 ** (51 - bits) * x for sign in (1, -1) for x in (1, 1 - 2**-24, 1 + 2**-23)]
+    special += [
+        sign * 2.0 ** (51 - bits) * x for sign in (1, -1) for x in (1, 1 - 2**-24, 1 + 2**-23)
+    ]
     places = draws.integers(0, size, (clients, len(special) if size > 300 else min(2, size)))
     for row, where in zip(values, places, strict=True):
         row[where] = draws.permutation(np.clip(special, -LARGEST, LARGEST))[: len(where)]
@@ -91,7 +95,11 @@ def compare(clients, size, both):
         exact = ExactSum(size, clients)
         for first in range(0, clients, 3):
             exact.add(given[first : first + 3], weights[first : first + 3])
-        return exact.integers, exact.mean(sum(weights)), exact_mean(given, weights, sum(weights), clients)
+        return (
+            exact.integers,
+            exact.mean(sum(weights)),
+            exact_mean(given, weights, sum(weights), clients),
+        )
 
     with_library, without = both(sums)
     for one, other in zip(with_library, without, strict=True):
@@ -101,7 +109,9 @@ def compare(clients, size, both):
 
 
 @needs_compiler
-@pytest.mark.parametrize("value", [MAX_MAGNITUDE, -MAX_MAGNITUDE, float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize(
+    "value", [MAX_MAGNITUDE, -MAX_MAGNITUDE, float("inf"), -float("inf"), float("nan")]
+)
 @pytest.mark.parametrize("place", [0, 256, 40_000])
 def test_the_library_refuses_what_python_does(value, place, built, monkeypatch):
     monkeypatch.setattr(compiled_sum, "COMPILED", built)
@@ -118,7 +128,11 @@ def test_the_library_refuses_what_python_does(value, place, built, monkeypatch):
 @needs_compiler
 def test_what_is_not_flat_float32_is_added_in_python(both):
     wide = torch.randn(50, 2, dtype=torch.float64)
-    for given in ([wide.float()[:, 0]], [wide[:, 0].contiguous()], [wide.float()[:, 0], wide[:, 1]]):
+    for given in (
+        [wide.float()[:, 0]],
+        [wide[:, 0].contiguous()],
+        [wide.float()[:, 0], wide[:, 1]],
+    ):
         assert compiled_sum.adder(given, [1.0] * len(given)) is None
         one, other = both(lambda given=given: exact_mean(given, [0.5] * len(given), 1.0, 2))
         assert torch.equal(one, other)

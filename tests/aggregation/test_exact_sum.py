@@ -1,4 +1,5 @@
-"""Sums of fixed-point integers against Python's own integers and fractions, in any order and grouping."""
+"""Sums of fixed-point integers against Python's own integers and fractions, in any order and
+grouping."""
 
 from __future__ import annotations
 
@@ -15,20 +16,37 @@ from fl_lightning.aggregation import exact_sum
 from fl_lightning.aggregation.averages import NormClipping
 from fl_lightning.aggregation.exact_sum import MAX_MAGNITUDE, ExactSum, fraction_bits
 from fl_lightning.errors import MisuseError
-from fl_lightning.methods import AQFL, FedAvg, FedMPQ, FedMPQKD, FedNTD, FedPQ, FedProx, Oracle, QFedAvg
+from fl_lightning.methods import (
+    AQFL,
+    FedAvg,
+    FedMPQ,
+    FedMPQKD,
+    FedNTD,
+    FedPQ,
+    FedProx,
+    Oracle,
+    QFedAvg,
+)
 from fl_lightning.wire import Payload
 
 LARGEST = float(np.nextafter(np.float32(MAX_MAGNITUDE), np.float32(0)))
 
 
 def uploads(clients: int, size: int, magnitude: float = 1.0):
-    """Vectors with values of all sizes, exact halves of a unit among them, and weights n_k / n_max."""
+    """Vectors with values of all sizes, exact halves of a unit among them, and weights n_k /
+    n_max."""
     draws = np.random.default_rng(clients)
-    values = draws.normal(size=(clients, size)) * 10.0 ** draws.uniform(-12, 0, (clients, size)) * magnitude
+    values = (
+        draws.normal(size=(clients, size))
+        * 10.0 ** draws.uniform(-12, 0, (clients, size))
+        * magnitude
+    )
     values[:, :20] = np.arange(20) * 2.0 ** -(fraction_bits(clients) + 1)
     examples = draws.integers(1, 300, clients)
     examples[0] = 300
-    return [torch.tensor(row, dtype=torch.float32) for row in values], [n / 300 for n in examples.tolist()]
+    return [torch.tensor(row, dtype=torch.float32) for row in values], [
+        n / 300 for n in examples.tolist()
+    ]
 
 
 def by_python(vectors, weights) -> list[int]:
@@ -40,7 +58,9 @@ def by_python(vectors, weights) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize(("clients", "magnitude"), [(1, 1.0), (5, 1.0), (5, 1e5), (1000, 1.0), (1000, 1e4)])
+@pytest.mark.parametrize(
+    ("clients", "magnitude"), [(1, 1.0), (5, 1.0), (5, 1e5), (1000, 1.0), (1000, 1e4)]
+)
 def test_the_sum_is_that_of_integers(clients, magnitude):
     vectors, weights = uploads(clients, 50, magnitude)
     exact = ExactSum(50, clients)
@@ -78,7 +98,9 @@ def test_the_mean_is_off_by_half_a_unit_for_each_client_at_most():
     exact.add(vectors, weights)
     total = sum(map(Fraction, weights))
     bound = Fraction(9, 2) / 2 ** fraction_bits(9) / total
-    for column, mean in zip(torch.stack(vectors).T.tolist(), exact.mean(float(total)).tolist(), strict=True):
+    for column, mean in zip(
+        torch.stack(vectors).T.tolist(), exact.mean(float(total)).tolist(), strict=True
+    ):
         true = sum(Fraction(w) * Fraction(x) for w, x in zip(weights, column, strict=True)) / total
         assert abs(Fraction(mean) - true) <= bound + abs(true) / 2**24  # float32 rounds once more
 
@@ -102,7 +124,9 @@ def test_what_does_not_fit_is_refused():
         *(FedAvg(), FedAvg(average=NormClipping(0.01)), FedAvg(max_share=0.3), FedProx(), FedNTD()),
         *(QFedAvg(), AQFL(), FedPQ(), FedMPQ(bits=[2, 3, 4.5, 8]), FedMPQKD(), Oracle()),
     ],
-    ids=lambda method: f"{type(method).__name__}-{type(method.average).__name__}-{method.max_share}",
+    ids=lambda method: (
+        f"{type(method).__name__}-{type(method.average).__name__}-{method.max_share}"
+    ),
 )
 def test_the_order_of_uploads_changes_no_bit(method):
     answers = {id: Payload.from_bytes(upload) for id, upload in sent(method, digits()).items()}

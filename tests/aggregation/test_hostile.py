@@ -78,7 +78,9 @@ def flip(data: bytes) -> bytes:
 
 def floats(change):
     return lambda upload: {
-        name: change(value) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        name: change(value)
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+        else value
         for name, value in upload.items()
     }
 
@@ -101,7 +103,9 @@ ATTACKS = {
     "NaN": Entries(floats(lambda value: value * float("nan"))),
     "infinite": Entries(floats(lambda value: value + float("inf"))),
     "exploding": Entries(floats(lambda value: value + 1e30)),
-    "wrong shapes": Entries(lambda upload: {name: shorter(value) for name, value in upload.items()}),
+    "wrong shapes": Entries(
+        lambda upload: {name: shorter(value) for name, value in upload.items()}
+    ),
     "no entries": Entries(lambda upload: {}),
     "codes for tensors": Entries(
         lambda upload: dict.fromkeys(upload, Codes(torch.zeros(3, dtype=torch.int32), 4))
@@ -189,7 +193,10 @@ def test_clients_without_data_and_with_one_example(name, tmp_path):
     class Poor(Stressor):
         def change_cohort(self, cohort, *, round, context):
             first, second, *rest = (assignment.client for assignment in cohort)
-            nothing, one = replace(first, train=first.train[:0]), replace(second, train=second.train[:1])
+            nothing, one = (
+                replace(first, train=first.train[:0]),
+                replace(second, train=second.train[:1]),
+            )
             return [Assignment(client) for client in (nothing, one, *rest)]
 
     trainer = fit(name, tmp_path, max_rounds=1, callbacks=[Poor()])
@@ -210,14 +217,19 @@ def test_a_round_without_any_upload(name, fate, tmp_path):
     with pytest.raises(RunStopped, match="no upload of 2 rounds was ever counted"):
         fit(name, tmp_path, max_rounds=2, callbacks=[Nobody()])
     run = SimpleNamespace(run_dir=tmp_path / name / "run")
-    assert {row["status"] for row in rows(run, "ledger.csv")} == {"dropped" if "trains" in fate else "lost"}
+    assert {row["status"] for row in rows(run, "ledger.csv")} == {
+        "dropped" if "trains" in fate else "lost"
+    }
     assert [row["clients/trained"] for row in rows(run, "metrics.csv")] == ["0", "0"]
     assert json.loads((run.run_dir / "metadata.json").read_text())["status"] == "failed"
 
 
 def test_the_ledger_has_the_size_of_what_arrived(tmp_path):
     trainer = fit(
-        "FedAvg", tmp_path, max_rounds=1, callbacks=[Entries(lambda sent: {"examples": sent["examples"]})]
+        "FedAvg",
+        tmp_path,
+        max_rounds=1,
+        callbacks=[Entries(lambda sent: {"examples": sent["examples"]})],
     )
     (row,) = [row for row in rows(trainer, "ledger.csv") if row["status"] == "rejected"]
     arrived = Payload({"examples": torch.tensor(1, dtype=torch.int32)}).nbytes
@@ -242,7 +254,9 @@ def test_a_server_that_would_not_stay_finite_keeps_its_state(tmp_path, caplog):
 
 
 def test_limits():
-    check_values(Payload({"examples": torch.tensor(1), "weights": torch.tensor([MAX_MAGNITUDE / 2])}))
+    check_values(
+        Payload({"examples": torch.tensor(1), "weights": torch.tensor([MAX_MAGNITUDE / 2])})
+    )
     for weights in (MAX_MAGNITUDE, -MAX_MAGNITUDE, float("nan"), float("inf")):
         with pytest.raises(PayloadError, match="NaN, infinity or"):
             check_values(Payload({"weights": torch.tensor([weights])}))
@@ -271,9 +285,15 @@ def test_any_bytes_are_a_payload_or_refused(count, body):
 
 def test_what_is_too_large_is_refused_before_memory_is_taken_for_it(monkeypatch):
     """32 MB of 1-bit codes are a gigabyte of integers."""
-    monkeypatch.setattr("fl_lightning.wire.payload.unpack", lambda *arguments: pytest.fail("it was decoded"))
-    bomb = entry_head("weights", Codes(torch.empty(2**28, dtype=torch.int8, device="meta"), 1)) + bytes(2**25)
-    unknown = entry_head("more", Codes(torch.empty(8, dtype=torch.int8, device="meta"), 1)) + bytes(1)
+    monkeypatch.setattr(
+        "fl_lightning.wire.payload.unpack", lambda *arguments: pytest.fail("it was decoded")
+    )
+    bomb = entry_head(
+        "weights", Codes(torch.empty(2**28, dtype=torch.int8, device="meta"), 1)
+    ) + bytes(2**25)
+    unknown = entry_head("more", Codes(torch.empty(8, dtype=torch.int8, device="meta"), 1)) + bytes(
+        1
+    )
     limits = {"examples": 1, "weights": 1000}
     for body, allowed, rule in (
         (bomb, {"limits": limits}, "1000 at most"),
@@ -294,9 +314,14 @@ def test_entries_that_a_method_does_not_know_and_entries_that_are_too_long_are_r
     assert set(limits) == set(honest)
     for entry, value in honest.items():
         values = value.values if isinstance(value, Codes) else value
-        first, *rest = [axis[-1] if isinstance(axis, range) else axis for axis in limits[entry]] or [1]
+        first, *rest = [
+            axis[-1] if isinstance(axis, range) else axis for axis in limits[entry]
+        ] or [1]
         longer = values.new_zeros(first + 1, *rest)
-        forged = {**honest, entry: Codes(longer, value.bits) if isinstance(value, Codes) else longer}
+        forged = {
+            **honest,
+            entry: Codes(longer, value.bits) if isinstance(value, Codes) else longer,
+        }
         with pytest.raises(PayloadError, match=f"entry '{entry}' of"):
             Payload.from_bytes(Payload(forged).to_bytes(), limits=limits)
     assert not averaged_or_refused(method, client, Payload({**honest, "more": torch.zeros(1)}))
@@ -344,13 +369,14 @@ def built():
 
 @by_method
 def test_a_forged_upload_is_refused_or_harmless(name, built):
-    """Bytes changed at will under a right checksum: a PayloadError, or something that is averaged and stays
-    finite."""
+    """Bytes changed at will under a right checksum: a PayloadError, or something that is averaged
+    and stays finite."""
     method, client, sent = built(name)
     random = np.random.default_rng(0)
     for number in range(MUTATIONS):
         body = bytearray(sent[HEADER.size :])
-        reach = len(body) if number % 2 else min(len(body), 64)  # the head is where names and shapes are
+        # the head is where names and shapes are
+        reach = len(body) if number % 2 else min(len(body), 64)
         for where in random.integers(reach, size=random.integers(1, 4)):
             body[where] = random.integers(256)
         try:
@@ -378,8 +404,8 @@ def averaged_or_refused(method, client, upload: Payload) -> bool:
 
 @by_method
 def test_a_valid_payload_of_another_form_is_refused(name, built):
-    """Entries left out, of another rank or type, or fp32 where codes are due: refused before anything is
-    averaged."""
+    """Entries left out, of another rank or type, or fp32 where codes are due: refused before
+    anything is averaged."""
     method, client, sent = built(name)
     upload = Payload.from_bytes(sent)
     assert averaged_or_refused(method, client, upload)
@@ -412,12 +438,17 @@ def test_a_shape_of_one_client_is_no_end_of_the_run(name, secure_sum, tmp_path, 
         return {**upload, "tops": replace(tops, values=tops.values.unsqueeze(1))}
 
     trainer = fit(name, tmp_path, callbacks=[Entries(column)], secure_sum=secure_sum)
-    assert [row["status"] for row in rows(trainer, "ledger.csv")] == ["rejected", "trained", "trained"] * 2
+    assert [row["status"] for row in rows(trainer, "ledger.csv")] == [
+        "rejected",
+        "trained",
+        "trained",
+    ] * 2
     assert "entry 'tops' of shape (4, 1)" in caplog.text
 
 
 class WithMore(FedAvg):
-    """Adds up one more vector, and declares numbers of values as before shapes could be declared."""
+    """Adds up one more vector, and declares numbers of values as before shapes could be
+    declared."""
 
     def upload(self, client):
         return Payload({**super().upload(client), "more": torch.ones(3)})
@@ -432,7 +463,9 @@ class WithMore(FedAvg):
         return {**super().addends(upload, client_id, weight), "more": Addend(more)}
 
 
-@pytest.mark.parametrize("more", [torch.ones(3, 1), torch.ones(2), None], ids=["column", "short", "missing"])
+@pytest.mark.parametrize(
+    "more", [torch.ones(3, 1), torch.ones(2), None], ids=["column", "short", "missing"]
+)
 def test_what_addends_refuse_of_a_method_without_shapes_is_a_rejection(more, tmp_path):
     def forged(upload):
         upload.pop("more")
@@ -440,14 +473,19 @@ def test_what_addends_refuse_of_a_method_without_shapes_is_a_rejection(more, tmp
 
     settings = {"network": Dropped, "optimizer": sgd(0.05)}
     trainer = fit("FedAvg", tmp_path / "forged", WithMore(**settings), callbacks=[Entries(forged)])
-    assert [row["status"] for row in rows(trainer, "ledger.csv")] == ["rejected", "trained", "trained"] * 2
+    assert [row["status"] for row in rows(trainer, "ledger.csv")] == [
+        "rejected",
+        "trained",
+        "trained",
+    ] * 2
     old = fit("FedAvg", tmp_path / "old", WithMore(**settings))
     new = fit("FedAvg", tmp_path / "new", FedAvg(**settings))
     assert torch.equal(old.method.server["weights"], new.method.server["weights"])
 
 
 class Undeclared(FedAvg):
-    """Adds up a vector of any length, and a product that needs three numbers; it declares nothing."""
+    """Adds up a vector of any length, and a product that needs three numbers; it declares
+    nothing."""
 
     def upload(self, client):
         return Payload({**super().upload(client), "more": torch.ones(3), "factors": torch.ones(3)})
@@ -458,7 +496,9 @@ class Undeclared(FedAvg):
         return {**super().addends(upload, client_id, weight), **added}
 
 
-@pytest.mark.parametrize(("entry", "said"), [("more", "others add more 3"), ("factors", "RuntimeError")])
+@pytest.mark.parametrize(
+    ("entry", "said"), [("more", "others add more 3"), ("factors", "RuntimeError")]
+)
 @pytest.mark.parametrize("secure_sum", [None, SecureSum(0.6)], ids=["plain", "secure"])
 @pytest.mark.parametrize("length", [2, 4])
 def test_another_length_of_an_undeclared_entry_is_a_rejection(
@@ -479,7 +519,8 @@ def test_another_length_of_an_undeclared_entry_is_a_rejection(
 
 
 def test_uploads_of_other_processes_say_what_is_odd_too(monkeypatch):
-    """The only upload of this process is the odd one; each of the two others is on a process of its own."""
+    """The only upload of this process is the odd one; each of the two others is on a process of its
+    own."""
 
     def seen(id: int, entry: torch.Tensor) -> UndeclaredUploads:
         found = UndeclaredUploads()
@@ -493,7 +534,9 @@ def test_uploads_of_other_processes_say_what_is_odd_too(monkeypatch):
     )
     for other in others:
         assert other.odd_ones() == {}
-    monkeypatch.setattr("fl_lightning.aggregation.undeclared.gather_bytes", lambda data: [data, *sent])
+    monkeypatch.setattr(
+        "fl_lightning.aggregation.undeclared.gather_bytes", lambda data: [data, *sent]
+    )
     assert "the method cannot read (RuntimeError" in str(here.odd_ones()[0])
     assert seen(1, torch.ones(3)).odd_ones() == {}
     monkeypatch.setattr("fl_lightning.aggregation.undeclared.gather_bytes", lambda data: [data])
@@ -504,7 +547,9 @@ def test_uploads_of_other_processes_say_what_is_odd_too(monkeypatch):
 def test_an_error_over_shapes_that_others_have_is_a_bug(tmp_path):
     class Wrong(Undeclared):
         def addends(self, upload, client_id, weight):
-            return super().addends(upload, [0, 1][client_id] if client_id > 1 else client_id, weight)
+            return super().addends(
+                upload, [0, 1][client_id] if client_id > 1 else client_id, weight
+            )
 
     with pytest.raises(IndexError, match="list index"):
         fit("FedAvg", tmp_path, Wrong(network=Dropped, optimizer=sgd(0.05)))
@@ -514,7 +559,10 @@ def test_an_error_over_shapes_that_others_have_is_a_bug(tmp_path):
 def test_a_bug_in_addends_is_no_rejection(kind, tmp_path):
     class Wrong(kind):
         def addends(self, upload, client_id, weight):
-            return {**super().addends(upload, client_id, weight), "x": Addend(upload.no_such_attribute)}
+            return {
+                **super().addends(upload, client_id, weight),
+                "x": Addend(upload.no_such_attribute),
+            }
 
     with pytest.raises(AttributeError, match="no_such_attribute"):
         fit("FedAvg", tmp_path, Wrong(network=Dropped, optimizer=sgd(0.05)))

@@ -1,5 +1,5 @@
-"""Hostile clients lie about what methods send beside weights: such uploads are rejected, with a reason, and the
-run goes on."""
+"""Hostile clients lie about what methods send beside weights: such uploads are rejected, with a
+reason, and the run goes on."""
 
 from __future__ import annotations
 
@@ -99,10 +99,15 @@ ONE_ROUND = {"max_local_steps": 1, "participation": 0.5, "eval_every": 10**6, "c
 MADE = {
     "SCAFFOLD": SCAFFOLD,
     "SCAFFOLD with a personal part": partial(SCAFFOLD, personal="norm"),
-    "FedNova with momentum": partial(FedNova, mu=0.1, server_momentum=0.5, optimizer=sgd(0.05, momentum=0.9)),
+    "FedNova with momentum": partial(
+        FedNova, mu=0.1, server_momentum=0.5, optimizer=sgd(0.05, momentum=0.9)
+    ),
     "FedDC under a median": partial(FedDC, average=CoordinateMedian()),
     "APFL": partial(methods.APFL, network=small_group_network),
-    **{name: getattr(methods, name) for name in ("Ditto", "FedALA", "FedCM", "FedDyn", "FedProto", "FedRep")},
+    **{
+        name: getattr(methods, name)
+        for name in ("Ditto", "FedALA", "FedCM", "FedDyn", "FedProto", "FedRep")
+    },
     **{name: getattr(methods, name) for name in ("FedRoD", "FedSpeed", "MoFedSAM")},
 }
 
@@ -112,7 +117,9 @@ def test_every_lie_is_rejected_with_a_reason_and_ends_nothing(make, tmp_path, ca
     """One round for each lie, of which the others' uploads count."""
 
     def method():
-        return make(**{"network": small_network, "optimizer": sgd(0.05), **getattr(make, "keywords", {})})
+        return make(
+            **{"network": small_network, "optimizer": sgd(0.05), **getattr(make, "keywords", {})}
+        )
 
     seen = Seen()
     run(method(), images(), tmp_path, max_rounds=1, callbacks=[seen], **ONE_ROUND)
@@ -140,7 +147,9 @@ class Largest(Entries):
     """In round 1 an entry of one client is as large as an upload may be."""
 
     def __init__(self, entry) -> None:
-        super().__init__(lambda sent: {**sent, entry: torch.full_like(sent[entry], MAX_MAGNITUDE - 1)})
+        super().__init__(
+            lambda sent: {**sent, entry: torch.full_like(sent[entry], MAX_MAGNITUDE - 1)}
+        )
 
     def change_upload(self, upload, *, client, round, context):
         if round > 1:
@@ -152,9 +161,15 @@ class Largest(Entries):
 def test_a_step_beyond_all_uploads_is_not_made(make, tmp_path, caplog):
     """Ten times a mean of large weights: no upload of the next round could be as large."""
     method = make(network=small_network, optimizer=sgd(0.05), server_lr=10.0)
-    trainer = run(method, images(), tmp_path, max_rounds=3, callbacks=[Largest("weights")], local_epochs=1)
+    trainer = run(
+        method, images(), tmp_path, max_rounds=3, callbacks=[Largest("weights")], local_epochs=1
+    )
     assert "round 1: the server's next weights would reach 1.04858e+06" in caplog.text
-    assert [row["clients/trained"] for row in rows_of(trainer.run_dir / "metrics.csv")] == ["0", "6", "6"]
+    assert [row["clients/trained"] for row in rows_of(trainer.run_dir / "metrics.csv")] == [
+        "0",
+        "6",
+        "6",
+    ]
     assert float(method.server["weights"].abs().max()) < 10
 
 
@@ -194,10 +209,14 @@ def test_a_robust_average_guards_control_variates(make, vector, average, tmp_pat
 
 @pytest.mark.parametrize(
     ("make", "says"),
-    [(FedDyn, "in 'clients' values of 6 clients add up to 6"), (FedNova, "in 'lengths' values of 6 clients")],
+    [
+        (FedDyn, "in 'clients' values of 6 clients add up to 6"),
+        (FedNova, "in 'lengths' values of 6 clients"),
+    ],
 )
 def test_a_secure_sum_knows_how_much_work_there_can_be(make, says, tmp_path, monkeypatch, caplog):
-    """The first value of the sums is that number; 100 more of it are within the 2^20 of other sums."""
+    """The first value of the sums is that number; 100 more of it are within the 2^20 of other
+    sums."""
     pytest.importorskip("Crypto")
     from liars import clients_with_a_liar, more
 
@@ -216,4 +235,6 @@ def test_codes_for_a_vector_are_refused_where_it_is_checked(tmp_path):
     client, P = trainer.data.client(0), method.trained.size
     sent = {**method.broadcast(client), "examples": method.examples_of(client)}
     with pytest.raises(PayloadError, match="entry 'change' holds codes"):
-        method.check(Payload({**sent, "change": Codes(torch.zeros(P, dtype=torch.int32), 4)}), client)
+        method.check(
+            Payload({**sent, "change": Codes(torch.zeros(P, dtype=torch.int32), 4)}), client
+        )

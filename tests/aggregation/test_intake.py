@@ -68,7 +68,9 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_few_uploads_are_alive_and_the_weights_are_those_of_all_at_once(way, few, tmp_path, monkeypatch):
+def test_few_uploads_are_alive_and_the_weights_are_those_of_all_at_once(
+    way, few, tmp_path, monkeypatch
+):
     settings = {**WAYS[way]}
     name = settings.pop("method", "FedAvg")
     weighs = {"weigh_by": "clients"} if "privacy" in settings else {}
@@ -140,11 +142,13 @@ IN_WORKERS = {
 
 
 def in_workers(method, folder, monkeypatch, caplog, callbacks=(), **settings):
-    """Run three rounds; the server's tensors, the ledger, what was logged of rejections, and how many uploads
-    the parent's process decoded."""
+    """Run three rounds; the server's tensors, the ledger, what was logged of rejections, and how
+    many uploads the parent's process decoded."""
     decoded, decode = [], exchange.decode_upload
     with monkeypatch.context() as patch:
-        patch.setattr(exchange, "decode_upload", lambda *a, **s: decoded.append(1) or decode(*a, **s))
+        patch.setattr(
+            exchange, "decode_upload", lambda *a, **s: decoded.append(1) or decode(*a, **s)
+        )
         caplog.clear()
         settings = {"participation": 0.75, "max_rounds": 3, "local_epochs": 2, **settings}
         trainer = run(method, federation(8), folder, callbacks=[Loses(), *callbacks], **settings)
@@ -153,7 +157,9 @@ def in_workers(method, folder, monkeypatch, caplog, callbacks=(), **settings):
 
 
 @pytest.mark.parametrize("way", IN_WORKERS)
-def test_workers_receive_what_they_train_and_the_parent_decodes_nothing(way, tmp_path, monkeypatch, caplog):
+def test_workers_receive_what_they_train_and_the_parent_decodes_nothing(
+    way, tmp_path, monkeypatch, caplog
+):
     """Weights, bytes, who is lost and who is rejected are those of one process."""
     method, engine = IN_WORKERS[way]
     alone = in_workers(method(), tmp_path / "a", monkeypatch, caplog, engine=engine, workers=1)
@@ -183,8 +189,12 @@ def test_sums_added_in_parts_are_merged_over_processes(parts, monkeypatch):
             ranks[-1].add("weights", [addend])
         at += count
     first, second = ranks
-    forms = {name: [len(total.integers), most, weight] for name, total, weight, most in second.merged()}
-    other = [total.integers for _, total, *_ in second.merged()] or [torch.zeros(4, dtype=torch.int64)]
+    forms = {
+        name: [len(total.integers), most, weight] for name, total, weight, most in second.merged()
+    }
+    other = [total.integers for _, total, *_ in second.merged()] or [
+        torch.zeros(4, dtype=torch.int64)
+    ]
     monkeypatch.setattr(sums, "world_size", lambda: 2)
     monkeypatch.setattr(sums, "gather_bytes", lambda own: [own, json.dumps(forms).encode()])
     monkeypatch.setattr(sums, "sum_over_ranks", lambda integers: integers + other[0])
@@ -196,7 +206,8 @@ def test_sums_added_in_parts_are_merged_over_processes(parts, monkeypatch):
 
 
 class Remembers(FedAvg):
-    """Its server's half keeps a number beside ``server``, and perhaps what no process can be sent."""
+    """Its server's half keeps a number beside ``server``, and perhaps what no process can be
+    sent."""
 
     receives_anywhere = True
 
@@ -212,7 +223,9 @@ class Remembers(FedAvg):
 
     def addends(self, upload, client_id, weight):
         found = super().addends(upload, client_id, weight)
-        found["weights"] = replace(found["weights"], values=found["weights"].values * (1 + self.rounds_done))
+        found["weights"] = replace(
+            found["weights"], values=found["weights"].values * (1 + self.rounds_done)
+        )
         return found
 
 
@@ -222,7 +235,9 @@ def test_workers_know_what_was_set_on_the_method_since(closes_over, tmp_path, mo
 
     def found(workers):
         method = Remembers(closes_over, network=SMALL)
-        return in_workers(method, tmp_path, monkeypatch, caplog, engine="sequential", workers=workers)
+        return in_workers(
+            method, tmp_path, monkeypatch, caplog, engine="sequential", workers=workers
+        )
 
     alone, pooled = found(1), found(2)
     assert all(torch.equal(alone[0][entry], pooled[0][entry]) for entry in alone[0])
@@ -234,8 +249,8 @@ class Holds:
 
 
 class Counts(FedAvg):
-    """Its server's half writes while it receives, its clients read what the server's half has set, and the
-    next state depends on both.
+    """Its server's half writes while it receives, its clients read what the server's half has set,
+    and the next state depends on both.
 
     Args:
         into: what it writes to.
@@ -292,20 +307,39 @@ class Counts(FedAvg):
     def next_state(self, sums):
         super().next_state(sums)
         self.scale *= 0.5
-        counted = self.server["count"] + self.count + sum(self.found.values()) + sum(self.order) + self.buffer
-        counted = counted + sum(self.nested["ids"]) + self.held.total + float(self.array[0]) + self.drawn
+        counted = (
+            self.server["count"]
+            + self.count
+            + sum(self.found.values())
+            + sum(self.order)
+            + self.buffer
+        )
+        counted = (
+            counted + sum(self.nested["ids"]) + self.held.total + float(self.array[0]) + self.drawn
+        )
         self.server["weights"] = self.server["weights"] + counted / 1024
 
 
 WRITTEN = (
-    *("server", "server in place", "attribute", "dictionary", "list", "nested list", "object", "array"),
+    *(
+        "server",
+        "server in place",
+        "attribute",
+        "dictionary",
+        "list",
+        "nested list",
+        "object",
+        "array",
+    ),
     *("buffer", "generator"),
 )
 
 
 @pytest.mark.parametrize("hook", ["check", "addends"])
 @pytest.mark.parametrize("to", WRITTEN)
-def test_what_the_servers_half_writes_is_written_in_the_parent(to, hook, tmp_path, monkeypatch, caplog):
+def test_what_the_servers_half_writes_is_written_in_the_parent(
+    to, hook, tmp_path, monkeypatch, caplog
+):
     """As by one process, which has all its uploads."""
 
     def found(workers):
@@ -353,7 +387,15 @@ def test_who_says_that_its_hooks_write_to_nothing():
     patched = FedAvg()
     patched.decode = lambda upload: upload.tensor("weights")
     methods = [FedAvg(), make("SCAFFOLD"), Overrides(), Says(), SaysNoMore(), Trains(), patched]
-    assert [receives_anywhere(method) for method in methods] == [True, True, False, True, False, True, False]
+    assert [receives_anywhere(method) for method in methods] == [
+        True,
+        True,
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
 
 
 class AddsNonsense(FedAvg):
@@ -369,8 +411,8 @@ def test_a_bug_of_the_servers_half_in_a_worker_is_the_one_that_is_raised(tmp_pat
 @pytest.mark.slow
 @pytest.mark.essential
 def test_no_worker_is_far_ahead_of_the_client_whose_turn_it_is(few, tmp_path, monkeypatch):
-    """The first client has nearly all examples, so its results are the last to come; and the memory that
-    workers share holds the uploads of one client."""
+    """The first client has nearly all examples, so its results are the last to come; and the memory
+    that workers share holds the uploads of one client."""
     monkeypatch.setattr(pool, "AHEAD_BYTES", 1)
     monkeypatch.setattr(worker, "MIN_SHARED_BYTES", 1)
     monkeypatch.setattr(pool, "MIN_SHARED_BYTES", 1)
@@ -390,7 +432,9 @@ def test_no_worker_is_far_ahead_of_the_client_whose_turn_it_is(few, tmp_path, mo
             waiting -= 1
 
     monkeypatch.setattr(pool.Worker, "take", take)
-    data = images(num_clients=40, partition=Sizes(240, *[3] * 38), synthetic_examples=375, batch_size=4)
+    data = images(
+        num_clients=40, partition=Sizes(240, *[3] * 38), synthetic_examples=375, batch_size=4
+    )
     settings = {
         "participation": 1.0,
         "max_rounds": 1,

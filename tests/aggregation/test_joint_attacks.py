@@ -46,10 +46,14 @@ def attacked(attack: str, rows: Tensor, start: Tensor, **settings) -> tuple[Tens
     """What reaches the server of uploads ``rows``, and who attacked."""
     byzantine = ByzantineClients(clients=0.4, attack=attack, **settings)
     fed = context(start)
-    uploads = {id: Payload({"examples": torch.tensor(2), "weights": row}) for id, row in enumerate(rows)}
+    uploads = {
+        id: Payload({"examples": torch.tensor(2), "weights": row}) for id, row in enumerate(rows)
+    }
     changed = byzantine.change_uploads(uploads, round=1, context=fed)
     assert list(changed) == list(uploads)
-    return torch.stack([one.tensor("weights") for one in changed.values()]), sorted(byzantine.attackers(fed))
+    return torch.stack([one.tensor("weights") for one in changed.values()]), sorted(
+        byzantine.attackers(fed)
+    )
 
 
 @pytest.mark.parametrize("attack", JOINT)
@@ -73,7 +77,9 @@ def test_attackers_send_one_update_made_of_the_honest_ones(attack):
         np.testing.assert_allclose(bad, mean - 0.4307273 * spread, atol=1e-6)
     else:
         apart = max(np.linalg.norm(a - b) for a in updates for b in updates)
-        assert max(np.linalg.norm(bad - update) for update in updates) == pytest.approx(apart, rel=1e-5)
+        assert max(np.linalg.norm(bad - update) for update in updates) == pytest.approx(
+            apart, rel=1e-5
+        )
         ratio = (mean - bad) / spread
         np.testing.assert_allclose(ratio, ratio[0], rtol=1e-4)
         assert ratio[0] > 0
@@ -128,12 +134,19 @@ def test_a_changed_upload_is_checked_again(tmp_path):
     class TooLarge(Stressor):
         def change_uploads(self, uploads, *, round, context):
             first, second, *_ = uploads
-            broken = {**dict(uploads[first].items()), "weights": uploads[first].tensor("weights") + 2.0**21}
+            broken = {
+                **dict(uploads[first].items()),
+                "weights": uploads[first].tensor("weights") + 2.0**21,
+            }
             return {
-                id: Payload(broken) if id == first else one for id, one in uploads.items() if id != second
+                id: Payload(broken) if id == first else one
+                for id, one in uploads.items()
+                if id != second
             }
 
-    trainer = run(FedAvg(optimizer=sgd(0.05)), digits(), tmp_path, max_rounds=1, callbacks=[TooLarge()])
+    trainer = run(
+        FedAvg(optimizer=sgd(0.05)), digits(), tmp_path, max_rounds=1, callbacks=[TooLarge()]
+    )
     (row,) = trainer.progress.history
     assert (row["clients/rejected"], row["clients/trained"], row["clients/dropped"]) == (1, 4, 1)
     assert row["comm/wasted_bytes"] > 0
@@ -161,7 +174,9 @@ def test_flipped_labels(tmp_path):
     honest = min({*range(CLIENTS)} - byzantine.attackers(fed))
 
     def seen(id, round=1):
-        return byzantine.change_labels(labels, client=Data().client(id), round=round, context=fed).tolist()
+        return byzantine.change_labels(
+            labels, client=Data().client(id), round=round, context=fed
+        ).tolist()
 
     assert seen(hostile) == [9, 6, 0]
     assert seen(honest) == labels.tolist()

@@ -1,4 +1,5 @@
-"""The mechanism of client-level privacy on messages that are made by hand: clip, noise, shares, quantile."""
+"""The mechanism of client-level privacy on messages that are made by hand: clip, noise, shares,
+quantile."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ C, COHORT = 0.5, 20
 
 
 class Server:
-    """The server's half of a method whose upload is a dictionary of vectors; ``weights`` has a start."""
+    """The server's half of a method whose upload is a dictionary of vectors; ``weights`` has a
+    start."""
 
     average = WEIGHTED_MEAN
     seed, cohort = 3, COHORT
@@ -46,7 +48,9 @@ class Server:
 
 
 def mechanism(cohort: int = COHORT, **settings) -> PrivateAggregation:
-    found = PrivateAggregation(ClientPrivacy(**{"noise_multiplier": 1.0, "clip_norm": C, **settings}))
+    found = PrivateAggregation(
+        ClientPrivacy(**{"noise_multiplier": 1.0, "clip_norm": C, **settings})
+    )
     found.cohort = cohort
     return found
 
@@ -69,7 +73,8 @@ messages = st.builds(message, numbers, numbers, numbers, other=numbers)
 
 @given(st.lists(messages, min_size=2, max_size=8), messages)
 def test_one_client_moves_the_sum_by_its_clip(of, other):
-    """Removal by C and replacement by 2 C at most, whatever clients send; in integers, so rounding is in it."""
+    """Removal by C and replacement by 2 C at most, whatever clients send; in integers, so rounding
+    is in it."""
     whole = total(of)
     assert float((whole - total(of[1:])).norm()) <= C
     assert float((whole - total([other, *of[1:]])).norm()) <= 2 * C
@@ -138,8 +143,8 @@ def test_the_noise_has_the_variance_that_is_accounted(z):
 @pytest.mark.slow
 @pytest.mark.essential
 def test_distributed_noise_is_central_noise():
-    """Kolmogorov-Smirnov, with as many clients as have to return; with all of them it is larger, never
-    smaller."""
+    """Kolmogorov-Smirnov, with as many clients as have to return; with all of them it is larger,
+    never smaller."""
     least = mechanism(where="distributed", min_returned=0.5).least_returned(COHORT)
     assert least == COHORT // 2
     central = noises(600).ravel()
@@ -158,7 +163,9 @@ def test_noise_hides_that_nobody_returned(quantile):
     method.server = {"weights": torch.arange(1000.0)}
     found = mechanism(noise_multiplier=4.0, target_quantile=quantile).sums(method, {}, 0, 1)
     moved = found.mean("weights") - torch.arange(1000.0)
-    expected = mechanism(noise_multiplier=4.0, target_quantile=quantile).deviation("weights") / COHORT
+    expected = (
+        mechanism(noise_multiplier=4.0, target_quantile=quantile).deviation("weights") / COHORT
+    )
     assert float(moved.std()) == pytest.approx(expected, rel=0.1)
     assert mechanism(where="distributed").sums(method, {}, 0, 1) is None
 
@@ -181,13 +188,16 @@ def test_the_discrete_gaussian(deviation):
     assert seen.sum() == 40_000
     often = expected > 20
     rest = [[numbers[~often].sum()] for numbers in (seen, expected)]
-    seen, expected = np.concatenate([seen[often], rest[0]]), np.concatenate([expected[often], rest[1]])
+    seen, expected = (
+        np.concatenate([seen[often], rest[0]]),
+        np.concatenate([expected[often], rest[1]]),
+    )
     assert stats.chisquare(seen, expected * seen.sum() / expected.sum()).pvalue > 0.01
 
 
 def test_noisy_integers_can_be_masked():
-    """What a client adds, noise included, are integers as they stand: one client at a time in int64 they add
-    up to the sum bit for bit, which is all that a secure sum asks."""
+    """What a client adds, noise included, are integers as they stand: one client at a time in int64
+    they add up to the sum bit for bit, which is all that a secure sum asks."""
     private, server = mechanism(where="distributed"), Server()
     of = {id: message(0.1 * id, -0.2, 0.3, other=1.0) for id in range(COHORT)}
     sums, added = private.sums(server, of, COHORT, 1), {}
@@ -221,7 +231,8 @@ def test_a_bound_of_the_server_comes_before_the_clip():
 
 
 def test_the_clip_follows_the_quantile():
-    """Norms are 0.01 to 0.2: from far below and from far above, C comes to the one that 70 % are below."""
+    """Norms are 0.01 to 0.2: from far below and from far above, C comes to the one that 70 % are
+    below."""
     of = {id: message(0.01 * (id + 1), 0.0, 0.0) for id in range(COHORT)}
     for first in (0.001, 10.0):
         private = mechanism(clip_norm=first, target_quantile=0.7, count_noise=1.0)
@@ -234,9 +245,13 @@ def test_the_clip_follows_the_quantile():
 
 @given(st.floats(0.1, 20), st.integers(1, 5000), st.none() | st.floats(0.51, 20))
 def test_the_count_and_the_message_are_together_as_private_as_z(z, cohort, times):
-    """In units of what one client moves, 1/2 for the count and C for the message, by adding or removing it."""
+    """In units of what one client moves, 1/2 for the count and C for the message, by adding or
+    removing it."""
     settings = ClientPrivacy(
-        noise_multiplier=z, clip_norm=C, target_quantile=0.5, count_noise=None if times is None else times * z
+        noise_multiplier=z,
+        clip_norm=C,
+        target_quantile=0.5,
+        count_noise=None if times is None else times * z,
     )
     parts = settings.message_multiplier(cohort), settings.count_deviation(cohort) / 0.5
     assert sum(part**-2 for part in parts) == pytest.approx(z**-2)
@@ -247,7 +262,9 @@ def test_addends_that_no_clip_could_bound_are_refused():
     with refused("weight 2 / 7", kind=MisuseError):
         clip_addends(weighty, WEIGHTED_MEAN, C, COHORT)
     private, server = mechanism(), Server()
-    server.addends = lambda upload, id, weight: {"weights": Addend(upload, start=torch.full((3,), 1.0 * id))}
+    server.addends = lambda upload, id, weight: {
+        "weights": Addend(upload, start=torch.full((3,), 1.0 * id))
+    }
     with refused("different starts", kind=MisuseError):
         private.sums(server, {id: torch.zeros(3) for id in range(2)}, 2, 1)
     with refused("a cohort of 21", kind=MisuseError):

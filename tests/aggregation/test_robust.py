@@ -52,8 +52,13 @@ def test_the_weighted_mean_is_that_of_numpy():
 def test_median_by_hand():
     start = torch.zeros(3)
     odd = vectors([1, 9, -1], [3, 5, 0], [2, -100, 1e9])
-    assert CoordinateMedian()(odd, [0.98, 0.01, 0.01], start).tolist() == [2, 5, 0]  # n_k does not enter
-    assert CoordinateMedian()([*odd, torch.tensor([7.0, 7, 7])], [0.25] * 4, start).tolist() == [2.5, 6, 3.5]
+    # n_k does not enter
+    assert CoordinateMedian()(odd, [0.98, 0.01, 0.01], start).tolist() == [2, 5, 0]
+    assert CoordinateMedian()([*odd, torch.tensor([7.0, 7, 7])], [0.25] * 4, start).tolist() == [
+        2.5,
+        6,
+        3.5,
+    ]
     assert CoordinateMedian()(odd[:1], [1.0], start).tolist() == [1, 9, -1]
 
 
@@ -78,7 +83,8 @@ def test_norm_clipping_by_hand():
     expected = [1 + 0.5 * 2 * 3 / 5, 1 + 0.5 * 2 * 4 / 5 + 0.25 * 0.5]
     assert NormClipping(2.0)(rows, [0.5, 0.25, 0.25], start).tolist() == pytest.approx(expected)
     torch.testing.assert_close(
-        NormClipping(1e9)(rows, [0.5, 0.25, 0.25], start), WeightedMean()(rows, [0.5, 0.25, 0.25], start)
+        NormClipping(1e9)(rows, [0.5, 0.25, 0.25], start),
+        WeightedMean()(rows, [0.5, 0.25, 0.25], start),
     )
 
 
@@ -153,7 +159,14 @@ def fitted(average, attack, tmp_path, **settings) -> torch.Tensor:
     """Where FedAvg ends if one of six clients attacks, all of whom have client 0's optimum."""
     method = on_points(FedAvg(average=average))
     byzantine = ByzantineClients(clients=1 / 6, attack=attack, **{"strength": 20.0, **settings})
-    run(method, Points(SIX, labels=(0,) * 6), tmp_path, max_rounds=10, local_epochs=12, callbacks=[byzantine])
+    run(
+        method,
+        Points(SIX, labels=(0,) * 6),
+        tmp_path,
+        max_rounds=10,
+        local_epochs=12,
+        callbacks=[byzantine],
+    )
     return method.server["weights"]
 
 
@@ -174,7 +187,10 @@ def test_an_attack_starts_in_its_round(tmp_path):
 
 def context(method=None, seed: int = 0) -> SimpleNamespace:
     return SimpleNamespace(
-        seed=seed, max_rounds=10, method=method, data=SimpleNamespace(sizes=np.array([5, 0, *[3] * 98]))
+        seed=seed,
+        max_rounds=10,
+        method=method,
+        data=SimpleNamespace(sizes=np.array([5, 0, *[3] * 98])),
     )
 
 
@@ -191,7 +207,9 @@ def test_attackers_are_a_seeded_share_of_the_clients_with_data():
     assert len(ByzantineClients(clients=0.001).attackers(context())) == 1
 
 
-def attacked(method, upload: Payload, attack: str, strength: float = 10.0, round: int = 1) -> Payload:
+def attacked(
+    method, upload: Payload, attack: str, strength: float = 10.0, round: int = 1
+) -> Payload:
     client = Client(0, np.arange(5), np.arange(0))
     byzantine = ByzantineClients(clients=1.0, attack=attack, strength=strength)
     return byzantine.change_upload(upload, client=client, round=round, context=context(method))
@@ -203,7 +221,9 @@ def trained(kind, **settings):
 
     method = kind(optimizer=sgd(0.01), **settings)
     return method, Payload.from_bytes(
-        sent(method, FederatedImages(dataset="digits", num_clients=4, partition=IID()), order=(0,))[0]
+        sent(method, FederatedImages(dataset="digits", num_clients=4, partition=IID()), order=(0,))[
+            0
+        ]
     )
 
 
@@ -219,9 +239,15 @@ def test_what_the_server_reads_of_an_attack(kind, attack, factor):
     if kind in (AQFL, FedMPQ):  # codes of weights: they are turned themselves
         coded = method.codec.layout.unpack(before), method.codec.layout.unpack(after)
         for name in method.codec.names:
-            torch.testing.assert_close(coded[1][name], factor * coded[0][name], rtol=1e-5, atol=1e-6)
-        rest = [method.codec.rest.pack(tensors) for tensors in (*coded, method.layout.unpack(start))]
-        torch.testing.assert_close(rest[1] - rest[2], factor * (rest[0] - rest[2]), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                coded[1][name], factor * coded[0][name], rtol=1e-5, atol=1e-6
+            )
+        rest = [
+            method.codec.rest.pack(tensors) for tensors in (*coded, method.layout.unpack(start))
+        ]
+        torch.testing.assert_close(
+            rest[1] - rest[2], factor * (rest[0] - rest[2]), rtol=1e-4, atol=1e-5
+        )
     else:
         torch.testing.assert_close(after - start, factor * (before - start), rtol=1e-3, atol=1e-5)
 
@@ -253,7 +279,10 @@ def test_other_entries():
         }
     )
     bad = attacked(
-        SimpleNamespace(server={}, entry_starts=lambda upload: {}), upload, "sign_flip", strength=2.0
+        SimpleNamespace(server={}, entry_starts=lambda upload: {}),
+        upload,
+        "sign_flip",
+        strength=2.0,
     )
     assert int(bad.tensor("examples")) == 3
     assert bad.tensor("probs").tolist() == pytest.approx([-0.4])
@@ -262,7 +291,13 @@ def test_other_entries():
 
 @pytest.mark.parametrize(
     "settings",
-    [{"clients": 1.5}, {"attack": "bribe"}, {"strength": 0.0}, {"strength": float("inf")}, {"round": 0}],
+    [
+        {"clients": 1.5},
+        {"attack": "bribe"},
+        {"strength": 0.0},
+        {"strength": float("inf")},
+        {"round": 0},
+    ],
 )
 def test_bad_settings_of_byzantine_clients(settings):
     with refused(f"ByzantineClients({next(iter(settings))}=", f"write {next(iter(settings))}: "):

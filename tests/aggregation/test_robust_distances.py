@@ -1,4 +1,5 @@
-"""Averages that look at whole updates: known answers, what others got wrong, and their state in a run."""
+"""Averages that look at whole updates: known answers, what others got wrong, and their state in a
+run."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def average_of(average, rows, shares=None, start=None) -> Tensor:
     shares = shares or [1 / len(rows)] * len(rows)
     start = torch.zeros(len(rows[0])) if start is None else start
     if average.guide:
-        return average.guided(rows, shares, start, (torch.stack(rows).double().mean(dim=0) - start).float())
+        return average.guided(
+            rows, shares, start, (torch.stack(rows).double().mean(dim=0) - start).float()
+        )
     return average(rows, shares, start)
 
 
@@ -76,16 +79,22 @@ def on_a_line(*places: float) -> list[Tensor]:
     ],
 )
 def test_the_geometric_median_of_points_on_a_line_is_their_weighted_median(places, shares, median):
-    found = average_of(GeometricMedian(iterations=500, tolerance=0), on_a_line(*places), list(shares))
+    found = average_of(
+        GeometricMedian(iterations=500, tolerance=0), on_a_line(*places), list(shares)
+    )
     torch.testing.assert_close(found, on_a_line(median)[0], atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("average", [Krum(1), MultiKrum(1, 3), Bulyan(1), GeometricMedian(iterations=50)])
+@pytest.mark.parametrize(
+    "average", [Krum(1), MultiKrum(1, 3), Bulyan(1), GeometricMedian(iterations=50)]
+)
 @pytest.mark.parametrize("odd_one", range(7))
 def test_of_equal_uploads_and_one_other_the_equal_ones_win(average, odd_one):
     rows = [torch.tensor([1.0, -2.0, 0.5])] * 7
     rows[odd_one] = torch.tensor([900.0, 900.0, -900.0])
-    torch.testing.assert_close(average_of(average, rows), torch.tensor([1.0, -2.0, 0.5]), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        average_of(average, rows), torch.tensor([1.0, -2.0, 0.5]), atol=1e-4, rtol=0
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,8 +125,9 @@ def test_bulyan_by_hand():
     """f 1, m 7: five are chosen, three values next to their median are kept."""
     rows = [torch.tensor([value]) for value in (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 100.0)]
     chosen = Bulyan(1).chosen(robust.squared_distances(rows))
-    # of 7 with four neighbours 2 and 3 tie at 10; of 6 with three 3 has 9; of 5 with two 1 and 4 tie at 10; of
-    # 4 with one 4 and 5 tie at 1; of 3 with one neighbour, not none, 0 and 5 tie at 25
+    # of 7 with four neighbours 2 and 3 tie at 10; of 6 with three 3 has 9; of 5 with two 1 and 4
+    # tie at 10; of 4 with one 4 and 5 tie at 1; of 3 with one neighbour, not none, 0 and 5 tie at
+    # 25
     assert chosen == [2, 3, 1, 4, 0]
     assert average_of(Bulyan(1), rows).tolist() == [2.0]
 
@@ -128,7 +138,9 @@ def test_the_median_of_an_even_number_is_between_the_middle_two():
     assert sorted(Bulyan(1).chosen(robust.squared_distances(rows))) == [0, 1, 2, 3, 4, 5]
     assert float(average_of(Bulyan(1), rows)) == pytest.approx((2.0 + 3.0 + 3.1 + 3.2) / 4)
     # torch.median takes the lower one of the middle two
-    assert float(average_of(wrong_bulyan_lower_median()(1), rows)) == pytest.approx((2 + 3 + 0.9 + 3.1) / 4)
+    assert float(average_of(wrong_bulyan_lower_median()(1), rows)) == pytest.approx(
+        (2 + 3 + 0.9 + 3.1) / 4
+    )
 
 
 def test_centered_clipping_by_hand():
@@ -145,7 +157,9 @@ def test_centered_clipping_by_hand():
 
 def test_fltrust_by_hand():
     start, root = torch.tensor([1.0, 1.0]), torch.tensor([2.0, 0.0])
-    rows = [start + torch.tensor(update) for update in ([5.0, 0.0], [3.0, 4.0], [-9.0, 0.0], [0.0, 0.0])]
+    rows = [
+        start + torch.tensor(update) for update in ([5.0, 0.0], [3.0, 4.0], [-9.0, 0.0], [0.0, 0.0])
+    ]
     found = FLTrust(1).guided(rows, [0.25] * 4, start, root)
     # trust 1, 0.6, 0, 0; updates as long as the root's: (2, 0), (1.2, 1.6)
     assert (found - start).tolist() == pytest.approx([(2 + 0.6 * 1.2) / 1.6, 0.6 * 1.6 / 1.6])
@@ -169,7 +183,9 @@ def test_neither_order_of_clients_nor_size_of_blocks_matters(average, monkeypatc
         if isinstance(average, (Krum, MultiKrum, Bulyan)):
             assert torch.equal(permuted, expected)
     monkeypatch.setattr(averages, "MAX_ORDERED_VALUES", 50)
-    torch.testing.assert_close(average_of(average, rows, shares, start), expected, atol=2e-7, rtol=0)
+    torch.testing.assert_close(
+        average_of(average, rows, shares, start), expected, atol=2e-7, rtol=0
+    )
     assert expected.dtype == torch.float32
 
 
@@ -190,7 +206,8 @@ SHIFTS = (8, -3, 2, 0, -2, 9)
 
 
 def close_models() -> list[Tensor]:
-    """Six models that differ in the last bits of float32 from one of norm 1000; the fourth is in the middle."""
+    """Six models that differ in the last bits of float32 from one of norm 1000; the fourth is in
+    the middle."""
     base = torch.full((1000,), 1000 / math.sqrt(1000))
     step = 2.0**-19
     assert float(base[0] + step) != float(base[0])
@@ -262,7 +279,10 @@ def wrong_weiszfeld() -> type:
         def __call__(self, vectors, shares, start):
             z = start.double()
             for _ in range(self.iterations):
-                weights = [p / max(0.1, float((v - z).norm())) for p, v in zip(shares, vectors, strict=True)]
+                weights = [
+                    p / max(0.1, float((v - z).norm()))
+                    for p, v in zip(shares, vectors, strict=True)
+                ]
                 z = sum(w * v for w, v in zip(weights, vectors, strict=True)) / sum(weights)
             return z.float()
 
@@ -287,7 +307,8 @@ def wrong_trust() -> type:
             cosines = [float(torch.cosine_similarity(v - start, guide, dim=0)) for v in vectors]
             lengths = [float(guide.norm() / (v - start).norm()) for v in vectors]
             total = sum(
-                c * length * (v - start) for c, length, v in zip(cosines, lengths, vectors, strict=True)
+                c * length * (v - start)
+                for c, length, v in zip(cosines, lengths, vectors, strict=True)
             )
             return start + total / sum(cosines)
 
@@ -311,8 +332,8 @@ def test_a_planted_fault_differs_from_the_golden_file(name, wrong):
 
 
 def test_squares_of_squared_distances_choose_another():
-    """epfml: with two neighbours 1.2 and 1.2 away, or 0.1 and 1.6, the latter have the smaller sum of
-    squares, and the larger one of fourth powers."""
+    """epfml: with two neighbours 1.2 and 1.2 away, or 0.1 and 1.6, the latter have the smaller sum
+    of squares, and the larger one of fourth powers."""
     rows = [torch.tensor([place]) for place in (-1.2, 0.0, 1.2, 100.0, 100.1, 98.4)]
     distances = robust.squared_distances(rows)
     assert robust.ranked(distances, 2)[0] == 3
@@ -372,13 +393,22 @@ def digits(**settings) -> FederatedImages:
 
 def fit(average, folder, rounds, **settings):
     method = FedAvg(optimizer=sgd(0.05), average=average)
-    run(method, digits(public_examples=64), folder, max_rounds=rounds, participation=0.75, **settings)
+    run(
+        method,
+        digits(public_examples=64),
+        folder,
+        max_rounds=rounds,
+        participation=0.75,
+        **settings,
+    )
     return method
 
 
 @pytest.mark.slow
 @pytest.mark.essential
-@pytest.mark.parametrize("average", [CenteredClipping(0.2), FLTrust(3)], ids=["CenteredClipping", "FLTrust"])
+@pytest.mark.parametrize(
+    "average", [CenteredClipping(0.2), FLTrust(3)], ids=["CenteredClipping", "FLTrust"]
+)
 def test_what_guides_an_average_survives_a_resume(average, tmp_path):
     whole = fit(average, tmp_path / "whole", 3)
     fit(average, tmp_path / "parts", 2)

@@ -18,7 +18,15 @@ from fl_lightning.wire import Payload
 @pytest.mark.parametrize(
     "method",
     [
-        *(FedAvg(), FedAvg(average=NormClipping(0.01)), FedProx(), FedNTD(), QFedAvg(), AQFL(), FedPQ()),
+        *(
+            FedAvg(),
+            FedAvg(average=NormClipping(0.01)),
+            FedProx(),
+            FedNTD(),
+            QFedAvg(),
+            AQFL(),
+            FedPQ(),
+        ),
         *(FedMPQ(bits=[2, 3, 4.5, 8]), FedMPQKD()),
     ],
     ids=lambda method: f"{type(method).__name__}-{type(method.average).__name__}",

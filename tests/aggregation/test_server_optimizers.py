@@ -1,4 +1,5 @@
-"""Server optimisers with everything else that makes or changes the clients' mean, and with known mistakes."""
+"""Server optimisers with everything else that makes or changes the clients' mean, and with known
+mistakes."""
 
 from __future__ import annotations
 
@@ -24,7 +25,14 @@ from fl_lightning.conformance.server_steps import momentum, next_weights
 from fl_lightning.conformance.toy import images
 from fl_lightning.conformance.watch import RunRecorder
 from fl_lightning.errors import InputError
-from fl_lightning.methods import CoordinateMedian, FedAvg, FedAvgM, FedExP, NormClipping, TrimmedMean
+from fl_lightning.methods import (
+    CoordinateMedian,
+    FedAvg,
+    FedAvgM,
+    FedExP,
+    NormClipping,
+    TrimmedMean,
+)
 from fl_lightning.privacy import ClientPrivacy
 
 OPTIMIZERS = {
@@ -50,7 +58,9 @@ class BiasCorrected(ServerAdam):
 
 class StartsAtZero(ServerAdam):
     def start(self, weights):
-        return Step(weights, {name: 0 * value for name, value in super().start(weights).state.items()})
+        return Step(
+            weights, {name: 0 * value for name, value in super().start(weights).state.items()}
+        )
 
 
 class MovesStatistics(ServerSGD):
@@ -100,7 +110,8 @@ class EvaluatesWhatTravels(Lookahead):
 
 
 class CountsTheInvited(FedAvgM):
-    """It divides by the clients that were asked, and the model moves less where some do not return."""
+    """It divides by the clients that were asked, and the model moves less where some do not
+    return."""
 
     def add_up(self, uploads, examples):
         self.share = len(examples) / self.cohort
@@ -259,8 +270,14 @@ class OwnStep(FedAvg):
             (partial(make, name, server_optimizer=ServerSGD()), "ServerSGD with --model " + name)
             for name in ("FedKD", "Oracle", "LocalOnly", "FedMosaic", "Centralised")
         ),
-        (partial(OwnStep, server_optimizer=ServerSGD()), "its own next_state makes the next weights"),
-        (partial(FedExP, average=CoordinateMedian()), "Extrapolation with --model.average CoordinateMedian"),
+        (
+            partial(OwnStep, server_optimizer=ServerSGD()),
+            "its own next_state makes the next weights",
+        ),
+        (
+            partial(FedExP, average=CoordinateMedian()),
+            "Extrapolation with --model.average CoordinateMedian",
+        ),
     ],
 )
 def test_a_server_that_has_no_mean_is_refused(make_it, says):

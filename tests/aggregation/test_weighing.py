@@ -29,20 +29,25 @@ class Keeps(Stressor):
 
 @pytest.mark.parametrize("engine", ["sequential", "batched"])
 def test_labelled_tokens_are_the_weights_of_the_mean(engine, tmp_path):
-    """Of what the clients sent, against a mean by hand; by examples all four weigh about the same."""
+    """Of what the clients sent, against a mean by hand; by examples all four weigh about the
+    same."""
     found = {}
     for what in ("tokens", "examples"):
         keeps = Keeps()
         trainer = fit(method_of(weigh_by=what), tmp_path / what, engine=engine, callbacks=[keeps])
         data = trainer.data
-        targets = {id: data.train_target[torch.from_numpy(data.client(id).train)] for id in range(4)}
+        targets = {
+            id: data.train_target[torch.from_numpy(data.client(id).train)] for id in range(4)
+        }
         by_hand = {
             id: int((target != IGNORED).sum()) if what == "tokens" else len(target)
             for id, target in targets.items()
         }
         assert keeps.weight == by_hand
         mean = sum(by_hand[id] * keeps.sent[id] for id in range(4)) / sum(by_hand.values())
-        torch.testing.assert_close(trainer.method.server["weights"], mean.float(), rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(
+            trainer.method.server["weights"], mean.float(), rtol=1e-6, atol=1e-8
+        )
         found[what] = by_hand
     shares = [found["tokens"][id] / found["examples"][id] for id in range(4)]
     assert max(shares) > 1.5 * min(shares), "the clusters' answers have different lengths"
@@ -62,8 +67,12 @@ def test_a_claim_of_tokens_is_bounded_by_those_of_the_client(tmp_path, caplog):
 
 
 def test_tokens_where_there_are_none_are_refused(tmp_path):
-    with pytest.raises(InputError, match=r"weigh_by tokens where the task is Classification; .*; write"):
+    with pytest.raises(
+        InputError, match=r"weigh_by tokens where the task is Classification; .*; write"
+    ):
         run(make("FedAvg", weigh_by="tokens"), images(), tmp_path)
-    with pytest.raises(InputError, match=r"weigh_by labels; one of examples, tokens, clients; write"):
+    with pytest.raises(
+        InputError, match=r"weigh_by labels; one of examples, tokens, clients; write"
+    ):
         run(make("FedAvg", weigh_by="labels"), images(), tmp_path)
     assert not list(tmp_path.iterdir())

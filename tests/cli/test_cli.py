@@ -1,5 +1,5 @@
-"""What a command line becomes: the matrix of calls, with a trainer whose ``fit`` only remembers what it was
-given."""
+"""What a command line becomes: the matrix of calls, with a trainer whose ``fit`` only remembers
+what it was given."""
 
 from __future__ import annotations
 
@@ -57,11 +57,21 @@ def runs(here: Path, monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
     calls: list[SimpleNamespace] = []
 
     def fit(
-        self: FederatedTrainer, method: Any, data: Any, *, seed: int = 0, ckpt_path: str | None = None
+        self: FederatedTrainer,
+        method: Any,
+        data: Any,
+        *,
+        seed: int = 0,
+        ckpt_path: str | None = None,
     ) -> None:
         calls.append(
             SimpleNamespace(
-                trainer=self, method=method, data=data, seed=seed, ckpt_path=ckpt_path, config=self.config
+                trainer=self,
+                method=method,
+                data=data,
+                seed=seed,
+                ckpt_path=ckpt_path,
+                config=self.config,
             )
         )
 
@@ -86,7 +96,14 @@ def test_the_example_config(runs: list[SimpleNamespace]) -> None:
         None,
         7,
     )
-    assert run.trainer.command_line == ["python", "-m", "fl_lightning", "fit", "--config", "base.yaml"]
+    assert run.trainer.command_line == [
+        "python",
+        "-m",
+        "fl_lightning",
+        "fit",
+        "--config",
+        "base.yaml",
+    ]
     assert names(run.trainer.callbacks) == ["StragglerDropout"]
 
 
@@ -123,7 +140,9 @@ def test_the_example_config(runs: list[SimpleNamespace]) -> None:
         ),
     ],
 )
-def test_flags_beat_the_file(runs: list[SimpleNamespace], line: str, path: str, expected: object) -> None:
+def test_flags_beat_the_file(
+    runs: list[SimpleNamespace], line: str, path: str, expected: object
+) -> None:
     value: Any = call(runs, f"--config base.yaml {line}").config
     for key in path.split("."):
         value = value[key]
@@ -153,7 +172,9 @@ def test_callbacks_are_appended_or_replaced(
 
 
 def test_the_argument_of_an_appended_callback(runs: list[SimpleNamespace]) -> None:
-    run = call(runs, "--config base.yaml --trainer.callbacks+=LabelNoise --trainer.callbacks.round 3")
+    run = call(
+        runs, "--config base.yaml --trainer.callbacks+=LabelNoise --trainer.callbacks.round 3"
+    )
     assert run.config["trainer"]["callbacks"][-1]["init_args"]["round"] == 3
 
 
@@ -186,14 +207,30 @@ def test_what_a_changed_class_does_not_know_is_dropped_and_said(
     )
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    for dropped in ("model.alpha", "model.temperature", "model.optimizer.momentum", "data.partition.beta"):
+    for dropped in (
+        "model.alpha",
+        "model.temperature",
+        "model.optimizer.momentum",
+        "data.partition.beta",
+    ):
         assert dropped in said
     call(runs, "--config base.yaml --model.alpha 0.1")
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
-    "name", ["FedDC", "FedSpeed", "MoFedSAM", "SCAFFOLD", "FedCM", "FedProx", "FedAdam", "FedMPQ", "FedRep"]
+    "name",
+    [
+        "FedDC",
+        "FedSpeed",
+        "MoFedSAM",
+        "SCAFFOLD",
+        "FedCM",
+        "FedProx",
+        "FedAdam",
+        "FedMPQ",
+        "FedRep",
+    ],
 )
 def test_a_method_has_its_own_defaults_wherever_its_class_stands(name: str, here: Path) -> None:
     """Flags and files that set something of no class yet are of the class that is named last."""
@@ -214,16 +251,19 @@ def test_a_method_has_its_own_defaults_wherever_its_class_stands(name: str, here
 def test_a_setting_before_the_class_that_has_it(here: Path) -> None:
     from fl_lightning.cli.parser import resolve
 
-    model = yaml.safe_load(resolve(["--model.alpha", "0.3", "--model", "FedDyn"]))["model"]["init_args"]
+    model = yaml.safe_load(resolve(["--model.alpha", "0.3", "--model", "FedDyn"]))["model"][
+        "init_args"
+    ]
     assert (model["alpha"], model["weigh_by"]) == (0.3, "clients")
 
 
 @pytest.mark.parametrize(
-    "flags", [["--data", "TextFiles"], ["--data=fl_lightning.data.TextFiles"], ["--config", "text.yaml"]]
+    "flags",
+    [["--data", "TextFiles"], ["--data=fl_lightning.data.TextFiles"], ["--config", "text.yaml"]],
 )
 def test_a_class_has_its_own_defaults(flags: list[str], here: Path) -> None:
-    """What neither a file nor a flag gives is the class's default, and no other class's; what a file gives to
-    another class stays given, wherever the flags stand."""
+    """What neither a file nor a flag gives is the class's default, and no other class's; what a
+    file gives to another class stays given, wherever the flags stand."""
     from fl_lightning.cli.parser import resolve
 
     (here / "text.yaml").write_text("data:\n  class_path: TextFiles\n")
@@ -251,9 +291,17 @@ def test_the_environment_is_beaten_by_files_and_those_by_flags(
     monkeypatch.setenv("FL_LIGHTNING_TRAINER__LOCAL_EPOCHS", "4")
     monkeypatch.setenv("FL_LIGHTNING_DATA", "{num_clients: 9}")
     run = call(runs, "--model FedAvg")
-    assert (run.trainer.max_rounds, run.config["trainer"]["local_epochs"], run.data.num_clients) == (5, 4, 9)
+    assert (
+        run.trainer.max_rounds,
+        run.config["trainer"]["local_epochs"],
+        run.data.num_clients,
+    ) == (5, 4, 9)
     run = call(runs, "--config base.yaml")
-    assert (run.trainer.max_rounds, run.config["trainer"]["local_epochs"], run.data.num_clients) == (
+    assert (
+        run.trainer.max_rounds,
+        run.config["trainer"]["local_epochs"],
+        run.data.num_clients,
+    ) == (
         7,
         4,
         100,
@@ -261,7 +309,9 @@ def test_the_environment_is_beaten_by_files_and_those_by_flags(
     assert call(runs, "--config base.yaml --trainer.max_rounds 2").trainer.max_rounds == 2
 
 
-def test_a_config_from_the_environment(runs: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_from_the_environment(
+    runs: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FL_LIGHTNING_CONFIG", "base.yaml")
     assert call(runs, "").trainer.max_rounds == 7
 
@@ -295,14 +345,18 @@ def test_the_saved_configuration_gives_the_same_run(
 def test_print_config_can_be_run(
     runs: list[SimpleNamespace], here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["fit", "--config", "base.yaml", "--trainer.max_rounds", "4", "--print_config"]) == 0
+    assert (
+        main(["fit", "--config", "base.yaml", "--trainer.max_rounds", "4", "--print_config"]) == 0
+    )
     assert not runs
     (here / "printed.yaml").write_text(capsys.readouterr().out)
     assert call(runs, "--config printed.yaml").trainer.max_rounds == 4
 
 
 @pytest.mark.parametrize("name", ["MLFlowLogger", "TensorBoardLogger", "WandbLogger", "CSVLogger"])
-def test_loggers_by_their_short_name(here: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_loggers_by_their_short_name(
+    here: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     assert main(["fit", "--config", "base.yaml", "--trainer.logger", name, "--print_config"]) == 0
     assert (
         yaml.safe_load(capsys.readouterr().out)["trainer"]["logger"]["class_path"]
@@ -322,13 +376,16 @@ def test_a_class_of_the_working_directory(runs: list[SimpleNamespace], here: Pat
     )
     try:
         assert (
-            type(call(runs, "--config base.yaml --model my_methods.MyMethod").method).__name__ == "MyMethod"
+            type(call(runs, "--config base.yaml --model my_methods.MyMethod").method).__name__
+            == "MyMethod"
         )
     finally:
         sys.modules.pop("my_methods", None)
 
 
-def test_global_seeds_are_left_alone(runs: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_global_seeds_are_left_alone(
+    runs: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     call(runs, "--config base.yaml")
     assert "PL_GLOBAL_SEED" not in os.environ
@@ -389,7 +446,9 @@ def test_exit_codes(
     assert main(["fit", "--config", "base.yaml"]) == code
 
 
-def test_a_bug_keeps_its_traceback(runs: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_keeps_its_traceback(
+    runs: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(FederatedTrainer, "fit", _raising(ValueError("in the middle of training")))
     with pytest.raises(ValueError, match="in the middle"):
         main(["fit", "--config", "base.yaml"])
@@ -423,7 +482,16 @@ def test_a_switch_needs_no_value() -> None:
 
     assert with_bare_flags([], ["calibrate"]) == []
 
-    given = ["--calibrate", "--out", "x", "--dry_run=false", "--calibrate", "false", "--other", "--dry_run"]
+    given = [
+        "--calibrate",
+        "--out",
+        "x",
+        "--dry_run=false",
+        "--calibrate",
+        "false",
+        "--other",
+        "--dry_run",
+    ]
     assert with_bare_flags(given, ["calibrate", "dry_run"]) == [
         *("--calibrate", "true", "--out", "x", "--dry_run=false"),
         *("--calibrate", "false", "--other", "--dry_run", "true"),
@@ -467,7 +535,8 @@ def python(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[s
 @pytest.mark.slow
 @pytest.mark.essential
 def test_the_commands_import_only_what_every_command_needs() -> None:
-    """torchvision, scipy and matplotlib come with Lightning; what a run may never need comes when it does."""
+    """torchvision, scipy and matplotlib come with Lightning; what a run may never need comes when
+    it does."""
     seen = (
         "import sys, fl_lightning.cli.parser, callbacks; print({name.partition('.')[0] for name in "
         "sys.modules})"
@@ -495,7 +564,8 @@ def test_imports_are_made_without_collections_and_the_rest_with_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "code", "stream"), [(["--help"], 0, "stdout"), ([], 2, "stderr"), (["--version"], 0, "stdout")]
+    ("flags", "code", "stream"),
+    [(["--help"], 0, "stdout"), ([], 2, "stderr"), (["--version"], 0, "stdout")],
 )
 def test_quick_answers_import_nothing_heavy(flags: list[str], code: int, stream: str) -> None:
     done = python("-c", PROGRAM, *flags)
@@ -533,10 +603,15 @@ def test_rejected_uploads_are_one_line_and_their_number(
     assert said[0].startswith("round 1: upload of client")
     assert said[1].split()[:3] == ["uploads", "rejected", "12,"]
     # what other handlers get
-    assert len([record for record in caplog.records if "upload of client" in record.getMessage()]) == 12
+    assert (
+        len([record for record in caplog.records if "upload of client" in record.getMessage()])
+        == 12
+    )
 
 
-def test_configurations_are_not_copied_to_a_folder_without_a_name(capsys, tmp_path, monkeypatch) -> None:
+def test_configurations_are_not_copied_to_a_folder_without_a_name(
+    capsys, tmp_path, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["configs", ""]) == 2
     assert "it takes a folder to copy to" in capsys.readouterr().err

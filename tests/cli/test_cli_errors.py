@@ -95,7 +95,10 @@ BAD = [
     ("fit --config base.yaml --seed_everything 1.5", "must be an int >= 0"),
     ("fit --config base.yaml --data.num_clients ten", "write --data.num_clients"),
     ("fit --config base.yaml --model.alpha three", "--model.alpha three; it must be a number"),
-    ("fit --config base.yaml --model.optimizer.lr three", "--model.optimizer.lr three; it must be a number"),
+    (
+        "fit --config base.yaml --model.optimizer.lr three",
+        "--model.optimizer.lr three; it must be a number",
+    ),
     ("fit --config base.yaml --trainer.max_rounds 0", "max_rounds"),
     ("fit --config base.yaml --trainer.devices nonsense", "devices"),
     # names of settings
@@ -119,13 +122,22 @@ BAD = [
     ("fit --config base.yaml --model.optimizer torch.nn.Linear", "AdamW"),
     ("fit --config base.yaml --data FederatedImage", "write --data FederatedImages"),
     ("fit --config base.yaml --data.partition Dirichle", "write --data.partition Dirichlet"),
-    ("fit --config base.yaml --trainer.callbacks+=LabelNois", "write --trainer.callbacks+=LabelNoise"),
-    ("fit --config base.yaml --trainer.callbacks LabelNoise", "write --trainer.callbacks+=LabelNoise"),
+    (
+        "fit --config base.yaml --trainer.callbacks+=LabelNois",
+        "write --trainer.callbacks+=LabelNoise",
+    ),
+    (
+        "fit --config base.yaml --trainer.callbacks LabelNoise",
+        "write --trainer.callbacks+=LabelNoise",
+    ),
     ("fit --config base.yaml --trainer.logger CSVLoger", "write --trainer.logger CSVLogger"),
     ("fit --config base.yaml --trainer.logger CSVLogger", "write --trainer.logger.save_dir"),
     # what other programs call it
     ("fit --config base.yaml --trainer.max_epochs 5", "write --trainer.max_rounds for rounds"),
-    ("fit --config base.yaml --trainer.max_epochs 5", "--trainer.local_epochs for a client's passes"),
+    (
+        "fit --config base.yaml --trainer.max_epochs 5",
+        "--trainer.local_epochs for a client's passes",
+    ),
     (
         "fit --config epochs.yaml",
         "trainer.max_epochs (epochs.yaml, line 3); there is no such setting; write trainer.max_rounds",
@@ -176,7 +188,10 @@ BAD = [
         "fit --config base.yaml --data TableData --data.train x.csv --data.target label --data.missing zero",
         "drop or null; write --data.missing NAME with one of these names\n",
     ),
-    ("export x --config base.yaml --to out --format pt", "transformers or onnx; write --format auto"),
+    (
+        "export x --config base.yaml --to out --format pt",
+        "transformers or onnx; write --format auto",
+    ),
     # names that are near none
     (
         "fit --config base.yaml --model GossipSGD",
@@ -200,7 +215,10 @@ BAD = [
     ("train --config base.yaml", "write python -m fl_lightning fit"),
     ("krum", "see python -m fl_lightning --help"),
     ("fit --config base.yaml --data.partition", "--data.partition without a value"),
-    ("fit --config base.yaml --trainer.logger", "--trainer.logger without a value; it needs one; write"),
+    (
+        "fit --config base.yaml --trainer.logger",
+        "--trainer.logger without a value; it needs one; write",
+    ),
     ("check --modell FedAvg", "write --model"),
     ("energy --rank 4", "--rank 4 without --calibrate; it is of a measurement"),
     ("energy --high bfloat16", "--high bfloat16 without --calibrate"),
@@ -219,12 +237,18 @@ BAD = [
     # files
     ("fit --config bas.yaml", "there is no such file; write --config base.yaml"),
     ("sweep --config zzz.yaml", "there is no such file; write --config configs/exp1_embedded.yaml"),
-    ("tune --config zzz.yaml", "there is no such file; write --config configs/tune_exp1_embedded.yaml"),
+    (
+        "tune --config zzz.yaml",
+        "there is no such file; write --config configs/tune_exp1_embedded.yaml",
+    ),
     ("fit --config base.yml", "write --config base.yaml"),
     ("fit --config folder", "it is a directory"),
     ("fit --config binary.yaml", "it is not a text file"),
     ("fit --config latin.yaml", "line 2 has the byte 0xe9, which is not UTF-8; save it as UTF-8"),
-    ("track --run_dirs runs/a", "--run_dirs; it is no flag; write its values as words after the command"),
+    (
+        "track --run_dirs runs/a",
+        "--run_dirs; it is no flag; write its values as words after the command",
+    ),
     ("export nowhere --to folder", "error: nowhere; it is neither a run directory"),
     (
         "fit --config key.yaml",
@@ -238,14 +262,20 @@ BAD = [
     ),
     ("fit --config data_key.yaml", "write data.num_clients"),
     ("fit --config class.yaml", "(class.yaml, line 1)"),
-    ("fit --config value.yaml", "trainer.max_rounds: three (value.yaml, line 3); it must be an int"),
+    (
+        "fit --config value.yaml",
+        "trainer.max_rounds: three (value.yaml, line 3); it must be an int",
+    ),
     ("fit --config seed.yaml", "(seed.yaml, line 2); it must be an int >= 0"),
     ("fit --config null.yaml", "trainer is a group of settings"),
     (
         "fit --config null_value.yaml",
         "trainer.local_epochs: null (null_value.yaml, line 3); it must be an int",
     ),
-    ("fit --config null_argument.yaml", "trainer.callbacks.round: null (null_argument.yaml, line 5)"),
+    (
+        "fit --config null_argument.yaml",
+        "trainer.callbacks.round: null (null_argument.yaml, line 5)",
+    ),
     ("fit --config base.yaml --data.num_clients null", "data.num_clients"),
     ("fit --config list.yaml", "it is not a mapping"),
     ("fit --config text.yaml", "it is not a mapping"),
@@ -271,7 +301,8 @@ ONLY_BY_THE_PARSER = {
     "check --model FedAvg --noise -1",
     "fit --config base.yaml --trainer.tags '{a: 1}'",
     "rank --model FedAvg --settings words",
-    # what Fabric refuses, what is of the whole configuration, settings below no class, and words as a flag
+    # what Fabric refuses, what is of the whole configuration, settings below no class, and words as
+    # a flag
     "track --run_dirs runs/a",
     "fit --config named.yaml --model.network.init_args.ffa true",
     "fit --config base.yaml --trainer.logger.tracking_uri X",
@@ -306,12 +337,14 @@ def described() -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def no_classes_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Methods, data and callbacks that other tests of this process defined are neither listed nor near."""
+    """Methods, data and callbacks that other tests of this process defined are neither listed nor
+    near."""
     know_installed_classes_alone(monkeypatch)
 
 
 def refused_early(line: str, described: dict[str, Any]) -> str | None:
-    """The refusal before torch is imported, as the program prints it; None if the parser decides."""
+    """The refusal before torch is imported, as the program prints it; None if the parser
+    decides."""
     command, *args = shlex.split(line)
     if command not in COMMANDS:
         return None
@@ -338,7 +371,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "folder").mkdir()
 
     def fit(
-        self: FederatedTrainer, method: Any, data: Any, *, seed: int = 0, ckpt_path: str | None = None
+        self: FederatedTrainer,
+        method: Any,
+        data: Any,
+        *,
+        seed: int = 0,
+        ckpt_path: str | None = None,
     ) -> None:
         pytest.fail("bad input reached the trainer")
 
@@ -347,7 +385,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def refuse(line: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """Call with bad input, check what holds for every refusal, and return the line that was printed."""
+    """Call with bad input, check what holds for every refusal, and return the line that was
+    printed."""
     before = sorted(Path().rglob("*"))
     assert main(shlex.split(line)) == 2
     printed = capsys.readouterr()
@@ -364,13 +403,15 @@ def refuse(line: str, capsys: pytest.CaptureFixture[str]) -> str:
 def test_bad_input(
     line: str, fragment: str, capsys: pytest.CaptureFixture[str], described: dict[str, Any]
 ) -> None:
-    """The check before torch is imported refuses the same with the same text, or leaves it to the parser."""
+    """The check before torch is imported refuses the same with the same text, or leaves it to the
+    parser."""
     error = refuse(line, capsys)
     assert fragment in error
     early = refused_early(line, described)
     assert early in (error, None)
     assert (early is None) == (line in ONLY_BY_THE_PARSER or line.split()[0] not in COMMANDS)
-    if "print_config" not in line and "number.yaml" not in line:  # these two are in jsonargparse's own words
+    # these two are in jsonargparse's own words
+    if "print_config" not in line and "number.yaml" not in line:
         assert error.count(";") >= 2, "what was given; the rule; what to write instead"
 
 
@@ -397,7 +438,11 @@ def test_bad_input(
     ],
 )
 def test_bad_environment(
-    name: str, value: str, fragment: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    value: str,
+    fragment: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(name, value)
     # beaten by nothing, and not to blame

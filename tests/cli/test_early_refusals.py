@@ -1,4 +1,5 @@
-"""Slips are refused before torch is imported: in a new process, by a description that is never out of date."""
+"""Slips are refused before torch is imported: in a new process, by a description that is never out
+of date."""
 
 from __future__ import annotations
 
@@ -73,7 +74,9 @@ for line in sys.stdin.read().splitlines():
 
 def printed_by_a_new_process(lines: list[str], folder: Path) -> tuple[list[str], list[str]]:
     """Standard output and error of these command lines, one after the other in one process."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("FL_LIGHTNING_")}
+    clean = {
+        name: value for name, value in os.environ.items() if not name.startswith("FL_LIGHTNING_")
+    }
     done = subprocess.run(
         [sys.executable, "-c", NEW_PROCESS],
         input="\n".join(lines),
@@ -89,13 +92,14 @@ def printed_by_a_new_process(lines: list[str], folder: Path) -> tuple[list[str],
 @pytest.mark.slow
 @pytest.mark.essential
 def test_a_new_process_refuses_without_torch(tmp_path):
-    """The first call of a command imports torch and describes the command; from then on no slip does."""
+    """The first call of a command imports torch and describes the command; from then on no slip
+    does."""
     first = [SLIPS[0]]
     told, refusal = printed_by_a_new_process(first, tmp_path)
     assert told == ["2 True True"]
-    assert [path.name.partition("-")[0] for path in (tmp_path / "cache" / "fl_lightning").iterdir()] == [
-        "fit"
-    ]
+    assert [
+        path.name.partition("-")[0] for path in (tmp_path / "cache" / "fl_lightning").iterdir()
+    ] == ["fit"]
     told, refusals = printed_by_a_new_process(SLIPS, tmp_path)
     assert told == ["2 False False"] * len(SLIPS)
     assert refusals[0] == refusal[0]
@@ -152,7 +156,8 @@ def test_a_description_of_another_state_is_not_read(cache, monkeypatch):
 
 
 def test_the_state_follows_files_and_packages(tmp_path, monkeypatch):
-    """A file that is edited, added or removed, and a package that is installed, each make another state."""
+    """A file that is edited, added or removed, and a package that is installed, each make another
+    state."""
     package, site = tmp_path / "package", tmp_path / "site"
     (package / "inner").mkdir(parents=True)
     site.mkdir()
@@ -190,12 +195,15 @@ def fit() -> Description:
     parser.import_short_names()
     with pytest.MonkeyPatch.context() as patch:
         know_installed_classes_alone(patch)
-        parser.description_of("check")  # it imports data of its own, which the parser knows from then on
+        # it imports data of its own, which the parser knows from then on
+        parser.description_of("check")
         return parser.description_of("fit")
 
 
 CONFIGS = sorted(
-    path for path in configs_folder().rglob("*.yaml") if "study" not in yaml.safe_load(path.read_text())
+    path
+    for path in configs_folder().rglob("*.yaml")
+    if "study" not in yaml.safe_load(path.read_text())
 )
 
 
@@ -210,7 +218,9 @@ def test_no_configuration_of_the_project_is_refused(fit):
             unsure += 1
             continue
         given, _, rule = refusal.partition("; ")  # data that a user has to fetch are not here
-        assert not refusal or (given in path.read_text() and rule.startswith("no such file; ")), refusal
+        assert not refusal or (given in path.read_text() and rule.startswith("no such file; ")), (
+            refusal
+        )
     assert unsure <= len(CONFIGS) // 4
 
 
@@ -223,7 +233,9 @@ def test_a_path_may_be_any_word():
         known = parser.description_of(command)
         for name, setting in known.settings.items():
             if setting.words == "a path":
-                refusal = refusal_of(lambda args=(known, command, [f"--{name}", "rep"]): refuse_by(*args))
+                refusal = refusal_of(
+                    lambda args=(known, command, [f"--{name}", "rep"]): refuse_by(*args)
+                )
                 assert "rep" not in refusal  # another flag may be missing
                 tried.append(name)
     assert {"out", "root"} <= {*tried}
@@ -319,7 +331,9 @@ def test_fields_of_privacy_and_of_secure_sums_are_refused_early(fit, tmp_path, m
                 args = ["--model=FedAvg", slip]
                 if refusal := refusal_of(lambda args=args: refuse_by(fit, "fit", args)):
                     early[slip] = refusal
-                    assert refusal == refusal_of(lambda args=args: parser.FederatedCLI("fit", args)), args
+                    assert refusal == refusal_of(
+                        lambda args=args: parser.FederatedCLI("fit", args)
+                    ), args
     assert all(
         f"--{group}.{name}z=1" in early
         for group, name in (("trainer.privacy", "clip_norm"), ("trainer.secure_sum", "threshold"))
@@ -333,11 +347,13 @@ def test_fields_of_privacy_and_of_secure_sums_are_refused_early(fit, tmp_path, m
 def test_whatever_is_refused_early_the_parser_refuses_with_the_same_words(
     fit, seed, tmp_path, monkeypatch, capsys
 ):
-    """Command lines with a random slip, of flags, values, classes and files; what the parser lets pass, the
-    run refuses."""
+    """Command lines with a random slip, of flags, values, classes and files; what the parser lets
+    pass, the run refuses."""
     know_installed_classes_alone(monkeypatch)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(RunSession, "run", lambda self, **_: pytest.fail("bad input reached the rounds"))
+    monkeypatch.setattr(
+        RunSession, "run", lambda self, **_: pytest.fail("bad input reached the rounds")
+    )
     rng, early = random.Random(seed), 0
     names = [*fit.settings, *fit.of_classes]
     for _ in range(60):
@@ -360,7 +376,9 @@ def test_whatever_is_refused_early_the_parser_refuses_with_the_same_words(
             said = refusal_of(lambda args=args: parser.FederatedCLI("fit", args))
             if not said:
                 assert main(["fit", *args]) == 2
-                said = capsys.readouterr().err.splitlines()[-1].removeprefix("fl_lightning: error: ")
+                said = (
+                    capsys.readouterr().err.splitlines()[-1].removeprefix("fl_lightning: error: ")
+                )
             assert refusal == said, args
     assert early >= 24
 
@@ -369,10 +387,14 @@ def test_whatever_is_refused_early_the_parser_refuses_with_the_same_words(
 def test_what_an_annotation_does_not_allow_the_constructor_refuses_with_the_same_words(
     fit, tmp_path, monkeypatch
 ):
-    """Each number of a method, of its average, of the data and of the trainer, below what is allowed."""
+    """Each number of a method, of its average, of the data and of the trainer, below what is
+    allowed."""
     monkeypatch.chdir(tmp_path)
     tried = 0
-    groups = {"model": "fl_lightning.methods.base.Method", "data": "fl_lightning.data.base.FederatedData"}
+    groups = {
+        "model": "fl_lightning.methods.base.Method",
+        "data": "fl_lightning.data.base.FederatedData",
+    }
     lines = [
         (f"--{group} {leaf}", f"{group}.{name}", one)
         for group, base in groups.items()

@@ -1,5 +1,5 @@
-"""Random damage to kd_default.yaml and its federation: two rounds, exit code 2, or a run in which all diverge, never a
-traceback."""
+"""Random damage to kd_default.yaml and its federation: two rounds, exit code 2, or a run in which
+all diverge, never a traceback."""
 
 from __future__ import annotations
 
@@ -16,11 +16,18 @@ from places import CONFIGS
 from fl_lightning.__main__ import main
 
 FEDERATION, METHOD = (
-    yaml.safe_load((CONFIGS / name).read_text()) for name in ("federations/digits.yaml", "kd_default.yaml")
+    yaml.safe_load((CONFIGS / name).read_text())
+    for name in ("federations/digits.yaml", "kd_default.yaml")
 )
-CONFIG = {**FEDERATION, "trainer": FEDERATION["trainer"] | METHOD["trainer"], "model": METHOD["model"]}
+CONFIG = {
+    **FEDERATION,
+    "trainer": FEDERATION["trainer"] | METHOD["trainer"],
+    "model": METHOD["model"],
+}
 CONFIG["data"]["init_args"]["num_clients"] = 6
-WORDS = st.sampled_from(["x", "", "FedAvg", "digits", "none", "nan", ".inf", "callbacks.Calibration", "full"])
+WORDS = st.sampled_from(
+    ["x", "", "FedAvg", "digits", "none", "nan", ".inf", "callbacks.Calibration", "full"]
+)
 SMALL = st.integers(-2, 3) | st.floats(-1, 2) | st.sampled_from([float("nan"), float("inf")])
 VALUES = (
     SMALL
@@ -45,7 +52,13 @@ LIMITS = [
 
 
 def places(tree: Any, path: tuple = ()) -> list[tuple]:
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    items = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
     return [place for key, value in items for place in [(*path, key), *places(value, (*path, key))]]
 
 
@@ -63,7 +76,9 @@ def damaged(draw) -> dict:
         elif action == "remove":
             del inside[key]
         elif isinstance(inside, dict):
-            inside[draw(st.sampled_from(["alpa", "rounds", "max_round", "mu", "class_path"]))] = draw(VALUES)
+            inside[draw(st.sampled_from(["alpa", "rounds", "max_round", "mu", "class_path"]))] = (
+                draw(VALUES)
+            )
     return config
 
 

@@ -1,4 +1,5 @@
-"""Stress is opt-in: examples on data of one's own have none, and every run says by what it is stressed."""
+"""Stress is opt-in: examples on data of one's own have none, and every run says by what it is
+stressed."""
 
 from __future__ import annotations
 

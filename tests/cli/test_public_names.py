@@ -1,4 +1,5 @@
-"""What can be imported from ``fl_lightning`` itself, and what the program imports before it has to."""
+"""What can be imported from ``fl_lightning`` itself, and what the program imports before it has
+to."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def test_help_needs_no_torch(command):
         "import sys; from fl_lightning.__main__ import main; main(sys.argv[1:]); "
         "print(*sys.modules, file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code, command], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, command], capture_output=True, text=True, check=True
+    )
     assert "fl_lightning" in done.stdout
     imported = set(done.stderr.split())
     assert "fl_lightning.cli.commands" in imported
@@ -54,7 +57,8 @@ def test_help_needs_no_torch(command):
 
 
 def test_settings_of_a_run_made_before_the_public_names_are_the_same():
-    """jsonargparse writes the shortest path of a class, which is another one since the package exports it."""
+    """jsonargparse writes the shortest path of a class, which is another one since the package
+    exports it."""
     before = {"model.class_path": "fl_lightning.methods.Method", "model.init_args.max_share": 0.5}
     after = before | {"model.class_path": "fl_lightning.Method"}
     assert changed_settings(before, after) == []

@@ -1,4 +1,5 @@
-"""The default name of a run says what its flags change in the configuration files, and finds older runs."""
+"""The default name of a run says what its flags change in the configuration files, and finds older
+runs."""
 
 from __future__ import annotations
 
@@ -17,8 +18,10 @@ NAMES = {
     "--config kd_default": "",
     "--config kd_default --model.alpha 1.0": "alpha1",
     "--config kd_default --model.alpha 1.0 --model.alpha 0.5": "",  # the file's value
-    "--config kd_default --model FedAvg --data.dataset synthetic --seed_everything 3": "",  # in the name anyway
-    "--config kd_default --trainer.workers 3 --trainer.logger false --data.root x": "",  # they change no result
+    # in the name anyway
+    "--config kd_default --model FedAvg --data.dataset synthetic --seed_everything 3": "",
+    # they change no result
+    "--config kd_default --trainer.workers 3 --trainer.logger false --data.root x": "",
     "--config=kd_default --model.optimizer=AdamW --model.optimizer.init_args.lr=1e-3": "optimizer_AdamW lr0.001",
     "--config kd_default --model.optimizer torch.optim.SGD": "",
     "--trainer.precision bf16-mixed --data.partition IID": "partition_IID precision_bf16-mixed",
@@ -55,8 +58,8 @@ def elsewhere(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.essential
 def test_folders_and_mlflow_have_the_name(tmp_path, monkeypatch):
-    """And MLflow's page shows method and seed in a column that it shows unasked, and first the primary metric
-    and the loss; also of a run that ``track`` brings in."""
+    """And MLflow's page shows method and seed in a column that it shows unasked, and first the
+    primary metric and the loss; also of a run that ``track`` brings in."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     assert fit() == ["FedAvg-digits-seed0"]
     names = fit("--model.optimizer.lr", "0.1", "--trainer.logger", "true")
@@ -76,20 +79,25 @@ def test_folders_and_mlflow_have_the_name(tmp_path, monkeypatch):
         for name in ("accuracy", "loss")
         for step in (1, 2)
     }
-    assert main(["track", "runs/plain/FedAvg-digits-lr0.1-seed0", "--uri", "sqlite:///other.db"]) == 0
+    assert (
+        main(["track", "runs/plain/FedAvg-digits-lr0.1-seed0", "--uri", "sqlite:///other.db"]) == 0
+    )
     with sqlite3.connect("other.db") as store:
         assert sorted(store.execute("select key, step, value from metrics")) == sorted(metrics)
 
 
 @pytest.mark.parametrize("before", ["FedAvg-digits-seed0", "FedAvg-digits-lr0.1-seed0"])
 def test_a_run_that_was_begun_under_another_name_is_continued(before):
-    """With the flags of a run that the version before named, and of one whose settings stood in a file."""
+    """With the flags of a run that the version before named, and of one whose settings stood in a
+    file."""
     flags = ["--model.optimizer.lr", "0.1", "--data.batch_size", "16"]
     (name,) = fit(*flags)
     assert name == "FedAvg-digits-batch_size16-lr0.1-seed0"
     run = Path("runs/plain", name)
     whole = json.loads((run / "metadata.json").read_text())
-    (run / "metadata.json").write_text(json.dumps(whole | {"status": "interrupted", "weights_sha256": None}))
+    (run / "metadata.json").write_text(
+        json.dumps(whole | {"status": "interrupted", "weights_sha256": None})
+    )
     shutil.rmtree(run / "checkpoints" / "round_000002")
     run = run.rename(run.with_name(before))
     assert fit(*flags, "--trainer.auto_resume", "true") == [before]

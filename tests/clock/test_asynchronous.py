@@ -1,4 +1,5 @@
-"""Rounds without a common start: known answers, an independent reference, and nothing but the seed decides."""
+"""Rounds without a common start: known answers, an independent reference, and nothing but the seed
+decides."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ def trained(folder: Path, method=FedAvg, data=None, **settings):
 def test_a_buffer_as_large_as_the_concurrency_with_equal_devices_is_fedavg(tmp_path, method):
     """Weights, metrics and bytes, bit for bit; every version takes as long as a client."""
     plain = result(trained(tmp_path / "plain", method).run_dir)
-    buffered = trained(tmp_path / "buffered", method, clock=Clock(devices=Fixed(2.0)), rounds=FedBuff(3, 3))
+    buffered = trained(
+        tmp_path / "buffered", method, clock=Clock(devices=Fixed(2.0)), rounds=FedBuff(3, 3)
+    )
     weights, metrics, ledger, clients = result(buffered.run_dir)
     own = ("clock/", "clients/late", "clients/staleness")
     metrics = [{k: v for k, v in row.items() if not k.startswith(own)} for row in metrics]
@@ -71,7 +74,8 @@ def test_a_buffer_as_large_as_the_concurrency_with_equal_devices_is_fedavg(tmp_p
 
 
 class Simulated:
-    """Clients that take exponential times and send nothing: the events alone, of thousands of versions."""
+    """Clients that take exponential times and send nothing: the events alone, of thousands of
+    versions."""
 
     def __init__(self, clients: int, rounds: FedBuff) -> None:
         method = SimpleNamespace(starts=lambda: {"weights": torch.zeros(1)}, trained_values=1)
@@ -84,7 +88,9 @@ class Simulated:
 
     def train(self, ids: Sequence[int]) -> Trained:
         upload = Payload({"weights": torch.zeros(1), "examples": torch.tensor(1)})
-        receipts = [Receipt(self.client(id), LedgerEntry(self.version, id, "trained")) for id in sorted(ids)]
+        receipts = [
+            Receipt(self.client(id), LedgerEntry(self.version, id, "trained")) for id in sorted(ids)
+        ]
         return Trained([], receipts, dict.fromkeys(ids, upload), dict.fromkeys(ids, 1), receipts)
 
     def draw(self, free: Sequence[int], count: int, number: int) -> list[int]:
@@ -100,9 +106,10 @@ class Simulated:
 
 @pytest.mark.parametrize(("M", "K"), [(10, 5), (30, 10), (7, 1)])
 def test_the_mean_staleness_is_m_minus_1_by_k(M, K):
-    """Of any law of durations without ties: when a version is made M - 1 others are at work, and each of them is a
-    version staler by it. So what has arrived and what is at work are stale by (M - 1) V together after V versions,
-    exactly, and what is at work is not staler after many versions than after few."""
+    """Of any law of durations without ties: when a version is made M - 1 others are at work, and
+    each of them is a version staler by it. So what has arrived and what is at work are stale by (M
+    - 1) V together after V versions, exactly, and what is at work is not staler after many versions
+    than after few."""
     simulated, found, versions = Simulated(200, FedBuff(M, K, Constant())), [], 600 // K
     at_work = []
     for version in range(1, versions + 1):
@@ -131,8 +138,8 @@ class Named(Stressor):
 
 
 def reference(ledger: list[dict[str, str]], rounds, start: torch.Tensor) -> torch.Tensor:
-    """The last model, float64 ``[6]``, written from the definition: a client that starts at time t goes on from
-    the version that is there, and what arrives is taken in the order of the ledger."""
+    """The last model, float64 ``[6]``, written from the definition: a client that starts at time t
+    goes on from the version that is there, and what arrives is taken in the order of the ledger."""
     versions, x = [], start.double()
     ends = [
         max(float(r["ended"]) for r in ledger if r["round"] == str(n))
@@ -167,7 +174,14 @@ def test_it_ends_where_a_reference_ends(tmp_path, rounds, stress):
     method = on_points(FedAvg())
     callbacks = [Named(lost=2, absent=5)] if stress else []
     trainer = run(
-        method, data, tmp_path, clock=clock, rounds=rounds, callbacks=callbacks, max_rounds=12, local_epochs=1
+        method,
+        data,
+        tmp_path,
+        clock=clock,
+        rounds=rounds,
+        callbacks=callbacks,
+        max_rounds=12,
+        local_epochs=1,
     )
     ledger = [row for row in rows(trainer, "ledger.csv") if row["ended"]]
     initial = initial_weights(tmp_path / "initial")
@@ -188,14 +202,21 @@ def initial_weights(folder: Path) -> torch.Tensor:
             seen.append(context.method.server["weights"].clone())
             return labels
 
-    run(on_points(FedAvg()), Points((1,) * 6), folder, callbacks=[Sees()], max_rounds=1, local_epochs=1)
+    run(
+        on_points(FedAvg()),
+        Points((1,) * 6),
+        folder,
+        callbacks=[Sees()],
+        max_rounds=1,
+        local_epochs=1,
+    )
     return seen[0]
 
 
 @pytest.mark.parametrize("devices", [LogNormalDevices(), Fixed(1.0)], ids=["unequal", "ties"])
 def test_nothing_but_the_seed_decides(tmp_path, devices):
-    """Not workers, nor an end in between, with uploads on their way; of equal devices nobody starts in every
-    second version."""
+    """Not workers, nor an end in between, with uploads on their way; of equal devices nobody starts
+    in every second version."""
     settings = {"clock": Clock(devices=devices), "rounds": FedBuff(4, 2, Hinge(2.0, 1))}
     one = result(trained(tmp_path / "one", **settings).run_dir)
     assert result(trained(tmp_path / "two", workers=2, **settings).run_dir) == one
@@ -206,7 +227,11 @@ def test_nothing_but_the_seed_decides(tmp_path, devices):
 
 
 def test_a_trainer_that_fits_twice_has_nobody_at_work_at_first(tmp_path):
-    settings = {"clock": Clock(devices=LogNormalDevices()), "rounds": FedBuff(4, 2), "max_rounds": 3}
+    settings = {
+        "clock": Clock(devices=LogNormalDevices()),
+        "rounds": FedBuff(4, 2),
+        "max_rounds": 3,
+    }
     trainer = trained(tmp_path, **settings)
     first = result(trainer.run_dir)
     trainer.fit(FedAvg(network=SMALL, optimizer=sgd(0.1)), images(), seed=0)
@@ -219,7 +244,9 @@ def test_other_rounds_leave_nothing_on_its_way(tmp_path):
     trainer = trained(tmp_path, rounds=FedBuff(4, 2), max_rounds=2, **settings)
     for rounds, max_rounds in ((None, 4), (FedBuff(3, 2), 6)):
         where = str(trainer.run_dir)
-        trainer = trained(tmp_path, rounds=rounds, max_rounds=max_rounds, ckpt_path=where, **settings)
+        trainer = trained(
+            tmp_path, rounds=rounds, max_rounds=max_rounds, ckpt_path=where, **settings
+        )
     assert len(rows(trainer, "metrics.csv")) == 6
 
 
@@ -229,7 +256,11 @@ class Shortens(Stressor):
 
 
 def test_a_client_that_is_taken_out_of_a_cohort_is_not_asked_again(tmp_path):
-    settings = {"clock": Clock(devices=Fixed(1.0)), "rounds": FedBuff(6, 3), "callbacks": [Shortens()]}
+    settings = {
+        "clock": Clock(devices=Fixed(1.0)),
+        "rounds": FedBuff(6, 3),
+        "callbacks": [Shortens()],
+    }
     found = rows(trained(tmp_path, max_rounds=3, **settings), "ledger.csv")
     assert {row["client"] for row in found} == {"0", "1", "2", "4", "5"}
 
@@ -239,7 +270,9 @@ class Huge(Stressor):
 
     def change_upload(self, upload, *, client, round, context):
         sign = 1.0 if round == 1 else -1.0
-        return type(upload)({**upload, "weights": torch.full_like(upload.tensor("weights"), sign * 1e6)})
+        return type(upload)(
+            {**upload, "weights": torch.full_like(upload.tensor("weights"), sign * 1e6)}
+        )
 
 
 def test_a_stale_upload_that_grows_too_large_is_rejected_and_the_run_goes_on(tmp_path):
@@ -261,8 +294,15 @@ def test_what_is_too_stale_is_lost(tmp_path):
 
 
 def test_statistics_of_batchnorm_are_not_moved():
-    upload, start, now = torch.tensor([2.0, 0.5]), torch.tensor([1.0, 4.0]), torch.tensor([10.0, 1.0])
-    assert FedBuff(1, 1, Polynomial(1.0)).present(upload, start, now, 1, trained=1).tolist() == [10.5, 0.5]
+    upload, start, now = (
+        torch.tensor([2.0, 0.5]),
+        torch.tensor([1.0, 4.0]),
+        torch.tensor([10.0, 1.0]),
+    )
+    assert FedBuff(1, 1, Polynomial(1.0)).present(upload, start, now, 1, trained=1).tolist() == [
+        10.5,
+        0.5,
+    ]
     mixed = FedAsync(1, 0.5, Constant()).present(upload, start, now, 9, trained=1)
     assert mixed.tolist() == [6.0, 0.75]
 
@@ -298,13 +338,18 @@ def test_what_does_not_go_together(tmp_path, method, settings, given):
 def test_a_robust_average_of_fewer_than_three_uploads_is_warned_of(tmp_path, caplog):
     for buffer, said in ((2, True), (3, False)):
         caplog.clear()
-        settings = {"clock": Clock(devices=SameDevice()), "rounds": FedBuff(3, buffer), "max_rounds": 1}
+        settings = {
+            "clock": Clock(devices=SameDevice()),
+            "rounds": FedBuff(3, buffer),
+            "max_rounds": 1,
+        }
         trained(tmp_path / f"{buffer}", partial(FedAvg, average=TrimmedMean()), **settings)
         assert ("none can be an outlier" in caplog.text) is said
 
 
 class Started(Meter):
-    """How many examples the clients train on that start in each version, and how many these clients are."""
+    """How many examples the clients train on that start in each version, and how many these clients
+    are."""
 
     def __init__(self) -> None:
         self.examples, self.clients = {}, {}
@@ -330,7 +375,12 @@ def test_a_meter_sees_all_that_start_in_a_version(tmp_path):
 def test_a_trial_run_has_two_at_work(tmp_path):
     started, clock = Started(), Clock(devices=LogNormalDevices())
     trainer = trainer_in(
-        tmp_path, clock=clock, rounds=FedBuff(5, 4), callbacks=[started], fast_dev_run=2, max_rounds=9
+        tmp_path,
+        clock=clock,
+        rounds=FedBuff(5, 4),
+        callbacks=[started],
+        fast_dev_run=2,
+        max_rounds=9,
     )
     trainer.fit(FedAvg(network=SMALL, optimizer=sgd(0.1)), images())
     assert started.clients[1] <= 3

@@ -1,4 +1,5 @@
-"""Clients that come and go: known answers, by hand and by an equation, and whoever executes the run."""
+"""Clients that come and go: known answers, by hand and by an equation, and whoever executes the
+run."""
 
 from __future__ import annotations
 
@@ -62,21 +63,25 @@ class Sees(Meter):
 
 
 def test_a_trace_with_one_interval_by_hand(tmp_path):
-    """All are online from 10 to 40, of every 100 seconds, and take 12: the third round ends with nobody, and the
-    fourth waits for the next lap."""
+    """All are online from 10 to 40, of every 100 seconds, and take 12: the third round ends with
+    nobody, and the fourth waits for the next lap."""
     clock, sees = Clock(devices=Fixed(12.0), availability=trace(tmp_path, [[10, 40]])), Sees()
     trainer = trained(tmp_path, SCAFFOLD, clock=clock, callbacks=[sees])
     assert column(trainer, "clock/seconds") == [22.0, 34.0, 40.0, 122.0]
     assert column(trainer, "clock/round_seconds") == [22.0, 12.0, 6.0, 82.0]
     assert column(trainer, "clock/idle") == [0.0] * 4
     assert column(trainer, "clients/offline") == [0, 0, 6, 0]
-    assert {(r["round"], r["started"], r["ended"], r["status"]) for r in rows(trainer, "ledger.csv")} == {
+    assert {
+        (r["round"], r["started"], r["ended"], r["status"]) for r in rows(trainer, "ledger.csv")
+    } == {
         ("1", "10.0", "22.0", "trained"),
         ("2", "22.0", "34.0", "trained"),
         ("3", "34.0", "40.0", "lost"),
         ("4", "110.0", "122.0", "trained"),
     }
-    kept = [{name: one[name].tolist() for name in one} for one in (sees.servers[1], sees.servers[2])]
+    kept = [
+        {name: one[name].tolist() for name in one} for one in (sees.servers[1], sees.servers[2])
+    ]
     assert kept[0] == kept[1]
     assert all(
         torch.equal(sees.states[1][id][name], sees.states[2][id][name])
@@ -86,8 +91,8 @@ def test_a_trace_with_one_interval_by_hand(tmp_path):
 
 
 def test_a_client_that_goes_offline_in_mid_upload(tmp_path):
-    """It computes until 4 and sends 1000 bytes a second; at 6.5 it is gone: 2500 bytes are wasted, and what it
-    was sent. Its state stays, as that of a client whose upload a stressor loses."""
+    """It computes until 4 and sends 1000 bytes a second; at 6.5 it is gone: 2500 bytes are wasted,
+    and what it was sent. Its state stays, as that of a client whose upload a stressor loses."""
     always = [[0, 100]]
     online = trace(tmp_path, always, [[0, 6.5]], *[always] * 4)
     clock = Clock(devices=Fixed(4.0), network=Lines(up=1000.0), availability=online)
@@ -140,7 +145,8 @@ def test_every_form_of_a_round_loses_who_goes_and_asks_nobody_who_is_not_there(t
 
 
 def test_asynchronous_rounds_by_hand(tmp_path):
-    """Two of three are at work; client 1 is online until 1.5 and from 4 on, client 2 from 3 to 3.5."""
+    """Two of three are at work; client 1 is online until 1.5 and from 4 on, client 2 from 3 to
+    3.5."""
     online = trace(tmp_path, [[0, 100]], [[0, 1.5], [4, 100]], [[3, 3.5]])
     clock = Clock(devices=Fixed(2.0, 2.0, 1.0), availability=online)
     data = partial(images, num_clients=3, partition=images().partition.__class__(60, 60))
@@ -174,7 +180,10 @@ def test_always_is_neutral(tmp_path):
     for n, rounds in enumerate((OverSelection(1.5), FedBuff(4, 2))):
         plain = trained(tmp_path / f"plain{n}", clock=clock(), rounds=rounds, participation=0.5)
         always = trained(
-            tmp_path / f"always{n}", clock=clock(availability=Always()), rounds=rounds, participation=0.5
+            tmp_path / f"always{n}",
+            clock=clock(availability=Always()),
+            rounds=rounds,
+            participation=0.5,
         )
         assert result(plain.run_dir) == result(always.run_dir)
 
@@ -199,7 +208,8 @@ def test_nothing_but_the_seed_decides(tmp_path, rounds):
 
 @pytest.mark.parametrize(("amplitude", "zones"), [(0.0, 24), (1.0, 1), (0.8, 2)])
 def test_the_share_that_is_online_follows_its_equation(amplitude, zones):
-    """p' = rate (1 - p) - p / online, integrated by Heun's rule, against 20 000 clients, in 4 standard errors."""
+    """p' = rate (1 - p) - p / online, integrated by Heun's rule, against 20 000 clients, in 4
+    standard errors."""
     law = Diurnal(online=100.0, offline=250.0, amplitude=amplitude, zones=zones, day=1000.0)
     count, step = 20_000, 0.5
     zone, p = np.arange(zones) / zones, np.full(zones, 100 / 350)
@@ -229,8 +239,14 @@ def test_a_diurnal_client_is_the_same_among_any_others_and_asked_in_any_order():
 
 
 def test_few_diurnal_clients_are_the_same_as_all(monkeypatch):
-    """One by one, at times at which all the others have come and gone since anybody looked at them."""
-    law, random, at, looks = Diurnal(online=50, offline=70, day=200), np.random.default_rng(0), 0.0, []
+    """One by one, at times at which all the others have come and gone since anybody looked at
+    them."""
+    law, random, at, looks = (
+        Diurnal(online=50, offline=70, day=200),
+        np.random.default_rng(0),
+        0.0,
+        [],
+    )
     counted = Diurnal.returns
     monkeypatch.setattr(Diurnal, "returns", lambda *given: looks.append(1) or counted(*given))
     asked = []
@@ -251,7 +267,10 @@ def test_a_changed_file_is_noticed(tmp_path):
     for n, make in enumerate(
         (
             lambda: {"devices": DeviceTable(str(path))},
-            lambda: {"devices": SameDevice(), "availability": AvailabilityTrace(str(tmp_path / "0.json"))},
+            lambda: {
+                "devices": SameDevice(),
+                "availability": AvailabilityTrace(str(tmp_path / "0.json")),
+            },
         )
     ):
         table = "client,seconds_per_example\n" + "".join(f"{k},0.1\n" for k in range(6))
@@ -299,13 +318,16 @@ def test_the_population_of_phones_is_what_its_script_makes(monkeypatch, capsys):
 @pytest.mark.slow
 @pytest.mark.essential
 def test_few_of_many_are_drawn_as_from_those_that_are_online(tmp_path):
-    """One by one, without a look at all: every one of the third that is online and free is as likely."""
+    """One by one, without a look at all: every one of the third that is online and free is as
+    likely."""
     online = trace(tmp_path, [[0, 100]], [[5, 6]], [[7, 9]])
     reach, pool = Reach(Clock(devices=SameDevice(), availability=online), 0), Pool(np.arange(1500))
     busy, drawn, number = {0, 3, 100, 1499}, [], 0
 
     def draw(among, count, number):
-        return Uniform().draw(ServerView(0, 1, number, np.ones(1500), rng.stream, dict), among, count)
+        return Uniform().draw(
+            ServerView(0, 1, number, np.ones(1500), rng.stream, dict), among, count
+        )
 
     while len(drawn) < 20_000:
         found, number, _ = reach.draw_online(pool.without(busy), 2, 1.0, draw, number)

@@ -1,4 +1,5 @@
-"""Virtual time: known answers, neutral forms, and that nothing of a run depends on who executes it."""
+"""Virtual time: known answers, neutral forms, and that nothing of a run depends on who executes
+it."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def trained(folder: Path, method=FedAvg, **settings):
 
 def same_training(one, other) -> bool:
     """Weights, metrics but those of clocks, and the bytes of every client."""
-    (a, metrics, ledger, clients), (b, more, timed, same) = (result(t.run_dir) for t in (one, other))
+    (a, metrics, ledger, clients), (b, more, timed, same) = (
+        result(t.run_dir) for t in (one, other)
+    )
     virtual = ("clock/", "clients/late")
     more = [{k: v for k, v in row.items() if not k.startswith(virtual)} for row in more]
     timed = [line.rsplit(",", 2)[0] for line in timed.splitlines()]
@@ -54,13 +57,17 @@ def same_training(one, other) -> bool:
 
 
 def test_equal_devices_by_hand(tmp_path):
-    """A round lasts as long as the client with most examples: latency, bytes by rate, seconds of examples."""
-    trainer = trained(tmp_path, clock=Clock(devices=SameDevice(0.01), network=LINES), participation=1.0)
+    """A round lasts as long as the client with most examples: latency, bytes by rate, seconds of
+    examples."""
+    trainer = trained(
+        tmp_path, clock=Clock(devices=SameDevice(0.01), network=LINES), participation=1.0
+    )
     data, ledger, now = trainer.data, rows(trainer, "ledger.csv"), 0.0
     for number, seconds in enumerate(column(trainer, "clock/seconds"), 1):
         took = {}
         for row in (row for row in ledger if row["round"] == str(number)):
-            examples = 2 * max(len(data.client(int(row["client"])).train), 2)  # one by itself goes twice
+            # one by itself goes twice
+            examples = 2 * max(len(data.client(int(row["client"])).train), 2)
             took[row["client"]] = (
                 0.25 + int(row["download"]) / 2e6 + 0.01 * examples + int(row["upload"]) / 1e6
             )
@@ -80,7 +87,9 @@ def test_no_device_and_no_line_take_no_time(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "rounds", [None, Synchronous(), OverSelection(1.0), Deadline(math.inf)], ids=lambda r: type(r).__name__
+    "rounds",
+    [None, Synchronous(), OverSelection(1.0), Deadline(math.inf)],
+    ids=lambda r: type(r).__name__,
 )
 @pytest.mark.parametrize("method", [FedAvg, SCAFFOLD])
 def test_a_clock_and_neutral_rounds_change_nothing(tmp_path, rounds, method):
@@ -91,11 +100,16 @@ def test_a_clock_and_neutral_rounds_change_nothing(tmp_path, rounds, method):
 
 def test_virtual_time_follows_from_the_seed_alone(tmp_path):
     """Not workers, nor an engine, nor an end in between."""
-    settings = {"clock": Clock(devices=LogNormalDevices(), network=LINES), "rounds": OverSelection(1.5)}
+    settings = {
+        "clock": Clock(devices=LogNormalDevices(), network=LINES),
+        "rounds": OverSelection(1.5),
+    }
     one = result(trained(tmp_path / "one", SCAFFOLD, **settings).run_dir)
     assert result(trained(tmp_path / "two", SCAFFOLD, workers=2, **settings).run_dir) == one
     half = trained(tmp_path / "half", SCAFFOLD, max_rounds=2, **settings)
-    again = trained(tmp_path / "half", SCAFFOLD, ckpt_path=str(half.run_dir), allow_changed=True, **settings)
+    again = trained(
+        tmp_path / "half", SCAFFOLD, ckpt_path=str(half.run_dir), allow_changed=True, **settings
+    )
     assert result(again.run_dir) == one
 
 
@@ -108,7 +122,9 @@ class Breaks(Stressor):
 
 
 @pytest.mark.parametrize(
-    "rounds", [OverSelection(1.0), Deadline(math.inf), Deadline(60.0)], ids=["first", "endless", "long"]
+    "rounds",
+    [OverSelection(1.0), Deadline(math.inf), Deadline(60.0)],
+    ids=["first", "endless", "long"],
 )
 def test_a_rejected_upload_has_arrived(tmp_path, rounds):
     class Slow(SameDevice):
@@ -121,7 +137,9 @@ def test_a_rejected_upload_has_arrived(tmp_path, rounds):
         "participation": 1.0,
         "max_rounds": 2,
     }
-    both = [trained(tmp_path / str(n), rounds=form, **settings) for n, form in enumerate((None, rounds))]
+    both = [
+        trained(tmp_path / str(n), rounds=form, **settings) for n, form in enumerate((None, rounds))
+    ]
     assert [column(one, "clock/seconds") for one in both] == [[5.0, 10.0]] * 2
     assert [column(one, "clients/rejected") for one in both] == [[1.0, 1.0]] * 2
 
@@ -132,7 +150,9 @@ def test_a_round_whose_uploads_are_all_lost_lasts_as_long_as_its_clients(tmp_pat
     lost = StragglerDropout(probability=1.0, mode="after")
     with pytest.raises(RunStopped, match="no upload of 1 round"):
         trained(tmp_path / "lost", callbacks=[lost], rounds=rounds, **settings)
-    (row,) = rows_of(min((tmp_path / "lost").rglob("metrics.csv"), key=lambda path: len(path.parts)))
+    (row,) = rows_of(
+        min((tmp_path / "lost").rglob("metrics.csv"), key=lambda path: len(path.parts))
+    )
     whole = column(trained(tmp_path / "whole", rounds=rounds, **settings), "clock/seconds")
     assert [float(row["clock/seconds"])] == whole != [0.0]
 
@@ -172,10 +192,13 @@ def test_a_device_without_a_time_is_a_bug(tmp_path):
         trained(tmp_path, clock=Clock(devices=Wrong()))
 
 
-@pytest.mark.parametrize("rounds", [OverSelection(1.5), Deadline(0.9)], ids=["over-selection", "deadline"])
+@pytest.mark.parametrize(
+    "rounds", [OverSelection(1.5), Deadline(0.9)], ids=["over-selection", "deadline"]
+)
 @pytest.mark.parametrize("method", [FedAvg, SCAFFOLD])
 def test_late_uploads_are_lost_ones(tmp_path, method, rounds):
-    """Weights, what clients keep and bytes are those of a run whose stressor loses just these uploads."""
+    """Weights, what clients keep and bytes are those of a run whose stressor loses just these
+    uploads."""
     clock = Clock(devices=DrawnDevices("exponential", mean=0.5), network=LINES)
     timed = trained(tmp_path / "timed", method, clock=clock, rounds=rounds, participation=4 / 6)
     late: dict[int, set[int]] = {}
@@ -209,7 +232,9 @@ def test_over_selection_keeps_the_first_and_orders_ties_by_id():
     )
     assert drawn.used == {5}
     assert end(2, {9: 4.0, 1: 5.0, 2: 6.0}, rejected=(9,)) == (6.0, {1, 2}, 0)
-    assert end(3, {9: 7.0, 1: 5.0, 2: 6.0}, rejected=(9,)) == (7.0, {1, 2}, 0), "as long as it waits for all"
+    assert end(3, {9: 7.0, 1: 5.0, 2: 6.0}, rejected=(9,)) == (7.0, {1, 2}, 0), (
+        "as long as it waits for all"
+    )
 
 
 def test_a_deadline_by_hand():
@@ -220,10 +245,14 @@ def test_a_deadline_by_hand():
 
     assert end(1, 3, c1=1.0, c2=1.5, c3=2.0) == (2.0, {1, 2, 3}, 0)
     assert end(1, 2, c1=1.0, c2=1.5) == (1.5, {1, 2}, 0)
-    assert end(1, 3, c1=1.0, c2=1.5) == (2.0, {1, 2}, 0), "one is lost, which nobody tells the server"
+    assert end(1, 3, c1=1.0, c2=1.5) == (2.0, {1, 2}, 0), (
+        "one is lost, which nobody tells the server"
+    )
     assert end(1, 2, c1=1.0, c2=2.5) == (2.0, {1}, 1)
     assert end(1, 2, (2,), c1=1.0, c2=1.5) == (1.5, {1}, 0), "a rejected upload has arrived"
-    assert end(2, 2, c1=1.0, c2=2.5) == (2.0, set(), 1), "too few: the round is void, and one was late"
+    assert end(2, 2, c1=1.0, c2=2.5) == (2.0, set(), 1), (
+        "too few: the round is void, and one was late"
+    )
     assert end(3, 2, c1=1.0, c2=1.5) == (2.0, set(), 0)
     assert Deadline(math.inf, least=2).end({1: 4.0}, {1}, cohort=2, began=2).used == frozenset()
 
@@ -239,17 +268,23 @@ def test_a_void_round_changes_nothing_and_lasts_until_the_deadline(tmp_path):
             return 1e7 if round == 2 else super().seconds(seed, round, client, examples)
 
     void = trained(
-        tmp_path / "void", SCAFFOLD, clock=Clock(devices=Slower(1.0)), rounds=Deadline(1e6), max_rounds=2
+        tmp_path / "void",
+        SCAFFOLD,
+        clock=Clock(devices=Slower(1.0)),
+        rounds=Deadline(1e6),
+        max_rounds=2,
     )
     one = trained(tmp_path / "one", SCAFFOLD, clock=clock, rounds=Deadline(1e6), max_rounds=1)
-    assert all(torch.equal(void.method.server[name], one.method.server[name]) for name in one.method.server)
+    assert all(
+        torch.equal(void.method.server[name], one.method.server[name]) for name in one.method.server
+    )
     assert column(void, "clock/round_seconds")[1] == 1e6
     assert column(void, "clients/late")[1] == column(void, "clients/sampled")[1] == 3
 
 
 def test_exponential_times_and_over_selection_last_h_n_minus_h_n_minus_m():
-    """The mean of the m-th of n exponential variables of rate 1 (Renyi 1953), over 4000 rounds, in 4 standard
-    errors of the mean."""
+    """The mean of the m-th of n exponential variables of rate 1 (Renyi 1953), over 4000 rounds, in
+    4 standard errors of the mean."""
     rounds, cohort, count = OverSelection(1.3), 10, 4000
     n, devices = rounds.invited(10), DrawnDevices("exponential", mean=1.0)
     lengths = [
@@ -295,7 +330,8 @@ def test_a_device_is_kept_and_a_drawn_time_is_not():
 def test_a_table_of_devices_has_times_and_lines(tmp_path):
     path = tmp_path / "phones.csv"
     path.write_text(
-        "client,seconds_per_example,down,up\n" + "".join(f"{k},0.0{k + 1},1e6,{k + 1}e5\n" for k in range(6))
+        "client,seconds_per_example,down,up\n"
+        + "".join(f"{k},0.0{k + 1},1e6,{k + 1}e5\n" for k in range(6))
     )
     clock = Clock(devices=DeviceTable(str(path)), network=Lines(down=1, up=1, latency=0.5))
     found = clock.seconds(0, 1, 2, examples=10, down=2_000_000, up=600_000)
@@ -313,7 +349,8 @@ def test_a_table_of_devices_has_times_and_lines(tmp_path):
         "client,seconds_per_example\n0,1\n0,2\n": "client 0",
         "client,seconds_per_example,down,up\n0,1,0,1\n": "down and up",
         "client,seconds_per_example\n0.5,1\n": "client 0.5",
-        "client,seconds_per_example\n0,1,5\n1,2,6\n": "phones.csv",  # else clients 1 and 2, of 5 and 6 seconds
+        # else clients 1 and 2, of 5 and 6 seconds
+        "client,seconds_per_example\n0,1,5\n1,2,6\n": "phones.csv",
     }.items():
         path.write_text(text)
         with refused(given):
@@ -331,7 +368,11 @@ def test_a_table_of_devices_has_times_and_lines(tmp_path):
             "--trainer.rounds.least 7",
         ),
         (
-            {"rounds": Deadline(3.0), "clock": Clock(devices=SameDevice()), "secure_sum": SecureSum()},
+            {
+                "rounds": Deadline(3.0),
+                "clock": Clock(devices=SameDevice()),
+                "secure_sum": SecureSum(),
+            },
             "secure_sum",
         ),
         (

@@ -1,5 +1,6 @@
-"""FedBuff and FedAsync make of the uploads of a golden file, in its order and as stale, what its independent reference
-makes of them. Clients' local steps are written anew here; what a stale upload stands for is the package's."""
+"""FedBuff and FedAsync make of the uploads of a golden file, in its order and as stale, what its
+independent reference makes of them. Clients' local steps are written anew here; what a stale upload
+stands for is the package's."""
 
 from __future__ import annotations
 
@@ -28,12 +29,19 @@ def rounds_of(name, settings):
         weight = Polynomial(settings.get("exponent", 0.5))
         return FedBuff(2, settings["buffer"], weight, settings.get("max_staleness"))
     a, free = settings.get("a", 0.5), settings.get("b", 4)
-    kinds = {"constant": Constant, "polynomial": lambda: Polynomial(a), "hinge": lambda: Hinge(a, free)}
-    return FedAsync(2, settings["alpha"], kinds[settings["staleness"]](), settings.get("max_staleness"))
+    kinds = {
+        "constant": Constant,
+        "polynomial": lambda: Polynomial(a),
+        "hinge": lambda: Hinge(a, free),
+    }
+    return FedAsync(
+        2, settings["alpha"], kinds[settings["staleness"]](), settings.get("max_staleness")
+    )
 
 
 def trained(case, client, start):
-    """The client's weights after its local steps from ``start``, with FedAsync's pull towards it."""
+    """The client's weights after its local steps from ``start``, with FedAsync's pull towards
+    it."""
     settings, data = case["settings"], case["problem"]["clients"][client]
     network = GoldenNetwork(case["problem"]["classes"], problem=case["problem"]).double()
     layout = Layout.of(network)
@@ -43,13 +51,20 @@ def trained(case, client, start):
         layout.write(network, vector)
         gradients = torch.autograd.grad(cross_entropy(network(x), y), [*network.parameters()])
         pull = settings.get("mu", 0.0) * (vector - start)
-        vector = vector - settings["lr"] * (torch.cat([one.reshape(-1) for one in gradients]) + pull)
+        vector = vector - settings["lr"] * (
+            torch.cat([one.reshape(-1) for one in gradients]) + pull
+        )
     return vector
 
 
 def test_versions_are_those_of_the_reference(name, case):
     settings, rounds = case["settings"], rounds_of(name, case["settings"])
-    versions, held, stale, after = [torch.tensor(case["problem"]["initial"], dtype=torch.float64)], [], [], {}
+    versions, held, stale, after = (
+        [torch.tensor(case["problem"]["initial"], dtype=torch.float64)],
+        [],
+        [],
+        {},
+    )
     for event in case["events"]:
         now, start = versions[-1], versions[event["version"]]
         behind = len(versions) - 1 - event["version"]
@@ -63,12 +78,18 @@ def test_versions_are_those_of_the_reference(name, case):
             versions.append(now + settings.get("server_lr", 1.0) * step)
             after[str(len(versions) - 1)] = {"server": versions[-1], "state": {"staleness": stale}}
             held, stale = [], []
-    wanted = {round: {"server": one["server"], "state": one["state"]} for round, one in case["after"].items()}
+    wanted = {
+        round: {"server": one["server"], "state": one["state"]}
+        for round, one in case["after"].items()
+    }
     assert not differences(wanted, {round: after[round] for round in wanted})
 
 
 def test_both_methods_have_a_file():
-    assert {method for method, case in cases_in(FILES) if "events" in case} == {"FedBuff", "FedAsync"}
+    assert {method for method, case in cases_in(FILES) if "events" in case} == {
+        "FedBuff",
+        "FedAsync",
+    }
 
 
 @pytest.mark.parametrize("name", ["FedBuff", "FedAsync"])

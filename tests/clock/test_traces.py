@@ -31,7 +31,12 @@ def test_spans_of_a_trace_are_those_of_its_list(tmp_path):
             "ready_time": (begin + cuts.reshape(-1, 2)).tolist(),
         }
     entries["whole"] = {"trace_start": 3, "trace_end": 53, "ready_time": [[3, 20], [20, 53]]}
-    entries["broken"] = {"isSuccess": False, "trace_start": None, "trace_end": None, "ready_time": []}
+    entries["broken"] = {
+        "isSuccess": False,
+        "trace_start": None,
+        "trace_end": None,
+        "ready_time": [],
+    }
     path = tmp_path / "many.json"
     path.write_text(json.dumps(entries))
     found = AvailabilityTrace(str(path))
@@ -40,7 +45,10 @@ def test_spans_of_a_trace_are_those_of_its_list(tmp_path):
         start, end = found.spans(0, clients, at)
         for k, entry in enumerate(list(entries.values())[:41]):
             seconds = [
-                t for lap in range(-8, 12) for s, e in entry["ready_time"] for t in np.arange(s, e) + 50 * lap
+                t
+                for lap in range(-8, 12)
+                for s, e in entry["ready_time"]
+                for t in np.arange(s, e) + 50 * lap
             ]
             on = {int(t) for t in seconds}
             assert (start[k] <= at) == (math.floor(at) in on)
@@ -54,8 +62,9 @@ def test_spans_of_a_trace_are_those_of_its_list(tmp_path):
 
 
 def test_an_instant_is_the_same_number_whenever_it_is_asked_for(tmp_path):
-    """Times that no float holds exactly: who comes online at an instant is there then, and at the end of its time
-    online it is gone. Before, every second of these clients was still online for 1e-11 seconds, and was asked."""
+    """Times that no float holds exactly: who comes online at an instant is there then, and at the
+    end of its time online it is gone. Before, every second of these clients was still online for
+    1e-11 seconds, and was asked."""
     random = np.random.default_rng(0)
     for k in range(60):
         begin, length = random.random(2) * 1e5
@@ -64,7 +73,10 @@ def test_an_instant_is_the_same_number_whenever_it_is_asked_for(tmp_path):
         entry = {"trace_start": begin, "trace_end": begin + length, "ready_time": cuts.tolist()}
         (tmp_path / "one.json").write_text(json.dumps({"one": entry}))
         online = AvailabilityTrace(str(tmp_path / "one.json"))
-        reach, at = Reach(Clock(devices=SameDevice(), availability=online), 0), 1e6 * random.random()
+        reach, at = (
+            Reach(Clock(devices=SameDevice(), availability=online), 0),
+            1e6 * random.random(),
+        )
         for _ in range(6):
             there, when = reach.first_online(np.array([0]), at)
             assert there.tolist() == [0]
@@ -85,7 +97,13 @@ def test_traces_are_assigned_for_the_run(tmp_path):
 
 
 FEDSCALE = {
-    3: {"duration": 70, "active": [10, 60], "inactive": [40, 100], "finish_time": 120, "model": "CPH1801"},
+    3: {
+        "duration": 70,
+        "active": [10, 60],
+        "inactive": [40, 100],
+        "finish_time": 120,
+        "model": "CPH1801",
+    },
     7: {"duration": 30, "active": [90], "inactive": [10, 100], "finish_time": 120, "model": "x"},
     9: {"duration": 30, "active": [5, 110], "inactive": [10], "finish_time": 120, "model": "x"},
     11: {"duration": 0, "active": [], "inactive": [], "finish_time": 120, "model": "x"},
@@ -99,14 +117,18 @@ def test_fedscale_is_converted_to_either_form(tmp_path):
     back = ["convert", str(tmp_path / "out.parquet"), str(tmp_path / "back.json")]
     traces(back)
     assert (tmp_path / "back.json").read_text() == (tmp_path / "out.json").read_text()
-    assert [one["ready_time"] for one in json.loads((tmp_path / "out.json").read_text()).values()] == [
+    assert [
+        one["ready_time"] for one in json.loads((tmp_path / "out.json").read_text()).values()
+    ] == [
         [[10.0, 40.0], [60.0, 100.0]],
         [[0.0, 10.0], [90.0, 100.0]],
         [[5.0, 10.0], [110.0, 120.0]],
         [],
     ]
     for ending in ("json", "parquet"):
-        start, end = AvailabilityTrace(str(tmp_path / f"out.{ending}")).spans(0, np.arange(4), 105.0)
+        start, end = AvailabilityTrace(str(tmp_path / f"out.{ending}")).spans(
+            0, np.arange(4), 105.0
+        )
         assert start.tolist() == [130.0, 120.0, 110.0, math.inf]
         assert end.tolist() == [160.0, 130.0, 120.0, math.inf]
     with refused("back.json", "--overwrite"):
@@ -124,12 +146,20 @@ class Runs:
 
 
 def test_a_pickle_runs_nothing(tmp_path):
-    (tmp_path / "evil").write_bytes(pickle.dumps({1: {**FEDSCALE[3], "model": Runs(tmp_path / "made")}}))
+    (tmp_path / "evil").write_bytes(
+        pickle.dumps({1: {**FEDSCALE[3], "model": Runs(tmp_path / "made")}})
+    )
     target = str(tmp_path / "out.json")
     with refused("evil"):
         traces(["convert", str(tmp_path / "evil"), target])
     assert not (tmp_path / "made").exists()
-    for content in (b"", b"\x80\x04]\x94.", pickle.dumps({}), pickle.dumps({1: 2}), pickle.dumps({1: {}})):
+    for content in (
+        b"",
+        b"\x80\x04]\x94.",
+        pickle.dumps({}),
+        pickle.dumps({1: 2}),
+        pickle.dumps({1: {}}),
+    ):
         (tmp_path / "bad").write_bytes(content)
         with refused("bad"):
             traces(["convert", str(tmp_path / "bad"), target])
@@ -141,7 +171,12 @@ def test_a_pickle_runs_nothing(tmp_path):
         (tmp_path / "bad").write_bytes(pickle.dumps({"k": {"finish_time": 1, **entry}}))
         with refused("bad, k"):
             traces(["convert", str(tmp_path / "bad"), target])
-    for words in (["convert"], ["show", "a", "b"], ["convert", "a", "b.txt"], ["convert", "none", target]):
+    for words in (
+        ["convert"],
+        ["show", "a", "b"],
+        ["convert", "a", "b.txt"],
+        ["convert", "none", target],
+    ):
         with refused(""):
             traces(words)
     assert not Path(target).exists()
@@ -162,12 +197,18 @@ def test_a_pickle_runs_nothing(tmp_path):
         ('{"a": {"ready_time": [[3, 2]], "trace_end": 9}}', "ready_time [3, 2]"),
         ('{"a": {"ready_time": [[3, 20]], "trace_end": 9}}', "ready_time [3, 20]"),
         ('{"a": {"ready_time": [[3, 4]], "trace_start": 5, "trace_end": 9}}', "ready_time [3, 4]"),
-        ('{"a": {"ready_time": [], "trace_start": 9, "trace_end": 9}}', "trace_start 9 and trace_end 9"),
+        (
+            '{"a": {"ready_time": [], "trace_start": 9, "trace_end": 9}}',
+            "trace_start 9 and trace_end 9",
+        ),
         ('{"a": {"ready_time": [[0, 1e400]]}}', "bad.json, a, ready_time"),
         ('{"a": {"ready_time": []}}', "bad.json"),
         pytest.param(f'{{"a": {{"ready_time": [[0, {10**400}]]}}}}', "a, ready_time", id="huge"),
         ('{"a": {"ready_time": [], "trace_start": "x"}}', "trace_start x"),
-        ('{"a": {"ready_time": [[0, 1]], "trace_start": -1e308, "trace_end": 1e308}}', "trace_start -1e+308"),
+        (
+            '{"a": {"ready_time": [[0, 1]], "trace_start": -1e308, "trace_end": 1e308}}',
+            "trace_start -1e+308",
+        ),
     ],
 )
 def test_a_file_that_is_none_of_traces_is_refused(tmp_path, text, given):

@@ -1,5 +1,5 @@
-"""Settings that are valid in form and cannot work: exit code 2, one line, nothing left behind, and no foreign
-function called."""
+"""Settings that are valid in form and cannot work: exit code 2, one line, nothing left behind, and
+no foreign function called."""
 
 from __future__ import annotations
 
@@ -104,7 +104,9 @@ def test_a_learning_rate_is_finite(rate: str, capfd: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     "setting", ["model.network", "model.optimizer", "trainer.callbacks+", "data.partition"]
 )
-def test_a_class_path_runs_no_command(setting: str, capfd: pytest.CaptureFixture[str], here: Path) -> None:
+def test_a_class_path_runs_no_command(
+    setting: str, capfd: pytest.CaptureFixture[str], here: Path
+) -> None:
     assert "os.system" in refused(
         [f"--{setting}", "{class_path: os.system, init_args: {command: touch done}}"], capfd
     )
@@ -114,7 +116,10 @@ def test_a_class_path_runs_no_command(setting: str, capfd: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ("my_networks.Table --model.network.features 7", "my_networks.Table: it raised RuntimeError"),
+        (
+            "my_networks.Table --model.network.features 7",
+            "my_networks.Table: it raised RuntimeError",
+        ),
         ("my_networks.Wide", "(2, 13) of two examples; logits [2, 10]"),
         ("my_networks.OneOnly", "(1, 10) of two examples"),
         ("my_networks.Buggy", "NameError (name 'undefined' is not defined)"),
@@ -138,17 +143,22 @@ def test_the_traceback_of_the_network_is_kept() -> None:
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-@pytest.mark.parametrize("network", ["small_cnn", "resnet20", "residual_mlp", "mobilenetv2", "vit_small"])
+@pytest.mark.parametrize(
+    "network", ["small_cnn", "resnet20", "residual_mlp", "mobilenetv2", "vit_small"]
+)
 def test_a_network_for_images_on_a_table_says_what_fits(network: str) -> None:
     with pytest.raises(
-        ValueError, match=r"on examples of shape \[20\]; it needs images .* maps \[B, 20\] to logits"
+        ValueError,
+        match=r"on examples of shape \[20\]; it needs images .* maps \[B, 20\] to logits",
     ):
         build_network(network, 3, (20,))
 
 
 @pytest.mark.parametrize("network", ["small_cnn", "mlp", "mobilenetv2"])
 def test_a_network_that_reads_no_tokens_is_refused_on_text(network: str) -> None:
-    with pytest.raises(ValueError, match=r"it does not read tokens; write --model\.network llama_tiny"):
+    with pytest.raises(
+        ValueError, match=r"it does not read tokens; write --model\.network llama_tiny"
+    ):
         build_network(network, 259, (72,), task=LanguageModelling())
 
 

@@ -22,15 +22,21 @@ class Box(Recorded):
         share: Annotated[float, within("(0, 1]", "a share lies in (0, 1]", 0.2)] = 1.0,
         rounds: Annotated[int | Literal["all"] | None, at_least(1)] = None,
         colour: Colour = "red",
-        form: Annotated[Literal["a", "b"], Constraint("it is a or b", "for a square write form: a")] = "a",
-        shape: Annotated[str, one_of(("round", "flat"), "write round, or build one", near=True)] = "round",
+        form: Annotated[
+            Literal["a", "b"], Constraint("it is a or b", "for a square write form: a")
+        ] = "a",
+        shape: Annotated[
+            str, one_of(("round", "flat"), "write round, or build one", near=True)
+        ] = "round",
         free: Any = None,
     ) -> None:
         self.share = share
 
 
 class LargeBox(Box):
-    def __init__(self, height: Annotated[int, at_least(2)] = 2, share: float = 0.5, **settings: Any) -> None:
+    def __init__(
+        self, height: Annotated[int, at_least(2)] = 2, share: float = 0.5, **settings: Any
+    ) -> None:
         super().__init__(share=share, **settings)
 
 
@@ -40,8 +46,14 @@ class LargeBox(Box):
         ({"share": 0}, "Box(share=0); a share lies in (0, 1]; write share: 0.2"),
         ({"share": 1.5}, "Box(share=1.5); a share lies in (0, 1]; write share: 0.2"),
         ({"share": math.nan}, "Box(share=nan); a share lies in (0, 1]; write share: 0.2"),
-        ({"share": "0.5"}, "Box(share='0.5'); it is str, where a number is needed; write share: 0.2"),
-        ({"share": None}, "Box(share=None); it is NoneType, where a number is needed; write share: 0.2"),
+        (
+            {"share": "0.5"},
+            "Box(share='0.5'); it is str, where a number is needed; write share: 0.2",
+        ),
+        (
+            {"share": None},
+            "Box(share=None); it is NoneType, where a number is needed; write share: 0.2",
+        ),
         ({"rounds": 2.0}, "Box(rounds=2.0); it is float, where an int is needed; write rounds: 1"),
         ({"rounds": [1]}, "Box(rounds=[1]); it is list, where an int is needed; write rounds: 1"),
         ({"rounds": 0}, "Box(rounds=0); at least 1 is needed; write rounds: 1"),
@@ -61,7 +73,13 @@ def test_a_value_that_is_not_allowed(given, message):
 
 
 def test_what_is_allowed_is_recorded():
-    for given in ({"share": 1}, {"rounds": "all"}, {"rounds": 1}, {"rounds": None}, {"shape": "flat"}):
+    for given in (
+        {"share": 1},
+        {"rounds": "all"},
+        {"rounds": 1},
+        {"rounds": None},
+        {"shape": "flat"},
+    ):
         assert arguments_of(Box(**given)).items() >= given.items()
     Box(1.0, 3)
     with pytest.raises(InputError):

@@ -1,5 +1,5 @@
-"""Documents that would be too large once built: refused at once wherever one is read, while ordinary anchors
-and aliases stay."""
+"""Documents that would be too large once built: refused at once wherever one is read, while
+ordinary anchors and aliases stay."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 COMMANDS = [
-    *(f"fit --config {name}.yaml" for name in ("bomb", "merge", "leaves", "large", "deep", "itself")),
+    *(
+        f"fit --config {name}.yaml"
+        for name in ("bomb", "merge", "leaves", "large", "deep", "itself")
+    ),
     "fit --config /dev/zero",
     "fit --model FedAvg --trainer bomb.yaml",
     "sweep --config bomb.yaml",
@@ -63,7 +66,9 @@ def refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.mark.parametrize("line", COMMANDS)
 def test_a_file_that_is_too_large_is_refused(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert next(part for part in line.split() if "." in part or "/" in part) in refused(line.split(), capsys)
+    assert next(part for part in line.split() if "." in part or "/" in part) in refused(
+        line.split(), capsys
+    )
 
 
 @pytest.mark.parametrize("value", [bomb(flow=True), "[" * 60_000], ids=["bomb", "deep"])

@@ -1,4 +1,5 @@
-"""Configurations found by name from any folder, the wheel that carries them, and what it says of itself."""
+"""Configurations found by name from any folder, the wheel that carries them, and what it says of
+itself."""
 
 from __future__ import annotations
 
@@ -48,7 +49,18 @@ def test_a_bare_name_finds_what_comes_with_the_project(here: Path, name: str) ->
 
 
 @pytest.mark.parametrize(
-    "name", ["", ".", "..", "../pyproject", "/etc/hostname.yaml", "nothing", "overlays", "a\0b", "x" * 5000]
+    "name",
+    [
+        "",
+        ".",
+        "..",
+        "../pyproject",
+        "/etc/hostname.yaml",
+        "nothing",
+        "overlays",
+        "a\0b",
+        "x" * 5000,
+    ],
 )
 def test_other_names_find_nothing(here: Path, name: str) -> None:
     assert find_config(name) is None
@@ -57,7 +69,9 @@ def test_other_names_find_nothing(here: Path, name: str) -> None:
 def test_a_file_of_the_users_wins(here: Path) -> None:
     (here / "configs").mkdir()
     (here / "configs" / "fedavg.yaml").write_text("model: FedAvg")
-    assert find_config("fedavg") == find_config("configs/fedavg.yaml") == Path("configs/fedavg.yaml")
+    assert (
+        find_config("fedavg") == find_config("configs/fedavg.yaml") == Path("configs/fedavg.yaml")
+    )
     (here / "fedavg.yaml").write_text("model: FedAvg")
     assert find_config("fedavg") == Path("fedavg.yaml")
     assert find_config("fedavg", here / "configs") == here / "configs" / "fedavg.yaml"
@@ -109,7 +123,9 @@ def test_configs_lists_and_copies_and_overwrites_nothing(
     assert line.count("\n") == 1
     assert "fedavg.yaml" in line
     assert (here / "mine" / "fedavg.yaml").read_text() == "mine"
-    assert {str(path.relative_to(here / "mine")) for path in (here / "mine").rglob("*.yaml")} == names
+    assert {
+        str(path.relative_to(here / "mine")) for path in (here / "mine").rglob("*.yaml")
+    } == names
     (here / "mine" / "fedavg.yaml").unlink()
     assert main(["configs", "mine"]) == 0
     assert "differ" not in capsys.readouterr().out
@@ -132,14 +148,22 @@ def test_a_wheel_takes_every_file_of_the_packages() -> None:
         if isinstance(node, ast.keyword) and node.arg == "package_data"
     )
     folders = {package: ROOT / package.replace(".", "/") for package in patterns}
-    taken = {path for name, folder in folders.items() for one in patterns[name] for path in folder.glob(one)}
+    taken = {
+        path
+        for name, folder in folders.items()
+        for one in patterns[name]
+        for path in folder.glob(one)
+    }
     files = {path for top in ("fl_lightning", "callbacks") for path in (ROOT / top).rglob("*.*")}
-    assert not {path for path in files - taken if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert not {
+        path for path in files - taken if path.is_file() and path.suffix not in (".py", ".pyc")
+    }
 
 
 @pytest.mark.slow
 def test_a_wheel_works_in_an_empty_folder(tmp_path: Path) -> None:
-    """Built from a copy, installed without its dependencies, started in a folder that is no repository."""
+    """Built from a copy, installed without its dependencies, started in a folder that is no
+    repository."""
     source, site, empty = tmp_path / "source", tmp_path / "site", tmp_path / "empty"
     empty.mkdir()
     leave = shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
@@ -163,10 +187,14 @@ def test_a_wheel_works_in_an_empty_folder(tmp_path: Path) -> None:
         return done.stdout + done.stderr
 
     program = [sys.executable, "-m", "fl_lightning"]
-    where = run(sys.executable, "-c", "import fl_lightning.config.packaged as p; print(p.configs_folder())")
+    where = run(
+        sys.executable, "-c", "import fl_lightning.config.packaged as p; print(p.configs_folder())"
+    )
     assert Path(where.strip()) == site / "fl_lightning" / "configs"
     base = run(
-        sys.executable, "-c", "from fl_lightning.models import LlamaTiny as L; print(len(L(259).layers))"
+        sys.executable,
+        "-c",
+        "from fl_lightning.models import LlamaTiny as L; print(len(L(259).layers))",
     )
     assert base.strip() == "4"
     words = "from fl_lightning.data.text.instructions import words; print(len(words()))"
@@ -186,7 +214,9 @@ def test_a_wheel_works_in_an_empty_folder(tmp_path: Path) -> None:
     assert "160 cells" in run(*program, "sweep", "--config", "exp2_embedded", "--dry_run", "true")
     run(*program, "compare", "--study", "small.yaml", "--out", "report")
     assert (empty / "report" / "report.md").is_file()
-    metadata = (site / f"fl_lightning-{fl_lightning.__version__}.dist-info" / "METADATA").read_text()
+    metadata = (
+        site / f"fl_lightning-{fl_lightning.__version__}.dist-info" / "METADATA"
+    ).read_text()
     assert "License-Expression: Apache-2.0" in metadata
 
 
@@ -195,9 +225,14 @@ def printed(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
     return dict(yaml.safe_load(capsys.readouterr().out))
 
 
-def test_a_file_is_layered_on_its_base(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
-    """From the command line, from the environment, and over two floors; the file itself has the last word."""
-    (here / "mine.yaml").write_text("base: fedprox.yaml\ntrainer: {max_rounds: 7, tags: {base: tall}}\n")
+def test_a_file_is_layered_on_its_base(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
+    """From the command line, from the environment, and over two floors; the file itself has the
+    last word."""
+    (here / "mine.yaml").write_text(
+        "base: fedprox.yaml\ntrainer: {max_rounds: 7, tags: {base: tall}}\n"
+    )
     found = printed(capsys, "--config", "mine.yaml")
     assert found["model"]["class_path"].endswith("FedProx")
     assert found["data"]["init_args"]["num_clients"] == 100
@@ -237,7 +272,9 @@ def test_every_form_that_yaml_has_of_a_base_is_one(
     )
 
 
-def test_a_file_that_has_a_base_only_is_that_base(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_has_a_base_only_is_that_base(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (here / "mine.yaml").write_text("# nothing of my own\nbase: fedavg\n")
     assert printed(capsys, "--config", "mine.yaml") == printed(capsys, "--config", "fedavg")
 
@@ -253,7 +290,8 @@ def test_a_file_may_be_based_on_the_packaged_one_of_its_name(
 def test_variables_of_the_environment_beat_the_configuration_in_it(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch
 ) -> None:
-    """Whether it has a base or not; and the variable stays as it is, for the ranks that inherit it."""
+    """Whether it has a base or not; and the variable stays as it is, for the ranks that inherit
+    it."""
     monkeypatch.setenv("FL_LIGHTNING_CONFIG", "kd_default")
     monkeypatch.setenv("FL_LIGHTNING_TRAINER__MAX_ROUNDS", "5")
     monkeypatch.setenv("FL_LIGHTNING_TRAINER__LOCAL_EPOCHS", "3")
@@ -263,7 +301,9 @@ def test_variables_of_the_environment_beat_the_configuration_in_it(
     assert Path(os.environ["FL_LIGHTNING_CONFIG"]).name == "kd_default.yaml"
 
 
-def test_a_base_that_cannot_be_used_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_base_that_cannot_be_used_is_named(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (here / "mine.yaml").write_text("base: nothing.yaml\nmodel: FedAvg\n")
     assert main(["fit", "--config", "mine.yaml"]) == 2
     assert "mine.yaml, base: nothing.yaml; " in capsys.readouterr().err

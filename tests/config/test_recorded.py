@@ -1,4 +1,5 @@
-"""Runs made from Python: their settings are recorded, compared on resume and told apart in a comparison."""
+"""Runs made from Python: their settings are recorded, compared on resume and told apart in a
+comparison."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def optimizer(lr: float = 0.05):
 def fit(root, mu: float = 0.1, seed: int = 0, *, make=FedProx, **settings):
     arguments = {"mu": mu} if make is FedProx else {}
     method = make(
-        network=settings.pop("network", SMALL), optimizer=settings.pop("optimizer", optimizer()), **arguments
+        network=settings.pop("network", SMALL),
+        optimizer=settings.pop("optimizer", optimizer()),
+        **arguments,
     )
     return run(
         method,
@@ -54,9 +57,15 @@ def test_the_configuration_of_a_run_from_python_has_every_setting(tmp_path):
     trainer = fit(tmp_path, callbacks=[LabelNoise(round=3)], participation=0.5)
     config = yaml.safe_load((trainer.run_dir / "config.yaml").read_text())
     assert config["seed_everything"] == 0
-    assert config["trainer"] | {"max_rounds": 1, "participation": 0.5, "local_epochs": 1} == config["trainer"]
+    assert (
+        config["trainer"] | {"max_rounds": 1, "participation": 0.5, "local_epochs": 1}
+        == config["trainer"]
+    )
     (callback,) = config["trainer"]["callbacks"]
-    assert (callback["class_path"], callback["init_args"]["round"]) == ("callbacks.label_noise.LabelNoise", 3)
+    assert (callback["class_path"], callback["init_args"]["round"]) == (
+        "callbacks.label_noise.LabelNoise",
+        3,
+    )
     model = config["model"]
     assert model["class_path"] == "fl_lightning.methods.fedprox.FedProx"
     assert model["init_args"]["mu"] == 0.1
@@ -75,7 +84,10 @@ def test_the_configuration_of_a_run_from_python_has_every_setting(tmp_path):
         ({"mu": 0.9}, "model.init_args.mu: 0.1 -> 0.9"),
         ({"optimizer": optimizer(0.01)}, "model.init_args.optimizer"),
         ({"optimizer": Adam}, "model.init_args.optimizer"),
-        ({"network": partial(SmallCNN, width=8)}, "model.init_args.network.init_args.width: 4 -> 8"),
+        (
+            {"network": partial(SmallCNN, width=8)},
+            "model.init_args.network.init_args.width: 4 -> 8",
+        ),
         ({"callbacks": [LabelNoise(round=1)]}, "trainer.callbacks"),
         ({"participation": 0.5}, "trainer.participation"),
         ({"seed": 1}, "seed_everything"),
@@ -114,7 +126,9 @@ def test_what_cannot_be_recorded_is_refused_by_name(tmp_path):
     odd = {"callbacks": [Odd(object())], "experiment": "odd"}
     trainer = fit(tmp_path, **odd)
     fit(tmp_path, 0.5, experiment="odd")
-    with pytest.raises(InputError, match=r"trainer.callbacks.0.init_args.source, which cannot be recorded"):
+    with pytest.raises(
+        InputError, match=r"trainer.callbacks.0.init_args.source, which cannot be recorded"
+    ):
         fit(tmp_path, ckpt_path=str(trainer.run_dir), **odd)
     results = gather(str(tmp_path / "odd"), tmp_path)
     assert [one.label for one in results.runs] == ["FedProx"]
@@ -140,7 +154,10 @@ class Lit(LightningModule):
 
 
 def test_a_lightning_module_is_described_by_its_hyperparameters():
-    assert describe(Lit(0.5)) == {"class_path": "test_recorded.Lit", "init_args": {"lr": 0.5, "keep": True}}
+    assert describe(Lit(0.5)) == {
+        "class_path": "test_recorded.Lit",
+        "init_args": {"lr": 0.5, "keep": True},
+    }
     assert describe(Lit(0.5, keep=False)).startswith(NOT_RECORDED)
 
 
@@ -205,10 +222,13 @@ def test_a_set_in_a_function_has_one_description_in_all_processes():
         "'c', 'dd'})['code_sha256'])"
     )
     run_with = [
-        {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)} for seed in ("1", "2")
+        {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        for seed in ("1", "2")
     ]
     found = {
-        subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True).stdout
+        subprocess.run(
+            [sys.executable, "-c", program], env=env, capture_output=True, text=True
+        ).stdout
         for env in run_with
     }
     assert len(found) == 1
@@ -230,7 +250,11 @@ def test_descriptions():
     assert describe(torch.optim.SGD) == describe(SGD)
     assert describe(np.arange(3)) == describe(np.arange(3)) != describe(np.arange(4))
     assert describe(torch.zeros(2, 2))["shape"] == [2, 2]
-    assert describe(list(range(2000))) == describe(tuple(range(2000))) != describe(list(range(1, 2001)))
+    assert (
+        describe(list(range(2000)))
+        == describe(tuple(range(2000)))
+        != describe(list(range(1, 2001)))
+    )
     assert describe(list(range(2000)))["length"] == 2000
     assert describe([np.float64(0.5), (1, None)]) == [0.5, [1, None]]
     assert describe(Dirichlet(beta=0.5)) == {
@@ -238,7 +262,11 @@ def test_descriptions():
         "init_args": {"beta": 0.5, "min_size": 1},
     }
     assert describe(TrimmedMean())["init_args"] == {"trim": 0.1}
-    assert describe(CosineSchedule(0, 1, rounds=3))["init_args"] == {"start": 0, "end": 1, "rounds": 3}
+    assert describe(CosineSchedule(0, 1, rounds=3))["init_args"] == {
+        "start": 0,
+        "end": 1,
+        "rounds": 3,
+    }
     assert describe(nn.Linear(1, 1)).startswith(NOT_RECORDED)
     method = FedMPQKD(alpha=0.3, bits=3)
     assert method.__class__.__init__.__name__ == "__init__"

@@ -1,5 +1,5 @@
-"""Runs of version 0.1.0 are continued and counted: settings that came later change no hash while they are
-neutral."""
+"""Runs of version 0.1.0 are continued and counted: settings that came later change no hash while
+they are neutral."""
 
 from __future__ import annotations
 
@@ -85,7 +85,10 @@ def test_a_default_that_follows_the_task_has_the_hash_of_the_former_one():
 
 def test_a_class_that_moved_has_the_hash_of_its_former_place():
     """As the command line wrote and writes them: an object that is a default, and a class."""
-    for key, former in (("average", "averaging.WEIGHTED_MEAN"), ("average.class_path", "TrimmedMean")):
+    for key, former in (
+        ("average", "averaging.WEIGHTED_MEAN"),
+        ("average.class_path", "TrimmedMean"),
+    ):
         then = {f"model.init_args.{key}": f"fl_lightning.methods.{former}"}
         name = former.rpartition(".")[2]
         now = {f"model.init_args.{key}": f"fl_lightning.aggregation.averages.{name}"}

@@ -47,7 +47,8 @@ KEEPS = {
 }
 KEEPS |= {"Ditto", "FedRoD", "APFL", "FedALA", "FedProto"}
 PERSONAL = {"Ditto", "FedRoD", "APFL", "FedALA", "FedProto"}
-PARTS_STAY = {"FedPer", "FedRep", "FedBABU", "LGFedAvg"}  # the quadratic's network has one part alone
+# the quadratic's network has one part alone
+PARTS_STAY = {"FedPer", "FedRep", "FedBABU", "LGFedAvg"}
 NO_MEAN = {"FineTune", "FedBN", *PARTS_STAY}  # or what is evaluated is not the mean of all weights
 KEEPS |= {"FedPer", "FedRep", "FedBN", "LGFedAvg"}
 SINGLE_UPLOADS = {"FedKD", "FedMosaic", "LocalOnly", "FedProto"}
@@ -75,20 +76,37 @@ def test_every_method_conforms(name):
     assert [f"{o.check}: {o.detail}" for o in outcomes if o.verdict == "failed"] == []
     expected = {
         check
-        for check, those in (("budget", BUDGETS), ("neutral", NEUTRAL), ("kept state is used", KEEPS))
+        for check, those in (
+            ("budget", BUDGETS),
+            ("neutral", NEUTRAL),
+            ("kept state is used", KEEPS),
+        )
         if name not in those
     }
     expected |= {"partial participation", "weights by examples"} if name in OF_ITS_OWN else set()
     expected |= {"weights by examples"} if name in PERSONAL else set()
-    expected |= {"broadcast"} if name in ("LocalOnly", "Oracle", "FedDyn", "FedSpeed", *OF_TEXT) else set()
+    expected |= (
+        {"broadcast"} if name in ("LocalOnly", "Oracle", "FedDyn", "FedSpeed", *OF_TEXT) else set()
+    )
     # their servers need the single uploads
     expected |= {"order of uploads"} if name in SINGLE_UPLOADS else set()
     expected |= {"control variates"} if name != "SCAFFOLD" else set()
     expected |= {"dynamic regularisation"}  # which methods of others declare
     expected |= (
-        ON_THE_QUADRATIC | {"partial participation", "weights by examples"} if name in OF_TEXT else set()
+        ON_THE_QUADRATIC | {"partial participation", "weights by examples"}
+        if name in OF_TEXT
+        else set()
     )
-    starts_apart = {"AQFL", "FedAdaLoRA", "FedKD", "HEST", "HESTLadder", "SCAFFOLD", "FedDyn", *OF_ITS_OWN}
+    starts_apart = {
+        "AQFL",
+        "FedAdaLoRA",
+        "FedKD",
+        "HEST",
+        "HESTLadder",
+        "SCAFFOLD",
+        "FedDyn",
+        *OF_ITS_OWN,
+    }
     starts_apart |= {"FedDC", "FedSpeed", "FedLC", "MOON", *PERSONAL}
     starts_apart |= {"FedBN", *PARTS_STAY}
     expected |= {"same start as declared"} if name in starts_apart else set()
@@ -119,7 +137,18 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert "partial participation" in shown
     assert max(map(len, shown.splitlines())) <= 100
     assert (
-        main(["check", "--model", "mine.Half", "--settings", "{part: 0.0}", "--neutral", "{part: 0.0}"]) == 0
+        main(
+            [
+                "check",
+                "--model",
+                "mine.Half",
+                "--settings",
+                "{part: 0.0}",
+                "--neutral",
+                "{part: 0.0}",
+            ]
+        )
+        == 0
     )
     assert list(tmp_path.iterdir()) == [tmp_path / "mine.py"]
 
@@ -142,12 +171,19 @@ def test_a_name_that_cannot_be_checked_is_refused_in_a_line(model, capsys):
         ("FedKD", {"average_weights": True}),
         (
             "FedMosaic",
-            {"rank": 3, "num_blocks": 2, "sketch_rows": 0.1, "networks": ["residual_mlp", "residual_mlp"]},
+            {
+                "rank": 3,
+                "num_blocks": 2,
+                "sketch_rows": 0.1,
+                "networks": ["residual_mlp", "residual_mlp"],
+            },
         ),
     ],
 )
 def test_bytes_by_hand_at_other_settings(name, settings):
-    (outcome,) = run_checks(method_under_test(getattr(methods, name), settings), [bytes_on_the_wire])
+    (outcome,) = run_checks(
+        method_under_test(getattr(methods, name), settings), [bytes_on_the_wire]
+    )
     assert (outcome.verdict, outcome.detail.split(", ")[-1]) == ("passed", "as by hand formula"), (
         outcome.detail
     )
@@ -163,23 +199,27 @@ def test_bytes_of_methods_with_a_second_vector_are_of_what_travels(name, persona
 
 
 def test_scaffold_with_a_personal_head_by_hand():
-    """Of 2 688 values 1 024 weights and 4 biases of the classifier stay, of 2 632 trained ones too."""
-    (outcome,) = run_checks(method_under_test(methods.SCAFFOLD, {"personal": "head"}), [bytes_on_the_wire])
+    """Of 2 688 values 1 024 weights and 4 biases of the classifier stay, of 2 632 trained ones
+    too."""
+    (outcome,) = run_checks(
+        method_under_test(methods.SCAFFOLD, {"personal": "head"}), [bytes_on_the_wire]
+    )
     travels, trained = 2688 - 1028, 2632 - 1028
     up, down = 4 * (travels + trained) + 19 + 15 + 14 + 13, 4 * (travels + trained) + 19 + 14 + 8
     assert f"{up} bytes up, {down} down, as by hand formula" in outcome.detail
 
 
 def test_fedavg_by_hand():
-    """2 572 weights of convolutions and classifier, 4 biases, 56 of BatchNorm and 56 of its statistics;
-    headers 19, 15 and 14."""
+    """2 572 weights of convolutions and classifier, 4 biases, 56 of BatchNorm and 56 of its
+    statistics; headers 19, 15 and 14."""
     (outcome,) = run_checks(method_under_test(methods.FedAvg), [bytes_on_the_wire])
     up, down = 4 * (2572 + 4 + 56 + 56) + 19 + 15 + 14, 4 * (2572 + 4 + 56 + 56) + 19 + 14
     assert f"{up} bytes up, {down} down, as by hand formula" in outcome.detail
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--settings", "{muu: 0.1}"], ["--neutral", "{muu: 0.1}"], ["--settings", "{mu: -1}"]]
+    "arguments",
+    [["--settings", "{muu: 0.1}"], ["--neutral", "{muu: 0.1}"], ["--settings", "{mu: -1}"]],
 )
 def test_settings_that_it_does_not_know(arguments, capsys):
     assert main(["check", "--model", "FedProx", *arguments]) == 2

@@ -1,4 +1,5 @@
-"""The kit fails averaging methods that are broken on purpose, each in the checks that are there for it."""
+"""The kit fails averaging methods that are broken on purpose, each in the checks that are there for
+it."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from fl_lightning.aggregation.sums import Addend
 from fl_lightning.methods import AQFL, FedAvg, FedMPQ
 from fl_lightning.wire import Layout, Payload
 
-pytestmark = [pytest.mark.slow, pytest.mark.essential]  # what proves the kit, which itself runs in every run
+# what proves the kit, which itself runs in every run
+pytestmark = [pytest.mark.slow, pytest.mark.essential]
 
 BROKEN = Breaks()
 
@@ -40,9 +42,9 @@ class WrongSign(FedAvg):
 @BROKEN.fails(BY_N)
 class Unweighted(FedAvg):
     def aggregate(self, uploads):
-        self.server["weights"] = torch.stack([upload.tensor("weights") for upload in uploads.values()]).mean(
-            0
-        )
+        self.server["weights"] = torch.stack(
+            [upload.tensor("weights") for upload in uploads.values()]
+        ).mean(0)
 
 
 @BROKEN.fails("server reads uploads only")
@@ -185,7 +187,10 @@ class DividesByEverybody(FedAvg):
 class WeighsByNumber(FedAvg):
     def upload(self, client):
         return Payload(
-            {**super().upload(client), "examples": torch.tensor(min(client.id + 1, len(client.train)))}
+            {
+                **super().upload(client),
+                "examples": torch.tensor(min(client.id + 1, len(client.train))),
+            }
         )
 
 
@@ -225,7 +230,9 @@ class HidesState(FedAvg):
 class DrawsFromTheGlobalGenerator(FedAvg):
     def aggregate(self, uploads):
         super().aggregate(uploads)
-        self.server["weights"] = self.server["weights"] + 1e-3 * torch.randn_like(self.server["weights"])
+        self.server["weights"] = self.server["weights"] + 1e-3 * torch.randn_like(
+            self.server["weights"]
+        )
 
 
 @BROKEN.fails("diverged client")

@@ -1,5 +1,5 @@
-"""What a method declares of itself is checked, not taken on trust: SCAFFOLD and FedNova pass, wrong ones are
-told what is wrong."""
+"""What a method declares of itself is checked, not taken on trust: SCAFFOLD and FedNova pass, wrong
+ones are told what is wrong."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from fl_lightning.conformance.toy import CENTRES
 from fl_lightning.methods import SCAFFOLD, FedAvg, FedCM, FedDC, FedDyn, FedSpeed, Method
 from fl_lightning.wire import Payload
 
-pytestmark = [pytest.mark.slow, pytest.mark.essential]  # what proves the kit, which itself runs in every run
+# what proves the kit, which itself runs in every run
+pytestmark = [pytest.mark.slow, pytest.mark.essential]
 
 
 def failures(method, *names, settings=None):
@@ -30,8 +31,8 @@ class Scaffold(SCAFFOLD):
 
 
 class StrangersNova(Method):
-    """Normalised averaging (Wang et al., NeurIPS 2020), for plain SGD: x + tau_eff sum_k p_k (y_k - x) /
-    tau_k."""
+    """Normalised averaging (Wang et al., NeurIPS 2020), for plain SGD: x + tau_eff sum_k p_k (y_k -
+    x) / tau_k."""
 
     def upload(self, client):
         return Payload({**super().upload(client), "steps": torch.tensor([float(self.local_steps)])})
@@ -43,9 +44,12 @@ class StrangersNova(Method):
         shares = [int(u.tensor("examples")) / total for u in sent]
         steps = [float(u.tensor("steps")) for u in sent]
         mean = sum(
-            p * (u.tensor("weights") - start) / tau for p, tau, u in zip(shares, steps, sent, strict=True)
+            p * (u.tensor("weights") - start) / tau
+            for p, tau, u in zip(shares, steps, sent, strict=True)
         )
-        self.server["weights"] = start + sum(p * tau for p, tau in zip(shares, steps, strict=True)) * mean
+        self.server["weights"] = (
+            start + sum(p * tau for p, tau in zip(shares, steps, strict=True)) * mean
+        )
 
 
 @pytest.mark.parametrize("method", [Scaffold, StrangersNova, Dynamic])
@@ -287,7 +291,8 @@ AT_NEUTRAL = ("known optimum", "agreement", "partial participation", "federation
     ],
 )
 def test_a_method_that_keeps_nothing_at_its_neutral_setting_passes_there(method, settings):
-    """It is the mean of its clients, and has neither vectors nor the number of all clients in its steps."""
+    """It is the mean of its clients, and has neither vectors nor the number of all clients in its
+    steps."""
     checks = [*AT_NEUTRAL, "dynamic regularisation", "control variates", "kept state is used"]
     assert failures(method, *checks, settings=settings) == {}
 
@@ -314,9 +319,9 @@ def test_what_no_checkpoint_has_is_named():
 
 class Uniform(FedAvg):
     def aggregate(self, uploads):
-        self.server["weights"] = torch.stack([upload.tensor("weights") for upload in uploads.values()]).mean(
-            0
-        )
+        self.server["weights"] = torch.stack(
+            [upload.tensor("weights") for upload in uploads.values()]
+        ).mean(0)
 
 
 class DeclaredUniform(Uniform):
@@ -333,7 +338,9 @@ class Slower(FedAvg):
     def aggregate(self, uploads):
         start = self.server["weights"]
         super().aggregate(uploads)
-        self.server["weights"] = start + len(uploads) / self.num_clients * (self.server["weights"] - start)
+        self.server["weights"] = start + len(uploads) / self.num_clients * (
+            self.server["weights"] - start
+        )
 
 
 class DeclaredSlower(Slower):
@@ -393,15 +400,17 @@ def test_what_is_not_so_or_not_declared(wrong, check, says):
 
 
 def test_the_reference_is_a_plain_torch_loop_and_ends_where_nothing_drifts():
-    """Clients make 1, 2 and 5 steps: averaging ends elsewhere, and so does another sign, which a golden
-    number would not notice."""
+    """Clients make 1, 2 and 5 steps: averaging ends elsewhere, and so does another sign, which a
+    golden number would not notice."""
     steps, lr, clients = {0: 1, 1: 2, 2: 5}, 0.05, 3
     rounds = [ScaffoldRound(steps, steps, lr)] * 400
     found = scaffold_path(torch.zeros(6), rounds, [1.0] * clients)
     torch.testing.assert_close(found[-1], CENTRES[:clients].double().mean(0), rtol=0, atol=1e-9)
     averaging = scaffold_path(torch.zeros(6), rounds, [1.0] * clients, sign=0.0)
     assert float((averaging[-1] - CENTRES[:clients].double().mean(0)).abs().max()) > 0.3
-    assert not scaffold_path(torch.zeros(6), rounds, [1.0] * clients, sign=-1.0)[-1].abs().max() < 1e6
+    assert (
+        not scaffold_path(torch.zeros(6), rounds, [1.0] * clients, sign=-1.0)[-1].abs().max() < 1e6
+    )
 
     x, c, own = (
         torch.zeros(6, dtype=torch.float64),

@@ -9,7 +9,8 @@ from breaking import BY_N, Breaks, failed_checks, padded
 from fl_lightning.methods import FedKD, FedMosaic
 from fl_lightning.wire import Payload
 
-pytestmark = [pytest.mark.slow, pytest.mark.essential]  # what proves the kit, which itself runs in every run
+# what proves the kit, which itself runs in every run
+pytestmark = [pytest.mark.slow, pytest.mark.essential]
 
 BROKEN = Breaks()
 
@@ -27,7 +28,9 @@ class KDWrongSign(FedKD):
 class KDUnweighted(FedKD):
     def aggregate(self, uploads):
         one = torch.tensor(1, dtype=torch.int32)
-        super().aggregate({id: Payload({**upload, "examples": one}) for id, upload in uploads.items()})
+        super().aggregate(
+            {id: Payload({**upload, "examples": one}) for id, upload in uploads.items()}
+        )
 
 
 @BROKEN.fails("server reads uploads only", "permutation")
@@ -133,7 +136,9 @@ class MosaicUnweighted(FedMosaic):
 class MosaicBroadcastsKeptState(FedMosaic):
     def broadcast(self, client):
         mixed = super().broadcast(client).tensor("adapters")
-        return Payload({"adapters": mixed + client.state["gradient"].mean() if client.state else mixed})
+        return Payload(
+            {"adapters": mixed + client.state["gradient"].mean() if client.state else mixed}
+        )
 
 
 @BROKEN.fails("server reads uploads only")

@@ -1,5 +1,5 @@
-"""Methods of unusual form: their own losses and batches are no failure, what cannot make a step is told so
-once."""
+"""Methods of unusual form: their own losses and batches are no failure, what cannot make a step is
+told so once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch.optim import SGD
 from fl_lightning.conformance import method_under_test, run_checks
 from fl_lightning.methods import FedAvg
 
-pytestmark = [pytest.mark.slow, pytest.mark.essential]  # what proves the kit, which itself runs in every run
+# what proves the kit, which itself runs in every run
+pytestmark = [pytest.mark.slow, pytest.mark.essential]
 
 
 class OwnLoss(FedAvg):
@@ -57,7 +58,8 @@ def test_what_is_ones_own_is_no_failure(unusual, why):
         assert outcomes[check].verdict == "not applicable"
         assert why in outcomes[check].detail
     assert {
-        outcomes[check].verdict for check in ("learning", "copies", "weights by examples", "diverged client")
+        outcomes[check].verdict
+        for check in ("learning", "copies", "weights by examples", "diverged client")
     } == {"passed"}
 
 
@@ -93,7 +95,10 @@ class SendsADictionary(FedAvg):
         (PlainLoss, "gives Tensor []; a dictionary with 'loss' is needed"),
         (NestedLosses, "gives 'terms' as a dictionary of task: Tensor []"),
         (OneLossAnExample, "gives 'loss' as Tensor [16]"),
-        (WantsTokens, "its training_step fails on a tuple of Tensor [16, 3, 16, 16], Tensor [16]: TypeError"),
+        (
+            WantsTokens,
+            "its training_step fails on a tuple of Tensor [16, 3, 16, 16], Tensor [16]: TypeError",
+        ),
         (SendsADictionary, "SendsADictionary.upload returned dict; it returns a Payload"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -102,4 +107,6 @@ def test_a_method_of_another_form_is_told_so_once(wrong, says):
     first, *others = run_checks(method_under_test(wrong))
     assert (first.check, first.verdict) == ("contract", "failed")
     assert says in first.detail
-    assert {(o.verdict, o.detail) for o in others} == {("not applicable", "it makes no step: see contract")}
+    assert {(o.verdict, o.detail) for o in others} == {
+        ("not applicable", "it makes no step: see contract")
+    }

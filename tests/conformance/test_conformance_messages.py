@@ -60,7 +60,8 @@ class Elsewhere(Sums):
 
 
 class NearlyAlike(FedAvg):
-    """It counts clients alike, and ends a little off the optimum for that, as rounding or a constant does."""
+    """It counts clients alike, and ends a little off the optimum for that, as rounding or a
+    constant does."""
 
     def aggregate(self, uploads):
         every = [upload.tensor("weights") for upload in uploads.values()]

@@ -1,4 +1,5 @@
-"""Datasets of torch, torchvision, one's own and a LightningDataModule: read once, and refused in one line."""
+"""Datasets of torch, torchvision, one's own and a LightningDataModule: read once, and refused in
+one line."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def ready(train, **settings) -> DatasetData:
     source = ListData(train) if isinstance(train, list) else train
     test = settings.pop("test", None)
     settings = {"num_clients": 4, "partition": IID(), **settings}
-    return dealt(DatasetData(source, ListData(test) if isinstance(test, list) else test, **settings))  # type: ignore[return-value]
+    return dealt(
+        DatasetData(source, ListData(test) if isinstance(test, list) else test, **settings)
+    )  # type: ignore[return-value]
 
 
 def all_inputs(data: FederatedData, split: str = "train"):
@@ -80,10 +83,18 @@ def test_items_are_the_examples_in_their_order():
 def test_dictionaries_with_several_inputs_clients_and_groups():
     """Integer inputs stay integers; every client holds the items that name it."""
     items = [
-        {"ids": [i, i + 1], "weight": 0.5 * i, "label": i % 3, "writer": f"w{i % 5}", "site": i // 20}
+        {
+            "ids": [i, i + 1],
+            "weight": 0.5 * i,
+            "label": i % 3,
+            "writer": f"w{i % 5}",
+            "site": i // 20,
+        }
         for i in range(40)
     ]
-    data = ready(items, target="label", client="writer", group="site", num_clients=0, partition=None)
+    data = ready(
+        items, target="label", client="writer", group="site", num_clients=0, partition=None
+    )
     assert isinstance(data.partition, Natural)
     assert data.num_clients == 5
     inputs = all_inputs(data)
@@ -113,11 +124,14 @@ def test_regression_of_several_numbers():
 def test_torchvision_images_are_bytes_and_normalised_with_the_training_images():
     source = partial(FakeData, size=30, image_size=(3, 20, 20), num_classes=3)
     data = ready(
-        source, test=partial(FakeData, size=12, image_size=(3, 20, 20), num_classes=3, random_offset=99)
+        source,
+        test=partial(FakeData, size=12, image_size=(3, 20, 20), num_classes=3, random_offset=99),
     )
     assert data._inputs["train"].dtype == torch.uint8
     raw = (
-        torch.stack([torch.from_numpy(np.array(source()[i][0])).permute(2, 0, 1) for i in range(30)]).double()
+        torch.stack(
+            [torch.from_numpy(np.array(source()[i][0])).permute(2, 0, 1) for i in range(30)]
+        ).double()
         / 255
     )
     mean, std = raw.mean((0, 2, 3))[:, None, None], raw.std((0, 2, 3), correction=0)[:, None, None]
@@ -141,7 +155,9 @@ def test_random_transforms_are_the_same_in_every_run():
 
 
 def test_settings_tell_datasets_apart():
-    one, other = (describe(DatasetData(partial(FakeData, size=size), num_clients=2)) for size in (10, 20))
+    one, other = (
+        describe(DatasetData(partial(FakeData, size=size), num_clients=2)) for size in (10, 20)
+    )
     assert one != other
     assert one["init_args"]["train"]["class_path"].endswith("FakeData")
 
@@ -171,7 +187,9 @@ class SplitsInEachSetup(LightningDataModule):
 
 
 def test_no_training_example_of_a_module_is_a_test_example():
-    one, other = (dealt(DataModuleData(SplitsInEachSetup, num_clients=2, partition=IID())) for _ in range(2))
+    one, other = (
+        dealt(DataModuleData(SplitsInEachSetup, num_clients=2, partition=IID())) for _ in range(2)
+    )
     train, test = (set(all_inputs(one, split)[:, 0].tolist()) for split in ("train", "test"))
     assert train | test == set(map(float, range(40)))
     assert not train & test
@@ -267,7 +285,9 @@ def test_a_bug_of_the_dataset_keeps_its_type():
         ),
     ],
 )
-def test_an_item_that_fails_is_one_line_with_its_number(line, code, said, tmp_path, monkeypatch, capsys):
+def test_an_item_that_fails_is_one_line_with_its_number(
+    line, code, said, tmp_path, monkeypatch, capsys
+):
     """A traceback is there for who asks for it, with the line of the dataset that failed."""
     (tmp_path / "failing.py").write_text(
         "import torch\n\n\nclass Own(torch.utils.data.Dataset):\n    def __len__(self):\n        return 9\n\n"
@@ -307,7 +327,11 @@ class Module(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(
-            TensorDataset(self.x, self.y), batch_size=7, shuffle=True, drop_last=True, collate_fn=str
+            TensorDataset(self.x, self.y),
+            batch_size=7,
+            shuffle=True,
+            drop_last=True,
+            collate_fn=str,
         )
 
 
@@ -385,7 +409,8 @@ def test_mnist_is_trained_by_the_documented_command(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.essential
 @pytest.mark.parametrize(
-    ("word", "name"), [("own_dataset.Letters", "own_dataset.py"), ("own_module.Moons", "own_module.py")]
+    ("word", "name"),
+    [("own_dataset.Letters", "own_dataset.py"), ("own_module.Moons", "own_module.py")],
 )
 def test_code_of_the_page_is_trained_by_its_command(tmp_path, monkeypatch, word, name):
     (command,) = documented(word)
@@ -398,7 +423,10 @@ def test_code_of_the_page_is_trained_by_its_command(tmp_path, monkeypatch, word,
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "no data.train given; it is required; write --data.train torchvision.datasets.FakeData"),
+        (
+            [],
+            "no data.train given; it is required; write --data.train torchvision.datasets.FakeData",
+        ),
         (
             ["--data.train", "torchvision.datasets.MNIST"],
             "no data.train.root given; it is required; write --data.train.root FOLDER",
@@ -426,8 +454,12 @@ def test_engines_agree(tmp_path, kind):
             if kind == "vectors"
             else DatasetData(partial(FakeData, size=60, image_size=(3, 16, 16), num_classes=3), num_clients=6, partition=IID(), batch_size=4)
         )  # fmt: skip
-        method = FedAvg(network="mlp", optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05))
-        trainer = run(method, data, tmp_path / engine, max_rounds=3, participation=0.5, engine=engine)
+        method = FedAvg(
+            network="mlp", optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05)
+        )
+        trainer = run(
+            method, data, tmp_path / engine, max_rounds=3, participation=0.5, engine=engine
+        )
         made[engine] = method.server["weights"]
         assert json.loads((trainer.run_dir / "partition.json").read_text())["examples"]["sha256"]
     torch.testing.assert_close(made["batched"], made["sequential"], rtol=1e-4, atol=1e-5)

@@ -24,7 +24,8 @@ def test_cifar_files_are_read(tmp_path: Path, dataset: str, modern: bool) -> Non
     data = ready(dataset=dataset, root=str(tmp_path), num_clients=4, partition=IID())
     *train, test = content.values()
     assert torch.equal(
-        data.train_images.flatten(1), torch.from_numpy(np.concatenate([images for images, _ in train]))
+        data.train_images.flatten(1),
+        torch.from_numpy(np.concatenate([images for images, _ in train])),
     )
     assert data.train_target.tolist() == [*chain(*(labels for _, labels in train))]
     assert torch.equal(data.test_images.flatten(1), torch.from_numpy(test[0]))
@@ -88,7 +89,9 @@ def test_missing_files_are_named_in_one_line(
 
     monkeypatch.setattr(utils, "download_and_extract_archive", no_network)
     with pytest.raises(ValueError, match="data_batch_1") as error:
-        FederatedImages("cifar10", root=str(tmp_path / "new" / "root"), download=download).prepare_data()
+        FederatedImages(
+            "cifar10", root=str(tmp_path / "new" / "root"), download=download
+        ).prepare_data()
     message = str(error.value)
     assert "\n" not in message
     assert str(tmp_path / "new" / "root" / "cifar-10-batches-py") in message

@@ -1,4 +1,5 @@
-"""Conversations of several turns: what a network reads, which tokens it learns, and one line for each mistake."""
+"""Conversations of several turns: what a network reads, which tokens it learns, and one line for
+each mistake."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def written(folder: Path, *lines: object) -> str:
 
 
 def made(train: str, **settings) -> ConversationFiles:
-    found = ConversationFiles(train, **{"context": 96, "batch_size": 4, "val_fraction": 0.0, **settings})
+    found = ConversationFiles(
+        train, **{"context": 96, "batch_size": 4, "val_fraction": 0.0, **settings}
+    )
     found.prepare_data()
     found.setup()
     found.distribute(0, torch.device("cpu"))
@@ -41,23 +44,28 @@ def made(train: str, **settings) -> ConversationFiles:
 
 
 def spelled(found: ConversationFiles, split: str = "train", tokens=BYTES) -> set[tuple[str, str]]:
-    """What a network reads of each conversation; and what it learns, with a bar where nothing is learnt and
-    a dollar for the end token."""
+    """What a network reads of each conversation; and what it learns, with a bar where nothing is
+    learnt and a dollar for the end token."""
     some, texts = found._sequences[split], set()
     for ids, target, length in zip(
         some.input_ids.tolist(), some.target.tolist(), some.length.tolist(), strict=True
     ):
         learnt, last = "", IGNORED
         for token in target:
-            learnt += "$" if token == tokens.eos else "" if token == IGNORED else tokens.decode([token])
+            learnt += (
+                "$" if token == tokens.eos else "" if token == IGNORED else tokens.decode([token])
+            )
             learnt += "|" if token == IGNORED and last != IGNORED else ""
             last = token
-        texts.add(("".join("$" if i == tokens.eos else tokens.decode([i]) for i in ids[:length]), learnt))
+        texts.add(
+            ("".join("$" if i == tokens.eos else tokens.decode([i]) for i in ids[:length]), learnt)
+        )
     return texts
 
 
 def test_every_answer_is_learnt_and_no_question_is(tmp_path: Path):
-    """Both forms of a file; an answer before any question and a question at the end are left out."""
+    """Both forms of a file; an answer before any question and a question at the end are left
+    out."""
     talks = [
         {"conversations": said("Hi", "Yo", "1+1?", "2", "Bye")},
         {
@@ -83,10 +91,14 @@ def test_every_answer_is_learnt_and_no_question_is(tmp_path: Path):
 
 def test_the_published_dialogues_are_read_as_their_authors_do(tmp_path: Path):
     """Fed-WildChat's file of clients, and Vicuna's prompt, here written once more."""
-    config = yaml.safe_load((ROOT / "configs/overlays/fedllm_bench_wildchat_turns.yaml").read_text())
+    config = yaml.safe_load(
+        (ROOT / "configs/overlays/fedllm_bench_wildchat_turns.yaml").read_text()
+    )
     settings = {**config["data"]["init_args"], "tokenizer": None, "partition": Natural()}
     clients = {
-        f"{user:02}": [{"conversations": said(f"Q {user} {k}", "A", f"More {k}", "B")} for k in range(8)]
+        f"{user:02}": [
+            {"conversations": said(f"Q {user} {k}", "A", f"More {k}", "B")} for k in range(8)
+        ]
         for user in range(50)
     }
     path = tmp_path / "wildchat_50c.json"
@@ -101,13 +113,17 @@ def test_the_published_dialogues_are_read_as_their_authors_do(tmp_path: Path):
         for k in range(8)
     }
     own = found._sequences["train"].input_ids[found.client(7).train]
-    assert all(f"Q {sorted(clients)[7]}".replace(" 0", " ") in BYTES.decode(row.tolist()) for row in own)
+    assert all(
+        f"Q {sorted(clients)[7]}".replace(" 0", " ") in BYTES.decode(row.tolist()) for row in own
+    )
 
 
 def test_a_long_conversation_loses_its_end_or_is_left_out(tmp_path: Path):
     talks = [said("a" * n, "b" * 9, "c", "d" * 9) for n in (1, 20, 60)]
     train = written(tmp_path, *({"conversations": talk} for talk in talks))
-    with pytest.raises(InputError, match=r"line 2 of 78 tokens; it takes 77 positions of a context of 60"):
+    with pytest.raises(
+        InputError, match=r"line 2 of 78 tokens; it takes 77 positions of a context of 60"
+    ):
         made(train, test=train, context=60)
     other = tmp_path / "other.jsonl"
     other.write_text(json.dumps({"conversations": said("x", "y")}))
@@ -122,7 +138,8 @@ def test_equal_first_questions_are_on_one_side(tmp_path: Path):
     train = written(tmp_path, *({"conversations": said(f"Q{n % 40}", f"{n}")} for n in range(200)))
     found = made(train, test_fraction=0.3, num_clients=3, partition=IID())
     asked = [
-        {text.partition(" ASSISTANT")[0] for text, _ in spelled(found, split)} for split in ("train", "test")
+        {text.partition(" ASSISTANT")[0] for text, _ in spelled(found, split)}
+        for split in ("train", "test")
     ]
     assert len(asked[0] | asked[1]) == 40
     assert len(asked[1]) > 4
@@ -130,8 +147,8 @@ def test_equal_first_questions_are_on_one_side(tmp_path: Path):
 
 
 def test_a_chat_template_of_a_tokeniser(tmp_path: Path):
-    """What is learnt is what the template writes for an answer, its end included; a template that writes
-    earlier turns anew is refused."""
+    """What is learnt is what the template writes for an answer, its end included; a template that
+    writes earlier turns anew is refused."""
     pytest.importorskip("transformers")
     from tiny_transformers import tokenizer_of_bytes
 
@@ -171,8 +188,14 @@ def test_a_chat_template_of_a_tokeniser(tmp_path: Path):
             "line 1, turn 1, from 'bot'; it is one of human",
         ),
         ({"conversations": said("a")}, "line 1; nobody answers a user in it"),
-        ({"conversations": [*said("a", "b"), *said("c", "d")[1:]]}, "user and assistant do not take turns"),
-        ({"conversations": [*said("a", "b"), {"from": "system", "value": "x"}]}, "do not take turns"),
+        (
+            {"conversations": [*said("a", "b"), *said("c", "d")[1:]]},
+            "user and assistant do not take turns",
+        ),
+        (
+            {"conversations": [*said("a", "b"), {"from": "system", "value": "x"}]},
+            "do not take turns",
+        ),
         ({"conversations": said("a\ud800", "b")}, "line 1, turn 1; it holds half a character"),
     ],
 )

@@ -178,7 +178,14 @@ def test_the_command_of_the_page_trains_on_packages(site, monkeypatch):
         "--trainer.max_rounds",
         "1",
     ]
-    quick = ["--trainer.max_local_steps", "1", "--trainer.logger", "false", "--trainer.callbacks", "[]"]
+    quick = [
+        "--trainer.max_local_steps",
+        "1",
+        "--trainer.logger",
+        "false",
+        "--trainer.callbacks",
+        "[]",
+    ]
     words = command.replace("\\\n", " ").replace("configs/", f"{ROOT}/configs/").split()
     assert main(["fit", *words, *own, *quick]) == 0
     (run,) = Path("runs").glob("*/*")

@@ -22,11 +22,14 @@ CPU = torch.device("cpu")
 
 
 def number_images(data: FederatedImages) -> None:
-    """Every training image becomes its own index, and normalisation the identity, so that batches can be
-    read."""
+    """Every training image becomes its own index, and normalisation the identity, so that batches
+    can be read."""
     index = torch.arange(len(data.train_images))
     data.train_images[:] = 0
-    data.train_images[:, 0, 0, 0], data.train_images[:, 1, 0, 0] = (index % 256).byte(), (index // 256).byte()
+    data.train_images[:, 0, 0, 0], data.train_images[:, 1, 0, 0] = (
+        (index % 256).byte(),
+        (index // 256).byte(),
+    )
     data._mean, data._std = torch.zeros(3, 1, 1), torch.ones(3, 1, 1)
 
 
@@ -46,7 +49,9 @@ def test_every_example_comes_once_an_epoch_with_its_label() -> None:
         batches = list(data.train_batches(client, round=3, epochs=3))
         seen = [read_index(x) for x, _ in batches]
         assert len(batches) == data.num_steps(client, 3)
-        assert all(torch.equal(y, data.train_target[i]) for i, (_, y) in zip(seen, batches, strict=True))
+        assert all(
+            torch.equal(y, data.train_target[i]) for i, (_, y) in zip(seen, batches, strict=True)
+        )
         copies = 2 if len(client.train) == 1 else 1
         assert sorted(chain(*seen)) == sorted(client.train.tolist() * 3 * copies)
         per_epoch = np.array([*chain(*seen)]).reshape(3, -1)
@@ -69,7 +74,9 @@ def test_no_batch_has_a_single_example() -> None:
     assert read_index(x) == [5, 5]
     assert y.tolist() == data.train_target[[5, 5]].tolist()
     assert not rest
-    assert [len(y) for _, y in data.train_batches(Client(0, np.arange(9), none), round=1, epochs=2)] == [
+    assert [
+        len(y) for _, y in data.train_batches(Client(0, np.arange(9), none), round=1, epochs=2)
+    ] == [
         4,
         5,
         4,
@@ -105,7 +112,9 @@ def test_steps_cut_and_labels_replace() -> None:
 @pytest.mark.parametrize("augmented", [False, True])
 def test_batches_side_by_side_are_those_of_each_client(augmented: bool) -> None:
     """Of clients with 1 to 100 examples, some of which stop early, or make fewer epochs."""
-    data = ready(partition=Dirichlet(0.3), batch_size=7, crop="pad" if augmented else "none", flip=augmented)
+    data = ready(
+        partition=Dirichlet(0.3), batch_size=7, crop="pad" if augmented else "none", flip=augmented
+    )
     single = Client(77, np.array([5]), np.empty(0, np.int64))
     clients = [*(data.client(int(id)) for id in data.active), single]
     assert all(map(torch.equal, data.labels_of(clients), map(data.labels, clients)))
@@ -122,7 +131,9 @@ def test_batches_side_by_side_are_those_of_each_client(augmented: bool) -> None:
     assert groups > 1
     for at, client in enumerate(clients):
         alone = list(
-            data.train_batches(client, round=3, epochs=epochs[at], labels=labels[at], steps=steps[at])
+            data.train_batches(
+                client, round=3, epochs=epochs[at], labels=labels[at], steps=steps[at]
+            )
         )
         assert len(alone) == len(seen[at])
         assert all(
@@ -138,7 +149,9 @@ def test_global_seeds_change_nothing_and_rounds_and_clients_do() -> None:
         np.random.seed(poison)  # noqa: NPY002
         torch.manual_seed(poison)
         data = ready(seed, partition=IID(), crop="pad", flip=True)
-        return torch.cat([x for x, _ in data.train_batches(data.client(client), round=round, epochs=1)])
+        return torch.cat(
+            [x for x, _ in data.train_batches(data.client(client), round=round, epochs=1)]
+        )
 
     one = batches(1)
     assert torch.equal(one, batches(2))
@@ -148,24 +161,33 @@ def test_global_seeds_change_nothing_and_rounds_and_clients_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("crop", "flip"), [("none", False), ("none", True), ("pad", False), ("pad", True), ("shrink", True)]
+    ("crop", "flip"),
+    [("none", False), ("none", True), ("pad", False), ("pad", True), ("shrink", True)],
 )
 def test_augmentation_is_the_plain_loop(crop: str, flip: bool) -> None:
     """Same draws, one image at a time, by slicing."""
-    data = ready(crop=crop, flip=flip, crop_size=27, synthetic_size=32, batch_size=16, partition=IID())
+    data = ready(
+        crop=crop, flip=flip, crop_size=27, synthetic_size=32, batch_size=16, partition=IID()
+    )
     client, side = data.client(1), 27 if crop == "shrink" else 32
     order = stream(0, "batches", 5, 1)
     position = np.stack([order.permutation(len(client.train)) for _ in range(2)])
     uniform = stream(0, "augment", 5, 1).random((2, len(client.train), 3))
     places = {"none": 1, "pad": 9, "shrink": 6}[crop]
-    mean, std = np.float32(data.train_mean)[:, None, None], np.float32(data.train_std)[:, None, None]
+    mean, std = (
+        np.float32(data.train_mean)[:, None, None],
+        np.float32(data.train_std)[:, None, None],
+    )
     expected = []
     for epoch in range(2):
         for where in position[epoch]:
             image = data.train_images[client.train[where]].numpy()
             if crop == "pad":
                 image = np.pad(image, ((0, 0), (4, 4), (4, 4)))
-            top, left = int(uniform[epoch, where, 0] * places), int(uniform[epoch, where, 1] * places)
+            top, left = (
+                int(uniform[epoch, where, 0] * places),
+                int(uniform[epoch, where, 1] * places),
+            )
             image = image[:, top : top + side, left : left + side]
             if flip and uniform[epoch, where, 2] >= 0.5:
                 image = image[:, :, ::-1]
@@ -190,7 +212,10 @@ def test_normalisation_and_its_inverse() -> None:
     x = torch.cat([x for x, _ in data.test_batches(batch_size=17)])
     centre = data.test_images[:, :, 2:30, 2:30].float() / 255
     assert x.dtype == torch.float32
-    mean, std = torch.tensor(data.train_mean)[:, None, None], torch.tensor(data.train_std)[:, None, None]
+    mean, std = (
+        torch.tensor(data.train_mean)[:, None, None],
+        torch.tensor(data.train_std)[:, None, None],
+    )
     torch.testing.assert_close(x, (centre - mean) / std)
     torch.testing.assert_close(data.denormalise(x), centre)
 
@@ -233,7 +258,10 @@ def test_summary_is_json_and_its_hash_is_of_the_indices() -> None:
     assert summary["method"] == "Dirichlet(beta=0.1, min_size=1)"
     assert sum(summary["sizes"]) == np.sum(summary["classes_per_client"]) == 300
     shard = summary["clients"][3]["train"] + summary["clients"][3]["val"]
-    assert np.bincount(data.train_target[shard], minlength=10).tolist() == summary["classes_per_client"][3]
+    assert (
+        np.bincount(data.train_target[shard], minlength=10).tolist()
+        == summary["classes_per_client"][3]
+    )
     assert data.partition_hash == same.partition_hash == summary["sha256"] != other.partition_hash
     assert data.partition_hash != ready(1, val_fraction=0.2).partition_hash
 
@@ -241,7 +269,9 @@ def test_summary_is_json_and_its_hash_is_of_the_indices() -> None:
 @pytest.mark.timeout(120)  # work of clients squared would take hours
 def test_a_hundred_thousand_clients_can_start_and_it_is_said_that_half_have_nothing(caplog) -> None:
     partition = Dirichlet(0.1, min_size=0)
-    data = ready(num_clients=100_000, synthetic_examples=50_000, synthetic_size=4, partition=partition)
+    data = ready(
+        num_clients=100_000, synthetic_examples=50_000, synthetic_size=4, partition=partition
+    )
     assert "clients" not in data.partition_summary()
     idle = 100_000 - len(data.active)
     assert f"{idle} of 100000 clients have no training example and never train" in caplog.text
@@ -255,7 +285,9 @@ def test_digits_are_learnable_and_split_by_class() -> None:
     from sklearn.linear_model import LogisticRegression
 
     data = ready(dataset="digits", partition=Shards(2))
-    counts = [torch.bincount(target, minlength=10) for target in (data.train_target, data.test_target)]
+    counts = [
+        torch.bincount(target, minlength=10) for target in (data.train_target, data.test_target)
+    ]
     assert sum(map(sum, counts)) == 1797
     assert torch.all((counts[1] / (counts[0] + counts[1]) - 0.2).abs() < 0.005)
     (train, test) = (
@@ -267,7 +299,9 @@ def test_digits_are_learnable_and_split_by_class() -> None:
 
 
 def test_synthetic_is_learnable_and_overlaps() -> None:
-    data = ready(synthetic_examples=3000, synthetic_test_examples=500, synthetic_size=20, synthetic_classes=7)
+    data = ready(
+        synthetic_examples=3000, synthetic_test_examples=500, synthetic_size=20, synthetic_classes=7
+    )
     assert data.example_shape == (3, 20, 20)
     assert torch.bincount(data.train_target).tolist() == [429] * 4 + [428] * 3
     train, test = (images.flatten(1).float() for images in (data.train_images, data.test_images))
@@ -279,7 +313,8 @@ def test_synthetic_is_learnable_and_overlaps() -> None:
         ready(5, synthetic_examples=3000, synthetic_size=20, synthetic_classes=7).train_images,
     )
     assert not torch.equal(
-        data.train_images, ready(synthetic_examples=3000, synthetic_size=20, synthetic_seed=1).train_images
+        data.train_images,
+        ready(synthetic_examples=3000, synthetic_size=20, synthetic_seed=1).train_images,
     )
 
 

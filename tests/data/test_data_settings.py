@@ -1,5 +1,5 @@
-"""Settings that several data classes share are written once, and every class still has the same ones: they
-are flags, and the hash of a run covers them."""
+"""Settings that several data classes share are written once, and every class still has the same
+ones: they are flags, and the hash of a run covers them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,13 @@ IMAGES = {
     "flip": False,
     "public_examples": 0,
 }
-TEXT = {"partition": None, "batch_size": 16, "val_fraction": 0.1, "public_examples": 0, "tokenizer": None}
+TEXT = {
+    "partition": None,
+    "batch_size": 16,
+    "val_fraction": 0.1,
+    "public_examples": 0,
+    "tokenizer": None,
+}
 SETTINGS = {
     "TableData": {
         **IN_MEMORY,
@@ -170,7 +176,9 @@ def test_a_data_class_has_the_settings_that_it_had_and_explains_each(name, capsy
     main(["fit", "--data.help", name])
     lines = capsys.readouterr().out.splitlines()
     for key in found:
-        (at,) = [number for number, line in enumerate(lines) if line.startswith(f"  --data.{key}  ")]
+        (at,) = [
+            number for number, line in enumerate(lines) if line.startswith(f"  --data.{key}  ")
+        ]
         assert lines[at + 1].startswith("      "), f"{key} is not explained"
 
 
@@ -187,7 +195,9 @@ def test_a_run_made_in_python_records_the_same_arguments_and_no_others():
 
 @pytest.mark.parametrize("name", LATER)
 def test_later_settings_are_in_no_hash_while_they_are_neutral(name):
-    before = flatten({"data": {"class_path": f"fl_lightning.data.{name}", "init_args": {"train": "x"}}})
+    before = flatten(
+        {"data": {"class_path": f"fl_lightning.data.{name}", "init_args": {"train": "x"}}}
+    )
     later = {f"data.init_args.{key}": value for key, value in LATER[name].items()}
     assert settings_hash(before) == settings_hash(before | later)
     for key in later:

@@ -25,12 +25,16 @@ SYNTHETIC = ("data.dataset", "data.synthetic")
 
 
 def fashion(root: Path, **settings: object) -> FederatedImages:
-    return ready(dataset="fashion_mnist", root=str(root), num_clients=4, partition=IID(), **settings)
+    return ready(
+        dataset="fashion_mnist", root=str(root), num_clients=4, partition=IID(), **settings
+    )
 
 
 @pytest.mark.parametrize("place", ["torchvision", "torchvision packed", "package"])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_files_are_found_where_torchvision_or_debian_put_them(tmp_path, monkeypatch, place, channels) -> None:
+def test_files_are_found_where_torchvision_or_debian_put_them(
+    tmp_path, monkeypatch, place, channels
+) -> None:
     folder = tmp_path / ("package" if place == "package" else "FashionMNIST/raw")
     content = write_fashion(folder, monkeypatch, packed=place != "torchvision")
     if place == "package":
@@ -62,7 +66,8 @@ def test_files_under_root_come_before_those_of_the_package(tmp_path, monkeypatch
 def test_a_grey_image_cropped_and_mirrored_is_that_of_three_channels(tmp_path, monkeypatch) -> None:
     write_fashion(tmp_path / "FashionMNIST/raw", monkeypatch)
     one, three = (
-        fashion(tmp_path, channels=channels, crop="pad", flip=True, val_fraction=0) for channels in (1, 3)
+        fashion(tmp_path, channels=channels, crop="pad", flip=True, val_fraction=0)
+        for channels in (1, 3)
     )
     (train,) = {tuple(data.client(0).train.tolist()) for data in (one, three)}
     index, draws = torch.tensor(train), torch.tensor([[1, 7, 1]]).expand(len(train), -1)
@@ -85,14 +90,18 @@ def test_a_file_that_is_not_the_published_one_is_refused_by_name(tmp_path, monke
         good[:20] + good[21:],
     ):
         path.write_bytes(bad)
-        with pytest.raises(ValueError, match=r"t10k-images-idx3-ubyte\.gz.*apt-get install") as error:
+        with pytest.raises(
+            ValueError, match=r"t10k-images-idx3-ubyte\.gz.*apt-get install"
+        ) as error:
             fashion(tmp_path)
         assert "\n" not in str(error.value)
         assert path.read_bytes() == bad
 
 
 @pytest.mark.parametrize("download", [False, True])
-def test_missing_files_are_named_with_the_command_in_one_line(tmp_path, monkeypatch, download) -> None:
+def test_missing_files_are_named_with_the_command_in_one_line(
+    tmp_path, monkeypatch, download
+) -> None:
     import torchvision.datasets.utils as utils
 
     def no_network(url: str, root: str, **_: object) -> None:
@@ -138,7 +147,10 @@ def test_only_missing_files_are_fetched(tmp_path, monkeypatch) -> None:
     ("settings", "words"),
     [
         ({"dataset": "cifar10", "channels": 1}, "channels=1 for cifar10.*fashion_mnist, digits"),
-        ({"dataset": "digits", "public_dataset": "synthetic", "channels": 1}, "channels=1 for synthetic"),
+        (
+            {"dataset": "digits", "public_dataset": "synthetic", "channels": 1},
+            "channels=1 for synthetic",
+        ),
         ({"dataset": "digits", "channels": 2}, "channels=2.*write 3"),
         ({"dataset": "fashion_mnis"}, "write fashion_mnist"),
     ],
@@ -158,7 +170,14 @@ def test_grey_digits_are_one_channel_of_the_three() -> None:
     "args",
     [
         ["--config", "fashion", "--data.partition.min_size", "2"],
-        ["--config", "kd_default", "--config", "overlays/fashion_mnist", "--data.num_clients", "10"],
+        [
+            "--config",
+            "kd_default",
+            "--config",
+            "overlays/fashion_mnist",
+            "--data.num_clients",
+            "10",
+        ],
     ],
     ids=["fashion", "overlay"],
 )
@@ -185,7 +204,9 @@ def test_corruptions_of_grey_images_are_reported_as_such(tmp_path, monkeypatch) 
 def test_the_overlay_makes_studies_of_the_project_studies_of_clothing(name) -> None:
     """Its ends resolve, and but for the data they are what they were."""
     study = Study.read(CONFIGS / f"{name}.yaml")
-    settings = {key: value for key, value in study.settings.items() if not key.startswith(SYNTHETIC)}
+    settings = {
+        key: value for key, value in study.settings.items() if not key.startswith(SYNTHETIC)
+    }
     overlays = (*study.overlays, CONFIGS / "overlays/fashion_mnist.yaml")
     ours = replace(study, settings=settings, overlays=overlays)
     for place in (0, -1):
@@ -200,7 +221,8 @@ def test_the_overlay_makes_studies_of_the_project_studies_of_clothing(name) -> N
 
 @needs_package
 def test_the_real_files_are_the_published_ones() -> None:
-    """The mean and the standard deviation are those that are known of Fashion-MNIST's 60 000 images."""
+    """The mean and the standard deviation are those that are known of Fashion-MNIST's 60 000
+    images."""
     data = fashion(Path("there is no such folder"), channels=1)
     assert data.train_images.shape == (60_000, 1, 28, 28)
     assert torch.bincount(data.train_target).tolist() == [6000] * 10
@@ -211,12 +233,21 @@ def test_the_real_files_are_the_published_ones() -> None:
 
 @needs_package
 def test_the_debian_files_are_those_that_torchvision_knows_under_another_header() -> None:
-    """Debian packed with ``gzip -n``: with name and time, the packed files have the published MD5."""
+    """Debian packed with ``gzip -n``: with name and time, the packed files have the published
+    MD5."""
     from torchvision.datasets import FashionMNIST
 
     times = {"train": 1504176606, "t10k": 1504176627}
     for name, md5 in FashionMNIST.resources:
         data = (PACKAGE / name).read_bytes()
         time = times[name.split("-")[0]].to_bytes(4, "little")
-        named = data[:3] + b"\x08" + time + data[8:10] + name.removesuffix(".gz").encode() + b"\0" + data[10:]
+        named = (
+            data[:3]
+            + b"\x08"
+            + time
+            + data[8:10]
+            + name.removesuffix(".gz").encode()
+            + b"\0"
+            + data[10:]
+        )
         assert hashlib.md5(named).hexdigest() == md5, name

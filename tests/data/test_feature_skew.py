@@ -20,7 +20,13 @@ from fl_lightning.probing.corruptions.skew import CorruptedClients
 
 def skewed(skew: FeatureSkew | None, **settings: object) -> FederatedImages:
     return ready(
-        **{"dataset": "digits", "num_clients": 4, "partition": IID(), "feature_skew": skew, **settings}
+        **{
+            "dataset": "digits",
+            "num_clients": 4,
+            "partition": IID(),
+            "feature_skew": skew,
+            **settings,
+        }
     )
 
 
@@ -37,7 +43,10 @@ def test_noise_grows_from_client_to_client_and_is_not_clipped() -> None:
     }
     owner = deal_test_set(noisy)
     for client in range(4):
-        for part, index in (("train", held(noisy, client)), ("test", np.flatnonzero(owner == client))):
+        for part, index in (
+            ("train", held(noisy, client)),
+            ("test", np.flatnonzero(owner == client)),
+        ):
             noise = added[part][index].double()
             assert noise.std().item() == pytest.approx(0.1 * client, rel=0.01), (part, client)
             assert abs(noise.mean().item()) < 0.002
@@ -47,7 +56,9 @@ def test_noise_grows_from_client_to_client_and_is_not_clipped() -> None:
     assert noisy.train_mean == plain.train_mean
     index = torch.arange(5)
     assert torch.allclose(
-        noisy.denormalise(noisy.inputs("train", index)), noisy.train_images[index].float() / 255, atol=1e-5
+        noisy.denormalise(noisy.inputs("train", index)),
+        noisy.train_images[index].float() / 255,
+        atol=1e-5,
     )
 
 
@@ -71,12 +82,15 @@ def test_other_angles_turn_the_same_way() -> None:
     row, column = np.unravel_index(int(turned.flatten().argmax()), (9, 9))
     assert (int(row), int(column)) == (1, 7)
     assert torch.equal(
-        RotatedClients([-90.0]).change(image, 0, 1, np.random.default_rng()), torch.rot90(image, 3, (2, 3))
+        RotatedClients([-90.0]).change(image, 0, 1, np.random.default_rng()),
+        torch.rot90(image, 3, (2, 3)),
     )
 
 
 def test_each_client_has_a_fault_of_its_own() -> None:
-    plain, faulty = (skewed(skew, channels=1) for skew in (None, CorruptedClients(["none", "contrast"])))
+    plain, faulty = (
+        skewed(skew, channels=1) for skew in (None, CorruptedClients(["none", "contrast"]))
+    )
     for client in range(4):
         before, after = (data.train_images[held(faulty, client)] for data in (plain, faulty))
         if client % 2 == 0:
@@ -110,7 +124,9 @@ def test_no_noise_is_no_skew_bit_for_bit(tmp_path: Path) -> None:
         trainer = run(
             FedAvg(optimizer=sgd(0.05)), skewed(skew, crop="pad", flip=True), tmp_path, max_rounds=2
         )
-        weights.append(json.loads((trainer.run_dir / "metadata.json").read_text())["weights_sha256"])
+        weights.append(
+            json.loads((trainer.run_dir / "metadata.json").read_text())["weights_sha256"]
+        )
     assert weights[0] == weights[1] == weights[2] != weights[3]
 
 
@@ -123,12 +139,19 @@ def test_skews_are_settings_of_a_run(tmp_path, monkeypatch, capsys) -> None:
         "fl_lightning.probing.corruptions.skew.CorruptedClients",
         "--data.feature_skew.corruptions=[fog]",
     ]
-    for skew in (["FeatureNoise", "--data.feature_skew.sigma", "0.2"], ["RotatedClients"], corrupted):
+    for skew in (
+        ["FeatureNoise", "--data.feature_skew.sigma", "0.2"],
+        ["RotatedClients"],
+        corrupted,
+    ):
         assert main(["fit", "--config", "plain", *few, *skew]) == 0
     noisy = next(path for path in tmp_path.glob("runs/plain/*") if "FeatureNoise" in path.name)
     assert main(["test", "--ckpt_path", str(noisy), "--probes", "clean,corruptions"]) == 0
     capsys.readouterr()
-    assert main(["fit", "--config", "plain", *few, "FeatureNoise", "--data.feature_skew.sigma", "-1"]) == 2
+    assert (
+        main(["fit", "--config", "plain", *few, "FeatureNoise", "--data.feature_skew.sigma", "-1"])
+        == 2
+    )
     assert "noise has a level of 0 or more; write 0.1" in capsys.readouterr().err
 
 
@@ -142,5 +165,7 @@ def test_bad_skews_are_refused() -> None:
         with pytest.raises(ValueError, match="write"):
             make()
     data = skewed(FeatureNoise())
-    with pytest.raises(ValueError, match=r"feature_skew=FeatureNoise\(sigma=0.1\) where nodes have data"):
+    with pytest.raises(
+        ValueError, match=r"feature_skew=FeatureNoise\(sigma=0.1\) where nodes have data"
+    ):
         data.distribute_apart(data._holdings, 0, torch.device("cpu"))

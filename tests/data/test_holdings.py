@@ -1,5 +1,5 @@
-"""Index arrays say exactly what a loop over clients, one array each, would say: who holds what, validation
-examples, hash."""
+"""Index arrays say exactly what a loop over clients, one array each, would say: who holds what,
+validation examples, hash."""
 
 from __future__ import annotations
 
@@ -44,13 +44,25 @@ class Backwards(IID):
         return super().__call__(labels, num_clients, seed)[::-1]
 
 
-PARTITIONS = [IID(), Dirichlet(0.1, min_size=0), Dirichlet(float("inf")), Shards(2), Unsorted(), Backwards()]
+PARTITIONS = [
+    IID(),
+    Dirichlet(0.1, min_size=0),
+    Dirichlet(float("inf")),
+    Shards(2),
+    Unsorted(),
+    Backwards(),
+]
 
 
 def one_by_one(data: FederatedData, seed: int) -> tuple[list[tuple[np.ndarray, np.ndarray]], str]:
-    """Training and validation examples of each client, and the hash of all: the definition, in a loop."""
+    """Training and validation examples of each client, and the hash of all: the definition, in a
+    loop."""
     label, clients, digest = data.train_target.numpy(), [], hashlib.sha256()
-    own = np.arange(len(label)) if data.public_dataset else np.delete(np.arange(len(label)), data.public)
+    own = (
+        np.arange(len(label))
+        if data.public_dataset
+        else np.delete(np.arange(len(label)), data.public)
+    )
     for id, part in enumerate(data.partition(label[own], data.num_clients, seed)):
         shard, held_out = own[part], 0
         if data.val_fraction > 0 and len(part) >= 2:
@@ -69,7 +81,11 @@ def test_everybody_holds_what_a_loop_over_clients_gives_them(
     partition: Partition, val_fraction: float, public_examples: int
 ) -> None:
     data = ready(
-        7, num_clients=K, partition=partition, val_fraction=val_fraction, public_examples=public_examples
+        7,
+        num_clients=K,
+        partition=partition,
+        val_fraction=val_fraction,
+        public_examples=public_examples,
     )
     expected, digest = one_by_one(data, 7)
     for id, (train, val) in enumerate(expected):
@@ -95,7 +111,9 @@ def test_iid_deals_like_cards(examples: int) -> None:
     owner = np.empty(examples, np.int64)
     owner[stream(3, "partition").permutation(examples)] = np.arange(examples) % K
     dealt = make_holdings(IID(), np.zeros(examples, np.int64), K, 3).parts()
-    assert [part.tolist() for part in dealt] == [np.flatnonzero(owner == id).tolist() for id in range(K)]
+    assert [part.tolist() for part in dealt] == [
+        np.flatnonzero(owner == id).tolist() for id in range(K)
+    ]
 
 
 def test_streams_are_those_of_each_client() -> None:
@@ -142,7 +160,10 @@ def test_a_client_more_is_no_object_more() -> None:
             val_fraction=0.1,
         )
         assert (
-            len(data.partition_hash) + len(data.sizes) + len(data.active) + len(list(data.val_batches()))
+            len(data.partition_hash)
+            + len(data.sizes)
+            + len(data.active)
+            + len(list(data.val_batches()))
             > num_clients
         )
         assert len(data.client(num_clients - 1).train)
@@ -153,10 +174,14 @@ def test_a_client_more_is_no_object_more() -> None:
 
 
 def test_clients_that_keep_nothing_leave_nothing_behind() -> None:
-    clients = [SimpleNamespace(id=id, state=state) for id, state in ((1, {}), (2, {}), (3, {"kept": 1}))]
+    clients = [
+        SimpleNamespace(id=id, state=state) for id, state in ((1, {}), (2, {}), (3, {"kept": 1}))
+    ]
     receipts: list[Any] = [SimpleNamespace(client=client) for client in clients]
     fed: Any = SimpleNamespace(states={2: {"kept": 0}}, holders={})
-    loop.keep_states(fed, receipts, [LedgerEntry(1, client.id, "trained") for client in clients], {})
+    loop.keep_states(
+        fed, receipts, [LedgerEntry(1, client.id, "trained") for client in clients], {}
+    )
     assert fed.states == {3: {"kept": 1}}
 
 
@@ -175,13 +200,17 @@ def test_what_a_client_keeps_counts_where_its_upload_does(status: str) -> None:
 def test_the_summary_of_many_clients_is_small_and_says_what_is_missing() -> None:
     sizes = {"synthetic_examples": 30_000, "synthetic_size": 2, "val_fraction": 0.0}
     few, some, many = (
-        ready(num_clients=n, partition=IID(), **sizes).partition_summary() for n in (1000, 10_000, 10_001)
+        ready(num_clients=n, partition=IID(), **sizes).partition_summary()
+        for n in (1000, 10_000, 10_001)
     )
     assert "left_out" not in few
     assert len(few["clients"]) == 1000
     assert some["left_out"] == "clients of 10000 clients; sha256 stands for them"
     assert len(some["sizes"]) == len(some["classes_per_client"]) == 10_000
-    assert many["left_out"] == "clients, sizes, classes_per_client of 10001 clients; sha256 stands for them"
+    assert (
+        many["left_out"]
+        == "clients, sizes, classes_per_client of 10001 clients; sha256 stands for them"
+    )
     assert many["clients_by_size"] == {"2": 3, "3": 9998}
     assert sum(many["clients_by_number_of_classes"].values()) == 10_001
     assert len(json.dumps(many, indent=1)) < 1000

@@ -46,10 +46,18 @@ def rows(n: int = 40) -> dict[str, list]:
 
 
 def test_saved_splits_with_clients_by_a_column(tmp_path, datasets):
-    splits = {"train": datasets.Dataset.from_dict(rows()), "test": datasets.Dataset.from_dict(rows(12))}
+    splits = {
+        "train": datasets.Dataset.from_dict(rows()),
+        "test": datasets.Dataset.from_dict(rows(12)),
+    }
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "flowers")
     data = ready(
-        tmp_path / "flowers", test="test", target="species", client="garden", num_clients=0, partition=None
+        tmp_path / "flowers",
+        test="test",
+        target="species",
+        client="garden",
+        num_clients=0,
+        partition=None,
     )
     assert data.names.classes == ["setosa", "versicolor", "virginica"]
     assert torch.equal(data.inputs("train", torch.arange(40)), torch.tensor(rows()["measures"]))
@@ -84,7 +92,9 @@ def test_a_name_of_a_split_that_is_another_one_is_refused(tmp_path, datasets):
     datasets.Dataset.from_dict(rows(), split="validation").save_to_disk(tmp_path / "one")
     ready(tmp_path / "one", target="species", input="measures")
     ready(tmp_path / "one", target="species", input="measures", train="validation")
-    with pytest.raises(InputError, match=r"train=nonsense; .* is the split validation; write validation"):
+    with pytest.raises(
+        InputError, match=r"train=nonsense; .* is the split validation; write validation"
+    ):
         ready(tmp_path / "one", target="species", input="measures", train="nonsense")
 
 
@@ -118,7 +128,9 @@ def test_mistakes_are_one_line(tmp_path, datasets):
     made.save_to_disk(tmp_path / "one")
     datasets.DatasetDict({"train": made}).save_to_disk(tmp_path / "splits")
     (tmp_path / "rows.txt").write_text("1 2")
-    kinds = datasets.Features({"x": datasets.Value("float32"), "kind": datasets.ClassLabel(names=["a", "b"])})
+    kinds = datasets.Features(
+        {"x": datasets.Value("float32"), "kind": datasets.ClassLabel(names=["a", "b"])}
+    )
     some = {"x": [float(i) for i in range(30)], "kind": [0, 1, -1] * 10}
     datasets.Dataset.from_dict(some, features=kinds).save_to_disk(tmp_path / "unlabelled")
     for path, settings, words in (
@@ -156,7 +168,10 @@ def test_without_the_library_one_line_says_what_to_install(monkeypatch):
 @pytest.mark.essential
 def test_a_saved_data_set_is_trained_by_the_documented_command(tmp_path, monkeypatch, datasets):
     monkeypatch.chdir(tmp_path)
-    splits = {"train": datasets.Dataset.from_dict(rows(300)), "test": datasets.Dataset.from_dict(rows(60))}
+    splits = {
+        "train": datasets.Dataset.from_dict(rows(300)),
+        "test": datasets.Dataset.from_dict(rows(60)),
+    }
     datasets.DatasetDict(splits).save_to_disk("flowers")
     (command,) = documented("HuggingFaceData")
     assert main([*command, "--trainer.max_rounds", "20", "--trainer.logger", "false"]) == 0

@@ -35,7 +35,9 @@ def test_images_are_those_of_the_files(tmp_path):
     assert data.dataset == tmp_path.name
     assert data.train_target.tolist() == [0] * 10 + [1] * 10
     for number, path in enumerate(sorted(train.rglob("*.png"))):
-        assert np.array_equal(data.train_images[number].permute(1, 2, 0).numpy(), np.array(Image.open(path)))
+        assert np.array_equal(
+            data.train_images[number].permute(1, 2, 0).numpy(), np.array(Image.open(path))
+        )
     assert len(data.test_target) == 8
     seen = data.inputs("train", torch.arange(20))
     torch.testing.assert_close(seen.mean((0, 2, 3)), torch.zeros(3), rtol=0, atol=1e-5)
@@ -62,7 +64,11 @@ def test_images_of_any_shape_and_mode_become_squares(tmp_path):
 
 def test_every_client_keeps_the_images_of_its_folder(tmp_path):
     for number, client in enumerate(("north", "south", "west")):
-        write(tmp_path / client, 4 + number, colours={"blue": (0, number, 180), "red": (180, number, 0)})
+        write(
+            tmp_path / client,
+            4 + number,
+            colours={"blue": (0, number, 180), "red": (180, number, 0)},
+        )
     data = ready(tmp_path, client_folders=True, num_clients=0, partition=None, test_fraction=0.25)
     assert isinstance(data.partition, Natural)
     assert data.num_clients == 3
@@ -116,7 +122,9 @@ def deep_colours(folder: Path) -> None:
     """A PNG of 16 bits a channel, which PIL cannot write and calls RGB where it reads one."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     head = chunk(b"IHDR", struct.pack(">IIBBBBB", 9, 9, 16, 2, 0, 0, 0))
     pixels = chunk(b"IDAT", zlib.compress((b"\0" + bytes(9 * 6)) * 9))
@@ -164,7 +172,9 @@ def test_a_class_that_the_test_lacks_is_told(tmp_path, caplog):
     write(tmp_path / "train")
     write(tmp_path / "test", 2, colours={"blue": (0, 0, 200)})
     ready(tmp_path / "train", test=str(tmp_path / "test"))
-    assert f"{tmp_path / 'test'} has no image of red: accuracy is of the other classes" in caplog.text
+    assert (
+        f"{tmp_path / 'test'} has no image of red: accuracy is of the other classes" in caplog.text
+    )
 
 
 @pytest.mark.slow

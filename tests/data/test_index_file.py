@@ -1,4 +1,5 @@
-"""Partitions from a file of indices: another run's clients exactly, and one line for each mistake."""
+"""Partitions from a file of indices: another run's clients exactly, and one line for each
+mistake."""
 
 from __future__ import annotations
 
@@ -20,8 +21,11 @@ N = 300  # training examples of the toy
 
 @pytest.mark.parametrize("val_fraction", [0.0, 0.2])
 def test_the_partition_of_a_run_is_taken_over_exactly(tmp_path, val_fraction):
-    """With its validation examples, whatever seed and share the new run has, and so with the same hash."""
-    first = ready(3, partition=Dirichlet(0.3, min_size=0), num_clients=20, val_fraction=val_fraction)
+    """With its validation examples, whatever seed and share the new run has, and so with the same
+    hash."""
+    first = ready(
+        3, partition=Dirichlet(0.3, min_size=0), num_clients=20, val_fraction=val_fraction
+    )
     path = tmp_path / "partition.json"
     path.write_text(json.dumps(first.partition_summary()))
     second = ready(8, partition=FromFile(str(path)), num_clients=20, val_fraction=0.4)

@@ -1,4 +1,5 @@
-"""The instruction federation: rules against independent ones, held-out records, and what one model can reach."""
+"""The instruction federation: rules against independent ones, held-out records, and what one model
+can reach."""
 
 from __future__ import annotations
 
@@ -36,10 +37,16 @@ def data(seed: int = 0, **settings) -> InstructionData:
 
 
 def test_records_are_the_same_on_every_machine():
-    first = (made.training_record(0, client, index, 0.25) for client in range(8) for index in range(20))
-    assert records_sha256(first) == "ef07bb1fef9dc8bcae2d5bb9e95dbfd10338019db5cbe003efd68e6966c624f8"
+    first = (
+        made.training_record(0, client, index, 0.25) for client in range(8) for index in range(20)
+    )
+    assert (
+        records_sha256(first) == "ef07bb1fef9dc8bcae2d5bb9e95dbfd10338019db5cbe003efd68e6966c624f8"
+    )
     tests = (record for task in [*TASKS, *HOUSES] for record in made.test_records(0, task, 24))
-    assert records_sha256(tests) == "872de19595f60969f103df264f53b1a7325dc2d42ef447777093ca535ceca1ac"
+    assert (
+        records_sha256(tests) == "872de19595f60969f103df264f53b1a7325dc2d42ef447777093ca535ceca1ac"
+    )
     words = hashlib.sha256("\n".join(made.words()).encode()).hexdigest()
     assert words == "1a0b7ebd965ea6b46de8416c4c82dd90f8e795c937666eb2760ccad69359323d"
 
@@ -95,7 +102,9 @@ RIGHT = {
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
 def test_every_answer_is_right(task):
     """Against rules written apart, at the ends of the range of inputs and over it."""
-    records = [task.record(number) for number in {0, task.size - 1, *range(1, task.size, task.size // 97)}]
+    records = [
+        task.record(number) for number in {0, task.size - 1, *range(1, task.size, task.size // 97)}
+    ]
     assert len({record.inputs for record in records}) == len(records)
     for record in records:
         assert record.task_name == task.name
@@ -104,9 +113,17 @@ def test_every_answer_is_right(task):
 
 def test_examples_of_the_specification():
     assert made.shift_letters("its play") == "obz tpey"
-    house = {cluster: task.record(_number("its", "plain")) for cluster, task in made.house_tasks().items()}
+    house = {
+        cluster: task.record(_number("its", "plain"))
+        for cluster, task in made.house_tasks().items()
+    }
     assert {record.inputs for record in house.values()} == {"its plain"}
-    assert [record.targets for record in house.values()] == ["obz tpeos", "8", "itsPlain", "plain its"]
+    assert [record.targets for record in house.values()] == [
+        "obz tpeos",
+        "8",
+        "itsPlain",
+        "plain its",
+    ]
 
 
 def _number(first: str, second: str) -> int:
@@ -143,7 +160,8 @@ def prompts(records) -> set[tuple[str, str]]:
 
 @pytest.mark.parametrize("partition", [None, IID(), Dirichlet(0.5)], ids=str)
 def test_held_out_records_are_never_trained_on(partition):
-    """By task and inputs, over all clients, though the small tasks repeat their inputs in training."""
+    """By task and inputs, over all clients, though the small tasks repeat their inputs in
+    training."""
     found = data(num_clients=12, examples_per_client=200, tests_per_task=24, partition=partition)
     clients = [found.client(id) for id in range(12)]
     train = prompts(found.train_records[i] for client in clients for i in client.train)
@@ -164,7 +182,10 @@ def test_test_records_are_different_and_as_many_as_asked_for():
     assert len(found.test_records) == (12 + 4) * 24
     for group, cluster in enumerate(made.CLUSTERS):
         own = [r for r, g in zip(found.test_records, found.test_group, strict=True) if g == group]
-        assert {r.task_name for r in own} == {*(task.name for task in made.tasks()[cluster]), made.HOUSE}
+        assert {r.task_name for r in own} == {
+            *(task.name for task in made.tasks()[cluster]),
+            made.HOUSE,
+        }
         assert len(prompts(own)) == 4 * 24
     with pytest.raises(InputError, match=r"write \d+ or fewer") as refused:
         made.test_records(0, made.tasks()["translation"][1], 200)
@@ -180,12 +201,16 @@ def test_one_model_is_right_on_the_house_task_for_the_largest_cluster_at_most():
     assert made.best_single_model(house) == 1 / 4
     for cluster, task in made.house_tasks().items():
         answer = {record.inputs: record.targets for record in made.test_records(0, task, 24)}
-        assert sum(answer[record.inputs] == record.targets for record in house) == len(house) / 4, cluster
+        assert sum(answer[record.inputs] == record.targets for record in house) == len(house) / 4, (
+            cluster
+        )
     trained = [record for record in found.train_records if record.task_name == made.HOUSE]
     assert made.best_single_model(trained) == 1 / 4
     others = [record for record in found.test_records if record.task_name != made.HOUSE]
     assert made.best_single_model(others) == 1
-    unequal = [r for r, g in zip(found.test_records, found.test_group, strict=True) if r in house and g < 2]
+    unequal = [
+        r for r, g in zip(found.test_records, found.test_group, strict=True) if r in house and g < 2
+    ]
     assert made.best_single_model(unequal + unequal[:24]) == 2 / 3
 
 
@@ -206,7 +231,9 @@ def test_partitions_see_clusters_and_the_natural_one_sees_clients():
     summary = json.loads(json.dumps(natural.partition_summary()))
     assert summary["groups"] == [*made.CLUSTERS]
     assert summary["classes_per_client"] == counts.tolist()
-    assert summary["text"]["sha256"] == records_sha256([*natural.train_records, *natural.test_records])
+    assert summary["text"]["sha256"] == records_sha256(
+        [*natural.train_records, *natural.test_records]
+    )
     assert data(text_seed=1).partition_summary()["text"]["sha256"] != summary["text"]["sha256"]
     assert natural.train_target.shape == (480, 72)  # the targets are back where they were
 
@@ -281,8 +308,8 @@ def test_bad_settings_are_one_error(settings, said):
 
 @pytest.mark.parametrize("batch_tokens", [None, 512])
 def test_a_wrong_answer_is_read_as_it_is_learnt(batch_tokens):
-    """Where label noise changed an answer, the inputs have no token of the true one; clean ones are as they
-    were, and all engines see the same batches."""
+    """Where label noise changed an answer, the inputs have no token of the true one; clean ones are
+    as they were, and all engines see the same batches."""
     found = data(batch_tokens=batch_tokens)
     clients = [found.client(k) for k in (0, 3)]
     noisy = []
@@ -303,7 +330,11 @@ def test_a_wrong_answer_is_read_as_it_is_learnt(batch_tokens):
             assert torch.equal(ids[:, 1:][~inner], one["input_ids"][:, 1:][~inner])
             rows = (false != target).any(1)
             assert torch.equal(ids[~rows], one["input_ids"][~rows])
-            learnt = inner & rows[:, None] & (target[:, : ids.shape[1] - 1] != false[:, : ids.shape[1] - 1])
+            learnt = (
+                inner
+                & rows[:, None]
+                & (target[:, : ids.shape[1] - 1] != false[:, : ids.shape[1] - 1])
+            )
             assert (ids[:, 1:][learnt] != one["input_ids"][:, 1:][learnt]).all()
             changed += int(learnt.sum())
         assert changed > 50
@@ -322,10 +353,13 @@ def test_a_wrong_answer_is_read_as_it_is_learnt(batch_tokens):
 
 
 def test_a_teacher_reads_the_wrong_answers_too():
-    """FedMPQ-KD, which looks its teacher's logits up by number, trains on the inputs of all other methods."""
+    """FedMPQ-KD, which looks its teacher's logits up by number, trains on the inputs of all other
+    methods."""
     found = data()
     client = found.client(0)
-    wrong = found.task.corrupt(found.labels(client), np.arange(len(client.train)), stream(0, "noise"), 259)
+    wrong = found.task.corrupt(
+        found.labels(client), np.arange(len(client.train)), stream(0, "noise"), 259
+    )
     method = FedMPQKD(network=partial(tiny, rank=0), optimizer=adam(), alpha=1.0)
     method.build(found)
     method.alpha = 1.0

@@ -1,4 +1,5 @@
-"""Text classification: tokens and masks of labelled texts, and classifiers of transformers that read them."""
+"""Text classification: tokens and masks of labelled texts, and classifiers of transformers that
+read them."""
 
 from __future__ import annotations
 
@@ -56,7 +57,11 @@ def make(folder: Path, dropout: float = 0.0) -> Path:
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
     fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
+        tokenizer_object=words,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
     )
     fast.save_pretrained(folder / "bert")
     torch.manual_seed(0)
@@ -88,7 +93,12 @@ def made(tmp_path_factory):
 
 
 def text_of(made: Path, **settings) -> LabelledText:
-    common = {"tokenizer": f"hf:{made / 'bert'}", "test": "test", "max_length": 16, "num_clients": 4}
+    common = {
+        "tokenizer": f"hf:{made / 'bert'}",
+        "test": "test",
+        "max_length": 16,
+        "num_clients": 4,
+    }
     return LabelledText(str(made / "reviews"), **{**common, "partition": IID(), **settings})
 
 
@@ -109,8 +119,12 @@ def test_a_batch_has_the_tokens_and_the_mask_of_each_text(made):
     numbers = {word: number for number, word in enumerate(SPECIAL + WORDS)}
     expected = [[2, *(numbers[word] for word in texts[i].split()), 3] for i in index.tolist()]
     inputs = data.inputs("train", index)
-    assert inputs["input_ids"].shape == inputs["attention_mask"].shape == (3, max(map(len, expected)))
-    for ids, mask, right in zip(inputs["input_ids"], inputs["attention_mask"], expected, strict=True):
+    assert (
+        inputs["input_ids"].shape == inputs["attention_mask"].shape == (3, max(map(len, expected)))
+    )
+    for ids, mask, right in zip(
+        inputs["input_ids"], inputs["attention_mask"], expected, strict=True
+    ):
         assert ids[mask].tolist() == right
         assert mask.tolist() == sorted(mask.tolist(), reverse=True)
     assert data.train_target[index].tolist() == [0, 0, 1]
@@ -137,9 +151,12 @@ def networks() -> dict:
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-@pytest.mark.parametrize("kind", ["bert", "roberta", "modernbert", "deberta", "distilbert", "llama", "gpt2"])
+@pytest.mark.parametrize(
+    "kind", ["bert", "roberta", "modernbert", "deberta", "distilbert", "llama", "gpt2"]
+)
 def test_padding_does_not_change_the_logits(made, tmp_path, kind, rank, capfd):
-    """The texts of a batch get the logits that each gets alone, without any padding, whatever stands there."""
+    """The texts of a batch get the logits that each gets alone, without any padding, whatever
+    stands there."""
     import transformers
 
     torch.manual_seed(0)
@@ -154,11 +171,15 @@ def test_padding_does_not_change_the_logits(made, tmp_path, kind, rank, capfd):
     logits = network(inputs)
     assert logits.shape == (12, 3)
     assert logits.std(0).min() > 1e-3
-    theirs = network.model(input_ids=ids.where(mask, network.pad), attention_mask=mask.long()).logits
+    theirs = network.model(
+        input_ids=ids.where(mask, network.pad), attention_mask=mask.long()
+    ).logits
     torch.testing.assert_close(logits, theirs, rtol=1e-4, atol=1e-5)
     for row in range(12):
         alone = ids[row : row + 1, mask[row]]
-        expected = network({"input_ids": alone, "attention_mask": torch.ones_like(alone, dtype=torch.bool)})
+        expected = network(
+            {"input_ids": alone, "attention_mask": torch.ones_like(alone, dtype=torch.bool)}
+        )
         torch.testing.assert_close(logits[row : row + 1], expected, rtol=1e-4, atol=1e-5)
     other = {"input_ids": ids.where(mask, 7), "attention_mask": mask}
     torch.testing.assert_close(network(other), logits, rtol=0, atol=0)
@@ -187,7 +208,9 @@ def test_the_head_is_trained_beside_every_kind_of_adapter(made, adapter):
 
 def test_the_name_of_a_network_goes_by_the_data(made):
     data = ready(made)
-    network = build_network(f"hf:{made / 'bert'}", 2, (16,), task=data.task, inputs=data.example_inputs())
+    network = build_network(
+        f"hf:{made / 'bert'}", 2, (16,), task=data.task, inputs=data.example_inputs()
+    )
     assert isinstance(network, TransformersClassifier)
     with pytest.raises(InputError, match=r"a language model reads examples of tokens|causal"):
         build_network(f"hf:{made / 'bert'}", 2, (3, 8, 8))
@@ -200,7 +223,9 @@ def test_the_name_of_a_network_goes_by_the_data(made):
     with pytest.raises(
         InputError, match=r"sequences of 40 tokens; .* 24 positions; write --data\.max_length 24"
     ):
-        build_network(f"hf:{made / 'bert'}", 2, (40,), task=data.task, inputs=longer.example_inputs())
+        build_network(
+            f"hf:{made / 'bert'}", 2, (40,), task=data.task, inputs=longer.example_inputs()
+        )
 
 
 def method_of(made: Path, cls: type[Method] = FedAvg, rank: int = 0) -> Method:
@@ -218,7 +243,8 @@ def test_it_learns_what_a_review_says(made, tmp_path, cls, rank):
 
 
 def test_engines_agree(made, tmp_path):
-    """Without dropout the clients of a batch of clients get the weights that each gets by itself."""
+    """Without dropout the clients of a batch of clients get the weights that each gets by
+    itself."""
     from torch.nn.utils import parameters_to_vector
 
     found = {}

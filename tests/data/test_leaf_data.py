@@ -131,7 +131,10 @@ def test_femnist_is_trained_by_the_documented_command(tmp_path, monkeypatch):
         tmp_path / "femnist" / "train" / "part0.json",
         content({f"f{i:03}": 30 + i for i in range(4)}, side=28),
     )
-    write(tmp_path / "femnist" / "test" / "part0.json", content({f"f{i:03}": 9 for i in range(4)}, side=28))
+    write(
+        tmp_path / "femnist" / "test" / "part0.json",
+        content({f"f{i:03}": 9 for i in range(4)}, side=28),
+    )
     (command,) = documented("LeafData")
     assert main([*command, "--trainer.max_rounds", "4", "--trainer.logger", "false"]) == 0
     (found,) = Path("runs").rglob("metadata.json")

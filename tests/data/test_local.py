@@ -21,8 +21,8 @@ def test_the_digits_are_those_of_scikit_learn(monkeypatch, there):
 @pytest.mark.slow
 @pytest.mark.essential
 def test_reading_them_imports_no_scikit_learn():
-    program = (
-        "import sys; from fl_lightning.data.local import digits; digits(); print('sklearn' in sys.modules)"
+    program = "import sys; from fl_lightning.data.local import digits; digits(); print('sklearn' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

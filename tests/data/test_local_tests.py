@@ -1,4 +1,5 @@
-"""Test sets of the clients' own: training and test images are dealt out together, then each client's are split.
+"""Test sets of the clients' own: training and test images are dealt out together, then each
+client's are split.
 
 The content of images by a name has a SHA-256 as well, by which runs are paired and continued.
 """
@@ -34,7 +35,12 @@ PATHOLOGICAL = PFLlibPathological(2, balanced=True)
 
 def split(partition: Partition, **settings: object) -> FederatedImages:
     return ready(
-        **{"dataset": "digits", "num_clients": 20, "partition": partition, "local_test_fraction": 0.25}
+        **{
+            "dataset": "digits",
+            "num_clients": 20,
+            "partition": partition,
+            "local_test_fraction": 0.25,
+        }
         | settings
     )
 
@@ -54,8 +60,9 @@ def counts(owner: np.ndarray, label: np.ndarray) -> np.ndarray:
     ids=repr,
 )
 def test_the_split_is_that_of_the_published_code(partition: Partition, digests: list[str]) -> None:
-    """The digests are of what ``separate_data`` and then ``split_data`` of PFLlib at d832e76 returned for these
-    labels after seeds of 0, 1 and 3: of each client its training and its test examples, sorted."""
+    """The digests are of what ``separate_data`` and then ``split_data`` of PFLlib at d832e76
+    returned for these labels after seeds of 0, 1 and 3: of each client its training and its test
+    examples, sorted."""
     found = []
     for seed in (0, 1, 3):
         digest, holdings = hashlib.sha256(), partition.with_tests(TEN, 20, seed, 0.25)
@@ -71,12 +78,17 @@ def test_the_split_is_that_of_the_published_code(partition: Partition, digests: 
 
 
 @pytest.mark.parametrize(
-    "partition", [PATHOLOGICAL, PFLlibPractical(1.0, batch_size=2), Dirichlet(0.5, min_size=4)], ids=repr
+    "partition",
+    [PATHOLOGICAL, PFLlibPractical(1.0, batch_size=2), Dirichlet(0.5, min_size=4)],
+    ids=repr,
 )
 def test_every_client_is_tested_on_a_quarter_of_its_own_images(partition: Partition) -> None:
     data = split(partition, val_fraction=0.0)
     (train_images, train_labels), (test_images, test_labels) = digits()
-    every, label = np.concatenate([train_images, test_images]), np.concatenate([train_labels, test_labels])
+    every, label = (
+        np.concatenate([train_images, test_images]),
+        np.concatenate([train_labels, test_labels]),
+    )
     parts = partition(label, 20, data.seed)
     owner, tested = deal_test_set(data), data.test_holdings
     assert tested is not None
@@ -84,7 +96,9 @@ def test_every_client_is_tested_on_a_quarter_of_its_own_images(partition: Partit
         mine = tested.parts()[client]
         assert np.array_equal(np.sort(np.concatenate([data.client(client).train, mine])), part)
         assert abs(len(mine) - 0.25 * len(part)) < 1
-        assert np.array_equal(np.flatnonzero(owner == client), np.flatnonzero(np.isin(tested.index, mine)))
+        assert np.array_equal(
+            np.flatnonzero(owner == client), np.flatnonzero(np.isin(tested.index, mine))
+        )
     assert len(data.test_target) == len(owner) == tested.sizes.sum()
     assert torch.equal(data.test_target, torch.from_numpy(label[tested.index]))
     assert torch.equal(data.test_images[:, 0], torch.from_numpy(every[tested.index, 0]))
@@ -122,7 +136,9 @@ def test_a_client_is_tested_on_images_as_it_sees_them() -> None:
     for client in range(4):
         mine = np.flatnonzero(owner == client)
         seen = torch.rot90(plain.test_images[mine], client % 2, (2, 3))
-        turns = [torch.equal(turned.test_images[mine], torch.rot90(seen, k, (2, 3))) for k in (0, 2)]
+        turns = [
+            torch.equal(turned.test_images[mine], torch.rot90(seen, k, (2, 3))) for k in (0, 2)
+        ]
         assert any(turns), client
 
 
@@ -149,7 +165,10 @@ def test_what_does_not_go_with_test_sets_of_clients_is_refused() -> None:
 def test_images_by_a_name_are_known_by_their_content(dataset: str) -> None:
     """It is what published runs of an earlier release are paired by, which do not say it."""
     partitions = {"num_clients": 10, "partition": IID()}
-    found = {ready(dataset=dataset, channels=channels, **partitions).content_sha256 for channels in (1, 3)}
+    found = {
+        ready(dataset=dataset, channels=channels, **partitions).content_sha256
+        for channels in (1, 3)
+    }
     assert found == CONTENT_BY_NAME[dataset]
 
 
@@ -160,5 +179,7 @@ def test_other_images_have_another_content() -> None:
         "synthetic_test_examples": 20,
         "num_clients": 2,
     }
-    seeds = [ready(**small, partition=IID(), synthetic_seed=seed).content_sha256 for seed in (0, 1, 1)]
+    seeds = [
+        ready(**small, partition=IID(), synthetic_seed=seed).content_sha256 for seed in (0, 1, 1)
+    ]
     assert seeds[0] != seeds[1] == seeds[2]

@@ -1,5 +1,5 @@
-"""Data sets with the fields of Natural Instructions: categories by keyword, clients by category, and the
-overlay on a model and a data set by name."""
+"""Data sets with the fields of Natural Instructions: categories by keyword, clients by category,
+and the overlay on a model and a data set by name."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def lines(tmp_path) -> Path:
 
 @pytest.fixture
 def saved(tmp_path) -> Path:
-    """What ``save_to_disk`` writes; ten of the test records of each task are training records too."""
+    """What ``save_to_disk`` writes; ten of the test records of each task are training records
+    too."""
     datasets = pytest.importorskip("datasets")
     splits = {"train": rows(), "test": rows(COUNT - 10, 20)}
     datasets.DatasetDict(
@@ -123,7 +124,9 @@ def test_a_folder_of_the_library_and_a_file_of_lines_are_the_same_federation(sav
 
 
 def test_categories_of_ones_own_and_a_bound_on_each(lines):
-    found = data(lines, categories={"mood": ["sentiment"], "sums": ["SUM"]}, max_examples=15, num_clients=2)
+    found = data(
+        lines, categories={"mood": ["sentiment"], "sums": ["SUM"]}, max_examples=15, num_clients=2
+    )
     assert found.groups == ("mood", "sums")
     assert len(found.train_target) + len(found.test_target) == 30
     first = data(lines, categories={"all": ["the", "given"], "sums": ["sum"]}, num_clients=1)
@@ -152,11 +155,15 @@ def test_what_is_wrong_is_said_in_one_line(lines, settings, said):
 def test_fields_may_have_columns_of_other_names_and_one_text_for_all(tmp_path, lines):
     """As CNN/DailyMail has: articles and their highlights, and no instruction."""
     some = [
-        {"article": f"{number} happened", "highlights": f"on {number}", "id": "x"} for number in range(30)
+        {"article": f"{number} happened", "highlights": f"on {number}", "id": "x"}
+        for number in range(30)
     ]
     path = tmp_path / "news.jsonl"
     path.write_text("\n".join(map(json.dumps, some)))
-    named = {"columns": {"inputs": "article", "targets": "highlights"}, "categories": {"news": ["summar"]}}
+    named = {
+        "columns": {"inputs": "article", "targets": "highlights"},
+        "categories": {"news": ["summar"]},
+    }
     constants = {"task_name": "news", "definition": "Summarise."}
     found = data(path, constants=constants, num_clients=2, **named)
     assert set(answers(found.train_target)) | set(answers(found.test_target)) == {
@@ -166,7 +173,10 @@ def test_fields_may_have_columns_of_other_names_and_one_text_for_all(tmp_path, l
     assert [len(found.client(id).train) > 5 for id in range(2)] == [True, True]
     for settings, said in (
         ({"columns": {"answer": "x"}}, r"^columns=\{'answer': 'x'\}"),
-        ({"columns": {"inputs": "x"}, "constants": {"inputs": "y"}}, "a field one column or one text"),
+        (
+            {"columns": {"inputs": "x"}, "constants": {"inputs": "y"}},
+            "a field one column or one text",
+        ),
         ({"columns": {"inputs": "nowhere"}}, "line 1; the key nowhere is missing"),
     ):
         with pytest.raises(InputError, match=said):
@@ -176,17 +186,22 @@ def test_fields_may_have_columns_of_other_names_and_one_text_for_all(tmp_path, l
 def test_a_missing_column_and_a_missing_value_are_named(saved, tmp_path):
     import datasets
 
-    datasets.Dataset.from_dict({"task_name": ["a"], "input": ["b"]}).save_to_disk(tmp_path / "other")
+    datasets.Dataset.from_dict({"task_name": ["a"], "input": ["b"]}).save_to_disk(
+        tmp_path / "other"
+    )
     with pytest.raises(InputError, match="there is no column definition"):
         data(tmp_path / "other")
-    datasets.Dataset.from_list([row | {"targets": ""} for row in rows(0, 1)]).save_to_disk(tmp_path / "empty")
+    datasets.Dataset.from_list([row | {"targets": ""} for row in rows(0, 1)]).save_to_disk(
+        tmp_path / "empty"
+    )
     with pytest.raises(InputError, match=r"empty, train, row 0; targets is empty"):
         data(tmp_path / "empty")
 
 
 @pytest.fixture
 def model(tmp_path) -> Path:
-    """A causal language model of transformers with a tokeniser of its own, as ``save_pretrained`` writes them."""
+    """A causal language model of transformers with a tokeniser of its own, as ``save_pretrained``
+    writes them."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("peft")
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -237,12 +252,17 @@ def arguments(model: Path, saved: Path, config: str = "lora_default") -> list[st
     ]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
 def test_the_overlay_trains_a_model_and_a_data_set_by_name(model, saved, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main([*arguments(model, saved), "--model.network.load_in_4bit", "false"]) == 0
     (run,) = Path("runs").glob("*/*")
-    assert (run.parent.name, json.loads((run / "metadata.json").read_text())["task"]["primary"]) == (
+    assert (
+        run.parent.name,
+        json.loads((run / "metadata.json").read_text())["task"]["primary"],
+    ) == (
         "natural_instructions",
         "perplexity",
     )
@@ -259,7 +279,9 @@ def test_the_overlay_trains_a_model_and_a_data_set_by_name(model, saved, tmp_pat
     assert {"typos/perplexity", "typos/swap/exact_match", "typos/keyboard/rouge_l"} <= set(found)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
 def test_experts_on_the_overlay(model, saved, tmp_path, monkeypatch):
     """The command of Fed-VEMoE's page, with a small model and a small data set."""
     monkeypatch.chdir(tmp_path)
@@ -292,7 +314,8 @@ def test_four_bits_are_refused_where_they_do_not_work_and_nothing_is_written(
     "name", ["records.jsonl", "./records", "folder/of/files", "{tmp}/nothing", "{here}/flowers"]
 )
 def test_a_path_that_is_not_there_is_no_name_of_the_hub(name, tmp_path, monkeypatch):
-    """Nothing asks for it, whether or not the library is installed; ``owner/name`` and ``name`` may be on the Hub."""
+    """Nothing asks for it, whether or not the library is installed; ``owner/name`` and ``name`` may
+    be on the Hub."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
     with pytest.raises(InputError, match="there is no such file or folder"):
@@ -303,13 +326,20 @@ def test_a_path_that_is_not_there_is_no_name_of_the_hub(name, tmp_path, monkeypa
             data(there)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
 @pytest.mark.parametrize("label", ["HEST", "Ladder", "All on"])
-def test_the_real_study_of_budgets_on_a_small_model_and_data_set(label, model, tmp_path, monkeypatch):
-    """Every setting of configs/hest.yaml, or of its former method on its overlay, but names, paths and sizes."""
+def test_the_real_study_of_budgets_on_a_small_model_and_data_set(
+    label, model, tmp_path, monkeypatch
+):
+    """Every setting of configs/hest.yaml, or of its former method on its overlay, but names, paths
+    and sizes."""
     datasets = pytest.importorskip("datasets")
     monkeypatch.chdir(tmp_path)
-    news = [{"article": f"{number} came", "highlights": f"{number}!", "id": "x"} for number in range(40)]
+    news = [
+        {"article": f"{number} came", "highlights": f"{number}!", "id": "x"} for number in range(40)
+    ]
     splits = {"train": news[:30], "test": news[30:]}
     datasets.DatasetDict(
         {name: datasets.Dataset.from_list(each) for name, each in splits.items()}
@@ -329,7 +359,10 @@ def test_the_real_study_of_budgets_on_a_small_model_and_data_set(label, model, t
         "trainer.workers": 1,
     }
     if label == "HEST":
-        parts = (*(f"self_attn.{p}_proj" for p in "qkvo"), *(f"mlp.{p}_proj" for p in ("gate", "up", "down")))
+        parts = (
+            *(f"self_attn.{p}_proj" for p in "qkvo"),
+            *(f"mlp.{p}_proj" for p in ("gate", "up", "down")),
+        )
         table = costs("model", groups=[f"model.model.layers.0.{part}" for part in parts])
         files = ("hest_tokens.yaml", "overlays/cnn_dailymail.yaml")
         args = [part for file in files for part in ("--config", str(ROOT / "configs" / file))]
@@ -354,7 +387,8 @@ def test_the_real_study_of_budgets_on_a_small_model_and_data_set(label, model, t
 
 
 def cell_of(label: str) -> tuple[str, ...]:
-    """The arguments of a method's first cell in the study of the real thing, whose claims can be read."""
+    """The arguments of a method's first cell in the study of the real thing, whose claims can be
+    read."""
     study = Study.read(ROOT / "configs" / "hest.yaml")
     assert len(study.parsed_criteria()) == len(study.criteria)
     assert len(study.parsed_premises()) == len(study.premises)

@@ -1,5 +1,5 @@
-"""Data of the user's own class are refused with one line before anything is created, if a round would stumble
-over them."""
+"""Data of the user's own class are refused with one line before anything is created, if a round
+would stumble over them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ class Own(FederatedData):
     """
 
     def __init__(self, shape=(4,), **changes):
-        super().__init__(dataset="own", num_clients=2, partition=IID(), batch_size=4, val_fraction=0.0)
+        super().__init__(
+            dataset="own", num_clients=2, partition=IID(), batch_size=4, val_fraction=0.0
+        )
         self.num_classes, self.example_shape, self.changes = 3, shape, changes
         self.task = changes.get("task", Classification())
 
@@ -83,7 +85,8 @@ def test_it_is_said_that_nobody_has_a_validation_example(caplog):
         data.setup()
         data.distribute(0, torch.device("cpu"))
         assert (
-            len([line for line in caplog.messages if "no client has a validation example" in line]) == lines
+            len([line for line in caplog.messages if "no client has a validation example" in line])
+            == lines
         )
 
 
@@ -99,24 +102,45 @@ def test_data_as_they_should_be(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"train_target": lambda y: y + 1}, "train_target has classes from 1 to 3; with num_classes=3 they"),
+        (
+            {"train_target": lambda y: y + 1},
+            "train_target has classes from 1 to 3; with num_classes=3 they",
+        ),
         ({"test_target": lambda y: y - 1}, "test_target has classes from -1 to 1"),
-        ({"train_target": lambda y: y.numpy()}, "train_target is numpy.ndarray; .*write torch.as_tensor"),
-        ({"train_target": lambda y: y.int()}, r"train_target is torch.int32 \[12\]; classes are int64"),
+        (
+            {"train_target": lambda y: y.numpy()},
+            "train_target is numpy.ndarray; .*write torch.as_tensor",
+        ),
+        (
+            {"train_target": lambda y: y.int()},
+            r"train_target is torch.int32 \[12\]; classes are int64",
+        ),
         ({"train_target": lambda y: y.float()}, r"train_target is torch.float32 \[12\]"),
         ({"train_target": lambda y: y[:, None]}, r"train_target is torch.int64 \[12, 1\]"),
         ({"test_target": None}, "which has no test_target; setup sets test_target"),
         ({"test_target": lambda y: y[:0]}, "without a test example"),
-        ({"inputs": lambda x: x.double()}, "inputs of 2 examples are torch.float64; weights are float32"),
-        ({"inputs": lambda x: x.to(torch.int8)}, "inputs of 2 examples are torch.int8; weights are float32"),
+        (
+            {"inputs": lambda x: x.double()},
+            "inputs of 2 examples are torch.float64; weights are float32",
+        ),
+        (
+            {"inputs": lambda x: x.to(torch.int8)},
+            "inputs of 2 examples are torch.int8; weights are float32",
+        ),
         ({"task": "regression"}, "whose task is 'regression'; it is a fl_lightning.tasks.Task"),
         ({"task": Regression()}, "train_target is torch.int64; what is regressed on is float32"),
         ({"inputs": lambda x: x * torch.nan}, "hold NaN or infinity"),
         ({"inputs": lambda x: np.asarray(x)}, "are ndarray; they are tensors"),
         ({"shape": (5,)}, r"inputs of 2 examples are \[2, 4\] where example_shape=\(5,\)"),
-        ({"train_group": lambda g: g - 1}, r"train_group is torch.int64 \[12\]; .*groups are 0, 1, ..."),
+        (
+            {"train_group": lambda g: g - 1},
+            r"train_group is torch.int64 \[12\]; .*groups are 0, 1, ...",
+        ),
         ({"train_group": lambda g: g.float()}, r"train_group is torch.float32"),
-        ({"train_group": lambda g: g.numpy()}, r"train_group is numpy.ndarray; groups are a tensor"),
+        (
+            {"train_group": lambda g: g.numpy()},
+            r"train_group is numpy.ndarray; groups are a tensor",
+        ),
     ],
 )
 def test_data_that_a_round_would_stumble_over(changes, says, tmp_path):

@@ -29,7 +29,9 @@ def is_partition(parts: list[np.ndarray], total: int) -> bool:
     beta=st.sampled_from([1e-6, 0.1, 0.5, 10.0, 1e300, float("inf")]),
     seed=st.integers(0, 5),
 )
-def test_dirichlet_is_a_disjoint_cover(labels: list[int], num_clients: int, beta: float, seed: int) -> None:
+def test_dirichlet_is_a_disjoint_cover(
+    labels: list[int], num_clients: int, beta: float, seed: int
+) -> None:
     parts = dirichlet_partition(labels, num_clients, beta, seed, min_size=0)
     again = dirichlet_partition(labels, num_clients, beta, seed, min_size=0)
     assert len(parts) == num_clients
@@ -37,7 +39,9 @@ def test_dirichlet_is_a_disjoint_cover(labels: list[int], num_clients: int, beta
     assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
 
 
-@pytest.mark.parametrize("partition", [Dirichlet(0.1), Dirichlet(float("inf")), IID(), Shards(2)], ids=repr)
+@pytest.mark.parametrize(
+    "partition", [Dirichlet(0.1), Dirichlet(float("inf")), IID(), Shards(2)], ids=repr
+)
 def test_every_partition_covers_and_follows_the_seed(partition: Partition) -> None:
     labels = np.random.Generator(np.random.Philox(3)).integers(0, 10, 1000)
     one, same, other = partition(labels, 20, 1), partition(labels, 20, 1), partition(labels, 20, 2)
@@ -57,18 +61,21 @@ def test_every_partition_covers_and_follows_the_seed(partition: Partition) -> No
     ids=repr,
 )
 def test_a_partition_is_for_ever(partition: Partition, digests: list[str]) -> None:
-    """Finished runs are continued and compared by who holds what: these were taken before others came."""
+    """Finished runs are continued and compared by who holds what: these were taken before others
+    came."""
     labels = np.random.Generator(np.random.Philox(7)).integers(0, 10, 6000)
     found = [
-        hashlib.sha256(b"".join(part.astype("<i8").tobytes() + b"|" for part in partition(labels, 20, seed)))
+        hashlib.sha256(
+            b"".join(part.astype("<i8").tobytes() + b"|" for part in partition(labels, 20, seed))
+        )
         for seed in (0, 3)
     ]
     assert [digest.hexdigest()[:12] for digest in found] == digests
 
 
 def test_a_full_client_gets_no_more() -> None:
-    """With one example of each class, in turn, the cap holds everybody at N / K; without it, the skew would
-    break it."""
+    """With one example of each class, in turn, the cap holds everybody at N / K; without it, the
+    skew would break it."""
     parts = dirichlet_partition(np.arange(300), 10, 0.05, seed=0, min_size=0)
     assert [len(part) for part in parts] == [30] * 10
     # from the second class on, whoever had N / K of the first is not served
@@ -87,7 +94,8 @@ def test_min_size_holds_and_is_needed() -> None:
 
 
 def test_skew_falls_with_beta() -> None:
-    """Mean number of classes that hold 90 % of a client's examples: few at 0.1, all but one at infinity."""
+    """Mean number of classes that hold 90 % of a client's examples: few at 0.1, all but one at
+    infinity."""
     labels = np.arange(10_000) % 10
 
     def breadth(beta: float) -> float:
@@ -105,7 +113,9 @@ def test_dirichlet_shares_have_the_right_moments() -> None:
     members = [np.arange(2000)]
     for beta in (0.1, 0.5, 5.0):
         share = (
-            np.array([_draw(members, 2, beta, stream(1, "moments", round=i))[1][0] for i in range(3000)])
+            np.array(
+                [_draw(members, 2, beta, stream(1, "moments", round=i))[1][0] for i in range(3000)]
+            )
             / 2000
         )
         assert share.mean() == pytest.approx(0.5, abs=0.03)
@@ -170,7 +180,10 @@ class Own(Partition):
     ("parts", "says"),
     [
         ([np.arange(6), np.arange(3)], "example 0 is listed twice, by the clients 0 and 1"),
-        ([np.array([0, 0, 1, 2]), np.array([3, 4, 5])], "example 0 is listed twice, by the clients 0 and 0"),
+        (
+            [np.array([0, 0, 1, 2]), np.array([3, 4, 5])],
+            "example 0 is listed twice, by the clients 0 and 0",
+        ),
         ([np.arange(5), np.array([11])], "client 1; there is no example 11: the data has 6"),
         ([np.arange(5), np.array([-1])], "there is no example -1"),
         ([np.arange(6.0), np.arange(0)], "client 0 is no array of example numbers"),

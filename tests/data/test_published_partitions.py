@@ -1,5 +1,5 @@
-"""Partitions of the field's benchmarks: example for example those of the published code, with the statistics
-that papers say, and without its endless loops."""
+"""Partitions of the field's benchmarks: example for example those of the published code, with the
+statistics that papers say, and without its endless loops."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def owners(partition: Partition, labels: np.ndarray, num_clients: int, seed: int
 def table(partition: Partition, labels: np.ndarray, num_clients: int, seed: int = 0) -> np.ndarray:
     """The number of examples by client and class."""
     owner, classes = owners(partition, labels, num_clients, seed), int(labels.max()) + 1
-    return np.bincount(owner * classes + labels, minlength=num_clients * classes).reshape(num_clients, -1)
+    return np.bincount(owner * classes + labels, minlength=num_clients * classes).reshape(
+        num_clients, -1
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,11 +61,14 @@ def table(partition: Partition, labels: np.ndarray, num_clients: int, seed: int 
     ],
     ids=repr,
 )
-def test_the_assignment_is_that_of_the_published_code(code, partition, num_clients, at_0, at_3) -> None:
-    """The digests are of what the published functions returned for these labels after ``np.random.seed`` and
-    ``random.seed`` of 0 and 3."""
+def test_the_assignment_is_that_of_the_published_code(
+    code, partition, num_clients, at_0, at_3
+) -> None:
+    """The digests are of what the published functions returned for these labels after
+    ``np.random.seed`` and ``random.seed`` of 0 and 3."""
     found = [
-        hashlib.sha256(owners(partition, TEN, num_clients, seed).tobytes()).hexdigest() for seed in (0, 3)
+        hashlib.sha256(owners(partition, TEN, num_clients, seed).tobytes()).hexdigest()
+        for seed in (0, 3)
     ]
     assert [digest[:12] for digest in found] == [at_0, at_3], code
 
@@ -96,8 +101,8 @@ def test_shares_of_a_quantity_skew_have_the_right_variance() -> None:
 
 
 def test_clients_of_their_own_dirichlet_draws_are_equal_in_size_and_skewed_as_they_say() -> None:
-    """The expected sum of squares of Dirichlet(b) over C classes is (b + 1) / (C b + 1), and n draws from it
-    add (1 - that) / n. The first clients find every class."""
+    """The expected sum of squares of Dirichlet(b) over C classes is (b + 1) / (C b + 1), and n
+    draws from it add (1 - that) / n. The first clients find every class."""
     labels = np.arange(100_003) % 10
     for beta in (0.1, 1.0):
         counts = table(DirichletPerClient(beta), labels, 1000)
@@ -111,7 +116,9 @@ def test_clients_of_their_own_dirichlet_draws_are_equal_in_size_and_skewed_as_th
 def test_without_a_cap_sizes_are_skewed_as_well() -> None:
     """Of C classes of equal size, a client's share of all is the mean of C draws of Beta(b, b)."""
     labels = np.arange(2000) % 4
-    shares = [len(UncappedDirichlet(0.5, min_size=0)(labels, 2, seed)[0]) / 2000 for seed in range(1500)]
+    shares = [
+        len(UncappedDirichlet(0.5, min_size=0)(labels, 2, seed)[0]) / 2000 for seed in range(1500)
+    ]
     assert np.mean(shares) == pytest.approx(0.5, abs=0.02)
     assert np.var(shares) == pytest.approx(1 / (4 * 2.0) / 4, rel=0.1)
 
@@ -127,8 +134,18 @@ def test_pathological_clients_hold_classes_in_turn() -> None:
 
 
 EVERY = [
-    *(NIIDBenchIID(), LabelsPerClient(2), Quantity(5.0, min_size=1), NIIDBenchDirichlet(0.5, min_size=1)),
-    *(PFLlibPathological(20), PFLlibPractical(1.0), DirichletPerClient(0.1), UncappedDirichlet(0.1)),
+    *(
+        NIIDBenchIID(),
+        LabelsPerClient(2),
+        Quantity(5.0, min_size=1),
+        NIIDBenchDirichlet(0.5, min_size=1),
+    ),
+    *(
+        PFLlibPathological(20),
+        PFLlibPractical(1.0),
+        DirichletPerClient(0.1),
+        UncappedDirichlet(0.1),
+    ),
 ]
 
 

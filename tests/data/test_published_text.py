@@ -1,4 +1,5 @@
-"""The overlays on published federations of text read files of the true form: their rows, clients and prompts."""
+"""The overlays on published federations of text read files of the true form: their rows, clients
+and prompts."""
 
 from __future__ import annotations
 
@@ -66,7 +67,12 @@ def wanted(challenge: str, row: dict[str, str]) -> tuple[str, str]:
 
 def rows(count: int = 120) -> list[dict[str, str]]:
     return [
-        {"instruction": f"Do {number}.", "input": f"with {number}", "output": f"done {number}", "text": "x"}
+        {
+            "instruction": f"Do {number}.",
+            "input": f"with {number}",
+            "output": f"done {number}",
+            "text": "x",
+        }
         for number in range(count)
     ]
 
@@ -97,11 +103,16 @@ def test_flowertune_reads_parquet_in_the_layout_of_the_hub(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["aya", "chatbot_it", "wildchat"])
 def test_fedllm_bench_has_a_list_for_each_client(name: str, tmp_path: Path):
-    """Clients are those of the file, with as many records as they wrote; the names are in partition.json."""
+    """Clients are those of the file, with as many records as they wrote; the names are in
+    partition.json."""
     config, clients = overlay(f"fedllm_bench_{name}"), BY_CLIENT[name][0]
     written = {
         f"user{number:03}": [
-            {"instruction": f"Ask {number} {k}?", "response": f"Answer {number} {k}.", "language": "English"}
+            {
+                "instruction": f"Ask {number} {k}?",
+                "response": f"Answer {number} {k}.",
+                "language": "English",
+            }
             for k in range(3 + number % 4)
         ]
         for number in range(clients)
@@ -128,7 +139,8 @@ def test_fedllm_bench_has_a_list_for_each_client(name: str, tmp_path: Path):
 def test_fedllm_bench_has_preferences_of_each_client(tmp_path: Path):
     written = {
         f"arena_{number}": [
-            {"prompt": f"Q {number} {k}?", "chosen": f"good {k}", "rejected": f"bad {k}"} for k in range(4)
+            {"prompt": f"Q {number} {k}?", "chosen": f"good {k}", "rejected": f"bad {k}"}
+            for k in range(4)
         ]
         for number in range(30)
     }
@@ -143,8 +155,8 @@ def test_fedllm_bench_has_preferences_of_each_client(tmp_path: Path):
 
 
 def test_a_template_is_the_text_in_one_piece():
-    """The tokens of prompt and answer are those of the whole text where a token begins with a blank; a cut
-    leaves what follows the inputs."""
+    """The tokens of prompt and answer are those of the whole text where a token begins with a
+    blank; a cut leaves what follows the inputs."""
     record = Record("t", "Add {inputs}.", "1 {definition} 2", "3")
     assert Prompt("{definition}|{inputs}|{definition} Say:  ").parts(record) == (
         "Add {inputs}.|1 {definition} 2",
@@ -161,10 +173,19 @@ def test_a_template_is_the_text_in_one_piece():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"a": [{"question": "x", "response": "y"}]}', "record 1 of a; the key instruction is missing"),
-        ('{"a": [{"instruction": "x", "response": 3}]}', "record 1 of a; the value of response is no text"),
+        (
+            '{"a": [{"question": "x", "response": "y"}]}',
+            "record 1 of a; the key instruction is missing",
+        ),
+        (
+            '{"a": [{"instruction": "x", "response": 3}]}',
+            "record 1 of a; the value of response is no text",
+        ),
         ('[{"instruction": "x", "response": "y"}]', "record 1; the key client is missing"),
-        ('{"a": {"instruction": "x"}}', "line 1; the keys instruction, response, client are missing; add"),
+        (
+            '{"a": {"instruction": "x"}}',
+            "line 1; the keys instruction, response, client are missing; add",
+        ),
     ],
 )
 def test_what_is_wrong_in_a_file_of_clients_is_one_line(text: str, said: str, tmp_path: Path):
@@ -177,4 +198,7 @@ def test_what_is_wrong_in_a_file_of_clients_is_one_line(text: str, said: str, tm
 def test_lines_of_lists_are_lines(tmp_path: Path):
     """A line of token ids is an object of lists too, and no file of clients."""
     (tmp_path / "ids.jsonl").write_text('{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}')
-    assert data.TokenFile(str(tmp_path / "ids.jsonl"))[0] == {"input_ids": [1, 2, 3], "labels": [1, 2, 3]}
+    assert data.TokenFile(str(tmp_path / "ids.jsonl"))[0] == {
+        "input_ids": [1, 2, 3],
+        "labels": [1, 2, 3],
+    }

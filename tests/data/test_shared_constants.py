@@ -1,4 +1,5 @@
-"""What no step changes is there once for a whole stack: the frozen base of adapters, constant buffers."""
+"""What no step changes is there once for a whole stack: the frozen base of adapters, constant
+buffers."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def stacks(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("cls", "ffa"), [(FedAvg, False), (FedAvg, True), (LocalOnly, False), (FedProx, True), (FedNTD, False)]
+    ("cls", "ffa"),
+    [(FedAvg, False), (FedAvg, True), (LocalOnly, False), (FedProx, True), (FedNTD, False)],
 )
 def test_adapters_share_one_base_and_end_as_one_after_another(cls, ffa, stacks, tmp_path, caplog):
     """Also where each client receives something else (LocalOnly)."""
@@ -43,11 +45,17 @@ def test_adapters_share_one_base_and_end_as_one_after_another(cls, ffa, stacks, 
         assert "one by one" not in caplog.text
     torch.testing.assert_close(ends["batched"], ends["sequential"], rtol=0, atol=2e-5)
     assert len(stacks) == 2
-    trained = {f"network.{name}" for name, p in trainer.method.network.named_parameters() if p.requires_grad}
+    trained = {
+        f"network.{name}"
+        for name, p in trainer.method.network.named_parameters()
+        if p.requires_grad
+    }
     for stack in stacks:
         assert {name for name in stack.tensors if name.startswith("network.")} == trained
         assert all(stack.tensors[name].shape[0] == 4 for name in trained)
-        assert len(stack.shared) == sum(not p.requires_grad for p in trainer.method.network.parameters())
+        assert len(stack.shared) == sum(
+            not p.requires_grad for p in trainer.method.network.parameters()
+        )
 
 
 def test_where_nothing_is_frozen_nothing_is_shared(stacks, tmp_path):
@@ -61,7 +69,8 @@ class Tables(nn.Module):
 
     Args:
         classes: outputs.
-        sets: what it sets in each pass, against the rule: ``nothing``, ``value`` of the factor, or ``buffer``.
+        sets: what it sets in each pass, against the rule: ``nothing``, ``value`` of the factor, or
+            ``buffer``.
     """
 
     def __init__(self, classes: int, sets: str) -> None:
@@ -79,13 +88,17 @@ class Tables(nn.Module):
 
 
 @pytest.mark.parametrize("sets", ["nothing", "value", "buffer"])
-def test_a_constant_that_is_set_after_all_stops_stacking_and_changes_nothing(sets, tmp_path, caplog):
+def test_a_constant_that_is_set_after_all_stops_stacking_and_changes_nothing(
+    sets, tmp_path, caplog
+):
     """The clients are trained one by one, from what they received."""
     ends = {}
     for engine in ("sequential", "batched"):
         with caplog.at_level(logging.WARNING, "fl_lightning"):
             method = FedAvg(network=lambda classes: Tables(classes, sets))
-            trainer = run(method, images(), tmp_path / engine, max_rounds=1, engine=engine, workers=1)
+            trainer = run(
+                method, images(), tmp_path / engine, max_rounds=1, engine=engine, workers=1
+            )
         ends[engine] = trainer.method.server["weights"]
     assert ("outside of the state_dict" in caplog.text) == (sets != "nothing")
     if sets == "nothing":

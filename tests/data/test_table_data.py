@@ -1,4 +1,5 @@
-"""Tables from CSV and Parquet: numbers, categories, groups, clients of their own, and one error a mistake."""
+"""Tables from CSV and Parquet: numbers, categories, groups, clients of their own, and one error a
+mistake."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def rows(n: int = 60) -> pd.DataFrame:
 
 
 def ready(train: Path, **settings) -> TableData:
-    found = TableData(str(train), **{"target": "kind", "num_clients": 4, "partition": IID(), **settings})
+    found = TableData(
+        str(train), **{"target": "kind", "num_clients": 4, "partition": IID(), **settings}
+    )
     found.prepare_data()
     found.setup()
     found.distribute(0, torch.device("cpu"))
@@ -67,10 +70,16 @@ def test_numbers_are_standardised_with_the_training_rows_alone(tmp_path):
     for column, name in enumerate(("size", "age")):
         mean, std = train[name].mean(), train[name].std(ddof=0)
         torch.testing.assert_close(
-            inputs[:, column], torch.tensor((train[name] - mean).to_numpy() / std), rtol=0, atol=1e-5
+            inputs[:, column],
+            torch.tensor((train[name] - mean).to_numpy() / std),
+            rtol=0,
+            atol=1e-5,
         )
         torch.testing.assert_close(
-            held[:, column], torch.tensor((test[name] - mean).to_numpy() / std), rtol=1e-5, atol=1e-5
+            held[:, column],
+            torch.tensor((test[name] - mean).to_numpy() / std),
+            rtol=1e-5,
+            atol=1e-5,
         )
     for column, colour in enumerate(("blue", "green", "red"), 2):
         assert inputs[:, column].tolist() == (train["colour"] == colour).astype(float).tolist()
@@ -81,11 +90,17 @@ def test_numbers_are_standardised_with_the_training_rows_alone(tmp_path):
 def test_a_wide_table_is_made_numbers_of_in_blocks_and_each_number_is_that_of_its_column(
     tmp_path, monkeypatch
 ):
-    """3 000 columns are read in tens of operations of pandas, not in thousands: no column is taken out by
-    itself, and no name is looked for among all others."""
+    """3 000 columns are read in tens of operations of pandas, not in thousands: no column is taken
+    out by itself, and no name is looked for among all others."""
     rng, columns = np.random.default_rng(0), 3000
-    kinds = [lambda: rng.normal(5, 3, 40), lambda: rng.integers(0, 9, 40), lambda: rng.random(40) < 0.5]
-    table = pd.DataFrame({f"c{i}": kinds[i % 3]() for i in range(columns)} | {"kind": np.arange(40) % 2})
+    kinds = [
+        lambda: rng.normal(5, 3, 40),
+        lambda: rng.integers(0, 9, 40),
+        lambda: rng.random(40) < 0.5,
+    ]
+    table = pd.DataFrame(
+        {f"c{i}": kinds[i % 3]() for i in range(columns)} | {"kind": np.arange(40) % 2}
+    )
     table.insert(1500, "colour", np.array(["red", "blue"])[np.arange(40) % 2])
     path = written(tmp_path, table)
     calls = dict.fromkeys(("to_numeric", "__getitem__", "nearest_or_list"), 0)
@@ -114,7 +129,8 @@ def test_a_wide_table_is_made_numbers_of_in_blocks_and_each_number_is_that_of_it
         for i in range(columns):
             values = table[f"c{i}"].to_numpy(np.float64)
             expected = ((values - values.mean()) / values.std()).astype(np.float32)
-            assert np.array_equal(split[:, i + 2 * (i >= 1500)], expected)  # behind colour and its two
+            # behind colour and its two
+            assert np.array_equal(split[:, i + 2 * (i >= 1500)], expected)
     assert list(data.form().columns) == [name for name in table if name != "kind"]
 
 
@@ -151,10 +167,15 @@ def test_all_kinds_of_files_are_the_same_data(tmp_path, name):
 
 
 def test_the_natural_partition_separates_the_clients(tmp_path):
-    """Every client holds the rows of one hospital and of no other; there are as many clients as hospitals."""
+    """Every client holds the rows of one hospital and of no other; there are as many clients as
+    hospitals."""
     table = rows().sample(frac=1, random_state=1)
     data = ready(
-        written(tmp_path, table), client="hospital", num_clients=0, partition=None, test_fraction=0.1
+        written(tmp_path, table),
+        client="hospital",
+        num_clients=0,
+        partition=None,
+        test_fraction=0.1,
     )
     assert isinstance(data.partition, Natural)
     assert data.num_clients == 4
@@ -174,14 +195,17 @@ def test_the_natural_partition_separates_the_clients(tmp_path):
 
 
 def _test_rows(data: TableData, table: pd.DataFrame) -> np.ndarray:
-    """Positions of the rows of the file that are in the test set, found by their standardised size."""
+    """Positions of the rows of the file that are in the test set, found by their standardised
+    size."""
     train = data.inputs("train", torch.arange(len(data.train_target)))[:, 1:].sum(1).numpy()
     assert len(train) == 54
     return np.flatnonzero(in_test(table["kind"].to_numpy(str), 0.1))
 
 
 def test_partitions_go_by_a_group(tmp_path):
-    data = ready(written(tmp_path, rows()), group="hospital", partition=Shards(1), test_fraction=0.1)
+    data = ready(
+        written(tmp_path, rows()), group="hospital", partition=Shards(1), test_fraction=0.1
+    )
     counts = data.group_counts()
     assert counts.shape == (4, 4)
     assert ((counts > 0).sum(1) <= 2).all()  # shards are equal, hospitals nearly
@@ -196,7 +220,9 @@ def test_regression_in_standard_deviations_of_the_training_target(tmp_path):
     assert data.train_target.dtype == torch.float32
     assert float(data.train_target.mean()) == pytest.approx(0, abs=1e-5)
     assert float(data.train_target.std(correction=0)) == pytest.approx(1, abs=1e-5)
-    plain = ready(written(tmp_path, table), target="price", task="regression", standardise_target=False)
+    plain = ready(
+        written(tmp_path, table), target="price", task="regression", standardise_target=False
+    )
     assert float(plain.train_target.mean()) == pytest.approx(50_000, rel=0.1)
 
 
@@ -220,7 +246,9 @@ def test_an_unknown_category_is_told(tmp_path, caplog):
 def test_a_constant_column_is_zero_and_what_differs_from_it_stays_a_number(tmp_path):
     """The deviation of 0.1 in 60 rows is not 0 but 1e-17."""
     train, test = rows().assign(size=0.1), rows(20).assign(size=0.2)
-    data = ready(written(tmp_path, train), test=str(written(tmp_path, test, "test.csv")), features=["size"])
+    data = ready(
+        written(tmp_path, train), test=str(written(tmp_path, test, "test.csv")), features=["size"]
+    )
     assert data.inputs("train", torch.arange(60)).abs().max() < 1e-9
     torch.testing.assert_close(data.inputs("test", torch.arange(20)), torch.full((20, 1), 0.1))
 
@@ -300,7 +328,9 @@ def test_commas_at_the_end_of_each_row_shift_no_column(tmp_path):
     first, *others = plain.read_text().splitlines()
     (tmp_path / "commas.csv").write_text("\n".join([first, *(f"{line}," for line in others), ""]))
     one, other = ready(plain), ready(tmp_path / "commas.csv")
-    assert torch.equal(one.inputs("train", torch.arange(40)), other.inputs("train", torch.arange(40)))
+    assert torch.equal(
+        one.inputs("train", torch.arange(40)), other.inputs("train", torch.arange(40))
+    )
     assert torch.equal(one.train_target, other.train_target)
 
 
@@ -335,7 +365,8 @@ def test_files_that_are_not_there_or_no_tables(tmp_path):
     with pytest.raises(InputError, match="there is no such file"):
         ready(tmp_path / "train.csv")
     with pytest.raises(
-        InputError, match=r"it is a folder, and a file is needed; write the path of a \.csv or \.parquet file"
+        InputError,
+        match=r"it is a folder, and a file is needed; write the path of a \.csv or \.parquet file",
     ):
         ready(tmp_path)
     (tmp_path / "train.xlsx").write_bytes(b"PK")
@@ -351,7 +382,10 @@ def test_the_test_file_has_the_columns_and_classes_of_the_training_file(tmp_path
     path = written(tmp_path, rows())
     for test, words in (
         (rows(9).drop(columns="age"), "test.csv; there is no column age"),
-        (rows(9).assign(kind="unknown"), "test.csv, row 1, column kind; the class unknown is not among"),
+        (
+            rows(9).assign(kind="unknown"),
+            "test.csv, row 1, column kind; the class unknown is not among",
+        ),
         (rows(9).assign(age="old"), "test.csv, row 1, column age; old is no finite number"),
     ):
         with pytest.raises(InputError, match=words):
@@ -362,7 +396,8 @@ def test_dates_are_refused(tmp_path):
     pytest.importorskip("pyarrow")
     table = rows().assign(date=pd.Timestamp("2024-01-01"))
     with pytest.raises(
-        InputError, match=r"dates are neither numbers nor categories: date \(as 2024-01-01.*make numbers"
+        InputError,
+        match=r"dates are neither numbers nor categories: date \(as 2024-01-01.*make numbers",
     ):
         ready(written(tmp_path, table, "train.parquet"))
 
@@ -403,7 +438,8 @@ def test_a_csv_is_trained_by_the_documented_commands(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     first, second, _ = documented("TableData")
     assert main([*first, "--trainer.max_rounds", "5", "--trainer.logger", "false"]) == 0
-    assert final(tmp_path / "runs")["final/accuracy"] > 0.85  # the larger class is 0.63 of the table
+    # the larger class is 0.63 of the table
+    assert final(tmp_path / "runs")["final/accuracy"] > 0.85
     with next((tmp_path / "runs").rglob("ledger.csv")).open() as file:
         assert {row["client"] for row in csv.DictReader(file)} == {"0", "1", "2"}
     (tmp_path / "runs").rename(tmp_path / "first")
@@ -418,7 +454,10 @@ def test_what_a_configuration_keeps_of_its_federation_is_said(tmp_path, capsys):
     words = ["fit", "--config", "fedmpq", "--data", "TableData", "--data.train", str(file)]
     assert main([*words, "--data.target", "kind", "--trainer.logger", "false"]) == 2
     said = capsys.readouterr().err.splitlines()
-    assert "note: kept from the configuration: data.num_clients 100, data.partition Dirichlet" in said[-2]
+    assert (
+        "note: kept from the configuration: data.num_clients 100, data.partition Dirichlet"
+        in said[-2]
+    )
     assert said[-1].endswith(
         "data.num_clients 100 with min_size 1; 48 training examples cannot give each client 1; "
         "write data.num_clients 48 or less, or data.partition.min_size 0"

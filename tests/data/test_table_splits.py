@@ -13,19 +13,24 @@ from fl_lightning.errors import InputError
 def of(names, count: int = 60) -> pd.DataFrame:
     """Rows with a number, a column of names, and a class."""
     place = np.arange(count)
-    return pd.DataFrame({"x": place / count, "z": np.array(names)[place % len(names)], "kind": place % 2})
+    return pd.DataFrame(
+        {"x": place / count, "z": np.array(names)[place % len(names)], "kind": place % 2}
+    )
 
 
 @pytest.mark.parametrize(
     ("train", "test", "settings"),
     [
-        (["01", "02", "0A"], ["01", "02"], {}),  # the test file alone would have the numbers 1 and 2
+        # the test file alone would have the numbers 1 and 2
+        (["01", "02", "0A"], ["01", "02"], {}),
         ([1, 2, 3], [1.0, 2.0], {"categorical": ["z"]}),  # as pandas writes numbers beside a gap
     ],
 )
 def test_a_category_is_known_again(train, test, settings, tmp_path, caplog):
     data = ready(
-        written(tmp_path, of(train)), test=str(written(tmp_path, of(test, 20), "test.csv")), **settings
+        written(tmp_path, of(train)),
+        test=str(written(tmp_path, of(test, 20), "test.csv")),
+        **settings,
     )
     (inputs, _), *_ = data.test_batches()
     assert (inputs[:, 1:].sum(1) == 1).all()

@@ -1,4 +1,5 @@
-"""Missing values and columns of text in tables: known answers, from the training rows alone, and refusals."""
+"""Missing values and columns of text in tables: known answers, from the training rows alone, and
+refusals."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ NOTES = ["slow pulse", "fast pulse", "Pulse normal", "slow slow breath", "unusua
 
 
 def with_gaps(n: int = 60) -> pd.DataFrame:
-    """Gaps in the age (rows 1, 11, ...) and the colour (rows 3, 13, ...), free text with a name in each row."""
+    """Gaps in the age (rows 1, 11, ...) and the colour (rows 3, 13, ...), free text with a name in
+    each row."""
     table = rows(n).assign(notes=[f"{NOTES[i % 6]} name{i}" for i in range(n)])
     table.loc[::10, "age"] = np.nan
     table.loc[2::10, "colour"] = None
@@ -50,7 +52,8 @@ def test_an_export_has_the_codes_of_columns_that_are_filled_or_text(tmp_path):
 
 @pytest.mark.parametrize("strategy", ["mean", "median", "most_frequent"])
 def test_gaps_are_filled_from_the_training_rows_alone(tmp_path, strategy):
-    """The test rows have other values, so that any use of them would show; the hospital is the client."""
+    """The test rows have other values, so that any use of them would show; the hospital is the
+    client."""
     train = with_gaps().drop(columns="notes")
     test = train[:20].assign(age=lambda t: t["age"].where(t["age"].isna(), 1e6), colour=lambda t: t["colour"].where(t["colour"].isna(), "violet"))  # fmt: skip
     data = ready(
@@ -70,7 +73,8 @@ def test_gaps_are_filled_from_the_training_rows_alone(tmp_path, strategy):
     colour = train["colour"].value_counts().sort_index().idxmax()
     names = ["blue", "green", "red"]
     assert first[2::10, 2:].argmax(1).tolist() == [names.index(colour)] * 6
-    assert second[2::10, 2:].sum() == 2  # the gaps alone are of a colour that the training rows have
+    # the gaps alone are of a colour that the training rows have
+    assert second[2::10, 2:].sum() == 2
     assert data.names.clients == ["east", "north", "south", "west"]
     assert data.partition_summary()["examples"]["missing"] == {"age": 8, "colour": 8}
 
@@ -79,7 +83,9 @@ def test_rows_with_gaps_are_left_out(tmp_path):
     table = with_gaps().drop(columns="notes")
     table.loc[4, "kind"] = None
     table.loc[5, "hospital"] = None
-    data = ready(written(tmp_path, table), missing="drop", client="hospital", num_clients=0, partition=None)
+    data = ready(
+        written(tmp_path, table), missing="drop", client="hospital", num_clients=0, partition=None
+    )
     assert len(data.train_target) + len(data.test_target) == 60 - 6 - 6 - 2
     examples = data.partition_summary()["examples"]
     assert examples["rows left out"] == 14
@@ -90,11 +96,15 @@ def test_rows_with_gaps_are_left_out(tmp_path):
 
 def test_whole_numbers_stay_names_where_some_are_missing(tmp_path):
     """A column with a gap is read as 1.0, 2.0, ..., and one without as 1, 2, ..."""
-    table = rows().drop(columns="kind").assign(kind=np.arange(60) % 2, ward=[10115, 20095, 80331] * 20)
+    table = (
+        rows().drop(columns="kind").assign(kind=np.arange(60) % 2, ward=[10115, 20095, 80331] * 20)
+    )
     test = str(written(tmp_path, table[:20], "test.csv"))
     gaps = table.astype({"ward": float, "kind": float})
     gaps.loc[0, "ward"] = np.nan
-    data = ready(written(tmp_path, gaps), test=test, features=["ward"], categorical=["ward"], missing="mean")
+    data = ready(
+        written(tmp_path, gaps), test=test, features=["ward"], categorical=["ward"], missing="mean"
+    )
     assert data.form().columns == {"ward": {"fill": 20095, "column": ["10115", "20095", "80331"]}}
     assert inputs_of(data)[1].sum() == 20
     gaps.loc[1, "kind"] = np.nan
@@ -136,7 +146,9 @@ def test_text_as_words_and_as_numbers(tmp_path):
 
 def test_the_most_frequent_words_are_taken(tmp_path, monkeypatch):
     monkeypatch.setattr("fl_lightning.data.table_values.MAX_WORDS", 3)
-    data = ready(written(tmp_path, with_gaps()), text="tfidf", missing="mean", features=["notes", "size"])
+    data = ready(
+        written(tmp_path, with_gaps()), text="tfidf", missing="mean", features=["notes", "size"]
+    )
     assert data.form().columns["notes"]["column"]["words"] == [
         "normal",
         "pulse",
@@ -146,7 +158,10 @@ def test_the_most_frequent_words_are_taken(tmp_path, monkeypatch):
 
 def test_text_and_gaps_are_the_same_for_every_seed_and_partition(tmp_path):
     path, settings = written(tmp_path, with_gaps()), {"missing": "median", "text": "tfidf"}
-    one, other = ready(path, **settings), ready(path, client="hospital", partition=Natural(), **settings)
+    one, other = (
+        ready(path, **settings),
+        ready(path, client="hospital", partition=Natural(), **settings),
+    )
     again = ready(path, **settings)
     again.distribute(7, torch.device("cpu"))
     assert one.content_sha256 == again.content_sha256
@@ -158,13 +173,21 @@ def test_text_and_gaps_are_the_same_for_every_seed_and_partition(tmp_path):
 def test_a_regression_with_gaps(tmp_path):
     table = with_gaps().drop(columns="kind").assign(price=lambda t: 1000 * t["size"])
     data = ready(
-        written(tmp_path, table), target="price", task="regression", missing="median", text="ordinal"
+        written(tmp_path, table),
+        target="price",
+        task="regression",
+        missing="median",
+        text="ordinal",
     )
     assert float(data.train_target.std(correction=0)) == pytest.approx(1, abs=1e-5)
     assert np.isfinite(inputs_of(data)[0]).all()
     table.loc[3, "price"] = np.nan
-    with pytest.raises(InputError, match=r"never filled in.*price \(1 of 60, row 4\).*missing drop"):
-        ready(written(tmp_path, table), target="price", task="regression", missing="mean", text="drop")
+    with pytest.raises(
+        InputError, match=r"never filled in.*price \(1 of 60, row 4\).*missing drop"
+    ):
+        ready(
+            written(tmp_path, table), target="price", task="regression", missing="mean", text="drop"
+        )
 
 
 def test_a_node_takes_over_the_runs_fills_and_words(tmp_path):
@@ -179,11 +202,15 @@ def test_a_node_takes_over_the_runs_fills_and_words(tmp_path):
     inputs = node.inputs("train", torch.arange(6)).double()
     columns = run.form().columns
     (mean, std), fill = columns["age"]["column"], columns["age"]["fill"]
-    torch.testing.assert_close(inputs[:, 1], torch.full((6,), (fill - mean) / std, dtype=torch.float64))
+    torch.testing.assert_close(
+        inputs[:, 1], torch.full((6,), (fill - mean) / std, dtype=torch.float64)
+    )
     words = columns["notes"]["column"]["words"]
     assert inputs[0, -len(words) :].argmax() == words.index("slow")
     assert inputs[1, -len(words) :].sum() == 0
-    dropping = TableData(str(tmp_path / "own.csv"), "kind", missing="mean", text="drop", num_clients=1)
+    dropping = TableData(
+        str(tmp_path / "own.csv"), "kind", missing="mean", text="drop", num_clients=1
+    )
     dropped = ready(tmp_path / "train.csv", missing="mean", text="drop")
     dropping.run_form = Form(**json.loads(json.dumps(vars(dropped.form()))))
     dropping.setup()
@@ -212,12 +239,19 @@ def test_all_problems_of_a_file_are_one_message(tmp_path):
     )
     kept = table.drop(columns="scan")
     data = ready(
-        written(tmp_path, kept), missing="drop", text="drop", features=["size", "notes", "day", "room"]
+        written(tmp_path, kept),
+        missing="drop",
+        text="drop",
+        features=["size", "notes", "day", "room"],
     )
     assert data.example_shape == (1,)
-    dated = ready(written(tmp_path, kept), missing="drop", text={"day": "ordinal"}, features=["size", "day"])
+    dated = ready(
+        written(tmp_path, kept), missing="drop", text={"day": "ordinal"}, features=["size", "day"]
+    )
     assert dated.example_shape == (2,)
-    many = pd.concat([table, pd.DataFrame({f"x{i}": [None, *range(59)] for i in range(30)})], axis=1)
+    many = pd.concat(
+        [table, pd.DataFrame({f"x{i}": [None, *range(59)] for i in range(30)})], axis=1
+    )
     with pytest.raises(InputError, match=r"x7 \(1 of 60, row 1\) and 22 more"):
         ready(written(tmp_path, many))
 
@@ -265,7 +299,8 @@ def test_the_documented_command_trains_on_a_table_with_gaps_and_text(tmp_path, m
     monkeypatch.chdir(tmp_path)
     table = with_gaps(240).assign(street=[f"street {i}" for i in range(240)])
     table["notes"] = (
-        table["kind"].map({"benign": "fine fine fine ", "malignant": "lump lump lump "}) + table["notes"]
+        table["kind"].map({"benign": "fine fine fine ", "malignant": "lump lump lump "})
+        + table["notes"]
     )
     written(tmp_path, table.drop(columns="size"), "wards.csv")
     (command,) = [words for words in documented("TableData") if "--data.missing" in words]

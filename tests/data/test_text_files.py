@@ -17,7 +17,12 @@ BYTES = ByteTokenizer()
 
 
 def line(number: int, task: str = "task_add", **more) -> str:
-    record = {"task_name": task, "definition": "Add.", "inputs": f"{number}+1", "targets": str(number + 1)}
+    record = {
+        "task_name": task,
+        "definition": "Add.",
+        "inputs": f"{number}+1",
+        "targets": str(number + 1),
+    }
     return json.dumps(record | more)
 
 
@@ -61,11 +66,17 @@ def test_equal_prompts_are_never_on_both_sides(tmp_path):
     """Every record stands in the file five times."""
     (tmp_path / "train.jsonl").write_text("\n".join(line(n) for n in [*range(200)] * 5))
     found = data(
-        tmp_path / "train.jsonl", test_fraction=0.2, val_fraction=0.25, num_clients=8, partition=IID()
+        tmp_path / "train.jsonl",
+        test_fraction=0.2,
+        val_fraction=0.25,
+        num_clients=8,
+        partition=IID(),
     )
     prompts = np.array(answers(found))
     clients = [found.client(id) for id in range(8)]
-    train, val = ({prompts[i] for c in clients for i in getattr(c, part)} for part in ("train", "val"))
+    train, val = (
+        {prompts[i] for c in clients for i in getattr(c, part)} for part in ("train", "val")
+    )
     test = set(answers(found, "test"))
     assert not train & val
     assert not (train | val) & test
@@ -78,7 +89,9 @@ def test_clients_and_groups_by_keys_of_the_records(tmp_path):
     (tmp_path / "train.jsonl").write_text(
         "\n".join(line(n, writer=n % 3, topic="odd" if n % 2 else "even") for n in range(30))
     )
-    (tmp_path / "test.jsonl").write_text("\n".join(line(n, writer=9, topic="new") for n in range(25, 40)))
+    (tmp_path / "test.jsonl").write_text(
+        "\n".join(line(n, writer=9, topic="new") for n in range(25, 40))
+    )
     settings = {"test": str(tmp_path / "test.jsonl"), "client": "writer", "group": "topic"}
     found = data(tmp_path / "train.jsonl", **settings)
     assert found.client_names == ["0", "1", "2"]
@@ -97,13 +110,17 @@ def test_prose_is_cut_into_windows_by_file(tmp_path):
     found = data(tmp_path, test_fraction=0.25, val_fraction=0.2)
     assert found.groups == ("one.txt", "two.md")
     for client, text in enumerate(texts.values()):
-        train = "".join(a for a, g in zip(answers(found), found.train_group, strict=True) if g == client)
+        train = "".join(
+            a for a, g in zip(answers(found), found.train_group, strict=True) if g == client
+        )
         test = "".join(
             a for a, g in zip(answers(found, "test"), found.test_group, strict=True) if g == client
         )
         assert train + test == text
         assert abs(len(test) / len(text) - 0.25) <= 32 / len(text)
-    batches = [batch for id in (0, 1) for batch in found.train_batches(found.client(id), round=1, epochs=1)]
+    batches = [
+        batch for id in (0, 1) for batch in found.train_batches(found.client(id), round=1, epochs=1)
+    ]
     assert {inputs["input_ids"].shape[1] for inputs, _ in batches} == {32}
     (tmp_path / "test").mkdir()
     (tmp_path / "test" / "three.txt").write_text("other words")
@@ -114,7 +131,8 @@ def test_prose_is_cut_into_windows_by_file(tmp_path):
 
 
 def test_a_file_of_one_window_is_trained_on(tmp_path):
-    """Its client is not left without examples; where no file has a second window there is no test text."""
+    """Its client is not left without examples; where no file has a second window there is no test
+    text."""
     (tmp_path / "short.txt").write_text("a few words")
     with pytest.raises(InputError, match="no example is left for test"):
         data(tmp_path)
@@ -126,7 +144,9 @@ def test_a_file_of_one_window_is_trained_on(tmp_path):
 
 
 def test_the_advice_fits_all_records(tmp_path):
-    (tmp_path / "a.jsonl").write_text("\n".join(line(n, inputs="5" * (20 + 5 * n)) for n in range(12)))
+    (tmp_path / "a.jsonl").write_text(
+        "\n".join(line(n, inputs="5" * (20 + 5 * n)) for n in range(12))
+    )
     with pytest.raises(InputError, match=r"write context: [0-9]+, or too_long: cut$") as error:
         data(tmp_path, test_fraction=0.2)
     needed = int(error.value.instead.split()[2].strip(","))
@@ -137,7 +157,9 @@ def test_the_advice_fits_all_records(tmp_path):
 
 
 def test_long_records_are_refused_with_their_line_or_cut_and_counted(tmp_path, caplog):
-    (tmp_path / "a.jsonl").write_text("\n".join([line(1), line(2, inputs="5" * 60), *map(line, range(9))]))
+    (tmp_path / "a.jsonl").write_text(
+        "\n".join([line(1), line(2, inputs="5" * 60), *map(line, range(9))])
+    )
     with pytest.raises(
         InputError, match=r"a\.jsonl, line 2 \(task_add\).*takes 69 tokens of a context of 32"
     ):
@@ -160,7 +182,10 @@ MISTAKES = {
     ),
     "a number": (line(3, targets=4).encode(), "line 3; the value of targets is no text"),
     "null": (line(3, inputs=None).encode(), "line 3; the value of inputs is no text"),
-    "half a character": (line(3, inputs="\ud800").encode(), "line 3; the value of inputs is no text"),
+    "half a character": (
+        line(3, inputs="\ud800").encode(),
+        "line 3; the value of inputs is no text",
+    ),
     "no answer": (line(3, targets="").encode(), "line 3; targets is empty"),
     "not UTF-8": (b"\xff", "is not UTF-8"),
 }
@@ -191,7 +216,11 @@ def test_a_mistake_in_a_file_is_one_line_that_names_it(tmp_path, mistake):
         ({"a.txt": "abc"}, {}, "no example is left for test"),
         ({"a.jsonl": line(1)}, {"test_fraction": 0.001}, "no example is left for test"),
         ({"a.jsonl": line(1)}, {"client": "writer"}, "the key writer is missing"),
-        ({"a.jsonl": line(1), "t/b.txt": "abc"}, {"test": "t"}, "both are JSON lines or both are plain text"),
+        (
+            {"a.jsonl": line(1), "t/b.txt": "abc"},
+            {"test": "t"},
+            "both are JSON lines or both are plain text",
+        ),
     ],
     ids=str,
 )

@@ -1,4 +1,5 @@
-"""Tokens: aligned targets by hand, nothing lost without being counted, and tokenisers of transformers."""
+"""Tokens: aligned targets by hand, nothing lost without being counted, and tokenisers of
+transformers."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def test_bytes_there_and_back():
 
 
 def test_a_record_by_hand():
-    """[BOS] "Add.\\n1+2\\n=" "3" [EOS]: the last token is only a target, and the loss is of the answer."""
+    """[BOS] "Add.\\n1+2\\n=" "3" [EOS]: the last token is only a target, and the loss is of the
+    answer."""
     sequences = encode_records(RECORDS[:1], BYTES, context=14)
     prompt = [ord(letter) for letter in "Add.\n1+2\n="]
     assert prompt_of(RECORDS[0]) == "Add.\n1+2\n="
@@ -58,7 +60,10 @@ def test_batches_are_trimmed_to_the_longest():
         inputs, target = sequences.batch(torch.tensor(index, dtype=torch.int64))
         width = int(sequences.length[index].max()) if index else 0
         assert (
-            inputs["input_ids"].shape == inputs["attention_mask"].shape == target.shape == (len(index), width)
+            inputs["input_ids"].shape
+            == inputs["attention_mask"].shape
+            == target.shape
+            == (len(index), width)
         )
         assert torch.equal(inputs["attention_mask"], inputs["input_ids"] != PAD)
         assert torch.equal(target, sequences.target[index][:, :width])
@@ -69,7 +74,9 @@ def test_batches_are_trimmed_to_the_longest():
 def test_a_context_that_just_fits_and_one_that_does_not(tokenizer):
     fits = int(encode_records(RECORDS[1:2], tokenizer, 100).length)
     assert encode_records(RECORDS[1:2], tokenizer, fits).length.tolist() == [fits]
-    with pytest.raises(InputError, match=f"here, line 3.*takes {fits} tokens of a context of {fits - 1}"):
+    with pytest.raises(
+        InputError, match=f"here, line 3.*takes {fits} tokens of a context of {fits - 1}"
+    ):
         encode_records(RECORDS[1:2], tokenizer, fits - 1, places=["here, line 3"])
     cut = encode_records(RECORDS[:2], tokenizer, fits - 2, "cut")
     assert cut.cut == 1
@@ -83,7 +90,9 @@ def test_a_context_that_just_fits_and_one_that_does_not(tokenizer):
 
 
 def test_a_context_that_holds_no_answer_is_refused_even_where_records_are_cut():
-    assert encode_records(RECORDS[1:2], BYTES, 3, "cut").target.tolist() == [[IGNORED, IGNORED, ord("A")]]
+    assert encode_records(RECORDS[1:2], BYTES, 3, "cut").target.tolist() == [
+        [IGNORED, IGNORED, ord("A")]
+    ]
     with pytest.raises(InputError, match="context=2; it holds not even"):
         encode_records(RECORDS[1:2], BYTES, 2, "cut")
 
@@ -105,7 +114,9 @@ def test_every_token_of_a_text_is_a_target_once(tokenizer, length):
     windows = encode_windows(text, tokenizer, 8)
     labelled = windows.target[windows.target != IGNORED].tolist()
     assert labelled == tokenizer.encode(text)[tokenizer.bos is None :]
-    inputs = [row[:n] for row, n in zip(windows.input_ids.tolist(), windows.length.tolist(), strict=True)]
+    inputs = [
+        row[:n] for row, n in zip(windows.input_ids.tolist(), windows.length.tolist(), strict=True)
+    ]
     for number, row in enumerate(inputs):
         assert row[1:] == windows.target[number, : len(row) - 1].tolist()
         assert len(row) == 8 or number == len(inputs) - 1
@@ -155,7 +166,8 @@ def test_a_tokeniser_of_transformers_does_as_well():
     assert sequences.input_ids.tolist() == [[1, 3, 4, 5, 6, 7, 8, 5, 9, 10, 2, 2]]
     assert sequences.target.tolist() == [[*[IGNORED] * 8, 10, 2, IGNORED, IGNORED]]
     inputs, target = sequences.batch(torch.tensor([0]))
-    assert inputs["attention_mask"].sum() == inputs["input_ids"].shape[1] == 10  # PAD is EOS, the mask knows
+    # PAD is EOS, the mask knows
+    assert inputs["attention_mask"].sum() == inputs["input_ids"].shape[1] == 10
     _, _, answers = prompts_and_answers(inputs["input_ids"], target, tokenizer.pad)
     assert tokenizer.decode(until_end(answers[0], tokenizer.eos)) == "3"
 

@@ -1,4 +1,5 @@
-"""Batches that are bounded by tokens: the bound holds, nothing is left out, and no engine sees other ones."""
+"""Batches that are bounded by tokens: the bound holds, nothing is left out, and no engine sees
+other ones."""
 
 from __future__ import annotations
 
@@ -74,7 +75,9 @@ def test_batches_of_tensors_are_within_the_bound_and_steps_are_counted_before():
 
 def weights(tmp_path, name: str, **settings) -> torch.Tensor:
     method = FedAvg(network="llama_tiny", optimizer=sgd(0.05))
-    trainer = run(method, made(), tmp_path / name, **{"max_rounds": 2, "max_local_steps": 3, **settings})
+    trainer = run(
+        method, made(), tmp_path / name, **{"max_rounds": 2, "max_local_steps": 3, **settings}
+    )
     return trainer.method.server["weights"]
 
 

@@ -1,4 +1,5 @@
-"""Token ids of one's own: what is learnt is what the labels say, padding is nothing, and mistakes are one line."""
+"""Token ids of one's own: what is learnt is what the labels say, padding is nothing, and mistakes
+are one line."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def ready(train: list, **settings) -> TokenData:
     test = settings.pop("test", None)
     if "client" not in settings:
         settings = {"num_clients": 1, **settings}
-    data = TokenData(ListData(train), None if test is None else ListData(test), **{"context": 16, **settings})  # type: ignore[arg-type]
+    data = TokenData(
+        ListData(train), None if test is None else ListData(test), **{"context": 16, **settings}
+    )  # type: ignore[arg-type]
     data.prepare_data()
     data.setup()
     data.distribute(0, torch.device("cpu"))
@@ -134,7 +137,9 @@ def test_the_run_is_that_of_the_text(tmp_path):
         "ids": TokenData(ListData([as_tokens(one) for one in records]), ListData([as_tokens(words(99))]), **settings),  # type: ignore[arg-type]
     }  # fmt: skip
     results = {
-        name: run(method_of(), data, tmp_path / name, max_rounds=2, workers=1).method.server["weights"]
+        name: run(method_of(), data, tmp_path / name, max_rounds=2, workers=1).method.server[
+            "weights"
+        ]
         for name, data in made.items()
     }
     assert torch.equal(results["ids"], results["text"])
@@ -164,7 +169,10 @@ def test_content_changes_the_hash_and_a_mask_is_content():
 
 
 def test_defaults_of_the_partition_and_a_vocabulary_of_ones_own(tmp_path):
-    items = [{"input_ids": [k % 300, 999, 5, 2], "loss_mask": [0, 0, 1, 1], "site": k % 4} for k in range(40)]
+    items = [
+        {"input_ids": [k % 300, 999, 5, 2], "loss_mask": [0, 0, 1, 1], "site": k % 4}
+        for k in range(40)
+    ]
     data = ready(items, group="site", num_clients=2, vocab_size=1000, eos=2, generate=True)
     assert isinstance(data.partition, Dirichlet)
     assert data.num_classes == 1000
@@ -223,7 +231,9 @@ def test_a_mistake_is_one_line(mistake):
 
 
 def test_other_modules_of_datasets_name_this_one():
-    with pytest.raises(InputError, match=r"task=language_modelling with DatasetData; .*; write TokenData"):
+    with pytest.raises(
+        InputError, match=r"task=language_modelling with DatasetData; .*; write TokenData"
+    ):
         DatasetData(ListData([]), num_clients=1, task="language_modelling")  # type: ignore[arg-type]
 
 
@@ -264,7 +274,8 @@ FEW = ["--trainer.max_rounds", "8", "--trainer.eval_every", "8", "--trainer.logg
 @pytest.mark.slow
 @pytest.mark.essential
 def test_the_commands_of_the_page_train_on_ids(tmp_path, monkeypatch):
-    """The dataset of the page and the file of the same items are trained with the shipped byte model."""
+    """The dataset of the page and the file of the same items are trained with the shipped byte
+    model."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     source = file_of_page("own_tokens.py", PAGE)
@@ -272,8 +283,13 @@ def test_the_commands_of_the_page_train_on_ids(tmp_path, monkeypatch):
     names: dict = {}
     exec(source, names)
     counting = names["Counting"]()
-    Path("tokens.jsonl").write_text("\n".join(json.dumps(counting[k]) for k in range(len(counting))))
-    (own,), (file,) = documented("own_tokens.Counting", PAGE), documented("fl_lightning.data.TokenFile", PAGE)
+    Path("tokens.jsonl").write_text(
+        "\n".join(json.dumps(counting[k]) for k in range(len(counting)))
+    )
+    (own,), (file,) = (
+        documented("own_tokens.Counting", PAGE),
+        documented("fl_lightning.data.TokenFile", PAGE),
+    )
     found = {}
     for name, command in (("own", own), ("file", file)):
         assert main([*command, "--trainer.default_root_dir", name, *FEW]) == 0

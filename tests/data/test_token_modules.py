@@ -18,12 +18,16 @@ from fl_lightning.data import IID, DataModuleData, DataModuleTokens, TokenData
 from fl_lightning.errors import InputError
 
 PAGE = DOCS / "howto" / "token_ids.md"
-ITEMS = [{"input_ids": [k, k + 1, k + 2], "labels": [-100, k + 1, k + 2], "site": k % 3} for k in range(60)]
+ITEMS = [
+    {"input_ids": [k, k + 1, k + 2], "labels": [-100, k + 1, k + 2], "site": k % 3}
+    for k in range(60)
+]
 FALSE_ITEM = {"input_ids": [1, 2], "labels": [2, -100], "site": 0}
 
 
 class Sequences(LightningDataModule):
-    """Its loaders shuffle, drop and collate, none of which may be seen; it draws its split as it is set up."""
+    """Its loaders shuffle, drop and collate, none of which may be seen; it draws its split as it is
+    set up."""
 
     items: ClassVar = ITEMS
 
@@ -35,7 +39,9 @@ class Sequences(LightningDataModule):
         }
 
     def train_dataloader(self) -> DataLoader:
-        return DataLoader(self.parts["train"], batch_size=7, shuffle=True, drop_last=True, collate_fn=str)
+        return DataLoader(
+            self.parts["train"], batch_size=7, shuffle=True, drop_last=True, collate_fn=str
+        )
 
 
 class WithVal(Sequences):
@@ -45,7 +51,8 @@ class WithVal(Sequences):
 
 class WithBoth(WithVal):
     def setup(self, stage: str) -> None:
-        """One validation item is a training item, and one test item is of each of the other splits."""
+        """One validation item is a training item, and one test item is of each of the other
+        splits."""
         self.parts = {
             "train": Subset(self.items, range(40)),  # type: ignore[arg-type]
             "val": Subset(self.items, range(39, 50)),  # type: ignore[arg-type]

@@ -1,6 +1,8 @@
-"""Deployments without Flower: the same messages, answered in this process or by processes of their own.
+"""Deployments without Flower: the same messages, answered in this process or by processes of their
+own.
 
-The reference is always a simulation: of a round in which a node failed, one whose stressor drops its clients.
+The reference is always a simulation: of a round in which a node failed, one whose stressor drops
+its clients.
 """
 
 from __future__ import annotations
@@ -111,7 +113,9 @@ def nodes_in(
     """New nodes on the same folders are nodes that were started again."""
     nodes = {}
     for number in range(count):
-        settings = NodeSettings(folder / f"node{number}", number, count, name=f"n{number}", allow=allow)
+        settings = NodeSettings(
+            folder / f"node{number}", number, count, name=f"n{number}", allow=allow
+        )
         nodes[f"node{number}"] = Node(settings, build(), **more)
     return nodes
 
@@ -137,9 +141,12 @@ def test_a_deployment_gives_the_weights_of_the_simulation(config, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.essential
-@pytest.mark.parametrize("config", ["scaffold", "feddyn", "feddc", "fedcm", "moon", "fedlc", "fedper"])
+@pytest.mark.parametrize(
+    "config", ["scaffold", "feddyn", "feddc", "fedcm", "moon", "fedlc", "fedper"]
+)
 def test_a_client_whose_upload_is_lost_goes_on_from_what_it_kept_before(config, tmp_path):
-    """A third of the uploads are lost; nodes have trained by then, and learn of it by their next order."""
+    """A third of the uploads are lost; nodes have trained by then, and learn of it by their next
+    order."""
     lost = "--trainer.callbacks=[{class_path: StragglerDropout, init_args: {probability: 0.33, mode: after}}]"
     more = lost, "--trainer.participation=0.8", "--trainer.max_rounds=4"
     cli = deployed(config, tmp_path, InProcess(nodes_in(tmp_path, 3)), *more)
@@ -148,7 +155,8 @@ def test_a_client_whose_upload_is_lost_goes_on_from_what_it_kept_before(config, 
 
 
 class LateInRoundTwo(InProcess):
-    """The second node trains in round 2, and its answer comes too late; then it is started again."""
+    """The second node trains in round 2, and its answer comes too late; then it is started
+    again."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(nodes_in(folder))
@@ -166,7 +174,8 @@ class LateInRoundTwo(InProcess):
 @pytest.mark.slow
 @pytest.mark.essential
 def test_a_late_node_that_is_started_again_goes_on_from_the_state_that_counts(tmp_path):
-    """Its clients were trained in round 2 and wrote what they keep, and in round 3 start from round 1."""
+    """Its clients were trained in round 2 and wrote what they keep, and in round 3 start from round
+    1."""
     cli = deployed("fedkd", tmp_path, LateInRoundTwo(tmp_path), *ALL)
     assert weights(cli) == simulated("fedkd", tmp_path, *ALL, drop=Drop(2, (1, 3)))
     ledger = (cli.trainer.run_dir / "ledger.csv").read_text()
@@ -181,7 +190,9 @@ class KilledInRoundThree(InProcess):
 
     def exchange(self, messages, timeout):
         answers = list(super().exchange(messages, timeout))
-        if any(Message.from_bytes(message).header.get("round") == 3 for message in messages.values()):
+        if any(
+            Message.from_bytes(message).header.get("round") == 3 for message in messages.values()
+        ):
             raise KeyboardInterrupt
         yield from answers
 
@@ -200,10 +211,24 @@ def test_a_server_that_is_started_again_comes_to_the_same_weights(tmp_path):
 
 
 def start_node(folder: Path, number: int, of: int) -> subprocess.Popen:
-    words = [sys.executable, "-m", "fl_lightning", "node", "--superlink", "none", "--folder", str(folder)]
+    words = [
+        sys.executable,
+        "-m",
+        "fl_lightning",
+        "node",
+        "--superlink",
+        "none",
+        "--folder",
+        str(folder),
+    ]
     words += ["--partition_id", str(number), "--num_partitions", str(of)]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    return subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    }
+    return subprocess.Popen(
+        words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 120.0) -> None:
@@ -214,8 +239,8 @@ def wait_until(condition: Callable[[], object], seconds: float = 120.0) -> None:
 
 
 class Processes(Sockets):
-    """Nodes that are processes; the second is killed in round 2, when one of its two clients has trained, and
-    started again before round 3."""
+    """Nodes that are processes; the second is killed in round 2, when one of its two clients has
+    trained, and started again before round 3."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -226,7 +251,9 @@ class Processes(Sockets):
         wait_until(lambda: len(self.nodes()) == 2)
 
     def exchange(self, messages, timeout):
-        (round,) = {Message.from_bytes(message).header.get("round") for message in messages.values()}
+        (round,) = {
+            Message.from_bytes(message).header.get("round") for message in messages.values()
+        }
         if round == 2:
             threading.Thread(target=self.kill_in_mid_round, daemon=True).start()
         yield from super().exchange(messages, timeout)
@@ -301,7 +328,9 @@ class Leaves(InProcess):
     """A node is gone when the second round is ordered."""
 
     def exchange(self, messages, timeout):
-        if any(b'"round": 2' in message or b'"round":2' in message for message in messages.values()):
+        if any(
+            b'"round": 2' in message or b'"round":2' in message for message in messages.values()
+        ):
             self.by_key.pop("node1", None)
         yield from super().exchange(messages, timeout)
 
@@ -325,7 +354,11 @@ def test_messages_survive_and_damaged_ones_are_refused():
 
 def test_a_node_answers_nonsense_with_a_reason(tmp_path):
     (node,) = nodes_in(tmp_path, 1).values()
-    for nonsense in (b"nonsense", Message({"kind": "run"}).to_bytes(), Message({"kind": "check"}).to_bytes()):
+    for nonsense in (
+        b"nonsense",
+        Message({"kind": "run"}).to_bytes(),
+        Message({"kind": "check"}).to_bytes(),
+    ):
         answer = Message.from_bytes(node.answer(nonsense))
         assert answer.kind == "refused"
         assert answer.header["reason"]
@@ -341,7 +374,8 @@ def test_kept_states_are_those_that_a_server_can_ask_for(tmp_path):
     assert states.load(run, 7, 1) is None  # nobody goes back so far
     for round in (4, 6, 9):
         np.testing.assert_array_equal(states.load(run, 7, round)["w"], [round, round])
-    states.save(run, 7, 8, {"w": torch.zeros(1)}, started_from=6)  # the server went back before round 9
+    # the server went back before round 9
+    states.save(run, 7, 8, {"w": torch.zeros(1)}, started_from=6)
     assert states.load(run, 7, 9) is None
     states.save(run, 8, 1, {}, started_from=0)
     assert not (tmp_path / run / "client_000008").exists()

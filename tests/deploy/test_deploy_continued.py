@@ -1,8 +1,8 @@
 """Runs that are continued elsewhere: begun on nodes and gone on with here, or the other way round.
 
-Clients that keep nothing have the weights of a run that was never interrupted; others are refused by name, as
-they would begin anew in silence. Nodes that have lost what clients keep do not let a run end as if it had
-gone well.
+Clients that keep nothing have the weights of a run that was never interrupted; others are refused
+by name, as they would begin anew in silence. Nodes that have lost what clients keep do not let a
+run end as if it had gone well.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ def test_a_run_of_clients_that_keep_something_is_refused_elsewhere(name, more, t
         go_on(name, tmp_path, run, *more)
     assert (run / "metadata.json").read_text() == before
     run = stopped(name, tmp_path, *more)
-    with pytest.raises(InputError, match="it was simulated, and what its clients keep is in its checkpoints"):
+    with pytest.raises(
+        InputError, match="it was simulated, and what its clients keep is in its checkpoints"
+    ):
         deployed(name, tmp_path, InProcess(nodes_in(tmp_path)), *more, f"--ckpt_path={run}")
 
 
@@ -119,8 +121,14 @@ def test_a_test_of_a_deployed_run_says_where_it_has_no_models_of_clients(name, t
 @pytest.mark.slow
 @pytest.mark.essential
 def test_a_run_goes_on_from_any_checkpoint_that_the_server_has_kept(tmp_path):
-    """Of each the nodes have what clients kept then, also of those that were not trained in between."""
-    more = [*SMALL, "--trainer.max_rounds=6", "--trainer.keep_checkpoints=9", "--trainer.participation=0.5"]
+    """Of each the nodes have what clients kept then, also of those that were not trained in
+    between."""
+    more = [
+        *SMALL,
+        "--trainer.max_rounds=6",
+        "--trainer.keep_checkpoints=9",
+        "--trainer.participation=0.5",
+    ]
     expected = simulated("scaffold", tmp_path, *more)
     run = deployed("scaffold", tmp_path, InProcess(nodes_in(tmp_path)), *more).trainer.run_dir
     for round in (4, 2, 1):
@@ -132,7 +140,8 @@ def test_a_run_goes_on_from_any_checkpoint_that_the_server_has_kept(tmp_path):
 @pytest.mark.slow
 @pytest.mark.essential
 def test_private_runs_and_batched_ones_are_refused_elsewhere(tmp_path):
-    """Noise of a simulation follows from the seed, and stacked clients are rounded in another way."""
+    """Noise of a simulation follows from the seed, and stacked clients are rounded in another
+    way."""
     private = [*SMALL, "--trainer.participation=1.0", "--model.weigh_by=clients"]
     noise = "--trainer.privacy={clip_norm: 0.5, noise_multiplier: 0.8, where: central}"
     run = killed("fedavg", tmp_path, *private, noise)
@@ -153,9 +162,16 @@ def test_a_run_on_the_nodes_own_data_is_not_simulated_further(tmp_path):
     each = {0: leaf_file(tmp_path / "own0.json", {"a": 9})}
     cli = config(tmp_path, "server", leaf(test, test), max_rounds=1)
     run = deployed_on_own_data(cli, own_nodes(tmp_path, each, 1), 1).trainer.run_dir
-    words = ["--config", str(tmp_path / "server.yaml"), f"--ckpt_path={run}", "--trainer.allow_changed=true"]
+    words = [
+        "--config",
+        str(tmp_path / "server.yaml"),
+        f"--ckpt_path={run}",
+        "--trainer.allow_changed=true",
+    ]
     assert main(["fit", *words]) == 2
-    with pytest.raises(InputError, match=r"nodes' own data; continue it with deploy and --deploy.own_data"):
+    with pytest.raises(
+        InputError, match=r"nodes' own data; continue it with deploy and --deploy.own_data"
+    ):
         type(cli)("fit", words).start()
 
 
@@ -166,7 +182,10 @@ def test_deploy_refuses_before_anything_is_started(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(command.launch, "flwr_run", lambda *a: pytest.fail("it was started"))
     words = command_line("local_only", tmp_path / "any", *more).typed
     assert main(["deploy", *words, f"--ckpt_path={run}"]) == 2
-    assert "it was simulated, and what its clients keep is in its checkpoints" in capsys.readouterr().err
+    assert (
+        "it was simulated, and what its clients keep is in its checkpoints"
+        in capsys.readouterr().err
+    )
 
 
 class LosesFolders(InProcess):

@@ -1,5 +1,5 @@
-"""Over-selection and deadlines by the time that passes. The nodes' time is told by the test and not measured, and
-the reference is a simulation whose stressor loses the uploads that were late."""
+"""Over-selection and deadlines by the time that passes. The nodes' time is told by the test and not
+measured, and the reference is a simulation whose stressor loses the uploads that were late."""
 
 from __future__ import annotations
 
@@ -34,10 +34,12 @@ def deadline(seconds: float, least: int = 1) -> str:
 
 
 class Paced(InProcess):
-    """Four nodes that answer after so many seconds of a clock that stands still otherwise. All of them train,
-    in time or not."""
+    """Four nodes that answer after so many seconds of a clock that stands still otherwise. All of
+    them train, in time or not."""
 
-    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, delays: dict[int, tuple[float, ...]]) -> None:
+    def __init__(
+        self, folder: Path, patch: pytest.MonkeyPatch, delays: dict[int, tuple[float, ...]]
+    ) -> None:
         super().__init__(nodes_in(folder, 4))
         self.delays, self.now, self.waits = delays, 100.0, list[float]()
         self.closed_early = 0
@@ -48,7 +50,11 @@ class Paced(InProcess):
         if headers[0]["kind"] != "train":
             yield from super().exchange(messages, timeout)
             return
-        took = dict(zip(self.by_key, self.delays.get(headers[0]["round"], (1.0, 2.0, 3.0, 4.0)), strict=True))
+        took = dict(
+            zip(
+                self.by_key, self.delays.get(headers[0]["round"], (1.0, 2.0, 3.0, 4.0)), strict=True
+            )
+        )
         self.waits.append(timeout)
         began, answers = (
             self.now,
@@ -84,8 +90,11 @@ def simulated_without(config: str, folder: Path, late: dict[int, set[int]], *mor
 @pytest.mark.slow
 @pytest.mark.essential
 @pytest.mark.parametrize("config", ["fedavg", "scaffold"])
-def test_the_first_that_answer_are_used_and_nobody_else_is_waited_for(tmp_path, monkeypatch, config):
-    """Six are asked where four are wanted. Of an answer with more than are wanted the smaller ids are used."""
+def test_the_first_that_answer_are_used_and_nobody_else_is_waited_for(
+    tmp_path, monkeypatch, config
+):
+    """Six are asked where four are wanted. Of an answer with more than are wanted the smaller ids
+    are used."""
     paced = Paced(tmp_path, monkeypatch, {2: (4.0, 3.0, 2.0, 1.0)})
     cli = deployed(config, tmp_path, paced, *SMALL, FIRST)
     late = lost(cli)
@@ -93,9 +102,13 @@ def test_the_first_that_answer_are_used_and_nobody_else_is_waited_for(tmp_path, 
     assert column(cli.trainer, "clients/late") == [2.0] * 3
     assert column(cli.trainer, "clients/trained") == [4.0] * 3
     assert paced.closed_early > 0
-    assert weights(cli) == simulated_without(config, tmp_path, late, *SMALL, "--trainer.participation=0.75")
+    assert weights(cli) == simulated_without(
+        config, tmp_path, late, *SMALL, "--trainer.participation=0.75"
+    )
     lengths = column(cli.trainer, "clock/round_seconds")
-    assert column(cli.trainer, "clock/seconds") == pytest.approx([sum(lengths[: n + 1]) for n in range(3)])
+    assert column(cli.trainer, "clock/seconds") == pytest.approx(
+        [sum(lengths[: n + 1]) for n in range(3)]
+    )
     for row in rows(cli.trainer, "ledger.csv"):
         begun = sum(lengths[: int(row["round"]) - 1])
         node = int(row["client"]) % 4
@@ -103,7 +116,9 @@ def test_the_first_that_answer_are_used_and_nobody_else_is_waited_for(tmp_path, 
         assert int(row["download"]) > 0
         assert row["wasted"] == (row["upload"] if row["status"] == "lost" else "0")
         if after <= lengths[int(row["round"]) - 1]:
-            assert (float(row["started"]), float(row["ended"])) == pytest.approx((begun, begun + after))
+            assert (float(row["started"]), float(row["ended"])) == pytest.approx(
+                (begun, begun + after)
+            )
             assert int(row["upload"]) > 0
         else:
             assert (row["status"], row["upload"], row["ended"]) == ("lost", "0", "")
@@ -158,13 +173,16 @@ def test_a_round_with_too_few_is_void_and_a_run_is_continued_in_its_time(tmp_pat
     path = f"--ckpt_path={cli.trainer.run_dir}"
     again = deployed("fedavg", tmp_path, paced, *words, path, "--trainer.allow_changed=true")
     assert column(again.trainer, "clock/seconds") == pytest.approx([4.0, 8.5, 12.5])
-    assert weights(again) == simulated_without("fedavg", tmp_path, {2: {*range(8)}}, *SMALL, words[-2])
+    assert weights(again) == simulated_without(
+        "fedavg", tmp_path, {2: {*range(8)}}, *SMALL, words[-2]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.essential
 def test_a_simulation_with_the_devices_of_a_deployment_has_its_seconds(tmp_path, monkeypatch):
-    """Where each client has a node. What is measured in the first round says how long the others take."""
+    """Where each client has a node. What is measured in the first round says how long the others
+    take."""
     paced = Paced(tmp_path, monkeypatch, {2: (1.0, 2.0, 3.0, 40.0)})
     words = [*SMALL, "--data.num_clients=4", "--trainer.participation=1.0"]
     cli = deployed("fedavg", tmp_path, paced, *words, deadline(30.0))

@@ -42,8 +42,8 @@ def ledger(cli) -> list[list[str]]:
 @pytest.mark.slow
 @pytest.mark.essential
 def test_a_full_disk_costs_a_client_its_round(tmp_path, monkeypatch, caplog):
-    """In round 2 one state is not written; the client goes on from the one before, as in a simulation that
-    drops it in this round."""
+    """In round 2 one state is not written; the client goes on from the one before, as in a
+    simulation that drops it in this round."""
     before = disk.replace
 
     def replace(path: Path, data: bytes) -> None:
@@ -64,12 +64,19 @@ def test_a_full_disk_does_not_end_a_node(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     (node,) = nodes_in(tmp_path, 1).values()
-    config = config_for_nodes(yaml.safe_load(command_line("fedavg", tmp_path, *ALL[:5]).config_text))
-    check = Message({"kind": "check"}, (yaml.safe_dump(config, sort_keys=False).encode(),)).to_bytes()
+    config = config_for_nodes(
+        yaml.safe_load(command_line("fedavg", tmp_path, *ALL[:5]).config_text)
+    )
+    check = Message(
+        {"kind": "check"}, (yaml.safe_dump(config, sort_keys=False).encode(),)
+    ).to_bytes()
     with monkeypatch.context() as broken:
         broken.setattr(disk, "replace", full)
         answer = Message.from_bytes(node.answer(check))
-        assert answer.header["reason"] == "the node's disk: No space left on device; the node's log says more"
+        assert (
+            answer.header["reason"]
+            == "the node's disk: No space left on device; the node's log says more"
+        )
         with pytest.raises(InputError, match="the node's disk does not take it"):
             StateFolder(tmp_path).save(RUN, 1, 1, {"w": torch.ones(2)}, started_from=0)
     assert Message.from_bytes(node.answer(check)).kind == "checked"
@@ -95,7 +102,10 @@ class Damages(InProcess):
 def test_a_damaged_state_costs_its_client_and_is_named(tmp_path, caplog):
     cli = deployed("fedkd", tmp_path, Damages(tmp_path), *KD)
     assert ledger(cli) == [["2", "1"], ["3", "1"]]
-    assert "node n1: client 1: after_000001.safetensors; the file is damaged or cannot be read" in caplog.text
+    assert (
+        "node n1: client 1: after_000001.safetensors; the file is damaged or cannot be read"
+        in caplog.text
+    )
     assert "what clients 1 kept is not on their nodes any more" in caplog.text
     run = metadata_of(cli)["deployment"]["run"]
     path = tmp_path / "node1" / "states" / run / "client_000001" / "after_000001.safetensors"
@@ -155,7 +165,12 @@ def test_a_node_removes_what_it_has_not_used_for_long(tmp_path, caplog):
     (node / "states" / linked).symlink_to(elsewhere, target_is_directory=True)
     (node / "configs").mkdir()
     (node / "unmasked" / old).mkdir(parents=True)
-    files = {f"{'1' * 64}.yaml": 100, f"{'1' * 64}.own.yaml": 100, f"{'2' * 64}.yaml": 41, "notes.yaml": 100}
+    files = {
+        f"{'1' * 64}.yaml": 100,
+        f"{'1' * 64}.own.yaml": 100,
+        f"{'2' * 64}.yaml": 41,
+        "notes.yaml": 100,
+    }
     for name, days in files.items():
         (node / "configs" / name).touch()
         age(node / "configs" / name, days)
@@ -166,9 +181,14 @@ def test_a_node_removes_what_it_has_not_used_for_long(tmp_path, caplog):
     removed = clean(node, 30)
     assert {path.name for path in removed} == {old, f"{'1' * 64}.yaml", f"{'1' * 64}.own.yaml"}
     (line,) = caplog.messages
-    assert "removed the states of 1 runs and 2 configurations that were not used for 30 days" in line
+    assert (
+        "removed the states of 1 runs and 2 configurations that were not used for 30 days" in line
+    )
     assert {path.name for path in (node / "states").iterdir()} == {new, linked, "mine"}
-    assert {path.name for path in (node / "configs").iterdir()} == {f"{'2' * 64}.yaml", "notes.yaml"}
+    assert {path.name for path in (node / "configs").iterdir()} == {
+        f"{'2' * 64}.yaml",
+        "notes.yaml",
+    }
     assert (elsewhere / "file").exists()
     assert (node / "unmasked" / old).exists()
     assert clean(node, 30) == []

@@ -1,4 +1,5 @@
-"""Clients whose models are their own evaluate them on their nodes: what is logged is what a simulation logs."""
+"""Clients whose models are their own evaluate them on their nodes: what is logged is what a
+simulation logs."""
 
 from __future__ import annotations
 
@@ -23,7 +24,12 @@ from fl_lightning.evaluation import MAX_PARTS
 SMALL = ["--trainer.eval_every=1", "--trainer.max_rounds=2", "--data.num_clients=5"]
 IMAGES = [*SMALL, "--data.dataset=synthetic", "--data.synthetic_examples=240"]
 IMAGES += ["--data.synthetic_test_examples=40"]
-TEXTS = [*SMALL, "--trainer.max_local_steps=1", "--data.partition=IID", "--data.examples_per_client=12"]
+TEXTS = [
+    *SMALL,
+    "--trainer.max_local_steps=1",
+    "--data.partition=IID",
+    "--data.examples_per_client=12",
+]
 TEXTS += ["--data.tests_per_task=1"]
 
 
@@ -45,7 +51,9 @@ PERSONAL = ("APFL", "Ditto", "FedALA", "FedProto", "FedRoD")
         pytest.param("vemoe_default", TEXTS, marks=pytest.mark.essential),
         ("lora_default", [*TEXTS, "--model=LocalOnly"]),
         pytest.param(
-            "lora_default", [*TEXTS, "--model.adapter_average=residual"], marks=pytest.mark.essential
+            "lora_default",
+            [*TEXTS, "--model.adapter_average=residual"],
+            marks=pytest.mark.essential,
         ),
         pytest.param("fedper", IMAGES, marks=pytest.mark.essential),
         ("finetune", IMAGES),
@@ -85,12 +93,19 @@ class DeafToEvaluation(InProcess):
     """The second node does not answer when it is asked to evaluate."""
 
     def exchange(self, messages, timeout):
-        deaf = {key for key in messages if Message.from_bytes(messages[key]).kind == "evaluate"} & {"node1"}
+        deaf = {key for key in messages if Message.from_bytes(messages[key]).kind == "evaluate"} & {
+            "node1"
+        }
         yield from super().exchange({key: messages[key] for key in messages.keys() - deaf}, timeout)
 
 
 def test_a_node_that_does_not_evaluate_is_left_out_of_the_mean_and_named(tmp_path, caplog):
-    more = [*IMAGES, "--trainer.max_rounds=1", "--trainer.max_local_steps=1", "--trainer.participation=1.0"]
+    more = [
+        *IMAGES,
+        "--trainer.max_rounds=1",
+        "--trainer.max_local_steps=1",
+        "--trainer.participation=1.0",
+    ]
     cli = deployed("local_only", tmp_path, DeafToEvaluation(nodes_in(tmp_path)), *more)
     assert "clients 1, 3 are left out of val/* and test/*: they did not answer" in caplog.text
     assert {row["client"] for row in measured(cli, "clients")} == {"0", "2", "4"}
@@ -104,7 +119,12 @@ def test_a_node_whose_folder_is_lost_leaves_its_clients_out(tmp_path, caplog):
                     path.unlink()
             yield from super().exchange(messages, timeout)
 
-    more = [*IMAGES, "--trainer.max_rounds=1", "--trainer.max_local_steps=1", "--trainer.participation=1.0"]
+    more = [
+        *IMAGES,
+        "--trainer.max_rounds=1",
+        "--trainer.max_local_steps=1",
+        "--trainer.participation=1.0",
+    ]
     cli = deployed("local_only", tmp_path, Loses(nodes_in(tmp_path)), *more)
     assert "client 2 cannot be evaluated: what it kept after round 1 is not here" in caplog.text
     assert {row["client"] for row in measured(cli, "clients")} == {"0", "1", "3", "4"}
@@ -136,7 +156,9 @@ def test_what_reads_outputs_of_personal_models_is_refused(tmp_path: Path):
         check_deployable(fed)
     named = command_line("local_only", tmp_path, *IMAGES, "--data.metrics+=torchmetrics.AUROC")
     fed = named.trainer.prepare(named.model, named.datamodule, seed=0)
-    with pytest.raises(InputError, match=r"AUROC with LocalOnly in a deployment; it keeps outputs for test"):
+    with pytest.raises(
+        InputError, match=r"AUROC with LocalOnly in a deployment; it keeps outputs for test"
+    ):
         check_deployable(fed)
 
 
@@ -179,8 +201,11 @@ class Lit(LightningModule):
 """
 
 
-def test_named_metrics_and_logs_of_a_module_are_those_of_the_simulation(tmp_path, monkeypatch, caplog):
-    """But for a metric that keeps outputs, which stay on nodes: that is left out, and the log says so."""
+def test_named_metrics_and_logs_of_a_module_are_those_of_the_simulation(
+    tmp_path, monkeypatch, caplog
+):
+    """But for a metric that keeps outputs, which stay on nodes: that is left out, and the log says
+    so."""
     (tmp_path / "lit_of_nodes.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     more = [*IMAGES, "--model.module=lit_of_nodes.Lit", "--trainer.callbacks=[]"]
@@ -188,16 +213,21 @@ def test_named_metrics_and_logs_of_a_module_are_those_of_the_simulation(tmp_path
     more += ["--data.metrics+=torchmetrics.AUROC", "--data.metrics.thresholds=10"]
     reference = command_line("local_only", tmp_path / "simulated", *more)
     reference.start()
-    cli = deployed("local_only", tmp_path, InProcess(nodes_in(tmp_path, allow=("lit_of_nodes",))), *more)
+    cli = deployed(
+        "local_only", tmp_path, InProcess(nodes_in(tmp_path, allow=("lit_of_nodes",))), *more
+    )
     expected = measured(reference)
     for row in expected:
         assert {row.pop("test/kept"), row.pop("val/kept")} != {""}
         assert all(
-            math.isfinite(float(row[f"{split}/{name}"])) for split in ("test", "val") for name in LOGGED
+            math.isfinite(float(row[f"{split}/{name}"]))
+            for split in ("test", "val")
+            for name in LOGGED
         )
     assert measured(cli) == expected
     assert (
-        "Lit.kept keeps outputs, which stay on nodes: what is logged of it there is left out" in caplog.text
+        "Lit.kept keeps outputs, which stay on nodes: what is logged of it there is left out"
+        in caplog.text
     )
 
 
@@ -216,7 +246,11 @@ def test_states_that_were_not_asked_for_are_refused(tmp_path, monkeypatch):
     fed = cli.trainer.prepare(cli.model, cli.datamodule, seed=0)
     assert parts_asked(fed, ["test", "validation"]) == ["named", "test_logs", "val_logs"]
     assert parts_asked(fed, ["validation"]) == ["val_logs"]
-    mine, one, ten = 3 * MAX_PARTS, torch.ones((), dtype=torch.float64), torch.ones(10, dtype=torch.int64)
+    mine, one, ten = (
+        3 * MAX_PARTS,
+        torch.ones((), dtype=torch.float64),
+        torch.ones(10, dtype=torch.int64),
+    )
     for kind, key, value, good in (
         ("named", f"{mine}||f1_score|.tp", ten, True),
         ("named", f"{mine}||f1_score|.tp", ten[:9], False),

@@ -1,4 +1,5 @@
-"""The files of examples/deploy say what the programs understand; nothing here can start a container."""
+"""The files of examples/deploy say what the programs understand; nothing here can start a
+container."""
 
 from __future__ import annotations
 
@@ -52,8 +53,11 @@ def test_the_nodes_of_compose_divide_the_clients_and_mount_what_they_name():
     assert {each["superlink"] for each in given} == {f"proxy:{PORT}"}
     for name, service in services.items():
         mounts = [volume.split(":")[:2] for volume in service["volumes"]]
-        for source, _ in mounts:  # a file or folder here, a volume, or one of the user's certificates
-            assert source in volumes or source.startswith("./certs/") or (FOLDER / source).exists(), name
+        # a file or folder here, a volume, or one of the user's certificates
+        for source, _ in mounts:
+            assert (
+                source in volumes or source.startswith("./certs/") or (FOLDER / source).exists()
+            ), name
         inside = [target for _, target in mounts]
         for path in re.findall(r"(?<= )/\S+", service.get("command", "")):
             assert any(path == target or path.startswith(target + "/") for target in inside), path
@@ -61,7 +65,9 @@ def test_the_nodes_of_compose_divide_the_clients_and_mount_what_they_name():
 
 def test_each_container_has_the_secrets_that_it_needs_and_no_others():
     mounted = {
-        name: {volume.split(":")[0] for volume in service["volumes"] if volume.startswith("./certs")}
+        name: {
+            volume.split(":")[0] for volume in service["volumes"] if volume.startswith("./certs")
+        }
         for name, service in compose()["services"].items()
     }
     server = {"./certs/ca.crt", "./certs/server.pem", "./certs/server.key"}
@@ -73,7 +79,8 @@ def test_each_container_has_the_secrets_that_it_needs_and_no_others():
 
 
 def test_the_superlink_is_reached_through_nginx_alone():
-    """It listens on a loopback address, which nginx and register.sh name, with nodes' keys asked for."""
+    """It listens on a loopback address, which nginx and register.sh name, with nodes' keys asked
+    for."""
     services = compose()["services"]
     by_unit = superlink_settings(unit("superlink")["ExecStart"])
     by_compose = superlink_settings(services["superlink"]["command"])
@@ -120,7 +127,8 @@ def test_the_units_start_programs_with_settings_that_they_have():
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 def test_the_units_are_understood_by_systemd(tmp_path):
-    """A setting that systemd does not know is a line of its output; programs need to be on this machine."""
+    """A setting that systemd does not know is a line of its output; programs need to be on this
+    machine."""
     for path in FOLDER.glob("*.service"):
         text, changed = re.subn(r"(?m)^(Exec\w+)=\S+", r"\1=/bin/true", path.read_text())
         assert changed

@@ -50,9 +50,13 @@ def test_a_node_with_a_key_waits_until_its_old_connection_has_ended(attempts, tm
     assert "node n is connected to 127.0.0.1:1 as SuperNode 7" in caplog.messages
 
 
-def test_a_node_without_a_key_and_one_that_has_waited_long_enough_end(attempts, tmp_path, monkeypatch):
+def test_a_node_without_a_key_and_one_that_has_waited_long_enough_end(
+    attempts, tmp_path, monkeypatch
+):
     attempts += ["refused"] * 3
-    with pytest.raises(RunStopped, match=r"2004\] Failed to activate SuperNode. exit code 305 of Flower"):
+    with pytest.raises(
+        RunStopped, match=r"2004\] Failed to activate SuperNode. exit code 305 of Flower"
+    ):
         serve(attempts, tmp_path, None)
     monkeypatch.setattr(fleet, "LET_IN_SECONDS", -1.0)
     with pytest.raises(RunStopped):
@@ -60,7 +64,9 @@ def test_a_node_without_a_key_and_one_that_has_waited_long_enough_end(attempts, 
     assert len(attempts) == 1
 
 
-def test_a_node_that_was_connected_comes_back_however_often_it_is_refused(attempts, tmp_path, monkeypatch):
+def test_a_node_that_was_connected_comes_back_however_often_it_is_refused(
+    attempts, tmp_path, monkeypatch
+):
     monkeypatch.setattr(fleet, "LET_IN_SECONDS", -1.0)
     attempts += ["let in", "refused", "refused", "let in"]
     serve(attempts, tmp_path, "key")
@@ -83,7 +89,11 @@ def test_a_signal_ends_a_node_that_is_connected(attempts, tmp_path, monkeypatch)
     [
         (None, InputError, "it did not take the run"),
         ("", RunStopped, "went away during the run.*then no round was begun"),
-        ("/runs/mine", RunStopped, "went away during the run.*continue with --ckpt_path /runs/mine"),
+        (
+            "/runs/mine",
+            RunStopped,
+            "went away during the run.*continue with --ckpt_path /runs/mine",
+        ),
     ],
 )
 def test_a_superlink_that_went_away_is_told_from_one_that_took_no_run(

@@ -1,4 +1,5 @@
-"""Deployments through Flower on loopback: SuperLink, SuperNodes and ``flwr run`` as processes of their own."""
+"""Deployments through Flower on loopback: SuperLink, SuperNodes and ``flwr run`` as processes of
+their own."""
 
 from __future__ import annotations
 
@@ -88,11 +89,21 @@ def simulated(folder: Path, words: Sequence[str] = RUN) -> dict:
 
 
 SMALL = [
-    *(f"--trainer.{setting}" for setting in ("logger=false", "callbacks=[]", "max_rounds=2", "eval_every=2")),
-    *(f"--trainer.{setting}" for setting in ("participation=1.0", "accelerator=cpu", "engine=sequential")),
+    *(
+        f"--trainer.{setting}"
+        for setting in ("logger=false", "callbacks=[]", "max_rounds=2", "eval_every=2")
+    ),
+    *(
+        f"--trainer.{setting}"
+        for setting in ("participation=1.0", "accelerator=cpu", "engine=sequential")
+    ),
     *("--trainer.workers=1", "--trainer.local_epochs=1", "--data.num_clients=4"),
 ]
-IMAGES = ["--data.dataset=synthetic", "--data.synthetic_examples=240", "--data.synthetic_test_examples=40"]
+IMAGES = [
+    "--data.dataset=synthetic",
+    "--data.synthetic_examples=240",
+    "--data.synthetic_test_examples=40",
+]
 SHARDS = ["--data.partition=Shards", "--data.partition.classes_per_client=3"]
 
 
@@ -127,11 +138,14 @@ def test_a_secure_sum_gives_the_weights_and_bytes_of_the_simulation(tmp_path):
     found = metadata_in(tmp_path / "deployed")
     assert found["weights_sha256"] == simulated(tmp_path, words)["weights_sha256"]
     ledgers = [
-        next((tmp_path / name).glob("*/*/ledger.csv")).read_text() for name in ("deployed", "simulated")
+        next((tmp_path / name).glob("*/*/ledger.csv")).read_text()
+        for name in ("deployed", "simulated")
     ]
     assert ledgers[0] == ledgers[1]
     assert "no secrets" not in log.read_text()
-    assert list((tmp_path / "deployed" / "nodes" / "node1" / "unmasked").glob("*/round_000002.json"))
+    assert list(
+        (tmp_path / "deployed" / "nodes" / "node1" / "unmasked").glob("*/round_000002.json")
+    )
 
 
 def test_a_run_on_two_local_nodes_gives_the_weights_of_the_simulation(tmp_path):
@@ -156,8 +170,8 @@ def start_superlink(tmp_path: Path, address: str) -> subprocess.Popen:
 
 @pytest.fixture
 def superlink(tmp_path: Path) -> Iterator[tuple[str, list[subprocess.Popen]]]:
-    """The address of a SuperLink that knows the keys of its nodes, and the list of programs to end, itself
-    the first."""
+    """The address of a SuperLink that knows the keys of its nodes, and the list of programs to end,
+    itself the first."""
     make_certificates(tmp_path / "certs", ["127.0.0.1", "localhost"], 3)
     certs, address = tmp_path / "certs", f"127.0.0.1:{free_port()}"
     programs = [start_superlink(tmp_path, address)]
@@ -192,14 +206,23 @@ def end(programs: Sequence[subprocess.Popen]) -> None:
 
 def node_words(address: str, tmp_path: Path, number: int, of: int) -> list[object]:
     words = ["node", "--superlink", address, "--folder", f"node{number}", "--partition_id", number]
-    words += ["--num_partitions", of, "--name", f"n{number}", "--private_key", f"certs/node{number}"]
+    words += [
+        "--num_partitions",
+        of,
+        "--name",
+        f"n{number}",
+        "--private_key",
+        f"certs/node{number}",
+    ]
     return [*words, "--root_certificates", "certs/ca.crt"]
 
 
 @pytest.mark.parametrize("connection", ["direct", "supernode"])
-def test_keys_and_certificates_are_checked_and_a_killed_node_costs_a_round(superlink, connection, tmp_path):
-    """The third node's key is not registered. The second is killed when its orders of round 2 are there, and
-    its clients are dropped then and, as it stays away, afterwards."""
+def test_keys_and_certificates_are_checked_and_a_killed_node_costs_a_round(
+    superlink, connection, tmp_path
+):
+    """The third node's key is not registered. The second is killed when its orders of round 2 are
+    there, and its clients are dropped then and, as it stays away, afterwards."""
     address, programs = superlink
     nodes = [
         ours(
@@ -212,7 +235,11 @@ def test_keys_and_certificates_are_checked_and_a_killed_node_costs_a_round(super
     ]
     programs += nodes
     words = ["deploy", *RUN, "--trainer.default_root_dir=deployed", f"--deploy.superlink={address}"]
-    words += ["--deploy.root_certificates=certs/ca.crt", "--deploy.min_nodes=1", "--deploy.round_seconds=90"]
+    words += [
+        "--deploy.root_certificates=certs/ca.crt",
+        "--deploy.min_nodes=1",
+        "--deploy.round_seconds=90",
+    ]
     for number in range(2):
         wait_for(tmp_path / f"n{number}.log", CONNECTED[connection])
     process = ours(*words, cwd=tmp_path, log="deploy.log")
@@ -228,22 +255,29 @@ def test_keys_and_certificates_are_checked_and_a_killed_node_costs_a_round(super
         time.sleep(0.05)
         assert process.poll() is None, (tmp_path / "deploy.log").read_text()[-3000:]
     threading.Thread(target=kill, daemon=True).start()
-    assert finish(process, tmp_path / "deploy.log") == 0, (tmp_path / "deploy.log").read_text()[-5000:]
+    assert finish(process, tmp_path / "deploy.log") == 0, (tmp_path / "deploy.log").read_text()[
+        -5000:
+    ]
     (run,) = (tmp_path / "deployed" / "fedavg").iterdir()
     dropped = [
-        line.split(",")[:2] for line in (run / "ledger.csv").read_text().splitlines() if "dropped" in line
+        line.split(",")[:2]
+        for line in (run / "ledger.csv").read_text().splitlines()
+        if "dropped" in line
     ]
     assert dropped in (
         [["2", "1"], ["2", "3"], ["3", "1"], ["3", "3"]],
         [["3", "1"], ["3", "3"]],  # its answers of round 2 were on their way already
     )
     assert "n2" not in (tmp_path / "deploy.log").read_text()
-    assert nodes[2].poll() is not None or CONNECTED[connection] not in (tmp_path / "n2.log").read_text()
+    assert (
+        nodes[2].poll() is not None
+        or CONNECTED[connection] not in (tmp_path / "n2.log").read_text()
+    )
 
 
 def test_a_node_that_answers_with_the_uid_of_another_is_refused_by_its_key(superlink, tmp_path):
-    """Both keys are registered, and both nodes have all clients: without its key the second one to answer would
-    be the first one that was started again, and would take its place."""
+    """Both keys are registered, and both nodes have all clients: without its key the second one to
+    answer would be the first one that was started again, and would take its place."""
     address, programs = superlink
     for number in range(2):
         (tmp_path / f"node{number}").mkdir()
@@ -253,21 +287,34 @@ def test_a_node_that_answers_with_the_uid_of_another_is_refused_by_its_key(super
     for number in range(2):
         wait_for(tmp_path / f"n{number}.log", CONNECTED["direct"])
     words = ["deploy", *RUN, "--trainer.default_root_dir=deployed", f"--deploy.superlink={address}"]
-    words += ["--deploy.root_certificates=certs/ca.crt", "--deploy.min_nodes=2", "--deploy.wait_seconds=240"]
+    words += [
+        "--deploy.root_certificates=certs/ca.crt",
+        "--deploy.min_nodes=2",
+        "--deploy.wait_seconds=240",
+    ]
     process = ours(*words, cwd=tmp_path, log="deploy.log")
     programs.append(process)
     code, said = finish(process, tmp_path / "deploy.log"), (tmp_path / "deploy.log").read_text()
     assert code == 2, said[-3000:]
-    assert re.search(r"error: node n[01]; it says that it is node \d+, under another key", said), said[-3000:]
+    assert re.search(r"error: node n[01]; it says that it is node \d+, under another key", said), (
+        said[-3000:]
+    )
     assert not (tmp_path / "deployed").exists()
 
 
 def test_a_superlink_that_is_killed_costs_nothing(superlink, tmp_path):
-    """With it goes the server's half of the run, which is continued from its checkpoint; nodes come back by
-    themselves. Which rounds were done before makes no difference."""
+    """With it goes the server's half of the run, which is continued from its checkpoint; nodes come
+    back by themselves. Which rounds were done before makes no difference."""
     address, programs = superlink
-    programs += [ours(*node_words(address, tmp_path, n, 2), cwd=tmp_path, log=f"n{n}.log") for n in range(2)]
-    deploy = ["deploy", *RUN, "--trainer.default_root_dir=deployed", f"--deploy.superlink={address}"]
+    programs += [
+        ours(*node_words(address, tmp_path, n, 2), cwd=tmp_path, log=f"n{n}.log") for n in range(2)
+    ]
+    deploy = [
+        "deploy",
+        *RUN,
+        "--trainer.default_root_dir=deployed",
+        f"--deploy.superlink={address}",
+    ]
     deploy += ["--deploy.root_certificates=certs/ca.crt", "--deploy.min_nodes=2"]
     for number in range(2):
         wait_for(tmp_path / f"n{number}.log", "as SuperNode")
@@ -280,7 +327,10 @@ def test_a_superlink_that_is_killed_costs_nothing(superlink, tmp_path):
     programs[0].wait()
     run = checkpoints[0].parent.parent
     assert finish(first, tmp_path / "deploy.log") == 1
-    assert f"the SuperLink at {address} went away during the run" in (tmp_path / "deploy.log").read_text()
+    assert (
+        f"the SuperLink at {address} went away during the run"
+        in (tmp_path / "deploy.log").read_text()
+    )
     rounds = len((run / "metrics.csv").read_text().splitlines()) - 1
     programs[0] = start_superlink(tmp_path, address)
     for number in range(2):
@@ -289,12 +339,15 @@ def test_a_superlink_that_is_killed_costs_nothing(superlink, tmp_path):
     programs.append(second)
     assert finish(second, tmp_path / "again.log") == 0, (tmp_path / "again.log").read_text()[-5000:]
     assert rounds < 3
-    assert metadata_in(tmp_path / "deployed")["weights_sha256"] == simulated(tmp_path)["weights_sha256"]
+    assert (
+        metadata_in(tmp_path / "deployed")["weights_sha256"]
+        == simulated(tmp_path)["weights_sha256"]
+    )
 
 
 def test_a_superlink_that_forgot_its_nodes_lets_them_in_anew(tmp_path):
-    """It is killed and started again without a database. Flower would end a node that is not known, by a
-    signal to itself."""
+    """It is killed and started again without a database. Flower would end a node that is not known,
+    by a signal to itself."""
     port = free_port()
     words = ["flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", port]
     words += ["--disable-runtime-dependency-installation"]
@@ -314,7 +367,8 @@ def test_a_superlink_that_forgot_its_nodes_lets_them_in_anew(tmp_path):
 
 
 def server_halves(address: str) -> list[int]:
-    """The ids of the processes that Flower runs for the server's half on a SuperLink of this test."""
+    """The ids of the processes that Flower runs for the server's half on a SuperLink of this
+    test."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):  # it has ended
@@ -327,12 +381,19 @@ def server_halves(address: str) -> list[int]:
 def test_a_run_that_is_left_to_itself_ends_well_and_one_whose_half_is_killed_says_how_to_go_on(
     tmp_path, monkeypatch
 ):
-    """SIGTERM ends the command alone; then the server's half of a second run is killed, and the third goes on
-    with it. No job leaves its folder behind."""
+    """SIGTERM ends the command alone; then the server's half of a second run is killed, and the
+    third goes on with it. No job leaves its folder behind."""
     jobs, address = tmp_path / "jobs", f"127.0.0.1:{free_port()}"
     jobs.mkdir()
     monkeypatch.setenv("TMPDIR", str(jobs))
-    words = ["flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", address.rpartition(":")[2]]
+    words = [
+        "flower-superlink",
+        "--insecure",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        address.rpartition(":")[2],
+    ]
     words += ["--disable-runtime-dependency-installation"]
     programs = [program(*words, cwd=tmp_path, log=tmp_path / "superlink.log")]
     deploy = ["deploy", *RUN, f"--deploy.superlink={address}", "--deploy.min_nodes=2"]
@@ -369,8 +430,9 @@ def test_a_run_that_is_left_to_itself_ends_well_and_one_whose_half_is_killed_say
 
 
 def test_a_node_that_is_killed_and_started_again_has_what_its_clients_kept(superlink, tmp_path):
-    """Clients of FedKD keep a network of their own. The second node is killed after round 1 and started again
-    on its folder; how many rounds it misses depends on when, and the ledger says it."""
+    """Clients of FedKD keep a network of their own. The second node is killed after round 1 and
+    started again on its folder; how many rounds it misses depends on when, and the ledger says
+    it."""
     address, programs = superlink
     config = str(ROOT / "configs" / "fedkd.yaml")
     more = ["--data.public_examples=60", "--model.distill_epochs=2", "--trainer.max_rounds=4"]
@@ -384,24 +446,41 @@ def test_a_node_that_is_killed_and_started_again_has_what_its_clients_kept(super
     nodes = [start(number) for number in range(2)]
     for number in range(2):
         wait_for(tmp_path / f"n{number}.log", "as SuperNode")
-    deploy = ["deploy", *words, "--trainer.default_root_dir=deployed", f"--deploy.superlink={address}"]
-    deploy += ["--deploy.root_certificates=certs/ca.crt", "--deploy.min_nodes=2", "--deploy.wait_seconds=600"]
+    deploy = [
+        "deploy",
+        *words,
+        "--trainer.default_root_dir=deployed",
+        f"--deploy.superlink={address}",
+    ]
+    deploy += [
+        "--deploy.root_certificates=certs/ca.crt",
+        "--deploy.min_nodes=2",
+        "--deploy.wait_seconds=600",
+    ]
     process = ours(*deploy, "--deploy.round_seconds=120", cwd=tmp_path, log="deploy.log")
     programs.append(process)
-    while not any("\n1," in path.read_text() for path in (tmp_path / "deployed").glob("*/*/metrics.csv")):
+    while not any(
+        "\n1," in path.read_text() for path in (tmp_path / "deployed").glob("*/*/metrics.csv")
+    ):
         time.sleep(0.02)
         assert process.poll() is None, (tmp_path / "deploy.log").read_text()[-3000:]
     nodes[1].kill()
     nodes[1].wait()
     start(1)
-    assert finish(process, tmp_path / "deploy.log") == 0, (tmp_path / "deploy.log").read_text()[-5000:]
+    assert finish(process, tmp_path / "deploy.log") == 0, (tmp_path / "deploy.log").read_text()[
+        -5000:
+    ]
     (run,) = (tmp_path / "deployed").glob("*/*/")
     with (run / "ledger.csv").open() as file:
-        rows = [(int(row["round"]), int(row["client"]), row["status"]) for row in csv.DictReader(file)]
+        rows = [
+            (int(row["round"]), int(row["client"]), row["status"]) for row in csv.DictReader(file)
+        ]
     missed = {(round, client) for round, client, status in rows if status == "dropped"}
     assert {client for _, client in missed} <= {1, 3}
     assert all((4, client, "trained") in rows for client in range(4))  # it came back
-    reference = FederatedCLI("fit", [*words, f"--trainer.default_root_dir={tmp_path / 'simulated'}"])
+    reference = FederatedCLI(
+        "fit", [*words, f"--trainer.default_root_dir={tmp_path / 'simulated'}"]
+    )
     reference.trainer.callbacks.append(Missed(missed))
     reference.start()
     found = json.loads((run / "metadata.json").read_text())
@@ -426,7 +505,9 @@ def test_an_expired_certificate_ends_node_and_run_with_one_line(tmp_path):
         wait_until_it_listens(address)
         node = ours(*node_words(address, tmp_path, 0, 1), cwd=tmp_path, log="n0.log")
         words = ["deploy", *RUN, f"--deploy.superlink={address}"]
-        run = ours(*words, "--deploy.root_certificates=certs/ca.crt", cwd=tmp_path, log="deploy.log")
+        run = ours(
+            *words, "--deploy.root_certificates=certs/ca.crt", cwd=tmp_path, log="deploy.log"
+        )
         programs += [node, run]
         for process, log in ((node, "n0.log"), (run, "deploy.log")):
             assert finish(process, tmp_path / log, 300.0) == 2
@@ -448,14 +529,29 @@ def test_four_nodes_with_data_of_their_own_give_the_weights_of_one_data_module_w
         }
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(settings))
     address = f"127.0.0.1:{free_port()}"
-    words = ["flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", address.rpartition(":")[2]]
+    words = [
+        "flower-superlink",
+        "--insecure",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        address.rpartition(":")[2],
+    ]
     words += ["--disable-runtime-dependency-installation"]
     programs = [program(*words, cwd=tmp_path, log=tmp_path / "superlink.log")]
     try:
         wait_until_it_listens(address)
         for number, user in enumerate(SIZES):
             leaf_file(tmp_path / f"own{number}.json", {user: SIZES[user]})
-            node = ["node", "--superlink", address, "--folder", f"node{number}", "--name", f"n{number}"]
+            node = [
+                "node",
+                "--superlink",
+                address,
+                "--folder",
+                f"node{number}",
+                "--name",
+                f"n{number}",
+            ]
             node += ["--data", f"own{number}.json", "--partition_id", number, "--num_partitions", 4]
             programs.append(ours(*node, cwd=tmp_path, log=f"n{number}.log"))
         for number in range(4):
@@ -464,7 +560,9 @@ def test_four_nodes_with_data_of_their_own_give_the_weights_of_one_data_module_w
         words += ["--deploy.own_data=true", "--deploy.min_nodes=4"]
         run = ours(*words, cwd=tmp_path, log="deploy.log")
         programs.append(run)
-        assert finish(run, tmp_path / "deploy.log") == 0, (tmp_path / "deploy.log").read_text()[-5000:]
+        assert finish(run, tmp_path / "deploy.log") == 0, (tmp_path / "deploy.log").read_text()[
+            -5000:
+        ]
     finally:
         end(programs)
     fit = ours("fit", "--config", "simulation.yaml", cwd=tmp_path, log="fit.log")
@@ -477,7 +575,9 @@ def test_four_nodes_with_data_of_their_own_give_the_weights_of_one_data_module_w
 def wait_for(path: Path, text: str, seconds: float = 300.0, times: int = 1) -> None:
     ends = time.monotonic() + seconds
     while not (path.exists() and path.read_text().count(text) >= times):
-        assert time.monotonic() < ends, f"{text!r} never came:\n{path.read_text() if path.exists() else ''}"
+        assert time.monotonic() < ends, (
+            f"{text!r} never came:\n{path.read_text() if path.exists() else ''}"
+        )
         time.sleep(0.05)
 
 

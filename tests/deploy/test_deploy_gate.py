@@ -1,5 +1,6 @@
-"""What a hostile server sends as a configuration: it is refused by the name of the setting, and before anything
-is imported, called or written. Each case is an attack that once worked, or a cousin of one."""
+"""What a hostile server sends as a configuration: it is refused by the name of the setting, and
+before anything is imported, called or written. Each case is an attack that once worked, or a cousin
+of one."""
 
 from __future__ import annotations
 
@@ -140,28 +141,45 @@ def test_a_package_that_was_not_allowed_is_not_imported_from_anywhere(path, hone
     ],
 )
 def test_no_function_of_elsewhere_is_a_network(network, honest, mark, tmp_path):
-    assert "model.init_args.network" in refused(tmp_path, changed(honest, "model/init_args/network", network))
+    assert "model.init_args.network" in refused(
+        tmp_path, changed(honest, "model/init_args/network", network)
+    )
     assert not mark.exists()
 
 
 def test_a_configuration_that_is_a_pickle_is_not_kept(honest, tmp_path, monkeypatch):
-    """Two messages that once ran a command: the first leaves a pickle on the node, the second has it read."""
+    """Two messages that once ran a command: the first leaves a pickle on the node, the second has
+    it read."""
     monkeypatch.chdir(tmp_path)
     bomb = f"cos\nsystem\n(S'touch {tmp_path}/OWNED'\ntR.".encode()
     assert "no mapping in the form" in refused(tmp_path, bomb)
-    assert "no mapping in the form" in refused(tmp_path, yaml.safe_dump(honest).encode() + b"\n# " + bomb)
+    assert "no mapping in the form" in refused(
+        tmp_path, yaml.safe_dump(honest).encode() + b"\n# " + bomb
+    )
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "x.yaml").write_bytes(bomb)
-    given = {"root": "folder", "loader": "pandas.read_pickle", "extensions": [".yaml"], "allow_empty": True}
+    given = {
+        "root": "folder",
+        "loader": "pandas.read_pickle",
+        "extensions": [".yaml"],
+        "allow_empty": True,
+    }
     reads = {"class_path": "torchvision.datasets.DatasetFolder", "init_args": given}
-    data = {"class_path": "fl_lightning.data.DatasetData", "init_args": {"train": reads, "num_clients": 1}}
+    data = {
+        "class_path": "fl_lightning.data.DatasetData",
+        "init_args": {"train": reads, "num_clients": 1},
+    }
     assert "data.init_args.train.class_path" in refused(tmp_path, changed(honest, "data", data))
     reads["class_path"] = "torchvision.datasets.EuroSAT"
-    assert "data.init_args.train.init_args.loader" in refused(tmp_path, changed(honest, "data", data))
+    assert "data.init_args.train.init_args.loader" in refused(
+        tmp_path, changed(honest, "data", data)
+    )
     assert not (tmp_path / "OWNED").exists()
 
 
-@pytest.mark.parametrize("key", ["config", "base", "ckpt_path", "print_config", "help", "model.help"])
+@pytest.mark.parametrize(
+    "key", ["config", "base", "ckpt_path", "print_config", "help", "model.help"]
+)
 def test_no_file_of_a_node_is_read_as_a_configuration(key, honest, tmp_path):
     (tmp_path / "key").write_text(f"{SECRET}\nabc\n")
     reason = refused(tmp_path, {**honest, key: str(tmp_path / "key")})
@@ -256,7 +274,8 @@ def test_readers_of_data_do_not_tell_what_they_read(name, init_args, honest, tmp
 
 
 def test_the_owners_packages_are_imported_by_name_or_with_allow(honest, mark, tmp_path):
-    """In files of the owner's own they need no ``--allow``, and the run may not name them for that."""
+    """In files of the owner's own they need no ``--allow``, and the run may not name them for
+    that."""
     run = changed(honest, "model/init_args/network", "evilpkg.net")
     overlay = tmp_path / "overlay.yaml"
     overlay.write_text("model: {init_args: {network: evilpkg.Network}}")
@@ -267,7 +286,9 @@ def test_the_owners_packages_are_imported_by_name_or_with_allow(honest, mark, tm
     assert mark.exists()
     answer = ask(node_in(tmp_path / "other", allow=("evilpkg",)), run)
     assert answer.kind == "checked", answer.header
-    older = refused(tmp_path / "older", changed(honest, "model/init_args/network", "evilpkg.New"), "evilpkg")
+    older = refused(
+        tmp_path / "older", changed(honest, "model/init_args/network", "evilpkg.New"), "evilpkg"
+    )
     assert "may import its package; it has no such class there" in older
     run = changed(honest, "model/init_args/network", "evilpkg.os.system")
     assert "evilpkg.os.system" in refused(tmp_path / "third", run)
@@ -300,7 +321,9 @@ def test_the_gate_holds_behind_the_check(mark, tmp_path):
 
     with only_imports(["fl_lightning.methods"]):
         for path in ("evilpkg.Thing", "os.system", "fl_lightning.methods.base.torch.hub.load"):
-            with pytest.raises(Exception, match=r"not allowed|no attribute|No module|not a package"):
+            with pytest.raises(
+                Exception, match=r"not allowed|no attribute|No module|not a package"
+            ):
                 import_object(path)
         with pytest.raises(InputError, match=r"import path evilpkg.net"):
             build_network("evilpkg.net", 3, (3, 16, 16))
@@ -327,7 +350,8 @@ def test_legitimate_names_pass(honest):
     )
     assert "torchvision.models.resnet18" in names(network, "torchvision.models.resnet18")
     assert "torchvision.datasets.mnist.MNIST" in names(
-        "data/init_args/train", {"class_path": "torchvision.datasets.MNIST", "init_args": {"root": "files"}}
+        "data/init_args/train",
+        {"class_path": "torchvision.datasets.MNIST", "init_args": {"root": "files"}},
     )
     assert "mobilenetv3_small_100.lamb_in1k" in names(network, "mobilenetv3_small_100.lamb_in1k")
     assert names_in({"a": ["b.C", {"class_path": "own.data.D"}], "file": "x.csv"}) == {"b", "own"}

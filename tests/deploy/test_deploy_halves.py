@@ -1,5 +1,5 @@
-"""The two halves of a deployment, the command and the server's half: what becomes of the run and of the job's
-folder when one of them ends, is interrupted or is killed. Without Flower."""
+"""The two halves of a deployment, the command and the server's half: what becomes of the run and of
+the job's folder when one of them ends, is interrupted or is killed. Without Flower."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ with here(Path(sys.argv[1]), sys.argv[2]):
     print("held", flush=True)
     time.sleep(120)
 """
-# without collections: Python drops what a signal's handler raises while it collects, and this would sleep on
+# without collections: Python drops what a signal's handler raises while it collects, and this would
+# sleep on
 COMMAND = """
 import gc, time
 from pathlib import Path
@@ -93,7 +94,9 @@ def test_the_servers_half_removes_the_folder_when_the_command_is_gone(written, m
     assert not written.exists()
 
 
-@pytest.mark.parametrize(("error", "code"), [(InputError("a", "b", "c"), 2), (RunStopped("a", "b", "c"), 1)])
+@pytest.mark.parametrize(
+    ("error", "code"), [(InputError("a", "b", "c"), 2), (RunStopped("a", "b", "c"), 1)]
+)
 def test_a_refusal_is_one_line_of_flowers_log(error, code, written, monkeypatch, caplog):
     def refuse(*arguments: object) -> Path:
         raise error

@@ -1,8 +1,8 @@
-"""Nodes that answer nonsense, and nodes that were started again: no answer ends the server's run, and nothing
-counts that a checked process has not done.
+"""Nodes that answer nonsense, and nodes that were started again: no answer ends the server's run,
+and nothing counts that a checked process has not done.
 
-The second of two nodes is honest but for one entry of one kind of answer. Each case has a round of one run, and
-the clients of the first node must train on.
+The second of two nodes is honest but for one entry of one kind of answer. Each case has a round of
+one run, and the clients of the first node must train on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,16 @@ import yaml
 from outcomes import rows_of
 from own_leaves import SIZES, config, leaf, leaf_file, own_nodes
 from safetensors.torch import save
-from test_deploy import ALL, InProcess, command_line, deployed, metadata_of, nodes_in, simulated, weights
+from test_deploy import (
+    ALL,
+    InProcess,
+    command_line,
+    deployed,
+    metadata_of,
+    nodes_in,
+    simulated,
+    weights,
+)
 
 from fl_lightning.__main__ import main
 from fl_lightning.deploy import flower
@@ -48,14 +57,19 @@ from fl_lightning.evaluation import MAX_PARTS
 from fl_lightning.federation import Federation
 
 RULES = RoundRules(wait_seconds=5, round_seconds=60)
-SMALL = [*ALL[:5], "--trainer.max_rounds=2", "--trainer.max_local_steps=1", "--trainer.eval_every=2"]
+SMALL = [
+    *ALL[:5],
+    "--trainer.max_rounds=2",
+    "--trainer.max_local_steps=1",
+    "--trainer.eval_every=2",
+]
 Change = Callable[[Message], bytes]
 HUGE = 10**400  # no float is as large
 
 
 class Hostile(InProcess):
-    """The second node's answers to one kind of message are changed, from round 2 on, by another case in each
-    round."""
+    """The second node's answers to one kind of message are changed, from round 2 on, by another
+    case in each round."""
 
     def __init__(self, nodes: Mapping[str, Node], kind: str, changes: Sequence[Change]) -> None:
         super().__init__(nodes)
@@ -129,7 +143,10 @@ NOBODY_DROPPED = ["trained"] * 4
 ANSWERS = {
     "garbage": (lambda answer: bytes(100), NODE_DROPPED),
     "4 GiB of header": (lambda answer: HEAD.pack(MAGIC, 2**32 - 1) + b"{}", NODE_DROPPED),
-    "deeply nested": (raw(b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b',"parts":[]}'), NODE_DROPPED),
+    "deeply nested": (
+        raw(b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b',"parts":[]}'),
+        NODE_DROPPED,
+    ),
     "sizes that are floats": (raw(b'{"kind":"trained","results":[],"parts":[0.0]}'), NODE_DROPPED),
     "no results": (lacking("results"), NODE_DROPPED),
     "results is a number": (having(results=5), NODE_DROPPED),
@@ -142,7 +159,10 @@ ANSWERS = {
     "a weight is no number": (result(losses={"loss": [math.nan, math.nan]}), CLIENT_DROPPED),
     "a long name": (result(losses={"x" * 100_000: [1, 1]}), CLIENT_DROPPED),
     "a name that is a path": (result(losses={"evil/../name\n": [1, 1]}), CLIENT_DROPPED),
-    "many names": (result(losses={f"loss{number}": [1, 1] for number in range(1000)}), CLIENT_DROPPED),
+    "many names": (
+        result(losses={f"loss{number}": [1, 1] for number in range(1000)}),
+        CLIENT_DROPPED,
+    ),
     "steps are infinite": (result(steps=math.inf), CLIENT_DROPPED),
     "steps are many": (result(steps=10**30), CLIENT_DROPPED),
     "upload -1": (result(upload=-1), CLIENT_DROPPED),
@@ -192,7 +212,10 @@ CHECKS = {
     "no uid": (lacking("uid"), "uid: None"),
     "uid is a list": (having(uid=["a"]), "uid: "),
     "no epoch": (having(epoch=""), "epoch: "),
-    "a long reason": (having(kind="refused", reason="\x1b]0;\u202e" * 10**4), r"\x1b]0;\u202e\x1b]0;"),
+    "a long reason": (
+        having(kind="refused", reason="\x1b]0;\u202e" * 10**4),
+        r"\x1b]0;\u202e\x1b]0;",
+    ),
 }
 
 
@@ -222,8 +245,11 @@ class Registered(InProcess):
 
 
 @pytest.mark.parametrize("leaves_first", [False, True])
-def test_a_node_with_a_key_of_before_cannot_take_the_place_of_another(leaves_first, built, tmp_path):
-    """It has learned the other's uid and has the same clients; its own key is registered, as the other's."""
+def test_a_node_with_a_key_of_before_cannot_take_the_place_of_another(
+    leaves_first, built, tmp_path
+):
+    """It has learned the other's uid and has the same clients; its own key is registered, as the
+    other's."""
     fed, sent, _ = built
     now = time.time()
     nodes = nodes_in(tmp_path)
@@ -257,7 +283,9 @@ def test_when_nodes_were_registered_is_read_from_flower(monkeypatch):
     class Grid:
         def get_nodes(self):
             times = ("2026-01-02T03:04:05.500000+00:00", "")
-            return [SimpleNamespace(node_id=id, registered_at=time) for id, time in enumerate(times)]
+            return [
+                SimpleNamespace(node_id=id, registered_at=time) for id, time in enumerate(times)
+            ]
 
     assert flower.GridTransport(Grid()).registered() == {"0": 1767323045.5}
     assert flower.GridTransport(SimpleNamespace()).registered() == {}
@@ -274,7 +302,8 @@ def test_a_header_that_is_too_long_is_not_read(monkeypatch):
 
 
 def test_the_results_of_many_clients_are_not_too_long():
-    """As long as they get: 5 000 clients with three losses each, 500 with the forms of a hundred sums."""
+    """As long as they get: 5 000 clients with three losses each, 500 with the forms of a hundred
+    sums."""
     losses = {f"loss_{name}": [-123.45678901234567, 65536.0] for name in ("ce", "kd", "proximal")}
     entry = {"client": 10**6, "keeps": False, "steps": 10**4, "losses": losses, "upload": 10**4}
     data = Message({"results": [entry] * 5000}, (b"x" * 10**3,) * 5000).to_bytes()
@@ -285,7 +314,16 @@ def test_the_results_of_many_clients_are_not_too_long():
 
 
 SECURE = "--trainer.secure_sum.threshold=0.67"
-FORMS = [5, [[1]], [["x", -5, 0]], [["w", 10**12, 0]], [["w", math.inf, 0]], [["w", 1, HUGE]], {"a": 1}, None]
+FORMS = [
+    5,
+    [[1]],
+    [["x", -5, 0]],
+    [["w", 10**12, 0]],
+    [["w", math.inf, 0]],
+    [["w", 1, HUGE]],
+    {"a": 1},
+    None,
+]
 PHASES = [5, None, [[1], [2]], ["1", "3"], [1, 1]]
 
 
@@ -293,16 +331,23 @@ def test_a_form_that_is_none_drops_its_client(tmp_path, caplog):
     pytest.importorskip("cryptography")
     transport = Hostile(nodes_in(tmp_path), "train", [result(form=form) for form in FORMS])
     cli = deployed("fedavg", tmp_path, transport, *rounds(FORMS), SECURE, rules=RULES)
-    assert ledger(cli) == {1: NOBODY_DROPPED, **{2 + case: CLIENT_DROPPED for case in range(len(FORMS))}}
+    assert ledger(cli) == {
+        1: NOBODY_DROPPED,
+        **{2 + case: CLIENT_DROPPED for case in range(len(FORMS))},
+    }
     assert_one_line(caplog, len(FORMS), says="a result cannot be read")
 
 
 def test_an_answer_to_a_phase_that_cannot_be_read_leaves_the_sum(tmp_path, caplog):
     pytest.importorskip("cryptography")
-    transport = Hostile(nodes_in(tmp_path), "phase", [having(clients=clients) for clients in PHASES])
+    transport = Hostile(
+        nodes_in(tmp_path), "phase", [having(clients=clients) for clients in PHASES]
+    )
     cli = deployed("fedavg", tmp_path, transport, *rounds(PHASES), SECURE, rules=RULES)
     assert ledger(cli)[1] == NOBODY_DROPPED
-    assert_one_line(caplog, len(PHASES), says="leaves the secure sum: its answer cannot be read: clients: ")
+    assert_one_line(
+        caplog, len(PHASES), says="leaves the secure sum: its answer cannot be read: clients: "
+    )
 
 
 def other_sums(**named: torch.Tensor) -> Change:
@@ -321,7 +366,9 @@ EVALUATIONS = {
     "left_out is infinite": having(left_out=[math.inf]),
     "no parts": lambda answer: Message(answer.header).to_bytes(),
     "parts that are nonsense": lambda answer: Message(answer.header, (b"x", b"y")).to_bytes(),
-    "a metric that nobody has": other_sums(loss=torch.ones(2), accuracy=torch.ones(2), evil=torch.ones(2)),
+    "a metric that nobody has": other_sums(
+        loss=torch.ones(2), accuracy=torch.ones(2), evil=torch.ones(2)
+    ),
     "a metric is missing": other_sums(accuracy=torch.ones(2)),
     "a name with escapes": other_sums(**{"\x1b[2J": torch.ones(2)}),
 }
@@ -408,7 +455,9 @@ def test_what_is_no_message_of_ours_is_read_as_no_bytes():
 class Scripted(InProcess):
     """Does something after some rounds; a node that is away is not connected."""
 
-    def __init__(self, nodes: Mapping[str, Node], after: Mapping[int, Callable[[Scripted], None]]) -> None:
+    def __init__(
+        self, nodes: Mapping[str, Node], after: Mapping[int, Callable[[Scripted], None]]
+    ) -> None:
         super().__init__(nodes)
         self.after, self.away, self.orders = after, set[str](), list[tuple[str, str]]()
 
@@ -419,7 +468,9 @@ class Scripted(InProcess):
         orders = {key: Message.from_bytes(message) for key, message in messages.items()}
         self.orders += [(key, order.kind) for key, order in orders.items()]
         yield from super().exchange(messages, timeout)
-        for round in {order.header.get("round") for order in orders.values() if order.kind == "train"}:
+        for round in {
+            order.header.get("round") for order in orders.values() if order.kind == "train"
+        }:
             self.after.get(round, lambda transport: None)(self)
 
 
@@ -445,7 +496,9 @@ def test_a_node_that_comes_back_with_other_data_does_not_count(tmp_path, caplog)
 
 
 def test_a_node_that_comes_back_as_it_was_is_checked_and_counts(tmp_path):
-    transport = Scripted(nodes_in(tmp_path), {1: lambda it: it.by_key.update(node1=second_node(tmp_path))})
+    transport = Scripted(
+        nodes_in(tmp_path), {1: lambda it: it.by_key.update(node1=second_node(tmp_path))}
+    )
     cli = deployed("fedavg", tmp_path, transport, *SMALL, rules=RULES)
     assert ledger(cli)[2] == NOBODY_DROPPED
     assert transport.orders.count(("node1", "check")) == 2
@@ -496,10 +549,14 @@ def test_a_configuration_that_was_changed_on_the_disk_is_not_trained_with(damage
 
 def test_a_second_node_with_the_folder_of_a_connected_one_is_refused_by_name(tmp_path):
     nodes = {
-        f"node{number}": Node(NodeSettings(tmp_path / "node", number, 2, name=f"n{number}"), builder())
+        f"node{number}": Node(
+            NodeSettings(tmp_path / "node", number, 2, name=f"n{number}"), builder()
+        )
         for number in range(2)
     }
-    with pytest.raises(InputError, match=r"^node n1; it has the folder of node n0 \(node0\), which is conn"):
+    with pytest.raises(
+        InputError, match=r"^node n1; it has the folder of node n0 \(node0\), which is conn"
+    ):
         deployed("fedavg", tmp_path, InProcess(nodes), *SMALL, rules=RULES)
 
 
@@ -516,14 +573,18 @@ def test_a_folder_has_one_node(tmp_path, capsys):
     with folders.locked(tmp_path):
         words = ["node", "--superlink", "none", "--folder", str(tmp_path)]
         assert main(words) == 2
-    assert f"--folder {tmp_path}; another node has this folder" in " ".join(capsys.readouterr().err.split())
+    assert f"--folder {tmp_path}; another node has this folder" in " ".join(
+        capsys.readouterr().err.split()
+    )
     with folders.locked(tmp_path):
         pass
 
 
 def test_workers_of_flowers_simulation_are_one_node(tmp_path, monkeypatch):
     """Any of them may answer for a node, so that it is not checked anew with each."""
-    (tmp_path / "job.json").write_text(json.dumps({"directory": str(tmp_path), "nodes": str(tmp_path)}))
+    (tmp_path / "job.json").write_text(
+        json.dumps({"directory": str(tmp_path), "nodes": str(tmp_path)})
+    )
     monkeypatch.chdir(tmp_path)
     simulated_nodes._node.cache_clear()
     one = simulated_nodes._node(tmp_path, 0, 2)

@@ -1,4 +1,5 @@
-"""Nodes that are late or have damaged data, through Flower on loopback with processes of their own."""
+"""Nodes that are late or have damaged data, through Flower on loopback with processes of their
+own."""
 
 from __future__ import annotations
 
@@ -15,7 +16,16 @@ from outcomes import rows_of
 from places import ROOT, SUPPORT
 from test_deploy import ALL, COMMON, Drop, command_line, weights
 from test_deploy import simulated as simulated_here
-from test_deploy_flower import SMALL, finish, metadata_in, node_words, ours, program, superlink, wait_for  # noqa: F401
+from test_deploy_flower import (
+    SMALL,
+    finish,
+    metadata_in,
+    node_words,
+    ours,
+    program,
+    superlink,  # noqa: F401
+    wait_for,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -37,14 +47,18 @@ def deploy_words(address: str, *words: object) -> list[object]:
 
 
 def test_a_node_that_is_late_is_dropped_and_takes_part_in_the_next_round(superlink, tmp_path):  # noqa: F811
-    """Its clients were trained in round 2 and wrote what they keep. The answer is sent when round 2 is done,
-    and in round 3 they start from round 1, as in a simulation that drops them in round 2."""
+    """Its clients were trained in round 2 and wrote what they keep. The answer is sent when round 2
+    is done, and in round 3 they start from round 1, as in a simulation that drops them in round
+    2."""
     address, programs = superlink
     go = tmp_path / "go"
     words = [SUPPORT / "slow_node.py", address, "node1", 1, 2, "certs/ca.crt", "certs/node1", go]
     start_nodes(address, tmp_path, programs, *words)
     run = ["--config", ROOT / "configs" / "fedkd.yaml", *COMMON, *ALL, "--deploy.round_seconds=60"]
-    process, log = ours(*deploy_words(address, *run), cwd=tmp_path, log="deploy.log"), tmp_path / "deploy.log"
+    process, log = (
+        ours(*deploy_words(address, *run), cwd=tmp_path, log="deploy.log"),
+        tmp_path / "deploy.log",
+    )
     programs.append(process)
     wait_for(log, "no answer of node slow")
     go.touch()
@@ -52,20 +66,28 @@ def test_a_node_that_is_late_is_dropped_and_takes_part_in_the_next_round(superli
     found = metadata_in(tmp_path / "deployed")
     assert found["weights_sha256"] == simulated_here("fedkd", tmp_path, *ALL, drop=Drop(2, (1, 3)))
     (ledger,) = (tmp_path / "deployed").glob("*/*/ledger.csv")
-    late = [row for row in csv.DictReader(ledger.read_text().splitlines()) if row["status"] == "dropped"]
+    late = [
+        row for row in csv.DictReader(ledger.read_text().splitlines()) if row["status"] == "dropped"
+    ]
     assert [(row["round"], row["client"]) for row in late] == [("2", "1"), ("2", "3")]
     assert all(int(row["download"]) > 1000 and row["upload"] == "0" for row in late)
     assert sorted(found["deployment"]["nodes"].values()) == [[0, 2], [1, 3]]
 
 
 def test_nobody_waits_for_a_node_when_enough_have_answered(superlink, tmp_path):  # noqa: F811
-    """All four clients are asked where two are wanted. From round 2 on the second node says nothing at all, and
-    a round may last ten minutes."""
+    """All four clients are asked where two are wanted. From round 2 on the second node says nothing
+    at all, and a round may last ten minutes."""
     address, programs = superlink
     never = tmp_path / "never"
     words = [SUPPORT / "slow_node.py", address, "node1", 1, 2, "certs/ca.crt", "certs/node1", never]
     start_nodes(address, tmp_path, programs, *words)
-    config = ["--config", ROOT / "configs" / "fedavg.yaml", *COMMON, *ALL[:-1], "--trainer.participation=0.5"]
+    config = [
+        "--config",
+        ROOT / "configs" / "fedavg.yaml",
+        *COMMON,
+        *ALL[:-1],
+        "--trainer.participation=0.5",
+    ]
     first = "--trainer.rounds={class_path: OverSelection, init_args: {factor: 2.0}}"
     process, log = (
         ours(*deploy_words(address, *config, first), cwd=tmp_path, log="deploy.log"),
@@ -92,14 +114,19 @@ def test_nobody_waits_for_a_node_when_enough_have_answered(superlink, tmp_path):
 
 
 def test_a_node_with_damaged_data_is_refused_by_name(superlink, tmp_path):  # noqa: F811
-    """Its folder has an image that is cut off. The others' run is not begun with wrong data, nor stopped in
-    the middle; it is refused before anything is created."""
+    """Its folder has an image that is cut off. The others' run is not begun with wrong data, nor
+    stopped in the middle; it is refused before anything is created."""
     address, programs = superlink
     write(tmp_path / "images")
     damaged(tmp_path / "own")
     overlay = tmp_path / "own.yaml"
     overlay.write_text(yaml.safe_dump({"data": {"init_args": {"train": str(tmp_path / "own")}}}))
-    words = ["-m", "fl_lightning", *node_words(address, tmp_path, 1, 2), f'--overlays=["{overlay}"]']
+    words = [
+        "-m",
+        "fl_lightning",
+        *node_words(address, tmp_path, 1, 2),
+        f'--overlays=["{overlay}"]',
+    ]
     start_nodes(address, tmp_path, programs, *words)
     data = [
         "--data=ImageFolder",

@@ -1,5 +1,5 @@
-"""A deployment over three network namespaces, as three machines: every packet is 20 ms on its way, and 1 % of
-them are lost. It needs root and TUN devices."""
+"""A deployment over three network namespaces, as three machines: every packet is 20 ms on its way,
+and 1 % of them are lost. It needs root and TUN devices."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def end(process: subprocess.Popen) -> None:
 
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[tuple[list[str], list[subprocess.Popen]]]:
-    """Namespaces of the server and of two nodes, with a line from each node to the server, and the programs to
-    end, the two lines the first."""
+    """Namespaces of the server and of two nodes, with a line from each node to the server, and the
+    programs to end, the two lines the first."""
     if os.geteuid() or not shutil.which("ip") or not os.path.exists("/dev/net/tun"):
         pytest.skip("network namespaces need root, ip and /dev/net/tun")
     names = [f"fl-{os.getpid()}-{name}" for name in ("server", "node0", "node1")]
@@ -85,13 +85,36 @@ def test_three_machines_with_delay_and_loss_give_the_weights_of_the_simulation(m
         programs.append(process)
         return process
 
-    link = ["flower-superlink", "--host", SERVER, "--port", 8000, "--ssl-ca-certfile", "certs/ca.crt"]
+    link = [
+        "flower-superlink",
+        "--host",
+        SERVER,
+        "--port",
+        8000,
+        "--ssl-ca-certfile",
+        "certs/ca.crt",
+    ]
     link += ["--ssl-certfile", "certs/server.pem", "--ssl-keyfile", "certs/server.key"]
     start(names[0], "superlink.log", *link, "--disable-runtime-dependency-installation")
     ours = [sys.executable, "-m", "fl_lightning"]
     for number, name in enumerate(names[1:]):
-        words = ["node", "--superlink", address, "--folder", f"node{number}", "--partition_id", number]
-        words += ["--num_partitions", 2, "--root_certificates", "certs/ca.crt", "--name", f"n{number}"]
+        words = [
+            "node",
+            "--superlink",
+            address,
+            "--folder",
+            f"node{number}",
+            "--partition_id",
+            number,
+        ]
+        words += [
+            "--num_partitions",
+            2,
+            "--root_certificates",
+            "certs/ca.crt",
+            "--name",
+            f"n{number}",
+        ]
         start(name, f"n{number}.log", *ours, *words)
     for number in range(2):
         wait_for(tmp_path / f"n{number}.log", "as SuperNode")

@@ -1,7 +1,8 @@
-"""Data that only nodes have: the weights are those of a simulation in which one data module has them all, and
-nodes whose data do not fit are refused by name.
+"""Data that only nodes have: the weights are those of a simulation in which one data module has
+them all, and nodes whose data do not fit are refused by name.
 
-The data module of the simulation reads the same files, all of them; the server's reads its test set alone.
+The data module of the simulation reads the same files, all of them; the server's reads its test set
+alone.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ def test_four_nodes_with_one_client_each_give_the_weights_of_one_data_module_wit
     cli = deployed(config(tmp_path, "server", leaf(test, test)), own_nodes(tmp_path, each))
     found = metadata(cli)
     assert found["weights_sha256"] == metadata(simulated)["weights_sha256"]
-    assert found["deployment"]["nodes"] == {f"n{number} (node{number})": [number] for number in range(4)}
+    assert found["deployment"]["nodes"] == {
+        f"n{number} (node{number})": [number] for number in range(4)
+    }
     held_out = {"a": 2, "b": 3, "c": 4, "d": 2}  # a fifth of each, rounded
     sizes = {str(number): SIZES[user] - held_out[user] for number, user in enumerate(SIZES)}
     assert found["deployment"]["examples"] == sizes
@@ -83,11 +86,16 @@ def test_a_node_with_the_data_of_two_clients_has_two_clients(leaves, tmp_path):
         1: leaf_file(tmp_path / "odd.json", {"b": SIZES["b"], "d": SIZES["d"]}),
     }
     figures = [{"class_path": "callbacks.PartitionFigure"}]
-    simulated = config(tmp_path, "simulated", leaf(whole, test), participation=0.5, callbacks=figures)
+    simulated = config(
+        tmp_path, "simulated", leaf(whole, test), participation=0.5, callbacks=figures
+    )
     simulated.start()
     server = config(tmp_path, "server", leaf(test, test), participation=0.5, callbacks=figures)
     cli = deployed(server, own_nodes(tmp_path, data, step=2), count=2)
-    drawn = [one.trainer.run_dir.joinpath("figures", "partition.png").exists() for one in (simulated, cli)]
+    drawn = [
+        one.trainer.run_dir.joinpath("figures", "partition.png").exists()
+        for one in (simulated, cli)
+    ]
     assert drawn == [True, False], "nodes do not say of which classes their examples are"
     assert metadata(cli)["weights_sha256"] == metadata(simulated)["weights_sha256"]
     assert metadata(cli)["deployment"]["nodes"] == {"n0 (node0)": [0, 2], "n1 (node1)": [1, 3]}
@@ -130,7 +138,9 @@ def refusal_of(tmp_path: Path, test: Path, given: Path | str) -> str:
 
 
 @pytest.mark.parametrize("what", ["features", "classes", "empty", "gone", "version", "batch"])
-def test_data_that_do_not_fit_are_refused_by_name_and_nothing_is_created(what, leaves, tmp_path, monkeypatch):
+def test_data_that_do_not_fit_are_refused_by_name_and_nothing_is_created(
+    what, leaves, tmp_path, monkeypatch
+):
     _, test, each = leaves
     given = each[0]
     if what == "features":
@@ -151,9 +161,13 @@ def test_data_that_do_not_fit_are_refused_by_name_and_nothing_is_created(what, l
     elif what == "gone":
         nodes = own_nodes(tmp_path, each)
         given.unlink()
-        with pytest.raises(InputError, match=r"node n0 \(node0\).*own0.json; there is no such file"):
+        with pytest.raises(
+            InputError, match=r"node n0 \(node0\).*own0.json; there is no such file"
+        ):
             deployed(config(tmp_path, "server", leaf(test, test)), nodes)
-        with pytest.raises(InputError, match=r"--data .*own0.json; there is no such file or folder"):
+        with pytest.raises(
+            InputError, match=r"--data .*own0.json; there is no such file or folder"
+        ):
             OwnData(str(given), 0, 1)
         return
     elif what == "version":
@@ -162,7 +176,10 @@ def test_data_that_do_not_fit_are_refused_by_name_and_nothing_is_created(what, l
         reason = f"version of fl_lightning: 0.9 there, {__version__} here"
     else:
         given = tmp_path / "own.yaml"
-        described = {"class_path": "LeafData", "init_args": {"train": str(each[0]), "batch_size": 8}}
+        described = {
+            "class_path": "LeafData",
+            "init_args": {"train": str(each[0]), "batch_size": 8},
+        }
         given.write_text(yaml.safe_dump(described))
         reason = "batch_size: 8 there, 4 here"
     found = refusal_of(tmp_path, test, given)
@@ -173,7 +190,10 @@ def test_data_that_do_not_fit_are_refused_by_name_and_nothing_is_created(what, l
 def test_regression_does_not_fit_classification(leaves, tmp_path):
     _, test, each = leaves
     given = tmp_path / "own.yaml"
-    described = {"class_path": "LeafData", "init_args": {"train": str(each[0]), "task": "regression"}}
+    described = {
+        "class_path": "LeafData",
+        "init_args": {"train": str(each[0]), "task": "regression"},
+    }
     given.write_text(yaml.safe_dump(described))
     assert "task: Regression there, Classification here" in refusal_of(tmp_path, test, given)
 
@@ -185,13 +205,15 @@ def test_a_node_with_data_and_a_run_that_deals_out_its_own_refuse_each_other(lea
     with pytest.raises(InputError, match="this node has data of its own"):
         cli.start()
     plain = {"node0": Node(NodeSettings(tmp_path / "plain", name="n0"), builder())}
-    with pytest.raises(InputError, match=r"node n0 \(node0\); .* this node has none; start it with --data"):
+    with pytest.raises(
+        InputError, match=r"node n0 \(node0\); .* this node has none; start it with --data"
+    ):
         deployed(config(tmp_path, "server", leaf(test, test)), plain, 1)
 
 
 def test_folders_of_images_take_over_the_runs_classes_and_constants(tmp_path):
-    """A folder of one class, of which the run has three: its class keeps the run's number, and its pixels are
-    normalised with the run's constants."""
+    """A folder of one class, of which the run has three: its class keeps the run's number, and its
+    pixels are normalised with the run's constants."""
     rng = np.random.default_rng(0)
     for name in ("cat", "dog", "owl"):
         folder = tmp_path / "run" / name
@@ -231,16 +253,21 @@ def test_tables_take_over_the_runs_moments_and_categories(tmp_path, caplog):
     expected = np.column_stack([size, [0, 0], [1, 0]])  # blue and red; green is neither
     np.testing.assert_allclose(inputs, expected, rtol=1e-6)
     assert own.train_target.tolist() == [1, 1]
-    assert "own.csv, column colour: 1 of 2 rows have a category that the run does not know" in caplog.text
+    assert (
+        "own.csv, column colour: 1 of 2 rows have a category that the run does not know"
+        in caplog.text
+    )
 
 
 def test_a_column_is_numbers_or_text_as_it_is_in_the_run(tmp_path):
-    """A ward or a code that is a number on a node is one of the run's categories, with its zeros in front; text
-    in a column of numbers is refused by its name."""
+    """A ward or a code that is a number on a node is one of the run's categories, with its zeros in
+    front; text in a column of numbers is refused by its name."""
 
     def data(name: str, lines: list[str], **settings: object) -> TableData:
         (tmp_path / name).write_text("\n".join(["size,ward,code,postcode,kind", *lines]))
-        found = TableData(str(tmp_path / name), "kind", num_clients=1, missing="most_frequent", **settings)
+        found = TableData(
+            str(tmp_path / name), "kind", num_clients=1, missing="most_frequent", **settings
+        )
         found.run_form = form
         return found
 
@@ -254,22 +281,33 @@ def test_a_column_is_numbers_or_text_as_it_is_in_the_run(tmp_path):
     own.setup()
     expected = [[0, 1, 0, 1, 0, 0, 0, 1], [1, 0, 0, 0, 1, 0, 1, 0], [1, 0, 0, 0, 1, 0, 0, 1]]
     assert own.inputs("train", torch.arange(3))[:, 1:].tolist() == expected
-    with pytest.raises(InputError, match=r"text.csv, row 1, column size; small is no finite number"):
+    with pytest.raises(
+        InputError, match=r"text.csv, row 1, column size; small is no finite number"
+    ):
         data("text.csv", ["small,1,01,10,1", ",2,02,11,0"]).setup()
 
 
 def test_classes_of_a_hugging_face_data_set_are_matched_by_name(tmp_path):
-    """A node whose labels are numbered in another order has the same classes, and one with another class is
-    refused by its name. The folder that ``save_to_disk`` wrote takes the place of ``path``."""
+    """A node whose labels are numbered in another order has the same classes, and one with another
+    class is refused by its name. The folder that ``save_to_disk`` wrote takes the place of
+    ``path``."""
     datasets = pytest.importorskip("datasets")
 
     def saved(name: str, kinds: list[str], labels: list[int], split: str | None = None) -> Path:
         features = datasets.Features(
-            {"x": datasets.Sequence(datasets.Value("float32")), "label": datasets.ClassLabel(names=kinds)}
+            {
+                "x": datasets.Sequence(datasets.Value("float32")),
+                "label": datasets.ClassLabel(names=kinds),
+            }
         )
-        rows = {"x": [[float(len(kinds[label])), n / 9] for n, label in enumerate(labels)], "label": labels}
+        rows = {
+            "x": [[float(len(kinds[label])), n / 9] for n, label in enumerate(labels)],
+            "label": labels,
+        }
         made = datasets.Dataset.from_dict(rows, features=features)
-        (made if split is None else datasets.DatasetDict({split: made})).save_to_disk(tmp_path / name)
+        (made if split is None else datasets.DatasetDict({split: made})).save_to_disk(
+            tmp_path / name
+        )
         return tmp_path / name
 
     server = saved("server", ["ape", "zebra"], [0, 1] * 5, "train")

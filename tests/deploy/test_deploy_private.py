@@ -1,5 +1,5 @@
-"""Client-level privacy over nodes: with the simulation's randomness the simulation's weights and bytes, and
-without it noise and cohorts that no seed tells.
+"""Client-level privacy over nodes: with the simulation's randomness the simulation's weights and
+bytes, and without it noise and cohorts that no seed tells.
 
 The reference of rounds in which a node dies is the simulation whose stressor has its clients leave.
 """
@@ -66,7 +66,14 @@ def column(folder: Path, name: str) -> list[str]:
         [QUANTILE, SECURE],
         [SHARES, SECURE, "--model=QFedAvg", "--model.weigh_by=clients"],
     ],
-    ids=["central", "central-quantile", "secure-central", "secure-shares", "secure-quantile", "secure-codes"],
+    ids=[
+        "central",
+        "central-quantile",
+        "secure-central",
+        "secure-shares",
+        "secure-quantile",
+        "secure-codes",
+    ],
 )
 def test_with_the_randomness_of_a_simulation_weights_and_bytes_are_its_own(more, tmp_path):
     nodes = InProcess(nodes_in(tmp_path, 3, randomness=rng.stream))
@@ -96,17 +103,17 @@ def test_two_runs_of_one_seed_have_other_cohorts_and_noise_and_one_epsilon(more,
     assert "no seed tells them" in caplog.text
     simulated("fedavg", tmp_path, *more)
     expected = column(tmp_path / "simulated", "privacy/epsilon")
-    assert [column(tmp_path / name / "deployed", "privacy/epsilon") for name in ("one", "other")] == [
-        expected
-    ] * 2
+    assert [
+        column(tmp_path / name / "deployed", "privacy/epsilon") for name in ("one", "other")
+    ] == [expected] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.essential
 @pytest.mark.parametrize("phase", ["masked", "unmask"])
 def test_a_node_that_dies_takes_its_share_of_the_noise_along(phase, tmp_path):
-    """Epsilon is that of all rounds. Before it is masked its message and share are missing; two others are
-    the whole noise."""
+    """Epsilon is that of all rounds. Before it is masked its message and share are missing; two
+    others are the whole noise."""
     mortal = Mortal(tmp_path, [1], phase, randomness=rng.stream)
     more = [*SMALL, "--trainer.participation=1.0", SHARES, SECURE]
     cli = deployed("fedavg", tmp_path, mortal, *more, randomness=rng.stream)
@@ -130,7 +137,9 @@ class KilledAfter(InProcess):
 
 @pytest.mark.slow
 @pytest.mark.essential
-@pytest.mark.parametrize("more", [[CENTRAL], [QUANTILE, SECURE]], ids=["central", "secure-quantile"])
+@pytest.mark.parametrize(
+    "more", [[CENTRAL], [QUANTILE, SECURE]], ids=["central", "secure-quantile"]
+)
 def test_a_server_that_is_started_again_accounts_each_round_once(more, tmp_path):
     nodes = nodes_in(tmp_path, randomness=rng.stream)
     with pytest.raises(KeyboardInterrupt):
@@ -150,7 +159,8 @@ class KilledAfterUnmasking(KilledAfter):
 @pytest.mark.slow
 @pytest.mark.essential
 def test_a_private_round_is_unmasked_once(tmp_path, caplog):
-    """Two sums of one round with other noise would be two looks at its clients; the round is then void."""
+    """Two sums of one round with other noise would be two looks at its clients; the round is then
+    void."""
     more = [*SMALL, "--trainer.participation=1.0", SHARES, SECURE]
     nodes = nodes_in(tmp_path)
     with pytest.raises(KeyboardInterrupt):
@@ -168,9 +178,12 @@ def test_a_node_whose_owner_wants_noise_refuses_a_run_with_less(tmp_path):
     node = Node(NodeSettings(tmp_path / "node0", name="n0"), builder([overlay]))
     weaker = [SECURE, SHARES.replace("multiplier: 0.5", "multiplier: 0.01")]
     for run in (weaker, [SECURE]):
-        with pytest.raises(InputError, match=r"node n0; client-level privacy: .*_multiplier': 0.5, .* here"):
+        with pytest.raises(
+            InputError, match=r"node n0; client-level privacy: .*_multiplier': 0.5, .* here"
+        ):
             deployed("fedavg", tmp_path, InProcess({"node0": node}), *SMALL, *run)
-    # a node does not count on its server's honesty: what it builds, and so does, is what its owner wrote
+    # a node does not count on its server's honesty: what it builds, and so does, is what its owner
+    # wrote
     (fed, _) = node.built[1:]
     assert fed.aggregation.privacy.settings.noise_multiplier == 0.5
     assert fed.aggregation.privacy.settings.is_distributed
@@ -184,7 +197,10 @@ def prepared(folder: Path, *more: str):
 
 def test_a_node_takes_no_order_that_would_thin_its_noise(tmp_path):
     privacy = prepared(tmp_path, CENTRAL.replace("}", ", max_epsilon: 100}")).aggregation.privacy
-    good, sums = {"round": 1, "cohort": 3, "clip_norm": 1.0}, NoisySums(tmp_path / "sums" / "of_a_run.csv")
+    good, sums = (
+        {"round": 1, "cohort": 3, "clip_norm": 1.0},
+        NoisySums(tmp_path / "sums" / "of_a_run.csv"),
+    )
     take_up(privacy, good, sums)
     for wrong, reason in (
         ({"cohort": 4}, "a cohort of 4 clients; rounds of 3 are accounted"),
@@ -208,9 +224,16 @@ def test_a_node_counts_each_order_as_one_more_sum_and_refuses_those_beyond_its_b
     path = tmp_path / "sums.csv"
     privacy = prepared(tmp_path, CENTRAL).aggregation.privacy
     most = privacy.accountant.epsilon(7)
-    privacy = prepared(tmp_path, CENTRAL.replace("}", f", max_epsilon: {most}}}")).aggregation.privacy
+    privacy = prepared(
+        tmp_path, CENTRAL.replace("}", f", max_epsilon: {most}}}")
+    ).aggregation.privacy
     good = {"cohort": 3, "clip_norm": 1.0}
-    for order, number in (({"round": 1}, 1), ({"round": 1}, 2), ({"round": 4}, 4), ({"round": 2}, 5)):
+    for order, number in (
+        ({"round": 1}, 1),
+        ({"round": 1}, 2),
+        ({"round": 4}, 4),
+        ({"round": 2}, 5),
+    ):
         take_up(privacy, good | order, NoisySums(path))  # a node that is started again has its file
         assert NoisySums(path).count == number
     with pytest.raises(InputError, match="round 2 of a private run; with it, noisy sum 8 here"):
@@ -240,18 +263,28 @@ def epsilons(folder: Path) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.essential
-@pytest.mark.parametrize("way", ["by hand", "by itself", "by hand, without the file of an earlier release"])
-def test_a_private_deployment_that_is_taken_back_pays_for_each_repeated_round(way, tmp_path, caplog):
-    """Its noise is new each time: 5 sums are allowed, 3 rounds are done, and taken back to the first."""
+@pytest.mark.parametrize(
+    "way", ["by hand", "by itself", "by hand, without the file of an earlier release"]
+)
+def test_a_private_deployment_that_is_taken_back_pays_for_each_repeated_round(
+    way, tmp_path, caplog
+):
+    """Its noise is new each time: 5 sums are allowed, 3 rounds are done, and taken back to the
+    first."""
     of = prepared(tmp_path, CENTRAL).aggregation.privacy.accountant.epsilon
-    more = [*SMALL, "--trainer.keep_checkpoints=9", CENTRAL.replace("}", f", max_epsilon: {of(5)}}}")]
+    more = [
+        *SMALL,
+        "--trainer.keep_checkpoints=9",
+        CENTRAL.replace("}", f", max_epsilon: {of(5)}}}"),
+    ]
     here, nodes = tmp_path / "deployed", nodes_in(tmp_path)
     deployed("fedavg", tmp_path, InProcess(nodes), *more)
     (run,) = (here / "fedavg").iterdir()
     assert epsilons(here) == [of(1), of(2), of(3)]
 
     def taken_back():
-        """Go on from the first checkpoint, named or the only one left whole of an interrupted run."""
+        """Go on from the first checkpoint, named or the only one left whole of an interrupted
+        run."""
         if way != "by itself":
             return deployed("fedavg", tmp_path, InProcess(nodes), *more, f"--ckpt_path={first}")
         for later in sorted(first.parent.glob("round_*"))[1:]:
@@ -285,7 +318,8 @@ def test_a_private_deployment_that_is_taken_back_pays_for_each_repeated_round(wa
 @pytest.mark.slow
 @pytest.mark.essential
 def test_a_run_directory_that_was_put_back_from_a_copy_counts_what_its_nodes_know(tmp_path, caplog):
-    """Of 3 rounds the copy has one, in every file. Its nodes are refused by name until it counts all 3."""
+    """Of 3 rounds the copy has one, in every file. Its nodes are refused by name until it counts
+    all 3."""
     of = prepared(tmp_path, CENTRAL).aggregation.privacy.accountant.epsilon
     more = [*SMALL, "--trainer.keep_checkpoints=9", CENTRAL]
     here, nodes = tmp_path / "deployed", nodes_in(tmp_path)
@@ -300,7 +334,8 @@ def test_a_run_directory_that_was_put_back_from_a_copy_counts_what_its_nodes_kno
     with pytest.raises(KeyboardInterrupt):
         deployed("fedavg", tmp_path, KilledAfterOne(nodes), *more)
     (run,) = (here / "fedavg").iterdir()
-    (run / "noisy_sums.csv").write_text("sum,round\n1,1\n")  # as a copy between the two rounds has it
+    # as a copy between the two rounds has it
+    (run / "noisy_sums.csv").write_text("sum,round\n1,1\n")
     about = metadata_in(here)
     about["deployment"]["privacy"]["noisy_sums"] = 1
     (run / "metadata.json").write_text(json.dumps(about))
@@ -308,7 +343,9 @@ def test_a_run_directory_that_was_put_back_from_a_copy_counts_what_its_nodes_kno
     deployed("fedavg", tmp_path, InProcess(nodes), *more, f"--ckpt_path={run}")
     shutil.rmtree(run)
     copy.rename(run)
-    message = "node n0; it has taken part in 3 noisy sums of this run, and noisy_sums.csv .* counts 1"
+    message = (
+        "node n0; it has taken part in 3 noisy sums of this run, and noisy_sums.csv .* counts 1"
+    )
     with pytest.raises(InputError, match=message):
         deployed("fedavg", tmp_path, InProcess(nodes), *more, f"--ckpt_path={run}")
     with (run / "noisy_sums.csv").open("a") as file:
@@ -340,7 +377,9 @@ def test_nothing_is_asked_of_nodes_before_the_line_is_on_the_disk(tmp_path):
         deployed("fedavg", tmp_path, InProcess(nodes_in(tmp_path)), *SMALL, CENTRAL, on_begin=spoil)
     assert not (tmp_path / "node0" / "noisy_sums").exists()
     (run,) = (tmp_path / "deployed" / "fedavg").iterdir()
-    with pytest.raises(InputError, match="it says how much of the budget is spent, and cannot be read"):
+    with pytest.raises(
+        InputError, match="it says how much of the budget is spent, and cannot be read"
+    ):
         prepared(tmp_path, CENTRAL).aggregation.privacy.continue_in(run, 0, taken_back=False)
 
 
@@ -408,14 +447,17 @@ def test_draws_of_the_system_have_the_distributions_of_numpys():
         noise = draw(system, size, 1000.0)
         assert (noise == np.rint(noise)).all()
         assert stats.kstest(noise / 1000, "norm").pvalue > 1e-6
-    drawn = np.stack([system.choice(np.arange(5) * 7, 2, replace=False, shuffle=False) for _ in range(2000)])
+    drawn = np.stack(
+        [system.choice(np.arange(5) * 7, 2, replace=False, shuffle=False) for _ in range(2000)]
+    )
     assert (drawn[:, 0] != drawn[:, 1]).all()
     assert stats.chisquare(np.unique(drawn, return_counts=True)[1]).pvalue > 1e-6
     assert set(np.unique(drawn)) == {0, 7, 14, 21, 28}
 
 
 def test_draws_follow_from_the_bytes_that_are_read():
-    """All bits one: u is 1 and a draw the smallest that there is; all zero: u = 2^-64, as far as it goes."""
+    """All bits one: u is 1 and a draw the smallest that there is; all zero: u = 2^-64, as far as it
+    goes."""
     ones, zeros = SystemGenerator(lambda size: b"\xff" * size), SystemGenerator(bytes)
     assert ones.random(2).tolist() == [1 - 2**-53] * 2
     assert ones.geometric(0.5, 1).tolist() == [1]

@@ -1,5 +1,5 @@
-"""nginx with the shipped examples/deploy/nginx.conf: nodes reach the Fleet API through it, and nobody reaches
-anything else."""
+"""nginx with the shipped examples/deploy/nginx.conf: nodes reach the Fleet API through it, and
+nobody reaches anything else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,17 @@ from pathlib import Path
 
 import pytest
 from places import ROOT
-from test_deploy_flower import RUN, end, finish, metadata_in, node_words, ours, program, simulated, wait_for
+from test_deploy_flower import (
+    RUN,
+    end,
+    finish,
+    metadata_in,
+    node_words,
+    ours,
+    program,
+    simulated,
+    wait_for,
+)
 from test_deploy_flower import superlink as superlink  # a fixture
 
 from fl_lightning.deploy.flower import PART_BYTES
@@ -110,15 +120,17 @@ def proxy(folder: Path, superlink_port: int) -> Iterator[int]:
 
 
 class Recorder(ThreadingHTTPServer):
-    """A server in the SuperLink's place that keeps of each request the method and the path, as they came, and
-    the number of bytes of its body."""
+    """A server in the SuperLink's place that keeps of each request the method and the path, as they
+    came, and the number of bytes of its body."""
 
     def __init__(self, certs: Path) -> None:
         self.seen: list[tuple[str, str, int]] = []
         super().__init__(("127.0.0.1", 0), RecordingHandler)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certs / "server.pem", certs / "server.key")
-        self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
+        self.socket = context.wrap_socket(
+            self.socket, server_side=True, do_handshake_on_connect=False
+        )
 
     def handle_error(self, request, client_address):
         """Say nothing of handshakes that the proxy breaks off."""
@@ -167,7 +179,12 @@ def status(
         socket.create_connection(("127.0.0.1", port), 60) as plain,
         context.wrap_socket(plain, server_hostname="127.0.0.1") as line,
     ):
-        head = [f"{method} {path} HTTP/1.1", f"Host: {host}", f"Content-Length: {body}", "Connection: close"]
+        head = [
+            f"{method} {path} HTTP/1.1",
+            f"Host: {host}",
+            f"Content-Length: {body}",
+            "Connection: close",
+        ]
         line.sendall("\r\n".join([*head, "", ""]).encode())
         try:
             for sent in range(0, body, 2**20):
@@ -231,9 +248,11 @@ def test_the_calls_are_those_of_flower():
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_nodes_work_through_the_proxy_and_nobody_controls_the_superlink_through_it(superlink, tmp_path):
-    """Flower's own commands submit a run, list runs and register a key: at the SuperLink they do, through the
-    proxy they do not, and the SuperLink's log has no word of it."""
+def test_nodes_work_through_the_proxy_and_nobody_controls_the_superlink_through_it(
+    superlink, tmp_path
+):
+    """Flower's own commands submit a run, list runs and register a key: at the SuperLink they do,
+    through the proxy they do not, and the SuperLink's log has no word of it."""
     pytest.importorskip("flwr")
     address, programs = superlink
     config, log = tmp_path / "flower" / "config.toml", tmp_path / "superlink.log"
@@ -271,11 +290,18 @@ def test_nodes_work_through_the_proxy_and_nobody_controls_the_superlink_through_
             programs.append(ours(*words, cwd=tmp_path, log=f"n{number}.log"))
         for number in range(2):
             wait_for(tmp_path / f"n{number}.log", "as SuperNode")
-        words = ["deploy", *RUN, "--trainer.default_root_dir=deployed", f"--deploy.superlink={address}"]
+        words = [
+            "deploy",
+            *RUN,
+            "--trainer.default_root_dir=deployed",
+            f"--deploy.superlink={address}",
+        ]
         words += ["--deploy.root_certificates=certs/ca.crt", "--deploy.min_nodes=2"]
         process = ours(*words, cwd=tmp_path, log="deploy.log")
         programs.append(process)
-        assert finish(process, tmp_path / "deploy.log") == 0, (tmp_path / "deploy.log").read_text()[-5000:]
+        assert finish(process, tmp_path / "deploy.log") == 0, (tmp_path / "deploy.log").read_text()[
+            -5000:
+        ]
         end(programs[1:3])  # nodes sign off through it too
     found = metadata_in(tmp_path / "deployed")
     assert found["weights_sha256"] == simulated(tmp_path)["weights_sha256"]

@@ -1,4 +1,5 @@
-"""Which data a node trains on: those of now, those of the server, and in a run that goes on those of before."""
+"""Which data a node trains on: those of now, those of the server, and in a run that goes on those
+of before."""
 
 from __future__ import annotations
 
@@ -32,15 +33,27 @@ def table(path: Path, *, flipped: bool = False, rows: int = 40) -> Path:
     lines = ["size,weight,kind"]
     for _ in range(rows):
         kind = int(rng.integers(2))
-        lines.append(f"{rng.normal() + 2 * kind:.4f},{rng.normal():.4f},{1 - kind if flipped else kind}")
+        lines.append(
+            f"{rng.normal() + 2 * kind:.4f},{rng.normal():.4f},{1 - kind if flipped else kind}"
+        )
     path.write_text("\n".join(lines))
     return path
 
 
 def run_of(
-    folder: Path, name: str, train: Path, model: str = "FedAvg", partition: object = IID, **trainer: object
+    folder: Path,
+    name: str,
+    train: Path,
+    model: str = "FedAvg",
+    partition: object = IID,
+    **trainer: object,
 ) -> FederatedCLI:
-    data = {"train": str(train), "test": str(table(folder / "test.csv")), "target": "kind", "num_clients": 4}
+    data = {
+        "train": str(train),
+        "test": str(table(folder / "test.csv")),
+        "target": "kind",
+        "num_clients": 4,
+    }
     data |= {"partition": partition, "batch_size": 4, "val_fraction": 0.0}
     return config(folder, name, {"class_path": "TableData", "init_args": data}, model, **trainer)
 
@@ -101,7 +114,13 @@ def test_what_a_client_kept_is_not_taken_up_with_other_data_of_its_node(changed,
     train = table(tmp_path / "train.csv")
     nodes = own_nodes(tmp_path, {0: train}, 1)
     cli = run_of(tmp_path, "server", tmp_path / "test.csv", "LocalOnly", max_rounds=3)
-    deploy_over(cli.trainer, yaml.safe_load(cli.config_text), KilledInRoundThree(nodes), RULES, own_data=True)
+    deploy_over(
+        cli.trainer,
+        yaml.safe_load(cli.config_text),
+        KilledInRoundThree(nodes),
+        RULES,
+        own_data=True,
+    )
     with pytest.raises(KeyboardInterrupt):
         cli.start()
     table(train, flipped=changed)
@@ -112,7 +131,10 @@ def test_what_a_client_kept_is_not_taken_up_with_other_data_of_its_node(changed,
         return
     with pytest.raises(RunStopped, match="what clients 0 kept is on none of the connected nodes"):
         deployed_on_own_data(again, nodes, 1)
-    assert "the node had other data of its own then; put those back, or start the run anew" in caplog.text
+    assert (
+        "the node had other data of its own then; put those back, or start the run anew"
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize(
@@ -128,7 +150,9 @@ def test_what_a_client_kept_is_not_taken_up_with_other_data_of_its_node(changed,
     ],
 )
 @pytest.mark.parametrize("own", [False, True])
-def test_overlays_that_change_what_clients_compute_are_refused_by_name(own, overlay, says, tmp_path):
+def test_overlays_that_change_what_clients_compute_are_refused_by_name(
+    own, overlay, says, tmp_path
+):
     """Those that say where its data lie and on which device it trains are what they are for."""
     train = table(tmp_path / "train.csv")
 
@@ -137,9 +161,14 @@ def test_overlays_that_change_what_clients_compute_are_refused_by_name(own, over
         path.write_text(yaml.safe_dump(settings))
         if own:
             cli = run_of(tmp_path, name, table(tmp_path / "test.csv"))
-            return weights(deployed_on_own_data(cli, own_nodes(tmp_path / name, {0: train}, 1, [path]), 1))
+            return weights(
+                deployed_on_own_data(cli, own_nodes(tmp_path / name, {0: train}, 1, [path]), 1)
+            )
         return weights(
-            deployed(run_of(tmp_path, name, train), nodes_in(tmp_path / name, build=partial(builder, [path])))
+            deployed(
+                run_of(tmp_path, name, train),
+                nodes_in(tmp_path / name, build=partial(builder, [path])),
+            )
         )
 
     if own and "data" in overlay:
@@ -147,5 +176,8 @@ def test_overlays_that_change_what_clients_compute_are_refused_by_name(own, over
     with pytest.raises(InputError, match=says):
         run("other", overlay)
     elsewhere = {"train": str(shutil.copy(train, tmp_path / "copy.csv"))}
-    place = {"trainer": {"accelerator": "cpu"}, **({} if own else {"data": {"init_args": elsewhere}})}
+    place = {
+        "trainer": {"accelerator": "cpu"},
+        **({} if own else {"data": {"init_args": elsewhere}}),
+    }
     assert run("place", place) == run("plain", {})

@@ -1,7 +1,8 @@
-"""Secure sums over nodes: what they give, what they cost, who can leave when, and what never travels.
+"""Secure sums over nodes: what they give, what they cost, who can leave when, and what never
+travels.
 
-The reference is the simulation with the same secure sum; of a node that dies before a phase, one whose
-stressor has its clients leave before that phase.
+The reference is the simulation with the same secure sum; of a node that dies before a phase, one
+whose stressor has its clients leave before that phase.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ class Leave(Stressor):
 
 
 class Mortal(InProcess):
-    """Nodes of one client each, some of which die before a phase of round 2 and are started again before
-    round 3. It remembers all messages."""
+    """Nodes of one client each, some of which die before a phase of round 2 and are started again
+    before round 3. It remembers all messages."""
 
     def __init__(self, folder: Path, dying: Collection[int] = (), phase: str = "", **more) -> None:
         super().__init__(nodes_in(folder, 4, **more))
@@ -130,7 +131,15 @@ class Mortal(InProcess):
         ("hest_tokens", TEXTS),
         (
             "hest_default",
-            [*TEXTS, "--model.all_on_rounds", "1", "--model.subset_rounds", "2", "--model.levels", "1"],
+            [
+                *TEXTS,
+                "--model.all_on_rounds",
+                "1",
+                "--model.subset_rounds",
+                "2",
+                "--model.levels",
+                "1",
+            ],
         ),
         pytest.param(
             "vemoe_default",
@@ -142,8 +151,8 @@ class Mortal(InProcess):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_weights_and_bytes_are_those_of_the_simulation(config, more, tmp_path):
-    """Vectors are bounded by the round's weights, decoded from them, made of the server's bits or of its
-    experts, or one factor of its adapters; HEST's clients keep a price between rounds."""
+    """Vectors are bounded by the round's weights, decoded from them, made of the server's bits or
+    of its experts, or one factor of its adapters; HEST's clients keep a price between rounds."""
     cli = deployed(config, tmp_path, InProcess(nodes_in(tmp_path, 3)), *more)
     assert weights(cli) == simulated(config, tmp_path, *more)
     reference = next((tmp_path / "simulated").glob("*/*/ledger.csv"))
@@ -179,10 +188,13 @@ def test_a_node_that_dies_leaves_before_the_phase(phase, tmp_path):
 @pytest.mark.slow
 @pytest.mark.essential
 def test_a_dead_node_has_kept_its_states(tmp_path):
-    """A client of HEST that trained and whose vector never came goes on from the price that it kept before."""
+    """A client of HEST that trained and whose vector never came goes on from the price that it kept
+    before."""
     cli = deployed("hest_tokens", tmp_path, Mortal(tmp_path, [1], "masked"), *TEXTS)
     assert weights(cli) == simulated("hest_tokens", tmp_path, *TEXTS, drop=Leave(2, [1], "masked"))
-    kept = sorted(path.stem for path in (tmp_path / "node1" / "states").glob("*/client_000001/*.safetensors"))
+    kept = sorted(
+        path.stem for path in (tmp_path / "node1" / "states").glob("*/client_000001/*.safetensors")
+    )
     assert kept == ["after_000001", "after_000003"]
 
 
@@ -197,8 +209,8 @@ def test_with_too_few_nodes_a_round_is_void_and_the_run_goes_on(phase, tmp_path)
 
 
 class Restarted(Mortal):
-    """The server ends when round 2 has been unmasked and not counted; which nodes are there afterwards is
-    said."""
+    """The server ends when round 2 has been unmasked and not counted; which nodes are there
+    afterwards is said."""
 
     def exchange(self, messages, timeout):
         answers = list(super().exchange(messages, timeout))
@@ -223,12 +235,15 @@ def test_a_server_that_repeats_a_round_gets_the_same_sum_or_none(away, tmp_path,
         assert voids == ["0", "0", "0"]
     else:
         assert "a second sum of round 2 over other clients" in caplog.text
-        assert weights(cli) == simulated("fedavg", tmp_path, *IMAGES, drop=Leave(2, range(4), "keys"))
+        assert weights(cli) == simulated(
+            "fedavg", tmp_path, *IMAGES, drop=Leave(2, range(4), "keys")
+        )
         assert voids == ["0", "1", "0"]
 
 
 class KilledBeforeMasked(Processes):
-    """The second of two processes is killed before round 2 is masked, and started again before round 3."""
+    """The second of two processes is killed before round 2 is masked, and started again before
+    round 3."""
 
     def exchange(self, messages, timeout):
         headers = [Message.from_bytes(message).header for message in messages.values()]
@@ -243,7 +258,8 @@ class KilledBeforeMasked(Processes):
 @pytest.mark.slow
 @pytest.mark.essential
 def test_a_process_that_is_killed_between_phases(tmp_path):
-    """With it go two of four clients: the round is void. When it is back it holds nothing of that round."""
+    """With it go two of four clients: the round is void. When it is back it holds nothing of that
+    round."""
     with closing(KilledBeforeMasked(tmp_path)) as transport:
         transport.wait()
         cli = deployed("fedavg", tmp_path, transport, *IMAGES, rules=RoundRules(2, 200, 200))
@@ -275,13 +291,17 @@ def test_no_message_holds_what_a_client_would_upload(tmp_path, monkeypatch):
     pieces = [piece for piece in pieces if piece not in sent]
     assert len(pieces) > 1000
     answers = b"".join(transport.answers)
-    assert sum(len(answer) > len(secrets[2]) for answer in transport.answers) == 4  # the masked vectors
+    # the masked vectors
+    assert sum(len(answer) > len(secrets[2]) for answer in transport.answers) == 4
     assert not any(piece in answers for piece in pieces)
-    kept = [message for message in map(Message.from_bytes, transport.answers) if message.kind == "kept"]
+    kept = [
+        message for message in map(Message.from_bytes, transport.answers) if message.kind == "kept"
+    ]
     assert [len(message.parts) for message in kept] == [0] * 4
     for message in kept:
         (result,) = message.header["results"]
-        assert result.keys() == {"client", "form", "keeps"}  # the last says whether it keeps anything
+        # the last says whether it keeps anything
+        assert result.keys() == {"client", "form", "keeps"}
 
 
 @pytest.mark.slow
@@ -299,7 +319,9 @@ def test_a_refused_upload_is_not_named_and_leaves_before_it_is_masked(tmp_path, 
     assert statuses == {"0": "trained", "1": "rejected", "2": "trained", "3": "trained"}
 
 
-def test_who_seals_what_cannot_be_opened_is_left_out_after_two_rounds(tmp_path, monkeypatch, caplog):
+def test_who_seals_what_cannot_be_opened_is_left_out_after_two_rounds(
+    tmp_path, monkeypatch, caplog
+):
     """Nodes send complaints in place of masked vectors."""
     honest = SecureClient.shares
 
@@ -317,7 +339,8 @@ def test_who_seals_what_cannot_be_opened_is_left_out_after_two_rounds(tmp_path, 
 @pytest.mark.slow
 @pytest.mark.essential
 def test_a_client_that_lies_voids_no_round_and_is_left_out(tmp_path, monkeypatch, caplog):
-    """Client 0 gives wrong shares; in round 2 client 1 adds 2^40 to its n_k, which voids that round alone."""
+    """Client 0 gives wrong shares; in round 2 client 1 adds 2^40 to its n_k, which voids that round
+    alone."""
     unmask, masked, of_client_1 = SecureClient.unmask, SecureClient.masked, []
 
     def wrong_shares(self, message):
@@ -342,7 +365,9 @@ def test_a_node_whose_owner_wants_secure_sums_refuses_a_plain_run(tmp_path):
     overlay = tmp_path / "overlay.yaml"
     overlay.write_text("trainer: {secure_sum: {threshold: 0.8}}\n")
     node = Node(NodeSettings(tmp_path / "node0", name="n0"), builder([overlay]))
-    with pytest.raises(InputError, match=r"node n0; secure sum: .*'threshold': 0.8.* there, None here"):
+    with pytest.raises(
+        InputError, match=r"node n0; secure sum: .*'threshold': 0.8.* there, None here"
+    ):
         deployed("fedavg", tmp_path, InProcess({"node0": node}))
 
 
@@ -350,7 +375,9 @@ def test_what_changes_uploads_is_refused(tmp_path):
     cli = command_line("fedavg", tmp_path, *IMAGES)
     cli.trainer.callbacks += [ByzantineClients(0.5)]
     fed = cli.trainer.prepare(cli.model, cli.datamodule, seed=0)
-    with pytest.raises(InputError, match="ByzantineClients; it changes uploads before they are masked"):
+    with pytest.raises(
+        InputError, match="ByzantineClients; it changes uploads before they are masked"
+    ):
         check_deployable(fed)
 
 
@@ -389,7 +416,9 @@ def phase_message(phase: str, id: int, part: bytes = b"", round: int = 1) -> Mes
     return Message(header, (part,) if phase != "keys" else ())
 
 
-def add_up(nodes: Mapping[int, SecureRounds], silent: Mapping[str, int] | None = None, round: int = 1):
+def add_up(
+    nodes: Mapping[int, SecureRounds], silent: Mapping[str, int] | None = None, round: int = 1
+):
     """The outcome, and the messages of each client by phase."""
     seen: dict[tuple[str, int], bytes] = {}
 
@@ -431,7 +460,9 @@ def test_phases_are_answered_once_and_in_order(tmp_path):
         nodes[0].answer(phase_message("keys", 1))
     _, seen = add_up(nodes, silent={"unmask": 0})
     for phase in PHASES[:3]:
-        with pytest.raises(InputError, match=f"phase {phase} of round 1; .* the next one is unmask"):
+        with pytest.raises(
+            InputError, match=f"phase {phase} of round 1; .* the next one is unmask"
+        ):
             nodes[0].answer(phase_message(phase, 0, seen[phase, 0]))
     for phase in PHASES:
         with pytest.raises(InputError, match="this node keeps no round"):

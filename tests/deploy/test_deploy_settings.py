@@ -1,4 +1,5 @@
-"""What the commands ``deploy`` and ``node`` refuse at once, in one line, without Flower; and what they take."""
+"""What the commands ``deploy`` and ``node`` refuse at once, in one line, without Flower; and what
+they take."""
 
 from __future__ import annotations
 
@@ -45,7 +46,10 @@ def no_names(monkeypatch) -> None:
 
 
 def test_a_program_of_flower_that_is_not_there_is_named(tmp_path):
-    with launch.Started() as started, pytest.raises(InputError, match="flower-nothing; it comes with flwr"):
+    with (
+        launch.Started() as started,
+        pytest.raises(InputError, match="flower-nothing; it comes with flwr"),
+    ):
         started.start(["flower-nothing"], tmp_path)
 
 
@@ -80,7 +84,9 @@ def test_a_node_refuses_its_settings_in_one_line(words, says, quiet, capsys):
 @pytest.mark.parametrize(
     ("more", "allowed"), [([], []), (["--model.network=my_networks.Mine"], ["my_networks"])]
 )
-def test_nodes_that_are_started_here_may_import_what_the_run_names(more, allowed, tmp_path, monkeypatch):
+def test_nodes_that_are_started_here_may_import_what_the_run_names(
+    more, allowed, tmp_path, monkeypatch
+):
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "my_networks.py").write_text(
         "from torch import nn\n\n\nclass Mine(nn.Sequential):\n    def __init__(self, num_classes):\n"
@@ -98,8 +104,16 @@ def test_nodes_that_are_started_here_may_import_what_the_run_names(more, allowed
     ("words", "overlays", "allow"),
     [
         (["--overlays=own.yaml", "--allow=mine"], ["own.yaml"], ("mine",)),
-        (["--overlays", "own.yaml,other.yaml", "--allow=a.b, c"], ["own.yaml", "other.yaml"], ("a.b", "c")),
-        (["--overlays=[own.yaml, other.yaml]", "--allow=[mine]"], ["own.yaml", "other.yaml"], ("mine",)),
+        (
+            ["--overlays", "own.yaml,other.yaml", "--allow=a.b, c"],
+            ["own.yaml", "other.yaml"],
+            ("a.b", "c"),
+        ),
+        (
+            ["--overlays=[own.yaml, other.yaml]", "--allow=[mine]"],
+            ["own.yaml", "other.yaml"],
+            ("mine",),
+        ),
         (["--overlays=[a,b.yaml]"], None, ()),
         ([], [], ()),
     ],
@@ -109,7 +123,9 @@ def test_one_overlay_and_several_are_taken(words, overlays, allow, quiet, monkey
         (quiet / f"{name}.yaml").write_text("trainer: {accelerator: cpu}\n")
     found = []
     monkeypatch.setattr(command, "builder", lambda files, own: found.append(list(map(str, files))))
-    monkeypatch.setattr(command, "Node", lambda settings, *rest: found.append(settings.allow) or _Stop())
+    monkeypatch.setattr(
+        command, "Node", lambda settings, *rest: found.append(settings.allow) or _Stop()
+    )
     code = main(["node", "--superlink=none", *words])
     if overlays is None:
         assert code == 2
@@ -139,8 +155,12 @@ def test_deploy_refuses_its_settings_in_one_line(words, says, quiet, no_names, c
     assert says in said(capsys)
 
 
-@pytest.mark.parametrize(("host", "warned"), [("192.0.2.7", True), ("127.0.0.1", False), ("[::1]", False)])
-def test_a_superlink_that_others_can_reach_deserves_a_line(host, warned, quiet, capsys, caplog, monkeypatch):
+@pytest.mark.parametrize(
+    ("host", "warned"), [("192.0.2.7", True), ("127.0.0.1", False), ("[::1]", False)]
+)
+def test_a_superlink_that_others_can_reach_deserves_a_line(
+    host, warned, quiet, capsys, caplog, monkeypatch
+):
     (quiet / "ca").touch()
     monkeypatch.setattr(command, "check_deployable", lambda fed: _Stop().answer)
     words = [f"--deploy.superlink={host}:8000", "--deploy.root_certificates=ca"]
@@ -170,14 +190,18 @@ def test_a_host_is_found_or_not():
     assert not_found("no..host:1")
 
 
-def test_a_host_that_is_not_found_is_said_once_and_looked_for_again(monkeypatch, no_names, caplog, tmp_path):
+def test_a_host_that_is_not_found_is_said_once_and_looked_for_again(
+    monkeypatch, no_names, caplog, tmp_path
+):
     looks = [0]
 
     def goes_on() -> bool:
         looks[0] += 1
         return looks[0] < 4
 
-    monkeypatch.setattr(fleet, "_connector", lambda *arguments: lambda: pytest.fail("nobody is there"))
+    monkeypatch.setattr(
+        fleet, "_connector", lambda *arguments: lambda: pytest.fail("nobody is there")
+    )
     monkeypatch.setattr(fleet, "environment", lambda home: {})
     monkeypatch.setattr(fleet, "RECONNECT_SECONDS", 0.0)
     fleet.serve("no-such-host.invalid:1", bytes.upper, tmp_path, name="n", goes_on=goes_on)
@@ -200,7 +224,14 @@ def test_a_key_that_cannot_be_read_is_no_wrong_key(tmp_path):
 def test_sigterm_ends_a_node(tmp_path):
     """Its own program was started by nobody else, so that its exit code says how it ended."""
     path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    words = [sys.executable, "-m", "fl_lightning", "node", "--superlink=none", f"--folder={tmp_path / 'n'}"]
+    words = [
+        sys.executable,
+        "-m",
+        "fl_lightning",
+        "node",
+        "--superlink=none",
+        f"--folder={tmp_path / 'n'}",
+    ]
     process = subprocess.Popen(
         words, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE, text=True
     )
@@ -215,12 +246,16 @@ def test_sigterm_ends_a_node(tmp_path):
 
 
 def test_flower_finds_its_apps_under_the_names_that_jobs_have():
-    """Nodes of other versions look for these names, and Flower searches the text of the file for them."""
+    """Nodes of other versions look for these names, and Flower searches the text of the file for
+    them."""
     named = re.findall(r'app = "(.+):(.+)"', APP)
     assert named == [("fl_lightning.deploy.flower", f"{half}_app") for half in ("server", "client")]
     for module, app in named:
         tree = ast.parse(Path(find_spec(module).origin).read_text())
         assigned = [
-            target for node in ast.walk(tree) if isinstance(node, ast.Assign) for target in node.targets
+            target
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Assign)
+            for target in node.targets
         ]
         assert app in {target.id for target in assigned if isinstance(target, ast.Name)}

@@ -22,7 +22,9 @@ from fl_lightning.errors import InputError
     not (importlib.util.find_spec("flwr") and importlib.util.find_spec("ray")),
     reason="Flower's simulation engine is not installed: pip install 'flwr[simulation]'",
 )
-@pytest.mark.parametrize("more", [[], ["--trainer.secure_sum={threshold: 0.6}"]], ids=["plain", "secure"])
+@pytest.mark.parametrize(
+    "more", [[], ["--trainer.secure_sum={threshold: 0.6}"]], ids=["plain", "secure"]
+)
 def test_simulated_nodes_give_the_weights_of_the_simulation(more, tmp_path):
     """Of a secure sum all phases are answered by one worker."""
     if more:
@@ -44,7 +46,10 @@ def test_simulated_nodes_need_ray_and_are_all_waited_for(monkeypatch):
     assert Deployment(simulation=3).rules().min_nodes == 3
     settings = "num-supernodes=3 client-resources-num-cpus=1"
     assert run_words(3, one_worker=False) == ["--federation-config", settings]
-    assert run_words(3, one_worker=True) == ["--federation-config", f"{settings} init-args-num-cpus=1"]
+    assert run_words(3, one_worker=True) == [
+        "--federation-config",
+        f"{settings} init-args-num-cpus=1",
+    ]
     monkeypatch.setattr("fl_lightning.deploy.flower.simulated.find_spec", lambda name: None)
     with pytest.raises(InputError, match="Flower's simulation engine needs Ray"):
         require_ray()

@@ -1,4 +1,5 @@
-"""Certificates that do not hold end a node and a run with a line that says why, before Flower tries them."""
+"""Certificates that do not hold end a node and a run with a line that says why, before Flower tries
+them."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from fl_lightning.deploy.certificates import make_certificates
 
 
 def shown(folder: Path, host: str, days: float, trusted: Path | None = None) -> None:
-    """Check the handshake with a server on 127.0.0.1 that has a certificate of this host and age."""
+    """Check the handshake with a server on 127.0.0.1 that has a certificate of this host and
+    age."""
     make_certificates(folder, [host], 0, days)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(folder / "server.pem", folder / "server.key")
@@ -44,7 +46,9 @@ def test_a_certificate_that_holds_is_taken(tmp_path):
 
 
 def test_an_expired_certificate_is_refused_by_name(tmp_path):
-    with pytest.raises(InputError, match=r"certificate of the SuperLink at 127.*; certificate has expired"):
+    with pytest.raises(
+        InputError, match=r"certificate of the SuperLink at 127.*; certificate has expired"
+    ):
         shown(tmp_path, "127.0.0.1", -1.0)
 
 
@@ -55,7 +59,9 @@ def test_a_certificate_of_another_host_is_refused(tmp_path):
 
 def test_a_certificate_of_another_authority_is_refused(tmp_path):
     make_certificates(tmp_path / "other", ["127.0.0.1"], 0)
-    with pytest.raises(InputError, match="renew it, or name with --root_certificates the one that signed it"):
+    with pytest.raises(
+        InputError, match="renew it, or name with --root_certificates the one that signed it"
+    ):
         shown(tmp_path / "own", "127.0.0.1", 1.0, tmp_path / "other" / "ca.crt")
 
 
@@ -74,5 +80,7 @@ def test_a_superlink_without_tls_is_refused_and_one_that_is_not_there_is_waited_
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(InputError, match="the TLS handshake failed"):
-            check_handshake(f"127.0.0.1:{door.getsockname()[1]}", certificates, "--root_certificates")
+            check_handshake(
+                f"127.0.0.1:{door.getsockname()[1]}", certificates, "--root_certificates"
+            )
         thread.join(20)

@@ -17,14 +17,16 @@ ENTRY = LedgerEntry(1, 4, "trained", 100, 50)
 
 
 def test_a_round_is_latency_bytes_down_computing_and_bytes_up():
-    """6 s: 0.5 of latency, 100 bytes down at the 50 bytes a second of the probe, 2 of computing, and 1.5 are left."""
+    """6 s: 0.5 of latency, 100 bytes down at the 50 bytes a second of the probe, 2 of computing,
+    and 1.5 are left."""
     found = Measured.of(ENTRY, 10, 6.0, 2.0, Probe(0.5, 1.0, 50))
     assert found == Measured(0.2, 50.0, pytest.approx(50 / 1.5), 0.5)
 
 
 @pytest.mark.parametrize("line", [None, Probe(0.5, 2.0, 50), Probe(0.5, -0.1, 50)])
 def test_one_rate_where_a_probe_is_missing_or_does_not_fit(line):
-    """Of the second the bytes down alone would take as long as the round; the third was faster than an empty one."""
+    """Of the second the bytes down alone would take as long as the round; the third was faster than
+    an empty one."""
     assert Measured.of(ENTRY, 10, 6.0, 2.0, line) == Measured(0.2, 37.5, 37.5, 0.0)
 
 
@@ -35,7 +37,9 @@ def test_latency_is_of_empty_orders_and_the_rate_of_one_as_large_as_the_rounds(m
     monkeypatch.setattr(wall_clock, "now", lambda: time[0])
 
     def exchange(orders, limit):
-        asked.append({node: len(Message.from_bytes(data).parts[0]) for node, data in orders.items()})
+        asked.append(
+            {node: len(Message.from_bytes(data).parts[0]) for node, data in orders.items()}
+        )
         assert limit == 7.0
         time[0] += next(seconds)
         yield "a", Message({"kind": "echoed"})

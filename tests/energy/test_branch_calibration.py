@@ -1,4 +1,5 @@
-"""Calibration of branches: with a meter that counts calls the table is known, and the shipped one is of the network."""
+"""Calibration of branches: with a meter that counts calls the table is known, and the shipped one
+is of the network."""
 
 from __future__ import annotations
 
@@ -71,7 +72,10 @@ def test_quantiles_charge_a_whole_step_no_less_than_its_own(meter, monkeypatch):
     def sometimes_twice(works, meter, seconds):
         times = np.where(np.arange(100) % 5 == 4, 2.0, 1.0)
         samples = original(works, meter, seconds).items()
-        return {key: values.mean() * (times if key[0] == WHOLE else np.ones(100)) for key, values in samples}
+        return {
+            key: values.mean() * (times if key[0] == WHOLE else np.ones(100))
+            for key, values in samples
+        }
 
     monkeypatch.setattr(branches, "measure", sometimes_twice)
     table = calibrate_branches(two_blocks(259), meter, seconds=0.01, context=8).table

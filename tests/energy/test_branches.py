@@ -1,4 +1,5 @@
-"""Switched branches: what off computes, what later tokens see, and that nothing that is off is called."""
+"""Switched branches: what off computes, what later tokens see, and that nothing that is off is
+called."""
 
 from __future__ import annotations
 
@@ -89,7 +90,8 @@ def test_iii_a_skipped_branch_is_not_called_and_the_rest_is_the_network_without_
 
 
 def test_sequences_and_tokens_with_plans_of_their_own():
-    """Rows of a batch that differ are those of batches that do not, and so are tokens of the same plan."""
+    """Rows of a batch that differ are those of batches that do not, and so are tokens of the same
+    plan."""
     plain, ids = network(), tokens(4)
     switched = deepcopy(plain)
     board = switch_branches(switched)
@@ -147,7 +149,9 @@ def test_reading_step_by_step_is_reading_at_once_whatever_is_skipped():
         with board.using(BranchPlan(gates)):
             whole = plain(ids)
         with board.using(BranchPlan(gates[:, :4])):
-            found = [plain.logits(plain.features(ids[:, :4], torch.arange(4)[None].expand(3, -1), cache))]
+            found = [
+                plain.logits(plain.features(ids[:, :4], torch.arange(4)[None].expand(3, -1), cache))
+            ]
         for place in range(4, 10):
             with board.using(BranchPlan(gates[:, place : place + 1])):
                 at = torch.full((3, 1), place)
@@ -158,7 +162,10 @@ def test_reading_step_by_step_is_reading_at_once_whatever_is_skipped():
 def test_plans_and_networks_that_do_not_fit_are_refused():
     plain = network()
     board = switch_branches(plain)
-    with pytest.raises(MisuseError, match="2 branches"), board.using(BranchPlan(torch.ones(1, 3, 2).bool())):
+    with (
+        pytest.raises(MisuseError, match="2 branches"),
+        board.using(BranchPlan(torch.ones(1, 3, 2).bool())),
+    ):
         pass
     wrong = BranchPlan(torch.ones(1, 3, 4).bool())
     with pytest.raises(MisuseError, match="tokens of shape"), board.using(wrong):

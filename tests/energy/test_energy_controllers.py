@@ -53,7 +53,9 @@ def test_hest_is_its_formula():
             assert theta[(*at, g)] == pytest.approx(expected, rel=1e-12)
     changed = x.copy()
     changed[:, 3:] += 1.0
-    assert np.array_equal(hest(torch.from_numpy(changed)).detach().numpy()[:, :3], theta[:, :3]), "causal"
+    assert np.array_equal(hest(torch.from_numpy(changed)).detach().numpy()[:, :3], theta[:, :3]), (
+        "causal"
+    )
 
 
 def test_all_begin_at_high_for_every_token():
@@ -70,11 +72,14 @@ def test_the_same_stream_draws_the_same_features():
         with rng.torch_stream(3, "controller"):
             drawn.append(HESTController(6, 4, 3).projection)
     assert torch.equal(*drawn)
-    assert not torch.equal(drawn[0], HESTController(6, 4, 3, torch.Generator().manual_seed(9)).projection)
+    assert not torch.equal(
+        drawn[0], HESTController(6, 4, 3, torch.Generator().manual_seed(9)).projection
+    )
 
 
 def test_hest_of_one_group_and_feature_is_tabs_with_its_gates_tied():
-    """W_high v_high is the one weight vector that R gates of a layer share, on the same normalised input."""
+    """W_high v_high is the one weight vector that R gates of a layer share, on the same normalised
+    input."""
     hest = HESTController(6, 1, 1).double()
     with torch.no_grad():
         hest.readout.fill_(0.7)
@@ -91,7 +96,8 @@ def test_hest_of_one_group_and_feature_is_tabs_with_its_gates_tied():
         torch.testing.assert_close(theirs[..., gate, 2], ours[..., 0, 2], rtol=0, atol=1e-12)
     off_or_high = torch.tensor([[1.0, math.inf, 3.0]], dtype=torch.float64)
     torch.testing.assert_close(
-        probabilities(theirs, off_or_high.expand(3, 3))[..., :1, :], probabilities(ours, off_or_high)
+        probabilities(theirs, off_or_high.expand(3, 3))[..., :1, :],
+        probabilities(ours, off_or_high),
     )
 
 
@@ -146,13 +152,16 @@ def test_expected_energy_of_a_prompt_is_the_mean_over_all_choices():
         expected = 0.0
         tokens = 1 if row == 4 else 3
         for each in product(product(range(3), repeat=2), repeat=tokens):
-            chance = math.prod(p[t][g][z] for t, taken in enumerate(each) for g, z in enumerate(taken))
+            chance = math.prod(
+                p[t][g][z] for t, taken in enumerate(each) for g, z in enumerate(taken)
+            )
             if chance:
                 pairs = Counter((g, z) for taken in each for g, z in enumerate(taken))
                 expected += chance * sum(float(CURVES[g, z, m]) for (g, z), m in pairs.items())
         assert float(found[row]) == pytest.approx(expected, abs=1e-12)
     assert float(found[3]) == 13.0
-    chosen = torch.zeros(1, 3, 2, 3, dtype=torch.float64)  # certain choices cost what a ledger charges
+    # certain choices cost what a ledger charges
+    chosen = torch.zeros(1, 3, 2, 3, dtype=torch.float64)
     chosen[0, [0, 1, 2], 0, [0, 2, 0]] = chosen[0, :, 1, 2] = 1.0
     assert float(expected_energy(chosen, CURVES)) == 1.5 + 2.0 + 7.0
 
@@ -169,7 +178,9 @@ def test_the_gradient_of_a_prompts_energy_is_exact_and_finite_at_certain_choices
         moved = torch.zeros_like(chances)
         moved[at] = step
         with torch.no_grad():
-            change = expected_energy(chances + moved, CURVES) - expected_energy(chances - moved, CURVES)
+            change = expected_energy(chances + moved, CURVES) - expected_energy(
+                chances - moved, CURVES
+            )
         assert float(change.sum()) / (2 * step) == pytest.approx(float(gradient[at]), abs=1e-9)
 
 
@@ -181,7 +192,9 @@ def test_for_lines_the_fixed_part_is_paid_where_any_token_takes_the_option(monke
     expected = (a * (1 - (1 - p).prod(1)) + b * p.sum(1)).sum((-2, -1))
     whole = expected_energy(p, line)
     torch.testing.assert_close(whole, expected, rtol=1e-12, atol=0)
-    torch.testing.assert_close(expected_energy(p.float(), line).double(), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        expected_energy(p.float(), line).double(), expected, rtol=1e-5, atol=0
+    )
     monkeypatch.setattr(gating, "MOST_VALUES", 100_000)
     assert torch.equal(expected_energy(p, line), whole)
 
@@ -196,7 +209,8 @@ def test_logits_beyond_the_bound_keep_the_gradient_that_leads_back():
 
 
 def test_a_price_moves_a_controller_that_is_certain():
-    """A logit of 200, as training without a bound has found them, has no second option in float32."""
+    """A logit of 200, as training without a bound has found them, has no second option in
+    float32."""
     costs = torch.tensor([[0.0, math.inf, 1.0]])
     for limited in (True, False):
         theta = torch.tensor([[0.0, 0.0, 200.0]], requires_grad=True)
@@ -212,7 +226,9 @@ def test_a_price_moves_a_controller_that_is_certain():
 
 
 def test_gates_are_one_hot_draws_of_softmax_with_the_soft_gradient():
-    theta = torch.tensor([[0.0, 1.0, 2.0], [0.5, 9.0, 0.0]], dtype=torch.float64).expand(20_000, 2, 3)
+    theta = torch.tensor([[0.0, 1.0, 2.0], [0.5, 9.0, 0.0]], dtype=torch.float64).expand(
+        20_000, 2, 3
+    )
     theta = theta.clone().requires_grad_()
     gates = gumbel_choices(theta, COSTS, rng.stream(0, "gates"))
     assert ((gates.detach() == 0) | ((gates.detach() - 1).abs() < 1e-12)).all()

@@ -54,7 +54,8 @@ def measured(a: float, b: float, more: float = 2.0) -> MeasuredCost:
 
 
 def table(**changed) -> CostTable:
-    """int8 costs 10 + n, off 3 n and high 4 n: int8 pays from 4 tokens on, and makes off useless from 5 on."""
+    """int8 costs 10 + n, off 3 n and high 4 n: int8 pays from 4 tokens on, and makes off useless
+    from 5 on."""
     first = {"off": measured(0, 3), "int8": measured(10, 1), "high": measured(0, 4)}
     second = {
         "off": measured(0, 1),
@@ -107,9 +108,14 @@ def test_what_is_no_cheaper_than_something_better_is_removed_and_reported():
 
 
 def test_a_file_is_exact(tmp_path):
-    odd = {"off": measured(0.1, 1 / 3), "int8": measured(math.pi, 2.0**-60), "high": measured(0, 1e300)}
+    odd = {
+        "off": measured(0.1, 1 / 3),
+        "int8": measured(math.pi, 2.0**-60),
+        "high": measured(0, 1e300),
+    }
     before = replace(
-        table(groups={"x": odd, "y": odd}), removed=(Removal("y", "off", 2, 9), Removal("x", "int8"))
+        table(groups={"x": odd, "y": odd}),
+        removed=(Removal("y", "off", 2, 9), Removal("x", "int8")),
     )
     (tmp_path / "costs.json").write_text(to_json(before))
     assert read_table(tmp_path / "costs.json") == before
@@ -135,8 +141,16 @@ def test_a_file_is_exact(tmp_path):
         (["high"], "float16", "high float16"),
         (["high"], 16, "the table"),
         (["context"], -1, "the table"),
-        (["removed"], [{"group": "a.q", "option": "high", "first": 1, "last": None}], "removed a.q: high"),
-        (["removed"], [{"group": "z", "option": "off", "first": 1, "last": None}], "removed z: off"),
+        (
+            ["removed"],
+            [{"group": "a.q", "option": "high", "first": 1, "last": None}],
+            "removed a.q: high",
+        ),
+        (
+            ["removed"],
+            [{"group": "z", "option": "off", "first": 1, "last": None}],
+            "removed z: off",
+        ),
         (["removed"], [{"group": "a.q"}], "removed"),
     ],
 )
@@ -156,7 +170,11 @@ def test_damaged_files_are_refused_by_name(path, value, given):
 
 
 def test_a_file_that_is_no_table_is_told_from_one_that_lacks_keys():
-    for text in ("{}", "[]", json.dumps({"device": "cpu", **{f"key {index}": index for index in range(30)}})):
+    for text in (
+        "{}",
+        "[]",
+        json.dumps({"device": "cpu", **{f"key {index}": index for index in range(30)}}),
+    ):
         with refused("metrics.json", "name what --calibrate --out wrote"):
             from_json(text, "metrics.json")
     document = json.loads(to_json(table()))
@@ -195,9 +213,14 @@ def test_rapl_adds_packages_and_memory_and_wraps_around(tmp_path):
     domain(tmp_path, "intel-rapl:2", "psys", 0)
     domain(tmp_path, "intel-rapl-mmio:0", "package-0", 900_000)
     meter = RAPLMeter(tmp_path)
-    assert [path.name for path in meter.domains] == ["intel-rapl:0", "intel-rapl:0:1", "intel-rapl:1"]
+    assert [path.name for path in meter.domains] == [
+        "intel-rapl:0",
+        "intel-rapl:0:1",
+        "intel-rapl:1",
+    ]
     assert meter.read() == 0.0
-    (tmp_path / "intel-rapl:0" / "energy_uj").write_text("100000")  # 100 000 to its range, and 100 000
+    # 100 000 to its range, and 100 000
+    (tmp_path / "intel-rapl:0" / "energy_uj").write_text("100000")
     (tmp_path / "intel-rapl:0:1" / "energy_uj").write_text("60")
     (tmp_path / "intel-rapl:0:0" / "energy_uj").write_text("999999")
     assert meter.read() == pytest.approx(0.200050)
@@ -226,7 +249,9 @@ def test_the_card_is_read_by_pynvml_or_zeus(monkeypatch):
     fake = SimpleNamespace(
         nvmlInit=lambda: None,
         nvmlDeviceGetHandleByIndex=lambda index: ("card", index),
-        nvmlDeviceGetTotalEnergyConsumption=lambda handle: next(counter) if handle == ("card", 1) else None,
+        nvmlDeviceGetTotalEnergyConsumption=lambda handle: (
+            next(counter) if handle == ("card", 1) else None
+        ),
     )
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     meter = best_meter("cuda:1")
@@ -257,7 +282,8 @@ def test_a_line_is_found_and_a_bend_is_kept():
     bent = np.array([10.0, 10.0, 10.0, 10.0, 90.0])
     assert line_or_curve(tokens, bent).at(tokens).tolist() == bent.tolist()
     samples = np.full(800, 2.0)
-    samples[70:78] = 90.0  # one of a hundred, all in one moment: they are the 0.99 quantile, and not the mean
+    # one of a hundred, all in one moment: they are the 0.99 quantile, and not the mean
+    samples[70:78] = 90.0
     assert robust_mean(samples) == 2.0
     assert high_quantile(samples) == 90.0
     assert relative_errors({3: 1.0}, {3: samples}) == {3: pytest.approx(-0.5)}
@@ -283,8 +309,9 @@ def test_the_quantile_of_noise_that_a_line_fits_does_not_cross_the_mean():
 
 
 def test_what_layers_cost_more_in_the_network_is_added():
-    """Two groups of 10 + n, 5 + n and 7 + 2 n joules alone, a rest of 3, and 4 more a layer in steps (of int8 9);
-    50 for a step of the held-out length. Of one token every second sample is held out, which is half as much."""
+    """Two groups of 10 + n, 5 + n and 7 + 2 n joules alone, a rest of 3, and 4 more a layer in
+    steps (of int8 9); 50 for a step of the held-out length. Of one token every second sample is
+    held out, which is half as much."""
     shape = LinearShape(4, 4)
     alone = {"off": (10, 1), "int8": (5, 1), "high": (7, 2)}
     samples = {}
@@ -304,11 +331,18 @@ def test_what_layers_cost_more_in_the_network_is_added():
     assert found.table.tensors(2).numpy() == pytest.approx(np.array([[16, 11, 15]] * 2))
     assert [found.table.fixed(n) for n in (1, 2, 4)] == pytest.approx([3] * 3)
     assert found.table.all_high(4) == pytest.approx(3 + 2 * 19)
-    assert found.errors["4x4 int8"] == {1: pytest.approx(0, abs=1e-9), 3: pytest.approx(0, abs=1e-9)}
-    assert found.errors["step high"] == {1: pytest.approx(1.0), 3: pytest.approx((3 + 2 * 17) / 50 - 1)}
+    assert found.errors["4x4 int8"] == {
+        1: pytest.approx(0, abs=1e-9),
+        3: pytest.approx(0, abs=1e-9),
+    }
+    assert found.errors["step high"] == {
+        1: pytest.approx(1.0),
+        3: pytest.approx((3 + 2 * 17) / 50 - 1),
+    }
     assert found.largest_error("step high") == 1.0
     skipping = evaluated("model")
-    assert skipping.table.tensors(2)[0].tolist() == pytest.approx([16, 7 + 6.5, 11 + 6.5])  # off by itself
+    # off by itself
+    assert skipping.table.tensors(2)[0].tolist() == pytest.approx([16, 7 + 6.5, 11 + 6.5])
     samples["step high", 2][:] = 300.0
     charged = evaluated().table
     assert charged.all_high(2, "q99") == pytest.approx(300)
@@ -331,7 +365,9 @@ def test_a_calibration_has_the_groups_of_its_network(few_tokens):
     assert list(found.table.groups) == list(adapter_layers(network))
     assert len(found.table.groups) == 16
     assert {*found.errors} == {
-        f"{shape} {z}" for shape in ("96x96", "96x288", "96x512", "256x96") for z in ("off", "int8", "high")
+        f"{shape} {z}"
+        for shape in ("96x96", "96x288", "96x512", "256x96")
+        for z in ("off", "int8", "high")
     } | {"step off", "step int8", "step high"}
     assert found.table.label == LABEL
     assert (found.table.tensors(3, "q99") >= found.table.tensors(3) * (1 - 1e-9)).all()
@@ -343,7 +379,8 @@ def test_a_calibration_has_the_groups_of_its_network(few_tokens):
 
 
 def test_the_rest_has_no_group_and_the_step_is_the_network():
-    """The step's logits are those of the whole sequence, and without groups no linear layer is computed."""
+    """The step's logits are those of the whole sequence, and without groups no linear layer is
+    computed."""
     network = LlamaTiny(259).eval()
     with torch.inference_mode(), calibration.rng.torch_stream(0, "calibration"):
         prefix = calibration.prefix_of(network, tokens=3, context=8)
@@ -373,7 +410,18 @@ def test_the_command_prints_a_table_and_measures_one(tmp_path, capsys, monkeypat
     assert "scope adapter" in printed
     assert "not cheaper than a better option" in printed
     out = tmp_path / "mine.json"
-    flags = ["--meter", "modelled", "--watts", "7.5", "--seconds", "0.1", "--context", "4", "--out", str(out)]
+    flags = [
+        "--meter",
+        "modelled",
+        "--watts",
+        "7.5",
+        "--seconds",
+        "0.1",
+        "--context",
+        "4",
+        "--out",
+        str(out),
+    ]
     assert main(["energy", "--calibrate", *flags]) == 0
     assert "step high" in capsys.readouterr().out
     assert read_table(out).label == "modelled: CPU seconds x 7.5 W"

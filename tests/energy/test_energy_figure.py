@@ -24,8 +24,9 @@ HIGH = 20e-3
 
 
 def make_runs(root: Path, broken: float = 1.0, written: float | None = None, **study) -> None:
-    """Three budgets and seeds: HEST keeps the budget, TABS spends a tenth more than it, LoRA spends all.
-    The perplexity of HEST is multiplied by ``broken``; an answer takes ``written`` times a sequence."""
+    """Three budgets and seeds: HEST keeps the budget, TABS spends a tenth more than it, LoRA spends
+    all. The perplexity of HEST is multiplied by ``broken``; an answer takes ``written`` times a
+    sequence."""
     folder = root / "study"
     folder.mkdir(parents=True)
     document = {
@@ -65,7 +66,9 @@ def test_points_and_budgets_by_hand(tmp_path):
     assert [p.y for p in found["HEST"]] == pytest.approx([22.0, 28.0, 34.0])  # percent
     assert found["HEST"][0].x_spread == pytest.approx(0.01 * HIGH * 0.4)
     assert [p.y_spread for p in found["LoRA"]] == pytest.approx([0.0] * 3, abs=1e-12)
-    assert list(budgets(comparison).values()) == pytest.approx([1.5 * share * HIGH for share in BUDGETS])
+    assert list(budgets(comparison).values()) == pytest.approx(
+        [1.5 * share * HIGH for share in BUDGETS]
+    )
 
 
 @pytest.mark.slow
@@ -91,7 +94,8 @@ def test_the_figure_has_a_panel_for_each_quality_and_scope_and_its_budgets(tmp_p
 
 
 def test_answers_that_are_written_are_drawn_over_the_joules_of_writing_them(tmp_path):
-    """Their budget is of the longest answer that is allowed, and that of reading of the true one."""
+    """Their budget is of the longest answer that is allowed, and that of reading of the true
+    one."""
     make_runs(tmp_path, written=3.0)
     panels = quality_over_joules(comparison_of(tmp_path)).axes
     assert [axes.axison for axes in panels] == [True] * 3 + [False, True, False]
@@ -119,7 +123,11 @@ def test_runs_without_energy_have_no_such_figure_and_half_of_it_is_no_fault(tmp_
     for path in (tmp_path / "runs" / "study").glob("LoRA*"):  # of a release without the pair
         metrics = path / "metrics.csv"
         rows = [line.split(",") for line in metrics.read_text().splitlines()]
-        keep = [place for place, name in enumerate(rows[0]) if name not in ("energy/spent", "test/rouge_l")]
+        keep = [
+            place
+            for place, name in enumerate(rows[0])
+            if name not in ("energy/spent", "test/rouge_l")
+        ]
         metrics.write_text("".join(",".join(row[place] for place in keep) + "\n" for row in rows))
     figure = quality_over_joules(comparison_of(tmp_path / "runs"))
     assert len(figure.axes) == 6

@@ -62,7 +62,9 @@ def test_no_sequence_of_10_000_is_over_its_budget():
         spent = 0
         for index, theta in enumerate(torch.from_numpy(case["theta"])):
             choices = ledger.decide(theta, case["price"])
-            assert (choices is None) == (case["least"] > case["budget"]), "refused at the start or never"
+            assert (choices is None) == (case["least"] > case["budget"]), (
+                "refused at the start or never"
+            )
             if choices is None:
                 break
             chosen = (np.arange(len(choices)), choices.numpy())
@@ -94,7 +96,9 @@ def test_a_batch_is_its_sequences_one_by_one():
 
 
 def test_sequences_that_have_ended_are_left_alone():
-    ledger = BatchedEnergyLedger(torch.tensor([9.0, 9.0]), 1.0, torch.ones(2, 3), torch.tensor([3, 3]))
+    ledger = BatchedEnergyLedger(
+        torch.tensor([9.0, 9.0]), 1.0, torch.ones(2, 3), torch.tensor([3, 3])
+    )
     choices = ledger.decide(torch.zeros(2, 2, 3), active=torch.tensor([True, False]))
     assert choices.tolist() == [[0, 0], [REFUSED, REFUSED]]
     assert (ledger.spent.tolist(), ledger.owed.tolist(), ledger.refused.any().item()) == (
@@ -119,8 +123,8 @@ def test_without_limit_and_price_it_is_argmax():
 
 TWO_TOKENS = torch.tensor([[[0.0, 2.0, 3.0]], [[0.0, 5.0, 9.0]]], dtype=torch.float64)
 ONE_GROUP = torch.tensor([[1.0, 2.0, 4.0]], dtype=torch.float64)
-"""High wins over int8 below (3 - 2) / (4 - 2) = 0.5 logits per joule for the first token and below 2 for the
-second; int8 over off below 2 and below 5."""
+"""High wins over int8 below (3 - 2) / (4 - 2) = 0.5 logits per joule for the first token and below
+2 for the second; int8 over off below 2 and below 5."""
 
 
 @pytest.mark.parametrize(
@@ -137,30 +141,37 @@ second; int8 over off below 2 and below 5."""
 )
 def test_two_tokens_of_a_prompt_by_hand(budget, chosen):
     costs = ONE_GROUP.unsqueeze(-1) * torch.arange(3)
-    choices = EnergyLedger(budget, 0.0, torch.zeros(1, 3), 0).decide_prompt(TWO_TOKENS, 0.0, 0.0, costs)
+    choices = EnergyLedger(budget, 0.0, torch.zeros(1, 3), 0).decide_prompt(
+        TWO_TOKENS, 0.0, 0.0, costs
+    )
     assert (choices if choices is None else choices[:, 0].tolist()) == chosen
 
 
 def test_two_tokens_decoded_by_hand():
-    """Room of the first: 6.5 - 1 for the second's cheapest = 5.5, so high stays; the second has 2.5."""
+    """Room of the first: 6.5 - 1 for the second's cheapest = 5.5, so high stays; the second has
+    2.5."""
     ledger = EnergyLedger(6.5, 0.0, ONE_GROUP, 2)
     assert [ledger.decide(theta).tolist() for theta in TWO_TOKENS] == [[2], [1]]
     assert (ledger.spent, ledger.clamped, ledger.owed) == (6.0, 1, 0)
     priced = EnergyLedger(INF, 0.0, ONE_GROUP, 2)
     assert [priced.decide(theta, price=1.9).tolist() for theta in TWO_TOKENS] == [[1], [2]]
-    assert [EnergyLedger(INF, 0.0, ONE_GROUP, 2).decide(theta, 2.1).item() for theta in TWO_TOKENS] == [0, 1]
+    assert [
+        EnergyLedger(INF, 0.0, ONE_GROUP, 2).decide(theta, 2.1).item() for theta in TWO_TOKENS
+    ] == [0, 1]
 
 
 def knapsack(theta: np.ndarray, costs: np.ndarray, room: float) -> float:
-    """The largest sum of theta over all choices that cost at most ``room``, by trying all of them."""
+    """The largest sum of theta over all choices that cost at most ``room``, by trying all of
+    them."""
     groups = np.arange(len(theta))
     found = (np.array(choice) for choice in itertools.product(range(3), repeat=len(theta)))
     return max(theta[groups, c].sum() for c in found if costs[groups, c].sum() <= room)
 
 
 def test_free_numbers_are_a_knapsack():
-    """Everett (1963): what the ledger takes is the best of all choices that cost no more than it does, and its
-    sum of theta is below the best for the whole room by less than one downgrade of one group."""
+    """Everett (1963): what the ledger takes is the best of all choices that cost no more than it
+    does, and its sum of theta is below the best for the whole room by less than one downgrade of
+    one group."""
     generator = np.random.default_rng(3)
     for _ in range(30):
         controller, groups = BHSPController(7), np.arange(7)
@@ -177,7 +188,8 @@ def test_free_numbers_are_a_knapsack():
 
 
 def test_one_option_of_equal_cost_is_the_knapsack_exactly():
-    """With {off, high} and joules that are the same for all of 12 groups, equality holds at every room."""
+    """With {off, high} and joules that are the same for all of 12 groups, equality holds at every
+    room."""
     theta = torch.zeros(12, 3, dtype=torch.float64)
     theta[:, 2] = torch.from_numpy(np.random.default_rng(4).normal(size=12))
     costs = torch.tensor([1.0, INF, 3.0], dtype=torch.float64).expand(12, 3)
@@ -211,7 +223,8 @@ def test_choices_do_not_depend_on_later_tokens():
 
 
 def test_prompts_keep_the_budget_and_leave_what_their_tokens_need():
-    """Random costs a + b n with large a: what is charged is what the counts of the choices cost, recounted."""
+    """Random costs a + b n with large a: what is charged is what the counts of the choices cost,
+    recounted."""
     generator, clamped = np.random.default_rng(6), 0
     for _ in range(300):
         tokens, groups, owed = (
@@ -219,11 +232,17 @@ def test_prompts_keep_the_budget_and_leave_what_their_tokens_need():
             int(generator.integers(1, 5)),
             int(generator.integers(0, 5)),
         )
-        a, b = (torch.from_numpy(generator.integers(0, high, size=(groups, 3))) for high in (300, 40))
+        a, b = (
+            torch.from_numpy(generator.integers(0, high, size=(groups, 3))) for high in (300, 40)
+        )
         counts = torch.arange(tokens + 1)
         units = torch.where(counts > 0, a[..., None] + b[..., None] * counts, 0)
         single = torch.from_numpy(generator.integers(1, 50, size=(groups, 3)))
-        least = 7 + int(units[..., -1].min(-1).values.sum()) + (3 + int(single.min(-1).values.sum())) * owed
+        least = (
+            7
+            + int(units[..., -1].min(-1).values.sum())
+            + (3 + int(single.min(-1).values.sum())) * owed
+        )
         budget = int(least * generator.uniform(0.9, 1.6))
         ledger = EnergyLedger(budget * UNIT, 3 * UNIT, single * UNIT, owed)
         theta = torch.from_numpy(generator.normal(size=(tokens, groups, 3)))
@@ -258,7 +277,9 @@ def test_no_price_is_so_high_that_an_option_is_taken_that_is_not_there(price):
         budget = 3 * least * tokens * float(generator.uniform(1, 1.5))
         ledger = EnergyLedger(budget, 0.0, costs, tokens)
         theta = torch.from_numpy(generator.normal(size=(tokens, groups, 3)))
-        prompt = ledger.decide_prompt(theta, price, 0.0, costs[..., None] * torch.arange(tokens + 1))
+        prompt = ledger.decide_prompt(
+            theta, price, 0.0, costs[..., None] * torch.arange(tokens + 1)
+        )
         steps = [*prompt, *(ledger.decide(each, price) for each in theta)]
         spent = [float(costs.gather(-1, choices.unsqueeze(-1)).sum()) for choices in steps]
         assert ledger.spent == sum(spent) <= budget

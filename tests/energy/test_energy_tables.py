@@ -20,7 +20,14 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from fl_lightning.__main__ import main
-from fl_lightning.energy import ModelledMeter, expected_energy, from_json, read_table, shipped_table, to_json
+from fl_lightning.energy import (
+    ModelledMeter,
+    expected_energy,
+    from_json,
+    read_table,
+    shipped_table,
+    to_json,
+)
 from fl_lightning.energy.budgets.device import Device
 from fl_lightning.energy.calibration import calibrate
 from fl_lightning.energy.calibration.calibrate import Subject
@@ -65,7 +72,12 @@ class Products(TorchFunctionMode):
     count = 0
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        self.count += function in (F.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+        self.count += function in (
+            F.linear,
+            torch.matmul,
+            torch.Tensor.matmul,
+            torch.Tensor.__matmul__,
+        )
         return function(*args, **(kwargs or {}))
 
 
@@ -100,11 +112,16 @@ def test_what_is_merged_is_an_adapter():
 @pytest.mark.parametrize("controller", ["none", "hest"])
 def test_the_merged_table_is_taken_by_its_name(controller):
     method, _ = built(
-        network=partial(LlamaTiny, rank=8), costs="llama_tiny_merged", scope="model", controller=controller
+        network=partial(LlamaTiny, rank=8),
+        costs="llama_tiny_merged",
+        scope="model",
+        controller=controller,
     )
     table = shipped_table("llama_tiny_merged")
     found = method.devices[0].all_high(40, 10, "mean")
-    assert found == pytest.approx(float(table.tensors(40)[:, 2].sum() + 10 * table.tensors(1)[:, 2].sum()))
+    assert found == pytest.approx(
+        float(table.tensors(40)[:, 2].sum() + 10 * table.tensors(1)[:, 2].sum())
+    )
     assert (table.scope, table.high) == ("model", "float32")
 
 
@@ -128,7 +145,17 @@ def test_hest_refuses_a_table_of_another_precision():
 
 def test_a_calibration_in_bfloat16_computes_in_bfloat16(few_tokens, tmp_path):
     out = tmp_path / "costs.json"
-    flags = ["--calibrate", "--high", "bfloat16", "--seconds", "0.1", "--context", "4", "--out", str(out)]
+    flags = [
+        "--calibrate",
+        "--high",
+        "bfloat16",
+        "--seconds",
+        "0.1",
+        "--context",
+        "4",
+        "--out",
+        str(out),
+    ]
     assert main(["energy", *flags]) == 0
     assert read_table(out).high == "bfloat16"
     _, layers = switched_copy(LlamaTiny(259), "adapter", "bfloat16")
@@ -149,8 +176,8 @@ def test_a_calibration_in_bfloat16_computes_in_bfloat16(few_tokens, tmp_path):
 
 
 def samples_of(rest: float, high: float, step: float) -> dict:
-    """Joules of two groups of 4 x 4, which do not depend on the number of tokens; everything else costs
-    ``rest``, and a step at high ``step``."""
+    """Joules of two groups of 4 x 4, which do not depend on the number of tokens; everything else
+    costs ``rest``, and a step at high ``step``."""
     found = {}
     for n in (1, 2, 3):
         for option, alone in (("off", 1.0), ("int8", 2.0), ("high", high)):
@@ -163,7 +190,8 @@ def samples_of(rest: float, high: float, step: float) -> dict:
 
 
 def test_tables_that_are_measured_together_have_one_rest_by_hand():
-    """A step at high of the second has a quantile of 30, 14 more than its layers: the rest of both."""
+    """A step at high of the second has a quantile of 30, 14 more than its layers: the rest of
+    both."""
     shapes = dict.fromkeys(("a", "b"), LinearShape(4, 4))
     first = Measured(samples_of(10.0, 3.0, 16.0), shapes, "adapter")
     second = Measured(samples_of(10.0, 8.0, 30.0), shapes, "model", "bfloat16")
@@ -172,20 +200,26 @@ def test_tables_that_are_measured_together_have_one_rest_by_hand():
     assert tables[0].rest == tables[1].rest
     assert tables[0].fixed(2) == pytest.approx(10)
     assert tables[0].fixed(2, "q99") == pytest.approx(14)
-    assert [(one.scope, one.high) for one in tables] == [("adapter", "float32"), ("model", "bfloat16")]
+    assert [(one.scope, one.high) for one in tables] == [
+        ("adapter", "float32"),
+        ("model", "bfloat16"),
+    ]
     assert tables[1].all_high(2, "q99") == pytest.approx(30)
     alone = tables_of({"first": first}, LABEL, 8)["first"]
     assert alone.errors["4x4 int8"] == {n: pytest.approx(0) for n in (1, 3)}
 
 
 def test_a_merged_network_has_an_amount_for_each_option_by_hand():
-    """In their network, layers cost 4 more at int8 and 1 more at high: 2.5 for both, or each its own."""
+    """In their network, layers cost 4 more at int8 and 1 more at high: 2.5 for both, or each its
+    own."""
     shapes, samples = dict.fromkeys(("a", "b"), LinearShape(4, 4)), samples_of(10.0, 3.0, 18.0)
     for n in (1, 2, 3):
         samples["step int8", n] = np.full(6, 10.0 + 2 * (2.0 + 4.0))
         samples["step high", n] = np.full(6, 10.0 + 2 * (3.0 + 1.0))
     found = {
-        merged: tables_of({"": Measured(samples, shapes, "model", merged=merged)}, LABEL, 8)[""].table
+        merged: tables_of({"": Measured(samples, shapes, "model", merged=merged)}, LABEL, 8)[
+            ""
+        ].table
         for merged in (False, True)
     }
     assert found[False].tensors(2)[0].tolist() == pytest.approx([1.0, 4.5, 5.5])
@@ -193,7 +227,10 @@ def test_a_merged_network_has_an_amount_for_each_option_by_hand():
 
 
 def test_networks_of_other_groups_have_no_common_rest():
-    subjects = {"all": Subject(LlamaTiny(259)), "some": Subject(LlamaTiny(259, targets=["qkv_proj"]))}
+    subjects = {
+        "all": Subject(LlamaTiny(259)),
+        "some": Subject(LlamaTiny(259, targets=["qkv_proj"])),
+    }
     with refused("all and some with other groups"):
         calibrate.calibrate_together(subjects, ModelledMeter(15), 0.1)
 
@@ -204,7 +241,9 @@ def test_the_shipped_tables_are_made_in_one_go(few_tokens, tmp_path, monkeypatch
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import shipped_tables
 
-    monkeypatch.setattr(sys, "argv", ["", "--seconds", "0.1", "--context", "4", "--out", str(tmp_path)])
+    monkeypatch.setattr(
+        sys, "argv", ["", "--seconds", "0.1", "--context", "4", "--out", str(tmp_path)]
+    )
     assert shipped_tables.main() in (0, 1)
     assert "largest errors: llama_tiny " in capsys.readouterr().out
     tables = {path.stem: read_table(path) for path in tmp_path.iterdir()}
@@ -222,7 +261,12 @@ def test_the_shipped_tables_are_made_in_one_go(few_tokens, tmp_path, monkeypatch
 def folder(tmp_path_factory):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("peft")
-    shape = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 256}
+    shape = {
+        "vocab_size": 259,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "max_position_embeddings": 256,
+    }
     layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
     path = tmp_path_factory.mktemp("llama")
     torch.manual_seed(0)
@@ -268,10 +312,13 @@ def test_networks_whose_steps_are_not_known_are_refused(folder):
 
 @pytest.mark.parametrize("kind", ["lora", "spectral", "adalora", "merged"])
 def test_hest_runs_on_a_table_of_its_network(folder, kind, few_tokens, tmp_path):
-    """The groups are HEST's, and a network whose table is missing is told the command that makes it."""
+    """The groups are HEST's, and a network whose table is missing is told the command that makes
+    it."""
     out, network = tmp_path / "costs.json", f"hf:{folder}"
     flags = ["--network", network, "--adapter", kind, "--rank", "4", "--scope", "model"]
-    assert main(["energy", "--calibrate", "true", *flags, "--seconds", "0.1", "--out", str(out)]) == 0
+    assert (
+        main(["energy", "--calibrate", "true", *flags, "--seconds", "0.1", "--out", str(out)]) == 0
+    )
     from fl_lightning.models.language.hf import TransformersLM
 
     adapter = "lora" if kind == "merged" else kind
@@ -283,7 +330,8 @@ def test_hest_runs_on_a_table_of_its_network(folder, kind, few_tokens, tmp_path)
     assert table.adapter == (kind if kind == "merged" else f"{kind} of rank 4")
     if kind == "lora":
         with pytest.raises(
-            InputError, match="lora of rank 3 with a table of costs that was measured with lora of rank 4"
+            InputError,
+            match="lora of rank 3 with a table of costs that was measured with lora of rank 4",
         ):
             built(network=partial(maker, rank=3), costs=str(out), scope="model", budget=1.0)
 
@@ -297,7 +345,9 @@ def test_advice_is_a_command_that_works(folder, few_tokens, tmp_path, monkeypatc
         with pytest.raises(InputError) as error:
             built(network=maker, costs=given, scope="model", high="bfloat16")
         if isinstance(given, str) or given is None:
-            command = error.value.instead.partition("python -m fl_lightning ")[2].partition(", and")[0]
+            command = error.value.instead.partition("python -m fl_lightning ")[2].partition(
+                ", and"
+            )[0]
     assert main([*shlex.split(command), "--seconds", "0.1"]) == 0
     method, _ = built(network=maker, costs="costs.json", scope="model", high="bfloat16", budget=1.0)
     assert len(method.devices[0].table.groups) == 2
@@ -347,7 +397,9 @@ def test_the_pages_say_what_the_shipped_tables_say():
     spectral, adapter, lora, merged = devices.values()
 
     def rest(device: Device) -> list[float]:
-        return [100 * device.rest(*n) / (device.rest(*n) + device.all_high(*n, "mean")) for n in LENGTHS]
+        return [
+            100 * device.rest(*n) / (device.rest(*n) + device.all_high(*n, "mean")) for n in LENGTHS
+        ]
 
     def at_high(device: Device, other: Device) -> list[float]:
         return [device.all_high(*n, "mean") / other.all_high(*n, "mean") for n in LENGTHS]

@@ -54,7 +54,9 @@ def test_energy_and_its_gradient_by_hand():
 
 def test_a_protected_branch_is_always_computed_and_paid_for_and_its_gate_stays():
     found = gates(0.0, 0.0, 0.0)
-    drawn = found.weights(torch.ones(50), np.random.default_rng(0), torch.tensor([False, True, False]))
+    drawn = found.weights(
+        torch.ones(50), np.random.default_rng(0), torch.tensor([False, True, False])
+    )
     energy = energy_of(drawn.chances, COSTS, target=0.5)
     assert float(energy.detach()) == pytest.approx(7.0 / 5.5)
     (energy + drawn.weights.sum()).backward()
@@ -96,7 +98,8 @@ def test_gates_have_a_learning_rate_of_their_own():
 
 
 def test_the_lowest_gates_go_first(tmp_path):
-    """A run whose gates are trained, and whose ladder is nested in the order of what the server averaged."""
+    """A run whose gates are trained, and whose ladder is nested in the order of what the server
+    averaged."""
     method = ladder_of(search="gates", budget=0.6)
     found = rows_of(fit(method, tmp_path, max_rounds=5))
     assert all("train/loss_energy" in row for row in found[1:4])

@@ -33,10 +33,13 @@ def test_all_contenders_answer_the_same_prompts_in_turn(tmp_path, monkeypatch, c
     assert "hest / tabs: p99 " in printed
     assert "| merged | 3 | " in printed
     if not flags:  # of the same lengths; one table has both, and its rest is the same for both
-        rests = [[network - layers for layers, network in found[name].spent] for name in ("hest", "tabs")]
+        rests = [
+            [network - layers for layers, network in found[name].spent] for name in ("hest", "tabs")
+        ]
         assert rests[0] == pytest.approx(rests[1])
         assert all(
-            mine[0] < theirs[0] for mine, theirs in zip(found["hest"].spent, found["tabs"].spent, strict=True)
+            mine[0] < theirs[0]
+            for mine, theirs in zip(found["hest"].spent, found["tabs"].spent, strict=True)
         )
 
 

@@ -85,8 +85,9 @@ def test_vi_elimination_is_enumeration_where_losses_add_up(seed):
 
 
 def test_a_ladder_goes_on_until_prompts_fit_too():
-    """The shipped table measures 32 tokens as dear as they were: without two attentions and a feed-forward
-    layer one token fits a budget of 0.6, and a prompt of 32 with three tokens after it does not."""
+    """The shipped table measures 32 tokens as dear as they were: without two attentions and a
+    feed-forward layer one token fits a budget of 0.6, and a prompt of 32 with three tokens after it
+    does not."""
     device = branch_devices([None], [0.6], 4)[0]
     search = LadderSearch("elimination", 1, 6, 4, [0.6])
     budgeted = Budgeted.of([device], Lengths(torch.tensor([20, 32, 32]), torch.tensor([9, 3, 3])))
@@ -108,14 +109,16 @@ def test_of_branches_that_cost_no_loss_the_dearest_goes_first():
 
 
 def test_protected_branches_are_those_of_large_losses():
-    """By hand, the losses of the prototype: ppl 80, 263, 4.8, 1.7, 5.0, 1.45, 25 and 3.7 leave three."""
+    """By hand, the losses of the prototype: ppl 80, 263, 4.8, 1.7, 5.0, 1.45, 25 and 3.7 leave
+    three."""
     alone = torch.tensor([80.2, 262.6, 4.77, 1.69, 4.99, 1.45, 24.8, 3.71]).log()
     losses = torch.cat((torch.tensor([1.21]).log(), alone))
     assert protected_by(losses).tolist() == [True, True, False, False, False, False, True, False]
 
 
 def test_x_a_planted_slack_goes_first_at_no_loss():
-    """A block whose outputs are zero is appended to the shipped network; both its branches go first."""
+    """A block whose outputs are zero is appended to the shipped network; both its branches go
+    first."""
     network = LlamaTiny(259, rank=0)
     block = Block(96, 4, 256)
     with torch.no_grad():
@@ -129,7 +132,8 @@ def test_x_a_planted_slack_goes_first_at_no_loss():
     data.setup("fit")
     data.distribute(0, torch.device("cpu"))
     inputs = data.inputs("test", torch.arange(8))
-    with torch.no_grad():  # what the network says itself is what it knows; these answers it has not learned
+    # what the network says itself is what it knows; these answers it has not learned
+    with torch.no_grad():
         target = network(inputs).argmax(-1)
     mask, costs, found = torch.ones(10, dtype=torch.bool), BranchCosts.of(device), []
     first = laddered.losses(inputs, target, mask.unsqueeze(0))

@@ -1,4 +1,5 @@
-"""Gates that read their own block: what they choose within a budget, and a planted slack that they find."""
+"""Gates that read their own block: what they choose within a budget, and a planted slack that they
+find."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def taken(network, data, count: int = 6):
 
 @pytest.mark.parametrize("budget", [0.4, 0.6, 0.8, 1.0])
 def test_gates_without_weights_choose_the_knapsacks_subset(budget):
-    """By enumeration, of attention 4, feed-forward 2.5 and everything else 1.2 millijoules a token."""
+    """By enumeration, of attention 4, feed-forward 2.5 and everything else 1.2 millijoules a
+    token."""
     theta = torch.tensor([0.5, 2.0, 1.0, -0.1])
     network, data = gated(budget, theta.tolist())
     inputs, target = some(data)
@@ -55,7 +57,9 @@ def test_gates_without_weights_choose_the_knapsacks_subset(budget):
     for row, prompt, new in zip(taken(network, data), lengths.prompts, lengths.new, strict=True):
         worth = {}
         for mask in all_masks(4):
-            each = torch.tensor([3.0 + prompt, 1 + 1.5 * prompt] * 2) + new * torch.tensor([4.0, 2.5] * 2)
+            each = torch.tensor([3.0 + prompt, 1 + 1.5 * prompt] * 2) + new * torch.tensor(
+                [4.0, 2.5] * 2
+            )
             rest = 1 + 0.2 * prompt + 1.2 * new
             if float(mask.float() @ each + rest) <= budget * float(each.sum() + rest) + 1e-6:
                 worth[tuple(mask.tolist())] = float(mask.float() @ theta)
@@ -71,18 +75,22 @@ def test_a_protected_branch_is_in_every_subset_however_low_its_gate_is():
 
 
 def test_gates_read_their_own_block_and_choose_for_each_sequence():
-    """What is chosen for a sequence depends on its prompt alone, and for a block on the blocks before it."""
+    """What is chosen for a sequence depends on its prompt alone, and for a block on the blocks
+    before it."""
     network, data = gated(0.8, size=30.0)
     rows = taken(network, data, 12)
     assert len({tuple(row) for row in rows.tolist()}) > 2
     assert torch.equal(rows[3:5], taken(network, data, 5)[3:])
     found = []
-    handle = network.network.layers[1].register_forward_pre_hook(lambda module, x: found.append(x[0]))
+    handle = network.network.layers[1].register_forward_pre_hook(
+        lambda module, x: found.append(x[0])
+    )
     ids, target = some(data, 3)
     taken(network, data, 3)
     handle.remove()
     lengths = Lengths.of(target, ids["input_ids"].shape[1])
-    own = network.gates.logits(1, network.gates.read(found[0], lengths.prompts))  # where the gates choose
+    # where the gates choose
+    own = network.gates.logits(1, network.gates.read(found[0], lengths.prompts))
     free = own.max(1).values > 0
     assert (taken(network, data, 3)[:, 2:].any(1) <= free).all()
 
@@ -135,8 +143,12 @@ def test_drawn_weights_have_the_chances_of_their_prompts_and_a_gradient():
         drawn.enter(block, states)
     weights = torch.cat(drawn.columns, dim=1)
     first = states.detach()[:, :3, 0].mean(1) > 0
-    assert weights.detach()[first].mean(0).tolist() == pytest.approx([0.84, 1.0, 0.9, 0.84], abs=0.04)
-    assert weights.detach()[~first].mean(0).tolist() == pytest.approx([0.84, 1.0, 0.14, 0.84], abs=0.08)
+    assert weights.detach()[first].mean(0).tolist() == pytest.approx(
+        [0.84, 1.0, 0.9, 0.84], abs=0.04
+    )
+    assert weights.detach()[~first].mean(0).tolist() == pytest.approx(
+        [0.84, 1.0, 0.14, 0.84], abs=0.08
+    )
     costs = BranchCosts.of(Device(branch_costs(2), 0.5, whole=True))
     losses = drawn.losses()["loss_means"] + energy_of(drawn.chances, costs, 0.5)
     (losses + weights.sum()).backward()
@@ -147,8 +159,9 @@ def test_drawn_weights_have_the_chances_of_their_prompts_and_a_gradient():
 
 
 def test_x_a_planted_slack_is_what_gates_learn_to_leave_out():
-    """A block whose outputs are zero stands between two others, which say what the labels are. Its gates have
-    the price of joules alone, and become the lowest; all sequences leave out both, and all logits stay."""
+    """A block whose outputs are zero stands between two others, which say what the labels are. Its
+    gates have the price of joules alone, and become the lowest; all sequences leave out both, and
+    all logits stay."""
     torch.manual_seed(0)
     network = two_blocks(50, rank=0)
     planted = Block(16, 2, 40)
@@ -163,10 +176,14 @@ def test_x_a_planted_slack_is_what_gates_learn_to_leave_out():
     target = torch.where(torch.arange(12) < 4, -100, network(ids).argmax(-1))
     optimizer, noise = torch.optim.Adam(gates.parameters(), lr=0.05), np.random.default_rng(0)
     for _ in range(60):
-        drawn = gates.weights(Lengths.of(target, 12).prompts, noise, torch.zeros(6, dtype=torch.bool))
+        drawn = gates.weights(
+            Lengths.of(target, 12).prompts, noise, torch.zeros(6, dtype=torch.bool)
+        )
         _, subset, _ = laddered.sandwich(ids, target, drawn)
         loss = F.cross_entropy(subset.flatten(0, 1), target.flatten())
-        (loss + 0.05 * energy_of(drawn.chances, costs, 0.7) + drawn.losses()["loss_means"]).backward()
+        (
+            loss + 0.05 * energy_of(drawn.chances, costs, 0.7) + drawn.losses()["loss_means"]
+        ).backward()
         optimizer.step()
         optimizer.zero_grad()
     assert gates.theta.argsort()[:2].sort().values.tolist() == [2, 3]

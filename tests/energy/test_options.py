@@ -1,4 +1,5 @@
-"""Switched layers: integers bit for bit, tokens on their own, weights with gradients, choices row by row."""
+"""Switched layers: integers bit for bit, tokens on their own, weights with gradients, choices row
+by row."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ from fl_lightning.models.adapters import (
 )
 from fl_lightning.models.language import BYTE_VOCABULARY, Llama, LlamaTiny
 
-TEXT = torch.tensor([[256, *b"Copy.\nfour words to copy\n="], [256, *b"Title case.\ngreen olives\n="]])
+TEXT = torch.tensor(
+    [[256, *b"Copy.\nfour words to copy\n="], [256, *b"Title case.\ngreen olives\n="]]
+)
 
 
 def stir(network: nn.Module, std: float = 0.2) -> nn.Module:
@@ -62,7 +65,10 @@ def draw(*shape: int, high: int = 3) -> Tensor:
 def recorded(network: nn.Module, layers: list[SwitchedLinear], tokens: Tensor) -> list[Tensor]:
     """The inputs of all switched layers without a plan."""
     seen: list[Tensor] = []
-    hooks = [layer.register_forward_hook(lambda _m, inputs, _o: seen.append(inputs[0])) for layer in layers]
+    hooks = [
+        layer.register_forward_hook(lambda _m, inputs, _o: seen.append(inputs[0]))
+        for layer in layers
+    ]
     with torch.no_grad():
         network(tokens)
     for hook in hooks:
@@ -109,7 +115,9 @@ def test_sums_are_exact_without_a_kernel_and_at_any_size(monkeypatch: pytest.Mon
         expected = left.numpy().astype(np.int64) @ right.numpy().astype(np.int64).T
         np.testing.assert_array_equal(integer_product(left, right).numpy(), expected)
         with monkeypatch.context() as patch:
-            patch.setattr(torch, "_int_mm", lambda *_: (_ for _ in ()).throw(RuntimeError("no kernel")))
+            patch.setattr(
+                torch, "_int_mm", lambda *_: (_ for _ in ()).throw(RuntimeError("no kernel"))
+            )
             np.testing.assert_array_equal(integer_product(left, right).numpy(), expected)
     most = integers.MOST_INPUTS * 127**2
     assert most < 2**31 <= most + 127**2
@@ -141,7 +149,9 @@ def test_without_a_plan_nothing_changes(kind: str, high: str):
         found.logsumexp(-1).mean().backward()
     trained = [[p for p in each.parameters() if p.requires_grad] for each in (network, plain)]
     assert all(a.grad.equal(b.grad) for a, b in zip(*trained, strict=True))
-    assert plain_weights(network).keys() == Llama(50, width=24, depth=2, heads=2).state_dict().keys()
+    assert (
+        plain_weights(network).keys() == Llama(50, width=24, depth=2, heads=2).state_dict().keys()
+    )
 
 
 @pytest.mark.parametrize("scope", ["adapter", "model"])
@@ -201,7 +211,9 @@ def test_options_that_no_token_chose_are_not_computed():
     assert calls == [("off", 4), ("int8", 14)] * 8
     for each in layers:
         each.available = (True, False, True)
-    with pytest.raises(MisuseError, match=r"option int8 of layers.0.self_attn.qkv_proj; it is not available"):
+    with pytest.raises(
+        MisuseError, match=r"option int8 of layers.0.self_attn.qkv_proj; it is not available"
+    ):
         network(ids(2, 9))
     with pytest.raises(MisuseError, match="not available"):
         layers[3].execute("int8", torch.zeros(1, 24))
@@ -210,7 +222,8 @@ def test_options_that_no_token_chose_are_not_computed():
 @pytest.mark.parametrize("scope", ["adapter", "model"])
 @pytest.mark.parametrize("high", ["float32", "bfloat16"])
 def test_weights_mix_the_options_and_have_their_gradient(scope: str, high: str):
-    """One-hot weights give what choices give; dy/dw_z is y_z, by finite differences; the rest is the adapter's."""
+    """One-hot weights give what choices give; dy/dw_z is y_z, by finite differences; the rest is
+    the adapter's."""
     network, layers = small(scope=scope, high=high)
     layer, board = layers[3], layers[3].board
     x = recorded(network, layers, ids(2, 9))[3]
@@ -220,7 +233,9 @@ def test_weights_mix_the_options_and_have_their_gradient(scope: str, high: str):
     board.plan = Plan(weights=nn.functional.one_hot(choices, 3).float())
     torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
 
-    weights = torch.rand(2, 9, 8, 3, generator=torch.Generator().manual_seed(1)).double().requires_grad_()
+    weights = (
+        torch.rand(2, 9, 8, 3, generator=torch.Generator().manual_seed(1)).double().requires_grad_()
+    )
 
     def mixed(weights: Tensor) -> Tensor:
         board.plan = Plan(weights=weights)
@@ -289,7 +304,9 @@ def test_narrow_weights_are_made_once_and_again_after_a_step(monkeypatch: pytest
     network, layers = small()
     made = []
     full = SpectralLinear.full_weight
-    monkeypatch.setattr(SpectralLinear, "full_weight", lambda self: (made.append(self), full(self))[1])
+    monkeypatch.setattr(
+        SpectralLinear, "full_weight", lambda self: (made.append(self), full(self))[1]
+    )
     board = layers[0].board
     board.plan = Plan(choices=torch.ones(2, 9, 8, dtype=torch.int64))
     with narrow_kept(network):
@@ -318,7 +335,8 @@ def test_narrow_weights_are_made_once_and_again_after_a_step(monkeypatch: pytest
 
 
 def test_generation_with_the_cache_is_that_of_whole_sequences():
-    """Options are chosen by a token and its layer, as a controller on embeddings does, before each step."""
+    """Options are chosen by a token and its layer, as a controller on embeddings does, before each
+    step."""
     network = stir(LlamaTiny(BYTE_VOCABULARY, rank=16, adapter="spectral"), std=0.05)
     layers = add_switches(network)
     board, shapes = layers[0].board, []
@@ -378,7 +396,11 @@ def test_networks_that_cannot_be_switched_are_refused():
         (Llama(50, width=24, depth=1, heads=2), {}, "without adapted linear layer"),
         (add_lora(nn.Linear(3, 3)), {}, "itself an adapted linear layer"),
         (small()[0], {}, "switched once"),
-        (add_adapter(nn.Sequential(nn.Linear(3, 3)), "pissa", 2), {}, "base lacks the part of the weights"),
+        (
+            add_adapter(nn.Sequential(nn.Linear(3, 3)), "pissa", 2),
+            {},
+            "base lacks the part of the weights",
+        ),
         (add_lora(nn.Sequential(nn.Linear(3, 3))), {"scope": "layer"}, "one of adapter, model"),
         (add_lora(nn.Sequential(nn.Linear(3, 3))), {"high": "float16"}, "one of float32, bfloat16"),
     ):
@@ -386,7 +408,10 @@ def test_networks_that_cannot_be_switched_are_refused():
             add_switches(network, **settings)
     with pytest.raises(MisuseError, match="one of off, int8, high"):
         small()[1][0].execute("low", torch.zeros(1, 24))
-    assert len(add_switches(add_adapter(nn.Sequential(nn.Linear(3, 3)), "pissa", 2), scope="model")) == 1
+    assert (
+        len(add_switches(add_adapter(nn.Sequential(nn.Linear(3, 3)), "pissa", 2), scope="model"))
+        == 1
+    )
     assert len(adapter_layers(small()[0])) == 8
 
 
@@ -397,6 +422,9 @@ def test_the_precision_of_an_output_does_not_depend_on_the_options(scope: str, e
     found, (board, x) = set(), (layers[0].board, torch.randn(1, 5, 24))
     for row in ([0] * 5, [1] * 5, [2] * 5, [0, 1, 2, 1, 0]):
         choices = torch.tensor(row).reshape(1, 5, 1).expand(-1, -1, len(layers))
-        with board.using(Plan(choices=choices)), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        with (
+            board.using(Plan(choices=choices)),
+            torch.autocast("cpu", torch.bfloat16, enabled=enabled),
+        ):
             found.add(layers[0](x).dtype)
     assert found == {torch.bfloat16 if enabled else torch.float32}

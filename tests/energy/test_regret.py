@@ -61,8 +61,9 @@ def test_vii_with_known_regrets_levels_are_those_by_hand():
 
 
 def test_vii_with_known_regrets_the_price_is_the_one_by_hand():
-    """Of two tokens with h = 0.1 and 0.5 the first leaves level 0 above a price of 0.1 / 0.4, where both cost
-    16 in place of 20. A budget of 16 stops the price there, one of 7 never, and one of 25 leaves it at 0."""
+    """Of two tokens with h = 0.1 and 0.5 the first leaves level 0 above a price of 0.1 / 0.4, where
+    both cost 16 in place of 20. A budget of 16 stops the price there, one of 7 never, and one of 25
+    leaves it at 0."""
     for budget, price in ((16, 0.25), (7, LARGEST_PRICE), (25, 0.0)):
         found, granted = 0.0, torch.tensor([budget])
         for _ in range(400):
@@ -88,7 +89,8 @@ def test_regrets_are_learnt_where_they_are_linear():
 
 
 def test_what_a_sequence_and_a_token_learn_from():
-    """Sequences are predicted from the mean state of their prompts, tokens after prompts from their own."""
+    """Sequences are predicted from the mean state of their prompts, tokens after prompts from their
+    own."""
     states = torch.arange(12.0).reshape(2, 3, 2)
     prompts = torch.tensor([1, 2])
     assert prompt_states(states, prompts).tolist() == [[0.0, 1.0], [7.0, 8.0]]
@@ -102,7 +104,8 @@ def test_what_a_sequence_and_a_token_learn_from():
     by_token = controller.regression(
         states, labels, torch.ones(2, 3, dtype=torch.int64), full, subset, lengths
     )
-    assert float(by_token.detach()) == pytest.approx(lost**2 / 2 / 3)  # three tokens come after prompts
+    # three tokens come after prompts
+    assert float(by_token.detach()) == pytest.approx(lost**2 / 2 / 3)
     by_sequence = controller.regression(
         states, labels, torch.ones(2, dtype=torch.int64), full, subset, lengths
     )
@@ -110,11 +113,18 @@ def test_what_a_sequence_and_a_token_learn_from():
 
 
 def test_tokens_are_trained_at_better_levels_as_often_as_the_budget_pays_for():
-    """Level 2 costs 4, and the mean of the levels 0 and 1 is 4 more; a prompt at level 0 costs 120 more."""
+    """Level 2 costs 4, and the mean of the levels 0 and 1 is 4 more; a prompt at level 0 costs 120
+    more."""
     count, new = 400, 20
     owed, levels = torch.full((count,), new), torch.full((count,), 2)
     lengths, best = Lengths(torch.full((count,), 5), owed), torch.zeros_like(levels)
-    cases = ((0, levels, 0.0), (24, levels, 0.3), (80, levels, 1.0), (500, levels, 1.0), (144, best, 0.3))
+    cases = (
+        (0, levels, 0.0),
+        (24, levels, 0.3),
+        (80, levels, 1.0),
+        (500, levels, 1.0),
+        (144, best, 0.3),
+    )
     for left, prompts, chance in cases:
         budget = torch.full((count,), (20 + new) * 4 + left).double() / UNITS_PER_JOULE
         ledger = LevelLedger(budget, (20 * COSTS).expand(count, -1), COSTS, owed)

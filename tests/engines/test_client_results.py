@@ -36,7 +36,9 @@ def test_clients_of_the_best_and_the_last_round_are_written(name, tmp_path):
     for round in {done.best_round, 3}:
         mine = [row for row in rows if int(row["round"]) == round]
         assert [int(row["client"]) for row in mine] == data.validating.tolist()
-        assert [int(row["val_examples"]) for row in mine] == data.val_sizes[data.validating].tolist()
+        assert [int(row["val_examples"]) for row in mine] == data.val_sizes[
+            data.validating
+        ].tolist()
         assert [int(row["train_examples"]) for row in mine] == data.sizes[data.validating].tolist()
         spread = client_spread(
             [float(row["accuracy"]) for row in mine], [int(row["val_examples"]) for row in mine]
@@ -74,7 +76,8 @@ def test_what_is_kept_is_the_best_and_the_last_evaluation():
         kept = keep(kept, round, of.get(round, {}), best)
         assert tuple(sorted(kept)) == expected
     as_json = {
-        str(round): {"accuracy": {str(id): v for id, v in of[round]["accuracy"].items()}} for round in kept
+        str(round): {"accuracy": {str(id): v for id, v in of[round]["accuracy"].items()}}
+        for round in kept
     }
     assert is_json_of(as_json)
     assert str(from_json(as_json)) == str(kept)

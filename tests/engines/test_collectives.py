@@ -31,7 +31,9 @@ def run(what: str, size: int, folder) -> tuple[list[int | None], list[str]]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = multiprocessing.get_context("forkserver")
-    processes = [context.Process(target=serve, args=(rank, size, port, what, folder)) for rank in range(size)]
+    processes = [
+        context.Process(target=serve, args=(rank, size, port, what, folder)) for rank in range(size)
+    ]
     for process in processes:
         process.start()
     for process in processes:
@@ -65,7 +67,10 @@ def test_a_rank_that_does_not_answer_leaves_nobody_waiting(tmp_path, what):
     ("what", "says"),
     [
         ("disagree", "RuntimeError: ranks [1] have other tasks for this round than rank 0"),
-        ("other_data", "InputError: --data SimpleNamespace of ranks [1]; it has other examples there"),
+        (
+            "other_data",
+            "InputError: --data SimpleNamespace of ranks [1]; it has other examples there",
+        ),
     ],
 )
 def test_ranks_that_disagree_all_say_so(what, says, tmp_path):
@@ -76,4 +81,6 @@ def test_ranks_that_disagree_all_say_so(what, says, tmp_path):
 def test_frames_hold_whole_parts():
     assert _frames([]) == []
     assert _frames([0, 1, FRAME_BYTES - 1, 1, 3 * FRAME_BYTES, 0, 1]) == [[0, 1, 2], [3, 4], [5, 6]]
-    assert [part for frame in _frames([FRAME_BYTES // 3] * 100) for part in frame] == list(range(100))
+    assert [part for frame in _frames([FRAME_BYTES // 3] * 100) for part in frame] == list(
+        range(100)
+    )

@@ -20,7 +20,14 @@ from torch import nn
 from toy import run
 
 from fl_lightning.conformance.toy import images
-from fl_lightning.engines import BatchedEngine, ClientTask, PoolEngine, SequentialEngine, choice, pool
+from fl_lightning.engines import (
+    BatchedEngine,
+    ClientTask,
+    PoolEngine,
+    SequentialEngine,
+    choice,
+    pool,
+)
 from fl_lightning.errors import RankLost
 from fl_lightning.hooks import Meter, Stressor
 from fl_lightning.methods import FedAvg
@@ -113,7 +120,10 @@ class Careless(FedAvg):
     [
         (lambda: Careless(network=SMALL), "receive sets 'start'"),
         (lambda: FedAvg(network=Dropped), "random"),
-        (lambda: FedAvg(network=SMALL, optimizer=partial(torch.optim.Adafactor, lr=1e-3)), "Adafactor"),
+        (
+            lambda: FedAvg(network=SMALL, optimizer=partial(torch.optim.Adafactor, lr=1e-3)),
+            "Adafactor",
+        ),
     ],
     ids=["hidden state", "dropout", "not elementwise"],
 )
@@ -148,7 +158,15 @@ def test_a_worker_that_dies_is_named_and_the_run_can_go_on(tmp_path):
         fit(Dies(network=SMALL), tmp_path, workers=2, engine="sequential")
     (folder,) = (tmp_path / "fl_lightning").iterdir()
     method = FedAvg(network=SMALL)
-    run(method, images(), tmp_path, max_rounds=2, ckpt_path=str(folder), workers=1, allow_changed=True)
+    run(
+        method,
+        images(),
+        tmp_path,
+        max_rounds=2,
+        ckpt_path=str(folder),
+        workers=1,
+        allow_changed=True,
+    )
     assert same(method.server, fit(FedAvg(network=SMALL), tmp_path / "whole", workers=1)[0])
 
 
@@ -177,7 +195,9 @@ def test_workers_end_with_the_run(tmp_path):
     fit(FedAvg(network=SMALL), tmp_path, workers=2, engine="sequential", callbacks=[workers])
     assert len(workers.pids) >= 2
     deadline = time.monotonic() + 120
-    while any(os.path.exists(f"/proc/{pid}") for pid in workers.pids) and time.monotonic() < deadline:
+    while (
+        any(os.path.exists(f"/proc/{pid}") for pid in workers.pids) and time.monotonic() < deadline
+    ):
         time.sleep(0.01)
     assert not any(os.path.exists(f"/proc/{pid}") for pid in workers.pids)
 
@@ -193,7 +213,9 @@ class Wide(nn.Sequential):
         super().__init__(nn.Flatten(), nn.Linear(768, 16), nn.ReLU(), nn.Linear(16, classes))
 
 
-def test_auto_measures_large_cohorts_only_and_a_continued_run_keeps_its_choice(tmp_path, monkeypatch, caplog):
+def test_auto_measures_large_cohorts_only_and_a_continued_run_keeps_its_choice(
+    tmp_path, monkeypatch, caplog
+):
     measured = []
     monkeypatch.setattr(choice, "_measured", lambda *_: measured.append(1) or "batched")
     fit(FedAvg(network=Wide), tmp_path)
@@ -203,7 +225,14 @@ def test_auto_measures_large_cohorts_only_and_a_continued_run_keeps_its_choice(t
     assert len(measured) == 1
     monkeypatch.setattr(choice, "_measured", lambda *_: "sequential")
     with caplog.at_level(logging.INFO, "fl_lightning"):
-        run(FedAvg(network=Wide), images(), tmp_path, max_rounds=3, ckpt_path=str(folder), allow_changed=True)
+        run(
+            FedAvg(network=Wide),
+            images(),
+            tmp_path,
+            max_rounds=3,
+            ckpt_path=str(folder),
+            allow_changed=True,
+        )
     assert "engine: batched" in caplog.text
 
 
@@ -214,7 +243,9 @@ def test_auto_takes_what_is_clearly_faster(tmp_path, monkeypatch, caplog):
         monkeypatch.setattr(choice, "MIN_BATCHED_COHORT", 2)
         monkeypatch.setattr(choice, "MAX_STEP_SECONDS", 10.0)
         monkeypatch.setattr(
-            choice, "_seconds", lambda engine, orders, times=times: times[type(engine)] * len(orders)
+            choice,
+            "_seconds",
+            lambda engine, orders, times=times: times[type(engine)] * len(orders),
         )
         with caplog.at_level(logging.INFO, "fl_lightning"):
             _, folder = fit(FedAvg(network=Wide), tmp_path)
@@ -228,7 +259,9 @@ def test_units_hold_every_order_once():
     data.distribute(0, torch.device("cpu"))
     method = make("FedAvg")
     method.build(data)
-    orders = [ClientTask(data.client(id), 1, b"", data.labels(data.client(id)), 1, 1) for id in range(6)] * 30
+    orders = [
+        ClientTask(data.client(id), 1, b"", data.labels(data.client(id)), 1, 1) for id in range(6)
+    ] * 30
     for engine in (BatchedEngine(None, method, data), SequentialEngine(None, method, data)):
         assert sorted(at for unit in engine.units(orders) for at in unit) == list(range(180))
     pool = PoolEngine(SequentialEngine(None, method, data), method, data, 2)
@@ -273,8 +306,8 @@ class Shuffles(FedAvg):
 
 
 class Perturbs(FedAvg):
-    """Each client starts from somewhere else, so that what one makes of the broadcast is not what all make of
-    it."""
+    """Each client starts from somewhere else, so that what one makes of the broadcast is not what
+    all make of it."""
 
     def receive(self, message, client):
         super().receive(message, client)
@@ -308,7 +341,10 @@ class Prints(FedAvg):
 
 @pytest.mark.parametrize("method", [Counts, Freezes, Shuffles, Perturbs, Personal, Prints])
 def test_a_method_that_does_more_is_the_same_in_stacks(method, tmp_path):
-    servers = [fit(method(network=SMALL), tmp_path, engine=engine)[0] for engine in ("sequential", "batched")]
+    servers = [
+        fit(method(network=SMALL), tmp_path, engine=engine)[0]
+        for engine in ("sequential", "batched")
+    ]
     torch.testing.assert_close(servers[0]["weights"], servers[1]["weights"], rtol=0, atol=2e-5)
 
 
@@ -324,7 +360,9 @@ class Nobody(Stressor):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_empty_round_in_stacks(workers, tmp_path):
-    _, folder = fit(FedAvg(network=SMALL), tmp_path, engine="batched", workers=workers, callbacks=[Nobody()])
+    _, folder = fit(
+        FedAvg(network=SMALL), tmp_path, engine="batched", workers=workers, callbacks=[Nobody()]
+    )
     assert (folder / "ledger.csv").read_text().count("dropped") == 6
 
 
@@ -353,5 +391,6 @@ class Keeps(FedAvg):
 
 def test_workers_return_kept_state_of_every_type(tmp_path):
     assert same(
-        fit(Keeps(network=SMALL), tmp_path, workers=1)[0], fit(Keeps(network=SMALL), tmp_path, workers=2)[0]
+        fit(Keeps(network=SMALL), tmp_path, workers=1)[0],
+        fit(Keeps(network=SMALL), tmp_path, workers=2)[0],
     )

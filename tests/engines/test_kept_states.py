@@ -39,7 +39,9 @@ def assert_same_states(one: Path, other: Path, round: int = ROUNDS) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.essential), 4])
-def test_states_stay_with_their_ranks_and_results_are_those_of_one_process(tmp_path, imported_once, ranks):
+def test_states_stay_with_their_ranks_and_results_are_those_of_one_process(
+    tmp_path, imported_once, ranks
+):
     """In a whole run, and where one process, several ranks and one process take turns."""
     for name in KEEPING:
         fit(name, tmp_path / "one")
@@ -48,7 +50,9 @@ def test_states_stay_with_their_ranks_and_results_are_those_of_one_process(tmp_p
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = multiprocessing.get_context("forkserver")
-    processes = [context.Process(target=fit_all, args=(tmp_path, rank, ranks, port)) for rank in range(ranks)]
+    processes = [
+        context.Process(target=fit_all, args=(tmp_path, rank, ranks, port)) for rank in range(ranks)
+    ]
     for process in processes:
         process.start()
     for process in processes:

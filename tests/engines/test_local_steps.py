@@ -1,5 +1,5 @@
-"""What a local step is made of beside the loss: clipped gradients, learning rates that follow a schedule over
-rounds, and what an upload may know of them. In every engine."""
+"""What a local step is made of beside the loss: clipped gradients, learning rates that follow a
+schedule over rounds, and what an upload may know of them. In every engine."""
 
 from __future__ import annotations
 
@@ -74,7 +74,9 @@ def test_clipping_is_that_of_a_plain_torch_loop(engine, settings, clip, tmp_path
     torch.testing.assert_close(
         method.server["weights"], by_hand(starts[0], 3, lambda r: 0.1, clip), rtol=0, atol=1e-6
     )
-    assert float((method.server["weights"] - by_hand(starts[0], 3, lambda r: 0.1)).abs().max()) > 0.1
+    assert (
+        float((method.server["weights"] - by_hand(starts[0], 3, lambda r: 0.1)).abs().max()) > 0.1
+    )
 
 
 @pytest.mark.slow
@@ -104,7 +106,9 @@ def test_the_servers_student_steps_as_clients_do(still, tmp_path):
     method = make("FedKD", scheduler=nothing if still == "scheduled" else None)
     fit(method, tmp_path, gradient_clip_val=1e-12 if still == "clipped" else None)
     weights = {name for name, _ in method.network.named_parameters()}
-    began, ended = (method.layout.unpack(vector) for vector in (method.initial, method.server["weights"]))
+    began, ended = (
+        method.layout.unpack(vector) for vector in (method.initial, method.server["weights"])
+    )
     for name in weights:
         torch.testing.assert_close(ended[name], began[name], rtol=0, atol=1e-8)
 
@@ -113,7 +117,8 @@ def test_what_is_not_reached_or_not_set_changes_no_bit(tmp_path):
     plain, _ = fit(make("FedMPQ"), tmp_path)
     assert same(plain, fit(make("FedMPQ"), tmp_path, gradient_clip_val=None)[0])
     assert same(
-        plain, fit(make("FedMPQ"), tmp_path, gradient_clip_val=1e6, gradient_clip_algorithm="value")[0]
+        plain,
+        fit(make("FedMPQ"), tmp_path, gradient_clip_val=1e6, gradient_clip_algorithm="value")[0],
     )
     constant = partial(schedules.ConstantLR, factor=1.0)
     assert same(plain, fit(make("FedMPQ", scheduler=constant), tmp_path)[0])
@@ -139,7 +144,8 @@ def test_rows_are_clipped_as_torch_clips_each():
 
 
 def test_scaled_gradients_are_clipped_unscaled():
-    """The clipped step has the length lr times the clipped norm, whatever the loss scale of 16-mixed."""
+    """The clipped step has the length lr times the clipped norm, whatever the loss scale of
+    16-mixed."""
     fabric = Fabric(accelerator="cpu")
     fabric.strategy.precision = MixedPrecision(
         "16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10)
@@ -147,7 +153,9 @@ def test_scaled_gradients_are_clipped_unscaled():
     method = on_points()
     method.network, method.gradient_clip_val = point_network(6), 0.5
     before = method.network.weight.detach().clone()
-    local_step(fabric, method, SGD(method.parameters(), lr=0.1), (torch.ones(1, 1), torch.tensor([1])), 0)
+    local_step(
+        fabric, method, SGD(method.parameters(), lr=0.1), (torch.ones(1, 1), torch.tensor([1])), 0
+    )
     assert float((method.network.weight.detach() - before).norm()) == pytest.approx(0.05, rel=1e-3)
 
 
@@ -206,7 +214,11 @@ def test_control_variates_are_the_same_in_every_engine(changes, tmp_path, caplog
         run(method, images(), tmp_path, **settings, **more)
         return method.server
 
-    one, pooled, stacked = go(workers=1), go(workers=3, engine="sequential"), go(workers=1, engine="batched")
+    one, pooled, stacked = (
+        go(workers=1),
+        go(workers=3, engine="sequential"),
+        go(workers=1, engine="batched"),
+    )
     assert same(one, pooled)
     assert "one by one" not in caplog.text
     assert float(one["c"].abs().max()) > 0.01
@@ -232,13 +244,21 @@ def test_the_local_work_is_known_in_upload_and_nowhere_else(tmp_path):
 @pytest.mark.parametrize(
     ("scheduler", "says"),
     [
-        (partial(schedules.OneCycleLR, max_lr=0.1, total_steps=3), "cannot be played to round 5 of 5"),
+        (
+            partial(schedules.OneCycleLR, max_lr=0.1, total_steps=3),
+            "cannot be played to round 5 of 5",
+        ),
         (schedules.ReduceLROnPlateau, "not from a metric"),
-        (partial(schedules.LambdaLR, lr_lambda=lambda epoch: 1 - epoch), r"gives \[-0.1\] in round 3"),
+        (
+            partial(schedules.LambdaLR, lr_lambda=lambda epoch: 1 - epoch),
+            r"gives \[-0.1\] in round 3",
+        ),
         (partial(schedules.CosineAnnealingLR, T_max=0), "--model.scheduler"),
     ],
 )
-def test_a_schedule_that_cannot_be_played_is_refused_before_anything_is_made(scheduler, says, tmp_path):
+def test_a_schedule_that_cannot_be_played_is_refused_before_anything_is_made(
+    scheduler, says, tmp_path
+):
     with pytest.raises(InputError, match=says):
         run(
             on_points(optimizer=sgd(0.1), scheduler=scheduler),
@@ -270,7 +290,9 @@ def test_from_the_command_line(tmp_path, monkeypatch, capsys):
     hashes = set()
     for name, flags in {"plain": [], "clipped": clipped, "scheduled": scheduled}.items():
         assert main([*common, "--trainer.run_name", name, *flags]) == 0
-        hashes.add(json.loads(Path(f"runs/fedavg/{name}/metadata.json").read_text())["weights_sha256"])
+        hashes.add(
+            json.loads(Path(f"runs/fedavg/{name}/metadata.json").read_text())["weights_sha256"]
+        )
     assert len(hashes) == 3
     assert main([*common, "--ckpt_path", "runs/fedavg/scheduled", *scheduled]) == 0
     assert main([*common, "--ckpt_path", "runs/fedavg/plain", *clipped, *scheduled]) == 2

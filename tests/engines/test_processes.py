@@ -1,5 +1,5 @@
-"""Processes that are killed, stopped or signalled at a bad moment: nobody is left behind or waited for for
-ever, no signal is lost."""
+"""Processes that are killed, stopped or signalled at a bad moment: nobody is left behind or waited
+for for ever, no signal is lost."""
 
 from __future__ import annotations
 
@@ -99,10 +99,15 @@ engine_of: list[PoolEngine] = []
 
 def test_a_stopped_worker_is_named_after_the_time_out(tmp_path, monkeypatch):
     begin = PoolEngine.start
-    monkeypatch.setattr(PoolEngine, "start", lambda engine: (engine_of.insert(0, engine), begin(engine)))
+    monkeypatch.setattr(
+        PoolEngine, "start", lambda engine: (engine_of.insert(0, engine), begin(engine))
+    )
     with pytest.raises(RankLost, match=r"worker process \d+ is stopped .* no answer for 1 seconds"):
         fit("FedAvg", tmp_path, engine="sequential", workers=2, rank_timeout=1, callbacks=[Stops()])
-    assert json.loads((tmp_path / "FedAvg" / "run" / "metadata.json").read_text())["status"] == "failed"
+    assert (
+        json.loads((tmp_path / "FedAvg" / "run" / "metadata.json").read_text())["status"]
+        == "failed"
+    )
 
 
 FORKED = """

@@ -33,8 +33,9 @@ def is_alive(pid: int) -> bool:
 @pytest.mark.slow
 @pytest.mark.essential
 def test_two_processes_are_one(tmp_path):
-    """Each of the ten methods, kept client state included, clipped steps at a falling lr, optimisers of the
-    server, and topologies of which some take part; only rank 0 leaves anything."""
+    """Each of the ten methods, kept client state included, clipped steps at a falling lr,
+    optimisers of the server, and topologies of which some take part; only rank 0 leaves
+    anything."""
     program = started(tmp_path / "two", "all")
     for name in MANY:
         fit(name, tmp_path / "one")
@@ -76,7 +77,8 @@ def test_robust_averages_of_two_processes_are_those_of_one(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.essential), 4])
 def test_masked_sums_of_processes_are_those_of_one(tmp_path, ranks):
-    """Drop-outs at every phase and a damaged message included: weights, metrics and the ledger's bytes."""
+    """Drop-outs at every phase and a damaged message included: weights, metrics and the ledger's
+    bytes."""
     pytest.importorskip("Crypto")
     program = started(tmp_path / "many", f"secure{ranks}")
     fit("FedMPQ", tmp_path / "one", **ranks_program.SECURE)
@@ -115,7 +117,10 @@ def test_ranks_leave_when_rank_zero_dies(tmp_path):
     program = started(tmp_path, "0")
     program.communicate(timeout=120)  # until rank 1 lets go of stderr
     assert program.returncode == -signal.SIGKILL
-    pid, deadline = int((tmp_path / "FedAvg" / "run" / "rank1.pid").read_text()), time.monotonic() + 120
+    pid, deadline = (
+        int((tmp_path / "FedAvg" / "run" / "rank1.pid").read_text()),
+        time.monotonic() + 120,
+    )
     while is_alive(pid):
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -132,7 +137,9 @@ def test_torchrun(tmp_path):
     _, errors = program.communicate(timeout=120)
     assert program.returncode == 0, errors
     fit("FedMPQKD", tmp_path / "one")
-    assert result(tmp_path / "two" / "FedMPQKD" / "run") == result(tmp_path / "one" / "FedMPQKD" / "run")
+    assert result(tmp_path / "two" / "FedMPQKD" / "run") == result(
+        tmp_path / "one" / "FedMPQKD" / "run"
+    )
 
 
 def test_longest_first():
@@ -146,7 +153,12 @@ def test_longest_first():
 
 def order(id: int = 3, steps: int = 2) -> ClientTask:
     return ClientTask(
-        Client(id, np.arange(100), np.arange(0)), 1, b"message", torch.zeros(100, dtype=torch.int64), 2, steps
+        Client(id, np.arange(100), np.arange(0)),
+        1,
+        b"message",
+        torch.zeros(100, dtype=torch.int64),
+        2,
+        steps,
     )
 
 
@@ -198,15 +210,22 @@ def test_who_started_how_many(monkeypatch, environment, devices, expected):
 
 
 def test_silent_copies_are_refused(monkeypatch):
-    for name, value in {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "4"}.items():
+    for name, value in {
+        "TORCHELASTIC_RUN_ID": "x",
+        "LOCAL_WORLD_SIZE": "4",
+        "WORLD_SIZE": "4",
+    }.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(
-        ValueError, match=r"--trainer.devices 2 where 4 .*; each is one device; write --trainer.devices 4"
+        ValueError,
+        match=r"--trainer.devices 2 where 4 .*; each is one device; write --trainer.devices 4",
     ):
         FederatedTrainer(devices=2)
 
 
-@pytest.mark.parametrize("settings", [{"strategy": "fsdp"}, {"strategy": "dp"}, {"rank_timeout": 0}])
+@pytest.mark.parametrize(
+    "settings", [{"strategy": "fsdp"}, {"strategy": "dp"}, {"rank_timeout": 0}]
+)
 def test_bad_settings(settings):
     with pytest.raises(
         ValueError, match=r"--trainer\.\w+ .*;.*; write --trainer|--trainer\.\w+ .*; at least"

@@ -1,5 +1,5 @@
-"""What is gathered and sent for many clients at once is what each of them would have had: data, labels,
-uploads of any form."""
+"""What is gathered and sent for many clients at once is what each of them would have had: data,
+labels, uploads of any form."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from fl_lightning.models import SmallCNN
 
 
 class Noisy(FederatedImages):
-    """Draws from torch's generators, which ``inputs`` may as long as nobody says that it is examplewise."""
+    """Draws from torch's generators, which ``inputs`` may as long as nobody says that it is
+    examplewise."""
 
     def inputs(self, split, index, draws=None):
         images = super().inputs(split, index, draws)
@@ -44,11 +45,17 @@ def test_data_of_any_kind_are_the_same_in_stacks(kind, tmp_path):
         made.__class__ = kind
         return made
 
-    one = run(make("FedAvg"), data(), tmp_path, max_rounds=2, engine="sequential", workers=1).method.server
-    other = run(make("FedAvg"), data(), tmp_path, max_rounds=2, engine="batched", workers=2).method.server
+    one = run(
+        make("FedAvg"), data(), tmp_path, max_rounds=2, engine="sequential", workers=1
+    ).method.server
+    other = run(
+        make("FedAvg"), data(), tmp_path, max_rounds=2, engine="batched", workers=2
+    ).method.server
     assert torch.allclose(one["weights"], other["weights"], rtol=0, atol=2e-5)
     if kind is not FederatedImages:
-        plain = run(make("FedAvg"), images(), tmp_path, max_rounds=2, engine="batched").method.server
+        plain = run(
+            make("FedAvg"), images(), tmp_path, max_rounds=2, engine="batched"
+        ).method.server
         assert not torch.allclose(plain["weights"], other["weights"], rtol=0, atol=1e-3)
 
 
@@ -81,7 +88,12 @@ class Relabels(Stressor):
 @pytest.mark.parametrize("engine", ["sequential", "batched"])
 def test_labels_of_another_length_are_refused_and_of_another_form_kept_apart(engine, tmp_path):
     with pytest.raises(ValueError, match="labels for client 1; each of its"):
-        fit(make("FedAvg"), tmp_path, engine=engine, callbacks=[Relabels(lambda labels: labels[:-1])])
+        fit(
+            make("FedAvg"),
+            tmp_path,
+            engine=engine,
+            callbacks=[Relabels(lambda labels: labels[:-1])],
+        )
     soft = Relabels(lambda labels: nn.functional.one_hot(labels, 4).float())
     softened, _ = fit(make("FedAvg"), tmp_path, engine=engine, workers=2, callbacks=[soft])
     hard, _ = fit(make("FedAvg"), tmp_path, engine="sequential", workers=1)
@@ -134,8 +146,8 @@ class Kept(Meter):
 
 @pytest.mark.parametrize("name", STEPS_OF_TWO_KINDS)
 def test_gradients_within_a_step_and_frozen_parts_in_stacks(name, tmp_path, caplog):
-    """Statistics are those of SAM's first pass, and a frozen part takes no step of weight decay; with a client
-    of one example, drop-outs, a lost and a rejected upload."""
+    """Statistics are those of SAM's first pass, and a frozen part takes no step of weight decay;
+    with a client of one example, drop-outs, a lost and a rejected upload."""
     make_one, found = STEPS_OF_TWO_KINDS[name], []
     clip = {} if name == "MoFedSAM" else {"gradient_clip_val": 0.5}
     for engine in ("sequential", "batched"):

@@ -23,8 +23,8 @@ from fl_lightning.models.language import hf
 @of_peft
 @pytest.mark.parametrize("bytes_alone", [True, False])
 def test_the_lines_of_the_card_ask_as_the_run_did(bytes_alone: bool, tmp_path: Path):
-    """They are run as they stand, with the definition and inputs of a test record: the same tokens before the
-    answer, and the same answer, whatever the base's own settings of generation are."""
+    """They are run as they stand, with the definition and inputs of a test record: the same tokens
+    before the answer, and the same answer, whatever the base's own settings of generation are."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("peft")
     from tiny_transformers import save_base, tokenizer_of_bytes
@@ -35,7 +35,9 @@ def test_the_lines_of_the_card_ask_as_the_run_did(bytes_alone: bool, tmp_path: P
         base = save_base(tmp_path / "base", "Qwen2.5")
         transformers.GenerationConfig(repetition_penalty=5.0, eos_token_id=9).save_pretrained(base)
         network = partial(hf.TransformersLM, name=str(base), rank=4)
-        data = records(generate=False, tokenizer=HuggingFaceTokenizer(tokenizer=tokenizer_of_bytes()))
+        data = records(
+            generate=False, tokenizer=HuggingFaceTokenizer(tokenizer=tokenizer_of_bytes())
+        )
     method = FedAvg(network=network, optimizer=adam(0.1))
     trainer = run(method, data, tmp_path, max_rounds=1, max_local_steps=2, workers=1)
     out = fl_lightning.export_model(trainer, tmp_path / "home")

@@ -1,4 +1,5 @@
-"""Exported models, loaded again by the libraries that they are for: their outputs are those of the run."""
+"""Exported models, loaded again by the libraries that they are for: their outputs are those of the
+run."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def answers(trainer: FederatedTrainer, client: int | None = None) -> tuple[Any, 
         return inputs, network(inputs)
 
 
-def outputs_of_a_new_process(folder: Path, inputs: Tensor, tmp_path: Path) -> tuple[Tensor, set[str]]:
+def outputs_of_a_new_process(
+    folder: Path, inputs: Tensor, tmp_path: Path
+) -> tuple[Tensor, set[str]]:
     """What ``load.py`` gives in a process of its own, and the modules that it has imported."""
     given, found = tmp_path / "inputs.safetensors", tmp_path / "outputs.safetensors"
     save_file({"inputs": inputs}, given)
@@ -132,7 +135,8 @@ def test_the_loader_makes_the_network_again(network: Any, call: str | None, tmp_
 
 
 class Drawn(Two):
-    """It computes with numbers that are drawn anew in each process and are no part of its ``state_dict``."""
+    """It computes with numbers that are drawn anew in each process and are no part of its
+    ``state_dict``."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__(num_classes)
@@ -143,7 +147,8 @@ class Drawn(Two):
 
 
 def test_the_loader_is_tried_out(tmp_path: Path):
-    """Where the class makes another network than that of the run, load.py does not say that it is the same."""
+    """Where the class makes another network than that of the run, load.py does not say that it is
+    the same."""
     trainer = run(FedAvg(network=Drawn), images(), tmp_path, max_rounds=1, workers=1)
     folder = fl_lightning.export_model(trainer, tmp_path / "home")
     assert "network" not in loaded(folder)
@@ -174,25 +179,38 @@ def test_a_client_of_a_personalised_method(local: FederatedTrainer, tmp_path: Pa
         inputs, expected = answers(local, id)
         folder = fl_lightning.export_model(local, tmp_path / str(id), client=id)
         with torch.no_grad():
-            torch.testing.assert_close(loaded(folder)["network"](inputs), expected, rtol=0, atol=1e-6)
+            torch.testing.assert_close(
+                loaded(folder)["network"](inputs), expected, rtol=0, atol=1e-6
+            )
         assert json.loads((folder / "export.json").read_text())["client"] == id
     found = [(tmp_path / str(id) / "model.safetensors").read_bytes() for id in trained[:2]]
     assert found[0] != found[1]
 
 
 def test_the_one_model_for_all_of_a_personalised_method(tmp_path: Path):
-    tuned = run(FineTune(network=Two, finetune_steps=2), images(), tmp_path / "runs", max_rounds=1, workers=1)
+    tuned = run(
+        FineTune(network=Two, finetune_steps=2),
+        images(),
+        tmp_path / "runs",
+        max_rounds=1,
+        workers=1,
+    )
     inputs = torch.randn(3, 3, 16, 16)
     with torch.no_grad():
         for id in (None, 0):
             client = None if id is None else tuned.data.client(id)
             expected = tuned.method.deploy(client).eval()(inputs)
             folder = fl_lightning.export_model(tuned, tmp_path / f"of_{id}", client=id)
-            torch.testing.assert_close(loaded(folder)["network"](inputs), expected, rtol=0, atol=1e-6)
+            torch.testing.assert_close(
+                loaded(folder)["network"](inputs), expected, rtol=0, atol=1e-6
+            )
 
 
 def test_what_cannot_be_exported_is_refused_and_nothing_is_created(
-    local: FederatedTrainer, of_timm: FederatedTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    local: FederatedTrainer,
+    of_timm: FederatedTrainer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     export, to = fl_lightning.export_model, tmp_path / "home"
     trained = sorted(local.progress.done.states)
@@ -245,10 +263,14 @@ def test_files_are_overwritten_when_asked_and_others_stay(local: FederatedTraine
     fl_lightning.export_model(local, to, client=id, overwrite=True)
     assert {path.name for path in to.iterdir()} == {*OF_TENSORS, "mine.txt"}
     assert (tmp_path / "outside.txt").exists()
-    assert {path.name for path in tmp_path.iterdir()} == {"home", "outside.txt"}, "nothing is left beside it"
+    assert {path.name for path in tmp_path.iterdir()} == {"home", "outside.txt"}, (
+        "nothing is left beside it"
+    )
 
 
-def test_the_model_of_a_run_that_was_killed_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_the_model_of_a_run_that_was_killed_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     trainer = run(FedAvg(network=Two), images(), tmp_path / "runs", max_rounds=1, workers=1)
     record = trainer.run_dir / "metadata.json"
     record.write_text(json.dumps({**json.loads(record.read_text()), "status": "running"}))
@@ -265,7 +287,9 @@ def mosaic(tmp_path: Path) -> FederatedTrainer:
     return run(method, images(), tmp_path / "runs", max_rounds=1, workers=1)
 
 
-def test_each_client_of_fedmosaic_has_a_network_of_its_own(mosaic: FederatedTrainer, tmp_path: Path):
+def test_each_client_of_fedmosaic_has_a_network_of_its_own(
+    mosaic: FederatedTrainer, tmp_path: Path
+):
     inputs, expected = answers(mosaic, 2)
     with refused("without --client"):
         fl_lightning.export_model(mosaic, tmp_path / "home")
@@ -332,9 +356,7 @@ def test_adapters_of_the_byte_model_are_loaded_by_peft(kind: str, tmp_path: Path
     network = loaded(folder)["network"]
     assert isinstance(network, peft.PeftModel)
     length, logits = trainer.data.example_shape[-1], f"logits [B, T, {trainer.data.num_classes}]"
-    said = (
-        f"[B, T]; outputs are {logits}. T is any number of tokens that the model takes, {length} in the run's"
-    )
+    said = f"[B, T]; outputs are {logits}. T is any number of tokens that the model takes, {length} in the run's"
     assert said in " ".join((folder / "README.md").read_text().split())
     with torch.no_grad():
         assert network(input_ids=ids[:, :3]).logits.shape[:2] == (len(ids), 3)
@@ -347,9 +369,9 @@ def served(network: Any, ids: Tensor, new: int) -> list[list[int]]:
     """What transformers' ``generate`` answers to single prompts."""
     with torch.no_grad():
         return [
-            network.generate(input_ids=row[None], max_new_tokens=new, do_sample=False, pad_token_id=0)[0][
-                len(row) :
-            ].tolist()
+            network.generate(
+                input_ids=row[None], max_new_tokens=new, do_sample=False, pad_token_id=0
+            )[0][len(row) :].tolist()
             for row in ids
         ]
 
@@ -357,7 +379,8 @@ def served(network: Any, ids: Tensor, new: int) -> list[list[int]]:
 @of_peft
 @pytest.mark.parametrize("rule", ["residual", "stack"])
 def test_a_base_that_rounds_have_changed_goes_along(rule: str, tmp_path: Path):
-    """After rounds that added to the frozen weights, plain peft answers as the run does, by ``generate`` too."""
+    """After rounds that added to the frozen weights, plain peft answers as the run does, by
+    ``generate`` too."""
     pytest.importorskip("transformers")
     peft = pytest.importorskip("peft")
     settings = {"max_rounds": 2, "participation": 0.5}
@@ -379,7 +402,8 @@ def test_a_base_that_rounds_have_changed_goes_along(rule: str, tmp_path: Path):
 
 
 def on_disk(folder: Path) -> Path:
-    """The folder, with its base named in full, for a program whose working directory is another one."""
+    """The folder, with its base named in full, for a program whose working directory is another
+    one."""
     config = json.loads((folder / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == "base"
     config["base_model_name_or_path"] = str(folder / "base")
@@ -393,7 +417,9 @@ def test_the_byte_model_is_loaded_by_transformers(rank: int, tmp_path: Path):
     pytest.importorskip("peft")
     trainer = on_records(partial(LlamaTiny, rank=rank), tmp_path)
     inputs, expected = answers(trainer)
-    folder = fl_lightning.export_model(trainer, tmp_path / "home", format="transformers" if rank else "auto")
+    folder = fl_lightning.export_model(
+        trainer, tmp_path / "home", format="transformers" if rank else "auto"
+    )
     network = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
         found = network(input_ids=inputs["input_ids"]).logits
@@ -410,10 +436,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = {"<eos>": 0, **{f"w{k}": k for k in range(1, 50)}}
     plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<eos>"))
     plain.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<eos>").save_pretrained(path)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<eos>").save_pretrained(
+        path
+    )
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=50, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2
+        vocab_size=50,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=2,
     )
     model = transformers.LlamaForCausalLM(config)
     with torch.no_grad():
@@ -446,7 +478,9 @@ def on_tokens(
 
 @of_peft
 @pytest.mark.parametrize("kind", ["lora", "ffa", "adalora", "svft", "spectral"])
-def test_adapters_of_a_transformers_model_are_loaded_by_peft(kind: str, folder: Path, tmp_path: Path):
+def test_adapters_of_a_transformers_model_are_loaded_by_peft(
+    kind: str, folder: Path, tmp_path: Path
+):
     import peft
     import transformers
 
@@ -468,7 +502,8 @@ def test_adapters_of_a_transformers_model_are_loaded_by_peft(kind: str, folder: 
 @of_peft
 @pytest.mark.parametrize("rule", ["residual", "stack", "alternate", "product"])
 def test_adapters_of_peft_are_averaged_and_taken_home(rule: str, folder: Path, tmp_path: Path):
-    """On a model of transformers: the rules are exact where they say so, and the base goes along if it moved."""
+    """On a model of transformers: the rules are exact where they say so, and the base goes along if
+    it moved."""
     import peft
     import transformers
 
@@ -495,7 +530,10 @@ def test_adapters_of_peft_are_averaged_and_taken_home(rule: str, folder: Path, t
 def test_the_card_says_where_a_model_comes_from_and_how_it_did(tmp_path: Path):
     trainer = on_records(partial(LlamaTiny, rank=4), tmp_path / "runs", "solve", max_rounds=2)
     folder = fl_lightning.export_model(trainer, tmp_path / "home", format="safetensors")
-    card, about = (folder / "README.md").read_text(), json.loads((folder / "export.json").read_text())
+    card, about = (
+        (folder / "README.md").read_text(),
+        json.loads((folder / "export.json").read_text()),
+    )
     recorded = json.loads((trainer.run_dir / "metadata.json").read_text())
     assert about["data_sha256"] == recorded["content_sha256"]
     assert about["partition_sha256"] == recorded["partition_sha256"]
@@ -528,7 +566,10 @@ def test_a_transformers_model_is_loaded_by_from_pretrained(
     trainer = on_tokens(folder, tmp_path, **({"rank": 3, "adapter": kind} if kind else {"rank": 0}))
     inputs, expected = answers(trainer)
     out = fl_lightning.export_model(trainer, tmp_path / "home", format=format)
-    for network in (transformers.AutoModelForCausalLM.from_pretrained(out).eval(), loaded(out)["network"]):
+    for network in (
+        transformers.AutoModelForCausalLM.from_pretrained(out).eval(),
+        loaded(out)["network"],
+    ):
         with torch.no_grad():
             found = network(input_ids=inputs["input_ids"]).logits
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -555,14 +596,17 @@ def test_onnx_of_a_language_model_takes_any_length(adapted: bool, folder: Path, 
 
 
 def test_a_network_under_a_budget_is_written_as_tensors(tmp_path: Path):
-    """Layers that are switched by token are no model of peft or transformers; the tensors are those of client 1."""
+    """Layers that are switched by token are no model of peft or transformers; the tensors are those
+    of client 1."""
     method = HEST(network=partial(LlamaTiny, rank=96, adapter="spectral"), optimizer=adam())
     small = {"max_rounds": 1, "max_local_steps": 1, "workers": 1}
     trainer = run(method, records(generate=False), tmp_path, **small)
     out = fl_lightning.export_model(trainer, tmp_path / "home", client=1)
     assert "fl_lightning" in (out / "README.md").read_text()
     weights = load_file(out / "model.safetensors")
-    expected = trainer.method.deploy(trainer.data.client(1, trainer.progress.done.states[1])).state_dict()
+    expected = trainer.method.deploy(
+        trainer.data.client(1, trainer.progress.done.states[1])
+    ).state_dict()
     assert weights.keys() == expected.keys()
     assert all(weights[name].equal(expected[name]) for name in weights)
     pytest.importorskip("peft")
@@ -572,7 +616,9 @@ def test_a_network_under_a_budget_is_written_as_tensors(tmp_path: Path):
 
 def test_the_best_checkpoint_is_that_of_its_round(tmp_path: Path):
     """A run of four rounds keeps the last and the best; each is exported with its own weights."""
-    trainer = run(FedAvg(network=Two), images(), tmp_path, max_rounds=4, keep_checkpoints=1, workers=1)
+    trainer = run(
+        FedAvg(network=Two), images(), tmp_path, max_rounds=4, keep_checkpoints=1, workers=1
+    )
     best = trainer.progress.done.best_round
     assert 0 < best < 4, "the test needs a best round before the last"
     found = {}
@@ -587,10 +633,18 @@ def test_the_best_checkpoint_is_that_of_its_round(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.essential
 def test_the_commands_of_the_page(bare_directory: Path, capsys: pytest.CaptureFixture[str]):
-    """After a run of one round in place of the real one, by its name; a trainer in Python gives the same files."""
+    """After a run of one round in place of the real one, by its name; a trainer in Python gives the
+    same files."""
     page = DOCS / "howto" / "export.md"
     commands = documented("export", page)  # of the global model, and of client 3
-    few = ["--trainer.max_rounds", "1", "--trainer.logger", "false", "--trainer.participation", "1.0"]
+    few = [
+        "--trainer.max_rounds",
+        "1",
+        "--trainer.logger",
+        "false",
+        "--trainer.participation",
+        "1.0",
+    ]
     for method, arguments in zip(("fedavg", "fedmosaic_digits"), commands, strict=True):
         name = ["--trainer.run_name", Path(arguments[1]).name]
         assert main(["fit", "--config", method, *few, *name, "--data.num_clients", "5"]) == 0
@@ -598,11 +652,15 @@ def test_the_commands_of_the_page(bare_directory: Path, capsys: pytest.CaptureFi
     assert {path.name for path in Path("digits_model").iterdir()} == OF_TENSORS
     assert json.loads(Path("client_3/export.json").read_text())["client"] == 3
     again = fl_lightning.export_model(Path(commands[0][1]), "again")
-    assert (again / "model.safetensors").read_bytes() == Path("digits_model/model.safetensors").read_bytes()
+    assert (again / "model.safetensors").read_bytes() == Path(
+        "digits_model/model.safetensors"
+    ).read_bytes()
     capsys.readouterr()
     assert main(commands[0]) == 2
     assert "the folder exists and is not empty" in capsys.readouterr().err
-    assert main([*commands[0], "--overwrite", "true", "--checkpoint", "best", "--format", "onyx"]) == 2
+    assert (
+        main([*commands[0], "--overwrite", "true", "--checkpoint", "best", "--format", "onyx"]) == 2
+    )
     assert main(["export", "nowhere", "--to", "new"]) == 2
     assert main(["export", "--to", "new"]) == 2
     assert not Path("new").exists()

@@ -1,5 +1,5 @@
-"""The export of a ladder: the network of all branches, in a form that others load, and what each level leaves
-out."""
+"""The export of a ladder: the network of all branches, in a form that others load, and what each
+level leaves out."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def test_every_branch_is_written_and_the_levels_are_named(tmp_path):
     card = (folder / "README.md").read_text()
     assert "has all branches" in card
     assert said["levels"][-1]["left_out"][0] in card
-    ids = torch.randint(0, trainer.data.num_classes, (2, 6), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(
+        0, trainer.data.num_classes, (2, 6), generator=torch.Generator().manual_seed(1)
+    )
     with torch.no_grad():
         expected = network.network(ids)
         load = runpy.run_path(str(folder / "load.py"))

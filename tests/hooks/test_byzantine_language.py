@@ -1,4 +1,5 @@
-"""Attacks on a federation of adapters: what the server makes of them, by hand, and what is refused."""
+"""Attacks on a federation of adapters: what the server makes of them, by hand, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from tiny_language import fit, method_of, records
 from callbacks import ByzantineClients
 from fl_lightning.errors import InputError
 from fl_lightning.hooks import Stressor
-from fl_lightning.methods import Centralised, CoordinateMedian, FedAvg, LocalOnly, Oracle, WeightedMean
+from fl_lightning.methods import (
+    Centralised,
+    CoordinateMedian,
+    FedAvg,
+    LocalOnly,
+    Oracle,
+    WeightedMean,
+)
 
 
 class Keeps(Stressor):
@@ -28,9 +36,13 @@ class Keeps(Stressor):
 
 
 def attacked(folder, attack: str, cls=FedAvg, average=None, **settings):
-    """A round of five clients of which one attacks; the trainer, who attacks, and what was sent before and
-    after."""
-    honest, hostile, stressor = Keeps(), Keeps(), ByzantineClients(clients=0.2, attack=attack, strength=10.0)
+    """A round of five clients of which one attacks; the trainer, who attacks, and what was sent
+    before and after."""
+    honest, hostile, stressor = (
+        Keeps(),
+        Keeps(),
+        ByzantineClients(clients=0.2, attack=attack, strength=10.0),
+    )
     method = method_of(cls, average=average or WeightedMean())
     callbacks = [honest, stressor, hostile]
     data = records(num_clients=5, generate=False)
@@ -61,13 +73,17 @@ def test_an_attack_replaces_the_update_of_the_adapters(attack, cls, tmp_path):
 def test_the_mean_of_adapters_is_moved_and_the_median_is_not(tmp_path):
     losses = {}
     for average in (WeightedMean(), CoordinateMedian()):
-        trainer, _, _, hostile = attacked(tmp_path / type(average).__name__, "sign_flip", average=average)
+        trainer, _, _, hostile = attacked(
+            tmp_path / type(average).__name__, "sign_flip", average=average
+        )
         sent = torch.stack([hostile.sent[id] for id in range(5)])
         sizes = torch.tensor([len(trainer.data.client(id).train) for id in range(5)]).double()
         by_hand = sent.median(dim=0).values
         if isinstance(average, WeightedMean):
             by_hand = (sizes / sizes.sum()) @ sent
-        torch.testing.assert_close(trainer.method.server["weights"], by_hand.float(), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(
+            trainer.method.server["weights"], by_hand.float(), rtol=1e-6, atol=1e-7
+        )
         more = attacked(tmp_path / "more", "sign_flip", average=deepcopy(average), max_rounds=6)[0]
         history = more.progress.history
         losses[type(average)] = [row["test/loss"] for row in (history[0], history[-1])]
@@ -78,6 +94,8 @@ def test_the_mean_of_adapters_is_moved_and_the_median_is_not(tmp_path):
 @pytest.mark.parametrize("cls", [LocalOnly, Centralised])
 def test_where_clients_send_nothing_that_they_learned_an_attack_is_refused(cls, tmp_path):
     method = method_of(cls)
-    with pytest.raises(InputError, match=rf"ByzantineClients with --model {cls.__name__}; its clients send"):
+    with pytest.raises(
+        InputError, match=rf"ByzantineClients with --model {cls.__name__}; its clients send"
+    ):
         fit(method, tmp_path, callbacks=[ByzantineClients()])
     assert not list(tmp_path.iterdir())

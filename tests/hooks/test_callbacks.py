@@ -1,5 +1,5 @@
-"""Stressors are pure functions of (seed, round, client); meters report what they saw and leave the terminal
-as it was."""
+"""Stressors are pure functions of (seed, round, client); meters report what they saw and leave the
+terminal as it was."""
 
 import io
 import logging
@@ -24,7 +24,8 @@ from fl_lightning.hooks import RoundRecord
 from fl_lightning.metrics import brier_score, expected_calibration_error
 from fl_lightning.tasks import Classification
 
-SIZES = np.array([0 if k % 10 == 3 else 5 + k for k in range(50)])  # five of fifty clients are empty
+# five of fifty clients are empty
+SIZES = np.array([0 if k % 10 == 3 else 5 + k for k in range(50)])
 STARTS = SIZES.cumsum() - SIZES
 
 
@@ -41,7 +42,9 @@ class Data:
         return torch.from_numpy(self.client(id).train % 10)
 
     def group_counts(self) -> np.ndarray:
-        return np.stack([np.bincount(self.labels(k), minlength=10) for k in range(self.num_clients)])
+        return np.stack(
+            [np.bincount(self.labels(k), minlength=10) for k in range(self.num_clients)]
+        )
 
 
 @dataclass
@@ -61,12 +64,16 @@ class FakeContext:
 
 @pytest.fixture
 def poisoned() -> Iterator[None]:
-    """Global generators in a state that no run has, and the same state afterwards: nobody read or moved
-    them."""
+    """Global generators in a state that no run has, and the same state afterwards: nobody read or
+    moved them."""
     random.seed(666), np.random.seed(666), torch.manual_seed(666)  # noqa: NPY002
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # noqa: NPY002
     yield
-    assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())  # noqa: NPY002
+    assert before == (
+        random.getstate(),
+        np.random.get_state()[1].tolist(),  # noqa: NPY002
+        torch.get_rng_state().tolist(),
+    )
 
 
 def noisy_labels(
@@ -101,7 +108,9 @@ def test_label_noise_is_exact_and_the_same_every_round() -> None:
     assert flips(at_60) == {k: round(0.3 * SIZES[k]) for k in flips(at_60)}
     assert all(0 <= label < 10 for labels in at_60.values() for label in labels)
     backwards = [*reversed(range(50))]
-    assert noisy_labels(LabelNoise(round=60, clients=0.2, labels=0.3), 99, context, backwards) == at_60
+    assert (
+        noisy_labels(LabelNoise(round=60, clients=0.2, labels=0.3), 99, context, backwards) == at_60
+    )
     other_seed = FakeContext(seed=2)
     noise.on_setup(other_seed)
     assert flips(noisy_labels(noise, 60, other_seed)).keys() != flips(at_60).keys()
@@ -136,7 +145,9 @@ def test_label_noise_among_the_cohort_survives_a_resume() -> None:
     assert len(flips(changed)) == 2
     assert set(flips(changed)) < {7, 21, 40, 11, 30}
 
-    resumed, reordered = (LabelNoise(round=5, clients=0.4, labels=0.5, among="cohort") for _ in range(2))
+    resumed, reordered = (
+        LabelNoise(round=5, clients=0.4, labels=0.5, among="cohort") for _ in range(2)
+    )
     resumed.load_state_dict(noise.state_dict())
     reordered.change_cohort(cohort(sampled[::-1]), round=5, context=context)
     assert noisy_labels(resumed, 6, context) == noisy_labels(reordered, 6, context) == changed
@@ -168,11 +179,15 @@ def test_stragglers_do_not_depend_on_the_order(mode: Any) -> None:
     backward = dropout.change_cohort(cohort(ids[::-1]), round=3, context=FakeContext())
     outcome = [(a.client.id, a.work, a.trains, a.returns) for a in forward]
     assert outcome == [(a.client.id, a.work, a.trains, a.returns) for a in backward[::-1]]
-    alone = [dropout.change_cohort(cohort([k]), round=3, context=FakeContext())[0].returns for k in ids]
-    assert alone == [a.returns for a in forward]
-    expected = {"before": (1.0, False, False), "after": (1.0, True, False), "partial": (0.25, True, True)}[
-        mode
+    alone = [
+        dropout.change_cohort(cohort([k]), round=3, context=FakeContext())[0].returns for k in ids
     ]
+    assert alone == [a.returns for a in forward]
+    expected = {
+        "before": (1.0, False, False),
+        "after": (1.0, True, False),
+        "partial": (0.25, True, True),
+    }[mode]
     assert {o[1:] for o in outcome} == {(1.0, True, True), expected}
     assert outcome != [
         (a.client.id, a.work, a.trains, a.returns)
@@ -193,7 +208,9 @@ def test_the_straggler_rate_is_the_probability() -> None:
 def test_stressors_compose() -> None:
     """Neither undoes what the other did."""
     gone = [Assignment(Data().client(0), work=0.5, trains=False, returns=False)]
-    after = StragglerDropout(1.0, mode="after").change_cohort(gone, round=1, context=FakeContext())[0]
+    after = StragglerDropout(1.0, mode="after").change_cohort(gone, round=1, context=FakeContext())[
+        0
+    ]
     partial = StragglerDropout(1.0, mode="partial", work=0.5).change_cohort(
         gone, round=1, context=FakeContext()
     )[0]
@@ -241,7 +258,9 @@ def test_calibration_is_the_metric_and_draws_the_last_round(saturated: bool) -> 
         context.figures.clear()
         each.on_fit_end({}, context)
         (title,) = [
-            axes.get_title() for axes in context.figures["reliability_round_0007"].axes if axes.get_title()
+            axes.get_title()
+            for axes in context.figures["reliability_round_0007"].axes
+            if axes.get_title()
         ]
         assert f"ECE {record.metrics['test/ece']:.3f}" in title
 
@@ -271,7 +290,8 @@ def fake_round(bar: ProgressBar, r: int, context: FakeContext) -> None:
     bar.on_round_start(r, context)
     bar.on_client_end(Data().client(0), r, context)
     bar.on_round_end(
-        RoundRecord(r, {"test/accuracy": r / 100, "clients/trained": 1.0, "comm/total_bytes": 1e6}), context
+        RoundRecord(r, {"test/accuracy": r / 100, "clients/trained": 1.0, "comm/total_bytes": 1e6}),
+        context,
     )
 
 
@@ -312,6 +332,7 @@ def test_the_terminal_is_given_back_after_an_exception(monkeypatch: pytest.Monke
     assert handler.stream is terminal
     after = terminal.getvalue().rpartition("\x1b[?25l")[2]
     assert "\x1b[?25h" in after  # cursor shown
-    assert "left" not in after.rpartition("\x1b[?25h")[2]  # and no line of a round that will not be finished
+    # and no line of a round that will not be finished
+    assert "left" not in after.rpartition("\x1b[?25h")[2]
     assert "a line above the display\n" in terminal.getvalue()
     assert "accuracy 1.0 %" in terminal.getvalue()

@@ -1,5 +1,5 @@
-"""A module or folder called ``callbacks`` in the user's project, beside the project's own: real folders, real
-processes."""
+"""A module or folder called ``callbacks`` in the user's project, beside the project's own: real
+folders, real processes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ def start(server: subprocess.Popen[str], here: Path) -> Callable[..., Done]:
         assert server.stdout is not None
         server.stdin.write(json.dumps({"folder": str(here), **what}) + "\n")
         server.stdin.flush()
-        return Done(**dict(zip(("code", "out", "err"), json.loads(server.stdout.readline()), strict=True)))
+        return Done(
+            **dict(zip(("code", "out", "err"), json.loads(server.stdout.readline()), strict=True))
+        )
 
     return started
 
@@ -107,7 +109,9 @@ def lay_out(folder: Path, files: dict[str, str]) -> None:
 @pytest.mark.essential
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_both_are_known_under_one_name(layout: str, here: Path, start: Callable[..., Done]) -> None:
-    lay_out(here, {**LAYOUTS[layout], "run.yaml": config("callbacks.MyThing", "callbacks.Calibration")})
+    lay_out(
+        here, {**LAYOUTS[layout], "run.yaml": config("callbacks.MyThing", "callbacks.Calibration")}
+    )
     paths = resolved(start, "--trainer.callbacks+=MyThing")
     assert paths == [
         "callbacks.LabelNoise",
@@ -118,23 +122,35 @@ def test_both_are_known_under_one_name(layout: str, here: Path, start: Callable[
 
 
 def test_a_run_and_its_continuation(here: Path, start: Callable[..., Done]) -> None:
-    lay_out(here, {**LAYOUTS["a package with a relative import"], "run.yaml": config("callbacks.MyThing")})
+    lay_out(
+        here,
+        {**LAYOUTS["a package with a relative import"], "run.yaml": config("callbacks.MyThing")},
+    )
     done = start("fit", "--config", "run.yaml")
     assert done.code == 0, done.err
     assert "label noise from round 1" in done.err
     (run,) = (here / "runs" / "fl_lightning").iterdir()
-    assert "callbacks.label_noise.LabelNoise" in "".join(file.read_text() for file in run.rglob("*.json"))
+    assert "callbacks.label_noise.LabelNoise" in "".join(
+        file.read_text() for file in run.rglob("*.json")
+    )
     more = ("--trainer.max_rounds", "2", "--ckpt_path", str(run))
-    done = start("fit", "--config", str(run / "config.yaml"), *more, "--trainer.allow_changed", "true")
+    done = start(
+        "fit", "--config", str(run / "config.yaml"), *more, "--trainer.allow_changed", "true"
+    )
     assert done.code == 0, done.err
 
 
-def test_a_name_that_both_have_is_the_users_and_is_said(here: Path, start: Callable[..., Done]) -> None:
+def test_a_name_that_both_have_is_the_users_and_is_said(
+    here: Path, start: Callable[..., Done]
+) -> None:
     clash = "from fl_lightning.hooks import Meter\nclass LabelNoise(Meter):\n    def __init__(self, round: int, mine: int = 7): ...\n"
     lay_out(here, {"callbacks/__init__.py": clash, "run.yaml": CONFIG})
     done = start("fit", "--config", "run.yaml", "--print_config")
     assert done.code == 0, done.err
-    assert yaml.safe_load(done.out)["trainer"]["callbacks"][0]["init_args"] == {"round": 1, "mine": 7}
+    assert yaml.safe_load(done.out)["trainer"]["callbacks"][0]["init_args"] == {
+        "round": 1,
+        "mine": 7,
+    }
     assert done.err.count("\n") == 1
     assert "callbacks.LabelNoise is yours" in done.err
 
@@ -150,12 +166,15 @@ def test_the_users_own_code_may_import_callbacks(here: Path, start: Callable[...
         },
     )
     (here / "my_methods.py").write_text(method)
-    assert resolved(start, "--model", "my_methods.Mine") == ["callbacks.LabelNoise", "callbacks.mine.MyThing"]
+    assert resolved(start, "--model", "my_methods.Mine") == [
+        "callbacks.LabelNoise",
+        "callbacks.mine.MyThing",
+    ]
 
 
 def test_what_had_been_imported_stays_itself(here: Path, start: Callable[..., Done]) -> None:
-    """In a script: the user's classes before and after are the same, and a folder without ``__init__`` joins
-    as well."""
+    """In a script: the user's classes before and after are the same, and a folder without
+    ``__init__`` joins as well."""
     lay_out(here, LAYOUTS["a package with a relative import"])
     script = """
 import callbacks, callbacks.mine
@@ -180,7 +199,9 @@ def test_a_folder_without_init_joins(here: Path, start: Callable[..., Done]) -> 
 
 
 def test_one_that_cannot_be_imported_breaks_nothing(here: Path, start: Callable[..., Done]) -> None:
-    lay_out(here, {"callbacks/__init__.py": "import keras_of_another_project\n", "run.yaml": CONFIG})
+    lay_out(
+        here, {"callbacks/__init__.py": "import keras_of_another_project\n", "run.yaml": CONFIG}
+    )
     done = start("fit", "--config", "run.yaml", "--print_config")
     assert done.code == 0
     assert done.err.count("\n") == 1

@@ -1,5 +1,5 @@
-"""Meters that draw: what they show is what the run did, they leave its result alone, and no figure ever ends
-it."""
+"""Meters that draw: what they show is what the run did, they leave its result alone, and no figure
+ever ends it."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ FIGURES = {
 
 
 class Dropping(nn.Module):
-    """Has what a careless measurement would disturb: BatchNorm's statistics and counter, and the dropout
-    stream."""
+    """Has what a careless measurement would disturb: BatchNorm's statistics and counter, and the
+    dropout stream."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
@@ -106,15 +106,23 @@ def test_the_result_is_the_same_bit_for_bit(name, tmp_path, caplog):
     plain = run(METHODS[name](), images(val_fraction=0.1), tmp_path / "plain", **settings)
     before = torch.get_rng_state(), np.random.get_state()[1].tolist()  # noqa: NPY002
     watched = run(
-        METHODS[name](), images(val_fraction=0.1), tmp_path / "watched", callbacks=meters(), **settings
+        METHODS[name](),
+        images(val_fraction=0.1),
+        tmp_path / "watched",
+        callbacks=meters(),
+        **settings,
     )
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1] == np.random.get_state()[1].tolist()  # noqa: NPY002
     assert weights_hash(plain) == weights_hash(watched)
     for before, after in zip(rows(plain.run_dir), rows(watched.run_dir), strict=True):
-        same = {key: value for key, value in after.items() if not key.startswith(("gradient/", "time/"))}
+        same = {
+            key: value for key, value in after.items() if not key.startswith(("gradient/", "time/"))
+        }
         assert same == {key: value for key, value in before.items() if not key.startswith("time/")}
-    assert (plain.run_dir / "ledger.csv").read_text() == (watched.run_dir / "ledger.csv").read_text()
+    assert (plain.run_dir / "ledger.csv").read_text() == (
+        watched.run_dir / "ledger.csv"
+    ).read_text()
     idle = {"FedMPQKD": set(), "FedMosaic": {"bit_widths", "feature_map", "loss_landscape"}}.get(
         name, {"bit_widths"}
     )
@@ -138,10 +146,18 @@ class Stop(Stressor):
 def test_history_survives_a_resume(tmp_path):
     def fit(folder: str, *, last: Stressor, ckpt_path: str | None = None) -> tuple[Any, list[Any]]:
         watching = meters()
-        method, data = on_images(FedMPQ(bits=4, lambda_b=0.05, prune_threshold=0.3)), images(val_fraction=0.1)
+        method, data = (
+            on_images(FedMPQ(bits=4, lambda_b=0.05, prune_threshold=0.3)),
+            images(val_fraction=0.1),
+        )
         settings = {"max_rounds": 5, "participation": 0.5, "checkpoint_every": 1}
         return run(
-            method, data, tmp_path / folder, callbacks=[*watching, last], ckpt_path=ckpt_path, **settings
+            method,
+            data,
+            tmp_path / folder,
+            callbacks=[*watching, last],
+            ckpt_path=ckpt_path,
+            **settings,
         ), watching
 
     whole, expected = fit("whole", last=Stressor())
@@ -166,8 +182,8 @@ def test_history_survives_a_resume(tmp_path):
 
 
 def test_gradient_norms_of_a_quadratic(tmp_path):
-    """L_k = |w - c_k|^2 / 2: the gradient at the broadcast w is w - c_k. FedProx's term starts at its
-    minimum."""
+    """L_k = |w - c_k|^2 / 2: the gradient at the broadcast w is w - c_k. FedProx's term starts at
+    its minimum."""
     counts, seen = (3, 1), []
 
     class Sent(callbacks.ProgressBar):
@@ -176,24 +192,34 @@ def test_gradient_norms_of_a_quadratic(tmp_path):
 
     method = on_points(FedProx(mu=0.5))
     trainer = run(
-        method, Points(counts), tmp_path, callbacks=[GradientNorms(every=2, clients=2), Sent()], max_rounds=3
+        method,
+        Points(counts),
+        tmp_path,
+        callbacks=[GradientNorms(every=2, clients=2), Sent()],
+        max_rounds=3,
     )
     found = rows(trainer.run_dir)
     for round, (first, second) in ((1, seen[0:2]), (3, seen[4:6])):
-        assert float(found[round - 1]["gradient/task"]) == pytest.approx((first + second) / 2, rel=1e-6)
+        assert float(found[round - 1]["gradient/task"]) == pytest.approx(
+            (first + second) / 2, rel=1e-6
+        )
         assert float(found[round - 1]["gradient/prox"]) == 0
     assert found[1]["gradient/task"] == ""
     assert drawn(trainer.run_dir) == {"gradient_norms"}
 
 
 def test_gradient_norms_of_the_loss_terms(tmp_path):
-    """Of one and the same start: bit grows with lambda_b, kd with alpha, task with neither; without a term it
-    is 0."""
+    """Of one and the same start: bit grows with lambda_b, kd with alpha, task with neither; without
+    a term it is 0."""
 
     def norms(**settings: float) -> dict[str, float]:
         folder = tmp_path / "-".join(map(str, settings.values()))
         trainer = run(
-            on_images(FedMPQKD(**settings)), images(), folder, callbacks=[GradientNorms()], max_rounds=1
+            on_images(FedMPQKD(**settings)),
+            images(),
+            folder,
+            callbacks=[GradientNorms()],
+            max_rounds=1,
         )
         return {
             key: float(value)
@@ -209,19 +235,31 @@ def test_gradient_norms_of_the_loss_terms(tmp_path):
         norms(lambda_b=0.02, alpha=1.0),
         norms(lambda_b=0.0, alpha=0.0),
     )
-    assert one["gradient/bit_over_task"] == pytest.approx(one["gradient/bit"] / one["gradient/task"], rel=0.2)
+    assert one["gradient/bit_over_task"] == pytest.approx(
+        one["gradient/bit"] / one["gradient/task"], rel=0.2
+    )
     one, two, none = map(of_terms, (one, two, none))
     assert two == pytest.approx(
-        {"gradient/task": one["gradient/task"], **{k: 2 * one[k] for k in ("gradient/bit", "gradient/kd")}}
+        {
+            "gradient/task": one["gradient/task"],
+            **{k: 2 * one[k] for k in ("gradient/bit", "gradient/kd")},
+        }
     )
-    assert none == pytest.approx({"gradient/task": one["gradient/task"], "gradient/bit": 0, "gradient/kd": 0})
+    assert none == pytest.approx(
+        {"gradient/task": one["gradient/task"], "gradient/bit": 0, "gradient/kd": 0}
+    )
     assert min(one.values()) > 0
 
 
 def test_gradient_norms_at_the_last_step(tmp_path):
-    """Of |w - c|^2 / 2: every step of SGD leaves 1 - lr of w - c, and a round has one step an epoch."""
+    """Of |w - c|^2 / 2: every step of SGD leaves 1 - lr of w - c, and a round has one step an
+    epoch."""
     method = on_points(FedAvg())
-    settings = {"max_rounds": 1, "local_epochs": 3, "callbacks": [GradientNorms(clients=1, last_step=True)]}
+    settings = {
+        "max_rounds": 1,
+        "local_epochs": 3,
+        "callbacks": [GradientNorms(clients=1, last_step=True)],
+    }
     (row,) = rows(run(method, Points((1,)), tmp_path, **settings).run_dir)
     lr = method.configure_optimizers().param_groups[0]["lr"]
     expected = float(row["gradient/task"]) * (1 - lr) ** 2
@@ -273,8 +311,8 @@ def trained(tmp_path_factory) -> Any:
 
 
 def test_the_centre_of_the_landscape_is_the_run(trained):
-    """Over all test images the student's loss at 0 is the run's test/loss; a step to the side is a step in
-    the weights."""
+    """Over all test images the student's loss at 0 is the run's test/loss; a step to the side is a
+    step in the weights."""
     landscape = trained.callbacks[0]
     losses, count = landscape._losses(trained, np.array([-1.0, 0.0, 1.0]))
     assert count == len(trained.data.test_target)
@@ -284,7 +322,9 @@ def test_the_centre_of_the_landscape_is_the_run(trained):
     assert len({*student.ravel().tolist(), *teacher.ravel().tolist()}) == 18
     full = student_and_teacher(trained.method)["teacher (full precision)"]
     logits = torch.cat([full(inputs).detach() for inputs, _ in trained.data.test_batches()])
-    assert teacher[1, 1] == pytest.approx(float(F.cross_entropy(logits, trained.data.test_target)), rel=1e-6)
+    assert teacher[1, 1] == pytest.approx(
+        float(F.cross_entropy(logits, trained.data.test_target)), rel=1e-6
+    )
 
 
 def test_directions_are_filter_normalised(trained):
@@ -293,7 +333,9 @@ def test_directions_are_filter_normalised(trained):
     direction = method.layout.unpack(filter_normalised(method.layout, method.network, weights, rng))
     for name, tensor in method.layout.unpack(weights).items():
         if tensor.ndim > 1:
-            torch.testing.assert_close(direction[name].flatten(1).norm(dim=1), tensor.flatten(1).norm(dim=1))
+            torch.testing.assert_close(
+                direction[name].flatten(1).norm(dim=1), tensor.flatten(1).norm(dim=1)
+            )
         else:
             assert not direction[name].any(), name
 
@@ -343,13 +385,19 @@ def test_confusion_by_hand(trained):
     )[1:]
     kept = np.array(written, int)[:, 1:]
     assert kept.sum(axis=1).tolist() == torch.bincount(trained.data.test_target).tolist()
-    assert np.trace(kept) / kept.sum() == pytest.approx(float(rows(trained.run_dir)[-1]["test/accuracy"]))
+    assert np.trace(kept) / kept.sum() == pytest.approx(
+        float(rows(trained.run_dir)[-1]["test/accuracy"])
+    )
 
 
 def test_client_accuracies_are_those_of_the_metrics(trained):
     state = trained.callbacks[1].state_dict()
-    assert state["ids"] == [id for id in range(trained.data.num_clients) if len(trained.data.client(id).val)]
-    assert np.mean(state["accuracies"]) == pytest.approx(float(rows(trained.run_dir)[-1]["val/accuracy"]))
+    assert state["ids"] == [
+        id for id in range(trained.data.num_clients) if len(trained.data.client(id).val)
+    ]
+    assert np.mean(state["accuracies"]) == pytest.approx(
+        float(rows(trained.run_dir)[-1]["val/accuracy"])
+    )
 
 
 def test_megabytes_are_those_of_the_ledger():
@@ -369,11 +417,16 @@ def test_figures_of_extreme_runs_can_be_drawn():
         confusion_figure(np.diag([1, 0, 2]), "a class without examples"),
         confusion_figure(rng.integers(0, 9, (100, 100)), "many classes"),
         feature_figure(
-            {"one": rng.normal(size=(60, 3))}, [rng.normal(size=(60, 2))], np.arange(60) % 30, "many classes"
+            {"one": rng.normal(size=(60, 3))},
+            [rng.normal(size=(60, 2))],
+            np.arange(60) % 30,
+            "many classes",
         ),
         gradient_figure([(1, {"task": 1.0, "kd": 0.0}), (6, {"task": float("nan")})]),
         contour_figure(np.array([-1.0, 0, 1]), {"flat": np.full((3, 3), 2.3)}, "flat"),
-        contour_figure(np.array([-1.0, 0, 1]), {"steep": np.array([[1e-3, 1, np.inf]] * 3)}, "steep"),
+        contour_figure(
+            np.array([-1.0, 0, 1]), {"steep": np.array([[1e-3, 1, np.inf]] * 3)}, "steep"
+        ),
         curve_figure(np.array([-1.0, 0, 1]), {"a": np.array([1.0, np.nan, 500])}, "curve"),
         accuracy_bytes_figure(0 * ones, 0 * ones, 0 * ones, ones),
     ]
@@ -411,19 +464,30 @@ def test_a_figure_that_cannot_be_drawn_never_ends_the_run(caplog):
         matrix.on_fit_end({}, Fails())
         FeatureMap().on_fit_end({}, Fails())
         LossLandscape().on_fit_end({}, Fails())
-        GradientNorms().on_client_start(SimpleNamespace(id=4), b"damaged", torch.zeros(1), 1, Fails())
+        GradientNorms().on_client_start(
+            SimpleNamespace(id=4), b"damaged", torch.zeros(1), 1, Fails()
+        )
     text = caplog.text
     assert "round 1: the model's probabilities are not finite" in text
-    assert "figures/confusion_matrix is left out (ValueError: no round had finite probabilities)" in text
+    assert (
+        "figures/confusion_matrix is left out (ValueError: no round had finite probabilities)"
+        in text
+    )
     assert text.count("(OSError: no space left)") == 2
-    for name in ("figures/feature_map", "figures/loss_landscape", "round 1: gradient norms of client 4"):
+    for name in (
+        "figures/feature_map",
+        "figures/loss_landscape",
+        "round 1: gradient norms of client 4",
+    ):
         assert f"{name} is left out" in text
 
 
 def test_a_run_that_diverges_ends_with_its_figures(tmp_path, caplog):
     method = on_images(FedAvg())
     method.optimizer_spec = sgd(1e30)
-    trainer = run_for_nothing(method, images(val_fraction=0.1), tmp_path, callbacks=meters(), max_rounds=2)
+    trainer = run_for_nothing(
+        method, images(val_fraction=0.1), tmp_path, callbacks=meters(), max_rounds=2
+    )
     assert {"client_accuracy", "accuracy_bytes", "gradient_norms"} <= drawn(trainer.run_dir)
 
 
@@ -449,7 +513,8 @@ def test_bad_arguments(make, given, instead):
 def test_the_overlay_has_every_diagnostic_with_its_settings():
     overlay = yaml.safe_load((ROOT / "configs" / "overlays" / "diagnostics.yaml").read_text())
     entries = {
-        entry["class_path"].split(".")[1]: entry["init_args"] for entry in overlay["trainer"]["callbacks+"]
+        entry["class_path"].split(".")[1]: entry["init_args"]
+        for entry in overlay["trainer"]["callbacks+"]
     }
     assert entries.keys() == {type(meter).__name__ for meter in meters()}
     for name, settings in entries.items():
@@ -464,7 +529,12 @@ def test_figures_are_artifacts_of_the_mlflow_run(tmp_path, monkeypatch, database
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     trainer = run(
-        on_images(FedAvg()), images(), tmp_path, callbacks=[ConfusionMatrix()], max_rounds=1, logger=True
+        on_images(FedAvg()),
+        images(),
+        tmp_path,
+        callbacks=[ConfusionMatrix()],
+        max_rounds=1,
+        logger=True,
     )
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     kept = {item.path for item in client.list_artifacts(trainer.journal.tracker.run_id, "figures")}

@@ -1,5 +1,5 @@
-"""A run that ends when its validation no longer improves is finished, and a configuration can be tried out
-without leaving anything."""
+"""A run that ends when its validation no longer improves is finished, and a configuration can be
+tried out without leaving anything."""
 
 from __future__ import annotations
 
@@ -113,7 +113,8 @@ def test_what_was_seen_survives_a_resume(interrupted, tmp_path):
         fit(tmp_path, *values, more=[Pull(interrupted)], checkpoint_every=1, run_name="pulled")
     folder = tmp_path / "fl_lightning" / "pulled"
     assert rounds_of(folder) == interrupted
-    rest, _ = fit(tmp_path, *values, ckpt_path=str(folder), allow_changed=True)  # without the interruption
+    # without the interruption
+    rest, _ = fit(tmp_path, *values, ckpt_path=str(folder), allow_changed=True)
     assert torch.equal(whole.server["weights"], rest.server["weights"])
     assert rest.round == 4  # figures of the end name it
     assert (rounds_of(folder), metadata_of(folder)["status"]) == (4, "finished")
@@ -219,9 +220,14 @@ def test_stopped_runs_are_compared_with_whole_ones(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_sweep_takes_a_stopped_cell_as_finished_and_compare_compares_it(tmp_path, monkeypatch, capsys):
+def test_a_sweep_takes_a_stopped_cell_as_finished_and_compare_compares_it(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
-    stopping = {"class_path": "callbacks.EarlyStopping", "init_args": {"patience": 1, "min_delta": 1.0}}
+    stopping = {
+        "class_path": "callbacks.EarlyStopping",
+        "init_args": {"patience": 1, "min_delta": 1.0},
+    }
     study = {
         "study": "early",
         "config": CONFIG,
@@ -248,7 +254,9 @@ def test_a_sweep_takes_a_stopped_cell_as_finished_and_compare_compares_it(tmp_pa
 
 
 @pytest.mark.parametrize(("given", "rounds"), [("true", 1), ("2", 2)])
-def test_trying_out_runs_everything_and_leaves_nothing(given, rounds, tmp_path, monkeypatch, capsys):
+def test_trying_out_runs_everything_and_leaves_nothing(
+    given, rounds, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     seen = []

@@ -42,7 +42,11 @@ class All(Stressor, Meter):
 def _recorder(name: str) -> Any:
     def hook(self: All, *values: Any, **named: Any) -> Any:
         self.calls.setdefault(name, set()).add((len(values), tuple(named)))
-        return values[0] if name.startswith("change_") else {"state_dict": {}, "stop_reason": ""}.get(name)
+        return (
+            values[0]
+            if name.startswith("change_")
+            else {"state_dict": {}, "stop_reason": ""}.get(name)
+        )
 
     return hook
 
@@ -85,7 +89,9 @@ def test_a_hook_that_cannot_be_called_is_refused_before_anything_is_created(
     monkeypatch.syspath_prepend(tmp_path)
     base, hook = ("Stressor", "change_cohort") if "return" in wrong else ("Meter", "on_cohort")
     module = f"hooks_of_{base.lower()}"
-    code = f"from fl_lightning import {base}\n\n\nclass Wrong{base}({base}):\n    def {hook}{wrong}\n"
+    code = (
+        f"from fl_lightning import {base}\n\n\nclass Wrong{base}({base}):\n    def {hook}{wrong}\n"
+    )
     Path(f"{module}.py").write_text(code)
     assert main(["fit", "--config", "plain", f"--trainer.callbacks+={module}.Wrong{base}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -106,5 +112,7 @@ def test_a_hook_may_have_other_parameters_as_long_as_it_can_be_called(tmp_path):
         on_round_end = 3
 
     assert FederatedTrainer(callbacks=[Fits()]).callbacks
-    with pytest.raises(InputError, match=r"NoFunction.on_round_end = 3; it is called as on_round_end\("):
+    with pytest.raises(
+        InputError, match=r"NoFunction.on_round_end = 3; it is called as on_round_end\("
+    ):
         FederatedTrainer(callbacks=[NoFunction()])

@@ -22,8 +22,8 @@ CLASSES = (AccuracyBytesFigure, Calibration, ClientAccuracyFigure, ProgressBar, 
 
 
 def test_callbacks_keep_nothing_of_the_fit_before(tmp_path):
-    """A second method with a wider network has the states, costs and figures that it has in a trainer of its
-    own."""
+    """A second method with a wider network has the states, costs and figures that it has in a
+    trainer of its own."""
 
     def trained(trainer, width):
         trainer.fit(make("FedAvg", network=partial(SmallCNN, width=width)), images())

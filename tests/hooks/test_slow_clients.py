@@ -1,4 +1,5 @@
-"""The slowest tenth of the clients is who it is said to be, in every form of rounds, and is only watched."""
+"""The slowest tenth of the clients is who it is said to be, in every form of rounds, and is only
+watched."""
 
 from __future__ import annotations
 
@@ -100,7 +101,9 @@ def test_a_round_has_lines_and_the_local_steps_too(tmp_path):
         work = sum(([16] * (examples // 16) + [examples % 16] * (examples % 16 > 0)) * 2)
         first = sum((([16] * (examples // 16) + [examples % 16] * (examples % 16 > 0)) * 2)[:3])
         assert first < work
-        assert took == pytest.approx(0.25 + size / 2e6 + size / 1e6 + Phones().seconds(0, 1, id, first))
+        assert took == pytest.approx(
+            0.25 + size / 2e6 + size / 1e6 + Phones().seconds(0, 1, id, first)
+        )
 
 
 @pytest.mark.parametrize(

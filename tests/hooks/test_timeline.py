@@ -24,7 +24,9 @@ from fl_lightning.study.report.curves import seconds_curve
 
 
 def trained(folder: Path, **settings):
-    clock = Clock(devices=LogNormalDevices(), availability=Diurnal(online=2.0, offline=1.0, day=4.0))
+    clock = Clock(
+        devices=LogNormalDevices(), availability=Diurnal(online=2.0, offline=1.0, day=4.0)
+    )
     settings = {"clock": clock, "local_epochs": 1, "max_rounds": 8, **settings}
     return run(FedAvg(network=SMALL, optimizer=sgd(0.1)), images(), folder, **settings)
 
@@ -39,7 +41,13 @@ def test_it_shows_the_ledger_and_leaves_the_run_alone(tmp_path):
     with (trainer.run_dir / "ledger.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if int(row["round"]) > 5]
     expected = [
-        [int(row["round"]), int(row["client"]), row["status"], float(row["started"]), float(row["ended"])]
+        [
+            int(row["round"]),
+            int(row["client"]),
+            row["status"],
+            float(row["started"]),
+            float(row["ended"]),
+        ]
         for row in rows
     ]
     assert figure.seen["bars"] == expected
@@ -50,10 +58,16 @@ def test_it_shows_the_ledger_and_leaves_the_run_alone(tmp_path):
     total = sum(int(versions) * count for versions, count in figure.seen["staleness"].items())
     assert total == pytest.approx((metrics["clients/staleness"] * metrics["clients/trained"]).sum())
     assert (trainer.run_dir / "figures" / "timeline.png").stat().st_size > 10_000
-    half = trained(tmp_path / "half", rounds=rounds, callbacks=[TimelineFigure(rounds=3)], max_rounds=4)
+    half = trained(
+        tmp_path / "half", rounds=rounds, callbacks=[TimelineFigure(rounds=3)], max_rounds=4
+    )
     again = TimelineFigure(rounds=3)
     trained(
-        tmp_path / "half", rounds=rounds, callbacks=[again], ckpt_path=str(half.run_dir), allow_changed=True
+        tmp_path / "half",
+        rounds=rounds,
+        callbacks=[again],
+        ckpt_path=str(half.run_dir),
+        allow_changed=True,
     )
     assert again.seen == figure.seen
 
@@ -61,11 +75,17 @@ def test_it_shows_the_ledger_and_leaves_the_run_alone(tmp_path):
 def test_bars_lie_where_the_ledger_says(tmp_path):
     bars = [[1, 7, "trained", 0.0, 2.0], [1, 3, "lost", 0.0, 1.5], [2, 7, "rejected", 2.0, 5.0]]
     axes, below = timeline_figure(bars, [0.0, 2.0, 5.0], {0: 3, 2: 1}, 0.5).axes
-    drawn = Counter((p.get_x(), p.get_width(), round(p.get_y() + p.get_height() / 2)) for p in axes.patches)
+    drawn = Counter(
+        (p.get_x(), p.get_width(), round(p.get_y() + p.get_height() / 2)) for p in axes.patches
+    )
     assert drawn == Counter([(0.0, 2.0, 1), (0.0, 1.5, 0), (2.0, 3.0, 1)])
     assert [text.get_text() for text in axes.get_yticklabels()] == ["3", "7"]
-    used, lost, rejected = sorted(axes.patches, key=lambda patch: (patch.get_x(), -patch.get_width()))
-    assert lost.get_zorder() < min(used.get_zorder(), rejected.get_zorder()), "asked anew while it is late"
+    used, lost, rejected = sorted(
+        axes.patches, key=lambda patch: (patch.get_x(), -patch.get_width())
+    )
+    assert lost.get_zorder() < min(used.get_zorder(), rejected.get_zorder()), (
+        "asked anew while it is late"
+    )
     assert [bar.get_height() for bar in below.patches] == [75.0, 25.0]
     assert "mean 0.50" in below.get_legend_handles_labels()[1]
     with pytest.raises(ValueError, match="at work"):

@@ -38,7 +38,8 @@ PUBLIC = 20
 FORWARD = 2 * (D * H + H * C)
 """Operations of a forward pass of one example: a multiply-add is two."""
 STEP = 2 * FORWARD + 2 * H * C
-"""Forward, the gradient of both weights, and that of the hidden layer; nobody asks for that of the input."""
+"""Forward, the gradient of both weights, and that of the hidden layer; nobody asks for that of the
+input."""
 
 
 class TwoLayers(nn.Sequential):
@@ -49,7 +50,9 @@ class TwoLayers(nn.Sequential):
 def data(**settings) -> FederatedImages:
     small = {"synthetic_size": 8, "synthetic_examples": 130, "synthetic_test_examples": 8}
     small |= {"synthetic_classes": C, "num_clients": 3, "batch_size": 16, "val_fraction": 0.0}
-    return FederatedImages(dataset="synthetic", partition=IID(), public_examples=PUBLIC, **(small | settings))
+    return FederatedImages(
+        dataset="synthetic", partition=IID(), public_examples=PUBLIC, **(small | settings)
+    )
 
 
 def rows_of(trainer) -> list[dict[str, str]]:
@@ -60,7 +63,9 @@ def rows_of(trainer) -> list[dict[str, str]]:
 def flops_of(method, tmp_path, *callbacks, federation=None, **settings) -> list[int]:
     settings = {"max_rounds": 2, "engine": "sequential", "local_epochs": 2, **settings}
     method.network_spec, method.optimizer_spec = TwoLayers, sgd(0.01, momentum=0.9)
-    trainer = run(method, federation or data(), tmp_path, callbacks=[*callbacks, TrainingCost()], **settings)
+    trainer = run(
+        method, federation or data(), tmp_path, callbacks=[*callbacks, TrainingCost()], **settings
+    )
     return [int(float(row["cost/train_flops"])) for row in rows_of(trainer)]
 
 
@@ -95,15 +100,19 @@ def test_flops_by_hand(method, settings, expected, tmp_path):
     ids=["cached", "augmented", "joint", "term", "alpha 0"],
 )
 def test_flops_of_the_teacher_by_hand(method, settings, teacher, tmp_path):
-    """The teacher's passes that truly run, on top of FedMPQ, whose making of weights counts as well."""
+    """The teacher's passes that truly run, on top of FedMPQ, whose making of weights counts as
+    well."""
     student = flops_of(FedMPQ(), tmp_path / "student", federation=data(**settings))
     assert student[0] >= 2 * EXAMPLES * STEP
     both = flops_of(method(), tmp_path / "both", federation=data(**settings))
-    assert [b - s for b, s in zip(both, student, strict=True)] == pytest.approx([teacher] * 2, rel=1e-6)
+    assert [b - s for b, s in zip(both, student, strict=True)] == pytest.approx(
+        [teacher] * 2, rel=1e-6
+    )
 
 
 def test_flops_of_soft_labels_by_hand(tmp_path):
-    """Every client makes soft labels of the public set; there is something to distil from round 2 on."""
+    """Every client makes soft labels of the public set; there is something to distil from round 2
+    on."""
     own, labels = EXAMPLES * STEP, 3 * PUBLIC * FORWARD
     expected = [own + labels, own + labels + 3 * 2 * PUBLIC * STEP]
     assert flops_of(FedKD(distill_epochs=2), tmp_path, local_epochs=1) == expected
@@ -112,14 +121,17 @@ def test_flops_of_soft_labels_by_hand(tmp_path):
 def test_a_schedule_is_measured_where_it_changes_the_work(tmp_path, monkeypatch):
     asked = []
     measure = training_cost.measure
-    monkeypatch.setattr(training_cost, "measure", lambda *args: asked.append(args) or measure(*args))
+    monkeypatch.setattr(
+        training_cost, "measure", lambda *args: asked.append(args) or measure(*args)
+    )
     flops = flops_of(FedMPQKD(alpha=LinearSchedule(0.0, 1.0, 3)), tmp_path, max_rounds=3)
     assert flops[1] == flops[2] == pytest.approx(flops[0] + EXAMPLES * FORWARD, rel=1e-6)
     assert len(asked) == 2
 
 
 def test_who_drops_out_costs_nothing_and_a_straggler_what_it_does(tmp_path):
-    """36 or 37 examples a client: steps of 16, 16 and the rest; half of the steps of two epochs is an epoch."""
+    """36 or 37 examples a client: steps of 16, 16 and the rest; half of the steps of two epochs is
+    an epoch."""
     before, partly = (
         StragglerDropout(probability=1.0, mode=mode, **more)
         for mode, more in (("before", {}), ("partial", {"work": 0.5}))
@@ -143,7 +155,8 @@ def test_families_are_measured_each(tmp_path):
 
 
 def test_flops_of_convolutions_by_hand(tmp_path):
-    """Dense, in groups, depthwise: of each layer forward and two gradients, of the first one no input's."""
+    """Dense, in groups, depthwise: of each layer forward and two gradients, of the first one no
+    input's."""
 
     def layers(classes):
         return nn.Sequential(
@@ -155,7 +168,9 @@ def test_flops_of_convolutions_by_hand(tmp_path):
         )
 
     method = FedAvg(network=layers, optimizer=sgd(0.01))
-    trainer = run(method, data(), tmp_path, max_rounds=1, local_epochs=1, callbacks=[TrainingCost()])
+    trainer = run(
+        method, data(), tmp_path, max_rounds=1, local_epochs=1, callbacks=[TrainingCost()]
+    )
     first, others = 2 * 64 * 6 * 27, [2 * 16 * 6 * 9, 2 * 16 * 4 * 3, 2 * 64 * C]
     expected = EXAMPLES * (2 * first + 3 * sum(others))
     assert float(rows_of(trainer)[0]["cost/train_flops"]) == expected
@@ -200,8 +215,8 @@ def test_memory_agrees_with_the_allocator():
 
 
 def test_memory_of_a_step_by_hand(tmp_path):
-    """Two linear layers: weights, gradients and momentum are alive at once, and a batch of 16 images; of the
-    hidden layer there are outputs and gradients."""
+    """Two linear layers: weights, gradients and momentum are alive at once, and a batch of 16
+    images; of the hidden layer there are outputs and gradients."""
 
     def wide(classes):
         return nn.Sequential(nn.Flatten(), nn.Linear(D, 5000, bias=False), nn.Linear(5000, classes))
@@ -215,13 +230,19 @@ def test_memory_of_a_step_by_hand(tmp_path):
 
 @pytest.mark.parametrize("engine", ["sequential", "batched"])
 def test_cost_and_profile_leave_the_run_as_it_is(engine, tmp_path):
-    """Weights and all other metrics bit for bit; a run that was cut and resumed has the same costs."""
+    """Weights and all other metrics bit for bit; a run that was cut and resumed has the same
+    costs."""
 
     def fit(folder, callbacks, method=None, **settings):
         method = method or FedMPQKD(optimizer=sgd(0.05, momentum=0.9))
         settings = {"max_rounds": 3, "participation": 0.7, "engine": engine, **settings}
         return method, run(
-            method, data(synthetic_size=16), tmp_path / folder, callbacks=callbacks, seed=3, **settings
+            method,
+            data(synthetic_size=16),
+            tmp_path / folder,
+            callbacks=callbacks,
+            seed=3,
+            **settings,
         )
 
     plain, alone = fit("plain", [])
@@ -252,7 +273,13 @@ def test_a_run_that_fails_in_a_profiled_round_ends_the_profile(tmp_path):
 
     for _ in range(2):  # a profile that was left on could not be begun again
         with pytest.raises(RuntimeError, match="broken"):
-            run(Broken(), data(synthetic_size=16), tmp_path, max_rounds=2, callbacks=[Profile(start=1)])
+            run(
+                Broken(),
+                data(synthetic_size=16),
+                tmp_path,
+                max_rounds=2,
+                callbacks=[Profile(start=1)],
+            )
     gc.collect()
 
 

@@ -1,5 +1,5 @@
-"""Methods against client drift: what holds in every round, where they end on quadratics, and the mistakes of
-public code, each of which a golden file or a refusal catches."""
+"""Methods against client drift: what holds in every round, where they end on quadratics, and the
+mistakes of public code, each of which a golden file or a refusal catches."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ from fl_lightning.wire import PayloadError
 
 
 class MeanOfKept(Meter):
-    """The largest distance, in any round, of a vector of the server from the mean of what clients keep."""
+    """The largest distance, in any round, of a vector of the server from the mean of what clients
+    keep."""
 
     def __init__(self, of_server, of_client):
         self.of_server, self.of_client, self.furthest, self.size = of_server, of_client, 0.0, 0.0
@@ -79,7 +80,13 @@ def test_the_server_has_the_mean_of_what_clients_keep(method, names, way, tmp_pa
     means = [MeanOfKept(*pair) for pair in names]
     subject = method(network=small_network, optimizer=sgd(0.05))
     run(
-        subject, images(), tmp_path, max_rounds=5, max_local_steps=3, callbacks=[Fates(), *means], **WAYS[way]
+        subject,
+        images(),
+        tmp_path,
+        max_rounds=5,
+        max_local_steps=3,
+        callbacks=[Fates(), *means],
+        **WAYS[way],
     )
     for mean in means:
         assert mean.size > 1e-3
@@ -110,7 +117,14 @@ LR, STEPS, MU = 0.2, (1, 4), 0.5
 def end_of(kind, folder, *, rounds=150, lr=LR, **settings):
     method = kind(network=point_network, optimizer=sgd(lr), weigh_by="clients", **settings)
     method.task_loss = Quadratic()
-    run(method, Points(STEPS, batch_size=1), folder, max_rounds=rounds, local_epochs=1, eval_every=10**6)
+    run(
+        method,
+        Points(STEPS, batch_size=1),
+        folder,
+        max_rounds=rounds,
+        local_epochs=1,
+        eval_every=10**6,
+    )
     return method.server["weights"]
 
 
@@ -155,7 +169,9 @@ def test_where_a_method_ends_on_two_quadratics(kind, own, expected, tmp_path):
 @pytest.mark.essential
 def test_fednova_is_unbiased_as_the_rate_goes_to_0_and_fedavg_is_not(tmp_path):
     best = weighed(1, 1)
-    off = [float((end_of(FedNova, tmp_path, lr=lr, rounds=250) - best).norm()) for lr in (0.1, 0.02)]
+    off = [
+        float((end_of(FedNova, tmp_path, lr=lr, rounds=250) - best).norm()) for lr in (0.1, 0.02)
+    ]
     assert off[1] < off[0] / 4
     assert float((end_of(FedAvg, tmp_path, lr=0.02, rounds=250) - best).norm()) > 10 * off[1]
 
@@ -250,7 +266,9 @@ class MomentumOfSteps(FedCM):
     """FL-Simulator: K is that of client 0 in its first round."""
 
     def addends(self, upload, client_id, weight):
-        return super().addends(type(upload)({**upload, "steps": torch.tensor(3.0)}), client_id, weight)
+        return super().addends(
+            type(upload)({**upload, "steps": torch.tensor(3.0)}), client_id, weight
+        )
 
 
 class UndecayedDrift(FedDC):
@@ -266,7 +284,9 @@ class Unsquared(FedDyn):
         outputs = FedAvg.training_step(self, batch, batch_idx)
         y = torch.cat([weight.reshape(-1) for _, weight in self.own_parameters()])
         moved = y - self.start
-        term = self.weight * (moved @ (self.start - self.centre) + (moved.square().sum() + 1e-12).sqrt() / 2)
+        term = self.weight * (
+            moved @ (self.start - self.centre) + (moved.square().sum() + 1e-12).sqrt() / 2
+        )
         return {**outputs, "loss": outputs["loss"] + term}
 
 
@@ -354,7 +374,8 @@ def test_a_golden_file_catches_it(fault, tmp_path):
 
 
 def fedspeed(case, lamb, rho):
-    """x after each round, in float64: the paper's formulas, with the mean of all H_i at the server."""
+    """x after each round, in float64: the paper's formulas, with the mean of all H_i at the
+    server."""
     problem, settings = case["problem"], case["settings"]
     shapes, clients = dict(problem["layout"]), problem["clients"]
     x = torch.tensor(problem["initial"], dtype=torch.float64)
@@ -363,9 +384,15 @@ def fedspeed(case, lamb, rho):
     def gradient(y, client):
         y = y.detach().requires_grad_()
         pieces = y.split([math.prod(shape) for shape in shapes.values()])
-        w = {name: piece.view(shape) for piece, (name, shape) in zip(pieces, shapes.items(), strict=True)}
+        w = {
+            name: piece.view(shape)
+            for piece, (name, shape) in zip(pieces, shapes.items(), strict=True)
+        }
         z = torch.tensor(client["x"], dtype=torch.float64)
-        z = torch.tanh(z @ w["base.weight"].T + w["base.bias"]) @ w["head.weight"].T + w["head.bias"]
+        z = (
+            torch.tanh(z @ w["base.weight"].T + w["base.bias"]) @ w["head.weight"].T
+            + w["head.bias"]
+        )
         loss = torch.nn.functional.cross_entropy(z, torch.tensor(client["y"]))
         return torch.autograd.grad(loss, y)[0]
 
@@ -388,7 +415,9 @@ def test_fedspeed_is_its_formula(tmp_path):
     (case, *_) = cases_of("FedDC")
     case["settings"] = {**case["settings"], "lamb": 0.25, "rho": 0.1}
     del case["settings"]["alpha"]
-    case["after"] = {str(t): {"server": x.tolist()} for t, x in enumerate(fedspeed(case, 0.25, 0.1), start=1)}
+    case["after"] = {
+        str(t): {"server": x.tolist()} for t, x in enumerate(fedspeed(case, 0.25, 0.1), start=1)
+    }
     for lost in (False, True):
         found = run_case("FedSpeed", Adapter(weights="uniform"), case, tmp_path, lost=lost)
         assert not differences(case["after"], found)
@@ -401,10 +430,18 @@ def test_fedspeed_is_its_formula(tmp_path):
     ("method", "optimizer", "says"),
     [
         (SCAFFOLD, partial(SGD, lr=0.1, momentum=0.9), "write --model.optimizer.momentum 0"),
-        (SCAFFOLD, partial(SGD, lr=0.1, weight_decay=1e-4), "write --model.optimizer.weight_decay 0"),
+        (
+            SCAFFOLD,
+            partial(SGD, lr=0.1, weight_decay=1e-4),
+            "write --model.optimizer.weight_decay 0",
+        ),
         (SCAFFOLD, partial(AdamW, lr=0.1), "write --model.optimizer SGD"),
         (FedCM, partial(SGD, lr=0.1, momentum=0.9), "write --model.optimizer.momentum 0"),
-        (MoFedSAM, partial(SGD, lr=0.1, weight_decay=1e-4), "write --model.optimizer.weight_decay 0"),
+        (
+            MoFedSAM,
+            partial(SGD, lr=0.1, weight_decay=1e-4),
+            "write --model.optimizer.weight_decay 0",
+        ),
         (FedDC, partial(SGD, lr=0.1, momentum=0.9), "write --model.optimizer.momentum 0"),
         (FedNova, partial(AdamW, lr=0.1), "write --model.optimizer SGD"),
         (FedNova, partial(SGD, lr=0.1, momentum=0.9, nesterov=True), "optimizer.nesterov false"),

@@ -12,7 +12,12 @@ import torch
 from callbacks import ExpertFigure
 from callbacks.figures.expert_figure import expert_figure, purity_of
 from fl_lightning.methods.experts.merging import AdapterSpace
-from fl_lightning.methods.experts.responsibilities import Paired, is_worse_than_own, responsibilities, seated
+from fl_lightning.methods.experts.responsibilities import (
+    Paired,
+    is_worse_than_own,
+    responsibilities,
+    seated,
+)
 from fl_lightning.methods.experts.slots import RULES, Slots
 from fl_lightning.models.language.experts import Factors
 from fl_lightning.wire import Layout
@@ -48,7 +53,9 @@ def test_a_client_is_not_surer_than_its_probes_can_tell():
     r, tau = responsibilities(losses, PRIOR, ACTIVE, tau=1e-6, kappa=1.0)
     difference = (losses[:, 2] - losses[:, 1]).numpy()
     assert tau == pytest.approx(difference.std(ddof=1) / math.sqrt(32))
-    score = [math.log(p) - float(losses[:, k].mean()) / tau for k, p in enumerate(PRIOR.tolist()) if p]
+    score = [
+        math.log(p) - float(losses[:, k].mean()) / tau for k, p in enumerate(PRIOR.tolist()) if p
+    ]
     expected = np.exp(score) / np.exp(score).sum()
     assert r[ACTIVE].numpy() == pytest.approx(expected)
     assert not r[~ACTIVE].any()
@@ -58,7 +65,9 @@ def test_slots_permuted_everything_is_permuted():
     order = torch.tensor([0, 3, 1, 2, 4])
     losses = nats(9, 1.0, 1.1, 1.3, 9, noise=0.1)
     r, _ = responsibilities(losses, PRIOR, ACTIVE, tau=0.1, kappa=1.0)
-    permuted, _ = responsibilities(losses[:, order], PRIOR[order], ACTIVE[order], tau=0.1, kappa=1.0)
+    permuted, _ = responsibilities(
+        losses[:, order], PRIOR[order], ACTIVE[order], tau=0.1, kappa=1.0
+    )
     assert torch.allclose(permuted, r[order], rtol=1e-12)
 
 
@@ -74,12 +83,16 @@ def test_the_largest_are_seated_and_the_lower_of_equals():
 def test_a_share_that_the_server_counts_as_nothing_gets_no_seat():
     """Its logarithm could be infinite, and its place in the message empty."""
     for little in (0.0, 1e-60, 1e-4):
-        slots, shares = seated(torch.tensor([0.0, little, 1 - little, 0.0, 0.0]).double(), ACTIVE, seats=2)
+        slots, shares = seated(
+            torch.tensor([0.0, little, 1 - little, 0.0, 0.0]).double(), ACTIVE, seats=2
+        )
         assert slots == [2]
         assert shares.tolist() == [1]
 
 
-@pytest.mark.parametrize(("own", "rejects"), [(0.5, True), (0.97, False), (1.0, False), (1.5, False)])
+@pytest.mark.parametrize(
+    ("own", "rejects"), [(0.5, True), (0.97, False), (1.0, False), (1.5, False)]
+)
 def test_experts_are_rejected_where_the_own_adapter_is_better_by_the_test(own, rejects):
     """All three are equally bad, or all are good enough: what r is does not matter."""
     losses = nats(0, 1, 1, 1, 0)
@@ -134,7 +147,8 @@ def test_cosine_and_merge_see_the_product_and_not_the_factors():
     assert lost == pytest.approx(0, abs=1e-10)
     assert torch.dist(product(merged), product(same)) < 1e-5 * product(same).norm()
     mean = torch.stack([same, turned]).mean(0)
-    assert torch.dist(product(mean), product(same)) > 0.3 * product(same).norm()  # of factors, it is not
+    # of factors, it is not
+    assert torch.dist(product(mean), product(same)) > 0.3 * product(same).norm()
 
 
 def test_a_merge_is_the_best_of_its_rank():
@@ -216,7 +230,8 @@ def test_purity_is_one_where_each_group_has_one_expert():
     groups = np.array([0, 0, 1, 1, 2, 2])
     assert purity_of(np.eye(4)[[3, 3, 1, 1, 2, 2]], groups) == pytest.approx(1)
     assert purity_of(np.eye(4)[[0] * 6], groups) == 0
-    assert purity_of(np.eye(6), groups) == pytest.approx(math.log(3) / math.log(6))  # one expert each
+    # one expert each
+    assert purity_of(np.eye(6), groups) == pytest.approx(math.log(3) / math.log(6))
     assert purity_of(np.eye(4), np.zeros(4)) is None
 
 
@@ -224,8 +239,12 @@ def test_purity_is_one_where_each_group_has_one_expert():
 def test_the_figure_has_a_panel_of_transfer_where_it_is_known_and_no_parts_of_rounds(known):
     pytest.importorskip("matplotlib")
     use, r, groups = np.eye(4)[[0, 0, 1]], np.eye(4)[[0, 1, 0]], np.array([0, 1, 0])
-    lost = np.array([[0.3, 0.1], [0.3, 0.2], [np.nan, np.nan]]) if known else np.full((3, 2), np.nan)
-    figure = expert_figure(use, r, groups, ["0  a", "1  b", "2  a"], ([3], [9.0], [12.0]), "perplexity", lost)
+    lost = (
+        np.array([[0.3, 0.1], [0.3, 0.2], [np.nan, np.nan]]) if known else np.full((3, 2), np.nan)
+    )
+    figure = expert_figure(
+        use, r, groups, ["0  a", "1  b", "2  a"], ([3], [9.0], [12.0]), "perplexity", lost
+    )
     titles = [axes.get_title() for axes in figure.axes]
     assert ("loss against its own adapter" in titles) is known
     figure.canvas.draw()
@@ -233,7 +252,11 @@ def test_the_figure_has_a_panel_of_transfer_where_it_is_known_and_no_parts_of_ro
     assert [tick for tick in served.get_xticks() if 0.5 < tick < 3.5] == [1, 2, 3]
     if known:  # clients 0, 2, 1, the unsure and the unknown one not red
         bars = figure.axes[titles.index("loss against its own adapter")].patches
-        assert [bar.get_facecolor() == bars[0].get_facecolor() for bar in bars] == [True, False, False]
+        assert [bar.get_facecolor() == bars[0].get_facecolor() for bar in bars] == [
+            True,
+            False,
+            False,
+        ]
 
 
 def test_a_checkpoint_of_before_there_was_the_panel_is_read():

@@ -1,4 +1,5 @@
-"""FedAdaLoRA: which directions the server keeps, what of the others is left, and what is refused."""
+"""FedAdaLoRA: which directions the server keeps, what of the others is left, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ DIRECTIONS = RANK * len(LAYERS)
 
 
 def network(vocab_size: int) -> Llama:
-    return add_adapter(Llama(vocab_size, width=16, depth=1, heads=2), "adalora", rank=RANK, targets=LAYERS)
+    return add_adapter(
+        Llama(vocab_size, width=16, depth=1, heads=2), "adalora", rank=RANK, targets=LAYERS
+    )
 
 
 def method(**settings) -> FedAdaLoRA:
@@ -43,7 +46,10 @@ def built(**settings) -> FedAdaLoRA:
 def factors(made: FedAdaLoRA) -> list[dict[str, torch.Tensor]]:
     """P, lambda and Q of each layer in the server's weights, by hand from the network's names."""
     tensors = made.layout.unpack(made.server["weights"])
-    return [{part: tensors[f"layers.0.{layer}.lora_{part}"] for part in ("A", "E", "B")} for layer in LAYERS]
+    return [
+        {part: tensors[f"layers.0.{layer}.lora_{part}"] for part in ("A", "E", "B")}
+        for layer in LAYERS
+    ]
 
 
 def alive(made: FedAdaLoRA) -> list[bool]:
@@ -138,9 +144,13 @@ def test_the_regulariser_is_that_of_the_paper():
     apart = 0.0
     for layer in factors(made):
         for gram in (layer["B"].T @ layer["B"], layer["A"] @ layer["A"].T):
-            apart += sum(float((gram[i, j] - int(i == j)) ** 2) for i in range(RANK) for j in range(RANK))
+            apart += sum(
+                float((gram[i, j] - int(i == j)) ** 2) for i in range(RANK) for j in range(RANK)
+            )
     assert losses["loss_orthogonal"].item() == pytest.approx(0.3 * apart, rel=1e-5)
-    assert losses["loss"].item() == pytest.approx(losses["loss_task"].item() + 0.3 * apart, rel=1e-5)
+    assert losses["loss"].item() == pytest.approx(
+        losses["loss_task"].item() + 0.3 * apart, rel=1e-5
+    )
 
 
 def test_a_secure_sum_keeps_the_same_directions(tmp_path):
@@ -168,10 +178,17 @@ def test_no_client_says_more_than_its_share(shares):
 
 
 def test_bad_settings():
-    for name, value in (("warmup", -1), ("fall", 0), ("final_rank", -1.0), ("orthogonality", float("nan"))):
+    for name, value in (
+        ("warmup", -1),
+        ("fall", 0),
+        ("final_rank", -1.0),
+        ("orthogonality", float("nan")),
+    ):
         with refused(f"--model.{name} {value}", "leave it out"):
             method(**{name: value})
-    with refused("--model FedAdaLoRA on a network without AdaLoRA", "--model.network.adapter adalora"):
+    with refused(
+        "--model FedAdaLoRA on a network without AdaLoRA", "--model.network.adapter adalora"
+    ):
         method_of(FedAdaLoRA).build(prepare_data(records(generate=False)))
 
 

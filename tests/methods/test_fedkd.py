@@ -51,7 +51,9 @@ def evenly(soft_labels: torch.Tensor) -> torch.Tensor:
 
 
 def rows(trainer) -> list[list[str]]:
-    return [line.split(",") for line in (trainer.run_dir / "ledger.csv").read_text().splitlines()[1:]]
+    return [
+        line.split(",") for line in (trainer.run_dir / "ledger.csv").read_text().splitlines()[1:]
+    ]
 
 
 def start_of(trainer_seed: int = 0) -> torch.Tensor:
@@ -67,9 +69,12 @@ def pulled(weights: torch.Tensor, id: int, steps: int = 2) -> torch.Tensor:
 def distilled(
     weights: torch.Tensor, soft_labels: torch.Tensor, temperature: float, epochs: int
 ) -> torch.Tensor:
-    """The gradient of T^2 KL(p || softmax(z / T)) in z is T (softmax(z / T) - p); one batch an epoch."""
+    """The gradient of T^2 KL(p || softmax(z / T)) in z is T (softmax(z / T) - p); one batch an
+    epoch."""
     for _ in range(epochs):
-        weights = weights - 0.1 * temperature * (torch.softmax(weights / temperature, 0) - soft_labels)
+        weights = weights - 0.1 * temperature * (
+            torch.softmax(weights / temperature, 0) - soft_labels
+        )
     return weights
 
 
@@ -89,7 +94,9 @@ def test_two_clients_by_hand_over_two_rounds(sharpen, tmp_path):
         kept = [pulled(w, id) for id, w in enumerate(kept)]
         sent = [torch.softmax(w / temperature, 0) for w in kept]
         for id in (0, 1):
-            torch.testing.assert_close(watch.seen[round, id].tensor("soft_labels"), sent[id].expand(P, C))
+            torch.testing.assert_close(
+                watch.seen[round, id].tensor("soft_labels"), sent[id].expand(P, C)
+            )
         p = 0.75 * sent[0] + 0.25 * sent[1]
         p = p if sharpen is None else torch.exp(p / sharpen) / torch.exp(p / sharpen).sum()
         student = distilled(student, p, temperature, 4)
@@ -101,7 +108,12 @@ def test_two_clients_by_hand_over_two_rounds(sharpen, tmp_path):
 def test_two_of_six_take_part_and_the_others_do_not(tmp_path):
     counts, method, watch = (1, 2, 3, 4, 5, 6), quadratic(), Watch()
     trainer = run(
-        method, public_points(counts), tmp_path, max_rounds=1, participation=2 / 6, callbacks=[watch]
+        method,
+        public_points(counts),
+        tmp_path,
+        max_rounds=1,
+        participation=2 / 6,
+        callbacks=[watch],
     )
     cohort = [int(row[1]) for row in rows(trainer)]
     assert len(cohort) == 2
@@ -129,7 +141,9 @@ def test_an_empty_round_leaves_p_and_a_first_one_leaves_nothing(tmp_path):
             return upload if where["round"] == 2 else None
 
     nobody, late, once = quadratic(), quadratic(), quadratic()
-    trainer = run_for_nothing(nobody, public_points(), tmp_path, max_rounds=2, callbacks=[Watch(None)])
+    trainer = run_for_nothing(
+        nobody, public_points(), tmp_path, max_rounds=2, callbacks=[Watch(None)]
+    )
     assert not nobody.server["aggregated"]
     torch.testing.assert_close(nobody.server["weights"], start_of())
     assert {row[3] for row in rows(trainer)} == {str(HEADER)}
@@ -170,7 +184,9 @@ def test_a_client_that_diverges_is_rejected_and_comes_back(tmp_path, caplog):
 )
 def test_soft_labels_that_are_no_probabilities_are_rejected(change, tmp_path, caplog):
     method = quadratic()
-    trainer = run_for_nothing(method, public_points(), tmp_path, max_rounds=1, callbacks=[Watch(change)])
+    trainer = run_for_nothing(
+        method, public_points(), tmp_path, max_rounds=1, callbacks=[Watch(change)]
+    )
     assert [row[2] for row in rows(trainer)] == ["rejected", "rejected"]
     assert "upload of client 0 rejected: " in caplog.text
     assert not method.server["aggregated"]
@@ -185,8 +201,8 @@ def test_rounded_and_certain_probabilities_count(change, tmp_path):
 
 
 def test_bytes_of_the_published_case_are_40_million(tmp_path):
-    """|P| = 50 000, C = 100: 2 |P| C 4 bytes, two entries (3 + 11 + 8) and headers, and n_k (3 + 8 + 4) on
-    the way up."""
+    """|P| = 50 000, C = 100: 2 |P| C 4 bytes, two entries (3 + 11 + 8) and headers, and n_k (3 + 8
+    + 4) on the way up."""
     method = FedKD(network=lambda classes: nn.Linear(1, 100, bias=False), optimizer=sgd())
     method.logits = False
     data = public_points((3,), size=50_000)
@@ -217,7 +233,9 @@ def after(method, data, tmp_path, **settings):
 
 def small(**settings) -> FedKD:
     return FedKD(
-        network=lambda classes: SmallCNN(classes, norm="batch", width=4), optimizer=sgd(0.05), **settings
+        network=lambda classes: SmallCNN(classes, norm="batch", width=4),
+        optimizer=sgd(0.05),
+        **settings,
     )
 
 
@@ -228,13 +246,15 @@ def same(one: dict, other: dict) -> bool:
 def test_ledger_counts_both_directions(tmp_path):
     _, trainer = after(small(), digits(), tmp_path)
     labels = 22 + 4 * 40 * 10
-    assert [(int(row[3]), int(row[4])) for row in rows(trainer)] == [(HEADER, HEADER + 15 + labels)] * 2 + [
-        (HEADER + labels, HEADER + 15 + labels)
-    ] * 2
+    assert [(int(row[3]), int(row[4])) for row in rows(trainer)] == [
+        (HEADER, HEADER + 15 + labels)
+    ] * 2 + [(HEADER + labels, HEADER + 15 + labels)] * 2
     _, trainer = after(small(average_weights=True), digits(), tmp_path)
     weights = 3 + len("weights") + 4 + 4 * small_size()
     assert {int(row[4]) for row in rows(trainer)} == {HEADER + 15 + labels + weights}
-    assert [int(row[3]) for row in rows(trainer)] == [HEADER + weights] * 2 + [HEADER + weights + labels] * 2
+    assert [int(row[3]) for row in rows(trainer)] == [HEADER + weights] * 2 + [
+        HEADER + weights + labels
+    ] * 2
 
 
 def small_size() -> int:
@@ -264,19 +284,26 @@ def test_same_seed_same_bits_other_settings_other_bits(tmp_path):
 def test_averaged_weights_without_distillation_are_fedavg(tmp_path):
     network = lambda classes: SmallCNN(classes, norm="batch", width=4)  # noqa: E731
     plain, _ = after(FedAvg(network=network, optimizer=sgd(0.05)), digits(), tmp_path)
-    neutral, _ = after(small(average_weights=True, distill_epochs=0, server_epochs=0), digits(), tmp_path)
+    neutral, _ = after(
+        small(average_weights=True, distill_epochs=0, server_epochs=0), digits(), tmp_path
+    )
     assert torch.equal(plain["weights"], neutral["weights"])
 
 
 @pytest.mark.slow
 @pytest.mark.essential
 def test_resumed_equals_uninterrupted(tmp_path):
-    """From a checkpoint of round 2, and from an interruption in the middle of round 3, after a client has
-    already trained."""
+    """From a checkpoint of round 2, and from an interruption in the middle of round 3, after a
+    client has already trained."""
     whole, trainer = after(small(), digits(), tmp_path / "a", max_rounds=4)
     _, half = after(small(), digits(), tmp_path / "b", max_rounds=2)
     resumed, _ = after(
-        small(), digits(), tmp_path / "b", max_rounds=4, ckpt_path=str(half.run_dir), allow_changed=True
+        small(),
+        digits(),
+        tmp_path / "b",
+        max_rounds=4,
+        ckpt_path=str(half.run_dir),
+        allow_changed=True,
     )
     assert same(whole, resumed)
 
@@ -302,13 +329,20 @@ def test_resumed_equals_uninterrupted(tmp_path):
         allow_changed=True,
     )
     assert same(whole, resumed)
-    assert (again.run_dir / "ledger.csv").read_text() == (trainer.run_dir / "ledger.csv").read_text()
+    assert (again.run_dir / "ledger.csv").read_text() == (
+        trainer.run_dir / "ledger.csv"
+    ).read_text()
 
 
 def test_batchnorm_and_a_client_with_one_example_stay_finite(tmp_path):
     sizes = {"synthetic_examples": 60, "synthetic_test_examples": 10, "synthetic_size": 16}
     data = FederatedImages(
-        "synthetic", num_clients=12, partition=Dirichlet(0.2), public_examples=20, val_fraction=0.0, **sizes
+        "synthetic",
+        num_clients=12,
+        partition=Dirichlet(0.2),
+        public_examples=20,
+        val_fraction=0.0,
+        **sizes,
     )
     server, _ = after(small(), data, tmp_path, max_rounds=3, participation=1.0)
     assert data.sizes.min() == 1
@@ -328,7 +362,10 @@ def dealt(seed: int = 0, **settings) -> FederatedImages:
 
 def held(data: FederatedImages) -> np.ndarray:
     return np.concatenate(
-        [np.concatenate([data.client(id).train, data.client(id).val]) for id in range(data.num_clients)]
+        [
+            np.concatenate([data.client(id).train, data.client(id).val])
+            for id in range(data.num_clients)
+        ]
     )
 
 
@@ -339,9 +376,13 @@ def test_no_client_holds_a_public_example(partition):
     assert len(data.public) == 200
     summary = json.loads(json.dumps(data.partition_summary()))
     assert summary["public"]["size"] == 200
-    assert summary["public"] == dealt(partition=IID(), public_examples=200).partition_summary()["public"]
     assert (
-        summary["public"]["sha256"] != dealt(1, public_examples=200).partition_summary()["public"]["sha256"]
+        summary["public"]
+        == dealt(partition=IID(), public_examples=200).partition_summary()["public"]
+    )
+    assert (
+        summary["public"]["sha256"]
+        != dealt(1, public_examples=200).partition_summary()["public"]["sha256"]
     )
     assert np.sum(summary["classes_per_client"]) + 200 == len(data.train_target)
 
@@ -357,9 +398,12 @@ def test_public_batches_are_each_example_once_without_its_label(tmp_path):
         assert [len(position) for _, position in batches] == sizes
         assert sorted(torch.cat([position for _, position in batches]).tolist()) == list(range(65))
         for inputs, position in batches:
-            assert torch.equal(inputs, data.inputs("train", torch.from_numpy(data.public)[position]))
+            assert torch.equal(
+                inputs, data.inputs("train", torch.from_numpy(data.public)[position])
+            )
     assert [
-        position.tolist() for _, position in dealt(public_examples=1).public_batches(rng.stream(0, "x"))
+        position.tolist()
+        for _, position in dealt(public_examples=1).public_batches(rng.stream(0, "x"))
     ] == [[0, 0]]
 
     class Relabelled(FederatedImages):
@@ -393,7 +437,9 @@ def test_another_data_set_is_public_and_clients_keep_theirs():
     pixels = dealt(dataset="synthetic", **sizes).train_images[some.public].float() / 255
     torch.testing.assert_close(some.denormalise(inputs), pixels)
     assert some.partition_summary()["public"]["dataset"] == "synthetic"
-    cropped = dealt(public_dataset="synthetic", synthetic_size=24, crop="shrink", crop_size=20, **sizes)
+    cropped = dealt(
+        public_dataset="synthetic", synthetic_size=24, crop="shrink", crop_size=20, **sizes
+    )
     ((inputs, _),) = cropped.public_batches()
     assert inputs.shape[1:] == cropped.example_shape
     torch.testing.assert_close(

@@ -7,7 +7,17 @@ import copy
 import numpy as np
 import pytest
 import torch
-from mosaics import LARGE, REFERENCE, SMALL, Nobody, built, digits, mosaic, mosaic_on_points, point_client
+from mosaics import (
+    LARGE,
+    REFERENCE,
+    SMALL,
+    Nobody,
+    built,
+    digits,
+    mosaic,
+    mosaic_on_points,
+    point_client,
+)
 from safetensors.torch import load_file
 from torch import nn
 from toy import CENTRES, Points, run, run_for_nothing, sgd
@@ -23,12 +33,13 @@ from fl_lightning.wire import Payload, PayloadError
 
 
 def test_two_of_six(tmp_path):
-    """Who took part is known, with what it sent; each is helped by the other, the rest by the plain mean of
-    the two."""
+    """Who took part is known, with what it sent; each is helped by the other, the rest by the plain
+    mean of the two."""
     data, method = digits(6), mosaic()
     trainer = run(method, data, tmp_path, max_rounds=1, participation=2 / 6)
     cohort = [
-        int(line.split(",")[1]) for line in (trainer.run_dir / "ledger.csv").read_text().splitlines()[1:]
+        int(line.split(",")[1])
+        for line in (trainer.run_dir / "ledger.csv").read_text().splitlines()[1:]
     ]
     assert method.server["ids"].tolist() == cohort
     first, second = method.server["adapters"]
@@ -108,19 +119,25 @@ def test_the_server_knows_only_what_was_sent(tmp_path):
     method.aggregate(uploads(3))
     clean = method.broadcast(point_client(0)).to_bytes()
     assert (
-        method.broadcast(point_client(0, trained=torch.ones(9), gradient=torch.ones(10, 256))).to_bytes()
+        method.broadcast(
+            point_client(0, trained=torch.ones(9), gradient=torch.ones(10, 256))
+        ).to_bytes()
         == clean
     )
 
 
 def test_bytes_equal_the_hand_formula(tmp_path):
-    """Header 19, an entry 3 + name + 4 per dimension; 3 blocks of rank 4; 0.4 of 256 feature rows, 10 classes
-    each."""
+    """Header 19, an entry 3 + name + 4 per dimension; 3 blocks of rank 4; 0.4 of 256 feature rows,
+    10 classes each."""
     adapters = 3 + len("adapters") + 12 + 4 * 3 * 4 * (4 + 1)
     sketch = 3 + len("sketch") + 4 + 4 * 102 * 10
     trainer = run(mosaic(), digits(), tmp_path, max_rounds=2)
-    ledger = [line.split(",") for line in (trainer.run_dir / "ledger.csv").read_text().splitlines()[1:]]
-    assert {(int(row[3]), int(row[4])) for row in ledger} == {(19 + adapters, 19 + adapters + sketch)}
+    ledger = [
+        line.split(",") for line in (trainer.run_dir / "ledger.csv").read_text().splitlines()[1:]
+    ]
+    assert {(int(row[3]), int(row[4])) for row in ledger} == {
+        (19 + adapters, 19 + adapters + sketch)
+    }
 
 
 @pytest.mark.parametrize(
@@ -138,14 +155,23 @@ def test_a_client_that_diverges_is_rejected_and_starts_again_from_what_it_kept(t
     class Explode(FedMosaic):
         def task_loss(self, outputs, target):
             loss = super().task_loss(outputs, target)
-            return loss * float("nan") if self.round == 2 and self.network is self.families[0] else loss
+            return (
+                loss * float("nan")
+                if self.round == 2 and self.network is self.families[0]
+                else loss
+            )
 
     data, method = (
         digits(),
-        Explode(networks=[SMALL, LARGE], reference=REFERENCE, rank=4, num_blocks=3, optimizer=sgd()),
+        Explode(
+            networks=[SMALL, LARGE], reference=REFERENCE, rank=4, num_blocks=3, optimizer=sgd()
+        ),
     )
     trainer = run(method, data, tmp_path, max_rounds=3)
-    ledger = [line.split(",")[:3] for line in (trainer.run_dir / "ledger.csv").read_text().splitlines()[1:]]
+    ledger = [
+        line.split(",")[:3]
+        for line in (trainer.run_dir / "ledger.csv").read_text().splitlines()[1:]
+    ]
     assert [(row[0], row[1]) for row in ledger if row[2] == "rejected"] == [
         ("2", "0"),
         ("2", "2"),
@@ -157,12 +183,16 @@ def test_a_client_that_diverges_is_rejected_and_starts_again_from_what_it_kept(t
 
 def resident(method: FedMosaic) -> dict[str, torch.Tensor]:
     """Every parameter and buffer once; ``network`` is the family that was last in use."""
-    return {name: value for name, value in method.state_dict().items() if not name.startswith("network.")}
+    return {
+        name: value
+        for name, value in method.state_dict().items()
+        if not name.startswith("network.")
+    }
 
 
 def test_frozen_things_do_not_move(tmp_path):
-    """Only P, Q, g and the head are trained; Pg and Qg are received; statistics of BatchNorm are part of the
-    base."""
+    """Only P, Q, g and the head are trained; Pg and Qg are received; statistics of BatchNorm are
+    part of the base."""
 
     def normed(classes: int) -> nn.Module:
         return nn.Sequential(
@@ -231,7 +261,9 @@ def test_each_client_reaches_its_own_optimum(gate, tmp_path):
     run(method, data, tmp_path, max_rounds=80, callbacks=[Keep()])
     for id in range(3):
         network = method.deploy(data.client(id, states[id]))
-        torch.testing.assert_close(network(torch.ones(1, 1))[0].detach(), CENTRES[id], rtol=0, atol=1e-2)
+        torch.testing.assert_close(
+            network(torch.ones(1, 1))[0].detach(), CENTRES[id], rtol=0, atol=1e-2
+        )
 
 
 def test_an_empty_federation_is_still_evaluated(tmp_path):
@@ -285,7 +317,9 @@ def test_a_run_killed_in_mid_round_ends_like_one_that_was_not(tmp_path):
         **settings,
     )
     for kind in ("server", "clients"):
-        newest = [max((trainer.run_dir / "checkpoints").glob("round_*")) for trainer in (whole, resumed)]
+        newest = [
+            max((trainer.run_dir / "checkpoints").glob("round_*")) for trainer in (whole, resumed)
+        ]
         ends = [load_file(folder / f"{kind}.safetensors") for folder in newest]
         assert ends[0].keys() == ends[1].keys() != set()
         assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
@@ -359,4 +393,6 @@ def test_a_personalised_test_asks_each_owner_and_keeps_the_order(tmp_path):
     metrics, (probs, target) = evaluate(Fabric(accelerator="cpu"), method, data)
     assert torch.equal(target, data.test_target)
     assert (probs.argmax(1).numpy() == deal_test_set(data)).all()
-    assert metrics["test/accuracy"] == pytest.approx(float((deal_test_set(data) == target.numpy()).mean()))
+    assert metrics["test/accuracy"] == pytest.approx(
+        float((deal_test_set(data) == target.numpy()).mean())
+    )

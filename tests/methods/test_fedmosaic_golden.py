@@ -1,5 +1,5 @@
-"""FedMosaic's worked example, number by number, through the layers and functions that the method is made
-of."""
+"""FedMosaic's worked example, number by number, through the layers and functions that the method is
+made of."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ def test_worked_example(example):
             )
             ema[k] = update_ema(ema[k], gradient, settings["ema"])
             kept = torch.tensor(record["kept"][k])
-            sketches.append(spread(sketch(ema[k], f64(record["noise"][k]), kept), kept, gradient.numel()))
+            sketches.append(
+                spread(sketch(ema[k], f64(record["noise"][k]), kept), kept, gradient.numel())
+            )
         relevance = cosine(torch.stack(sketches), torch.stack(sketches))
         weights = relevance_weights(relevance, settings["tau"])
         uploads = torch.stack([read_adapters([layer]) for layer in layers])

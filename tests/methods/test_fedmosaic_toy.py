@@ -1,5 +1,5 @@
-"""FedMosaic's example of two clients as a federation of this project, beside a plain loop that shares no code
-with it."""
+"""FedMosaic's example of two clients as a federation of this project, beside a plain loop that
+shares no code with it."""
 
 from __future__ import annotations
 
@@ -53,8 +53,14 @@ def test_two_rounds_are_a_plain_loop(tmp_path):
         (layer,) = adapted_layers(family)
         W, A, B = [*W, layer.base.weight], [*A, layer.A], [*B, layer.B]
     reference, kept = start.reference.get_parameter("linear.weight"), start.kept
-    own = [{name: torch.zeros(shape) for name, shape in (("P", (2, 2)), ("Q", 2))} for _ in range(2)]
-    gates, mixed, ema = [torch.tensor(0.5)] * 2, [(torch.zeros(2, 2), torch.zeros(2))] * 2, [0.0, 0.0]
+    own = [
+        {name: torch.zeros(shape) for name, shape in (("P", (2, 2)), ("Q", 2))} for _ in range(2)
+    ]
+    gates, mixed, ema = (
+        [torch.tensor(0.5)] * 2,
+        [(torch.zeros(2, 2), torch.zeros(2))] * 2,
+        [0.0, 0.0],
+    )
     for round in (1, 2):
         for k in range(2):
             P, Q, g, gradients = own[k]["P"], own[k]["Q"], gates[k], []
@@ -83,7 +89,10 @@ def test_two_rounds_are_a_plain_loop(tmp_path):
         ]
     close = partial(torch.testing.assert_close, rtol=0, atol=1e-5)
     for k in range(2):
-        close(method.server["adapters"][k, 0], torch.cat([own[k]["P"], own[k]["Q"][:, None]], 1).detach())
+        close(
+            method.server["adapters"][k, 0],
+            torch.cat([own[k]["P"], own[k]["Q"][:, None]], 1).detach(),
+        )
         close(method.server["sketches"][k], sketches[k])
         close(method._mixed_for(k)[0], torch.cat([mixed[k][0], mixed[k][1][:, None]], 1).detach())
 
@@ -94,7 +103,9 @@ def test_the_two_clients_hold_one_cloud_each():
     assert sorted(map(tuple, classes)) == [(0,), (1,)]
     assert all(len(data.client(k).train) == len(data.client(k).val) == 32 for k in range(2))
     centres = torch.tensor([[1, 0, 0.5, -0.25, 0, 0], [0, 1, -0.25, 0.5, 0.25, -0.25]])
-    means = torch.stack([data.clouds["train"][data.train_target == label].mean(0) for label in range(2)])
+    means = torch.stack(
+        [data.clouds["train"][data.train_target == label].mean(0) for label in range(2)]
+    )
     torch.testing.assert_close(means, centres, rtol=0, atol=4 * 0.3 / 64**0.5)
     assert torch.equal(data.clouds["train"], again.clouds["train"])
 

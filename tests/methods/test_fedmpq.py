@@ -1,4 +1,5 @@
-"""What has to hold of FedMPQ (METHODS.md, section 4): P1 to P5, its grid, and what it says of its bits."""
+"""What has to hold of FedMPQ (METHODS.md, section 4): P1 to P5, its grid, and what it says of its
+bits."""
 
 import csv
 from functools import partial
@@ -38,7 +39,8 @@ OPTIMIZERS = {
     ],
 )
 def test_misspelt_settings_from_python_are_refused(setting):
-    """No parser stands before a constructor: each of these would have been taken for another setting."""
+    """No parser stands before a constructor: each of these would have been taken for another
+    setting."""
     ((name, value),) = setting.items()
     with refused(f"--model.{name} {value}", f"write --model.{name} "):
         FedMPQKD(**setting)
@@ -48,13 +50,20 @@ def silos(num_clients=4):
     """Digits at clients that have enough of them to move their weights."""
     partition = Dirichlet(beta=0.5, min_size=10)
     return FederatedImages(
-        dataset="digits", num_clients=num_clients, partition=partition, batch_size=16, val_fraction=0.05
+        dataset="digits",
+        num_clients=num_clients,
+        partition=partition,
+        batch_size=16,
+        val_fraction=0.05,
     )
 
 
 def metrics(trainer):
     with (trainer.run_dir / "metrics.csv").open() as file:
-        return [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
+        return [
+            {key: float(value) for key, value in row.items() if value}
+            for row in csv.DictReader(file)
+        ]
 
 
 def total(rows, name):
@@ -64,7 +73,8 @@ def total(rows, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_planes_go_because_of_the_regulariser(optimizer, tmp_path):
-    """P1 and P2: no plane at 0; the more the larger lambda_b. P3, in short: accuracy at the claimed 0.01."""
+    """P1 and P2: no plane at 0; the more the larger lambda_b. P3, in short: accuracy at the claimed
+    0.01."""
     pruned, moved, accuracy = [], [], []
     for lambda_b in (0.0, 0.003, 0.01, 0.03):
         method = FedMPQ(lambda_b=lambda_b, optimizer=OPTIMIZERS[optimizer])
@@ -83,7 +93,10 @@ def test_planes_go_because_of_the_regulariser(optimizer, tmp_path):
 def test_no_collapse_at_the_claimed_weight(tmp_path):
     """P3, on kd_default's federation without its label noise: 100 rounds at 0.01."""
     data = FederatedImages(
-        dataset="digits", num_clients=100, partition=Dirichlet(beta=0.1, min_size=1), val_fraction=0.05
+        dataset="digits",
+        num_clients=100,
+        partition=Dirichlet(beta=0.1, min_size=1),
+        val_fraction=0.05,
     )
     method = FedMPQ(lambda_b=0.01, optimizer=OPTIMIZERS["momentum"])
     rows = metrics(run(method, data, tmp_path, max_rounds=100, participation=0.2, local_epochs=2))
@@ -94,7 +107,11 @@ def test_no_collapse_at_the_claimed_weight(tmp_path):
 def steps_of(method, optimizer, lambda_b=None, *, network="small_cnn", steps=4):
     """How far a client moves each quantised layer in a few steps, by name."""
     data = FederatedImages(
-        dataset="synthetic", synthetic_classes=10, synthetic_examples=512, num_clients=2, partition=IID()
+        dataset="synthetic",
+        synthetic_classes=10,
+        synthetic_examples=512,
+        num_clients=2,
+        partition=IID(),
     )
     data.prepare_data()
     data.setup("fit")
@@ -116,7 +133,9 @@ def steps_of(method, optimizer, lambda_b=None, *, network="small_cnn", steps=4):
     start = method.layout.unpack(method.server["weights"])
     end = {name: parameter.detach() for name, parameter in method.network.named_parameters()}
     end |= method.unrounded() if isinstance(method, FedMPQ) else {}
-    return {name: float((end[name] - start[name]).norm()) for name in start if start[name].dim() > 1}
+    return {
+        name: float((end[name] - start[name]).norm()) for name in start if start[name].dim() > 1
+    }
 
 
 def ratios(representation, optimizer, **settings):
@@ -134,8 +153,9 @@ def test_a_step_is_the_optimisers_own(optimizer):
 
 
 def test_what_planes_forbid_of_p4():
-    """Under SGD a weight's planes move it one to two times as far, since either side of it may be clamped.
-    Adam moves every plane by lr, so that W moves by about s times that, whatever ``plane_lr`` does."""
+    """Under SGD a weight's planes move it one to two times as far, since either side of it may be
+    clamped. Adam moves every plane by lr, so that W moves by about s times that, whatever
+    ``plane_lr`` does."""
     for optimizer in ("SGD", "momentum"):
         moved = ratios("planes", optimizer)
         assert moved.min() > 1
@@ -155,14 +175,15 @@ def built(**settings):
 
 @pytest.mark.parametrize("representation", ["latent", "planes"])
 def test_lambda_b_keeps_the_papers_ratio_at_the_start(representation):
-    """P5: in round 1 pull is 1, and L_bit moves W, where the task moves it by g, by what autograd gives the raw
-    planes of one side: n N / (sum n) sum_b 2^b p_b / ||p_b|| / (c sum_b 4^b)."""
+    """P5: in round 1 pull is 1, and L_bit moves W, where the task moves it by g, by what autograd
+    gives the raw planes of one side: n N / (sum n) sum_b 2^b p_b / ||p_b|| / (c sum_b 4^b)."""
     bits = 3
     method, data = built(bits=bits, representation=representation)
     client, generator = data.client(0), torch.Generator().manual_seed(0)
     assert torch.equal(method.broadcast(client).tensor("pull"), torch.ones(len(method.layers)))
     on_the_grid = method.codec.encode(method.server["weights"], [bits] * len(method.layers))
-    method.server["weights"] = 1.0001 * method.decode(on_the_grid)  # so that no digit hangs on rounding
+    # so that no digit hangs on rounding
+    method.server["weights"] = 1.0001 * method.decode(on_the_grid)
     message = method.broadcast(client)
     method.receive(message, client)
     weights, penalty = method.quantized_weights()
@@ -170,11 +191,13 @@ def test_lambda_b_keeps_the_papers_ratio_at_the_start(representation):
     task = sum((w * upstream[name]).sum() for name, w in weights.items())
 
     gradients = [
-        torch.autograd.grad(value, method.variables, retain_graph=True)[0] for value in (task, penalty)
+        torch.autograd.grad(value, method.variables, retain_graph=True)[0]
+        for value in (task, penalty)
     ]
 
     def moved_by(gradient):
-        """W before a small step of SGD on what is trained, less W after it, by what the step was."""
+        """W before a small step of SGD on what is trained, less W after it, by what the step
+        was."""
         before = {name: w.clone() for name, w in method.unrounded().items()}
         with torch.no_grad():
             method.variables -= 0.01 * gradient
@@ -185,8 +208,12 @@ def test_lambda_b_keeps_the_papers_ratio_at_the_start(representation):
 
     by_task, by_penalty = map(moved_by, gradients)
     both_sides = 1 if representation == "latent" else 2
-    for name, scale, size in zip(method.layers, method.scales.tolist(), method.layer_sizes, strict=True):
-        torch.testing.assert_close(by_task[name], both_sides * upstream[name].flatten(), rtol=1e-3, atol=1e-3)
+    for name, scale, size in zip(
+        method.layers, method.scales.tolist(), method.layer_sizes, strict=True
+    ):
+        torch.testing.assert_close(
+            by_task[name], both_sides * upstream[name].flatten(), rtol=1e-3, atol=1e-3
+        )
         step, w = scale / (2**bits - 1), weights[name].detach().flatten()
         magnitudes, powers = (w / step).abs().round().long(), 2.0 ** torch.arange(bits).unsqueeze(1)
         planes = torch.stack([(magnitudes >> b & 1).float() for b in range(bits)]).requires_grad_()
@@ -197,8 +224,8 @@ def test_lambda_b_keeps_the_papers_ratio_at_the_start(representation):
 
 
 def test_the_grid_is_kept_halved_and_doubled():
-    """s starts at max |W_0|; a few large weights leave it, many double it, planes dropped at the top halve
-    it; the pull falls with a layer's size and never rises above 1."""
+    """s starts at max |W_0|; a few large weights leave it, many double it, planes dropped at the
+    top halve it; the pull falls with a layer's size and never rises above 1."""
     method, data = built(prune_threshold=0.02)
     client, start = data.client(0), method.server["grid"].clone()
     tensors = method.layout.unpack(method.server["weights"])
@@ -248,8 +275,8 @@ def test_a_layer_of_zeros_can_be_trained():
 
 
 def test_metrics_of_the_bits(tmp_path):
-    """bits/pruned is what the uploads lack, bits/moved the layers whose width changed, bits/average the mean
-    of bits/layer; a round that nobody finished has neither pruned nor moved."""
+    """bits/pruned is what the uploads lack, bits/moved the layers whose width changed, bits/average
+    the mean of bits/layer; a round that nobody finished has neither pruned nor moved."""
     lacking = []
 
     class Counting(FedMPQ):
@@ -267,12 +294,18 @@ def test_metrics_of_the_bits(tmp_path):
     from callbacks.stressors.straggler_dropout import StragglerDropout
 
     method = on_images(Counting(bits=4, lambda_b=0.05, prune_threshold=0.3))
-    rows = metrics(run(method, images(), tmp_path, max_rounds=6, callbacks=[StragglerDropout(0.6)], seed=1))
+    rows = metrics(
+        run(method, images(), tmp_path, max_rounds=6, callbacks=[StragglerDropout(0.6)], seed=1)
+    )
     trained = [row for row in rows if row["clients/trained"]]
     assert [row["bits/pruned"] for row in trained] == lacking
     assert sum(lacking) > 0
     sizes = dict(
-        zip([name.removesuffix(".weight") for name in method.layers], method.layer_sizes, strict=True)
+        zip(
+            [name.removesuffix(".weight") for name in method.layers],
+            method.layer_sizes,
+            strict=True,
+        )
     )
     layers = [f"bits/layer/{name}" for name in sizes]
     widths = [[4] * len(layers), *([row[layer] for layer in layers] for row in rows)]
@@ -286,9 +319,10 @@ def test_metrics_of_the_bits(tmp_path):
 
 
 def test_why_a_depthwise_layer_may_not_move():
-    """On maps of one pixel a depthwise kernel uses its middle tap, BatchNorm cancels that tap's size, and
-    what gradient is left belongs to taps so small that the quantiser makes them zero; ReLU6 passes nothing
-    at zero. Whatever the representation: the network and the quantiser forbid it."""
+    """On maps of one pixel a depthwise kernel uses its middle tap, BatchNorm cancels that tap's
+    size, and what gradient is left belongs to taps so small that the quantiser makes them zero;
+    ReLU6 passes nothing at zero. Whatever the representation: the network and the quantiser forbid
+    it."""
     torch.manual_seed(0)
     channels = 256
     tap = torch.randn(channels)

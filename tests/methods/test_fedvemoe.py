@@ -1,4 +1,5 @@
-"""Fed-VEMoE on small federations: what it must equal, who moves which expert, bytes, births and resume."""
+"""Fed-VEMoE on small federations: what it must equal, who moves which expert, bytes, births and
+resume."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def with_experts(method: FedVEMoE, count: int) -> FedVEMoE:
     """Put so many different experts into the first slots."""
     experts, active = method.server["experts"].clone(), method.server["active"].clone()
     for slot in range(1, count + 1):
-        experts[slot] = method.initial + 0.1 * torch.randn(P, generator=torch.Generator().manual_seed(slot))
+        experts[slot] = method.initial + 0.1 * torch.randn(
+            P, generator=torch.Generator().manual_seed(slot)
+        )
         active[slot] = True
     method.server |= {"experts": experts, "active": active, "prior": active.double() / count}
     return method
@@ -104,7 +107,12 @@ def test_no_experts_is_fedavg_and_so_is_one_without_a_shared_adapter(ffa, tmp_pa
 def test_experts_are_pefts_adapters_on_a_network_of_transformers(tmp_path):
     """The same equality where base and adapter are not ours."""
     transformers, _ = pytest.importorskip("transformers"), pytest.importorskip("peft")
-    shape = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 256}
+    shape = {
+        "vocab_size": 259,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "max_position_embeddings": 256,
+    }
     layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(**shape, **layers)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
@@ -146,7 +154,10 @@ def test_a_secure_sum_is_the_plain_one(top_m, tmp_path):
 
 def test_plain_and_oblivious_messages_give_the_same_experts(tmp_path):
     settings = {"k_init": 2, "k_max": 3, "top_m": 3}
-    plain, oblivious = method_of(FedVEMoE, **settings), method_of(FedVEMoE, wire="oblivious", **settings)
+    plain, oblivious = (
+        method_of(FedVEMoE, **settings),
+        method_of(FedVEMoE, wire="oblivious", **settings),
+    )
     fit(plain, tmp_path / "plain")
     fit(oblivious, tmp_path / "oblivious")
     for name in plain.server:
@@ -179,7 +190,9 @@ def test_slots_permuted_a_whole_round_is_permuted():
             rows = ("experts", "routers", "prior", "active", "born", "starving")
             method.server |= {name: method.server[name][order] for name in rows}
         uploads = {id: upload_of(method, data, id) for id in range(4)}
-        sent.append([method.wire.trained(up, method.server["active"]).shares for up in uploads.values()])
+        sent.append(
+            [method.wire.trained(up, method.server["active"]).shares for up in uploads.values()]
+        )
         method.aggregate(uploads)
         states.append(method.slots)
     assert len({tuple(shares) for shares in sent[0]}) > 1  # clients choose differently
@@ -187,14 +200,17 @@ def test_slots_permuted_a_whole_round_is_permuted():
         moved = {slot: plain[int(order[slot])] for slot in other}
         assert other == pytest.approx(moved)
     for name in ("experts", "routers", "prior", "mass", "starving", "active"):
-        assert torch.allclose(getattr(states[1], name), getattr(states[0], name)[order], atol=1e-6), name
+        assert torch.allclose(
+            getattr(states[1], name), getattr(states[0], name)[order], atol=1e-6
+        ), name
 
 
 # The network
 
 
 def test_a_gate_without_a_router_gives_each_expert_its_share():
-    """rho = 0, or gamma = inf with any rho: the layer is W x + scaling (B_0 A_0 + sum share_s B_s A_s) x."""
+    """rho = 0, or gamma = inf with any rho: the layer is W x + scaling (B_0 A_0 + sum share_s B_s
+    A_s) x."""
     torch.manual_seed(0)
     network = add_lora(Llama(20, width=16, depth=1, heads=2), rank=2)
     seats = Seats(network, 2, gamma=1.0, shared=True)
@@ -248,7 +264,9 @@ def test_only_trainers_move_an_expert_and_the_mean_is_over_them():
     after = method.server["experts"]
     for slot in range(1, 5):
         rows = [up.tensor("rows")[1, :P] for id, up in uploads.items() if trained[id] == [slot]]
-        examples = [int(up.tensor("examples")) for id, up in uploads.items() if trained[id] == [slot]]
+        examples = [
+            int(up.tensor("examples")) for id, up in uploads.items() if trained[id] == [slot]
+        ]
         if not rows:
             assert torch.equal(after[slot], before[slot])
             continue
@@ -256,7 +274,10 @@ def test_only_trainers_move_an_expert_and_the_mean_is_over_them():
         expected = (weights.unsqueeze(1) * torch.stack(rows).double()).sum(0)
         assert torch.allclose(after[slot].double(), expected, atol=1e-6)
     use = method.slots.mass[1:] / method.slots.mass[1:].sum()
-    prior = 0.5 * torch.tensor([1, 1, 1, 0]) / 3 + 0.5 * (use + torch.tensor([1, 1, 1, 0]) * 1e-3) / 1.003
+    prior = (
+        0.5 * torch.tensor([1, 1, 1, 0]) / 3
+        + 0.5 * (use + torch.tensor([1, 1, 1, 0]) * 1e-3) / 1.003
+    )
     assert method.slots.prior[1:].tolist() == pytest.approx(prior.tolist())
 
 
@@ -282,7 +303,8 @@ def test_forged_uploads_are_refused():
         ("rows", good.tensor("rows")[:1]),
         ("rows", good.tensor("rows")[:, :-1]),
         ("rows", good.tensor("rows") * float("nan")),
-        ("votes", Codes(torch.tensor([1, 1], dtype=torch.int32), bits=1)),  # a seed without an adapter
+        # a seed without an adapter
+        ("votes", Codes(torch.tensor([1, 1], dtype=torch.int32), bits=1)),
     ):
         with pytest.raises(PayloadError):
             check_upload(method, Payload({**dict(good.items()), name: entry}), client, [])
@@ -313,10 +335,14 @@ def test_an_attack_multiplies_the_update_of_each_row(wire):
     context = SimpleNamespace(method=method, data=data, seed=0)
     attacked = attack.change_upload(upload, client=client, round=1, context=context)
     check_upload(method, attacked, client, [])
-    honest, forged = (method.wire.trained(each, method.server["active"]) for each in (upload, attacked))
+    honest, forged = (
+        method.wire.trained(each, method.server["active"]) for each in (upload, attacked)
+    )
     assert honest.shares == forged.shares
     for slot, row in honest.rows.items():
-        assert torch.allclose(forged.rows[slot] - starts[slot], -2 * (row - starts[slot]), atol=1e-5)
+        assert torch.allclose(
+            forged.rows[slot] - starts[slot], -2 * (row - starts[slot]), atol=1e-5
+        )
 
 
 def test_clients_of_one_example_choose_by_the_prior(tmp_path):
@@ -336,20 +362,26 @@ def entry(name: str, ndim: int, data: int) -> int:
 @pytest.mark.parametrize("experts", [1, 3])
 @pytest.mark.parametrize("wire", ["plain", "oblivious"])
 def test_bytes_are_those_of_the_formulas(experts, wire):
-    """Down: the shared adapter and each active expert with its router. Up: two of them; oblivious all K + 1
-    and a seed, so that the length is always the same."""
+    """Down: the shared adapter and each active expert with its router. Up: two of them; oblivious
+    all K + 1 and a seed, so that the length is always the same."""
     method, data = built(k_max=8, wire=wire)
     with_experts(method, experts)
     row, header = 4 * (P + D), 19
-    down = header + entry("active", 1, 1) + entry("prior", 1, 4 * experts) + entry("rejecters", 1, 4)
-    assert method.broadcast(data.client(0)).nbytes == down + entry("experts", 2, (experts + 1) * row)
+    down = (
+        header + entry("active", 1, 1) + entry("prior", 1, 4 * experts) + entry("rejecters", 1, 4)
+    )
+    assert method.broadcast(data.client(0)).nbytes == down + entry(
+        "experts", 2, (experts + 1) * row
+    )
     rows, shares, own = (2, 1, 0) if wire == "plain" else (9, 8, entry("own", 1, 4 * P))
     up = header + entry("examples", 0, 4) + entry("slots", 1, 1) + entry("shares", 1, 4 * shares)
     up += entry("rows", 2, rows * row) + entry("votes", 1, 1) + own
     assert {upload_of(method, data, id).nbytes for id in range(4)} == {up}
 
 
-@pytest.mark.parametrize(("wire", "up"), [("plain", 2 * 127_360), ("oblivious", 9 * 127_360 + 126_976)])
+@pytest.mark.parametrize(
+    ("wire", "up"), [("plain", 2 * 127_360), ("oblivious", 9 * 127_360 + 126_976)]
+)
 def test_bytes_of_the_shipped_network_with_a_frozen_a(wire, up):
     """d 96, 4 blocks, r 8: 4 experts of 8 slots, to the few bytes of headers and votes."""
     network = partial(LlamaTiny, ffa=True)
@@ -367,18 +399,25 @@ def test_bytes_of_the_shipped_network_with_a_frozen_a(wire, up):
 
 @pytest.mark.parametrize("wire", ["plain", "oblivious"])
 def test_clients_that_remember_experts_are_sent_those_that_moved(tmp_path, wire):
-    """The run is the same, and the ledger has fewer bytes down: by a row for each expert that stood still, but for
-    the entry that says which moved."""
+    """The run is the same, and the ledger has fewer bytes down: by a row for each expert that stood
+    still, but for the entry that says which moved."""
     settings = {"max_rounds": 6, "participation": 0.5}
     states, down = [], []
     for form in ("all", "changed"):
-        method = method_of(FedVEMoE, k_init=4, k_max=5, wire=wire, down=form, birth_gap=0.0, birth_z=0.0)
+        method = method_of(
+            FedVEMoE, k_init=4, k_max=5, wire=wire, down=form, birth_gap=0.0, birth_z=0.0
+        )
         fit(method, tmp_path / form, **settings)
         states.append(vars(method.slots))
         with next((tmp_path / form).rglob("ledger.csv")).open() as file:
             down.append([int(row["download"]) for row in csv.DictReader(file)])
-    assert [name for name, value in states[0].items() if not torch.equal(value, states[1][name])] == []
-    saved = [(whole + entry("moved", 1, 1) - part) / (4 * (P + D)) for whole, part in zip(*down, strict=True)]
+    assert [
+        name for name, value in states[0].items() if not torch.equal(value, states[1][name])
+    ] == []
+    saved = [
+        (whole + entry("moved", 1, 1) - part) / (4 * (P + D))
+        for whole, part in zip(*down, strict=True)
+    ]
     assert all(rows in range(5) for rows in saved)
     assert saved[:2] == [0, 0]  # nobody remembers anything
     assert max(saved) > 0
@@ -406,7 +445,12 @@ def test_a_client_that_remembers_goes_on_after_an_interruption(tmp_path):
         stops = Stops()
         stops.rounds = stop_after
         method = method_of(FedVEMoE, k_init=3, k_max=4, down="changed")
-        settings = {"max_rounds": 4, "participation": 0.5, "checkpoint_every": 1, "callbacks": [stops]}
+        settings = {
+            "max_rounds": 4,
+            "participation": 0.5,
+            "checkpoint_every": 1,
+            "callbacks": [stops],
+        }
         fit(method, tmp_path / name / "runs", **settings, **more)
         return outcome(tmp_path / name)
 
@@ -451,7 +495,8 @@ def tiny_with(adapter: torch.Tensor) -> torch.nn.Module:
 
 @pytest.mark.parametrize("cls", [FedAvg, FedVEMoE])
 def test_the_error_of_averaging_factors_apart(cls, tmp_path):
-    """By dense products: the mean of B A against the product of the means, of every layer and expert."""
+    """By dense products: the mean of B A against the product of the means, of every layer and
+    expert."""
 
     class Keeper(FactorError):
         def on_round_end(self, record, context):
@@ -480,7 +525,8 @@ def test_the_error_of_averaging_factors_apart(cls, tmp_path):
         total = sum(weight for weight, _ in of_slot)
         for number in range(len(of_slot[0][1])):
             b, a, product = (
-                sum(weight / total * layers[number][part] for weight, layers in of_slot) for part in range(3)
+                sum(weight / total * layers[number][part] for weight, layers in of_slot)
+                for part in range(3)
             )
             error += float((product - b @ a).square().sum())
             whole += float(product.square().sum())
@@ -491,7 +537,11 @@ def test_the_error_of_averaging_factors_apart(cls, tmp_path):
 def dense(method, adapter: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
     """B, A and B A of each layer."""
     named = method.layout.unpack(adapter.double())
-    pairs = [(named[name.replace("lora_A", "lora_B")], a) for name, a in named.items() if "lora_A" in name]
+    pairs = [
+        (named[name.replace("lora_A", "lora_B")], a)
+        for name, a in named.items()
+        if "lora_A" in name
+    ]
     return [(b, a, b @ a) for b, a in pairs]
 
 
@@ -504,16 +554,26 @@ def test_factors_have_no_error_where_a_is_frozen_and_secure_sums_show_none(tmp_p
     fit(method_of(FedAvg, ffa=True), tmp_path, callbacks=[FactorError(), last], max_rounds=1)
     assert last.found < 1e-7
     with refused("FactorError"):
-        fit(method_of(FedAvg), tmp_path, callbacks=[FactorError()], secure_sum=SecureSum(threshold=0.67))
+        fit(
+            method_of(FedAvg),
+            tmp_path,
+            callbacks=[FactorError()],
+            secure_sum=SecureSum(threshold=0.67),
+        )
 
 
 # Births
 
 
 def contradicting(part: str) -> list[dict[str, object]]:
-    """Questions to which two clusters give different answers, after fillers that differ between the parts."""
+    """Questions to which two clusters give different answers, after fillers that differ between the
+    parts."""
     return [
-        item([1, 14 + first, 18 + second, 2 + question], (10 if client // 2 else 6) + question, client)
+        item(
+            [1, 14 + first, 18 + second, 2 + question],
+            (10 if client // 2 else 6) + question,
+            client,
+        )
         for client, first, second, question in product(range(4), repeat=4)
         if ((first + second) % 4 == 0) == (part == "test")
     ]
@@ -521,7 +581,12 @@ def contradicting(part: str) -> list[dict[str, object]]:
 
 def item(asked: list[int], answer: int, client: int) -> dict[str, object]:
     labels = [-100] * len(asked) + [answer]
-    return {"input_ids": [*asked, answer], "labels": labels, "client": client, "cluster": client // 2}
+    return {
+        "input_ids": [*asked, answer],
+        "labels": labels,
+        "client": client,
+        "cluster": client // 2,
+    }
 
 
 def clusters() -> TokenData:
@@ -556,7 +621,8 @@ def one_birth() -> FedVEMoE:
 @pytest.mark.slow
 @pytest.mark.essential
 def test_experts_reach_both_optima_by_one_birth_and_fedavg_the_mean(tmp_path):
-    """One model for both clusters can at best answer with 1/2 each: ln 2 nats, against 0 with two experts."""
+    """One model for both clusters can at best answer with 1/2 each: ln 2 nats, against 0 with two
+    experts."""
     method = one_birth()
     fit(method, tmp_path / "experts", clusters(), max_rounds=12, max_local_steps=4, seed=3)
     found = rounds(tmp_path / "experts")
@@ -594,7 +660,9 @@ def changing(folder: Path, stop_after: int | None = None, **settings) -> dict:
     """The outcome of a run in which experts are pruned and merged."""
     stops = Stops()
     stops.rounds = stop_after
-    rules = Rules(prune_share=0.3, prune_rounds=1, merge_cosine=-0.9, merge_rounds=2, merge_loss=1.0)
+    rules = Rules(
+        prune_share=0.3, prune_rounds=1, merge_cosine=-0.9, merge_rounds=2, merge_loss=1.0
+    )
     method = method_of(FedVEMoE, k_init=5, k_max=6, birth_gap=0.0, birth_z=0.0, rules=rules)
     given = {"max_rounds": 6, "participation": 0.75, "checkpoint_every": 1, "callbacks": [stops]}
     fit(method, folder / "runs", **given, **settings)
@@ -635,7 +703,8 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_an_adapter_that_starts_at_something_is_not_added_twice():
-    """PiSSA starts at the leading part of the weights: shared adapter and expert would both add it."""
+    """PiSSA starts at the leading part of the weights: shared adapter and expert would both add
+    it."""
 
     def pissa(vocab_size: int) -> torch.nn.Module:
         return add_adapter(Llama(vocab_size, width=16, depth=1, heads=2), "pissa", rank=2)
@@ -670,7 +739,9 @@ def test_the_names_of_adapters_are_those_that_travel():
 
 
 def private(**settings) -> FedVEMoE:
-    return method_of(FedVEMoE, ffa=True, wire="private", weigh_by="clients", k_init=2, k_max=3, **settings)
+    return method_of(
+        FedVEMoE, ffa=True, wire="private", weigh_by="clients", k_init=2, k_max=3, **settings
+    )
 
 
 def test_a_private_run_without_clip_and_noise_is_the_plain_one(tmp_path):

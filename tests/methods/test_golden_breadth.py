@@ -1,7 +1,9 @@
-"""Every method with a golden file leaves after each round what an independent reference in float64 leaves.
+"""Every method with a golden file leaves after each round what an independent reference in float64
+leaves.
 
-A file of ``golden/breadth`` has cases of one method, in the form of ``golden/breadth/README.md`` of those who
-made them. To add a method: copy its file, and add a line to ``golden_adapters.ADAPTERS``. A file without one fails.
+A file of ``golden/breadth`` has cases of one method, in the form of ``golden/breadth/README.md`` of
+those who made them. To add a method: copy its file, and add a line to ``golden_adapters.ADAPTERS``.
+A file without one fails.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ def test_uploads_of_drop_outs_are_lost(name, case, tmp_path):
 
 
 def test_every_adapter_has_its_file():
-    assert set(ADAPTERS) == {method for method, case in cases_in(FILES) if not {"rule", "events"} & {*case}}
+    assert set(ADAPTERS) == {
+        method for method, case in cases_in(FILES) if not {"rule", "events"} & {*case}
+    }
 
 
 def test_a_difference_is_seen():

@@ -1,4 +1,5 @@
-"""HEST and its baselines on small federations: budgets by hand, what they must equal, and what never travels."""
+"""HEST and its baselines on small federations: budgets by hand, what they must equal, and what
+never travels."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def disturb(method, size: float = 3.0, seed: int = 0):
 
 def last_round(trainer) -> dict[str, float]:
     return {
-        name: float(value) for name, value in rows_of(trainer.run_dir / "metrics.csv")[-1].items() if value
+        name: float(value)
+        for name, value in rows_of(trainer.run_dir / "metrics.csv")[-1].items()
+        if value
     }
 
 
@@ -60,7 +63,8 @@ def ids_of(inputs):
 
 
 def evaluated(method, data, client: int = 0, generate: bool = False):
-    """Measurements of some test sequences on a client's device, which are read and perhaps continued."""
+    """Measurements of some test sequences on a client's device, which are read and perhaps
+    continued."""
     network = method.deploy(data.client(client)).eval()
     inputs, target = some(data)
     with torch.no_grad():
@@ -124,7 +128,8 @@ def test_expected_energy_of_a_step_by_hand(budget_of):
         assert p >= 7  # int8 is cheaper than off, which is therefore no option of these prompts
         used = [1 - (1 - chance) ** p for chance in (1 - HIGH, HIGH)]  # by one token or more
         prompt = 4 * (8 * used[0] + (1 - HIGH) * p + 2 * used[1] + HIGH * 6 * p)
-        one = 4 * ((1 - HIGH) * 3 + HIGH * 8)  # and int8 costs more than high in a step of one token
+        # and int8 costs more than high in a step of one token
+        one = 4 * ((1 - HIGH) * 3 + HIGH * 8)
         rest, of_one = (10 + p, 11) if budget_of == "network" else (0, 0)
         budget = 0.8 * (4 * (2 + 6 * p) + rest + new * (4 * 8 + of_one))
         found.append((prompt + rest + new * (one + of_one)) / budget)
@@ -139,8 +144,12 @@ def test_the_expected_energy_of_certain_choices_is_what_they_cost():
     choices = 2 * torch.randint(0, 2, (3, 44, device.groups), generator=draws)  # off or high
     chances = torch.nn.functional.one_hot(choices, 3).double()
     found = expected_joules(device, lengths, chances)
-    for row, (prompt, end) in enumerate(zip(lengths.prompts.tolist(), lengths.ends.tolist(), strict=True)):
-        assert float(found[row]) == pytest.approx(device.spent(choices[row, :end], prompt, "mean"), rel=1e-12)
+    for row, (prompt, end) in enumerate(
+        zip(lengths.prompts.tolist(), lengths.ends.tolist(), strict=True)
+    ):
+        assert float(found[row]) == pytest.approx(
+            device.spent(choices[row, :end], prompt, "mean"), rel=1e-12
+        )
 
 
 def test_the_energy_has_a_gradient_and_reaches_the_controller_alone():
@@ -149,7 +158,9 @@ def test_the_energy_has_a_gradient_and_reaches_the_controller_alone():
     method.receive(method.broadcast(data.client(0)), data.client(0))
     _, energy = method.budgeted.sample(inputs, target, method.stream("options"), 2 / 3)
     energy.backward()
-    moved = {name for name, p in method.network.named_parameters() if p.grad is not None and p.grad.any()}
+    moved = {
+        name for name, p in method.network.named_parameters() if p.grad is not None and p.grad.any()
+    }
     assert moved == {
         "controller.readout",
         "controller.bias",
@@ -197,7 +208,8 @@ def test_no_sequence_costs_more_than_its_budget_whatever_the_controller_says(
 def test_tabs_chooses_in_its_layers_and_nothing_holds_its_budget():
     method, data = built(controller="tabs", budget=0.6)
     _, found, _ = evaluated(method, data, generate=True)
-    assert torch.allclose(found["energy/joules"], found["energy/joules_high"])  # its bias prefers high
+    # its bias prefers high
+    assert torch.allclose(found["energy/joules"], found["energy/joules_high"])
     assert (found["energy/over_budget"] == 2).all()  # read, and generated
     with torch.no_grad():
         method.network.controller.bias -= 4.0
@@ -247,7 +259,9 @@ def test_a_sequence_takes_the_options_that_it_takes_alone(controller):
     together, lengths = network.options_of(ids_of(inputs), target)
     assert len(together.unique()) > 1
     for row, end in enumerate(lengths.ends.tolist()):
-        alone, _ = network.options_of(ids_of(inputs)[row : row + 1, :end], target[row : row + 1, :end])
+        alone, _ = network.options_of(
+            ids_of(inputs)[row : row + 1, :end], target[row : row + 1, :end]
+        )
         assert torch.equal(alone[0], together[row, :end])
 
 
@@ -280,12 +294,20 @@ def test_what_a_token_takes_does_not_depend_on_later_tokens():
 def test_a_network_of_transformers_keeps_its_budget_and_writes_what_it_would_alone(tmp_path):
     """Its prompts are padded on the left, so they are continued one by one."""
     transformers, _ = pytest.importorskip("transformers"), pytest.importorskip("peft")
-    shape = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 256}
+    shape = {
+        "vocab_size": 259,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "max_position_embeddings": 256,
+    }
     layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(**shape, **layers)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     network = f"hf:{tmp_path / 'model'}"
-    parts = (*(f"self_attn.{p}_proj" for p in "qkvo"), *(f"mlp.{p}_proj" for p in ("gate", "up", "down")))
+    parts = (
+        *(f"self_attn.{p}_proj" for p in "qkvo"),
+        *(f"mlp.{p}_proj" for p in ("gate", "up", "down")),
+    )
     names = [f"model.base_model.model.model.layers.0.{part}" for part in parts]
     method, data = built(network=network, costs=costs(groups=names), budget=0.7)
     disturb(method)
@@ -307,7 +329,9 @@ def test_a_network_of_transformers_keeps_its_budget_and_writes_what_it_would_alo
 def test_slow_and_fast_devices_train_one_model(tmp_path):
     fast = costs()
     slow = costs(high=(4.0, 9.0))
-    method = method_of(HEST, scope="adapter", costs=[fast, slow], budget=[0.5, 0.6, 0.9], price_lr=1.0)
+    method = method_of(
+        HEST, scope="adapter", costs=[fast, slow], budget=[0.5, 0.6, 0.9], price_lr=1.0
+    )
     states = Keeps()
     fit(method, tmp_path, callbacks=[states])
     assert len(method.devices) == 6
@@ -403,7 +427,11 @@ def test_a_table_of_other_adapters_is_refused():
         with refused("spectral of rank 8 with a table of costs that was measured with"):
             built(network=network, costs=table, scope="model", controller="none")
     for adapter in ("lora", "ffa", "pissa"):
-        built(network=partial(LlamaTiny, adapter=adapter, rank=8), costs="llama_tiny_lora", scope="model")
+        built(
+            network=partial(LlamaTiny, adapter=adapter, rank=8),
+            costs="llama_tiny_lora",
+            scope="model",
+        )
 
 
 def test_layers_that_are_computed_twice_in_a_step_are_refused():
@@ -422,8 +450,8 @@ def test_options_have_one_order():
 
 
 def test_a_budget_of_all_the_energy_at_high_changes_nothing():
-    """Costs are rounded up to whole units and budgets down: were they rounded apart, a share of 1 would buy
-    one option less than all of them."""
+    """Costs are rounded up to whole units and budgets down: were they rounded apart, a share of 1
+    would buy one option less than all of them."""
     method, data = built(budget=1.0)
     with torch.no_grad():
         method.network.controller.bias[:, 1] = 50.0
@@ -435,7 +463,8 @@ def test_a_budget_of_all_the_energy_at_high_changes_nothing():
 
 
 def test_a_price_is_of_shares_of_the_budget_whatever_the_quantile():
-    """Where all quantiles are three times as high, so is the budget, and every choice is the same."""
+    """Where all quantiles are three times as high, so is the budget, and every choice is the
+    same."""
     taken = []
     for q99 in (1.0, 3.0):
         method, data = built(costs=costs(q99=q99), budget=5.0)
@@ -499,7 +528,9 @@ def test_an_answer_is_written_with_weights_that_are_quantised_once(monkeypatch):
     """A table of costs is of layers that keep their weights in int8."""
     made = []
     original = switched.quantised_rows
-    monkeypatch.setattr(switched, "quantised_rows", lambda weight: made.append(weight) or original(weight))
+    monkeypatch.setattr(
+        switched, "quantised_rows", lambda weight: made.append(weight) or original(weight)
+    )
     method, data = built(controller="bhsp", budget=5.0, costs=costs(high=(20.0, 60.0)))
     with torch.no_grad():
         method.network.controller.bias[:, 0] = 50.0
@@ -517,7 +548,8 @@ def test_the_default_table_is_of_the_adapters():
         return method.devices[0].all_high(64, 8, "mean")
 
     spectral, lora = (
-        Device(shipped_table(name), 1.0).all_high(64, 8, "mean") for name in ("llama_tiny", "llama_tiny_lora")
+        Device(shipped_table(name), 1.0).all_high(64, 8, "mean")
+        for name in ("llama_tiny", "llama_tiny_lora")
     )
     assert all_high_of(adapter="spectral", rank=96) == pytest.approx(spectral)
     assert all_high_of(adapter="lora", rank=8) == pytest.approx(lora)

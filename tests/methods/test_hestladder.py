@@ -45,7 +45,10 @@ def fedavg() -> FedAvg:
 def test_ii_stage_a_and_an_infinite_budget_are_fedavg_bit_for_bit(tmp_path):
     plain = fedavg()
     ledger = ledger_of(fit(plain, tmp_path / "plain"))
-    for name, settings in {"stage a": {"all_on_rounds": 2}, "no budget": {"budget": math.inf}}.items():
+    for name, settings in {
+        "stage a": {"all_on_rounds": 2},
+        "no budget": {"budget": math.inf},
+    }.items():
         method = ladder_of(**settings)
         assert ledger_of(fit(method, tmp_path / name)) == ledger
         assert torch.equal(plain.server["weights"], method.server["weights"])
@@ -65,7 +68,9 @@ def test_ix_the_first_steps_of_stage_b_have_stage_as_minimiser():
     method.zero_grad()
     task, _ = method.task_and_logits(batch, 0)
     task.backward()
-    for grad, parameter in zip(twice, (p for p in method.parameters() if p.requires_grad), strict=True):
+    for grad, parameter in zip(
+        twice, (p for p in method.parameters() if p.requires_grad), strict=True
+    ):
         assert torch.allclose(grad, 2 * parameter.grad, atol=1e-6)
     found = {name: float(loss.detach()) for name, loss in losses.items()}
     assert found["loss_distilled"] == pytest.approx(0, abs=1e-6)
@@ -78,7 +83,8 @@ def test_the_stages_of_a_run(tmp_path):
     assert "train/loss_subset" not in found[0]
     assert all("train/loss_subset" in row for row in found[1:])
     assert [row["energy/levels"] for row in found] == [1, 1, 2, 3, 3]
-    assert all(row["energy/refused"] > 0 for row in found[:2])  # all branches alone cost more than a budget
+    # all branches alone cost more than a budget
+    assert all(row["energy/refused"] > 0 for row in found[:2])
     assert found[-1]["energy/refused"] == 0
     assert all(row["energy/over_budget"] == 0 for row in found)
     assert 0 < found[-1]["energy/joules"] < 0.9 * found[-1]["energy/joules_high"]
@@ -111,7 +117,8 @@ def test_a_client_trains_the_levels_of_its_own_budget():
 
 
 def test_clients_report_sums_and_the_server_chooses_by_them(tmp_path):
-    """The server's choice is that of one reader who sees all validation examples at the same weights."""
+    """The server's choice is that of one reader who sees all validation examples at the same
+    weights."""
     method, data = built_ladder(round=2)
     disturbed(method)
     client_ids = [id for id in range(4) if len(data.client(id).val)]
@@ -134,21 +141,28 @@ def test_clients_report_sums_and_the_server_chooses_by_them(tmp_path):
     for id in client_ids:
         client = data.client(id)
         method.receive(method.broadcast(client), client)
-        next(iter(method.local_batches(data, client, epochs=1, labels=data.labels(client), steps=1)))
+        next(
+            iter(method.local_batches(data, client, epochs=1, labels=data.labels(client), steps=1))
+        )
         uploads[id] = method.upload(client)
-    total = sum(len(data.client(id).train) * u.tensor("losses").double() for id, u in uploads.items())
+    total = sum(
+        len(data.client(id).train) * u.tensor("losses").double() for id, u in uploads.items()
+    )
     costs = BranchCosts.of(method.devices[0]).branches
     ones = torch.ones(4, dtype=torch.bool)
     mask, branch = next_mask(ones, total / examples, costs, ~ones)
     method.aggregate(uploads)
     assert method.server["ladder"].bool().tolist() == [ones.tolist(), mask.tolist(), mask.tolist()]
-    assert float(method.server["ladder_losses"][1]) == pytest.approx(float(total[branch + 1] / examples))
+    assert float(method.server["ladder_losses"][1]) == pytest.approx(
+        float(total[branch + 1] / examples)
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.essential
 def test_x_a_planted_slack_is_found_by_the_federation(tmp_path):
-    """Both branches of a block whose outputs are zero go first, and cost nothing. LoRA is not on that block."""
+    """Both branches of a block whose outputs are zero go first, and cost nothing. LoRA is not on
+    that block."""
 
     def padded(vocab_size: int) -> LlamaTiny:
         network = LlamaTiny(vocab_size)
@@ -193,25 +207,35 @@ def test_enumeration_takes_the_best_of_all_subsets():
     method, _ = built_ladder(search="enumeration", budget=[0.8, 0.5], round=4)
     assert method.searches
     losses = torch.rand(16, generator=torch.Generator().manual_seed(0))
-    method.server |= method.plan.next_entries(method.server, losses, 4, method.budgeted, method.stream("x"))
+    method.server |= method.plan.next_entries(
+        method.server, losses, 4, method.budgeted, method.stream("x")
+    )
     shares = BranchCosts.of(method.devices[0], "q99").share(all_masks(4))
     for row, budget in ((1, 0.8), (2, 0.5)):
         assert float(method.server["ladder_losses"][row]) == float(losses[shares <= budget].min())
 
 
 def test_a_level_may_leave_out_several_branches():
-    """By hand: of attention 4 and feed-forward 2.5 millijoules, the prices are .03/4, .02/2.5, .2/4, .04/2.5, .1/4
-    and .0/2.5; two go in a level, and then one is enough for the budget. What each adds to the loss is added up."""
+    """By hand: of attention 4 and feed-forward 2.5 millijoules, the prices are .03/4, .02/2.5,
+    .2/4, .04/2.5, .1/4 and .0/2.5; two go in a level, and then one is enough for the budget. What
+    each adds to the loss is added up."""
     method, _ = built_ladder(
         network=three_blocks, costs=branch_costs(3), budget=0.6, branches_per_level=2, round=4
     )
     alone = torch.tensor([0.5, 0.53, 0.52, 0.7, 0.54, 0.6, 0.5])
-    method.server["ladder"], method.server["protected"] = torch.ones(3, 6).to(torch.uint8), torch.zeros(6)
+    method.server["ladder"], method.server["protected"] = (
+        torch.ones(3, 6).to(torch.uint8),
+        torch.zeros(6),
+    )
     for round in (3, 4):
         method.server |= method.plan.next_entries(
             method.server, alone, round, method.budgeted, method.stream("ladder")
         )
-    assert method.server["ladder"].tolist() == [[1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 0]]
+    assert method.server["ladder"].tolist() == [
+        [1, 1, 1, 1, 1, 1],
+        [0, 1, 1, 1, 1, 0],
+        [0, 0, 1, 1, 1, 0],
+    ]
     assert method.server["ladder_losses"].tolist() == pytest.approx([0.5, 0.53, 0.52])
     shares = BranchCosts.of(method.devices[0], "q99").share(method.server["ladder"].bool())
     assert shares.tolist() == pytest.approx([1.0, 14.2 / 20.7, 11.7 / 20.7])
@@ -239,8 +263,9 @@ def test_a_ladder_that_ends_above_the_budget_says_so(tmp_path, caplog):
     ],
 )
 def test_other_depths_cost_what_the_shipped_table_says_of_their_blocks(blocks, most, costs):
-    """A sequence costs everything else and the blocks, by the table of four of them; the study has shallower bases
-    where that is within a budget of the whole network. The deeper base has each of them twice."""
+    """A sequence costs everything else and the blocks, by the table of four of them; the study has
+    shallower bases where that is within a budget of the whole network. The deeper base has each of
+    them twice."""
     network = LlamaTinyDeep if len(blocks) == 8 else partial(LlamaTiny, blocks=blocks)
     method, data = built_ladder(network=network, costs=costs, budget=1.0, round=1)
     network, (inputs, target) = method.deploy(data.client(0)).eval(), some(data)
@@ -253,7 +278,10 @@ def test_other_depths_cost_what_the_shipped_table_says_of_their_blocks(blocks, m
         for joules, prompt, new in zip(found[name], lengths.prompts, lengths.new, strict=True):
             steps = ((int(prompt), 1), (1, int(new)))
             whole = sum(count * table.all_high(tokens, kind) for tokens, count in steps)
-            costs = [(table.tensors(tokens, kind)[:, HIGH], table.fixed(tokens, kind)) for tokens, _ in steps]
+            costs = [
+                (table.tensors(tokens, kind)[:, HIGH], table.fixed(tokens, kind))
+                for tokens, _ in steps
+            ]
             kept = sum(
                 count * (rest + float(each.view(4, 2)[blocks].sum()))
                 for (each, rest), (_, count) in zip(costs, steps, strict=True)

@@ -1,4 +1,5 @@
-"""HESTLadder with a controller of levels: budgets, joules, what travels, and what its training leaves alone."""
+"""HESTLadder with a controller of levels: budgets, joules, what travels, and what its training
+leaves alone."""
 
 from __future__ import annotations
 
@@ -7,7 +8,16 @@ import math
 
 import pytest
 import torch
-from laddered import LEVELS, branch_costs, built_ladder, disturbed, ladder_of, rows_of, some, with_ladder
+from laddered import (
+    LEVELS,
+    branch_costs,
+    built_ladder,
+    disturbed,
+    ladder_of,
+    rows_of,
+    some,
+    with_ladder,
+)
 from refusals import refused
 from tiny_language import fit, records, written_then_read
 
@@ -73,7 +83,8 @@ def test_writing_an_answer_is_reading_it(controller, phase):
 
 @pytest.mark.parametrize(("controller", "each"), [("sequence", False), ("step", True)])
 def test_decisions_cost_joules_by_hand(controller, each):
-    """Where all tokens wish for the last level, a decision a sequence or a token is all that is added."""
+    """Where all tokens wish for the last level, a decision a sequence or a token is all that is
+    added."""
     plain, data = deciding(controller, bias=[0.0, -9.0], budget=0.8)
     inputs, target = some(data)
     plain.expect(target)
@@ -85,7 +96,9 @@ def test_decisions_cost_joules_by_hand(controller, each):
     network_alone = torch.tensor(
         [
             plain.on.undecided.spent(row[:end], prompt, "mean")
-            for row, prompt, end in zip(options, lengths.prompts.tolist(), lengths.ends.tolist(), strict=True)
+            for row, prompt, end in zip(
+                options, lengths.prompts.tolist(), lengths.ends.tolist(), strict=True
+            )
         ],
         dtype=torch.float64,
     )
@@ -101,7 +114,9 @@ def test_steps_spend_what_a_level_leaves_over():
     inputs, target = some(data)
     options, lengths = network.options_of(inputs, target)
     seen = set()
-    for row, prompt, end in zip(options, lengths.prompts.tolist(), lengths.ends.tolist(), strict=True):
+    for row, prompt, end in zip(
+        options, lengths.prompts.tolist(), lengths.ends.tolist(), strict=True
+    ):
         on = (row[prompt:end] == HIGH).sum(-1).tolist()
         assert on == sorted(on, reverse=True)
         seen |= {*on}
@@ -120,7 +135,9 @@ def test_sequences_take_no_level_that_they_cannot_afford_to_their_end():
 
 
 def test_before_there_is_a_ladder_nothing_is_decided(tmp_path):
-    found = rows_of(fit(ladder_of(controller="step", budget=1.0), tmp_path, records(), max_rounds=1))[-1]
+    found = rows_of(
+        fit(ladder_of(controller="step", budget=1.0), tmp_path, records(), max_rounds=1)
+    )[-1]
     assert found["energy/refused"] == 0
     assert found["energy/joules"] == found["energy/joules_high"]
 
@@ -137,15 +154,20 @@ def test_the_first_block_is_kept_and_the_controller_learns(tmp_path):
 
 
 def test_enumeration_keeps_the_first_block_too():
-    method, _ = built_ladder(search="enumeration", controller="sequence", budget=[0.8, 0.65], round=4)
+    method, _ = built_ladder(
+        search="enumeration", controller="sequence", budget=[0.8, 0.65], round=4
+    )
     losses = torch.rand(16, generator=torch.Generator().manual_seed(0))
     losses[0b1100] = 0.0  # without the first block, which is then the best of all
-    method.server |= method.plan.next_entries(method.server, losses, 4, method.budgeted, method.stream("x"))
+    method.server |= method.plan.next_entries(
+        method.server, losses, 4, method.budgeted, method.stream("x")
+    )
     assert method.server["ladder"][:, :2].all()
 
 
 def test_the_adapter_is_trained_as_without_it():
-    """Its loss has no gradient but in its own numbers, so a sequence's controller changes nothing else."""
+    """Its loss has no gradient but in its own numbers, so a sequence's controller changes nothing
+    else."""
     gradients = []
     for controller in ("none", "sequence"):
         method, data = built_ladder(controller=controller, budget=0.8)
@@ -154,7 +176,9 @@ def test_the_adapter_is_trained_as_without_it():
         method.receive(method.broadcast(client), client)
         batch = next(iter(data.train_batches(client, round=5, epochs=1)))
         method.training_step(batch)["loss"].backward()
-        gradients.append({n: p.grad for n, p in method.network.network.named_parameters() if p.requires_grad})
+        gradients.append(
+            {n: p.grad for n, p in method.network.network.named_parameters() if p.requires_grad}
+        )
         if controller == "sequence":
             assert method.laddered.controller.bias.grad.any()
     assert gradients[0].keys() == gradients[1].keys()

@@ -70,7 +70,11 @@ def test_a_private_run_without_noise_is_the_plain_one_and_noise_is_in_the_losses
     moved = (noisy["ladder_losses"][1:] - plain["ladder_losses"][1:]).abs()
     assert bool((moved > 1e-3).all())
     with refused("trainer.privacy with --model HESTLadder", "loss_scale 0.1"):
-        fit(ladder_of(), tmp_path / "refused", privacy=ClientPrivacy(noise_multiplier=1.0, clip_norm=1.0))
+        fit(
+            ladder_of(),
+            tmp_path / "refused",
+            privacy=ClientPrivacy(noise_multiplier=1.0, clip_norm=1.0),
+        )
 
 
 def test_losses_that_cannot_be_are_refused():

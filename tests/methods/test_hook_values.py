@@ -1,4 +1,5 @@
-"""A slip in a hook of one's own ends the run in its first round with one line that names the hook."""
+"""A slip in a hook of one's own ends the run in its first round with one line that names the
+hook."""
 
 from __future__ import annotations
 
@@ -66,8 +67,14 @@ class UploadsDictionary(FedAvg):
         (KeepsNumber, r"client.state\['visits'\] is int; .*write torch.tensor"),
         (BeginsWithNumber, r"self.server\['count'\] is int; .*write torch.tensor"),
         (CountsInList, r"self.server\['counts'\] is list"),
-        (ReturnsLoss, r"ReturnsLoss.training_step returned torch.Tensor; .*write return \{\"loss\": loss\}"),
-        (ReturnsFloat, r"ReturnsFloat.training_step returned 'loss': torch.Tensor, .*'loss_other': float"),
+        (
+            ReturnsLoss,
+            r"ReturnsLoss.training_step returned torch.Tensor; .*write return \{\"loss\": loss\}",
+        ),
+        (
+            ReturnsFloat,
+            r"ReturnsFloat.training_step returned 'loss': torch.Tensor, .*'loss_other': float",
+        ),
         (ReturnsNothing, r"ReturnsNothing.training_step returned nothing"),
         (UploadsDictionary, r"UploadsDictionary.upload returned dict; it returns a Payload"),
     ],

@@ -1,5 +1,5 @@
-"""Methods and terms that read a client's labels, or features of its models: what they equal, what a client
-keeps, and the mistakes of public code, each of which a golden file catches."""
+"""Methods and terms that read a client's labels, or features of its models: what they equal, what a
+client keeps, and the mistakes of public code, each of which a golden file catches."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def begun(method, labels=(0, 0, 0, 1, 2, 2)):
     ],
 )
 def test_classes_are_weighed_by_the_labels_that_a_client_trains_on(term, weigh):
-    """The term and the task loss are -log of a share w_y e^{z_y} / sum w_c e^{z_c}; of absent classes w is 0,
-    and nothing moves their logits."""
+    """The term and the task loss are -log of a share w_y e^{z_y} / sum w_c e^{z_c}; of absent
+    classes w is 0, and nothing moves their logits."""
     method, (inputs, target) = begun(FedAvg(network=small_network, terms=[term]))
     outputs = method.training_step((inputs, target))
     mass = method.network(inputs).exp() * weigh(torch.tensor([3.0, 1.0, 2.0] + [0.0] * 7))
@@ -68,14 +68,19 @@ def test_classes_are_weighed_by_the_labels_that_a_client_trains_on(term, weigh):
 
 
 def test_equal_counts_are_no_shift():
-    method, batch = begun(FedAvg(network=small_network, terms=[BalancedSoftmax()]), tuple(range(10)))
+    method, batch = begun(
+        FedAvg(network=small_network, terms=[BalancedSoftmax()]), tuple(range(10))
+    )
     outputs = method.training_step(batch)
     torch.testing.assert_close(outputs["loss"], outputs["loss_task"])
 
 
 def test_labels_that_noise_has_made_are_classes_of_the_client(tmp_path):
     """Else one of them would have a logit of minus infinity, and an infinite loss."""
-    data, noise = ready(num_clients=4, partition=Dirichlet(0.1)), LabelNoise(1, clients=1.0, labels=0.9)
+    data, noise = (
+        ready(num_clients=4, partition=Dirichlet(0.1)),
+        LabelNoise(1, clients=1.0, labels=0.9),
+    )
     method = FedLC(network=small_network, optimizer=sgd(0.05))
     trainer = run(method, data, tmp_path, max_rounds=2, callbacks=[noise])
     with (trainer.run_dir / "metrics.csv").open() as file:
@@ -102,7 +107,9 @@ def test_what_terms_keep_is_the_same_in_every_engine(settings, tmp_path):
     servers = []
     for more in ({"workers": 1, "engine": "sequential"}, settings):
         method = FedDyn(
-            network=small_network, optimizer=sgd(0.02), terms=[ContrastiveTerm(), CalibratedLogits()]
+            network=small_network,
+            optimizer=sgd(0.02),
+            terms=[ContrastiveTerm(), CalibratedLogits()],
         )
         run(method, images(), tmp_path, **{"max_rounds": 3, "participation": 0.5, **more})
         servers.append(method.server["weights"])
@@ -140,7 +147,8 @@ def test_frozen_networks_are_in_evaluation_mode_and_untouched():
 
 
 def test_a_root_set_keeps_no_model():
-    """FLTrust's server trains on it as a client would, of which it would else remember the last round."""
+    """FLTrust's server trains on it as a client would, of which it would else remember the last
+    round."""
     data = ready(num_clients=2, public_examples=20)
     method = MOON(network=small_network, optimizer=sgd(0.5), average=FLTrust(root_steps=3))
     method.build(data)
@@ -190,7 +198,9 @@ def test_a_network_without_a_linear_layer_is_refused(tmp_path):
     def convolution(num_classes):
         return nn.Sequential(nn.Conv2d(3, num_classes, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
-    with pytest.raises(InputError, match="has no linear layer; features are what enters the last one"):
+    with pytest.raises(
+        InputError, match="has no linear layer; features are what enters the last one"
+    ):
         run(MOON(network=convolution), images(), tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
 
@@ -199,7 +209,8 @@ def test_a_network_without_a_linear_layer_is_refused(tmp_path):
 
 
 class CountsOfAll(FedLC):
-    """PFLlib: the counts of all clients, on balanced data a shift that is the same for all classes."""
+    """PFLlib: the counts of all clients, on balanced data a shift that is the same for all
+    classes."""
 
     def build(self, data):
         super().build(data)
@@ -250,7 +261,9 @@ class Exchanged(MOON):
 
     def start_terms(self, client, labels):
         super().start_terms(client, labels)
-        mine, theirs = (self.layout.read(each) for each in (self.previous_network, self.received_network))
+        mine, theirs = (
+            self.layout.read(each) for each in (self.previous_network, self.received_network)
+        )
         self.layout.write(self.previous_network, theirs)
         self.layout.write(self.received_network, mine)
 

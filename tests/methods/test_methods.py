@@ -1,5 +1,5 @@
-"""FedAvg, FedMPQ and FedMPQKD beside plain loops and formulas that share no code with the package; the kit
-checks what every method must do (test_conformance)."""
+"""FedAvg, FedMPQ and FedMPQKD beside plain loops and formulas that share no code with the package;
+the kit checks what every method must do (test_conformance)."""
 
 from __future__ import annotations
 
@@ -31,12 +31,16 @@ def digits(num_clients: int = 4, **settings) -> FederatedImages:
 # small BatchNorm batches amplify rounding, round by round
 @pytest.mark.parametrize(("norm", "rounds"), [("group", 3), ("batch", 1)])
 def test_fedavg_is_a_plain_torch_loop(norm, rounds, tmp_path):
-    """Three clients, momentum, two epochs: weights and statistics to 1e-6, against torch.optim alone."""
+    """Three clients, momentum, two epochs: weights and statistics to 1e-6, against torch.optim
+    alone."""
     from fl_lightning import rng
     from fl_lightning.models import SmallCNN
 
     network = lambda classes: SmallCNN(classes, norm=norm, width=4)  # noqa: E731
-    data, method = digits(3, val_fraction=0.0), FedAvg(network=network, optimizer=sgd(0.05, momentum=0.9))
+    data, method = (
+        digits(3, val_fraction=0.0),
+        FedAvg(network=network, optimizer=sgd(0.05, momentum=0.9)),
+    )
     run(method, data, tmp_path, max_rounds=rounds, seed=5)
 
     with rng.torch_stream(5, "weights"):
@@ -109,15 +113,17 @@ def test_every_option_changes_the_result_and_stays_finite(settings, default, tmp
 
 def first_round_bytes(method, tmp_path) -> tuple[set[int], set[int]]:
     trainer = run(method, digits(), tmp_path, max_rounds=1)
-    rows = [line.split(",") for line in (trainer.run_dir / "ledger.csv").read_text().splitlines()[1:]]
+    rows = [
+        line.split(",") for line in (trainer.run_dir / "ledger.csv").read_text().splitlines()[1:]
+    ]
     return {int(row[3]) for row in rows}, {int(row[4]) for row in rows}
 
 
 @pytest.mark.slow
 @pytest.mark.essential
 def test_bytes_equal_the_hand_formula(tmp_path):
-    """small_cnn: 33 712 weights in four layers, 234 values in GroupNorm and the bias. Header 19, an entry 3 +
-    name + 4 per dimension."""
+    """small_cnn: 33 712 weights in four layers, 234 values in GroupNorm and the bias. Header 19, an
+    entry 3 + name + 4 per dimension."""
     weights, rest = [432, 4608, 18432, 10240], 234
     entry = lambda name, ndim, data: 3 + len(name) + 4 * ndim + data  # noqa: E731
     full = entry("weights", 1, 4 * (sum(weights) + rest))
@@ -150,7 +156,11 @@ def test_the_teacher_costs_no_upload_and_its_download_is_counted(tmp_path):
     )
     for alpha in (0.0, 0.5, 1.0):
         received = FedMPQKD(
-            optimizer=sgd(), alpha=alpha, prune_threshold=0.0, download="quantised", teacher_source="received"
+            optimizer=sgd(),
+            alpha=alpha,
+            prune_threshold=0.0,
+            download="quantised",
+            teacher_source="received",
         )
         assert first_round_bytes(received, tmp_path) == (plain_down, plain_up)
     full = FedMPQKD(optimizer=sgd(), prune_threshold=0.0, download="quantised")
@@ -160,14 +170,18 @@ def test_the_teacher_costs_no_upload_and_its_download_is_counted(tmp_path):
 
 
 def test_distillation_by_hand():
-    student, teacher = torch.tensor([[2.0, 0.0], [0.0, 0.0]]), torch.tensor([[0.0, 2.0], [0.0, 0.0]])
+    student, teacher = (
+        torch.tensor([[2.0, 0.0], [0.0, 0.0]]),
+        torch.tensor([[0.0, 2.0], [0.0, 0.0]]),
+    )
     p = torch.sigmoid(torch.tensor(1.0))  # softmax of [1, 0], T = 2
     kl = (2 * p - 1) * torch.log(p / (1 - p))  # symmetric here
     torch.testing.assert_close(distillation(rows(student), teacher, 2.0), 4 * kl / 2)
     torch.testing.assert_close(distillation(rows(student), teacher, 2.0, "reverse"), 4 * kl / 2)
     student[0, 0] = 1.0
     assert not torch.isclose(
-        distillation(rows(student), teacher, 2.0), distillation(rows(student), teacher, 2.0, "reverse")
+        distillation(rows(student), teacher, 2.0),
+        distillation(rows(student), teacher, 2.0, "reverse"),
     )
     log_t, log_s = F.log_softmax(teacher / 3, 1), F.log_softmax(student / 3, 1)
     torch.testing.assert_close(
@@ -261,4 +275,6 @@ def test_distillation_is_in_float32_under_autocast():
 
 def test_alpha_zero_costs_what_fedmpq_costs(tmp_path):
     plain = first_round_bytes(FedMPQ(optimizer=sgd(), download="quantised"), tmp_path)
-    assert plain == first_round_bytes(FedMPQKD(optimizer=sgd(), download="quantised", alpha=0), tmp_path)
+    assert plain == first_round_bytes(
+        FedMPQKD(optimizer=sgd(), download="quantised", alpha=0), tmp_path
+    )

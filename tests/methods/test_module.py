@@ -1,5 +1,5 @@
-"""A LightningModule that knows nothing of us trains as the client of any method whose objective is the task
-loss and other terms."""
+"""A LightningModule that knows nothing of us trains as the client of any method whose objective is
+the task loss and other terms."""
 
 from __future__ import annotations
 
@@ -128,7 +128,8 @@ ADDITIVE = {
 @pytest.mark.essential
 @pytest.mark.parametrize("name", ADDITIVE)
 def test_it_is_every_additive_method_of_the_same_network(name, tmp_path):
-    """The module's loss takes the place of the task loss; the other terms, and what travels, stay."""
+    """The module's loss takes the place of the task loss; the other terms, and what travels,
+    stay."""
     make = partial(getattr(methods, name.split()[0]), optimizer=sgd(0.05), **ADDITIVE[name])
     wrapped, plain = make(module=seeded(Lit)), make(network=lambda classes: seeded(Lit).net)
     for method in (wrapped, plain):
@@ -155,7 +156,10 @@ class Scheduled(Lit):
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.make(optimizer), **self.settings}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": self.make(optimizer), **self.settings},
+        }
 
 
 class EveryOther(Scheduled):
@@ -212,7 +216,9 @@ class AsksTheEpoch(Lit):
 class CountsSteps(Lit):
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
-        return [optimizer], [schedules.OneCycleLR(optimizer, 0.1, self.trainer.estimated_stepping_batches)]
+        return [optimizer], [
+            schedules.OneCycleLR(optimizer, 0.1, self.trainer.estimated_stepping_batches)
+        ]
 
 
 class Lossless(Lit):
@@ -266,7 +272,10 @@ class Complex(Lit):
             lambda: FedAvg(module=TwoOptimizers()),
             "TwoOptimizers returns 2 of them; a client has one local optimiser",
         ),
-        (lambda: FedAvg(module=Scheduled(), scheduler=Scheduled.make), "one schedule; leave one of them out"),
+        (
+            lambda: FedAvg(module=Scheduled(), scheduler=Scheduled.make),
+            "one schedule; leave one of them out",
+        ),
         (
             lambda: FedAvg(module=AsksTheTrainer()),
             "AsksTheTrainer asks for self.trainer.num_training_batches",
@@ -385,7 +394,9 @@ class Counting(Lit):
 def test_hooks_and_counts_that_do_nothing_are_named(tmp_path, caplog):
     run(FedAvg(module=Counting()), ready(), tmp_path, max_rounds=1, workers=1)
     said = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert any(text.startswith("on_train_epoch_start, setup of Counting: not called") for text in said)
+    assert any(
+        text.startswith("on_train_epoch_start, setup of Counting: not called") for text in said
+    )
     assert any(text.startswith("steps of Counting: whole numbers do not travel") for text in said)
 
 
@@ -411,14 +422,20 @@ def test_a_network_beside_it_is_one_line(flags, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     Path("plain_lit.py").write_text(PLAIN)
-    assert main(["fit", "--model", "FedAvg", "--model.module", "plain_lit.LitClassifier", *flags]) == 2
+    assert (
+        main(["fit", "--model", "FedAvg", "--model.module", "plain_lit.LitClassifier", *flags]) == 2
+    )
     error = capsys.readouterr().err
     assert "--model.module" in error
     assert error.count("\n") == 1
-    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["plain_lit.py"]
+    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == [
+        "plain_lit.py"
+    ]
 
 
-@pytest.mark.parametrize("hook", ["optimizer_step", "on_train_batch_end", "configure_gradient_clipping"])
+@pytest.mark.parametrize(
+    "hook", ["optimizer_step", "on_train_batch_end", "configure_gradient_clipping"]
+)
 def test_a_hook_that_would_not_be_called_is_refused_by_name(hook):
     module = type("Hooked", (Lit,), {hook: lambda self, *arguments, **settings: None})()
     with pytest.raises(ValueError, match=f"Hooked, which overrides {hook};.*; leave it out"):
@@ -442,7 +459,9 @@ def test_a_method_trains_a_copy_of_its_module_from_where_it_was(tmp_path):
     module = Lit()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     method = FedAvg(module=module)
-    first, second = (run(method, ready(), tmp_path, max_rounds=2).method.server["weights"] for _ in range(2))
+    first, second = (
+        run(method, ready(), tmp_path, max_rounds=2).method.server["weights"] for _ in range(2)
+    )
     assert torch.equal(first, second)
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
 
@@ -477,7 +496,9 @@ class Weighed(Lit):
 def test_what_a_metric_counts_of_one_client_is_not_the_next_ones(tmp_path):
     """Two workers train each their clients, one trains all: the weights are the same."""
     one, two = (
-        run(FedAvg(module=seeded(Weighed)), ready(), tmp_path, max_rounds=2, workers=workers).method.server
+        run(
+            FedAvg(module=seeded(Weighed)), ready(), tmp_path, max_rounds=2, workers=workers
+        ).method.server
         for workers in (1, 2)
     )
     assert torch.equal(one["weights"], two["weights"])
@@ -491,10 +512,20 @@ class Interrupted(Meter):
 
 def test_a_fit_goes_on_with_the_objects_that_were_interrupted_in_mid_round(tmp_path):
     """As the log says that it does; and begun anew with them it is the run of new ones."""
-    whole = run(FedAvg(module=seeded(Scaled)), ready(), tmp_path, max_rounds=3).method.server["weights"]
+    whole = run(FedAvg(module=seeded(Scaled)), ready(), tmp_path, max_rounds=3).method.server[
+        "weights"
+    ]
     method = FedAvg(module=seeded(Scaled))
     with pytest.raises(KeyboardInterrupt):
-        run(method, ready(), tmp_path, max_rounds=3, callbacks=[Interrupted()], run_name="half", workers=1)
+        run(
+            method,
+            ready(),
+            tmp_path,
+            max_rounds=3,
+            callbacks=[Interrupted()],
+            run_name="half",
+            workers=1,
+        )
     path = str(next(tmp_path.glob("*/half")))
     run(method, ready(), tmp_path, max_rounds=3, ckpt_path=path, allow_changed=True)
     assert torch.equal(method.server["weights"], whole)

@@ -1,5 +1,5 @@
-"""Personal parts and fine-tuned copies: what stays, whose it is, what they go with, and mistakes of public
-code."""
+"""Personal parts and fine-tuned copies: what stays, whose it is, what they go with, and mistakes of
+public code."""
 
 from __future__ import annotations
 
@@ -117,7 +117,8 @@ def test_epochs_are_as_many_steps_as_the_client_makes_in_them(tmp_path):
     for id in (0, 2, 4):
         by_steps.method.finetune.steps = 2 * end.data.num_steps(end.data.client(id), 1)
         one, other = (
-            each.method.layout.read(each.method.deploy(each.data.client(id))) for each in (end, by_steps)
+            each.method.layout.read(each.method.deploy(each.data.client(id)))
+            for each in (end, by_steps)
         )
         assert torch.equal(one, other)
 
@@ -141,8 +142,8 @@ def test_fedbn_without_normalisation_is_fedavg(tmp_path):
 
 
 def test_personal_metrics_by_hand(tmp_path):
-    """The mean over clients, each of which counts once, of its own model on the test examples that it is dealt;
-    a client that was never counted has the initial head."""
+    """The mean over clients, each of which counts once, of its own model on the test examples that
+    it is dealt; a client that was never counted has the initial head."""
     end = fit(FedPer(), tmp_path, participation=0.34, max_rounds=2)
     method, data = end.method, end.data
     assert 0 < len(end.states) < data.num_clients
@@ -192,7 +193,8 @@ def test_a_copy_is_tuned_on_the_labels_that_the_client_trains_on(tmp_path, monke
 
 
 def test_they_compose(tmp_path):
-    """SCAFFOLD, a server's momentum and terms over what travels, with normalisation or the head staying."""
+    """SCAFFOLD, a server's momentum and terms over what travels, with normalisation or the head
+    staying."""
     methods = (
         SCAFFOLD(personal="norm", optimizer=sgd(0.05)),
         FedProx(personal="head", server_optimizer=ServerSGD(1.0, 0.5), finetune=FineTuning(1)),
@@ -243,7 +245,10 @@ def test_codes_with_parts_that_stay_in_stacks(name, tmp_path):
         method = getattr(methods, name)(**CODED[name])
         end = fit(method, tmp_path / engine, engine=engine, workers=1, max_rounds=2)
         ended.append(
-            {**end.method.server, **{f"{id} {k}": v for id, s in end.states.items() for k, v in s.items()}}
+            {
+                **end.method.server,
+                **{f"{id} {k}": v for id, s in end.states.items() for k, v in s.items()},
+            }
         )
     one, other = ended
     assert one.keys() == other.keys()
@@ -283,10 +288,15 @@ def test_a_teacher_has_the_clients_own_part():
 def test_a_personal_body_learns_more_of_its_client_than_nothing(tmp_path):
     """On clients with few classes each, own heads beat the one model for all."""
     data = partial(
-        images, partition=Dirichlet(beta=0.1, min_size=5), synthetic_examples=600, synthetic_test_examples=200
+        images,
+        partition=Dirichlet(beta=0.1, min_size=5),
+        synthetic_examples=600,
+        synthetic_test_examples=200,
     )
     personal = fit(FedPer(), tmp_path / "per", data=data(), max_rounds=8, local_epochs=2)
-    plain = fit(FineTune(finetune_steps=0), tmp_path / "avg", data=data(), max_rounds=8, local_epochs=2)
+    plain = fit(
+        FineTune(finetune_steps=0), tmp_path / "avg", data=data(), max_rounds=8, local_epochs=2
+    )
     assert personal.record.metrics["personal/accuracy"] > plain.record.metrics["personal/accuracy"]
 
 
@@ -349,7 +359,9 @@ class StatisticsTravel(FedBN):
         from fl_lightning.wire import Layout
 
         statistics = {name for name in self.own.shapes if "running" in name}
-        self.layout = Layout.of(self.network, include={*self.layout.shapes, *statistics}.__contains__)
+        self.layout = Layout.of(
+            self.network, include={*self.layout.shapes, *statistics}.__contains__
+        )
         self.own = Layout.of(self.network, include=({*self.own.shapes} - statistics).__contains__)
         self.own_start = self.own.read(self.network)
 
@@ -364,7 +376,15 @@ class StartsFromZeros(FedPer):
 
 @pytest.mark.parametrize(
     "fault",
-    [Jointly, ZerosForNone, KeepsTheCopy, OfTheLastClient, TrainsTheHead, StatisticsTravel, StartsFromZeros],
+    [
+        Jointly,
+        ZerosForNone,
+        KeepsTheCopy,
+        OfTheLastClient,
+        TrainsTheHead,
+        StatisticsTravel,
+        StartsFromZeros,
+    ],
 )
 def test_a_golden_file_catches_it(fault, tmp_path):
     assert found_by_a_file(fault, tmp_path)
@@ -374,8 +394,8 @@ def test_a_golden_file_catches_it(fault, tmp_path):
 
 
 def test_lgfedavg_averages_heads_and_keeps_bodies(tmp_path):
-    """After one round of all clients the server has the mean of the heads that LocalOnly's clients have, and the
-    clients have their bodies, for all start from the initial weights."""
+    """After one round of all clients the server has the mean of the heads that LocalOnly's clients
+    have, and the clients have their bodies, for all start from the initial weights."""
     end = fit(LGFedAvg(), tmp_path / "lg", max_rounds=1, participation=1.0)
     alone = fit(LocalOnly(), tmp_path / "alone", max_rounds=1, participation=1.0)
     whole, head, mean = alone.method.layout, end.method.layout, 0.0
@@ -437,7 +457,9 @@ def test_a_rate_of_the_head_that_a_module_would_ignore_is_refused():
         FedRep(module=OwnModule(), head_lr=0.1)
 
 
-def test_overridden_hooks_of_clients_are_called_where_nothing_is_personal_and_no_term_is_set(tmp_path):
+def test_overridden_hooks_of_clients_are_called_where_nothing_is_personal_and_no_term_is_set(
+    tmp_path,
+):
     """They are how a method of one's own adds a loss or keeps something on a client."""
     called: Counter[str] = Counter()
 
@@ -447,7 +469,14 @@ def test_overridden_hooks_of_clients_are_called_where_nothing_is_personal_and_no
             losses = super().with_terms(outputs, batch, logits)
             return {**losses, "loss": 2 * losses["loss"], "loss_own": losses["loss"]}
 
-    for name in ("take_own", "remember_received", "start_terms", "end_terms", "keep_own", "active_terms"):
+    for name in (
+        "take_own",
+        "remember_received",
+        "start_terms",
+        "end_terms",
+        "keep_own",
+        "active_terms",
+    ):
 
         def counted(self, *args, name=name):
             called[name] += 1
@@ -455,6 +484,8 @@ def test_overridden_hooks_of_clients_are_called_where_nothing_is_personal_and_no
 
         setattr(Own, name, counted)
     network = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 4))
-    trainer = run(Own(network=lambda num_classes: deepcopy(network), optimizer=sgd()), images(), tmp_path)
+    trainer = run(
+        Own(network=lambda num_classes: deepcopy(network), optimizer=sgd()), images(), tmp_path
+    )
     assert len(called) == 7
     assert trainer.history["train/loss_own"].notna().all()

@@ -1,5 +1,5 @@
-"""Methods whose clients have models of their own: what they equal, bit for bit, what clients keep, and the
-mistakes of public code, each of which a golden file catches."""
+"""Methods whose clients have models of their own: what they equal, bit for bit, what clients keep,
+and the mistakes of public code, each of which a golden file catches."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ class Models(Meter):
     def on_round_end(self, record, context):
         method, data, states = context.method, context.data, context.states
         clients = [data.client(id, dict(states.get(id, {}))) for id in range(data.num_clients)]
-        *self.own, self.shared = (method.layout.read(method.deploy(client)) for client in (*clients, None))
+        *self.own, self.shared = (
+            method.layout.read(method.deploy(client)) for client in (*clients, None)
+        )
 
 
 def after(method, folder, **settings):
@@ -80,7 +82,8 @@ def of(kind, **settings):
     ],
 )
 def test_the_global_model_is_fedavgs(kind, own, tmp_path):
-    """Bit for bit, with masks of dropout, statistics of BatchNorm and momentum where it may have them."""
+    """Bit for bit, with masks of dropout, statistics of BatchNorm and momentum where it may have
+    them."""
     plain = {"network": partial(Dropping, small=small_group_network), "optimizer": sgd(0.05)}
     common = plain if kind is APFL else {}
     mine, fedavg = after(of(kind, **common, **own), tmp_path), after(of(FedAvg, **common), tmp_path)
@@ -120,7 +123,14 @@ def test_clients_that_nothing_pulls_are_local_only(kind, tmp_path):
 def test_one_norm_of_both_models_is_refused(tmp_path):
     with pytest.raises(InputError, match="gradient_clip_algorithm value"):
         run(of(Ditto), images(), tmp_path / "runs", gradient_clip_val=1.0)
-    run(of(Ditto), images(), tmp_path, max_rounds=1, gradient_clip_val=1.0, gradient_clip_algorithm="value")
+    run(
+        of(Ditto),
+        images(),
+        tmp_path,
+        max_rounds=1,
+        gradient_clip_val=1.0,
+        gradient_clip_algorithm="value",
+    )
 
 
 def test_fedrods_personal_model_is_the_sum_of_its_heads(tmp_path):
@@ -148,7 +158,10 @@ def test_a_network_without_a_last_linear_layer_is_refused(tmp_path):
     ("settings", "says"),
     [
         ({"network": small_network}, "use group normalisation"),
-        ({"network": small_group_network, "optimizer": sgd(0.05, momentum=0.9)}, "optimizer.momentum 0"),
+        (
+            {"network": small_group_network, "optimizer": sgd(0.05, momentum=0.9)},
+            "optimizer.momentum 0",
+        ),
     ],
 )
 def test_mixtures_that_are_no_model_are_refused(settings, says, tmp_path):
@@ -157,8 +170,8 @@ def test_mixtures_that_are_no_model_are_refused(settings, says, tmp_path):
 
 
 def test_fedala_learns_in_so_many_batches(tmp_path):
-    """The authors' loop goes on until the losses stand still, which they need not. What is learnt moves shares,
-    and neither statistics nor what is drawn afterwards."""
+    """The authors' loop goes on until the losses stand still, which they need not. What is learnt
+    moves shares, and neither statistics nor what is drawn afterwards."""
     method = of(FedALA, ala_epochs=2, ala_lr=100.0)
     data = run(method, images(), tmp_path, max_rounds=1).data
     client, asked = data.client(0), method.task_and_logits
@@ -209,7 +222,8 @@ def test_an_average_without_enough_clients_of_a_class_leaves_its_prototype(tmp_p
     method.server["prototypes"], before = torch.zeros(4, 16), method.server["known"]
     counts = torch.tensor([[1.0, 0, 0, 0], [1, 1, 0, 0], [1, 0, 0, 0]])
     uploads = {
-        k: Payload({"prototypes": torch.full((4, 16), k + 1.0), "counts": counts[k]}) for k in range(3)
+        k: Payload({"prototypes": torch.full((4, 16), k + 1.0), "counts": counts[k]})
+        for k in range(3)
     }
     method.aggregate(uploads)
     assert method.server["prototypes"][:, 0].tolist()[1:] == [0, 0, 0]
@@ -231,7 +245,9 @@ def test_stacks_of_clients_are_trained_as_each_by_itself(make, tmp_path, caplog)
 @pytest.mark.parametrize("kind", [FedALA, FedProto])
 def test_two_processes_leave_the_same(kind, tmp_path):
     """To the last bit; what W and prototypes are made of is at hand where a client is trained."""
-    one, two = (after(of(kind), tmp_path, workers=workers, engine="sequential") for workers in (1, 2))
+    one, two = (
+        after(of(kind), tmp_path, workers=workers, engine="sequential") for workers in (1, 2)
+    )
     assert torch.equal(torch.stack([*one.own, one.shared]), torch.stack([*two.own, two.shared]))
 
 
@@ -288,7 +304,9 @@ class OverwritesV(APFL):
     """PFLlib: v makes a step by its own loss, and then becomes the mixture."""
 
     def task_and_logits(self, batch, batch_idx, weights=None):
-        return super().task_and_logits(batch, batch_idx, weights and dict(self.beside.named_parameters()))
+        return super().task_and_logits(
+            batch, batch_idx, weights and dict(self.beside.named_parameters())
+        )
 
     @torch.no_grad()
     def on_train_batch_end(self, outputs, batch, batch_idx):

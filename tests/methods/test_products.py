@@ -26,7 +26,9 @@ def plain_product(weights, others):
     ("ours", "plain"), [(squared_distance, plain_distance), (inner_product, plain_product)]
 )
 def test_values_and_gradients(ours, plain):
-    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Linear(7, 5)).to(memory_format=torch.channels_last)
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Linear(7, 5)).to(
+        memory_format=torch.channels_last
+    )
     weights = [*network.parameters()]
     others = [torch.randn_like(weight).contiguous() for weight in weights]
     found = []

@@ -65,11 +65,19 @@ def test_an_oracle_averages_inside_groups_alone(tmp_path):
     ids = [int(id) for id in data.active][:-1]
     vectors = {id: torch.full((oracle.layout.size,), float(id)) for id in ids}
     examples = {id: torch.tensor(id + 1, dtype=torch.int32) for id in ids}
-    oracle.aggregate({id: Payload({"examples": examples[id], "weights": vectors[id]}) for id in ids})
+    oracle.aggregate(
+        {id: Payload({"examples": examples[id], "weights": vectors[id]}) for id in ids}
+    )
     for value in range(data.num_groups):
         mine = [id for id in ids if group[id] == value]
-        mean = sum(id * (id + 1) for id in mine) / sum(id + 1 for id in mine) if mine else before[value]
-        torch.testing.assert_close(oracle.server["groups"][value], torch.zeros(oracle.layout.size) + mean)
+        mean = (
+            sum(id * (id + 1) for id in mine) / sum(id + 1 for id in mine)
+            if mine
+            else before[value]
+        )
+        torch.testing.assert_close(
+            oracle.server["groups"][value], torch.zeros(oracle.layout.size) + mean
+        )
 
 
 @pytest.mark.parametrize("name", REFERENCES)
@@ -90,7 +98,8 @@ def test_the_test_set_is_answered_by_whom_it_is_dealt_to(method, tmp_path):
 
 
 def test_everything_in_one_place_is_one_client_with_everything(tmp_path):
-    """Its rounds are those of a federation of one client that holds all examples and makes as many steps."""
+    """Its rounds are those of a federation of one client that holds all examples and makes as many
+    steps."""
     central, data = made("Centralised"), images()
     trainer = run(central, data, tmp_path / "central", max_rounds=2)
     assert len(central.everyone.train) == data.sizes.sum()
@@ -112,8 +121,12 @@ def test_everything_in_one_place_is_one_client_with_everything(tmp_path):
     assert trainer.progress.history[-1]["train/loss"] > 0
 
 
-@pytest.mark.parametrize(("claimed", "counts"), [(8, True), (1, True), (9, False), (0, False), (1.5, False)])
-def test_a_client_has_the_server_make_no_more_steps_than_it_was_asked_for(claimed, counts, tmp_path):
+@pytest.mark.parametrize(
+    ("claimed", "counts"), [(8, True), (1, True), (9, False), (0, False), (1.5, False)]
+)
+def test_a_client_has_the_server_make_no_more_steps_than_it_was_asked_for(
+    claimed, counts, tmp_path
+):
     class Claim(Stressor):
         def change_upload(self, upload, *, client, round, context):
             assert context.method.steps_asked[client.id] == int(upload.tensor("steps")) == 8

@@ -1,4 +1,5 @@
-"""FedMPQ as a supernet: narrower bit-widths are trained beside a client's own, and served from one model."""
+"""FedMPQ as a supernet: narrower bit-widths are trained beside a client's own, and served from one
+model."""
 
 from __future__ import annotations
 
@@ -55,11 +56,14 @@ def test_the_loss_of_a_step_by_hand():
     own = method._logits(batch[0], weights).detach()
     expected = torch.zeros(())
     for bits in narrower(method.layer_bits, rng.stream(method.seed, "allocations/0", 1)):
-        payload = method.quantized(bits, method.server["weights"])  # as it is deployed at these bits
+        # as it is deployed at these bits
+        payload = method.quantized(bits, method.server["weights"])
         cut = method.layout.unpack(method.codec.decode(payload, sender="server"))
         narrow = method._logits(batch[0], {name: cut[name] for name in method.layers})
         expected = expected + F.kl_div(narrow.log_softmax(1), own.softmax(1), reduction="batchmean")
-    assert float(losses["loss_narrow"].detach()) == pytest.approx(float(expected.detach()), rel=1e-4)
+    assert float(losses["loss_narrow"].detach()) == pytest.approx(
+        float(expected.detach()), rel=1e-4
+    )
     assert float(losses["loss"].detach()) == pytest.approx(
         float((losses["loss_task"] + losses["loss_narrow"]).detach()), rel=1e-6
     )
@@ -67,12 +71,16 @@ def test_the_loss_of_a_step_by_hand():
 
 @pytest.mark.slow
 def test_one_trained_model_serves_narrow_budgets_better(tmp_path):
-    """At one bit, and as well at its own six, on the same 4 rounds; it takes four passes a step where FedMPQ takes one."""
+    """At one bit, and as well at its own six, on the same 4 rounds; it takes four passes a step
+    where FedMPQ takes one."""
     accuracies: dict[tuple[bool, int], float] = {}
     for supernet in (False, True):
         data = digits()
         method = FedMPQ(
-            network="small_cnn", optimizer=partial(sgd(0.03), momentum=0.9), bits=6, supernet=supernet
+            network="small_cnn",
+            optimizer=partial(sgd(0.03), momentum=0.9),
+            bits=6,
+            supernet=supernet,
         )
         run(method, data, tmp_path / str(supernet), max_rounds=4, max_local_steps=12, workers=1)
         for bits in (1, 2, 6):
@@ -95,16 +103,30 @@ def test_what_a_model_has_at_other_budgets_is_logged_and_changes_nothing(tmp_pat
         method = FedMPQ(network="mlp", optimizer=sgd(0.05), bits=6, supernet=True)
         folder = tmp_path / str(len(watched))
         trainer = run(
-            method, data, folder, max_rounds=3, max_local_steps=2, workers=1, eval_every=2, callbacks=watched
+            method,
+            data,
+            folder,
+            max_rounds=3,
+            max_local_steps=2,
+            workers=1,
+            eval_every=2,
+            callbacks=watched,
         )
         hashes.append(weights_hash(trainer))
     rows = rows_of(trainer.run_dir / "metrics.csv")
     assert [bool(row["bits/at/2/accuracy"]) for row in rows] == [False, True, True]
     for bits in (2, 4):
-        assert float(rows[-1][f"bits/at/{bits}/accuracy"]) == pytest.approx(accuracy_at(method, data, bits))
+        assert float(rows[-1][f"bits/at/{bits}/accuracy"]) == pytest.approx(
+            accuracy_at(method, data, bits)
+        )
     assert hashes[0] == hashes[1]
     with refused("callbacks.BitBudgets with FedAvg"):
-        run(FedAvg(network="mlp", optimizer=sgd(0.05)), digits(), tmp_path / "avg", callbacks=[BitBudgets()])
+        run(
+            FedAvg(network="mlp", optimizer=sgd(0.05)),
+            digits(),
+            tmp_path / "avg",
+            callbacks=[BitBudgets()],
+        )
     with refused("BitBudgets(budgets=[9])"):
         BitBudgets([9])
 

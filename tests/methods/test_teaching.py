@@ -40,9 +40,11 @@ def received(client_id: int, **settings):
 @pytest.mark.parametrize("settings", [{}, UNEQUAL], ids=["as they are", "augmented"])
 @pytest.mark.parametrize("ahead", [1, 3, 8])
 @pytest.mark.parametrize(("client_id", "steps"), [(2, 8), (2, 5), (3, 2), (4, 3)])
-def test_batches_are_the_same_and_logits_the_teachers(client_id, steps, ahead, settings, monkeypatch):
-    """Of clients with 38 examples in batches of 16, with one, which comes twice, and with 24; over several
-    epochs, cut short."""
+def test_batches_are_the_same_and_logits_the_teachers(
+    client_id, steps, ahead, settings, monkeypatch
+):
+    """Of clients with 38 examples in batches of 16, with one, which comes twice, and with 24; over
+    several epochs, cut short."""
     monkeypatch.setattr(teaching, "pays", lambda *_: True)
     monkeypatch.setattr(teaching, "AHEAD", ahead)
     method, client, data = received(client_id, **settings)
@@ -53,7 +55,9 @@ def test_batches_are_the_same_and_logits_the_teachers(client_id, steps, ahead, s
         method, data, client, epochs=3, labels=torch.arange(len(labels)), steps=steps
     )
     found = list(
-        teaching.with_logits(method.teacher, numbers, labels, repeats=not data.augments, ahead=ahead)
+        teaching.with_logits(
+            method.teacher, numbers, labels, repeats=not data.augments, ahead=ahead
+        )
     )
     assert len(found) == len(plain) == min(steps, data.num_steps(client, 3))
     for (inputs, target), (same_inputs, same_target, logits) in zip(plain, found, strict=True):
@@ -69,9 +73,16 @@ def test_batches_are_the_same_and_logits_the_teachers(client_id, steps, ahead, s
 def test_a_step_that_is_told_the_logits_is_the_step_that_computes_them():
     method, client, data = received(2)
     batch = next(
-        iter(Method.local_batches(method, data, client, epochs=1, labels=data.labels(client), steps=1))
+        iter(
+            Method.local_batches(
+                method, data, client, epochs=1, labels=data.labels(client), steps=1
+            )
+        )
     )
-    alone, told = method.training_step(batch), method.training_step((*batch, method.teacher(batch[0])))
+    alone, told = (
+        method.training_step(batch),
+        method.training_step((*batch, method.teacher(batch[0]))),
+    )
     assert alone.keys() == told.keys()
     assert all(torch.equal(alone[name], told[name]) for name in alone)
 
@@ -113,7 +124,8 @@ def test_what_the_teacher_has_to_do(repeats, ahead, seen):
 
 
 def test_the_whole_run_is_the_same_within_rounding(tmp_path, monkeypatch):
-    """And with one epoch, or with augmentation on a CPU, to the last bit: nothing is computed beforehand."""
+    """And with one epoch, or with augmentation on a CPU, to the last bit: nothing is computed
+    beforehand."""
     weights = {}
     for where in ("within", "beforehand"):
         if where == "within":

@@ -1,5 +1,5 @@
-"""Terms that are added to a method's loss: what they equal, where they vanish, and that every engine computes
-them."""
+"""Terms that are added to a method's loss: what they equal, where they vanish, and that every
+engine computes them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,13 @@ ALL = {
     "contrast": ContrastiveTerm(1.0),
     "dynamic": DynamicTerm(0.1),
 }
-NEUTRAL = [ScaledLoss(0.0), LabelSmoothing(0.0), ProximalTerm(0.0), NotTrueTerm(0.0), DistillationTerm(0.0)]
+NEUTRAL = [
+    ScaledLoss(0.0),
+    LabelSmoothing(0.0),
+    ProximalTerm(0.0),
+    NotTrueTerm(0.0),
+    DistillationTerm(0.0),
+]
 NEUTRAL += [CalibratedLogits(0.0), ContrastiveTerm(0.0), DynamicTerm(0.0)]
 
 
@@ -90,7 +96,9 @@ def optimizer():
 def test_a_method_is_the_plain_one_with_its_term(whole, plain, term, engine, tmp_path):
     """Bit for bit, weights and losses."""
     expected, losses = fitted(whole(), tmp_path / "whole", engine=engine)
-    found, rows = fitted(plain(optimizer=optimizer(), terms=[term]), tmp_path / "plain", engine=engine)
+    found, rows = fitted(
+        plain(optimizer=optimizer(), terms=[term]), tmp_path / "plain", engine=engine
+    )
     assert torch.equal(expected, found)
     for name in ("train/loss", "train/loss_task", f"train/loss_{term.name}"):
         assert [row[name] for row in rows] == [row[name] for row in losses]
@@ -107,8 +115,8 @@ def test_neutral_terms_are_neutral_bit_for_bit(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", [FedAvg, QFedAvg, FedPQ, AQFL, FedMPQ, FedMPQKD])
 def test_every_engine_computes_every_term(kind, tmp_path, caplog):
-    """The terms add up to the loss; batched agrees with sequential to the rounding of float32, without
-    falling back."""
+    """The terms add up to the loss; batched agrees with sequential to the rounding of float32,
+    without falling back."""
     terms = [term for name, term in ALL.items() if name != "kd" or kind is not FedMPQKD]
     settings = {"terms": terms, "optimizer": sgd(0.02)}
     if kind is AQFL or issubclass(kind, FedMPQ):
@@ -119,7 +127,9 @@ def test_every_engine_computes_every_term(kind, tmp_path, caplog):
     parts = [name for name in rows[0] if name.startswith("train/loss_")]
     assert {f"train/loss_{term.name}" for term in terms} <= set(parts)
     for row in (*rows, *batched):
-        assert sum(float(row[name]) for name in parts) == pytest.approx(float(row["train/loss"]), rel=1e-5)
+        assert sum(float(row[name]) for name in parts) == pytest.approx(
+            float(row["train/loss"]), rel=1e-5
+        )
     for name in parts:
         assert float(batched[0][name]) == pytest.approx(float(rows[0][name]), rel=1e-3, abs=1e-6)
     if kind is FedAvg:
@@ -142,8 +152,9 @@ def received(method: Method):
 @pytest.mark.parametrize("settings", [{}, {"download": "quantised"}], ids=str)
 @pytest.mark.parametrize("kind", [FedAvg, AQFL, FedMPQ])
 def test_the_proximal_term_is_zero_at_the_weights_received(kind, settings):
-    """Its value, and its gradient by what the optimiser moves, to the last bit, at any bit-width; after a
-    step it is mu / 2 times the square of the way that the weights before rounding have gone."""
+    """Its value, and its gradient by what the optimiser moves, to the last bit, at any bit-width;
+    after a step it is mu / 2 times the square of the way that the weights before rounding have
+    gone."""
     if kind is FedAvg:
         settings = {}
     else:
@@ -162,7 +173,8 @@ def test_the_proximal_term_is_zero_at_the_weights_received(kind, settings):
     optimizer.step()
     method.on_train_batch_end({}, batch, 0)
     moved = sum(
-        float((w - start[name]).detach().square().sum()) for name, w in method.trained_weights().items()
+        float((w - start[name]).detach().square().sum())
+        for name, w in method.trained_weights().items()
     )
     assert moved > 0
     term = method.training_step(batch)["loss_prox"]
@@ -232,14 +244,17 @@ def test_label_smoothing_is_that_of_torch():
 
 
 def test_a_term_is_put_on_the_quantised_student():
-    """Not on the network in full precision: smoothing of a 1-bit student differs from that of its weights."""
+    """Not on the network in full precision: smoothing of a 1-bit student differs from that of its
+    weights."""
     method, batch = received(FedMPQ(bits=1, terms=[LabelSmoothing(0.2)]))
     outputs = method.training_step(batch)
     weights, _ = method.quantized_weights()
     logits = torch.func.functional_call(method.network, weights, (batch[0],))
     expected = F.cross_entropy(logits, batch[1], label_smoothing=0.2)
     torch.testing.assert_close(outputs["loss_task"] + outputs["loss_smoothing"], expected)
-    assert not torch.allclose(F.cross_entropy(method.network(batch[0]), batch[1]), outputs["loss_task"])
+    assert not torch.allclose(
+        F.cross_entropy(method.network(batch[0]), batch[1]), outputs["loss_task"]
+    )
 
 
 class OwnReceive(FedAvg):
@@ -253,7 +268,9 @@ class OwnStep(FedAvg):
         return {"loss": loss, "loss_task": loss}
 
 
-@pytest.mark.parametrize(("kind", "hint"), [(OwnReceive, "remember_received"), (OwnStep, "with_terms")])
+@pytest.mark.parametrize(
+    ("kind", "hint"), [(OwnReceive, "remember_received"), (OwnStep, "with_terms")]
+)
 def test_a_method_that_would_ignore_a_term_is_refused(kind, hint, tmp_path):
     with pytest.raises((ValueError, TypeError), match=hint):
         run(on_points(kind(terms=[ProximalTerm(0.1)])), Points((3, 1)), tmp_path, max_rounds=1)
@@ -270,14 +287,23 @@ def test_a_method_that_would_ignore_a_term_is_refused(kind, hint, tmp_path):
         (lambda: CalibratedLogits(tau=-1), "CalibratedLogits(tau=-1)"),
         (lambda: BalancedSoftmax(gamma=-1), "BalancedSoftmax(gamma=-1)"),
         (lambda: ContrastiveTerm(temperature=0), "ContrastiveTerm(temperature=0)"),
-        (lambda: FedLC(terms=[BalancedSoftmax()]), "--model.terms BalancedSoftmax with --model FedLC"),
+        (
+            lambda: FedLC(terms=[BalancedSoftmax()]),
+            "--model.terms BalancedSoftmax with --model FedLC",
+        ),
         (lambda: FedAvg(terms=[BalancedSoftmax(), CalibratedLogits()]), "two terms of the name"),
-        (lambda: FedProx(terms=[ProximalTerm()]), "--model.terms ProximalTerm with --model FedProx"),
+        (
+            lambda: FedProx(terms=[ProximalTerm()]),
+            "--model.terms ProximalTerm with --model FedProx",
+        ),
         (lambda: FedMPQKD(terms=[DistillationTerm()]), "--model.terms DistillationTerm with"),
         (lambda: FedAvg(terms=[{"class_path": "ScaledLoss"}]), "an item of type dict"),
         (lambda: FedAvg(terms=[ScaledLoss(), ScaledLoss(1)]), "two terms of the name loss_scaled"),
         (lambda: FedKD(terms=[ProximalTerm()]), "--model.terms ProximalTerm with --model FedKD"),
-        (lambda: FedMosaic(terms=[NotTrueTerm()]), "--model.terms NotTrueTerm with --model FedMosaic"),
+        (
+            lambda: FedMosaic(terms=[NotTrueTerm()]),
+            "--model.terms NotTrueTerm with --model FedMosaic",
+        ),
     ],
 )
 def test_bad_terms(make, given):
@@ -297,7 +323,10 @@ def test_terms_are_named_by_their_class_on_the_command_line(capsys):
     flags = ["--model", "FedMPQ", "--model.terms+=LabelSmoothing", "--model.terms.smoothing", "0.2"]
     assert main(["fit", *flags, "--model.terms+=ProximalTerm", "--print_config"]) == 0
     terms = yaml.safe_load(capsys.readouterr().out)["model"]["init_args"]["terms"]
-    assert [term["class_path"].rpartition(".")[2] for term in terms] == ["LabelSmoothing", "ProximalTerm"]
+    assert [term["class_path"].rpartition(".")[2] for term in terms] == [
+        "LabelSmoothing",
+        "ProximalTerm",
+    ]
     assert [term["init_args"] for term in terms] == [{"smoothing": 0.2}, {"mu": 0.01}]
     assert main(["fit", "--model", "FedAvg", "--model.terms+=NoTerm"]) == 2
     assert "NotTrueTerm" in capsys.readouterr().err
@@ -305,7 +334,9 @@ def test_terms_are_named_by_their_class_on_the_command_line(capsys):
 
 def test_a_run_without_terms_has_the_hash_that_it_had():
     def flat(arguments):
-        return flatten({"model": {"class_path": "fl_lightning.methods.FedAvg", "init_args": arguments}})
+        return flatten(
+            {"model": {"class_path": "fl_lightning.methods.FedAvg", "init_args": arguments}}
+        )
 
     old = settings_hash(flat({"average": None}))
     assert settings_hash(flat({"average": None, "terms": None})) == old
@@ -332,11 +363,14 @@ def test_a_term_of_ones_own(tmp_path):
     torch.testing.assert_close(method.server["weights"], middle / 2, rtol=0, atol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the parser's, of class paths within a dictionary
+# the parser's, of class paths within a dictionary
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_terms_in_the_command_that_checks_a_method(capsys, monkeypatch):
     checked = []
     monkeypatch.setattr(command, "run_checks", lambda subject: checked.append(subject.make()) or [])
-    terms = "{terms: [{class_path: ScaledLoss, init_args: {alpha: 0.25}}, {class_path: NotTrueTerm}]}"
+    terms = (
+        "{terms: [{class_path: ScaledLoss, init_args: {alpha: 0.25}}, {class_path: NotTrueTerm}]}"
+    )
     assert main(["check", "--model", "FedMPQ", "--settings", terms]) == 0
     assert [type(term) for term in checked[0].terms] == [ScaledLoss, NotTrueTerm]
     assert checked[0].terms[0].alpha == 0.25
@@ -345,7 +379,13 @@ def test_terms_in_the_command_that_checks_a_method(capsys, monkeypatch):
         assert capsys.readouterr().err.count("\n") == 1
 
 
-WEAK = [ScaledLoss(0.01), LabelSmoothing(0.01), ProximalTerm(0.01), NotTrueTerm(0.01), DistillationTerm(0.01)]
+WEAK = [
+    ScaledLoss(0.01),
+    LabelSmoothing(0.01),
+    ProximalTerm(0.01),
+    NotTrueTerm(0.01),
+    DistillationTerm(0.01),
+]
 WEAK += [ContrastiveTerm(0.01)]
 
 

@@ -16,7 +16,8 @@ from fl_lightning.metrics import (
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("classes", "bins"), [(2, 15), (10, 15), (100, 10), (10, 1)])
 def test_ece_is_that_of_torchmetrics_to_the_last_bit(seed: int, classes: int, bins: int) -> None:
-    """Whatever the probabilities come in; sharp ones, of which some are exactly 1, have a bin of their own."""
+    """Whatever the probabilities come in; sharp ones, of which some are exactly 1, have a bin of
+    their own."""
     generator = torch.Generator().manual_seed(seed)
     probs = (30 * torch.randn(500, classes, generator=generator)).softmax(1)
     target = torch.randint(classes, (500,), generator=generator)
@@ -42,12 +43,15 @@ def test_ece_by_hand() -> None:
 
 def test_ece_of_confidences_on_an_edge() -> None:
     """Bins are closed below and open above: 0.6 and 0.7 are both in [0.6, 0.8), so |0.5 - 0.65|."""
-    assert expected_calibration_error([[0.6, 0.4], [0.7, 0.3]], [0, 1], bins=5) == pytest.approx(0.15)
+    assert expected_calibration_error([[0.6, 0.4], [0.7, 0.3]], [0, 1], bins=5) == pytest.approx(
+        0.15
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_bins_are_closed_below_and_open_above(dtype: torch.dtype) -> None:
-    """A confidence on an edge belongs to the bin above it, in either precision, and 1 to a bin of its own."""
+    """A confidence on an edge belongs to the bin above it, in either precision, and 1 to a bin of
+    its own."""
     confidence = torch.tensor([0.5, 0.75, 1.0], dtype=dtype)
     bins = calibration_bins(
         torch.stack([confidence, 1 - confidence], 1), torch.zeros(3, dtype=torch.long), bins=4
@@ -100,12 +104,14 @@ def test_client_spread_weighs_clients_equally() -> None:
 
 
 def test_the_corrected_spread_is_that_of_the_clients_and_not_of_their_few_examples() -> None:
-    """The accuracies of 100 clients vary by 0.1, or not at all, and are seen through 5 to 40 examples."""
+    """The accuracies of 100 clients vary by 0.1, or not at all, and are seen through 5 to 40
+    examples."""
     draws = np.random.default_rng(0)
     found: dict[float, list[dict[str, float]]] = {0.0: [], 0.1: []}
     for true_std, spreads in found.items():
         for _ in range(200):
-            n = draws.integers(1, 41, 100)  # one in ten has fewer than 5, which say nothing of a client
+            # one in ten has fewer than 5, which say nothing of a client
+            n = draws.integers(1, 41, 100)
             p = np.clip(draws.normal(0.7, true_std, 100), 0, 1)
             spreads.append(client_spread(draws.binomial(n, p) / n, n))
     corrected, plain = (
@@ -118,11 +124,13 @@ def test_the_corrected_spread_is_that_of_the_clients_and_not_of_their_few_exampl
     variance = {true: np.mean(values**2) for true, values in corrected.items()}
     assert np.sqrt(variance[0.1]) == pytest.approx(0.1, abs=0.01)
     assert np.median(corrected[0.0]) < 0.03 < 0.12 < np.median(plain[0.0])
-    assert (corrected[0.0] == 0).mean() > 0.3  # half of the estimates of a variance of 0 lie below it
+    # half of the estimates of a variance of 0 lie below it
+    assert (corrected[0.0] == 0).mean() > 0.3
 
 
 def test_clients_with_few_examples_have_no_spread() -> None:
-    """82 clients with one example each: the plain figure is sqrt(p (1 - p)), and nothing else is given."""
+    """82 clients with one example each: the plain figure is sqrt(p (1 - p)), and nothing else is
+    given."""
     hits = np.r_[np.ones(72), np.zeros(10)]
     spread = client_spread(hits, np.ones(82, int))
     p = 72 / 82

@@ -1,5 +1,6 @@
-"""Metrics of torchmetrics by class path, and what a LightningModule logs by itself: over batches, clients, ranks,
-rounds and resumes they are what scikit-learn, or Lightning, makes of the same examples."""
+"""Metrics of torchmetrics by class path, and what a LightningModule logs by itself: over batches,
+clients, ranks, rounds and resumes they are what scikit-learn, or Lightning, makes of the same
+examples."""
 
 from __future__ import annotations
 
@@ -49,7 +50,11 @@ from fl_lightning.study.metric_names import TaskMetrics, direction
 from fl_lightning.tasks import Classification
 
 CONFIG = str(CONFIGS / "fedavg.yaml")
-NAMED = [MulticlassF1Score, partial(MulticlassPrecision, average="weighted"), MulticlassCalibrationError]
+NAMED = [
+    MulticlassF1Score,
+    partial(MulticlassPrecision, average="weighted"),
+    MulticlassCalibrationError,
+]
 
 
 class Answers(Meter):
@@ -64,7 +69,8 @@ class Answers(Meter):
 
 @pytest.fixture
 def small_batches(monkeypatch):
-    """Batches of 16 examples, so that the test set has several and a client's examples fall into two."""
+    """Batches of 16 examples, so that the test set has several and a client's examples fall into
+    two."""
     monkeypatch.setattr(ExampleBatches, "evaluation_batch", property(lambda self: 16))
 
 
@@ -94,10 +100,17 @@ def test_they_are_those_of_scikit_learn_in_every_round(method, small_batches, tm
         precision = sk.precision_score(target, probs.argmax(1), average="weighted", zero_division=0)
         assert row["test/precision"] == pytest.approx(precision, abs=1e-6)
         whole = MulticlassCalibrationError(num_classes=10, n_bins=15, norm="l1")
-        assert row["test/ece"] == whole(probs, target).item() == expected_calibration_error(probs, target)
+        assert (
+            row["test/ece"]
+            == whole(probs, target).item()
+            == expected_calibration_error(probs, target)
+        )
         assert row["test/calibration_error"] == pytest.approx(row["test/ece"], abs=1e-6)
     outputs, target, owners = predict_validation(
-        trainer.fabric, trainer.method, data, trainer.progress.done.states if method is LocalOnly else {}
+        trainer.fabric,
+        trainer.method,
+        data,
+        trainer.progress.done.states if method is LocalOnly else {},
     )
     own = [f1_of(outputs[owners == id], target[owners == id]) for id in owners.unique()]
     assert row["val/f1_score"] == pytest.approx(np.mean(own), abs=1e-6)
@@ -109,8 +122,12 @@ def test_they_are_those_of_scikit_learn_in_every_round(method, small_batches, tm
 
 def test_a_run_that_is_continued_has_the_values_of_one_that_was_not(small_batches, tmp_path):
     settings = {"local_epochs": 1, "checkpoint_every": 1}
-    whole = run(FedAvg(optimizer=sgd(0.05)), ready(metrics=NAMED), tmp_path / "a", max_rounds=3, **settings)
-    first = run(FedAvg(optimizer=sgd(0.05)), ready(metrics=NAMED), tmp_path / "b", max_rounds=1, **settings)
+    whole = run(
+        FedAvg(optimizer=sgd(0.05)), ready(metrics=NAMED), tmp_path / "a", max_rounds=3, **settings
+    )
+    first = run(
+        FedAvg(optimizer=sgd(0.05)), ready(metrics=NAMED), tmp_path / "b", max_rounds=1, **settings
+    )
     again = run(
         FedAvg(optimizer=sgd(0.05)), ready(metrics=NAMED), tmp_path / "b",
         max_rounds=3, ckpt_path=str(first.run_dir), allow_changed=True, **settings,
@@ -128,7 +145,9 @@ def test_two_processes_and_workers_give_what_one_gives(tmp_path):
     _, errors = program.communicate(timeout=240)
     assert program.returncode == 0, errors
     for name in ("FedAvg", "LocalOnly", "module"):
-        one, two, workers = (result(tmp_path / where / name / "run") for where in ("one", "two", "workers"))
+        one, two, workers = (
+            result(tmp_path / where / name / "run") for where in ("one", "two", "workers")
+        )
         assert two == one == workers, name
         assert float(one[1][-1]["test/f1_score"]) > 0
     assert float(one[1][-1]["test/f1"]) == float(one[1][-1]["test/f1_score"])
@@ -145,7 +164,9 @@ def test_it_selects_the_best_checkpoint_and_stops_early(tmp_path):
     best = 1 + int(np.argmax(validated))
     assert trainer.progress.done.best_round == summary["final/best_val_round"] == best
     assert (trainer.run_dir / "checkpoints" / f"round_{best:06d}").exists()
-    assert stop.state_dict()["best"] == min(row["val/calibration_error"] for row in rows_of(trainer))
+    assert stop.state_dict()["best"] == min(
+        row["val/calibration_error"] for row in rows_of(trainer)
+    )
     task = TaskMetrics.of_run(json.loads((trainer.run_dir / "metadata.json").read_text()))
     assert (task.primary, task.higher_is_better) == ("f1_score", True)
     names = (
@@ -165,15 +186,31 @@ def test_a_criterion_is_about_it(tmp_path):
 
     task = Classification().measuring([MulticlassF1Score, Evenness], "evenness", 10)
     accuracies = {"A": {0: 0.2, 1: 0.21, 2: 0.22}, "B": {0: 0.3, 1: 0.32, 2: 0.31}}
-    criteria = ['metric("test/evenness", A) < 0.25', "primary(B) < 0.25", "no_increase(primary, A, B, 0.01)"]
-    assert decisions(tmp_path, *criteria, accuracies=accuracies, task=task) == ["holds", "fails", "holds"]
+    criteria = [
+        'metric("test/evenness", A) < 0.25',
+        "primary(B) < 0.25",
+        "no_increase(primary, A, B, 0.01)",
+    ]
+    assert decisions(tmp_path, *criteria, accuracies=accuracies, task=task) == [
+        "holds",
+        "fails",
+        "holds",
+    ]
 
 
 def test_flags_name_them_and_fill_in_what_is_missing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags = [
-        *("--data.metrics+=torchmetrics.classification.MulticlassF1Score", "--data.metrics.average", "micro"),
-        *("--data.metrics+=torchmetrics.classification.MulticlassFBetaScore", "--data.metrics.beta", "2.0"),
+        *(
+            "--data.metrics+=torchmetrics.classification.MulticlassF1Score",
+            "--data.metrics.average",
+            "micro",
+        ),
+        *(
+            "--data.metrics+=torchmetrics.classification.MulticlassFBetaScore",
+            "--data.metrics.beta",
+            "2.0",
+        ),
         "--data.metrics+=torchmetrics.AUROC",
         *("--trainer.max_rounds", "1", "--trainer.logger", "false", "--data.num_clients", "5"),
     ]
@@ -181,7 +218,8 @@ def test_flags_name_them_and_fill_in_what_is_missing(tmp_path, monkeypatch):
     (folder,) = Path("runs/fedavg").iterdir()
     row = (folder / "metrics.csv").read_text().splitlines()
     found = dict(zip(*(line.split(",") for line in row), strict=True))
-    assert float(found["test/f1_score"]) == pytest.approx(float(found["test/accuracy"]))  # micro is accuracy
+    # micro is accuracy
+    assert float(found["test/f1_score"]) == pytest.approx(float(found["test/accuracy"]))
     assert {"test/f_beta_score", "test/auroc", "val/f_beta_score_worst_decile"} < found.keys()
     metrics = yaml.safe_load((folder / "config.yaml").read_text())["data"]["init_args"]["metrics"]
     assert [one["init_args"].get("average") for one in metrics] == ["micro", "macro", "macro"]
@@ -218,7 +256,10 @@ def test_what_is_no_metric_of_the_task_is_refused_at_the_start(path, tmp_path, m
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        ({"metrics": [MulticlassF1Score, partial(MulticlassFBetaScore, beta=1.0), F1Score]}, "f1_score"),
+        (
+            {"metrics": [MulticlassF1Score, partial(MulticlassFBetaScore, beta=1.0), F1Score]},
+            "f1_score",
+        ),
         ({"metrics": [partial(MulticlassF1Score, average=None)]}, r"whose value is \[10\]"),
         ({"metrics": [partial(MulticlassF1Score, average="best")]}, "cannot be made"),
         ({"primary": "f1_score"}, "one of accuracy"),
@@ -236,7 +277,13 @@ def test_metrics_of_two_classes_get_the_probability_of_class_1(tmp_path):
     data.metrics = [BinaryF1Score, partial(MulticlassAUROC, average="macro")]
     answers = Answers()
     row = rows_of(
-        run(FedAvg(network="mlp", optimizer=sgd(0.1)), data, tmp_path, max_rounds=1, callbacks=[answers])
+        run(
+            FedAvg(network="mlp", optimizer=sgd(0.1)),
+            data,
+            tmp_path,
+            max_rounds=1,
+            callbacks=[answers],
+        )
     )[-1]
     ((probs, target),) = answers.rounds
     assert row["test/f1_score"] == pytest.approx(sk.f1_score(target, probs[:, 1] > 0.5), abs=1e-6)
@@ -254,14 +301,17 @@ def test_regression(small_batches, tmp_path):
         predicted = method.deploy()(data.inputs("test", slice(None))).squeeze(1).numpy()
     true = data.test_target.numpy()
     assert row["test/r2_score"] == pytest.approx(sk.r2_score(true, predicted), abs=1e-5)
-    assert row["test/pearson_corr_coef"] == pytest.approx(np.corrcoef(true, predicted)[0, 1], abs=1e-5)
+    assert row["test/pearson_corr_coef"] == pytest.approx(
+        np.corrcoef(true, predicted)[0, 1], abs=1e-5
+    )
     assert row["test/mean_absolute_error"] == pytest.approx(row["test/mae"], abs=1e-6)
     assert row["val/mean_absolute_error_worst_decile"] > row["val/mean_absolute_error"]
     assert trainer.progress.summary["final/r2_score"] == row["test/r2_score"]
 
 
 def test_text(small_batches, tmp_path):
-    """Perplexity gets the logits of all positions, and metrics of classes the labelled tokens alone."""
+    """Perplexity gets the logits of all positions, and metrics of classes the labelled tokens
+    alone."""
 
     class TokenAverage(MulticlassAccuracy):
         pass
@@ -271,7 +321,9 @@ def test_text(small_batches, tmp_path):
 
     data = Counting()
     data.metrics = [OwnPerplexity, partial(TokenAverage, average="micro")]
-    row = rows_of(run(FedAvg(network=Bigrams, optimizer=sgd(0.1)), data, tmp_path, max_rounds=1))[-1]
+    row = rows_of(run(FedAvg(network=Bigrams, optimizer=sgd(0.1)), data, tmp_path, max_rounds=1))[
+        -1
+    ]
     assert row["test/own_perplexity"] == pytest.approx(row["test/perplexity"], rel=1e-5)
     assert row["test/token_average"] == pytest.approx(row["test/token_accuracy"], abs=1e-6)
     assert row["val/token_average_std"] == pytest.approx(row["val/token_accuracy_std"], abs=1e-6)
@@ -299,7 +351,9 @@ def test_outputs_that_are_not_finite_are_nan(tmp_path):
     class Broken(torch.nn.Module):
         def __init__(self, classes):
             super().__init__()
-            self.body = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, classes))
+            self.body = torch.nn.Sequential(
+                torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, classes)
+            )
 
         def forward(self, images):
             return self.body(images) * (1.0 if self.training else math.nan)
@@ -312,7 +366,10 @@ def test_outputs_that_are_not_finite_are_nan(tmp_path):
 
 
 def test_runs_without_them_have_the_settings_that_they_had():
-    before = {"data.class_path": "fl_lightning.data.FederatedImages", "data.init_args.num_clients": 10}
+    before = {
+        "data.class_path": "fl_lightning.data.FederatedImages",
+        "data.init_args.num_clients": 10,
+    }
     neutral = before | {"data.init_args.metrics": None, "data.init_args.primary": None}
     assert settings_hash(neutral) == settings_hash(before)
     named = before | flatten({"data": {"init_args": {"metrics": [{"class_path": "a.B"}]}}})
@@ -327,7 +384,9 @@ def test_what_python_names_is_in_the_configuration(tmp_path):
     ]
     trainer = run(FedAvg(optimizer=sgd(0.05)), ready(metrics=metrics), tmp_path, max_rounds=1)
     config = config_of(trainer.run_dir)
-    assert config["data.init_args.metrics.0"] == "torchmetrics.classification.f_beta.MulticlassF1Score"
+    assert (
+        config["data.init_args.metrics.0"] == "torchmetrics.classification.f_beta.MulticlassF1Score"
+    )
     assert config["data.init_args.metrics.1.init_args.average"] == "micro"
     assert config["data.init_args.metrics.2.init_args.average"] == "weighted"
 
@@ -357,7 +416,8 @@ def test_a_module_logs_what_lightning_would_log(small_batches, tmp_path):
             if full != "test/accuracy":
                 assert row[full] == pytest.approx(value, rel=1e-5), name
     assert row["test/f1"] == row["test/f1_score"]
-    assert row["test/accuracy"] <= 1  # the run's own, and not the -1 that the module logs under this name
+    # the run's own, and not the -1 that the module logs under this name
+    assert row["test/accuracy"] <= 1
 
 
 def list_loader(batches):
@@ -366,8 +426,8 @@ def list_loader(batches):
 
 
 def test_a_modules_logs_cost_nothing_and_change_nothing(tmp_path):
-    """The weights and the run's own metrics are those of a module without steps; one whose step needs a
-    Trainer runs on without it, and the log says so."""
+    """The weights and the run's own metrics are those of a module without steps; one whose step
+    needs a Trainer runs on without it, and the log says so."""
 
     class Silent(LoggingLit):
         test_step = lightning.LightningModule.test_step

@@ -23,7 +23,8 @@ from fl_lightning.metrics.text import (
 from fl_lightning.rng import stream
 
 CASES = [
-    ("police kill the gunman", "police killed the gunman", 0.75),  # Lin (2004), section 3.1, S2 and S1
+    # Lin (2004), section 3.1, S2 and S1
+    ("police kill the gunman", "police killed the gunman", 0.75),
     ("the gunman kill police", "police killed the gunman", 0.5),  # S3
     ("", "a", 0.0),
     ("a", "", 0.0),
@@ -52,7 +53,9 @@ def test_rouge_l_is_that_of_rouge_score():
     texts = ["".join(rng.choice(pieces, rng.integers(0, 25))) for _ in range(400)]
     pairs = [(a, b) for a, b, _ in CASES] + list(itertools.pairwise(texts))
     ours = rouge_l(*zip(*pairs, strict=True))
-    theirs = [scorer.score(reference, prediction)["rougeL"].fmeasure for prediction, reference in pairs]
+    theirs = [
+        scorer.score(reference, prediction)["rougeL"].fmeasure for prediction, reference in pairs
+    ]
     assert np.abs(ours - theirs).max() < 1e-12
     assert len(set(theirs)) > 20
 
@@ -61,7 +64,10 @@ def test_longest_common_subsequence_is_that_of_brute_force():
     rng = stream(1, "test")
     for _ in range(60):
         first, second = ("".join(rng.choice([*"abc"], rng.integers(0, 8))) for _ in range(2))
-        both = ({c for n in range(len(x) + 1) for c in itertools.combinations(x, n)} for x in (first, second))
+        both = (
+            {c for n in range(len(x) + 1) for c in itertools.combinations(x, n)}
+            for x in (first, second)
+        )
         assert longest_common_subsequence(first, second) == max(map(len, set.intersection(*both)))
 
 
@@ -120,7 +126,10 @@ def test_perplexity_of_known_predictions():
     assert torch.equal(right, tokens)
     assert perplexity(math.log(8), 3) == pytest.approx(2)
     assert perplexity(1e9, 1) == pytest.approx(math.exp(700))
-    assert np.isnan(perplexity(np.array([0.0, 1.0]), np.array([0.0, 1.0]))).tolist() == [True, False]
+    assert np.isnan(perplexity(np.array([0.0, 1.0]), np.array([0.0, 1.0]))).tolist() == [
+        True,
+        False,
+    ]
 
 
 def test_shapes_that_do_not_fit_are_refused():

@@ -1,4 +1,5 @@
-"""Adapters of all kinds: nothing added at the start, what is trained, merged weights, means, peft's results."""
+"""Adapters of all kinds: nothing added at the start, what is trained, merged weights, means, peft's
+results."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ from fl_lightning.models.language.experts import factors_of
 from fl_lightning.wire import Layout
 
 PAGE = ROOT / "docs/howto/adapters.md"
-VALUES = {  # of 4 blocks with layers 96 x 288, 96 x 96, 96 x 512 and 256 x 96, at rank 8 or 8 directions
+# of 4 blocks with layers 96 x 288, 96 x 96, 96 x 512 and 256 x 96, at rank 8 or 8 directions
+VALUES = {
     "lora": 49_152,
     "ffa": 4 * 8 * (288 + 96 + 512 + 96),
     "pissa": 49_152,
@@ -100,7 +102,8 @@ def test_all_directions_of_the_byte_model():
 
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_products_gradients_and_merged_weights_are_those_of_dense_ones(kind: str):
-    """With G the gradient by the dense W + dW, that by the adapter is the chain rule's through product()."""
+    """With G the gradient by the dense W + dW, that by the adapter is the chain rule's through
+    product()."""
     adapted = stir(add_adapter(small(), kind, 5, seed=1)).double()
     dense = small().double()
     with torch.no_grad():
@@ -112,7 +115,9 @@ def test_products_gradients_and_merged_weights_are_those_of_dense_ones(kind: str
         found.logsumexp(-1).mean().backward()
     for name, layer in adapter_layers(adapted).items():
         trained = [p for p in layer.parameters() if p.requires_grad]
-        chained = torch.autograd.grad(layer.product(), trained, dense.get_submodule(name).weight.grad)
+        chained = torch.autograd.grad(
+            layer.product(), trained, dense.get_submodule(name).weight.grad
+        )
         torch.testing.assert_close([p.grad for p in trained], list(chained))
         assert layer.base_layer.weight.grad is None
     single = adapted.float()
@@ -136,7 +141,9 @@ def test_the_mean_of_what_travels_is_the_mean_of_products(kind: str, exact: bool
     mean = add_adapter(small(), kind, 5, seed=1)
     layout.write(mean, torch.stack([layout.read(client) for client in clients]).mean(0))
     for name, layer in adapter_layers(mean).items():
-        products = torch.stack([adapter_layers(client)[name].product() for client in clients]).mean(0)
+        products = torch.stack([adapter_layers(client)[name].product() for client in clients]).mean(
+            0
+        )
         assert torch.allclose(layer.product(), products, atol=1e-6) == exact
 
 
@@ -175,10 +182,13 @@ def test_spectral_trains_in_one_product_where_that_is_cheaper_and_equally_well()
         assert torch.equal(apart, layer.base_layer(x) + layer.added(x))
     together = layer(x)
     found = torch.autograd.grad(together, (x, layer.spectral_m), slope)
-    expected = torch.autograd.grad(layer.base_layer(x) + layer.added(x), (x, layer.spectral_m), slope)
+    expected = torch.autograd.grad(
+        layer.base_layer(x) + layer.added(x), (x, layer.spectral_m), slope
+    )
     assert not torch.equal(together, apart)  # it was another order of products
     torch.testing.assert_close((together, *found), (apart, *expected))
-    few = SpectralLinear(nn.Linear(24, 16), rank=2)  # 36 tokens: 15 360 multiplications against 5 760
+    # 36 tokens: 15 360 multiplications against 5 760
+    few = SpectralLinear(nn.Linear(24, 16), rank=2)
     nn.init.normal_(few.spectral_m)
     assert torch.equal(few(x), few.base_layer(x) + few.added(x))
 
@@ -313,12 +323,18 @@ def with_peft(config: object) -> nn.Module:
 def test_pissa_is_that_of_peft():
     peft = pytest.importorskip("peft")
     targets = ["qkv_proj", "down_proj"]
-    theirs = with_peft(peft.LoraConfig(r=3, lora_alpha=12, target_modules=targets, init_lora_weights="pissa"))
+    theirs = with_peft(
+        peft.LoraConfig(r=3, lora_alpha=12, target_modules=targets, init_lora_weights="pissa")
+    )
     ours = add_adapter(small(), "pissa", 3, alpha=12, targets=targets)
     for name, layer in adapter_layers(ours).items():
         partner = theirs.get_submodule(name)
-        torch.testing.assert_close(layer.base_layer.weight, partner.base_layer.weight, rtol=0, atol=5e-5)
-        torch.testing.assert_close(layer.product(), partner.get_delta_weight("default"), rtol=0, atol=5e-5)
+        torch.testing.assert_close(
+            layer.base_layer.weight, partner.base_layer.weight, rtol=0, atol=5e-5
+        )
+        torch.testing.assert_close(
+            layer.product(), partner.get_delta_weight("default"), rtol=0, atol=5e-5
+        )
         assert isinstance(layer, PiSSALinear)
     torch.testing.assert_close(ours(ids(2, 9)), theirs(ids(2, 9)))
 
@@ -329,7 +345,13 @@ def test_adalora_has_the_outputs_gradients_and_masks_of_peft():
 
     targets = ["qkv_proj", "down_proj"]
     config = peft.AdaLoraConfig(
-        init_r=4, target_r=2, tinit=2, tfinal=3, total_step=12, lora_alpha=12, target_modules=targets
+        init_r=4,
+        target_r=2,
+        tinit=2,
+        tfinal=3,
+        total_step=12,
+        lora_alpha=12,
+        target_modules=targets,
     )
     theirs = with_peft(config)
     ours = stir(add_adapter(small(), "adalora", 4, alpha=12, targets=targets, seed=1))
@@ -341,7 +363,8 @@ def test_adalora_has_the_outputs_gradients_and_masks_of_peft():
     allocator, importance = RankAllocator(theirs, config, "default"), Importance()
     for step in range(1, 4):
         logits = [network(ids(2, 9 + step)) for network in (ours, theirs)]
-        torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)  # peft divides by the rank + 0.00001
+        # peft divides by the rank + 0.00001
+        torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
         for network, found in zip((ours, theirs), logits, strict=True):
             network.zero_grad()
             found.logsumexp(-1).mean().backward()
@@ -359,7 +382,8 @@ def test_adalora_has_the_outputs_gradients_and_masks_of_peft():
 
 
 def test_svft_is_the_lora_of_peft_with_its_factors():
-    """peft has no SVFT; a dense M between fixed factors is what its LoRA gives with A = M V^T and B = U."""
+    """peft has no SVFT; a dense M between fixed factors is what its LoRA gives with A = M V^T and B
+    = U."""
     peft = pytest.importorskip("peft")
     ours = stir(add_adapter(small(), "svft", 3, targets=["down_proj"]))
     theirs = with_peft(peft.LoraConfig(r=3, lora_alpha=3, target_modules=["down_proj"]))

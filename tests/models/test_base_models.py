@@ -1,4 +1,5 @@
-"""Families of base models by ``hf:``: one round of adapters, found by architecture, that plain peft loads."""
+"""Families of base models by ``hf:``: one round of adapters, found by architecture, that plain peft
+loads."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from fl_lightning.errors import InputError
 from fl_lightning.methods import FedAvg
 from fl_lightning.models.language import hf
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
 ALL = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
@@ -32,7 +35,8 @@ def tuned(base: Path, run: Path, **settings):
 @pytest.mark.parametrize("family", BASES)
 @pytest.mark.parametrize("targets", ["all-linear", "peft-default"])
 def test_one_round_and_home_to_peft(family: str, targets: str, tmp_path: Path):
-    """The adapters are on the layers that the architecture has, and answer in plain peft as in the run."""
+    """The adapters are on the layers that the architecture has, and answer in plain peft as in the
+    run."""
     peft = pytest.importorskip("peft")
     base = save_base(tmp_path / "base", family)
     trainer = tuned(base, tmp_path / "run", targets=targets)
@@ -53,13 +57,16 @@ def test_one_round_and_home_to_peft(family: str, targets: str, tmp_path: Path):
         found, expected = home(input_ids=ids).logits, network(ids)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
         with home.disable_adapter():
-            assert not home(input_ids=ids).logits.allclose(expected, atol=1e-6), "the round changed nothing"
+            assert not home(input_ids=ids).logits.allclose(expected, atol=1e-6), (
+                "the round changed nothing"
+            )
 
 
 @pytest.mark.parametrize("family", BASES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_checkpointing_gives_the_same_gradients(family: str, dtype: str, tmp_path: Path):
-    """What is computed again is what was computed, bit for bit, and fewer values wait for the backward pass."""
+    """What is computed again is what was computed, bit for bit, and fewer values wait for the
+    backward pass."""
     base = save_base(tmp_path / "base", family)
     ids = torch.arange(2, 66).view(2, 32)
     found = []
@@ -103,12 +110,16 @@ def test_checkpointing_changes_no_run(tmp_path: Path):
 
 def test_targets_of_peft_are_of_its_adapters_and_of_architectures_that_it_knows(tmp_path: Path):
     base = save_base(tmp_path / "base")
-    with pytest.raises(InputError, match="peft-default' with adapter svft; it is no adapter of peft"):
+    with pytest.raises(
+        InputError, match="peft-default' with adapter svft; it is no adapter of peft"
+    ):
         hf.TransformersLM(258, str(base), targets="peft-default", adapter="svft")
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-def test_a_folder_and_lines_of_ones_own_take_two_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_folder_and_lines_of_ones_own_take_two_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """As the page on language models says; plain peft then answers otherwise than the base."""
     peft = pytest.importorskip("peft")
     import transformers
@@ -137,7 +148,12 @@ def test_a_folder_and_lines_of_ones_own_take_two_commands(tmp_path: Path, monkey
         "trainer.experiment": "mine",
         "trainer.run_name": "one",
     }
-    assert main(["fit", *(part for name, value in flags.items() for part in (f"--{name}", str(value)))]) == 0
+    assert (
+        main(
+            ["fit", *(part for name, value in flags.items() for part in (f"--{name}", str(value)))]
+        )
+        == 0
+    )
     assert main(["export", "runs/mine/one", "--to", "my_adapter"]) == 0
     base = transformers.AutoModelForCausalLM.from_pretrained("my_model")
     home, ids = peft.PeftModel.from_pretrained(base, "my_adapter").eval(), torch.arange(2, 30)[None]

@@ -1,4 +1,5 @@
-"""A base of 4 bits: what it computes and what is exported are those of the weights that the 4 bits stand for."""
+"""A base of 4 bits: what it computes and what is exported are those of the weights that the 4 bits
+stand for."""
 
 from __future__ import annotations
 
@@ -23,8 +24,11 @@ peft = pytest.importorskip("peft")
 bitsandbytes = pytest.importorskip("bitsandbytes")
 
 HALF_DIGITS = 0.02
-"""bfloat16, in which the products of 4-bit layers are computed, is off by less; the 4 bits themselves by more."""
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+"""bfloat16, in which the products of 4-bit layers are computed, is off by less; the 4 bits
+themselves by more."""
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
+)
 
 
 def off(one: Tensor, other: Tensor) -> float:
@@ -53,7 +57,9 @@ def in_whole_weights(network: hf.TransformersLM) -> hf.TransformersLM:
     plain = dict(whole.model.named_modules())
     for name, layer in network.model.named_modules():
         if isinstance(layer, bitsandbytes.nn.Linear4bit):
-            values = bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+            values = bitsandbytes.functional.dequantize_4bit(
+                layer.weight.data, layer.weight.quant_state
+            )
             plain[name].weight.data = values.float()
     state = peft.get_peft_model_state_dict(network.model)
     peft.set_peft_model_state_dict(whole.model, deepcopy(state))
@@ -70,7 +76,9 @@ def test_steps_are_those_of_the_weights_that_it_stands_for(folder: Path):
     with torch.no_grad():
         for name, weight in network.named_parameters():
             if "lora_B" in name:
-                weight.add_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(3)))
+                weight.add_(
+                    0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(3))
+                )
         network.eval()(ids())
     whole = in_whole_weights(network)
     for one in (network, whole):
@@ -100,7 +108,10 @@ def test_both_exports_answer_as_the_run_did(folder: Path, tmp_path: Path):
 
 def test_safetensors_hold_what_the_four_bits_do_not(folder: Path, tmp_path: Path):
     trainer = fit(
-        FedAvg(network=partial(hf.TransformersLM, name=str(folder), load_in_4bit=True), optimizer=adam(0.05)),
+        FedAvg(
+            network=partial(hf.TransformersLM, name=str(folder), load_in_4bit=True),
+            optimizer=adam(0.05),
+        ),
         tmp_path,
     )
     fl_lightning.export_model(trainer, tmp_path / "out", format="safetensors")
@@ -116,10 +127,14 @@ def test_layers_of_an_architecture_of_its_own_are_exported_as_it_has_them(tmp_pa
         vocab_size=BYTE_VOCABULARY, n_positions=80, n_embd=64, n_layer=1, n_head=2
     )
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
-    network = partial(hf.TransformersLM, name=str(tmp_path / "gpt2"), load_in_4bit=True, dtype="bfloat16")
+    network = partial(
+        hf.TransformersLM, name=str(tmp_path / "gpt2"), load_in_4bit=True, dtype="bfloat16"
+    )
     trainer = fit(FedAvg(network=network, optimizer=adam(0.05)), tmp_path)
     whole, narrow = (
-        step_memory._frozen_bytes(hf.TransformersLM(BYTE_VOCABULARY, str(tmp_path / "gpt2"), load_in_4bit=on))
+        step_memory._frozen_bytes(
+            hf.TransformersLM(BYTE_VOCABULARY, str(tmp_path / "gpt2"), load_in_4bit=on)
+        )
         for on in (False, True)
     )
     assert narrow < 0.6 * whole

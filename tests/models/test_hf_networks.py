@@ -1,4 +1,5 @@
-"""Networks ``hf:FOLDER``: loaded without a network, adapted by peft, generating as each prompt would alone."""
+"""Networks ``hf:FOLDER``: loaded without a network, adapted by peft, generating as each prompt
+would alone."""
 
 from __future__ import annotations
 
@@ -43,7 +44,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("peft")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=50, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2
+        vocab_size=50,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=2,
     )
     path = tmp_path_factory.mktemp("llama")
     model = transformers.LlamaForCausalLM(config)
@@ -68,13 +73,17 @@ def test_a_folder_is_a_network_whose_adapters_alone_are_trained(folder: Path, ca
     ids, mask = prompts()
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
     expected = plain(input_ids=ids, attention_mask=mask.long()).logits
-    torch.testing.assert_close(network({"input_ids": ids, "attention_mask": mask})[mask], expected[mask])
+    torch.testing.assert_close(
+        network({"input_ids": ids, "attention_mask": mask})[mask], expected[mask]
+    )
     torch.testing.assert_close(network(ids)[mask], expected[mask])
     trained = {name for name, weight in network.named_parameters() if weight.requires_grad}
     assert len(trained) == 2 * 7 * 2
     assert all("lora_" in name for name in trained)
     network(ids).logsumexp(-1).mean().backward()
-    assert {name for name, weight in network.named_parameters() if weight.grad is not None} == trained
+    assert {
+        name for name, weight in network.named_parameters() if weight.grad is not None
+    } == trained
 
 
 def test_settings_of_the_adapters(folder: Path):
@@ -87,7 +96,9 @@ def test_settings_of_the_adapters(folder: Path):
     assert len(chosen) == 2 * 2 * 2
     assert {min(shape) for shape in chosen.values()} == {3}
     assert not any("lora" in name for name in trained(rank=0))
-    narrow = hf.TransformersLM(50, str(folder), dtype="bfloat16", gradient_checkpointing=True).train()
+    narrow = hf.TransformersLM(
+        50, str(folder), dtype="bfloat16", gradient_checkpointing=True
+    ).train()
     assert {p.dtype for p in narrow.parameters() if not p.requires_grad} == {torch.bfloat16}
     assert {p.dtype for p in narrow.parameters() if p.requires_grad} == {torch.float32}
     narrow(prompts()[0]).float().logsumexp(-1).mean().backward()
@@ -105,7 +116,8 @@ def test_settings_of_the_adapters(folder: Path):
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_kinds_of_adapters(folder: Path, kind: str, part: str, count: int, dtype: str):
-    """They start as the plain model, are all that is trained, are float32, and leave the head as it is."""
+    """They start as the plain model, are all that is trained, are float32, and leave the head as it
+    is."""
     ids, _ = prompts()
     network = hf.TransformersLM(50, str(folder), rank=4, adapter=kind, dtype=dtype)
     plain = hf.TransformersLM(50, str(folder), rank=0, dtype=dtype)
@@ -116,7 +128,9 @@ def test_kinds_of_adapters(folder: Path, kind: str, part: str, count: int, dtype
     assert all(part in name and "lm_head" not in name for name in trained)
     assert {weight.dtype for weight in trained.values()} == {torch.float32}
     network(ids).float().logsumexp(-1).mean().backward()
-    assert {name for name, weight in network.named_parameters() if weight.grad is not None} == {*trained}
+    assert {name for name, weight in network.named_parameters() if weight.grad is not None} == {
+        *trained
+    }
     assert network.generate(*prompts(), max_new_tokens=2).shape == (3, 2)
 
 
@@ -127,7 +141,9 @@ def test_switches_take_the_adapters_of_peft_and_ours(folder: Path, kind: str):
     with torch.no_grad():
         for weight in network.parameters():
             if weight.requires_grad:
-                weight.add_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+                weight.add_(
+                    0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+                )
     logits = network(ids)
     layers = add_switches(network)
     assert [layer.name.rpartition(".")[2] for layer in layers[:2]] == ["q_proj", "k_proj"]
@@ -153,7 +169,9 @@ def test_prompts_of_different_lengths_get_what_each_gets_alone(folder: Path):
         assert together[row].equal(alone[0, length:])
     own = network.base.generation_config
     own.eos_token_id, own.repetition_penalty, own.do_sample = int(together[0, 1]), 1.5, True
-    assert network.generate(ids, mask, max_new_tokens=6).equal(together), "greedy, whatever the model prefers"
+    assert network.generate(ids, mask, max_new_tokens=6).equal(together), (
+        "greedy, whatever the model prefers"
+    )
     assert network.base.generation_config is own
     eos = int(together[0, 2])
     ended = network.train().generate(ids[:1], mask[:1], 6, eos, pad=0)[0].tolist()
@@ -179,7 +197,9 @@ def test_the_byte_model_is_a_folder_for_other_programs(tmp_path: Path):
 
 
 def test_what_does_not_work_is_refused_in_one_line(folder: Path, tmp_path: Path):
-    def refused(words: str, name: Path | str = folder, num_classes: int = 50, **settings: object) -> None:
+    def refused(
+        words: str, name: Path | str = folder, num_classes: int = 50, **settings: object
+    ) -> None:
         with pytest.raises(InputError, match=words) as error:
             hf.TransformersLM(num_classes, str(name), **settings)
         assert "\n" not in str(error.value)
@@ -198,11 +218,15 @@ def test_what_does_not_work_is_refused_in_one_line(folder: Path, tmp_path: Path)
     refused("one of float32", dtype="float64")
     refused(f"network hf:{folder}: .*save_pretrained wrote", gguf_file="missing.gguf")
     (tmp_path / "damaged.gguf").write_bytes(b"GGUF and then nothing")
-    refused(f"network hf:{tmp_path}: .*save_pretrained wrote", name=tmp_path, gguf_file="damaged.gguf")
+    refused(
+        f"network hf:{tmp_path}: .*save_pretrained wrote", name=tmp_path, gguf_file="damaged.gguf"
+    )
 
 
 @pytest.mark.parametrize(("num_classes", "warned"), [(24, True), (25, False), (1, False)])
-def test_data_of_another_tokeniser_are_warned_of(num_classes: int, warned: bool, folder: Path, caplog):
+def test_data_of_another_tokeniser_are_warned_of(
+    num_classes: int, warned: bool, folder: Path, caplog
+):
     hf.TransformersLM(num_classes, str(folder))
     LlamaPretrained(num_classes, name=str(folder))
     expected = f"knows 50 tokens and the data have {num_classes}"
@@ -222,7 +246,9 @@ def test_four_bits_need_a_package_and_adapters(there, rank, said, monkeypatch):
     if said is None:
         hf._require_4bit("a/b", rank, "adalora")
         for kind in ("pissa", "svft", "spectral"):
-            with pytest.raises(InputError, match=f"4bit of hf:a/b with adapter {kind}; it takes singular"):
+            with pytest.raises(
+                InputError, match=f"4bit of hf:a/b with adapter {kind}; it takes singular"
+            ):
                 hf._require_4bit("a/b", rank, kind)
         return
     with pytest.raises(InputError, match=f"^{said}") as error:
@@ -255,7 +281,13 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("peft")
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        vocab_size=259, n_positions=40, n_embd=16, n_layer=1, n_head=2, bos_token_id=256, eos_token_id=257
+        vocab_size=259,
+        n_positions=40,
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        bos_token_id=256,
+        eos_token_id=257,
     )
     model, path = transformers.GPT2LMHeadModel(config), tmp_path_factory.mktemp("gpt2")
     with torch.no_grad():
@@ -283,9 +315,12 @@ def test_generation_ends_where_the_positions_end(gpt2: Path):
 
 
 def answers_of_bytes() -> TokenData:
-    """The longest item fills a context of 40, so that its prompt and the longest answer exceed it."""
+    """The longest item fills a context of 40, so that its prompt and the longest answer exceed
+    it."""
     prompts = [[256, *[65 + k % 20] * (2 + 3 * (k % 12))] for k in range(24)]
-    answers = [[66] * (4 if len(prompt) > 30 else 17 - k % 3) + [257] for k, prompt in enumerate(prompts)]
+    answers = [
+        [66] * (4 if len(prompt) > 30 else 17 - k % 3) + [257] for k, prompt in enumerate(prompts)
+    ]
     both = [(p, a) for p, a in zip(prompts, answers, strict=True) if len(p + a) <= 41]
     assert max(len(p) for p, _ in both) + max(len(a) for _, a in both) > 45
     items = Items([(p + a, [-100] * len(p) + a) for p, a in both])
@@ -296,7 +331,9 @@ def test_a_context_of_all_positions_is_trained_and_measured(gpt2: Path, tmp_path
     method = FedAvg(network=partial(hf.TransformersLM, name=str(gpt2)), optimizer=adam())
     fit(method, tmp_path, answers_of_bytes())
     assert "test/exact_match" in next(tmp_path.rglob("metrics.csv")).read_text()
-    with pytest.raises(InputError, match=r"41 tokens; it has learned 40 positions; write --data.context 40"):
+    with pytest.raises(
+        InputError, match=r"41 tokens; it has learned 40 positions; write --data.context 40"
+    ):
         build_network(f"hf:{gpt2}", 259, (41,), **tokens(41))
 
 
@@ -313,7 +350,8 @@ class Items(torch.utils.data.Dataset):
 
 @pytest.mark.parametrize("method", [FedMPQ, AQFL])
 def test_the_linear_layers_of_gpt2_are_quantised(method, gpt2: Path, tmp_path: Path, caplog):
-    """All matrices are; what the server deploys has at most 2^(n+1) values in each, and nothing is left out."""
+    """All matrices are; what the server deploys has at most 2^(n+1) values in each, and nothing is
+    left out."""
     network = partial(hf.TransformersLM, name=str(gpt2), rank=0)
     trainer = fit(method(network=network, optimizer=adam(), bits=2), tmp_path, answers_of_bytes())
     made = trainer.method
@@ -343,12 +381,17 @@ def test_directions_of_pefts_adalora_are_dropped(gpt2: Path, tmp_path: Path):
     tensors = made.layout.unpack(made.server["weights"])
     for (rows, scales, columns), of_layer in zip(made.factors.values(), kept.bool(), strict=True):
         assert tensors[scales][:, 0].ne(0).tolist() == of_layer.tolist()
-        assert tensors[rows].any(1).tolist() == tensors[columns].any(0).tolist() == of_layer.tolist()
+        assert (
+            tensors[rows].any(1).tolist() == tensors[columns].any(0).tolist() == of_layer.tolist()
+        )
 
 
 @pytest.mark.parametrize("controller", ["hest", "tabs", "bhsp", "none"])
-def test_under_a_budget_each_prompt_gets_the_options_that_it_gets_alone(folder: Path, controller: str):
-    """transformers moves padding to the left of prompts, where options of a padded batch would be of other tokens."""
+def test_under_a_budget_each_prompt_gets_the_options_that_it_gets_alone(
+    folder: Path, controller: str
+):
+    """transformers moves padding to the left of prompts, where options of a padded batch would be
+    of other tokens."""
     network = hf.TransformersLM(50, str(folder), rank=4, adapter="spectral")
     options = {
         name: MeasuredCost(CostLine(a, b), CostLine(a, b))
@@ -364,7 +407,9 @@ def test_under_a_budget_each_prompt_gets_the_options_that_it_gets_alone(folder: 
         "bhsp": lambda: BHSPController(len(layers)),
         "none": lambda: None,
     }
-    budgeted = BudgetedNetwork(network, layers, controllers[controller](), Device(table, 0.8)).eval()
+    budgeted = BudgetedNetwork(
+        network, layers, controllers[controller](), Device(table, 0.8)
+    ).eval()
     with torch.no_grad():
         for weight in budgeted.parameters():
             if weight.requires_grad:

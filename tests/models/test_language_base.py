@@ -1,5 +1,5 @@
-"""The shipped byte model: the file, what it can do, the names it has as a network, and the program that makes
-it."""
+"""The shipped byte model: the file, what it can do, the names it has as a network, and the program
+that makes it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,31 @@ from safetensors.torch import load_file, save_file
 from fl_lightning.cli.parser import FederatedCLI
 from fl_lightning.errors import InputError, RunStopped
 from fl_lightning.models import build_network
-from fl_lightning.models.language import BYTE_VOCABULARY, Llama, LlamaTiny, LlamaTinyDeep, lora_layers
+from fl_lightning.models.language import (
+    BYTE_VOCABULARY,
+    Llama,
+    LlamaTiny,
+    LlamaTinyDeep,
+    lora_layers,
+)
 from fl_lightning.models.language.tiny import WEIGHTS_FILE, load_base
 from fl_lightning.tasks import LanguageModelling
 
 PAGE = ROOT / "docs/howto/language_models.md"
 FILES = {
-    LlamaTiny: ("b10e6c1be35b980f1aaaed8d20374b45788f94488b9a14d0f95ef8ef9f863df9", 468_096, 945_000),
-    LlamaTinyDeep: ("419acf7fc009119f584ce0be5574eabeff2836248c2a02c73da772eef0b14bec", 911_232, 2_000_000),
+    LlamaTiny: (
+        "b10e6c1be35b980f1aaaed8d20374b45788f94488b9a14d0f95ef8ef9f863df9",
+        468_096,
+        945_000,
+    ),
+    LlamaTinyDeep: (
+        "419acf7fc009119f584ce0be5574eabeff2836248c2a02c73da772eef0b14bec",
+        911_232,
+        2_000_000,
+    ),
 }
-"""Of each shipped base the SHA-256 of its file, its weights, and bytes that the file is below; in the order of the page."""
+"""Of each shipped base the SHA-256 of its file, its weights, and bytes that the file is below; in
+the order of the page."""
 BASES = pytest.mark.parametrize("base", [*FILES], ids=lambda base: base.__name__)
 BOS, EOS, PAD = 256, 257, 258
 
@@ -35,7 +50,9 @@ BOS, EOS, PAD = 256, 257, 258
 @pytest.fixture(scope="module")
 def program() -> ModuleType:
     """``benchmarks/language_base.py``, which is no part of a package."""
-    spec = importlib.util.spec_from_file_location("language_base", ROOT / "benchmarks/language_base.py")
+    spec = importlib.util.spec_from_file_location(
+        "language_base", ROOT / "benchmarks/language_base.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -56,13 +73,21 @@ def test_the_file_is_the_one_that_was_evaluated(base: type[LlamaTiny]):
 
 @BASES
 @pytest.mark.parametrize("definition", ["Copy.", "In quotes.", "Title case."])
-def test_it_copies_what_it_has_never_seen(program: ModuleType, base: type[LlamaTiny], definition: str):
+def test_it_copies_what_it_has_never_seen(
+    program: ModuleType, base: type[LlamaTiny], definition: str
+):
     words = ["qyx", "tolpo", "vrimeb", "zwe", "nokuda", "hylf"]
-    found = program.exact_match(base(BYTE_VOCABULARY), definition, program.FORMATS[definition], words, 16)
+    found = program.exact_match(
+        base(BYTE_VOCABULARY), definition, program.FORMATS[definition], words, 16
+    )
     assert found > 0.5
     assert (
         program.exact_match(
-            base(BYTE_VOCABULARY, pretrained=False), definition, program.FORMATS[definition], words, 16
+            base(BYTE_VOCABULARY, pretrained=False),
+            definition,
+            program.FORMATS[definition],
+            words,
+            16,
         )
         == 0
     )
@@ -70,7 +95,9 @@ def test_it_copies_what_it_has_never_seen(program: ModuleType, base: type[LlamaT
 
 @BASES
 def test_it_writes_the_english_that_it_read(program: ModuleType, base: type[LlamaTiny]):
-    text = torch.tensor([list(b"The value of this argument is used as a name in the current scope.")])
+    text = torch.tensor(
+        [list(b"The value of this argument is used as a name in the current scope.")]
+    )
     ids = torch.cat((torch.tensor([[BOS]]), text[:, :-1]), dim=1)
     assert program.loss_of(base(BYTE_VOCABULARY), ids, text) < 1.8 < math.log(BYTE_VOCABULARY) / 2
 
@@ -80,7 +107,8 @@ def test_it_writes_the_english_that_it_read(program: ModuleType, base: type[Llam
 def test_the_page_says_how_well_it_predicts_text_that_it_has_not_seen(
     program: ModuleType, base: type[LlamaTiny]
 ):
-    """The texts are those of the Python that runs this, which may be another than the base has read."""
+    """The texts are those of the Python that runs this, which may be another than the base has
+    read."""
     says = re.findall(r"\b(\d\.\d+) nats a byte on\s+text that it has not", PAGE.read_text())
     text = list(f"{program.reference_text()}\n\n{program.docstrings()}".encode("ascii"))
     unseen = torch.tensor(text[int(len(text) * (1 - program.HELD_OUT_TEXT)) :])
@@ -92,24 +120,36 @@ def test_the_page_says_how_well_it_predicts_text_that_it_has_not_seen(
 
 @pytest.mark.parametrize("share", [0.0, 0.2])
 def test_branches_are_dropped_by_chance_for_each_sequence(program: ModuleType, share: float):
-    """A step of training with LayerDrop, by the count of tokens that the feed-forward layers compute."""
+    """A step of training with LayerDrop, by the count of tokens that the feed-forward layers
+    compute."""
     network, seen = Llama(BYTE_VOCABULARY, width=16, depth=8, heads=2), []
     for block in network.layers:
         block.mlp.register_forward_pre_hook(lambda module, x: seen.append(x[0][..., 0].numel()))
     text = torch.arange(200)
-    program.train(network, text, program.words_of("some words of a few letters that are read")[0], 4, share)
+    program.train(
+        network, text, program.words_of("some words of a few letters that are read")[0], 4, share
+    )
     rows = program.TEXT_ROWS * program.TEXT_LENGTH + program.RECORD_ROWS * program.RECORD_LENGTH
     assert sum(seen) / (4 * 8 * rows) == pytest.approx(1 - share, abs=0.03 if share else 0)
-    assert {*network.state_dict()} == {*Llama(BYTE_VOCABULARY, width=16, depth=8, heads=2).state_dict()}
+    assert {*network.state_dict()} == {
+        *Llama(BYTE_VOCABULARY, width=16, depth=8, heads=2).state_dict()
+    }
 
 
 def test_a_file_that_is_not_whole_is_refused(tmp_path: Path):
-    weights, network, path = load_file(WEIGHTS_FILE), Llama(BYTE_VOCABULARY), tmp_path / "base.safetensors"
+    weights, network, path = (
+        load_file(WEIGHTS_FILE),
+        Llama(BYTE_VOCABULARY),
+        tmp_path / "base.safetensors",
+    )
     last = "norm.weight"
     for broken in (
         {name: weight for name, weight in weights.items() if name != last},
         {**weights, last: weights[last][:5].clone()},
-        {**{name: weight for name, weight in weights.items() if name != last}, "other": weights[last]},
+        {
+            **{name: weight for name, weight in weights.items() if name != last},
+            "other": weights[last],
+        },
     ):
         save_file(broken, path)
         with pytest.raises(InputError, match=last):

@@ -1,5 +1,5 @@
-"""Networks channels last: same gradients, and none of them is brought from one layout to the other at full
-size."""
+"""Networks channels last: same gradients, and none of them is brought from one layout to the other
+at full size."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ POOLS = {
 
 
 def with_pool(pool: nn.Module) -> nn.Module:
-    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), deepcopy(pool), nn.Flatten(), nn.LazyLinear(5))
+    network = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), deepcopy(pool), nn.Flatten(), nn.LazyLinear(5)
+    )
     network(torch.zeros(1, 3, 30, 30))
     return network
 
@@ -39,7 +41,8 @@ def copies(network: nn.Module, images: Tensor, shape: tuple[int, ...]) -> int:
     with profile(record_shapes=True) as seen:
         loss.backward()
     return sum(
-        event.name == "aten::copy_" and list(event.input_shapes[0]) == list(shape) for event in seen.events()
+        event.name == "aten::copy_" and list(event.input_shapes[0]) == list(shape)
+        for event in seen.events()
     )
 
 

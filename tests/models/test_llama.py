@@ -1,4 +1,5 @@
-"""The lean Llama: transformers' logits, causality, relative positions, stacks of clients, and generation."""
+"""The lean Llama: transformers' logits, causality, relative positions, stacks of clients, and
+generation."""
 
 from __future__ import annotations
 
@@ -74,8 +75,8 @@ def test_logits_and_gradients_are_those_of_transformers(sizes: dict[str, int]):
 
 
 def test_shared_heads_of_keys_are_equal_heads():
-    """A network of four heads whose keys and values are two by two the same has the logits, and the answers from
-    its cache, of one with two heads of keys and values."""
+    """A network of four heads whose keys and values are two by two the same has the logits, and the
+    answers from its cache, of one with two heads of keys and values."""
     shared = network(width=32, depth=2, heads=4, variant=Variant(key_heads=2, tied=False))
     whole = Llama(VOCABULARY, width=32, depth=2, heads=4, variant=Variant(tied=False))
     weights = shared.state_dict()
@@ -87,9 +88,12 @@ def test_shared_heads_of_keys_are_equal_heads():
     ids, mask = prompts()
     torch.testing.assert_close(shared(ids), whole(ids))
     assert not torch.allclose(
-        shared(ids), F.linear(shared.features(ids, torch.arange(17)[None]), shared.embed_tokens.weight)
+        shared(ids),
+        F.linear(shared.features(ids, torch.arange(17)[None]), shared.embed_tokens.weight),
     )
-    answers = [one.generate(ids, mask, max_new_tokens=6, eos=None, pad=0) for one in (shared, whole)]
+    answers = [
+        one.generate(ids, mask, max_new_tokens=6, eos=None, pad=0) for one in (shared, whole)
+    ]
     assert torch.equal(*answers)
 
 

@@ -1,4 +1,5 @@
-"""Models of the Llama family from a folder: transformers' logits and answers, adapters in peft, and refusals."""
+"""Models of the Llama family from a folder: transformers' logits and answers, adapters in peft, and
+refusals."""
 
 from __future__ import annotations
 
@@ -38,7 +39,12 @@ FORMS: dict[str, dict[str, Any]] = {
 def saved(folder: Path, kind: str = "Llama", **settings: Any) -> Any:
     """Return a small model of transformers that has been written to a folder."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 128}
+    sizes = {
+        "vocab_size": 300,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "max_position_embeddings": 128,
+    }
     shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.3}
     config = getattr(transformers, f"{kind}Config")(**{**sizes, **shape, **settings})
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
@@ -67,7 +73,11 @@ def test_all_linear_layers_but_the_head_have_adapters(tmp_path):
     saved(tmp_path, tie_word_embeddings=False)
     torch.manual_seed(0)
     network = LlamaPretrained(300, str(tmp_path), rank=2)
-    adapted = {name.split(".lora")[0] for name, weight in network.named_parameters() if weight.requires_grad}
+    adapted = {
+        name.split(".lora")[0]
+        for name, weight in network.named_parameters()
+        if weight.requires_grad
+    }
     layers = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
     assert adapted == {f"layers.{block}.{layer}" for block in range(2) for layer in layers}
     whole = LlamaPretrained(300, str(tmp_path), rank=0)
@@ -95,7 +105,9 @@ def test_data_of_more_tokens_are_refused(tmp_path):
         LlamaPretrained(301, str(tmp_path))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
 @pytest.mark.parametrize("form", FORMS)
 def test_its_adapters_load_in_peft_on_the_base_that_is_named(form, tmp_path):
     peft = pytest.importorskip("peft")
@@ -112,6 +124,8 @@ def test_its_adapters_load_in_peft_on_the_base_that_is_named(form, tmp_path):
     needs = write_peft(TrainedModel(network, SimpleNamespace(tokenizer=None)), folder)
     assert needs == f"transformers and peft, and the base {base}"
     assert not (folder / "base").exists()
-    theirs = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), folder)
+    theirs = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(base), folder
+    )
     ids = torch.randint(0, 300, (3, 70))
     torch.testing.assert_close(theirs(input_ids=ids).logits, network(ids), rtol=1e-4, atol=1e-4)

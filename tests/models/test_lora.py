@@ -1,4 +1,5 @@
-"""LoRA: what is trained and travels, its gradients, FFA's exact mean, merged weights, and peft's results."""
+"""LoRA: what is trained and travels, its gradients, FFA's exact mean, merged weights, and peft's
+results."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def test_adapters_alone_are_trained_and_travel():
     only_b = Layout.of(LlamaTiny(BYTE_VOCABULARY, ffa=True))
     assert all(name.endswith("lora_B.weight") for name in only_b.shapes)
     assert only_b.size == 4 * 8 * (288 + 96 + 512 + 96)
-    assert Layout.of(LlamaTiny(BYTE_VOCABULARY, rank=2, targets=["o_proj"])).size == 4 * 2 * (96 + 96)
+    assert Layout.of(LlamaTiny(BYTE_VOCABULARY, rank=2, targets=["o_proj"])).size == 4 * 2 * (
+        96 + 96
+    )
     assert Layout.of(LlamaTiny(BYTE_VOCABULARY, rank=0)).size == 468_096
 
 
@@ -79,13 +82,17 @@ def test_nothing_below_the_first_adapter_needs_a_gradient():
     network = add_lora(small(), targets=["down_proj"])
     needs: dict[str, bool] = {}
     for name, module in network.named_modules():
-        module.register_forward_hook(lambda _m, _i, out, name=name: needs.update({name: out.requires_grad}))
+        module.register_forward_hook(
+            lambda _m, _i, out, name=name: needs.update({name: out.requires_grad})
+        )
     network(ids(2, 9))
     order = [*needs]
     first = order.index("layers.0.mlp.down_proj.lora_A")
     assert first > 5
     assert not any(needs[name] for name in order[:first])
-    assert all(needs[name] for name in order[order.index("layers.0.mlp.down_proj") :] if "base" not in name)
+    assert all(
+        needs[name] for name in order[order.index("layers.0.mlp.down_proj") :] if "base" not in name
+    )
 
 
 @pytest.mark.parametrize("ffa", [True, False])
@@ -197,7 +204,9 @@ def test_logits_and_gradients_are_those_of_peft(kind: str):
     settings = peft.LoraConfig(r=3, lora_alpha=12, target_modules=targets)
     theirs = peft.inject_adapter_in_model(settings, made())
     partners = {
-        name: module for name, module in theirs.named_modules() if isinstance(module, peft.tuners.lora.Linear)
+        name: module
+        for name, module in theirs.named_modules()
+        if isinstance(module, peft.tuners.lora.Linear)
     }
     assert partners.keys() == lora_layers(ours).keys()
     for name, layer in lora_layers(ours).items():
@@ -213,7 +222,10 @@ def test_logits_and_gradients_are_those_of_peft(kind: str):
     for name, layer in lora_layers(ours).items():
         for part in ("lora_A", "lora_B"):
             torch.testing.assert_close(
-                getattr(layer, part).weight.grad, getattr(partners[name], part)["default"].weight.grad
+                getattr(layer, part).weight.grad,
+                getattr(partners[name], part)["default"].weight.grad,
             )
-    trained = {name.replace(".default", "") for name, p in theirs.named_parameters() if p.requires_grad}
+    trained = {
+        name.replace(".default", "") for name, p in theirs.named_parameters() if p.requires_grad
+    }
     assert trained == {name for name, p in ours.named_parameters() if p.requires_grad}

@@ -1,4 +1,5 @@
-"""Networks: reference weight counts, shapes, names, and that no weight comes from a network connection."""
+"""Networks: reference weight counts, shapes, names, and that no weight comes from a network
+connection."""
 
 from __future__ import annotations
 
@@ -75,9 +76,12 @@ def test_every_kind_of_name_makes_logits_and_trains(network: str, side: int) -> 
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("network", ["small_cnn", "resnet20", "residual_mlp", "mobilenetv2", SmallCNN])
+@pytest.mark.parametrize(
+    "network", ["small_cnn", "resnet20", "residual_mlp", "mobilenetv2", SmallCNN]
+)
 def test_networks_take_images_of_any_number_of_channels(network: str) -> None:
-    """One channel instead of three saves two thirds of the first layer's weights and nothing else."""
+    """One channel instead of three saves two thirds of the first layer's weights and nothing
+    else."""
     grey, colour = (build_network(network, 10, (channels, 28, 28)) for channels in (1, 3))
     assert grey(torch.rand(2, 1, 28, 28)).shape == (2, 10)
     first = next(iter(colour.parameters()))
@@ -104,7 +108,9 @@ def test_option_a_shortcut_subsamples_and_pads_with_zeros() -> None:
 def test_weights_follow_the_stream(network: str) -> None:
     def weights(seed: int) -> torch.Tensor:
         with torch_stream(seed, "weights"):
-            return torch.cat([p.flatten() for p in build_network(network, 10, (3, 32, 32)).parameters()])
+            return torch.cat(
+                [p.flatten() for p in build_network(network, 10, (3, 32, 32)).parameters()]
+            )
 
     one = weights(1)
     torch.manual_seed(99)
@@ -164,7 +170,9 @@ class Holds(nn.Module):
         super().__init__()
         self.layer = nn.Linear(12, num_classes)
         if "state" in tensors:
-            self.layer.load_state_dict({"weight": tensors["state"], "bias": torch.zeros(5)}, assign=True)
+            self.layer.load_state_dict(
+                {"weight": tensors["state"], "bias": torch.zeros(5)}, assign=True
+            )
         if "parameter" in tensors:
             self.layer.weight = tensors["parameter"]
         self.table = nn.Embedding.from_pretrained(tensors["table"]) if "table" in tensors else None
@@ -191,7 +199,8 @@ BODY = nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.BatchNorm1d(5))
     ids=["module", "part", "frozen part", "state", "parameter", "table", "buffer"],
 )
 def test_every_run_has_tensors_of_its_own(make: Callable[[int], nn.Module]) -> None:
-    """What is written into the first network is not in the second, whatever the function returns."""
+    """What is written into the first network is not in the second, whatever the function
+    returns."""
     torch.manual_seed(1)
     first = build_network(make, 5, (3, 2, 2))
     drawn = torch.rand(1)
@@ -215,7 +224,8 @@ def test_what_needs_no_copy_is_taken_as_it_is() -> None:
     assert build_network(new, 5, (3, 2, 2)) is made[-1]
     once = iter(BODY.children())
     assert isinstance(
-        build_network(lambda num_classes: nn.Sequential(next(once), next(once)), 5, (3, 2, 2))[1], nn.Linear
+        build_network(lambda num_classes: nn.Sequential(next(once), next(once)), 5, (3, 2, 2))[1],
+        nn.Linear,
     )
     lazy = nn.Sequential(nn.Flatten(), nn.LazyLinear(5))
     assert len(build_network(lambda num_classes: deepcopy(lazy), 5, (3, 2, 2))) == 2
@@ -236,7 +246,9 @@ def _wrapped(body: nn.Module) -> None:
 @pytest.mark.parametrize(
     "hold",
     [
-        lambda body: body[1].register_forward_pre_hook(lambda module, x: (x[0] * body[1].weight.norm(),)),
+        lambda body: body[1].register_forward_pre_hook(
+            lambda module, x: (x[0] * body[1].weight.norm(),)
+        ),
         lambda body: setattr(body, "twice", lambda x: body[1](x) * 2),
         lambda body: body[1].register_forward_hook(
             lambda module, x, y, first=body[1]: y * first.weight.norm()
@@ -249,7 +261,9 @@ def _wrapped(body: nn.Module) -> None:
     ],
     ids=["hook", "attribute", "default", "partial", "list", "wrapped"],
 )
-def test_functions_that_refer_to_what_would_be_copied_are_refused(hold: Callable[[nn.Module], None]) -> None:
+def test_functions_that_refer_to_what_would_be_copied_are_refused(
+    hold: Callable[[nn.Module], None],
+) -> None:
     """A copy would compute with the weights of the original."""
     body = nn.Sequential(nn.Flatten(), nn.Linear(12, 5))
     hold(body)
@@ -282,5 +296,7 @@ def test_tensors_that_cannot_be_copied_are_refused() -> None:
 
 
 def test_a_network_without_logits_is_refused():
-    with pytest.raises(ValueError, match=r"makes \(2, 3, 32, 32\) of two examples; logits \[2, 7\]"):
+    with pytest.raises(
+        ValueError, match=r"makes \(2, 3, 32, 32\) of two examples; logits \[2, 7\]"
+    ):
         build_network(lambda num_classes: nn.Identity(), 7, (3, 32, 32))

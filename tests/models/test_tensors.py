@@ -1,5 +1,5 @@
-"""``modules_of`` and ``tensors_of`` give what torch's own iterators give, ties, gaps and shared modules
-included."""
+"""``modules_of`` and ``tensors_of`` give what torch's own iterators give, ties, gaps and shared
+modules included."""
 
 import pytest
 from torch import nn

@@ -1,5 +1,5 @@
-"""Client-level privacy in runs: epsilon against published values, the budget, resume, workers and ranks, and
-what is refused."""
+"""Client-level privacy in runs: epsilon against published values, the budget, resume, workers and
+ranks, and what is refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,13 @@ def private(**settings) -> ClientPrivacy:
 
 def fit(folder: Path, method=None, **settings):
     """Rounds of 3 of 6 clients on digits."""
-    arguments = {"max_rounds": 3, "participation": 0.5, "local_epochs": 1, "privacy": private(), **settings}
+    arguments = {
+        "max_rounds": 3,
+        "participation": 0.5,
+        "local_epochs": 1,
+        "privacy": private(),
+        **settings,
+    }
     return run(method or make("FedAvg", weigh_by="clients"), data_of("FedAvg"), folder, **arguments)
 
 
@@ -59,20 +65,23 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
     ("sampled", "z", "steps", "delta", "published"),
     [
         (0.01, 4.0, 10_000, 1e-5, 1.26),  # Abadi et al., CCS 2016, section 5.1
-        (256 / 60_000, 1.1, 60 * 60_000 / 256, 1e-5, 3.01),  # tutorials of TensorFlow Privacy, MNIST
+        # tutorials of TensorFlow Privacy, MNIST
+        (256 / 60_000, 1.1, 60 * 60_000 / 256, 1e-5, 3.01),
         (256 / 60_000, 1.3, 15 * 60_000 / 256, 1e-5, 1.19),  # the same
         (1e2 / 1e5, 1.0, 1e5, 1e5**-1.1, 2.21),  # McMahan et al., ICLR 2018, table 1
         (1e3 / 1e6, 1.0, 1e6, 1e6**-1.1, 8.13),  # the same
     ],
 )
 def test_the_accountant_gives_published_values(sampled, z, steps, delta, published):
-    """They are of Poisson sampling, of adding or removing one, and of the bound of their day: epsilon = min
-    over orders a of rdp(a) + log(1 / delta) / (a - 1). Today's is below it."""
+    """They are of Poisson sampling, of adding or removing one, and of the bound of their day:
+    epsilon = min over orders a of rdp(a) + log(1 / delta) / (a - 1). Today's is below it."""
     accountant = dp_accounting.rdp.RdpAccountant(orders=range(2, 65))
     event = dp_accounting.PoissonSampledDpEvent(sampled, dp_accounting.GaussianDpEvent(z))
     accountant.compose(event, int(steps))
     orders = np.arange(2, 65)
-    assert min(accountant.rdp + math.log(1 / delta) / (orders - 1)) == pytest.approx(published, abs=0.006)
+    assert min(accountant.rdp + math.log(1 / delta) / (orders - 1)) == pytest.approx(
+        published, abs=0.006
+    )
     assert accountant.get_epsilon(delta) < published
 
 
@@ -94,13 +103,16 @@ def test_epsilon_is_that_of_the_accountant(clients, cohort, z, rounds, delta):
 
 @pytest.mark.parametrize(("clients", "cohort", "z", "rounds", "delta"), FIXED)
 def test_epsilon_is_theorem_27(clients, cohort, z, rounds, delta):
-    """Wang, Balle and Kasiviswanathan (AISTATS 2019) in exact arithmetic, with integer orders alone."""
+    """Wang, Balle and Kasiviswanathan (AISTATS 2019) in exact arithmetic, with integer orders
+    alone."""
     mpmath.mp.dps = 120
     q, sigma = mpmath.mpf(cohort) / clients, mpmath.mpf(z) / 2
 
     def moment(power):  # E_Q (P / Q - 1)^power
         terms = (
-            mpmath.binomial(power, i) * (-1) ** (power - i) * mpmath.exp(i * (i - 1) / (2 * sigma**2))
+            mpmath.binomial(power, i)
+            * (-1) ** (power - i)
+            * mpmath.exp(i * (i - 1) / (2 * sigma**2))
             for i in range(power + 1)
         )
         return mpmath.fsum(terms)
@@ -116,7 +128,9 @@ def test_epsilon_is_theorem_27(clients, cohort, z, rounds, delta):
     for a in range(2, 41):
         amplified = 1 + mpmath.fsum(mpmath.binomial(a, j) * terms[j] for j in range(2, a + 1))
         rdp = rounds * mpmath.log(amplified) / (a - 1)
-        found.append(float(rdp + mpmath.log(1 - mpmath.mpf(1) / a) - mpmath.log(delta * a) / (a - 1)))
+        found.append(
+            float(rdp + mpmath.log(1 - mpmath.mpf(1) / a) - mpmath.log(delta * a) / (a - 1))
+        )
     epsilon = RoundAccountant(z, clients, cohort, delta).epsilon(rounds)
     assert epsilon <= min(found) * (1 + 1e-9)
     assert epsilon == pytest.approx(min(found), rel=0.01)  # orders between integers
@@ -124,8 +138,9 @@ def test_epsilon_is_theorem_27(clients, cohort, z, rounds, delta):
 
 @pytest.mark.parametrize(("z", "rounds"), [(8.0, 20), (30.0, 50), (2.0, 1)])
 def test_a_whole_federation_is_not_sampled(z, rounds):
-    """Against the exact epsilon of Gaussian noise (Balle and Wang, ICML 2018), which a bound by Renyi
-    divergences exceeds by a little. With a sensitivity of C in place of 2 C it would be below it."""
+    """Against the exact epsilon of Gaussian noise (Balle and Wang, ICML 2018), which a bound by
+    Renyi divergences exceeds by a little. With a sensitivity of C in place of 2 C it would be below
+    it."""
     accountant, mu = RoundAccountant(z, 100, 100, 1e-5), 2 * math.sqrt(rounds) / z
     epsilon = accountant.epsilon(rounds)
 
@@ -147,7 +162,9 @@ def test_epsilon_is_a_metric_of_every_round(tmp_path):
     accountant = RoundAccountant(1.0, 6, 3, 1e-5)
     rows = rows_of(trainer.run_dir)
     assert {row["clients/dropped"] for row in rows} != {"0"}
-    assert [float(row["privacy/epsilon"]) for row in rows] == [accountant.epsilon(r) for r in (1, 2, 3)]
+    assert [float(row["privacy/epsilon"]) for row in rows] == [
+        accountant.epsilon(r) for r in (1, 2, 3)
+    ]
 
 
 def test_without_noise_epsilon_is_infinite(tmp_path):
@@ -158,8 +175,8 @@ def test_without_noise_epsilon_is_infinite(tmp_path):
 @settings(max_examples=25)
 @given(st.floats(0.5, 60), st.floats(0.05, 50), st.integers(1, 60))
 def test_the_budget_is_never_exceeded(z, budget, rounds):
-    """Of any run: the rounds that are done are within the budget, and the next would not be, or is not
-    asked."""
+    """Of any run: the rounds that are done are within the budget, and the next would not be, or is
+    not asked."""
     found = PrivateAggregation(private(noise_multiplier=z, max_epsilon=budget))
     found.accountant = RoundAccountant(z, 50, 50, 1e-5)
     if found.accountant.epsilon(1) > budget:
@@ -187,7 +204,10 @@ def test_a_budget_ends_the_run_before_it_is_exceeded(tmp_path, caplog):
     fit(tmp_path, **settings, ckpt_path=str(trainer.run_dir))
     assert len(rows_of(trainer.run_dir)) == 2
     with refused(f"--trainer.privacy.max_epsilon {accountant.epsilon(1) * 0.9:g}"):
-        fit(tmp_path / "new", privacy=private(noise_multiplier=4.0, max_epsilon=accountant.epsilon(1) * 0.9))
+        fit(
+            tmp_path / "new",
+            privacy=private(noise_multiplier=4.0, max_epsilon=accountant.epsilon(1) * 0.9),
+        )
     assert not (tmp_path / "new").exists()
 
 
@@ -248,7 +268,11 @@ def test_a_run_that_is_private_no_more_says_so(tmp_path, caplog):
     first = fit(tmp_path, run_name="run", max_rounds=1)
     again = {"ckpt_path": str(first.run_dir), "allow_changed": True, "run_name": "run"}
     fit(tmp_path, privacy=None, **again)
-    assert [record.message for record in caplog.records if "it has no epsilon any more" in record.message]
+    assert [
+        record.message
+        for record in caplog.records
+        if "it has no epsilon any more" in record.message
+    ]
 
 
 class Familiar(Stressor):
@@ -265,7 +289,9 @@ class Familiar(Stressor):
 
 @pytest.mark.parametrize("repeated", [False, True])
 def test_a_stressor_takes_clients_away_and_brings_none(repeated, tmp_path):
-    with pytest.raises(MisuseError, match="accounted for the clients that were drawn, each of them once"):
+    with pytest.raises(
+        MisuseError, match="accounted for the clients that were drawn, each of them once"
+    ):
         fit(tmp_path, callbacks=[Familiar(repeated)])
 
 
@@ -294,7 +320,10 @@ def test_interrupted_and_continued_is_exact(where, tmp_path):
     settings = {
         "max_rounds": 9,
         "privacy": private(
-            noise_multiplier=4.0, max_epsilon=accountant.epsilon(4) * 1.001, where=where, target_quantile=0.5
+            noise_multiplier=4.0,
+            max_epsilon=accountant.epsilon(4) * 1.001,
+            where=where,
+            target_quantile=0.5,
         ),
         "run_name": "run",
     }
@@ -317,7 +346,9 @@ def test_rounds_of_another_privacy_are_not_continued(tmp_path):
     with refused("--ckpt_path with trainer.privacy"):
         fit(tmp_path, participation=1.0, **again)
     other = fit(tmp_path, privacy=private(delta=1e-4, clip_norm=0.1), **again)
-    assert float(rows_of(other.run_dir)[-1]["privacy/epsilon"]) == RoundAccountant(1.0, 6, 3, 1e-4).epsilon(3)
+    assert float(rows_of(other.run_dir)[-1]["privacy/epsilon"]) == RoundAccountant(
+        1.0, 6, 3, 1e-4
+    ).epsilon(3)
     assert [row["privacy/clip_norm"] for row in rows_of(other.run_dir)] == ["0.5", "0.1", "0.1"]
     plain = fit(tmp_path, run_name="plain", privacy=None, max_rounds=1)
     with refused("after 1 rounds"):
@@ -340,7 +371,8 @@ def test_workers_change_nothing(tmp_path):
 @pytest.mark.slow
 @pytest.mark.essential
 def test_ranks_change_nothing(tmp_path):
-    """Central noise once, distributed noise where the client is; one round has clients on one rank alone."""
+    """Central noise once, distributed noise where the client is; one round has clients on one rank
+    alone."""
     program = started(tmp_path / "two", "private")
     from ranks_program import fit_private
 
@@ -348,7 +380,9 @@ def test_ranks_change_nothing(tmp_path):
     _, errors = program.communicate(timeout=240)
     assert program.returncode == 0, errors
     for name in ("central", "distributed", "lonely"):
-        assert result(tmp_path / "two" / name / "run") == result(tmp_path / "one" / name / "run"), name
+        assert result(tmp_path / "two" / name / "run") == result(tmp_path / "one" / name / "run"), (
+            name
+        )
 
 
 def server_after(folder, **settings) -> torch.Tensor:
@@ -369,8 +403,8 @@ def start_of(folder) -> torch.Tensor:
 
 
 def test_hostile_clients_are_clipped_too(tmp_path):
-    """Attacks change what the server receives, and the clip is after them: all four together move the model
-    by C at most."""
+    """Attacks change what the server receives, and the clip is after them: all four together move
+    the model by C at most."""
     start, attack = start_of(tmp_path), ByzantineClients(clients=1.0, attack="scale", strength=1e4)
     free = server_after(tmp_path, callbacks=[attack])
     clipped = server_after(tmp_path, callbacks=[attack], privacy=private(noise_multiplier=0.0))
@@ -379,8 +413,8 @@ def test_hostile_clients_are_clipped_too(tmp_path):
 
 
 def test_a_round_of_equal_clients_by_hand(tmp_path):
-    """Two local steps of 0.1 towards each client's optimum, clipped, and the mean of them; every client counts
-    once, whatever the number of its examples."""
+    """Two local steps of 0.1 towards each client's optimum, clipped, and the mean of them; every
+    client counts once, whatever the number of its examples."""
     start, clip = start_of(tmp_path), 0.6
     found = server_after(tmp_path, privacy=private(noise_multiplier=0.0, clip_norm=clip))
     updates = (1 - 0.9**2) * (CENTRES[:4] - start)
@@ -426,7 +460,12 @@ def test_every_method_whose_message_is_an_update(name, tmp_path):
             moved = (context.method.server["weights"] - before["weights"]).norm()
             assert 0 < float(moved) <= C * (1 + 1e-5)
 
-    fit(tmp_path, make(name, weigh_by="clients"), privacy=private(noise_multiplier=0.0), callbacks=[Moved()])
+    fit(
+        tmp_path,
+        make(name, weigh_by="clients"),
+        privacy=private(noise_multiplier=0.0),
+        callbacks=[Moved()],
+    )
 
 
 @pytest.mark.parametrize(

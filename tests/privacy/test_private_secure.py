@@ -1,4 +1,5 @@
-"""Client-level privacy under a secure sum: the same model, bit for bit, as where the server sees messages."""
+"""Client-level privacy under a secure sum: the same model, bit for bit, as where the server sees
+messages."""
 
 from __future__ import annotations
 

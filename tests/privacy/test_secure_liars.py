@@ -1,5 +1,5 @@
-"""Clients that lie in a secure sum: sums that no honest clients can have made are void by name, and who gives
-wrong shares in two rounds is left out."""
+"""Clients that lie in a secure sum: sums that no honest clients can have made are void by name, and
+who gives wrong shares in two rounds is left out."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ LIES = {
 def test_an_impossible_sum_is_void_and_changes_no_weight(name, lie, tmp_path, monkeypatch, caplog):
     make_clients, arguments, said = LIES[lie]
     before, _ = fit(tmp_path / "one", make(name), max_rounds=1, secure_sum=SECURE)
-    monkeypatch.setattr("fl_lightning.privacy.secure.simulation.SecureClient", make_clients(**arguments))
+    monkeypatch.setattr(
+        "fl_lightning.privacy.secure.simulation.SecureClient", make_clients(**arguments)
+    )
     after, metrics = fit(tmp_path / "two", make(name), secure_sum=SECURE)
     assert [row["secure/void"] for row in metrics] == ["0", "1"]
     assert before.keys() == after.keys()
@@ -83,7 +85,9 @@ def test_a_private_sum_is_bounded_by_the_clips_and_the_noise(where, tmp_path, mo
     _, honest = fit(tmp_path / "honest", make("FedAvg", weigh_by="clients"), **settings)
     assert [row["secure/void"] for row in honest] == ["0", "0"]
     lie = more(5, round(100 * clip * 2 ** fraction_bits(6)))
-    monkeypatch.setattr("fl_lightning.privacy.secure.simulation.SecureClient", clients_with_a_liar(lie))
+    monkeypatch.setattr(
+        "fl_lightning.privacy.secure.simulation.SecureClient", clients_with_a_liar(lie)
+    )
     _, metrics = fit(tmp_path / "lie", make("FedAvg", weigh_by="clients"), **settings)
     assert [row["secure/void"] for row in metrics] == ["0", "1"]
     assert "6 clients add up to" in caplog.text
@@ -93,7 +97,9 @@ def test_the_bounds_are_met_exactly():
     """The largest sum that clients can make is none that is refused; one unit more is."""
     sizes, cohort = (3, 5, 10), 4
     clients = [Client(id, np.arange(size), np.arange(0)) for id, size in enumerate(sizes)]
-    method = SimpleNamespace(cohort=cohort, client_weights=FedAvg().client_weights, largest_weight=10)
+    method = SimpleNamespace(
+        cohort=cohort, client_weights=FedAvg().client_weights, largest_weight=10
+    )
     method.weight_bounds = lambda *details: FedAvg.weight_bounds(method, *details)
     method.largest_value = lambda name: FedAvg.largest_value(method, name)
     form, unit = SumForm((("weights", 2, 10),)), 2 ** fraction_bits(cohort)
@@ -114,18 +120,23 @@ def test_the_bounds_are_met_exactly():
     )
     assert private == ""
     for total in ([3 * unit + 2, 0, 3], [0, 0, 4], [0, 0, 2]):
-        assert form.impossible(torch.tensor(total), method, clients, lambda name, count: 1.0 * count)
+        assert form.impossible(
+            torch.tensor(total), method, clients, lambda name, count: 1.0 * count
+        )
 
 
 class Liars(Stressor):
-    """Has a client give wrong shares in the rounds that it is told, beside a clock for the clients' code."""
+    """Has a client give wrong shares in the rounds that it is told, beside a clock for the clients'
+    code."""
 
     def __init__(self, monkeypatch, lies_in) -> None:
         self.round, honest = 0, SecureClient.unmask
 
         def unmask(client, message):
             answer = Payload.from_bytes(honest(client, message)).tensor("shares")
-            return Payload({"shares": answer ^ (client.id == LIAR and self.round in lies_in)}).to_bytes()
+            return Payload(
+                {"shares": answer ^ (client.id == LIAR and self.round in lies_in)}
+            ).to_bytes()
 
         monkeypatch.setattr(SecureClient, "unmask", unmask)
 
@@ -171,20 +182,28 @@ class WithoutLiar(Stressor):
 
 
 def test_who_is_named_twice_is_left_out_also_after_a_resume(tmp_path, monkeypatch, caplog):
-    """No round is void, the sums are the plain ones, and the second naming counts in another process."""
+    """No round is void, the sums are the plain ones, and the second naming counts in another
+    process."""
     secure = {"secure_sum": SECURE, "allow_changed": True}
     whole = fit_with_liar(tmp_path / "whole", monkeypatch, {1, 2, 3}, 4, **secure)
     assert statuses(whole) == {1: "trained", 2: "trained", 3: "dropped", 4: "dropped"}
     line = "client 2 was named for wrong shares in 2 rounds, and is left out"
     assert caplog.text.count(line) == 1
     plain = run(
-        make("FedAvg"), images(), tmp_path / "plain", max_rounds=4, local_epochs=1, callbacks=[WithoutLiar(3)]
+        make("FedAvg"),
+        images(),
+        tmp_path / "plain",
+        max_rounds=4,
+        local_epochs=1,
+        callbacks=[WithoutLiar(3)],
     )
     assert torch.equal(whole.method.server["weights"], plain.method.server["weights"])
     for first in (1, 2, 3):
         folder = tmp_path / f"parts{first}"
         begun = fit_with_liar(folder, monkeypatch, {1, 2, 3}, first, **secure)
-        again = fit_with_liar(folder, monkeypatch, {1, 2, 3}, 4, ckpt_path=str(begun.run_dir), **secure)
+        again = fit_with_liar(
+            folder, monkeypatch, {1, 2, 3}, 4, ckpt_path=str(begun.run_dir), **secure
+        )
         assert statuses(again) == statuses(whole)
         assert torch.equal(again.method.server["weights"], whole.method.server["weights"])
 
@@ -199,7 +218,8 @@ def test_planes_that_nobody_can_have_removed_void_the_round(value, tmp_path, mon
     """FedMPQ halves a grid for each plane: 7 000 of them would leave no number."""
     method, bits = make("FedMPQ"), fraction_bits(6)
 
-    def many_planes(vector):  # of bits, planes, removed, tops and weights, and five weights of clients
+    # of bits, planes, removed, tops and weights, and five weights of clients
+    def many_planes(vector):
         vector = vector.clone()
         layers = (len(vector) - 5 - method.layout.size) // 4
         vector[3 * layers] += value * 2**bits  # the first of tops
@@ -215,7 +235,8 @@ def test_planes_that_nobody_can_have_removed_void_the_round(value, tmp_path, mon
 
 
 class BadSeals:
-    """Has clients seal envelopes that cannot be opened, for so many of their neighbours, in some rounds."""
+    """Has clients seal envelopes that cannot be opened, for so many of their neighbours, in some
+    rounds."""
 
     def __init__(self, monkeypatch, spoils: dict[int, int], rounds: range) -> None:
         self.seen, honest = 0, SecureClient.shares
@@ -232,15 +253,21 @@ class BadSeals:
         monkeypatch.setattr(SecureClient, "shares", shares)
 
 
-def test_who_seals_what_cannot_be_opened_is_left_out_after_two_rounds(tmp_path, monkeypatch, caplog):
+def test_who_seals_what_cannot_be_opened_is_left_out_after_two_rounds(
+    tmp_path, monkeypatch, caplog
+):
     BadSeals(monkeypatch, {LIAR: 5}, range(1, 9))
-    trainer = run(make("FedAvg"), images(), tmp_path, max_rounds=4, local_epochs=1, secure_sum=SECURE)
+    trainer = run(
+        make("FedAvg"), images(), tmp_path, max_rounds=4, local_epochs=1, secure_sum=SECURE
+    )
     rows = trainer.progress.history
     assert [row["secure/void"] for row in rows] == [1, 1, 0, 0]
     assert statuses(trainer) == {1: "lost", 2: "lost", 3: "dropped", 4: "dropped"}
     named = "client 2 is named: envelopes between it and clients 0, 1, 3, 4, 5 cannot be opened"
     assert caplog.text.count(named) == 2
-    assert caplog.text.count("client 2 was named for wrong shares in 2 rounds, and is left out") == 1
+    assert (
+        caplog.text.count("client 2 was named for wrong shares in 2 rounds, and is left out") == 1
+    )
 
 
 @pytest.mark.parametrize(("spoils", "void", "living"), [(1, 0, 5), (2, 0, 4)])
@@ -248,13 +275,15 @@ def test_who_spoils_few_envelopes_voids_nothing_and_one_complaint_names_nobody(
     spoils, void, living, tmp_path, monkeypatch, caplog
 ):
     BadSeals(monkeypatch, {LIAR: spoils}, range(1, 9))
-    trainer = run(make("FedAvg"), images(), tmp_path, max_rounds=3, local_epochs=1, secure_sum=SECURE)
+    trainer = run(
+        make("FedAvg"), images(), tmp_path, max_rounds=3, local_epochs=1, secure_sum=SECURE
+    )
     rows = trainer.progress.history
     assert [row["secure/void"] for row in rows] == [void] * 3
     assert [row["clients/trained"] for row in rows] == ([5, 5, 5] if spoils == 1 else [4, 4, 5])
-    assert ("client 0 cannot open the envelope that client 2 sealed: one of the two lies" in caplog.text) == (
-        spoils == 1
-    )
+    assert (
+        "client 0 cannot open the envelope that client 2 sealed: one of the two lies" in caplog.text
+    ) == (spoils == 1)
     assert ("left out" in caplog.text) == (spoils > 1)
 
 

@@ -1,4 +1,5 @@
-"""The protocol of the secure sum: what it adds up, what the server gets to see, and who detects what."""
+"""The protocol of the secure sum: what it adds up, what the server gets to see, and who detects
+what."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ pytest.importorskip("Crypto")
 
 from fl_lightning.privacy.secure import client as clients
 from fl_lightning.privacy.secure.client import SecureClient
-from fl_lightning.privacy.secure.primitives import ProtocolError, combine, open_envelope, seal, split
+from fl_lightning.privacy.secure.primitives import (
+    ProtocolError,
+    combine,
+    open_envelope,
+    seal,
+    split,
+)
 from fl_lightning.privacy.secure.server import MAX_SUBSETS, SecureServer, subsets
 from fl_lightning.privacy.secure.simulation import run_round
 
@@ -30,14 +37,18 @@ LENGTH, HEADER, DEFAULT = 33, 19, SecureSum()
 def vectors_of(count: int, length: int = LENGTH) -> dict[int, torch.Tensor]:
     """Integers of all sizes up to 2^61, of both signs; ids with gaps."""
     draws = np.random.default_rng(count)
-    values = draws.integers(-(2**61), 2**61, (count, length)) >> draws.integers(0, 60, (count, length))
+    values = draws.integers(-(2**61), 2**61, (count, length)) >> draws.integers(
+        0, 60, (count, length)
+    )
     return {3 * at + 1: torch.from_numpy(row) for at, row in enumerate(values)}
 
 
 def summed(vectors, settings=DEFAULT, leaves=None, **details):
     leaves = dict.fromkeys(vectors, "") | (leaves or {})
     sends = {id: lambda id=id: vectors[id] for id in vectors if leaves[id] in ("", "unmask")}
-    return run_round(settings, seed=1, round=2, leaves_before=leaves, length=LENGTH, vectors=sends, **details)
+    return run_round(
+        settings, seed=1, round=2, leaves_before=leaves, length=LENGTH, vectors=sends, **details
+    )
 
 
 def total_of(vectors, ids) -> list[int]:
@@ -46,7 +57,9 @@ def total_of(vectors, ids) -> list[int]:
     return [(value + 2**63) % 2**64 - 2**63 for value in sums]
 
 
-@pytest.mark.parametrize("settings", [SecureSum(), SecureSum(neighbours=4), SecureSum(0.51, neighbours=2)])
+@pytest.mark.parametrize(
+    "settings", [SecureSum(), SecureSum(neighbours=4), SecureSum(0.51, neighbours=2)]
+)
 def test_every_pattern_of_dropouts_gives_the_sum_or_a_void_round(settings):
     vectors, voids = vectors_of(8), 0
     for pattern in range(15):
@@ -75,7 +88,8 @@ def test_a_graph_of_all_clients_voids_only_below_the_threshold():
 
 
 def test_masked_vectors_are_uniform():
-    """Chi-square of the bytes of one message, and of the difference of two, whatever the vector is."""
+    """Chi-square of the bytes of one message, and of the difference of two, whatever the vector
+    is."""
     length, sent = 8192, {}
     constant = torch.full((length,), 12345)
     run_round(
@@ -124,9 +138,14 @@ def test_the_server_sees_no_vector_and_one_secret_of_each_client_at_most(monkeyp
         large = vector[vector.abs() > 2**18]
         assert len(large) > 10
         assert not [value for value in large if value.numpy().tobytes() in transcript]
-        for secret in (made[id].own_seed, made[id].mask_seed, made[id].envelope_key.private_bytes_raw()):
+        for secret in (
+            made[id].own_seed,
+            made[id].mask_seed,
+            made[id].envelope_key.private_bytes_raw(),
+        ):
             assert secret not in transcript
-    for holder, client in made.items():  # the one secret that the server has no share of, of each client
+    # the one secret that the server has no share of, of each client
+    for holder, client in made.items():
         for id, (own, key) in client.held.items():
             assert (own in transcript) == (id != dropped and holder != dropped)
             assert (key in transcript) == (id == dropped and holder != dropped)
@@ -170,9 +189,14 @@ def lying_holders(monkeypatch, liars, lies_of=lambda id: True) -> None:
 
 @pytest.mark.parametrize("leaves", ["", "masked"])
 @pytest.mark.parametrize("liars", [1, 2])
-@pytest.mark.parametrize("settings", [SecureSum(0.6), SecureSum(0.6, neighbours=8)], ids=["all", "graph"])
-def test_wrong_shares_of_holders_are_left_out_and_their_holders_named(settings, liars, leaves, monkeypatch):
-    """Shares at the end of the order are not used where all are there, and who sends them is not looked at."""
+@pytest.mark.parametrize(
+    "settings", [SecureSum(0.6), SecureSum(0.6, neighbours=8)], ids=["all", "graph"]
+)
+def test_wrong_shares_of_holders_are_left_out_and_their_holders_named(
+    settings, liars, leaves, monkeypatch
+):
+    """Shares at the end of the order are not used where all are there, and who sends them is not
+    looked at."""
     vectors = vectors_of(14)
     ids, gone = [*vectors], [*vectors][4]
     for liars_of_round in ({*ids[:liars]}, {*ids[1:9:7][:liars]}, {*ids[-liars:]}):
@@ -180,14 +204,16 @@ def test_wrong_shares_of_holders_are_left_out_and_their_holders_named(settings, 
             lying_holders(patch, liars_of_round)
             outcome = summed(vectors, settings, {gone: leaves})
         assert not outcome.void
-        assert outcome.total.tolist() == total_of(vectors, {*vectors} - ({gone} if leaves else set()))
+        assert outcome.total.tolist() == total_of(
+            vectors, {*vectors} - ({gone} if leaves else set())
+        )
         assert outcome.named == (set() if liars_of_round == {*ids[-liars:]} else liars_of_round)
 
 
 @pytest.mark.parametrize("kind", ["shares", "one share", "fingerprint"])
 def test_a_dealer_is_named_and_nobody_in_its_place(kind, monkeypatch, caplog):
-    """Shares that do not fit, and a wrong fingerprint, void the round. One share that does not fit is left
-    out: its dealer and its holder blame each other, and neither is named."""
+    """Shares that do not fit, and a wrong fingerprint, void the round. One share that does not fit
+    is left out: its dealer and its holder blame each other, and neither is named."""
     vectors, dealt = vectors_of(6), []
     liar = min(vectors)  # it deals first
     honest_split, honest_fingerprint = clients.split, clients.fingerprint
@@ -201,7 +227,9 @@ def test_a_dealer_is_named_and_nobody_in_its_place(kind, monkeypatch, caplog):
         return [*wrong[:2], *shares[2:]] if kind == "one share" else wrong
 
     def fingerprint(secret):
-        return honest_fingerprint(bytes(16) if kind == "fingerprint" and secret == dealt[0] else secret)
+        return honest_fingerprint(
+            bytes(16) if kind == "fingerprint" and secret == dealt[0] else secret
+        )
 
     monkeypatch.setattr(clients, "split", split_wrongly)
     monkeypatch.setattr(clients, "fingerprint", fingerprint)
@@ -217,8 +245,8 @@ def test_a_dealer_is_named_and_nobody_in_its_place(kind, monkeypatch, caplog):
 
 
 def test_too_many_wrong_shares_name_nobody(monkeypatch):
-    """Three of six lie where two shares are to spare: all secrets fail, and honest clients are not blamed.
-    Without a share to spare one liar cannot be told either."""
+    """Three of six lie where two shares are to spare: all secrets fail, and honest clients are not
+    blamed. Without a share to spare one liar cannot be told either."""
     vectors = vectors_of(6)
     lying_holders(monkeypatch, {*[*vectors][:3]})
     for settings in (SecureSum(0.6), SecureSum(1.0)):
@@ -239,7 +267,8 @@ def test_a_holder_that_lies_about_one_client_is_not_told_from_that_client(monkey
 
 
 @pytest.mark.parametrize(
-    ("count", "size", "found"), [(9, 6, 2), (100, 67, 2), (21, 15, 2), (100, 99, 1), (100, 95, 1), (4, 4, 0)]
+    ("count", "size", "found"),
+    [(9, 6, 2), (100, 67, 2), (21, 15, 2), (100, 99, 1), (100, 95, 1), (4, 4, 0)],
 )
 def test_a_few_wrong_shares_are_left_out_by_some_subset(count, size, found):
     tried = [{*some} for some in subsets(range(count), size)]
@@ -258,8 +287,8 @@ def test_an_envelope_is_for_its_receiver_alone():
 
 
 def test_a_client_gives_one_secret_of_each_neighbour_once():
-    """What a server that is no longer honest asks for is refused: both secrets, a living client's mask key too
-    few living clients, a second answer."""
+    """What a server that is no longer honest asks for is refused: both secrets, a living client's
+    mask key too few living clients, a second answer."""
     ids = [0, 1, 2, 3]
     server = SecureServer(SecureSum(0.75), ids, 1)
     group = {id: SecureClient(id, server.least_shares, stream(0, "k", 0, id).bytes) for id in ids}
@@ -270,7 +299,9 @@ def test_a_client_gives_one_secret_of_each_neighbour_once():
 
     def request(living: list[int], dropped: list[int]) -> bytes:
         numbers = {"living": living, "dropped": dropped}
-        return Payload({name: torch.tensor(of, dtype=torch.int32) for name, of in numbers.items()}).to_bytes()
+        return Payload(
+            {name: torch.tensor(of, dtype=torch.int32) for name, of in numbers.items()}
+        ).to_bytes()
 
     for living, dropped in ([0, 1, 2, 3], [3]), ([0, 1], [2, 3]), ([1, 2, 3], [0]), ([0, 1, 2], []):
         with pytest.raises(ProtocolError):
@@ -302,10 +333,13 @@ def test_the_server_drops_who_sends_no_message_of_the_form(caplog):
 
 @pytest.mark.parametrize("which", ["envelope", "mask"])
 def test_a_key_that_nobody_can_use_costs_its_client_alone_the_round(which):
-    """With a public key of low order its neighbours would leave, and the server could not unmask."""
+    """With a public key of low order its neighbours would leave, and the server could not
+    unmask."""
     ids = [*range(5)]
     server = SecureServer(SecureSum(0.6), ids, 2)
-    keys = {id: SecureClient(id, server.least_shares, stream(0, "k", 0, id).bytes).keys() for id in ids}
+    keys = {
+        id: SecureClient(id, server.least_shares, stream(0, "k", 0, id).bytes).keys() for id in ids
+    }
     honest = dict(Payload.from_bytes(keys[4]).items())
     keys[4] = Payload({**honest, which: torch.zeros(32, dtype=torch.uint8)}).to_bytes()
     assert sorted(server.pass_on_keys(keys)) == [0, 1, 2, 3]
@@ -319,7 +353,9 @@ def test_bytes_by_hand():
     outcome = summed(vectors, settings, {gone: "masked"})
     ring = stream(1, "secure_ring", 2).permutation([*vectors]).tolist()
     of_gone = settings.graph(ring)[gone]
-    list_ = HEADER + entry("ids", 1, 4 * 4) + entry("envelope", 2, 4 * 32) + entry("mask", 2, 4 * 32)
+    list_ = (
+        HEADER + entry("ids", 1, 4 * 4) + entry("envelope", 2, 4 * 32) + entry("mask", 2, 4 * 32)
+    )
     box = HEADER + entry("ids", 1, 4 * 4) + entry("envelopes", 2, 4 * 48)
     keys = HEADER + entry("envelope", 1, 32) + entry("mask", 1, 32)
     shares = HEADER + entry("fingerprint", 1, 32) + entry("envelopes", 2, 4 * 48)
@@ -351,7 +387,8 @@ def test_the_page_says_what_a_client_sends(neighbours, k):
 
 @pytest.mark.parametrize(("cohort", "k"), [(1000, 20), (1000, 50), (1000, 100), (100, 50)])
 def test_the_page_says_what_a_thin_graph_risks(cohort, k):
-    """The exposure by the hypergeometric distribution, and void rounds on the graphs that are drawn."""
+    """The exposure by the hypergeometric distribution, and void rounds on the graphs that are
+    drawn."""
     page = (ROOT / "docs/howto/secure_sum.md").read_text()
     start = f"| {cohort:,} | {k} | ".replace(",", " ")
     (row,) = [line for line in page.splitlines() if line.startswith(start) and " of " in line]

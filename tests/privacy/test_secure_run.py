@@ -1,4 +1,5 @@
-"""Runs with a secure sum against plain ones: the same weights, bit for bit, whoever drops out when."""
+"""Runs with a secure sum against plain ones: the same weights, bit for bit, whoever drops out
+when."""
 
 from __future__ import annotations
 
@@ -51,10 +52,22 @@ METHODS = {
         )
     },
     **{name: {"optimizer": sgd(0.05)} for name in ("SCAFFOLD", "FedDyn", "FedNova", "FedSAM")},
-    **{name: {"optimizer": sgd(0.05)} for name in ("APFL", "FedCM", "MoFedSAM", "FedDC", "FedSpeed")},
+    **{
+        name: {"optimizer": sgd(0.05)}
+        for name in ("APFL", "FedCM", "MoFedSAM", "FedDC", "FedSpeed")
+    },
     "NormClipping": {"average": NormClipping(0.05)},
 }
-OF_EACH_KIND = {"FedAvg", "SCAFFOLD", "APFL", "QFedAvg", "FedPQ", "FedMPQKD", "FedBN", "NormClipping"}
+OF_EACH_KIND = {
+    "FedAvg",
+    "SCAFFOLD",
+    "APFL",
+    "QFedAvg",
+    "FedPQ",
+    "FedMPQKD",
+    "FedBN",
+    "NormClipping",
+}
 OPTIMISED = {"FedAvgM", "FedAdam", "FedYogi", "FedAdagrad", "FedExP", "FedACG"}
 """FedAvg with a server optimiser."""
 
@@ -67,7 +80,9 @@ class Leaves(Stressor):
 
     def change_cohort(self, cohort, *, round, context):
         return (
-            SecureDropout(1.0, self.phase).change_cohort(cohort[: self.clients], round=round, context=context)
+            SecureDropout(1.0, self.phase).change_cohort(
+                cohort[: self.clients], round=round, context=context
+            )
             + cohort[self.clients :]
         )
 
@@ -97,7 +112,9 @@ def test_a_secure_sum_is_the_plain_one(name, tmp_path):
     assert all(row["secure/void"] == "0" for row in metrics)
 
 
-@pytest.mark.parametrize(("name", "phase"), [*(("FedAvg", phase) for phase in PHASES), ("FedMPQ", "masked")])
+@pytest.mark.parametrize(
+    ("name", "phase"), [*(("FedAvg", phase) for phase in PHASES), ("FedMPQ", "masked")]
+)
 def test_so_it_is_where_clients_drop_out(name, phase, tmp_path):
     everybody, *_ = outcome(tmp_path / "everybody", name)
     check_dropouts(name, phase, 2, everybody, tmp_path)  # as many as the threshold allows
@@ -106,7 +123,10 @@ def test_so_it_is_where_clients_drop_out(name, phase, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.essential if name in OF_EACH_KIND else []) for name in METHODS],
+    [
+        pytest.param(name, marks=pytest.mark.essential if name in OF_EACH_KIND else [])
+        for name in METHODS
+    ],
 )
 def test_so_it_is_for_every_method_and_phase(name, tmp_path):
     everybody, *_ = outcome(tmp_path / "everybody", name)
@@ -130,7 +150,12 @@ def check_dropouts(name: str, phase: str, clients: int, everybody: str, folder: 
 @pytest.mark.parametrize("phase", PHASES)
 def test_below_the_threshold_a_round_is_void(phase, tmp_path, caplog):
     trainer = run_for_nothing(
-        make("FedAvg"), images(), tmp_path, max_rounds=1, callbacks=[Leaves(3, phase)], secure_sum=SECURE
+        make("FedAvg"),
+        images(),
+        tmp_path,
+        max_rounds=1,
+        callbacks=[Leaves(3, phase)],
+        secure_sum=SECURE,
     )
     assert "round 1 is void, and the model stays: 3 of 6 clients" in caplog.text
     ledger = rows_of(trainer.run_dir / "ledger.csv")
@@ -145,10 +170,16 @@ def test_below_the_threshold_a_round_is_void(phase, tmp_path, caplog):
 def test_a_void_round_changes_no_weight(tmp_path):
     class LeaveInRound2(Leaves):
         def change_cohort(self, cohort, *, round, context):
-            return super().change_cohort(cohort, round=round, context=context) if round == 2 else cohort
+            return (
+                super().change_cohort(cohort, round=round, context=context)
+                if round == 2
+                else cohort
+            )
 
     one, *_ = outcome(tmp_path / "one", max_rounds=1, secure_sum=SECURE)
-    two, metrics, _ = outcome(tmp_path / "two", callbacks=[LeaveInRound2(3, "unmask")], secure_sum=SECURE)
+    two, metrics, _ = outcome(
+        tmp_path / "two", callbacks=[LeaveInRound2(3, "unmask")], secure_sum=SECURE
+    )
     assert one == two
     assert [row["secure/void"] for row in metrics] == ["0", "1"]
 
@@ -163,14 +194,21 @@ class Damaged(Stressor):
 @pytest.mark.parametrize(
     "stressor",
     [
-        *(Damaged(), StragglerDropout(0.2, "after"), ByzantineClients(0.2), ByzantineClients(0.3, "noise")),
+        *(
+            Damaged(),
+            StragglerDropout(0.2, "after"),
+            ByzantineClients(0.2),
+            ByzantineClients(0.3, "noise"),
+        ),
         ByzantineClients(0.2, claimed_examples=1000),
     ],
     ids=lambda stressor: type(stressor).__name__,
 )
 def test_stressors_do_the_same_to_both(stressor, tmp_path):
     plain, _, ledger = outcome(tmp_path / "plain", "QFedAvg", callbacks=[stressor])
-    secure, _, masked = outcome(tmp_path / "secure", "QFedAvg", callbacks=[stressor], secure_sum=SECURE)
+    secure, _, masked = outcome(
+        tmp_path / "secure", "QFedAvg", callbacks=[stressor], secure_sum=SECURE
+    )
     assert secure == plain
     assert statuses(masked) == statuses(ledger)
     for row in masked:  # a client that refuses its own upload sends no vector
@@ -178,7 +216,9 @@ def test_stressors_do_the_same_to_both(stressor, tmp_path):
         assert sends_vector == (row["status"] != "rejected" or isinstance(stressor, Damaged))
 
 
-@pytest.mark.parametrize("engine", [{"workers": 2}, {"engine": "batched"}], ids=["workers", "batched"])
+@pytest.mark.parametrize(
+    "engine", [{"workers": 2}, {"engine": "batched"}], ids=["workers", "batched"]
+)
 def test_engines_do_not_matter(engine, tmp_path):
     plain, *_ = outcome(tmp_path / "plain", **engine)
     secure, *_ = outcome(tmp_path / "secure", secure_sum=SecureSum(neighbours=2), **engine)
@@ -201,7 +241,10 @@ def test_resume_is_exact(tmp_path):
         allow_changed=True, **settings,
     )  # fmt: skip
     assert (again.run_dir / "ledger.csv").read_text() == (whole.run_dir / "ledger.csv").read_text()
-    hashes = [json.loads((t.run_dir / "metadata.json").read_text())["weights_sha256"] for t in (whole, again)]
+    hashes = [
+        json.loads((t.run_dir / "metadata.json").read_text())["weights_sha256"]
+        for t in (whole, again)
+    ]
     assert hashes[0] == hashes[1]
 
 
@@ -257,7 +300,9 @@ def test_without_the_extra_one_line_says_what_to_install(tmp_path, monkeypatch):
 
 
 def test_a_run_from_python_has_the_settings_of_the_command_line(tmp_path):
-    trainer = run(make("FedAvg"), images(), tmp_path, max_rounds=1, secure_sum=SecureSum(neighbours=4))
+    trainer = run(
+        make("FedAvg"), images(), tmp_path, max_rounds=1, secure_sum=SecureSum(neighbours=4)
+    )
     written = yaml.safe_load((trainer.run_dir / "config.yaml").read_text())
     assert written["trainer"]["secure_sum"] == {"threshold": 0.67, "neighbours": 4}
 

@@ -1,4 +1,5 @@
-"""Probes of what leaks: membership by the loss, and images from updates, against cases whose answer is known."""
+"""Probes of what leaks: membership by the loss, and images from updates, against cases whose answer
+is known."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ def subject(tmp_path, monkeypatch):
 
 
 def test_the_gradient_of_a_biased_layer_holds_the_image_and_the_attack_finds_it():
-    """dL/dW = (p - y) x^T and dL/db = p - y (Phong et al., 2018): their quotient is the input, exactly; the
-    attack, which knows nothing of it, comes close."""
+    """dL/dW = (p - y) x^T and dL/db = p - y (Phong et al., 2018): their quotient is the input,
+    exactly; the attack, which knows nothing of it, comes close."""
     data = toy.images()
     data.prepare_data()
     data.setup("fit")
@@ -41,7 +42,9 @@ def test_the_gradient_of_a_biased_layer_holds_the_image_and_the_attack_finds_it(
     pixels, label = data.train_images[:1].float() / 255, data.train_target[:1]
     gradient = attacker.gradient(pixels, label, list(weights)).detach()
     by_layer = gradient[: 4 * 768].view(4, 768) / gradient[4 * 768 :, None]
-    torch.testing.assert_close(data.denormalise(by_layer[:1].view(1, 3, 16, 16)), pixels, atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        data.denormalise(by_layer[:1].view(1, 3, 16, 16)), pixels, atol=1e-4, rtol=0
+    )
     named = {"1.weight": -gradient[: 4 * 768].view(4, 768), "1.bias": -gradient[4 * 768 :]}
     found = attacker.reconstruct(named, label, torch.full_like(pixels, 0.5))
     assert float(psnr(found, pixels)) > float(psnr(torch.full_like(pixels, 0.5), pixels)) + 6
@@ -56,12 +59,16 @@ def test_a_single_update_gives_its_image_away_and_noise_hides_it(subject):
     assert clipped["inversion/server_recognised"] == 1, "a direction has no length"
     guard = Protection(clip_norm=1e-3, noise_std=1e-3)
     noisy = PROBES["inversion"](replace(subject, protection=guard)).metrics
-    assert noisy["inversion/server_psnr"] == clipped["inversion/server_psnr"], "the server adds it itself"
+    assert noisy["inversion/server_psnr"] == clipped["inversion/server_psnr"], (
+        "the server adds it itself"
+    )
     assert noisy["inversion/released_psnr"] < clipped["inversion/released_psnr"]
     assert noisy["inversion/released_recognised"] == 0
     local = PROBES["inversion"](replace(subject, protection=replace(guard, share_std=1e-3))).metrics
     assert local["inversion/server_recognised"] == 0
-    assert local["inversion/unprotected_psnr"] == plain["inversion/server_psnr"], "the attack itself works"
+    assert local["inversion/unprotected_psnr"] == plain["inversion/server_psnr"], (
+        "the attack itself works"
+    )
 
 
 def test_the_update_that_is_attacked_is_one_step_of_the_method(subject):
@@ -92,7 +99,9 @@ def test_membership_is_the_share_of_pairs_that_the_loss_orders(subject):
     """The area under the curve is the Mann-Whitney statistic."""
     metrics = PROBES["membership"](subject).metrics
     data = subject.data
-    everyone = torch.from_numpy(np.sort(np.concatenate([data.client(int(id)).train for id in data.active])))
+    everyone = torch.from_numpy(
+        np.sort(np.concatenate([data.client(int(id)).train for id in data.active]))
+    )
     members = leakage._losses(subject, "train", everyone)
     others = leakage._losses(subject, "test", torch.arange(len(data.test_target)))
     pairs = (members[:, None] < others).mean() + 0.5 * (members[:, None] == others).mean()
@@ -103,8 +112,12 @@ def test_membership_is_the_share_of_pairs_that_the_loss_orders(subject):
 
 def test_a_model_that_knows_its_examples_by_heart_gives_them_away(subject):
     data, method = subject.data, subject.method
-    data.train_target = torch.randint(4, data.train_target.shape, generator=torch.Generator().manual_seed(0))
-    data.test_target = torch.randint(4, data.test_target.shape, generator=torch.Generator().manual_seed(1))
+    data.train_target = torch.randint(
+        4, data.train_target.shape, generator=torch.Generator().manual_seed(0)
+    )
+    data.test_target = torch.randint(
+        4, data.test_target.shape, generator=torch.Generator().manual_seed(1)
+    )
     before = PROBES["membership"](subject).metrics["membership/auc"]
     optimizer = torch.optim.Adam(method.network.parameters(), lr=0.01)
     method.deploy()
@@ -122,7 +135,9 @@ def test_a_model_that_knows_its_examples_by_heart_gives_them_away(subject):
 def test_quality_of_reconstructions_by_hand():
     images = torch.tensor([[[0.0, 0.0]], [[1.0, 1.0]]])
     found = torch.tensor([[[0.1, 0.1]]])
-    torch.testing.assert_close(psnr(found, images), torch.tensor([20.0, -10 * np.log10(0.81)]).float())
+    torch.testing.assert_close(
+        psnr(found, images), torch.tensor([20.0, -10 * np.log10(0.81)]).float()
+    )
     assert recognised(found, images, torch.tensor([[[0.5, 0.5]]])) == 0.5
     assert recognised(found, images, torch.tensor([[[0.1, 0.2]]])) == 0
     assert float(inversion.total_variation(torch.tensor([[[0.0, 1.0], [0.0, 1.0]]]))) == 1
@@ -134,7 +149,8 @@ def test_the_long_attack_is_run_only_where_it_is_named():
 
 
 def test_what_the_server_and_others_see(subject, monkeypatch):
-    """A share of noise is that of the run's cohort, however few clients are attacked; a sum has all of it."""
+    """A share of noise is that of the run's cohort, however few clients are attacked; a sum has all
+    of it."""
     seen = []
     monkeypatch.setattr(
         leakage,

@@ -1,4 +1,5 @@
-"""Noise in the words of prompts: each kind by its definition, and the probe that shows it to a model."""
+"""Noise in the words of prompts: each kind by its definition, and the probe that shows it to a
+model."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ TEXT = "Give the UPPER-case word, 42 times:\nan international federation f(x, y)
 
 
 def words(text: str) -> list[str]:
-    return "".join(letter if letter.isascii() and letter.isalpha() else " " for letter in text).split()
+    return "".join(
+        letter if letter.isascii() and letter.isalpha() else " " for letter in text
+    ).split()
 
 
 def noisy(noise: str, seed: int) -> str:
@@ -38,7 +41,11 @@ def test_noise_changes_letters_of_words_and_nothing_else(noise):
 
 
 def pairs(noise: str) -> list[tuple[str, str]]:
-    return [pair for seed in range(50) for pair in zip(words(TEXT), words(noisy(noise, seed)), strict=True)]
+    return [
+        pair
+        for seed in range(50)
+        for pair in zip(words(TEXT), words(noisy(noise, seed)), strict=True)
+    ]
 
 
 def test_each_noise_is_what_the_paper_says():
@@ -81,7 +88,9 @@ def test_prompts_get_noise_and_their_ends_and_answers_stay(monkeypatch):
         data.test_target[:, : int(data._sequences["test"].length.max())],
     )
     with monkeypatch.context() as patched:
-        patched.setattr("fl_lightning.probing.noisy_prompts.add_noise", lambda text, noise, rng: text)
+        patched.setattr(
+            "fl_lightning.probing.noisy_prompts.add_noise", lambda text, noise, rng: text
+        )
         same, same_target = noisy_batch(data, every, "swap", 0)
     assert torch.equal(same["input_ids"], clean["input_ids"])
     assert torch.equal(same["attention_mask"], clean["attention_mask"])

@@ -39,7 +39,10 @@ def pictures(n: int = 8, side: int = 32) -> np.ndarray:
     """Smooth colours, uint8 ``[n, side, side, 3]``, away from black and white."""
     coarse = torch.from_numpy(stream(0, "pictures").uniform(60, 200, (n, 3, 4, 4)))
     return (
-        F.interpolate(coarse, size=(side, side), mode="bilinear").permute(0, 2, 3, 1).numpy().astype(np.uint8)
+        F.interpolate(coarse, size=(side, side), mode="bilinear")
+        .permute(0, 2, 3, 1)
+        .numpy()
+        .astype(np.uint8)
     )
 
 
@@ -94,7 +97,11 @@ def test_pgd_is_never_weaker_than_fgsm_and_often_stronger(network, examples):
     pixels, target, start = examples
     clean, one, many = (
         loss(network, x, target)
-        for x in (pixels, fgsm(network, pixels, target, 0.2), pgd(network, pixels, target, start, 0.2))
+        for x in (
+            pixels,
+            fgsm(network, pixels, target, 0.2),
+            pgd(network, pixels, target, start, 0.2),
+        )
     )
     assert (many >= one).all()
     assert (many > one + 1e-3).sum() > 10
@@ -148,7 +155,9 @@ def test_attacks_see_pixels_and_leave_no_gradient(tmp_path):
 def test_the_answers_are_those_of_the_evaluation(method, tmp_path):
     """In the order of the test set, from the right client with its own state, bit for bit."""
     subject = subject_of(method(), tmp_path)
-    _, (probs, target) = evaluation.on_test_set(subject.fabric, subject.method, subject.data, subject.states)
+    _, (probs, target) = evaluation.on_test_set(
+        subject.fabric, subject.method, subject.data, subject.states
+    )
     assert torch.equal(subject.answers().softmax(1), probs)
     assert torch.equal(subject.answers_to().softmax(1), probs)
     assert torch.equal(subject.target, target)
@@ -190,12 +199,14 @@ def test_every_corruption_is_visible_and_a_function_of_the_seed(name, monkeypatc
         *("defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate", "jpeg_compression")
     } | {*("gaussian_blur", "saturate")}
     assert random != np.array_equal(found, corrupt(name, images, seed=2))
-    monkeypatch.setattr(recipes, "IMAGES_PER_BLOCK", 4)  # more images leave the first ones as they are
+    # more images leave the first ones as they are
+    monkeypatch.setattr(recipes, "IMAGES_PER_BLOCK", 4)
     assert np.array_equal(corrupt(name, images, seed=1)[:4], corrupt(name, images[:4], seed=1))
 
 
 @pytest.mark.parametrize(
-    "name", ["motion_blur", "glass_blur", "elastic_transform", "zoom_blur", "pixelate", "gaussian_blur"]
+    "name",
+    ["motion_blur", "glass_blur", "elastic_transform", "zoom_blur", "pixelate", "gaussian_blur"],
 )
 def test_what_moves_pixels_leaves_one_colour_alone(name):
     grey = np.full((2, 32, 32, 3), 128, np.uint8)
@@ -255,7 +266,8 @@ def test_plasma_and_zoom():
     images = pictures(2) / 255
     assert np.allclose(clipped_zoom(images, 1.0), images)
     ramp = np.broadcast_to(np.linspace(0, 1, 32)[None, None, :, None], (1, 32, 32, 1))
-    assert np.ptp(clipped_zoom(ramp, 2.0)) == pytest.approx(0.5, abs=0.03)  # half as much of it is seen
+    # half as much of it is seen
+    assert np.ptp(clipped_zoom(ramp, 2.0)) == pytest.approx(0.5, abs=0.03)
 
 
 def test_frost_is_cut_from_photographs_where_they_are(tmp_path):
@@ -280,7 +292,8 @@ def test_frost_is_cut_from_photographs_where_they_are(tmp_path):
 
 @pytest.fixture
 def cifar_c(tmp_path):
-    """Files of the published form, almost all holes: only the rows around severity 3 are written."""
+    """Files of the published form, almost all holes: only the rows around severity 3 are
+    written."""
     folder = tmp_path / "CIFAR-10-C"
     folder.mkdir()
     for name in ALL:
@@ -304,14 +317,18 @@ def test_published_arrays_are_read_at_severity_3(cifar_c):
     published.check_labels(np.arange(10_000) % 10)
     with pytest.raises(InputError, match="not the labels of the test set"):
         published.check_labels(np.arange(10_000) % 10 + 1)
-    np.save(cifar_c / "CIFAR-10-C" / "fog.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
+    np.save(
+        cifar_c / "CIFAR-10-C" / "fog.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True
+    )
     with pytest.raises(InputError, match=r"fog\.npy; it cannot be read"):
         published.read("fog")
     np.save(cifar_c / "CIFAR-10-C" / "snow.npy", np.zeros((5, 32, 32, 3), np.uint8))
     with pytest.raises(InputError, match="published are uint8"):
         published.read("snow")
     (cifar_c / "CIFAR-10-C" / "snow.npy").unlink()
-    assert "lacks 1 of 20 files, first snow.npy" in str(PublishedImages("cifar10", str(cifar_c)).why_not)
+    assert "lacks 1 of 20 files, first snow.npy" in str(
+        PublishedImages("cifar10", str(cifar_c)).why_not
+    )
     assert "no published" in str(PublishedImages("digits", str(cifar_c)).why_not)
 
 
@@ -375,8 +392,12 @@ def test_the_temperature_never_sees_the_test_set(tmp_path):
 
 def test_probes_of_language_say_why_they_are_left_out_of_images(tmp_path):
     subject = subject_of(FedAvg(), tmp_path)
-    assert PROBES["kinds"](subject).skipped == ["kinds left out: the test examples are all of one kind"]
-    assert PROBES["generation"](subject).skipped == ["generation left out: the task is Classification"]
+    assert PROBES["kinds"](subject).skipped == [
+        "kinds left out: the test examples are all of one kind"
+    ]
+    assert PROBES["generation"](subject).skipped == [
+        "generation left out: the task is Classification"
+    ]
 
 
 def test_without_validation_examples_it_is_said(tmp_path):

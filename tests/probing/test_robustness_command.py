@@ -1,4 +1,5 @@
-"""``python -m fl_lightning test``: runs that have ended are loaded exactly, probed, and left as they were."""
+"""``python -m fl_lightning test``: runs that have ended are loaded exactly, probed, and left as
+they were."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ from fl_lightning.tracking import mlflow_store
 
 SMALL = [
     *("--data.dataset", "synthetic", "--data.num_clients", "6", "--data.synthetic_examples", "120"),
-    *("--data.synthetic_test_examples", "30", "--data.synthetic_size", "16", "--data.synthetic_classes", "4"),
+    *(
+        "--data.synthetic_test_examples",
+        "30",
+        "--data.synthetic_size",
+        "16",
+        "--data.synthetic_classes",
+        "4",
+    ),
     *("--data.partition", "IID", "--data.val_fraction", "0.2", "--data.public_examples", "16"),
     *(
         "--trainer.participation",
@@ -64,7 +72,9 @@ def run(trained) -> Path:
 def run_test(run: Path, *more: str) -> dict:
     assert main(["test", "--ckpt_path", str(run), *more]) == 0
     return json.loads(
-        (run if run.parent.name != "checkpoints" else run.parent.parent).joinpath("test.json").read_text()
+        (run if run.parent.name != "checkpoints" else run.parent.parent)
+        .joinpath("test.json")
+        .read_text()
     )
 
 
@@ -74,7 +84,9 @@ def last_row(run: Path) -> dict[str, float]:
 
 def files(run: Path) -> dict[str, str]:
     return {
-        str(p.relative_to(run)): sha256(p.read_bytes()).hexdigest() for p in run.rglob("*") if p.is_file()
+        str(p.relative_to(run)): sha256(p.read_bytes()).hexdigest()
+        for p in run.rglob("*")
+        if p.is_file()
     }
 
 
@@ -86,7 +98,13 @@ def test_everything_about_a_run(run, capsys):
     assert found["weights_sha256"] == metadata["weights_sha256"]
     assert found["partition_sha256"] == metadata["partition_sha256"]
     assert (found["checkpoint"], found["round"], found["chosen"]) == ("round_000003", 3, "last")
-    shared = ("test/accuracy", "test/loss", "val/accuracy", "val/accuracy_std", "val/accuracy_worst_decile")
+    shared = (
+        "test/accuracy",
+        "test/loss",
+        "val/accuracy",
+        "val/accuracy_std",
+        "val/accuracy_worst_decile",
+    )
     # bit for bit
     assert {name: found["metrics"][name] for name in shared} == {name: row[name] for name in shared}
     metrics = found["metrics"]
@@ -104,7 +122,8 @@ def test_everything_about_a_run(run, capsys):
         < found["timings"]["latency/student_batch1_median"]
         <= found["timings"]["latency/student_batch1_p99"]
     )
-    assert metrics["cost/model_bytes_sent"] < metrics["cost/model_bytes_fp32"] / 4  # 4 bits and a sign
+    # 4 bits and a sign
+    assert metrics["cost/model_bytes_sent"] < metrics["cost/model_bytes_fp32"] / 4
     assert list(found["probes"]) == select_probes(None)
     assert "published corruptions not used" in found["skipped"]["corruptions"][0]
     shown, said = capsys.readouterr()
@@ -124,7 +143,8 @@ def test_everything_about_a_run(run, capsys):
     "model",
     ["FedAvg", "AQFL"]
     + [
-        pytest.param(name, marks=[pytest.mark.slow, pytest.mark.essential]) for name in ("FedKD", "FedMosaic")
+        pytest.param(name, marks=[pytest.mark.slow, pytest.mark.essential])
+        for name in ("FedKD", "FedMosaic")
     ],
 )
 def test_every_kind_of_method(model):
@@ -134,13 +154,17 @@ def test_every_kind_of_method(model):
     assert found["metrics"]["test/accuracy"] == row["test/accuracy"]
     assert found["metrics"]["val/accuracy_worst_decile"] == row["val/accuracy_worst_decile"]
     assert (
-        found["metrics"]["pgd/loss"] >= found["metrics"]["fgsm/loss"] >= found["metrics"]["test/loss"] - 1e-9
+        found["metrics"]["pgd/loss"]
+        >= found["metrics"]["fgsm/loss"]
+        >= found["metrics"]["test/loss"] - 1e-9
     )
     assert ("fgsm/full_gradient_accuracy" in found["metrics"]) == (model == "AQFL")
     assert ("fgsm" in found["skipped"]) == (model != "AQFL")
     with (run / "ledger.csv").open() as file:
         sent = [
-            int(r["upload"]) for r in csv.DictReader(file) if r["round"] == "3" and r["status"] == "trained"
+            int(r["upload"])
+            for r in csv.DictReader(file)
+            if r["round"] == "3" and r["status"] == "trained"
         ]
     assert found["metrics"]["cost/model_bytes_sent"] == sum(sent) / len(sent)
 
@@ -148,7 +172,9 @@ def test_every_kind_of_method(model):
 @pytest.mark.slow
 @pytest.mark.essential
 def test_the_checkpoint_is_the_one_that_is_named(run, caplog):
-    best = json.loads((run / "checkpoints" / "round_000003" / "progress.json").read_text())["best_round"]
+    best = json.loads((run / "checkpoints" / "round_000003" / "progress.json").read_text())[
+        "best_round"
+    ]
     with (run / "metrics.csv").open() as file:
         accuracies = [float(row["test/accuracy"]) for row in csv.DictReader(file)]
     found = run_test(run, "--checkpoint", "best", "--probes", "clean")
@@ -165,7 +191,8 @@ def test_the_checkpoint_is_the_one_that_is_named(run, caplog):
             named.name,
             accuracies[number - 1],
         )
-    assert json.loads((run / "test_round_000001.json").read_text())["round"] == 1  # kept beside the newer one
+    # kept beside the newer one
+    assert json.loads((run / "test_round_000001.json").read_text())["round"] == 1
     found = run_test(run, "--checkpoint", "round_000002", "--probes", "cost")
     # what was found before of the same checkpoint stays
     assert {"test/accuracy", "cost/flops"} <= {*found["metrics"]}
@@ -206,7 +233,10 @@ def test_bad_input_is_one_line_and_costs_nothing(run, capsys):
         ([], "without --ckpt_path"),
         (["--ckpt_path", "last"], "needs to know the run"),
         (["--ckpt_path", "nowhere"], "neither a run directory nor a checkpoint"),
-        (["--config", config, "--ckpt_path", "nowhere"], "neither a run directory nor a checkpoint"),
+        (
+            ["--config", config, "--ckpt_path", "nowhere"],
+            "neither a run directory nor a checkpoint",
+        ),
         (["--config", config], "without --ckpt_path"),
         (["--ckpt_path", str(run), "--probes", "clean,speed"], "comma-separated list"),
         (["--ckpt_path", str(run), "--seed_everything", "1"], "seed_everything: 0 -> 1"),
@@ -225,7 +255,10 @@ def test_bad_input_is_one_line_and_costs_nothing(run, capsys):
     assert files(run) == before
     assert set(Path("runs").glob("*/*")) == {run}
     # training's alone
-    assert main(["test", "--ckpt_path", str(run), "--probes", "clean", "--trainer.max_rounds", "9"]) == 0
+    assert (
+        main(["test", "--ckpt_path", str(run), "--probes", "clean", "--trainer.max_rounds", "9"])
+        == 0
+    )
 
 
 def test_a_run_without_validation_has_no_best_checkpoint(capsys):
@@ -233,7 +266,17 @@ def test_a_run_without_validation_has_no_best_checkpoint(capsys):
     assert main(["test", "--ckpt_path", str(run), "--checkpoint", "best"]) == 2
     assert "write --checkpoint last" in capsys.readouterr().err
     assert (
-        main(["test", "--config", str(run / "config.yaml"), "--ckpt_path", "last", "--probes", "clients"])
+        main(
+            [
+                "test",
+                "--config",
+                str(run / "config.yaml"),
+                "--ckpt_path",
+                "last",
+                "--probes",
+                "clients",
+            ]
+        )
         == 0
     )
     assert json.loads((run / "test.json").read_text())["metrics"] == {}
@@ -266,7 +309,10 @@ def test_the_results_join_the_mlflow_record_of_the_run(monkeypatch, caplog, data
     record = client.get_run(run_id)
     assert record.info.status == "FINISHED"
     assert record.data.metrics["fgsm/accuracy"] == found["metrics"]["fgsm/accuracy"]
-    assert record.data.metrics["latency/student_batch1_p99"] == found["timings"]["latency/student_batch1_p99"]
+    assert (
+        record.data.metrics["latency/student_batch1_p99"]
+        == found["timings"]["latency/student_batch1_p99"]
+    )
     assert "test.json" in {file.path for file in client.list_artifacts(run_id)}
     run_test(run, "--probes", "clean,fgsm,cost")
     assert [m.step for m in client.get_metric_history(run_id, "fgsm/accuracy")] == [3]

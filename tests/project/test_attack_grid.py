@@ -1,4 +1,5 @@
-"""The published grid of averages and attacks is that of its file, and a run of it is what it says."""
+"""The published grid of averages and attacks is that of its file, and a run of it is what it
+says."""
 
 from __future__ import annotations
 

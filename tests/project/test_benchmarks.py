@@ -86,14 +86,17 @@ def test_every_script_is_tried():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in LONG else pytest.mark.essential) for name in SHORTEST]
+    "name",
+    [pytest.param(name, marks=[] if name in LONG else pytest.mark.essential) for name in SHORTEST],
 )
 def test_the_shortest_form_ends(name, tmp_path):
     if (package := NEEDS.get(name)) and find_spec(package) is None:
         pytest.skip(f"it needs {package}")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(FOLDER / f"{name}.py"), *SHORTEST[name].split()]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280
+    )
     assert "Traceback" not in done.stderr, done.stderr[-2000:]
     assert done.returncode == 0 or name in MAY_FAIL, done.stderr[-2000:]
     assert done.stdout.strip(), "it said nothing"

@@ -1,5 +1,5 @@
-"""The documentation names nothing that does not exist, its commands are understood, its code runs, and its
-numbers are computed."""
+"""The documentation names nothing that does not exist, its commands are understood, its code runs,
+and its numbers are computed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,13 @@ from fl_lightning import methods
 from fl_lightning.__main__ import main
 from fl_lightning.conformance import method_under_test, run_checks
 from fl_lightning.conformance.checks_state import kept_state_is_used
-from fl_lightning.conformance.formulas import fp32_bytes, layer_sizes, num_values, packed_bytes, payload_bytes
+from fl_lightning.conformance.formulas import (
+    fp32_bytes,
+    layer_sizes,
+    num_values,
+    packed_bytes,
+    payload_bytes,
+)
 from fl_lightning.conformance.toy import images, on_images, run
 from fl_lightning.data import FederatedImages, Partition
 from fl_lightning.hooks import Meter, Stressor
@@ -65,7 +71,9 @@ OF_A_USER = {
 }
 FILE = re.compile(r"(?!self\.)[\w./-]*\w\.(?:py|md|ya?ml|toml|cff|csv|json|log|svg)")
 IN_REPOSITORY = tuple(
-    f"{path.name}/" for path in ROOT.iterdir() if path.is_dir() and path.name not in (".git", "runs", "data")
+    f"{path.name}/"
+    for path in ROOT.iterdir()
+    if path.is_dir() and path.name not in (".git", "runs", "data")
 )
 
 
@@ -87,13 +95,17 @@ def test_links_lead_somewhere(page):
         assert path.exists(), f"{page.name}: {link}"
         if anchor and "fl_lightning." not in anchor:  # those of docstrings are checked by the build
             headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
-            assert anchor in {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}, link
+            assert anchor in {
+                re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings
+            }, link
 
 
 @pytest.mark.parametrize("page", **of(WRITTEN))
 def test_files_that_are_named_exist(page):
     names = {path.name for path in ROOT.rglob("*.*") if ".git" not in path.parts}
-    for token in re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)):
+    for token in re.findall(
+        r"`([^`\n]+)`", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    ):
         if token.startswith(IN_REPOSITORY) and re.fullmatch(r"[\w./-]+", token):
             assert (ROOT / token).exists(), f"{page.name}: {token}"
         elif FILE.fullmatch(token) and token not in OF_A_RUN | OF_AN_EXPORT | OF_A_USER:
@@ -113,7 +125,9 @@ def test_the_navigation_has_every_page_once():
         if isinstance(entry, str):
             return [entry]
         return [
-            page for part in (entry.values() if isinstance(entry, dict) else entry) for page in pages(part)
+            page
+            for part in (entry.values() if isinstance(entry, dict) else entry)
+            for page in pages(part)
         ]
 
     listed = pages(MKDOCS["nav"])
@@ -131,7 +145,9 @@ def test_every_method_has_a_page():
     pages = {path.stem: path.read_text() for path in (DOCS / "methods").glob("*.md")}
     types -= {*REFERENCES}  # which have one page for all of them
     assert set(pages) - {"index", "controls", "references"} == {name.lower() for name in types}
-    assert all(f"::: {getattr(methods, name).__module__}" in pages["references"] for name in REFERENCES)
+    assert all(
+        f"::: {getattr(methods, name).__module__}" in pages["references"] for name in REFERENCES
+    )
     for name in types:
         text = pages[name.lower()]
         for part in ("What travels", "Settings", "Traps", "Neutral", "Source"):
@@ -145,7 +161,9 @@ def test_every_method_has_a_page():
 
 def commands(page: Path) -> list[str]:
     lines = "".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
-    return [line.split("  #")[0].strip() for line in lines if line.startswith("python -m fl_lightning")]
+    return [
+        line.split("  #")[0].strip() for line in lines if line.startswith("python -m fl_lightning")
+    ]
 
 
 IN_README = set(commands(ROOT / "README.md"))
@@ -158,7 +176,9 @@ def test_commands_are_understood(command, tmp_path, monkeypatch, capsys):
     """All settings that they name exist and have values that are allowed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT)
-    assert shlex.split(command)[3] == "fit", "others belong into the README, too, where they are run"
+    assert shlex.split(command)[3] == "fit", (
+        "others belong into the README, too, where they are run"
+    )
     assert main([*shlex.split(command)[3:], "--print_config"]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)
     for flag, value in zip(shlex.split(command)[4::2], shlex.split(command)[5::2], strict=True):
@@ -175,12 +195,18 @@ def test_the_tour_of_a_round():
     assert 6 <= len(rows) <= 12
     for _, file, text in rows:
         tree = ast.parse((ROOT / "fl_lightning" / file).read_text())
-        defined = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        defined = {
+            node.name
+            for node in ast.walk(tree)
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+        }
         named = set(re.findall(r"`(\w+)`", text))
         assert named <= defined, f"{file} has no {named - defined}"
 
 
-@pytest.mark.parametrize("diagram", sorted((DOCS / "assets").glob("*.svg")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "diagram", sorted((DOCS / "assets").glob("*.svg")), ids=lambda path: path.name
+)
 def test_diagrams_name_what_exists_and_fetch_nothing(diagram):
     root = ElementTree.parse(diagram).getroot()
     _, _, width, height = map(float, root.attrib["viewBox"].split())
@@ -214,18 +240,29 @@ def test_bytes_on_the_pages_of_methods():
         books[f"i{layer}"] = (1, packed_bytes(math.ceil(size / 2), math.ceil(math.log2(centroids))))
         books[f"c{layer}"] = (2, fp32_bytes(2 * centroids))
     norms = {"norms": (1, fp32_bytes(len(n))), "rest": (1, fp32_bytes(rest))}
-    labels, adapters = {"soft_labels": (2, fp32_bytes(400 * 10))}, {"adapters": (3, fp32_bytes(4 * 8 * 9))}
+    labels, adapters = (
+        {"soft_labels": (2, fp32_bytes(400 * 10))},
+        {"adapters": (3, fp32_bytes(4 * 8 * 9))},
+    )
     expected = {
         "fedavg": (payload_bytes(examples | {"weights": (1, everything)}), down),
-        "qfedavg": (payload_bytes(examples | {"codes": (1, packed_bytes(sum(n), 4))} | norms), down),
+        "qfedavg": (
+            payload_bytes(examples | {"codes": (1, packed_bytes(sum(n), 4))} | norms),
+            down,
+        ),
         "aqfl": (payload_bytes(examples | layers), down),
         "fedpq": (payload_bytes(examples | books | {"rest": (1, fp32_bytes(rest))}), down),
         "fedmpq": (
             payload_bytes(examples | layers | {"tops": (1, packed_bytes(len(n), 4))}),
-            payload_bytes({"bits": (1, packed_bytes(len(n), 4)), "weights": (1, everything), **grids}),
+            payload_bytes(
+                {"bits": (1, packed_bytes(len(n), 4)), "weights": (1, everything), **grids}
+            ),
         ),
         "fedkd": (payload_bytes(examples | labels), payload_bytes(labels)),
-        "fedmosaic": (payload_bytes(adapters | {"sketch": (1, fp32_bytes(1020))}), payload_bytes(adapters)),
+        "fedmosaic": (
+            payload_bytes(adapters | {"sketch": (1, fp32_bytes(1020))}),
+            payload_bytes(adapters),
+        ),
     }
     for page, sizes in expected.items():
         text = " ".join((DOCS / "methods" / f"{page}.md").read_text().split())
@@ -235,15 +272,19 @@ def test_bytes_on_the_pages_of_methods():
 
 @pytest.fixture
 def forgotten():
-    """Classes that a page defines are gone afterwards: the commands would offer them to the tests that follow."""
+    """Classes that a page defines are gone afterwards: the commands would offer them to the tests
+    that follow."""
     yield
     gc.collect()
     kinds = [Method, Stressor, Meter, Partition, FigureMeter]
-    assert [cls for kind in kinds for cls in kind.__subclasses__() if cls.__module__ == "page"] == []
+    assert [
+        cls for kind in kinds for cls in kind.__subclasses__() if cls.__module__ == "page"
+    ] == []
 
 
 def code(page: str) -> dict:
-    """What the Python blocks of a page define; those that are included from files are another kind of block."""
+    """What the Python blocks of a page define; those that are included from files are another kind
+    of block."""
     names: dict = {"__name__": "page"}
     for block in blocks(DOCS / page, "python"):
         exec(block, names)
@@ -255,7 +296,8 @@ def test_streams_of_the_page_on_reproducibility():
 
 
 def test_the_page_on_energy(capsys):
-    """What its comments say is printed: int8 removed at one token, and one choice of high, one of int8."""
+    """What its comments say is printed: int8 removed at one token, and one choice of high, one of
+    int8."""
     code("howto/energy.md")
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "['layers.0.mlp.down_proj: int8 from 1 tokens']"
@@ -280,7 +322,9 @@ def test_the_page_on_text(tmp_path, monkeypatch, capsys):
 
 
 def test_the_loss_term_of_the_page_is_fedprox(tmp_path, forgotten):
-    ours, theirs = (on_images(cls(mu=0.5)) for cls in (methods.FedProx, code("howto/method.md")["Proximal"]))
+    ours, theirs = (
+        on_images(cls(mu=0.5)) for cls in (methods.FedProx, code("howto/method.md")["Proximal"])
+    )
     for method in (ours, theirs):
         run(method, images(), tmp_path, max_rounds=2)
     torch.testing.assert_close(theirs.server["weights"], ours.server["weights"], rtol=0, atol=1e-5)
@@ -289,28 +333,36 @@ def test_the_loss_term_of_the_page_is_fedprox(tmp_path, forgotten):
 @pytest.mark.slow
 @pytest.mark.essential
 def test_the_method_of_the_page_that_remembers():
-    """It passes the kit as it is; without ``measured`` the kit says that nothing reads what clients keep."""
+    """It passes the kit as it is; without ``measured`` the kit says that nothing reads what clients
+    keep."""
     remembers = code("howto/method.md")["Remembers"]
-    assert [o.detail for o in run_checks(method_under_test(remembers)) if o.verdict == "failed"] == []
+    assert [
+        o.detail for o in run_checks(method_under_test(remembers)) if o.verdict == "failed"
+    ] == []
     silent = type("Silent", (remembers,), {"measured": frozenset()})
     (kept,) = run_checks(method_under_test(silent), [kept_state_is_used])
     assert "keeps 'history', but halving it changes nothing" in kept.detail
 
 
 def test_the_stressor_of_the_page(tmp_path, forgotten):
-    """Who is rejected follows from the stream that it names; nothing is refused at probability 0."""
+    """Who is rejected follows from the stream that it names; nothing is refused at probability
+    0."""
     stressor = code("howto/stressor.md")["DamagedUploads"]
     with pytest.raises(ValueError, match="lies in"):
         stressor(2)
     for probability in (0.0, 0.5):
         method = on_images(methods.FedAvg())
-        trainer = run(method, images(), tmp_path, max_rounds=3, callbacks=[stressor(probability)], seed=5)
+        trainer = run(
+            method, images(), tmp_path, max_rounds=3, callbacks=[stressor(probability)], seed=5
+        )
         with (trainer.run_dir / "ledger.csv").open() as file:
             fate = {
                 (int(row["round"]), int(row["client"])): row["status"] == "rejected"
                 for row in csv.DictReader(file)
             }
-        assert fate == {at: fl_lightning.stream(5, "damage", *at).random() < probability for at in fate}
+        assert fate == {
+            at: fl_lightning.stream(5, "damage", *at).random() < probability for at in fate
+        }
         assert any(fate.values()) == (probability > 0)
 
 
@@ -328,7 +380,10 @@ def test_the_stressor_of_the_page_that_replaces_assignments(tmp_path, forgotten)
 def test_the_figure_of_the_page(tmp_path, forgotten):
     meter = code("howto/figure.md")["UploadFigure"]()
     trainer = run(on_images(methods.FedAvg()), images(), tmp_path, max_rounds=3, callbacks=[meter])
-    assert {path.suffix for path in (trainer.run_dir / "figures").glob("uploads.*")} == {".png", ".pdf"}
+    assert {path.suffix for path in (trainer.run_dir / "figures").glob("uploads.*")} == {
+        ".png",
+        ".pdf",
+    }
     rows = rows_of(trainer.run_dir / "metrics.csv")
     sent = [float(row["comm/upload_bytes"]) / 1e6 for row in rows]
     assert [float(row["comm/upload_megabytes"]) for row in rows] == pytest.approx(sent)
@@ -339,7 +394,9 @@ def test_the_figure_of_the_page(tmp_path, forgotten):
 
 
 def test_the_partition_of_the_page(forgotten):
-    data = FederatedImages(num_clients=7, partition=code("howto/data.md")["Blocks"](), val_fraction=0.0)
+    data = FederatedImages(
+        num_clients=7, partition=code("howto/data.md")["Blocks"](), val_fraction=0.0
+    )
     data.setup("fit")
     data.distribute(0, torch.device("cpu"))
     held = np.concatenate([data.client(id).train for id in range(7)])
@@ -352,7 +409,8 @@ def test_the_study_of_the_page(tmp_path):
     file = tmp_path / "configs" / "page.yaml"
     file.write_text("".join(blocks(DOCS / "studies.md", "yaml")))
     study = Study.read(file)
-    assert len(study.cells()) == 3 * (3 * 2 + 1)  # seeds; methods and levels of noise, and one without them
+    # seeds; methods and levels of noise, and one without them
+    assert len(study.cells()) == 3 * (3 * 2 + 1)
     assert len(study.criteria) == 5
     assert len(study.premises) == 2
 

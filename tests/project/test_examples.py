@@ -43,7 +43,8 @@ def recorded(folder: Path, run: str) -> float:
 @pytest.mark.slow
 @pytest.mark.essential
 def test_train_script(tmp_path):
-    """Both methods learn, on the same clients and cohorts, and what is printed is what is recorded."""
+    """Both methods learn, on the same clients and cohorts, and what is printed is what is
+    recorded."""
     output = python(tmp_path, str(EXAMPLES / "train_script.py"))
     lines = re.findall(r"^(\w+): test accuracy ([\d.]+), files in (\S+)$", output, re.MULTILINE)
     assert [name for name, _, _ in lines] == ["FedAvg", "FedProx"]
@@ -77,7 +78,9 @@ def test_own_data(tmp_path):
     (accuracy,) = re.findall(r"test accuracy ([\d.]+)", output)
     assert float(accuracy) > 0.8  # the larger class is 0.63 of the table
     (sizes,) = re.findall(r"clients hold (\[.*\])", output)
-    partition = json.loads((tmp_path / "runs/own_data/FedAvg-tumours-seed0/partition.json").read_text())
+    partition = json.loads(
+        (tmp_path / "runs/own_data/FedAvg-tumours-seed0/partition.json").read_text()
+    )
     assert len(json.loads(sizes)) == 10
     assert sum(partition["sizes"]) == 569 - 114  # every fifth of 569 is in the test set
 
@@ -98,7 +101,9 @@ def test_own_method(tmp_path):
     """From a folder that holds nothing but the two files, by the command that they name."""
     for name in ("own_method.py", "own_method.yaml"):
         shutil.copy(EXAMPLES / name, tmp_path)
-    (command,) = set(re.findall(r"cd examples; (python .*)", (EXAMPLES / "own_method.py").read_text()))
+    (command,) = set(
+        re.findall(r"cd examples; (python .*)", (EXAMPLES / "own_method.py").read_text())
+    )
     assert command in (EXAMPLES / "own_method.yaml").read_text()
     limits = ["--trainer.max_rounds", "2", "--trainer.logger", "false"]
     assert "final/accuracy" in python(tmp_path, *command.split()[1:], *limits)
@@ -111,8 +116,8 @@ def test_own_method(tmp_path):
 
 @pytest.fixture
 def in_examples(monkeypatch):
-    """``own_method`` can be imported; afterwards its class is gone, or the commands would offer it to the tests
-    that follow."""
+    """``own_method`` can be imported; afterwards its class is gone, or the commands would offer it
+    to the tests that follow."""
     monkeypatch.syspath_prepend(EXAMPLES)
     yield
     sys.modules.pop("own_method")
@@ -121,7 +126,8 @@ def in_examples(monkeypatch):
 
 
 def test_own_methods_formula(in_examples):
-    """Two rounds against the formula, entry by entry; statistics of BatchNorm are averaged and no more."""
+    """Two rounds against the formula, entry by entry; statistics of BatchNorm are averaged and no
+    more."""
     from own_method import OwnMomentum
 
     method = on_images(OwnMomentum(beta=0.5))
@@ -164,4 +170,7 @@ def test_own_method_passes_the_kit(in_examples):
 
     outcomes = list(run_checks(method_under_test(OwnMomentum, {"beta": 0.7}, {"beta": 0.0}, None)))
     assert [outcome for outcome in outcomes if outcome.verdict == "failed"] == []
-    assert {outcome.check for outcome in outcomes if outcome.verdict == "passed"} >= {"neutral", "resume"}
+    assert {outcome.check for outcome in outcomes if outcome.verdict == "passed"} >= {
+        "neutral",
+        "resume",
+    }

@@ -39,12 +39,26 @@ def test_every_method_has_a_row_and_its_file(generated):
     assert {row["method"] for row in rows} == TYPES
     assert len(rows) == len(TYPES)
     for row in rows:
-        assert set(row) <= {"method", "config", "page", "idea", "travels", "stays", "bytes", "neutral"}
-        page, config = (ROOT / "docs/methods" / row["page"]).read_text(), f"configs/{row['config']}.yaml"
+        assert set(row) <= {
+            "method",
+            "config",
+            "page",
+            "idea",
+            "travels",
+            "stays",
+            "bytes",
+            "neutral",
+        }
+        page, config = (
+            (ROOT / "docs/methods" / row["page"]).read_text(),
+            f"configs/{row['config']}.yaml",
+        )
         assert config in page or row["page"] == "references.md", row
         assert (ROOT / config).exists(), config
         no_paper = row["method"] in ("FedMPQKD", "LocalOnly", "Oracle", "Centralised")
-        assert no_paper or re.search(r"\b20[012]\d\b", page.split("**Source")[1]), f"{row} without its paper"
+        assert no_paper or re.search(r"\b20[012]\d\b", page.split("**Source")[1]), (
+            f"{row} without its paper"
+        )
 
 
 OF_EACH_KIND = {"SCAFFOLD", "FedPQ", "FedMPQKD", "FedKD", "FedBN", "FedProto"}
@@ -52,10 +66,16 @@ OF_EACH_KIND = {"SCAFFOLD", "FedPQ", "FedMPQKD", "FedKD", "FedBN", "FedProto"}
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("only", [pytest.param(OF_EACH_KIND, marks=pytest.mark.essential, id="some"), ()])
+@pytest.mark.parametrize(
+    "only", [pytest.param(OF_EACH_KIND, marks=pytest.mark.essential, id="some"), ()]
+)
 def test_the_bytes_are_those_of_the_ledger(only, generated, method_bytes, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    rows = {row["method"]: tuple(row["bytes"]) for of_kind in generated.rows().values() for row in of_kind}
+    rows = {
+        row["method"]: tuple(row["bytes"])
+        for of_kind in generated.rows().values()
+        for row in of_kind
+    }
     measured = method_bytes.relative_bytes(only)
     assert measured.keys() == ({*only, "FedAvg"} if only else rows.keys())
     assert {name: rows[name] for name in measured} == measured
@@ -65,4 +85,6 @@ def test_the_bytes_are_those_of_the_ledger(only, generated, method_bytes, tmp_pa
 def test_fedavgs_bytes(method_bytes, tmp_path):
     up, down = method_bytes.method_bytes("fedavg", tmp_path)
     text = (ROOT / "docs/methods/index.md").read_text()
-    assert {f"{up / 1e3:.1f}", f"{down / 1e3:.1f}"} == set(re.findall(r"FedAvg's ([\d.]+) kB", text))
+    assert {f"{up / 1e3:.1f}", f"{down / 1e3:.1f}"} == set(
+        re.findall(r"FedAvg's ([\d.]+) kB", text)
+    )

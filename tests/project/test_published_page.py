@@ -1,4 +1,5 @@
-"""The page of published figures is generated, says of each figure what was run, and is about studies that are there."""
+"""The page of published figures is generated, says of each figure what was run, and is about
+studies that are there."""
 
 from __future__ import annotations
 
@@ -37,8 +38,11 @@ def test_every_published_figure_is_of_a_cell_of_its_study_and_has_a_cost(publish
 
 @pytest.mark.slow
 @pytest.mark.essential
-def test_ours_are_the_best_rounds_of_finished_runs_with_their_interval(published, tmp_path, monkeypatch):
-    """Fewer rounds are said and compared with nothing; a disagreement beyond two points is named."""
+def test_ours_are_the_best_rounds_of_finished_runs_with_their_interval(
+    published, tmp_path, monkeypatch
+):
+    """Fewer rounds are said and compared with nothing; a disagreement beyond two points is
+    named."""
     rows = [["study", "level", "method", "seed", "rounds", "best", "last"]]
     for seed, (start, accuracy) in enumerate([(0.5, 0.9), (0.5, 0.91), (0.95, 0.92)]):
         for study, rounds in (("niid_bench", 50), ("niid_bench_short", 3)):
@@ -52,7 +56,9 @@ def test_ours_are_the_best_rounds_of_finished_runs_with_their_interval(published
             (run / "metrics.csv").write_text(
                 "round,test/accuracy\n" + "".join(f"{i},{x}\n" for i, x in enumerate(found, 1))
             )
-    for row in sorted(published.rows_of_runs(tmp_path / "runs"), key=lambda row: (row["level"], row["seed"])):
+    for row in sorted(
+        published.rows_of_runs(tmp_path / "runs"), key=lambda row: (row["level"], row["seed"])
+    ):
         rows.append([*row.values()])
     assert [row[4:] for row in rows[1:4]] == [
         ["50", "0.900000", "0.900000"],
@@ -81,7 +87,9 @@ def test_ours_are_the_best_rounds_of_finished_runs_with_their_interval(published
 
 def test_runs_of_another_machine_are_added_and_of_one_run_that_of_most_rounds_counts(published):
     def row(seed: int, rounds: int) -> dict[str, str]:
-        return dict(zip(published.RUN, ("niid_bench", "iid", "FedAvg", seed, rounds, 0.5, 0.5), strict=True))
+        return dict(
+            zip(published.RUN, ("niid_bench", "iid", "FedAvg", seed, rounds, 0.5, 0.5), strict=True)
+        )
 
     kept = published.with_runs([row(0, 3), row(1, 50)], [row(0, 50), row(1, 3), row(2, 3)])
     assert [(one["seed"], one["rounds"]) for one in kept] == [(0, 50), (1, 50), (2, 3)]

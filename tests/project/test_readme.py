@@ -33,7 +33,8 @@ def commands() -> list[list[str]]:
 def shortened(args: list[str]) -> list[str]:
     """Return a command that does the same with less work.
 
-    Configuration files and not flags shorten a fit, so that its run has the name that the README says.
+    Configuration files and not flags shorten a fit, so that its run has the name that the README
+    says.
     """
     layers = ["--config", "short.yaml"]
     if any("cifar100" in word for word in args):
@@ -70,12 +71,17 @@ def test_the_commands_of_the_readme_work_in_order_in_one_folder(tmp_path, monkey
     for args in found:
         code = main(shortened(args))
         assert code == 0, f"{shlex.join(args)}: {capsys.readouterr().err}"
-    names = sorted(str(path.parent.relative_to("runs")) for path in Path("runs").glob("*/*/metadata.json"))
+    names = sorted(
+        str(path.parent.relative_to("runs")) for path in Path("runs").glob("*/*/metadata.json")
+    )
     assert "kd_default/FedMPQKD-digits-seed0" in names
     assert "plain/FedAvg-digits-optimizer_AdamW-lr0.001-seed1" in names
-    assert not [name for name in names if re.search("seed[0-9]-", name)], "two runs ask for one name"
+    assert not [name for name in names if re.search("seed[0-9]-", name)], (
+        "two runs ask for one name"
+    )
     reports = {
-        path.parent.name: json.loads(path.read_text()) for path in Path("reports").rglob("report.json")
+        path.parent.name: json.loads(path.read_text())
+        for path in Path("reports").rglob("report.json")
     }
     assert set(reports) == {"try", "kd_default"}
     # two methods, three seeds, a tuned one

@@ -1,7 +1,7 @@
 """What docs/results says in words is what its reports hold.
 
-In the README.md of a study's folder every number and every verdict is followed by where it stands in that
-study's report.json, in a comment that nobody sees on the page:
+In the README.md of a study's folder every number and every verdict is followed by where it stands
+in that study's report.json, in a comment that nobody sees on the page:
 
     FedMPQ-KD ends 1.2<!-- levels[epochs=1].differences[FedMPQKD,FedMPQ].mean * 100 --> points above
 
@@ -17,16 +17,18 @@ from outcomes import rows_of
 from places import DOCS
 
 RESULTS = DOCS / "results"
-CLAIM = re.compile(r"(?P<said>[-−+]?\d[\d.]*|[a-z]+(?: tested)?)(?:\*\*)?<!--\s*(?P<path>[^>]*?)\s*-->")
+CLAIM = re.compile(
+    r"(?P<said>[-−+]?\d[\d.]*|[a-z]+(?: tested)?)(?:\*\*)?<!--\s*(?P<path>[^>]*?)\s*-->"
+)
 STEP = re.compile(r"(\w+)|\[([^\]]+)\]|\.")
 NUMBER = re.compile(r"(?<![\w.])[-−+]?\d[\d.]*(?![\w])")
 WITHOUT_CLAIM = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)|\S*<!--.*?-->", re.DOTALL)
 
 
 def value_at(document, path):
-    """What stands at ``criteria[gain].levels[epochs=1].difference * 100``: keys, and in brackets a key that is
-    no word, or what tells an entry of a list from the others: its name or criterion, its levels, the two
-    methods that it compares, or ``only`` where there is one."""
+    """What stands at ``criteria[gain].levels[epochs=1].difference * 100``: keys, and in brackets a
+    key that is no word, or what tells an entry of a list from the others: its name or criterion,
+    its levels, the two methods that it compares, or ``only`` where there is one."""
     path, _, factor = path.partition(" * ")
     for word, bracket in (match.groups() for match in STEP.finditer(path)):
         if word or isinstance(document, dict):
@@ -59,7 +61,9 @@ def wrong_claims(text, document):
             shown = shown.lstrip("-")
         if said.lstrip("+") != shown:
             wrong.append(f"{match['path']}: said {said}, is {shown}")
-    return wrong + [f"no source: {number}" for number in NUMBER.findall(WITHOUT_CLAIM.sub("", text))]
+    return wrong + [
+        f"no source: {number}" for number in NUMBER.findall(WITHOUT_CLAIM.sub("", text))
+    ]
 
 
 STUDIES = sorted(path.parent.name for path in RESULTS.glob("*/report.json"))
@@ -77,7 +81,8 @@ def test_every_run_of_fedvemoe_ends_with_four_experts_and_one_for_each_cluster()
     found = [run["metrics"] for run in runs if run["method"] == "FedVEMoE"]
     assert len(found) == 15
     assert {(one["experts/active"], one["router/purity"]) for one in found} == {(4.0, 1.0)}
-    since = [int(one["target/rounds_to_purity"]) for one in found]  # seed by seed, in each the three levels
+    # seed by seed, in each the three levels
+    since = [int(one["target/rounds_to_purity"]) for one in found]
     assert (min(since), max(since)) == (8, 18)
     by_the_tenth = [sum(round <= 10 for round in since[level::3]) for level in range(3)]
     assert by_the_tenth == [3, 2, 2]
@@ -87,7 +92,9 @@ def test_what_is_said_of_all_runs_under_a_budget_of_energy():
     runs = json.loads((RESULTS / "hest_embedded" / "report.json").read_text())["runs"]
     under = {
         label: {
-            (run["seed"], run["levels"]["budget"]): run["metrics"] for run in runs if run["method"] == label
+            (run["seed"], run["levels"]["budget"]): run["metrics"]
+            for run in runs
+            if run["method"] == label
         }
         for label in ("HEST", "TABS", "BHSP")
     }
@@ -98,7 +105,9 @@ def test_what_is_said_of_all_runs_under_a_budget_of_energy():
             assert one["energy/spent"] <= one["energy/granted"]
     for (_, budget), one in under["HEST"].items():
         assert (one["energy/clamped"] == 0) == (budget == "0.4")
-    over = [one["energy/over_budget"] for one in under["TABS"].values() if one["energy/over_budget"]]
+    over = [
+        one["energy/over_budget"] for one in under["TABS"].values() if one["energy/over_budget"]
+    ]
     assert sorted(over) == [1, 17, 24]
     assert all(one["test/rouge_l"] < 0.02 for found in under.values() for one in found.values())
     for key, one in under["HEST"].items():
@@ -116,7 +125,11 @@ def test_the_page_on_three_budgets_has_the_numbers_of_its_clients():
         assert float(row["energy/over_budget"]) == float(row["energy/refused"]) == 0
         columns = ("granted", "spent", "joules", "joules_high")
         joules = " | ".join(f"{1e3 * float(row[f'energy/{name}']):.0f}" for name in columns)
-        id, perplexity, exact = int(row["client"]), float(row["perplexity"]), float(row["exact_match"])
+        id, perplexity, exact = (
+            int(row["client"]),
+            float(row["perplexity"]),
+            float(row["exact_match"]),
+        )
         budget = (0.6, 0.8, 1.0)[id % 3]
         assert f"| {id} | {budget} | {joules} | {perplexity:.2f} | {100 * exact:.0f} |\n" in page
         share = float(row["energy/joules"]) / float(row["energy/joules_high"])
@@ -152,7 +165,9 @@ def test_the_page_on_ladders_has_the_differences_of_its_seeds():
             found = [measure(ladders[seed][name], whole[seed][name]) for seed in whole]
             mean = sum(found) / len(found)
             cells.append(
-                f"`{mean:+.1f} {unit}` (`{min(found):+.1f}` to `{max(found):+.1f}`)".replace("-", "−")
+                f"`{mean:+.1f} {unit}` (`{min(found):+.1f}` to `{max(found):+.1f}`)".replace(
+                    "-", "−"
+                )
             )
         (row,) = (line for line in page.split("\n") if line.startswith(f"| `{budget}` |"))
         assert [cell.strip() for cell in row.split("|")][3:6:2] == cells
@@ -172,11 +187,16 @@ def test_the_page_on_ladders_has_the_differences_of_its_seeds():
 
 def test_the_page_on_smollm2_has_the_numbers_of_its_runs():
     page, folder = (RESULTS / "hest_smollm2.md").read_text(), RESULTS / "hest_smollm2"
-    last, all_on, ladder = (rows_of(folder / f"{name}.csv") for name in ("metrics", "all_on", "ladder"))
+    last, all_on, ladder = (
+        rows_of(folder / f"{name}.csv") for name in ("metrics", "all_on", "ladder")
+    )
     end, whole = last[-1], float(all_on[-1]["test/perplexity"])
     assert float(end["energy/over_budget"]) == float(end["energy/refused"]) == 0
     joules = [float(end[f"energy/{name}"]) for name in ("joules", "joules_high")]
-    assert f"| the ladder's last level | {joules[0]:.1f} | {float(end['test/perplexity']):.1f} |\n" in page
+    assert (
+        f"| the ladder's last level | {joules[0]:.1f} | {float(end['test/perplexity']):.1f} |\n"
+        in page
+    )
     assert f"rounds | {joules[1]:.1f} | {whole:.1f} |\n" in page
     assert round(joules[0] / joules[1], 2) == round(8 / 9, 2)
     assert round(100 * (float(end["test/perplexity"]) / whole - 1)) == 17
@@ -192,11 +212,14 @@ def test_secure_runs_are_the_plain_ones_and_private_ones_never_move():
     runs = json.loads((RESULTS / "vemoe_protected" / "report.json").read_text())["runs"]
     weights = {(run["method"], run["seed"]): run["weights_sha256"] for run in runs}
     plain, secure = (
-        [weights[method, seed] for seed in range(6, 11)] for method in ("FedVEMoE", "FedVEMoE secure")
+        [weights[method, seed] for seed in range(6, 11)]
+        for method in ("FedVEMoE", "FedVEMoE secure")
     )
     assert plain == secure
     assert len(set(plain)) == 5
-    private = {weights[f"FedVEMoE private {noise}", seed] for noise in (1, 4) for seed in range(6, 11)}
+    private = {
+        weights[f"FedVEMoE private {noise}", seed] for noise in (1, 4) for seed in range(6, 11)
+    }
     assert len(private) == 1
 
 
@@ -227,7 +250,9 @@ def test_a_wrong_sentence_is_found():
             },
             {"criterion": "a < b", "verdict": "holds", "levels": []},
         ],
-        "levels": [{"levels": {"epochs": "1"}, "differences": [{"a": "A", "b": "B", "mean": -0.5}]}],
+        "levels": [
+            {"levels": {"epochs": "1"}, "differences": [{"a": "A", "b": "B", "mean": -0.5}]}
+        ],
         "seeds": [1, 2],
     }
     right = (

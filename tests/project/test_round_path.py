@@ -67,12 +67,13 @@ WHY = {
     "metrics/spread.py": "mean and spread over clients",
 }
 """The package's files in which at least one function runs, and what for."""
-MOST_LINES = 6850
-LENGTHS = {"trainer.py": 430, "loop.py": 240, "methods/base.py": 390}
+MOST_LINES = 7276
+LENGTHS = {"trainer.py": 450, "loop.py": 241, "methods/base.py": 405}
 
 
 def path_of_a_round(folder: Path | str) -> tuple[dict[str, set[str]], dict[str, set[int]]]:
-    """Return the functions that the second round of a run enters, and the lines that it executes, by file."""
+    """Return the functions that the second round of a run enters, and the lines that it executes,
+    by file."""
     functions: dict[str, set[str]] = defaultdict(set)
     lines: dict[str, set[int]] = defaultdict(set)
     one_round, before = session.run_round, sys.gettrace()
@@ -132,10 +133,14 @@ def table() -> str:
         functions, lines = path_of_a_round(folder)
     rows = [f"{'file':36} lines  run  functions entered, and why"]
     for name in sorted(functions, key=lambda name: [*WHY].index(name) if name in WHY else len(WHY)):
-        rows.append(f"{name:36} {length(name):5} {len(lines[name]):4}  {', '.join(sorted(functions[name]))}")
+        rows.append(
+            f"{name:36} {length(name):5} {len(lines[name]):4}  {', '.join(sorted(functions[name]))}"
+        )
         rows.append(f"{'':49}({WHY.get(name, '?')})")
     executed = sum(map(len, lines.values()))
-    return "\n".join([*rows, f"{len(functions)} files, {sum(map(length, functions))} lines, {executed} run"])
+    return "\n".join(
+        [*rows, f"{len(functions)} files, {sum(map(length, functions))} lines, {executed} run"]
+    )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""The runner of the public workloads: its flags, what it says of a contender that fails, and that nothing is
-left running."""
+"""The runner of the public workloads: its flags, what it says of a contender that fails, and that
+nothing is left running."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def processes(monkeypatch):
     [
         (["W5"], "workload 'W5'; one of W1, W2, W3, B1, B2, W4, L1"),
         (["W1", "--repeats", "0"], "--repeats 0 --rounds 0; at least 1 and 0"),
-        (["W1", "--peers", "fedlab=python"], "--peers fedlab=python; NAME=PYTHON with a name of flower,"),
+        (
+            ["W1", "--peers", "fedlab=python"],
+            "--peers fedlab=python; NAME=PYTHON with a name of flower,",
+        ),
         (["W1", "--peers", "pfl"], "--peers pfl; NAME=PYTHON"),
         (["W1", "--peers", "pfl="], "--peers pfl=; NAME=PYTHON"),
     ],
@@ -57,7 +60,10 @@ def test_who_is_measured(workloads):
     assert list(who) == ["plain", "limit", "auto", "batched", "pfl2"]
     assert who["pfl2"][0] == "/its/python"
     assert who["batched"][-2:] == ("--engine", "batched")
-    assert [label for label, command in who.items() if "--channels_last" in command] == ["plain", "pfl2"]
+    assert [label for label, command in who.items() if "--channels_last" in command] == [
+        "plain",
+        "pfl2",
+    ]
     programs = [
         part
         for command in (*who.values(), *workloads.PEERS.values())
@@ -85,7 +91,9 @@ def test_a_peer_that_fails_has_a_row_that_says_so(workloads, monkeypatch, capsys
     said = capsys.readouterr().out.splitlines()
     assert [text.split()[1] for text in said[1:6]] == ["plain", "limit", "absent", "broken", "lazy"]
     assert said[3].endswith("failed: there is no interpreter at /nowhere/python")
-    assert said[4].endswith("failed: ModuleNotFoundError: No module named 'a_peer_that_is_not_installed'")
+    assert said[4].endswith(
+        "failed: ModuleNotFoundError: No module named 'a_peer_that_is_not_installed'"
+    )
     assert said[5].endswith("failed: 1 local steps a round instead of 200")
     assert said[6].startswith("| workload | plain, s | limit | absent | broken | lazy |")
     assert said[8].split(" | ")[3:6] == ["-", "-", "-"]
@@ -107,8 +115,8 @@ def test_a_peer_that_fails_has_a_row_that_says_so(workloads, monkeypatch, capsys
 
 @pytest.mark.parametrize("name", ["W4", "B1", "W2"])
 def test_the_limit_trains_what_the_plain_loop_trains(workloads, monkeypatch, name):
-    """Written-out gradients of a stack and weights that are views of one vector end where autograd and state
-    dictionaries end, for orders that are the same."""
+    """Written-out gradients of a stack and weights that are views of one vector end where autograd
+    and state dictionaries end, for orders that are the same."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the module sets it, and it is put back
     limit, plain, workload = map(import_module, ("workload_limit", "workload_plain", "workload"))
     work = replace(workload.WORKLOADS[name], clients=4, examples=20)
@@ -154,9 +162,7 @@ def test_memory_is_that_of_the_whole_family_and_nobody_is_left(processes, tmp_pa
     monkeypatch.setattr(processes, "time", clock)
     hold = "import subprocess, sys, time; held = b'x' * (64 << 20)"
     child = f"{hold}; open('ready', 'w').close(); time.sleep(600)"
-    parent = (
-        f"{hold}; print(subprocess.Popen([sys.executable, '-c', {child!r}]).pid, flush=True); time.sleep(600)"
-    )
+    parent = f"{hold}; print(subprocess.Popen([sys.executable, '-c', {child!r}]).pid, flush=True); time.sleep(600)"
     done = processes.run(
         [sys.executable, "-c", parent], folder=tmp_path, environment=dict(os.environ), timeout=600.0
     )

@@ -1,5 +1,5 @@
-"""A bug is not bad input: somebody's exception keeps its type and its traceback, and never becomes a rejected
-upload."""
+"""A bug is not bad input: somebody's exception keeps its type and its traceback, and never becomes
+a rejected upload."""
 
 from __future__ import annotations
 
@@ -109,7 +109,9 @@ def command(name: str) -> int:
         ("Overflows", "MisuseError: a code lies outside [0, 8)"),
     ],
 )
-def test_a_bug_ends_the_run_and_its_traceback_is_in_the_log_of_the_run(name, error, project, capsys):
+def test_a_bug_ends_the_run_and_its_traceback_is_in_the_log_of_the_run(
+    name, error, project, capsys
+):
     assert command(name) == 1
     (folder,) = (project / "runs" / "fedavg").iterdir()
     text = (folder / "run.log").read_text()
@@ -258,4 +260,10 @@ def test_only_a_payload_error_rejects(tmp_path):
             raise (PayloadError if client.id == 0 else KeyError)("weights")
 
     with pytest.raises(KeyError, match="weights"):
-        fit("FedAvg", tmp_path, Careful(network=Dropped, optimizer=sgd(0.1)), participation=1.0, max_rounds=1)
+        fit(
+            "FedAvg",
+            tmp_path,
+            Careful(network=Dropped, optimizer=sgd(0.1)),
+            participation=1.0,
+            max_rounds=1,
+        )

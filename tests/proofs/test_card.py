@@ -1,4 +1,5 @@
-"""What holds on a CPU holds on a card: runs repeat themselves and are continued bit for bit, and end near a CPU's.
+"""What holds on a CPU holds on a card: runs repeat themselves and are continued bit for bit, and
+end near a CPU's.
 
 These tests need CUDA and are skipped elsewhere.
 """

@@ -1,4 +1,5 @@
-"""What fits what: each method with each feature makes a toy round, or the table refuses it, and nothing else does."""
+"""What fits what: each method with each feature makes a toy round, or the table refuses it, and
+nothing else does."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ from fl_lightning.topology import Hierarchy
 KINDS = {
     name: kind
     for name in methods.__all__
-    if isinstance(kind := getattr(methods, name), type) and issubclass(kind, Method) and kind is not Method
+    if isinstance(kind := getattr(methods, name), type)
+    and issubclass(kind, Method)
+    and kind is not Method
 }
 FEATURES = [feature for row in ROWS for feature in row.features]
 OF_EACH_KIND = {
@@ -61,7 +64,9 @@ class Line(FederatedData):
     num_classes, example_shape = 1, (3,)
 
     def __init__(self) -> None:
-        super().__init__(dataset="line", num_clients=4, partition=IID(), batch_size=16, val_fraction=0.2)
+        super().__init__(
+            dataset="line", num_clients=4, partition=IID(), batch_size=16, val_fraction=0.2
+        )
 
     def setup(self, stage=None):
         self.x = torch.from_numpy(stream(0, "line").standard_normal((100, 3)).astype(np.float32))
@@ -81,7 +86,12 @@ class Grades(Task):
         return F.cross_entropy(outputs, target)
 
     def examplewise(self, outputs, target):
-        return {"loss": (F.cross_entropy(outputs, target, reduction="none").double(), self.weight(target))}
+        return {
+            "loss": (
+                F.cross_entropy(outputs, target, reduction="none").double(),
+                self.weight(target),
+            )
+        }
 
     def class_rows(self, outputs, target):
         return ClassRows(outputs, target, None)
@@ -103,7 +113,8 @@ def line_network(outputs: int) -> nn.Module:
 
 
 def with_factors(network: Callable[[int], nn.Module]) -> Callable[[int], nn.Module]:
-    """Return a network of the same inputs that has LoRA below a last layer that is trained whole."""
+    """Return a network of the same inputs that has LoRA below a last layer that is trained
+    whole."""
     if network is small_llama:
         return network
 
@@ -148,7 +159,11 @@ class Lit(LightningModule):
     def training_step(self, batch, batch_idx):
         x, y = batch
         outputs = self(x)
-        return LanguageModelling().loss(outputs, y) if outputs.ndim == 3 else F.cross_entropy(outputs, y)
+        return (
+            LanguageModelling().loss(outputs, y)
+            if outputs.ndim == 3
+            else F.cross_entropy(outputs, y)
+        )
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.05)
@@ -157,15 +172,22 @@ class Lit(LightningModule):
 def toy_run(name: str, feature: str, folder: Path) -> None:
     """Train a method for one round of a run that has the feature."""
     kind, model, trainer = KINDS[name], dict[str, Any](), dict[str, Any]()
-    text = feature == "language" or (feature not in KINDS_OF_TASK and "classification" in kind.refuses)
-    data, network = (Sentences, small_llama) if text else KINDS_OF_TASK.get(feature, (images, small_network))
+    text = feature == "language" or (
+        feature not in KINDS_OF_TASK and "classification" in kind.refuses
+    )
+    data, network = (
+        (Sentences, small_llama) if text else KINDS_OF_TASK.get(feature, (images, small_network))
+    )
     if name == "FedAdaLoRA":
         network = with_directions(network)
     if feature == "adapter_average":
         network = network if name == "FedAdaLoRA" else with_factors(network)
         model["adapter_average"] = "product"
     if feature == "module":
-        model |= {"module": Lit(network(Sentences().num_classes if text else 4)), "optimizer": sgd(0.05)}
+        model |= {
+            "module": Lit(network(Sentences().num_classes if text else 4)),
+            "optimizer": sgd(0.05),
+        }
     elif feature == "received_terms":
         model["terms"] = [DistillationTerm(0.1) if "prox" in kind.own_terms else ProximalTerm(0.1)]
     elif feature == "server_optimizer":
@@ -186,7 +208,16 @@ def toy_run(name: str, feature: str, folder: Path) -> None:
     method = method_under_test(kind).make(**model)
     if feature != "module":
         method.network_spec, method.optimizer_spec = network, sgd(0.05)
-    run(method, data(), folder, max_rounds=1, max_local_steps=1, workers=1, engine="sequential", **trainer)
+    run(
+        method,
+        data(),
+        folder,
+        max_rounds=1,
+        max_local_steps=1,
+        workers=1,
+        engine="sequential",
+        **trainer,
+    )
 
 
 def is_refused_by_the_table(error: InputError) -> bool:
@@ -206,7 +237,10 @@ CELLS = [
 ]
 """Without what no constructor takes."""
 REFUSED = [(name, feature) for name, feature in CELLS if why(name, feature)]
-QUICK = [("FedAvg", feature) for feature in FEATURES[:-1]] + [("FedVEMoE", "language"), ("HEST", "attack")]
+QUICK = [("FedAvg", feature) for feature in FEATURES[:-1]] + [
+    ("FedVEMoE", "language"),
+    ("HEST", "attack"),
+]
 
 
 @pytest.mark.parametrize(("name", "feature"), REFUSED)
@@ -230,7 +264,9 @@ def test_what_the_table_allows_runs(name, feature, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.essential
-@pytest.mark.parametrize(("name", "feature"), [cell for cell in CELLS if cell not in [*REFUSED, *QUICK]])
+@pytest.mark.parametrize(
+    ("name", "feature"), [cell for cell in CELLS if cell not in [*REFUSED, *QUICK]]
+)
 def test_all_that_the_table_allows_runs(name, feature, tmp_path):
     test_what_the_table_allows_runs(name, feature, tmp_path)
 
@@ -247,7 +283,9 @@ def test_all_that_the_table_allows_runs(name, feature, tmp_path):
 def test_nodes_with_data_of_their_own(name, tmp_path):
     """Of the methods of language, one class of each example is all that these nodes have."""
     test = leaf_file(tmp_path / "test.json", {"t": 30})
-    files = {n: leaf_file(tmp_path / f"{user}.json", {user: SIZES[user]}) for n, user in enumerate(SIZES)}
+    files = {
+        n: leaf_file(tmp_path / f"{user}.json", {user: SIZES[user]}) for n, user in enumerate(SIZES)
+    }
     more = {"reference": "mlp", "num_blocks": 1, "rank": 1} if name == "FedMosaic" else {}
     cli = config(tmp_path, "deployed", leaf(test, test), name, more)
     reason = why(name, "own_data") or why(name, "classification")
@@ -293,7 +331,16 @@ def test_the_plan_of_a_study_says_what_does_not_fit(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fedkd = str(ROOT / "configs" / "fedkd.yaml")
     with refused("--trainer.secure_sum with --model FedKD"):
-        resolve(["--config", fedkd, "--trainer.secure_sum.threshold", "0.67", "--trainer.logger", "false"])
+        resolve(
+            [
+                "--config",
+                fedkd,
+                "--trainer.secure_sum.threshold",
+                "0.67",
+                "--trainer.logger",
+                "false",
+            ]
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -313,14 +360,29 @@ def test_what_methods_declared_before_refuses_holds_with_a_warning(name):
 
 def test_no_generic_code_asks_for_a_concrete_method():
     rooms = ["loop.py", "trainer.py", "evaluation.py", "hooks.py", "compatibility"]
-    rooms += ["deploy", "probing", "engines", "aggregation", "run", "export", "tracking", "../callbacks"]
+    rooms += [
+        "deploy",
+        "probing",
+        "engines",
+        "aggregation",
+        "run",
+        "export",
+        "tracking",
+        "../callbacks",
+    ]
     paths = [ROOT / "fl_lightning" / room for room in rooms]
     files = [file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path])]
     assert len(files) > 100
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fl_lightning.methods"):
-                named = {alias.name for alias in node.names} & {*KINDS, "QuantizedMethod", "CodedUpdates"}
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+                "fl_lightning.methods"
+            ):
+                named = {alias.name for alias in node.names} & {
+                    *KINDS,
+                    "QuantizedMethod",
+                    "CodedUpdates",
+                }
             else:
                 named = {node.attr} & {*KINDS} if isinstance(node, ast.Attribute) else set()
             assert not named, f"{file} knows {', '.join(named)}"
@@ -328,7 +390,9 @@ def test_no_generic_code_asks_for_a_concrete_method():
 
 def test_the_contract_of_a_method_is_short():
     source = (ROOT / "fl_lightning" / "methods" / "base.py").read_text()
-    (contract,) = [n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "Method"]
+    (contract,) = [
+        n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "Method"
+    ]
     attributes = [node for node in contract.body if isinstance(node, (ast.Assign, ast.AnnAssign))]
     assert 5 < len(attributes) <= 15
     assert len(source.splitlines()) <= 420

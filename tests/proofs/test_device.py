@@ -1,7 +1,8 @@
-"""A client's batches and steps on a GPU, as far as they can be seen without one: on tensors of a device and a
-shape, without values.
+"""A client's batches and steps on a GPU, as far as they can be seen without one: on tensors of a
+device and a shape, without values.
 
-Reading a value or mixing devices raises; what moves between them is counted. The backward pass needs a card.
+Reading a value or mixing devices raises; what moves between them is counted. The backward pass
+needs a card.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ class Crossings(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         out = operation(*args, **(kwargs or {}))
-        there = {leaf.device.type for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)}
+        there = {
+            leaf.device.type
+            for leaf in tree_leaves((args, kwargs, out))
+            if isinstance(leaf, Tensor)
+        }
         if len(there) > 1:
             self.seen.append(str(operation))
         return out
@@ -45,7 +50,9 @@ class Crossings(TorchDispatchMode):
 def on_cuda(tensor: Tensor) -> Tensor:
     moved = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CUDA)
     return (
-        nn.Parameter(moved, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
+        nn.Parameter(moved, requires_grad=tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter)
+        else moved
     )
 
 
@@ -67,7 +74,11 @@ PLAIN = ("SCAFFOLD", "FedDyn", "FedCM", "FedDC")
 @pytest.mark.parametrize("name", [*TEN, *PLAIN, "FedLC", "MOON"])
 def test_batches_and_steps_stay_on_the_device(name, monkeypatch):
     momentum = 0.0 if name in PLAIN else 0.9
-    settings = {"network": NORMED, "optimizer": sgd(0.05, momentum=momentum), **SETTINGS.get(name, {})}
+    settings = {
+        "network": NORMED,
+        "optimizer": sgd(0.05, momentum=momentum),
+        **SETTINGS.get(name, {}),
+    }
     method, data = getattr(methods, name)(**settings), images(crop="pad", flip=True)
     data.prepare_data()
     data.setup("fit")
@@ -80,7 +91,9 @@ def test_batches_and_steps_stay_on_the_device(name, monkeypatch):
     method.start_terms(client, labels)
     method.train()
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
-    monkeypatch.setattr(fedmosaic, "gradient_of", lambda *_: torch.zeros_like(method.gradient, device=CUDA))
+    monkeypatch.setattr(
+        fedmosaic, "gradient_of", lambda *_: torch.zeros_like(method.gradient, device=CUDA)
+    )
     with FakeTensorMode(allow_non_fake_inputs=True):
         moved: dict[int, Tensor] = {}
         for held, key in places_of_tensors(method):
@@ -91,7 +104,9 @@ def test_batches_and_steps_stay_on_the_device(name, monkeypatch):
                 module._device = CUDA
         data.move(CUDA)
         with Crossings() as crossings:
-            batches = list(method.local_batches(data, client, epochs=2, labels=on_cuda(labels), steps=4))
+            batches = list(
+                method.local_batches(data, client, epochs=2, labels=on_cuda(labels), steps=4)
+            )
         assert [leaf.device for leaf in tree_leaves(batches)] == [CUDA] * len(tree_leaves(batches))
         assert len(crossings.seen) <= 3  # positions, indices and augmentation of the whole round
         with Crossings() as crossings:

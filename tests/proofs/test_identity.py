@@ -1,4 +1,5 @@
-"""What a run rests on beside its settings: other data or another frozen base are no continuation."""
+"""What a run rests on beside its settings: other data or another frozen base are no
+continuation."""
 
 from __future__ import annotations
 
@@ -67,4 +68,7 @@ def test_a_run_is_not_continued_on_other_data_of_the_same_form(tmp_path):
     train("\n".join(rows))
     train("\n".join(rows), ckpt_path="last")
     with refused("--ckpt_path", "allow_changed"):
-        train("\n".join(f"{(number * 5) % 9},{row[2:]}" for number, row in enumerate(rows)), ckpt_path="last")
+        train(
+            "\n".join(f"{(number * 5) % 9},{row[2:]}" for number, row in enumerate(rows)),
+            ckpt_path="last",
+        )

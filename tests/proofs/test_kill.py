@@ -60,10 +60,12 @@ def reference(server, tmp_path_factory) -> tuple[dict, float]:
 
 @pytest.fixture(scope="module")
 def store(server, tmp_path_factory) -> tuple[Path, dict, float]:
-    """A folder with an MLflow database, made once since that takes seconds; the outcome of a run that was
-    never killed."""
+    """A folder with an MLflow database, made once since that takes seconds; the outcome of a run
+    that was never killed."""
     folder = tmp_path_factory.mktemp("mlflow") / "a"
-    assert server.run(folder, mlflow=True, settings={"max_rounds": 1, "experiment": "other"})[0] == 0
+    assert (
+        server.run(folder, mlflow=True, settings={"max_rounds": 1, "experiment": "other"})[0] == 0
+    )
     assert (folder / "mlflow.db").exists(), (folder / "log.txt").read_text()
     template = folder.with_name("template")
     template.mkdir()
@@ -96,7 +98,10 @@ def test_killed_at_random_instants(server, reference, tmp_path):
     random_ = random.Random(1)
     # about 20 kills, with 10 before a touch of the file system and those with a store 30
     for trial in range(12):
-        assert kill_and_continue(server, tmp_path / str(trial), wanted, seconds, random_, mlflow=False) == []
+        assert (
+            kill_and_continue(server, tmp_path / str(trial), wanted, seconds, random_, mlflow=False)
+            == []
+        )
 
 
 @pytest.mark.slow
@@ -120,7 +125,10 @@ def test_peers_killed_at_random_instants(server, tmp_path):
 def test_killed_at_a_random_instant_the_store_has_every_step_once(server, store, tmp_path):
     template, wanted, seconds = store
     shutil.copytree(template, tmp_path / "a")
-    assert kill_and_continue(server, tmp_path / "a", wanted, seconds, random.Random(2), mlflow=True) == []
+    assert (
+        kill_and_continue(server, tmp_path / "a", wanted, seconds, random.Random(2), mlflow=True)
+        == []
+    )
 
 
 @pytest.mark.slow
@@ -132,7 +140,9 @@ def test_killed_a_hundred_times(server, reference, store, tmp_path):
         if mlflow:
             shutil.copytree(store[0], tmp_path / str(trial))
         wanted, seconds = store[1:] if mlflow else reference
-        bad += kill_and_continue(server, tmp_path / str(trial), wanted, seconds, random_, mlflow=mlflow)
+        bad += kill_and_continue(
+            server, tmp_path / str(trial), wanted, seconds, random_, mlflow=mlflow
+        )
         shutil.rmtree(tmp_path / str(trial))
     assert bad == []
 
@@ -146,7 +156,10 @@ def touches(server, folder: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "stride",
-    [pytest.param(29, marks=pytest.mark.essential), pytest.param(1, marks=pytest.mark.timeout(3600))],
+    [
+        pytest.param(29, marks=pytest.mark.essential),
+        pytest.param(1, marks=pytest.mark.timeout(3600)),
+    ],
 )
 def test_killed_before_any_touch_of_the_file_system(stride, server, reference, tmp_path):
     bad = {}
@@ -155,7 +168,9 @@ def test_killed_before_any_touch_of_the_file_system(stride, server, reference, t
         assert server.run(folder, event=event)[0] == -signal.SIGKILL
         code, _ = server.run(folder)
         found = (
-            differences(outcome(folder), reference[0]) if code == 0 else [(folder / "log.txt").read_text()]
+            differences(outcome(folder), reference[0])
+            if code == 0
+            else [(folder / "log.txt").read_text()]
         )
         bad |= {event: found} if found else {}
     assert bad == {}
@@ -172,7 +187,11 @@ def test_killed_with_uploads_on_their_way(server, tmp_path):
         folder = tmp_path / str(event)
         assert server.run(folder, event=event, settings=settings)[0] == -signal.SIGKILL
         code, _ = server.run(folder, settings=settings)
-        found = differences(outcome(folder), wanted) if code == 0 else [(folder / "log.txt").read_text()]
+        found = (
+            differences(outcome(folder), wanted)
+            if code == 0
+            else [(folder / "log.txt").read_text()]
+        )
         bad |= {event: found} if found else {}
     assert bad == {}
 

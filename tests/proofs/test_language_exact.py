@@ -1,4 +1,5 @@
-"""Runs of adapters: interrupted or killed and continued, and in two processes, they end as one that was not."""
+"""Runs of adapters: interrupted or killed and continued, and in two processes, they end as one that
+was not."""
 
 from __future__ import annotations
 

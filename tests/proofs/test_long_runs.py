@@ -27,10 +27,21 @@ MOST = 2.0
     ],
 )
 def test_rounds_do_not_grow(flags, tmp_path, monkeypatch):
-    """MLflow's own caches fill up over a thousand rounds, so that its memory is left to the long figure."""
+    """MLflow's own caches fill up over a thousand rounds, so that its memory is left to the long
+    figure."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     soak, out = import_module("soak"), tmp_path / "out.json"
-    given = ["--rounds", str(ROUNDS), "--cohort", "10", "--eval_every", "50", *flags, "--out", str(out)]
+    given = [
+        "--rounds",
+        str(ROUNDS),
+        "--cohort",
+        "10",
+        "--eval_every",
+        "50",
+        *flags,
+        "--out",
+        str(out),
+    ]
     subprocess.run([sys.executable, str(BENCHMARKS / "soak.py"), *given], cwd=tmp_path, check=True)
     found = json.loads(out.read_text())
     for name in ("handles", "threads"):

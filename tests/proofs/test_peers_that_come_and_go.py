@@ -1,4 +1,5 @@
-"""Peers that come and go in virtual time: a trace by hand, the total mean, and whoever executes the run."""
+"""Peers that come and go in virtual time: a trace by hand, the total mean, and whoever executes the
+run."""
 
 from __future__ import annotations
 
@@ -18,7 +19,13 @@ ALWAYS = [[0, 100]]
 
 
 def fit(folder, over, name="FedAvg", **settings):
-    settings = {"max_rounds": 4, "workers": 1, "engine": "sequential", "participation": 1.0, **settings}
+    settings = {
+        "max_rounds": 4,
+        "workers": 1,
+        "engine": "sequential",
+        "participation": 1.0,
+        **settings,
+    }
     return run(make(name, weigh_by="clients"), images(), folder, topology=over, **settings)
 
 
@@ -29,12 +36,15 @@ def message(folder) -> int:
 
 
 def peers_of(trainer):
-    return {name: tensor for name, tensor in trainer.method.server.items() if name.startswith("peer/")}
+    return {
+        name: tensor for name, tensor in trainer.method.server.items() if name.startswith("peer/")
+    }
 
 
 def test_a_ring_by_hand(tmp_path):
-    """A message takes 1 second, steps 4. Peer 1 would be done at 8 and is online until 7: one of its two messages has
-    left, both neighbours have sent it theirs, and hear one message each. It is back at 20, after two rounds more."""
+    """A message takes 1 second, steps 4. Peer 1 would be done at 8 and is online until 7: one of
+    its two messages has left, both neighbours have sent it theirs, and hear one message each. It is
+    back at 20, after two rounds more."""
     one = message(tmp_path / "size")
     online = trace(tmp_path, ALWAYS, [[0, 7], [20, 100]], *[ALWAYS] * 4)
     clock = Clock(devices=Fixed(4.0), network=Lines(down=one, up=one), availability=online)
@@ -62,7 +72,9 @@ def test_a_ring_by_hand(tmp_path):
         ("trained", 1, 1, 0, 14.0),
         *[(*inner, 16.0)] * 3,
     ]
-    assert [r["client"] for r in rows(trainer, "ledger.csv") if r["round"] in "23"] == [*"02345"] * 2
+    assert [r["client"] for r in rows(trainer, "ledger.csv") if r["round"] in "23"] == [
+        *"02345"
+    ] * 2
 
 
 @pytest.mark.parametrize("over", [Gossip(Ring()), Gossip(Exponential()), Moshpit(2, 3)])
@@ -74,14 +86,20 @@ def test_who_goes_in_mid_exchange_is_in_no_average_and_keeps_its_state(over, tmp
     lost = fit(tmp_path / "lost", over, callbacks=[Loses({1: {1}})], max_rounds=1)
     assert column(gone, "clients/offline") == [1]
     (row,) = [row for row in rows(gone, "ledger.csv") if row["client"] == "1"]
-    assert (row["status"], row["upload"], row["wasted"], row["ended"]) == ("lost", "500", "500", "4.5")
+    assert (row["status"], row["upload"], row["wasted"], row["ended"]) == (
+        "lost",
+        "500",
+        "500",
+        "4.5",
+    )
     ours, theirs = peers_of(gone), peers_of(lost)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 class Mean(Stressor, Meter):
-    """The sum of m_i y_i before each exchange, of x_i for who is in none, and of m_i x_i after it."""
+    """The sum of m_i y_i before each exchange, of x_i for who is in none, and of m_i x_i after
+    it."""
 
     def __init__(self) -> None:
         self.sent, self.before, self.sums, self.masses = {}, {}, [], []
@@ -94,7 +112,11 @@ class Mean(Stressor, Meter):
         nodes = context.aggregation.nodes
         after = {i: nodes.get(i, "weights").double() for i in nodes.ids}
         masses = {i: float(nodes.get(i, "mass")) for i in nodes.ids}
-        used = {e.client for e in context.ledger.entries if (e.round, e.status) == (record.round, "trained")}
+        used = {
+            e.client
+            for e in context.ledger.entries
+            if (e.round, e.status) == (record.round, "trained")
+        }
         if self.before:
             weights, old = self.before
             begin = sum(old[i] * (self.sent[i] if i in used else weights[i]) for i in nodes.ids)
@@ -131,11 +153,15 @@ def test_workers_and_stops_change_nothing(form, tmp_path):
     name, over = FORMS[form]
     online = Diurnal(online=2.0, offline=1.0, day=4.0)
     settings = {
-        "clock": Clock(devices=LogNormalDevices(), network=Lines(down=1e5, up=1e5), availability=online)
+        "clock": Clock(
+            devices=LogNormalDevices(), network=Lines(down=1e5, up=1e5), availability=online
+        )
     }
     whole = fit(tmp_path / "one", over, name, **settings)
     assert sum(column(whole, "clients/offline")) > 0
-    assert result(fit(tmp_path / "two", over, name, workers=2, **settings).run_dir) == result(whole.run_dir)
+    assert result(fit(tmp_path / "two", over, name, workers=2, **settings).run_dir) == result(
+        whole.run_dir
+    )
     first = fit(tmp_path / "half", over, name, **{**settings, "max_rounds": 1})
     for rounds in (3, 4):
         settings |= {"max_rounds": rounds, "ckpt_path": str(first.run_dir), "allow_changed": True}

@@ -61,13 +61,15 @@ class Poison(Meter):
 
 @by_method
 def test_global_seeds_change_nothing(name, tmp_path):
-    """The networks have dropout; one of the two runs starts from other global seeds and has them changed all
-    along."""
+    """The networks have dropout; one of the two runs starts from other global seeds and has them
+    changed all along."""
     plain = fit(name, tmp_path)
     Poison(99).poison()
     poisoned = fit(name, tmp_path, callbacks=[Poison(7)])
     assert plain.journal.metadata["weights_sha256"] == poisoned.journal.metadata["weights_sha256"]
-    assert (plain.run_dir / "ledger.csv").read_text() == (poisoned.run_dir / "ledger.csv").read_text()
+    assert (plain.run_dir / "ledger.csv").read_text() == (
+        poisoned.run_dir / "ledger.csv"
+    ).read_text()
 
 
 def federation(name: str) -> Federation:
@@ -118,7 +120,9 @@ def test_the_order_of_clients_and_who_ran_before_change_nothing(name):
     assert len(together) == 3
     for id, result in together.items():
         alone = train(
-            federation(name), 1, lambda orders, id=id: [order for order in orders if order.client.id == id]
+            federation(name),
+            1,
+            lambda orders, id=id: [order for order in orders if order.client.id == id],
         )
         assert same(result, backwards[id])
         assert same(result, alone[id])
@@ -131,7 +135,8 @@ def test_training_twice_gives_the_same_result(name):
     first = train(fed, 1)
     fed.method.deploy(fed.data.client(0) if fed.method.personalised else None)
     assert all(
-        same(result, again) for result, again in zip(first.values(), train(fed, 1).values(), strict=True)
+        same(result, again)
+        for result, again in zip(first.values(), train(fed, 1).values(), strict=True)
     )
 
 
@@ -157,7 +162,9 @@ def test_operations_without_a_deterministic_form_are_named_once(deterministic, t
         max_rounds=2,
         deterministic=deterministic,
     )
-    named = [record.message for record in caplog.records if "no deterministic form" in record.message]
+    named = [
+        record.message for record in caplog.records if "no deterministic form" in record.message
+    ]
     assert len(named) == deterministic
     assert all("max_unpool" in message for message in named)
     assert not torch.are_deterministic_algorithms_enabled()

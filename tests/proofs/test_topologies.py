@@ -1,5 +1,5 @@
-"""Who talks to whom, from end to end: neutral settings are bit for bit, and nothing of a run depends on who executes
-it, or on how often it was stopped."""
+"""Who talks to whom, from end to end: neutral settings are bit for bit, and nothing of a run
+depends on who executes it, or on how often it was stopped."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ def test_a_complete_graph_is_a_server_bit_for_bit(name, tmp_path):
     star = fit(name, tmp_path / "star", Star())
     peers = fit(name, tmp_path / "peers", Gossip(Complete()))
     assert shared(peers.method.server, star.method.server)
-    assert [row["test/accuracy"] for row in metrics(peers)] == [row["test/accuracy"] for row in metrics(star)]
+    assert [row["test/accuracy"] for row in metrics(peers)] == [
+        row["test/accuracy"] for row in metrics(star)
+    ]
     assert {row["consensus/distance"] for row in metrics(peers)} == {"0.0"}
 
 
@@ -105,7 +107,8 @@ QUICK = ("FedMPQ over an exponential graph", "QFedAvg over edges")
     "form", [pytest.param(form, marks=[pytest.mark.essential] * (form in QUICK)) for form in FORMS]
 )
 def test_workers_and_stops_change_nothing(form, tmp_path):
-    """One worker, two, and a run that was stopped after any round and continued; some of the clients drop out."""
+    """One worker, two, and a run that was stopped after any round and continued; some of the
+    clients drop out."""
     name, over = FORMS[form]
     settings = {"callbacks": late(), "max_rounds": 4}
     whole = result(fit(name, tmp_path / "one", over, **settings).run_dir)
@@ -130,7 +133,11 @@ def test_a_run_goes_on_with_the_same_file_of_edges_alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     edges = tmp_path / "edges.txt"
     edges.write_text("0 1\n1 2\n2 3\n3 4\n4 5\n")
-    settings = {"over": Gossip(GraphFile("edges.txt")), "folder": tmp_path / "runs", "max_rounds": 1}
+    settings = {
+        "over": Gossip(GraphFile("edges.txt")),
+        "folder": tmp_path / "runs",
+        "max_rounds": 1,
+    }
     first = fit("FedAvg", **settings)
     edges.write_text(edges.read_text() + "0 5\n")
     settings |= {"ckpt_path": str(first.run_dir)}
@@ -146,7 +153,9 @@ def test_a_refused_upload_was_sent_and_heard_and_is_in_no_average(tmp_path):
 
         def change_upload(self, upload, *, client, round, context):
             weights = upload.tensor("weights")
-            return type(upload)({**upload, "weights": weights * float("nan" if client.id == 2 else 1)})
+            return type(upload)(
+                {**upload, "weights": weights * float("nan" if client.id == 2 else 1)}
+            )
 
     trainer = fit("FedAvg", tmp_path, Gossip(Ring()), callbacks=[Breaks()], max_rounds=1)
     server = trainer.method.server
@@ -164,7 +173,8 @@ def test_a_refused_upload_was_sent_and_heard_and_is_in_no_average(tmp_path):
 
 
 def test_peers_take_virtual_time_by_what_they_send_and_receive(tmp_path):
-    """A round lasts as long as the peer that takes longest: latency, bytes down, examples, bytes up."""
+    """A round lasts as long as the peer that takes longest: latency, bytes down, examples, bytes
+    up."""
     clock = Clock(devices=SameDevice(0.01), network=Lines(down=2e6, up=1e6, latency=0.25))
     trainer = fit("FedMPQ", tmp_path, Gossip(Ring()), clock=clock, max_rounds=1)
     took = []
@@ -176,11 +186,16 @@ def test_peers_take_virtual_time_by_what_they_send_and_receive(tmp_path):
 
 
 def test_sums_of_edges_take_virtual_time_in_rounds_in_which_edges_meet(tmp_path):
-    """Clients 0 to 2 of edge 0 take 1, 2 and 3 seconds, those of edge 1 take 4, 5 and 9, but 9's upload is lost. A sum
-    takes 2 seconds up and the model 0.5 down, 0.25 are for the round trip: 5 + 2 + 0.25 + 0.5."""
+    """Clients 0 to 2 of edge 0 take 1, 2 and 3 seconds, those of edge 1 take 4, 5 and 9, but 9's
+    upload is lost. A sum takes 2 seconds up and the model 0.5 down, 0.25 are for the round trip: 5
+    + 2 + 0.25 + 0.5."""
     settings = {"callbacks": [Loses({1: {5}, 2: {5}})], "weigh_by": "examples", "max_rounds": 2}
     plain = fit(
-        "FedAvg", tmp_path / "plain", Hierarchy(2), clock=Clock(devices=Fixed(1, 2, 3, 4, 5, 9)), **settings
+        "FedAvg",
+        tmp_path / "plain",
+        Hierarchy(2),
+        clock=Clock(devices=Fixed(1, 2, 3, 4, 5, 9)),
+        **settings,
     )
     entries = Ledger.from_csv((plain.run_dir / "ledger.csv").read_text()).entries
     up, down = entries[-1].upload, entries[-1].download
@@ -190,7 +205,10 @@ def test_sums_of_edges_take_virtual_time_in_rounds_in_which_edges_meet(tmp_path)
     assert [row["clock/seconds"] for row in metrics(plain)] == ["5.0", "10.0"]
     assert [row["clock/seconds"] for row in metrics(timed)] == ["5.0", "12.75"]
     found = Ledger.from_csv((timed.run_dir / "ledger.csv").read_text()).entries
-    assert [(e.client, e.started, e.ended) for e in found[-2:]] == [(-1, 8.0, 12.75), (-2, 10.0, 12.75)]
+    assert [(e.client, e.started, e.ended) for e in found[-2:]] == [
+        (-1, 8.0, 12.75),
+        (-2, 10.0, 12.75),
+    ]
     assert [replace(e, started=None, ended=None) for e in found[-2:]] == entries[-2:]
     assert found[:-2] == entries[:-2]
     assert shared(timed.method.server, plain.method.server)
@@ -221,10 +239,18 @@ def test_the_mean_model_and_every_peers_are_evaluated(tmp_path):
         assert float(last[f"peers/{name}"]) == pytest.approx(sum(values) / 6)
         assert float(last[f"peers/{name}_worst"]) == worst(values)
     assert len({one["loss"] for one in found}) == 6
-    weights = torch.stack([method.server[f"peer/{id}/weights"] for id in range(6)]).double().mean(0).float()
+    weights = (
+        torch.stack([method.server[f"peer/{id}/weights"] for id in range(6)])
+        .double()
+        .mean(0)
+        .float()
+    )
     assert torch.equal(method.server["weights"], weights)
     distance = sum(
-        (method.server[f"peer/{id}/weights"] - weights)[: method.trained_values].double().square().sum()
+        (method.server[f"peer/{id}/weights"] - weights)[: method.trained_values]
+        .double()
+        .square()
+        .sum()
         for id in range(6)
     )
     assert float(last["consensus/distance"]) == pytest.approx(float(distance) / 6)
@@ -233,7 +259,11 @@ def test_the_mean_model_and_every_peers_are_evaluated(tmp_path):
 AVERAGE = {"average": TrimmedMean(0.2)}
 REFUSED = {
     "masks": ({"secure_sum": SecureSum(0.67)}, {}, "trainer.secure_sum"),
-    "noise": ({"privacy": ClientPrivacy(noise_multiplier=1.0, clip_norm=1.0)}, {}, "trainer.privacy"),
+    "noise": (
+        {"privacy": ClientPrivacy(noise_multiplier=1.0, clip_norm=1.0)},
+        {},
+        "trainer.privacy",
+    ),
     "late": (
         {"rounds": OverSelection(1.5), "clock": Clock(devices=SameDevice())},
         {},
@@ -261,11 +291,16 @@ def test_what_does_not_go_with_peers(case, tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize("name", ["SCAFFOLD", "FedAdam", "FedKD", "FedDyn", "FedBN", "LocalOnly", "FedNova"])
+@pytest.mark.parametrize(
+    "name", ["SCAFFOLD", "FedAdam", "FedKD", "FedDyn", "FedBN", "LocalOnly", "FedNova"]
+)
 def test_methods_that_need_one_server(name, tmp_path):
     with refused(f"--trainer.topology Hierarchy with --model {name}", "FedMPQKD"):
         fit(
-            name, tmp_path, Hierarchy(2), weigh_by="clients" if name in ("SCAFFOLD", "FedDyn") else "examples"
+            name,
+            tmp_path,
+            Hierarchy(2),
+            weigh_by="clients" if name in ("SCAFFOLD", "FedDyn") else "examples",
         )
 
 

@@ -1,5 +1,6 @@
-"""Methods and networks of one's own that keep tensors which live on, or write where no message goes: whoever
-trains a client, and whoever trained in its process before, the weights are the same."""
+"""Methods and networks of one's own that keep tensors which live on, or write where no message
+goes: whoever trains a client, and whoever trained in its process before, the weights are the
+same."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class KeepsItsNetwork(FedAvg):
     """Clients start half way between what they are sent and what they ended with.
 
     Args:
-        how: what is kept: the parameters, their data, views of them, something that is written into, or copies.
+        how: what is kept: the parameters, their data, views of them, something that is written
+            into, or copies.
     """
 
     def __init__(self, how: str, **settings):
@@ -73,7 +75,13 @@ class ServesItsNetwork(FedAvg):
 
 
 def weights(method, folder, data=None, **settings):
-    settings = {"max_rounds": 3, "local_epochs": 1, "workers": 1, "engine": "sequential", **settings}
+    settings = {
+        "max_rounds": 3,
+        "local_epochs": 1,
+        "workers": 1,
+        "engine": "sequential",
+        **settings,
+    }
     return run(method, data or images(), folder, **settings).method.server["weights"]
 
 
@@ -86,7 +94,9 @@ def test_what_a_client_keeps_of_its_network_is_as_it_was(how, tmp_path):
     copied = found("copy")
     assert torch.equal(found(how), copied)
     assert torch.equal(found(how, workers=2), copied)
-    assert not torch.equal(weights(FedAvg(network=network, optimizer=sgd()), tmp_path / "not"), copied)
+    assert not torch.equal(
+        weights(FedAvg(network=network, optimizer=sgd()), tmp_path / "not"), copied
+    )
 
 
 def test_what_a_server_keeps_of_its_network_is_as_it_was(tmp_path):
@@ -100,7 +110,8 @@ class Counting(nn.Module):
     """Its outputs depend on a buffer that each batch changes.
 
     Args:
-        kind: of the buffer: BatchNorm's counter, an integer, or one that is not in the ``state_dict``.
+        kind: of the buffer: BatchNorm's counter, an integer, or one that is not in the
+            ``state_dict``.
     """
 
     def __init__(self, kind: str, num_classes: int) -> None:
@@ -122,7 +133,13 @@ def test_no_client_finds_buffers_that_another_has_written_to(kind, tmp_path):
 
     def found(**settings):
         method = FedAvg(network=lambda num_classes: Counting(kind, num_classes), optimizer=sgd())
-        settings = {"max_rounds": 3, "local_epochs": 1, "workers": 1, "engine": "sequential", **settings}
+        settings = {
+            "max_rounds": 3,
+            "local_epochs": 1,
+            "workers": 1,
+            "engine": "sequential",
+            **settings,
+        }
         trainer = run(method, images(), tmp_path / str(settings), **settings)
         losses.append(trainer.history["test/loss"].tolist())
         return method.server["weights"]
@@ -141,7 +158,9 @@ def test_no_client_finds_buffers_that_another_has_written_to(kind, tmp_path):
     assert not torch.equal(half, alone)
     method = FedAvg(network=lambda num_classes: Counting(kind, num_classes), optimizer=sgd())
     path = str(tmp_path / "resumed" / "half" / "run")
-    assert torch.equal(weights(method, tmp_path / "resumed", ckpt_path=path, allow_changed=True), alone)
+    assert torch.equal(
+        weights(method, tmp_path / "resumed", ckpt_path=path, allow_changed=True), alone
+    )
 
 
 def test_buffers_are_set_again_where_they_were_written_to():
@@ -149,7 +168,8 @@ def test_buffers_are_set_again_where_they_were_written_to():
     method.network = module = Counting("outside", 4)
     module.register_buffer("cache", None, persistent=False)
     module.register_buffer("table", torch.zeros(SMALL + 1), persistent=False)
-    method.register_buffer("own", torch.ones(1), persistent=False)  # what a method has is its own affair
+    # what a method has is its own affair
+    method.register_buffer("own", torch.ones(1), persistent=False)
     unsent = UnsentBuffers(method)
     kept, table = module.norm.num_batches_tracked, module.table
     unsent.restore()
@@ -212,7 +232,9 @@ class States(Meter):
 
 class KeepsOneTwice(FedAvg):
     def upload(self, client):
-        client.state["a"] = client.state["b"] = torch.arange(6.0) + client.state.get("a", torch.zeros(6))
+        client.state["a"] = client.state["b"] = torch.arange(6.0) + client.state.get(
+            "a", torch.zeros(6)
+        )
         client.state["half"] = client.state["a"][::2]
         return super().upload(client)
 

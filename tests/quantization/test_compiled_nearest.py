@@ -51,19 +51,24 @@ def test_the_library_finds_the_same(dim, count, centroids, built, monkeypatch):
         # many distances are equal: of points on a grid, and of centroids that occur twice
         points[::3] = size * draws.integers(-2, 3, points[::3].shape)
         codebook = np.asfortranarray(points[draws.integers(0, count, centroids)])
-        one, other = both(lambda given=(points, codebook): product.nearest(*given), built, monkeypatch)
+        one, other = both(
+            lambda given=(points, codebook): product.nearest(*given), built, monkeypatch
+        )
         assert one == other
 
 
 def test_k_means_has_the_same_bits(built, monkeypatch):
     points = np.random.default_rng(0).standard_normal((3000, 2)).astype(np.float32)
     points[:500] = points[0]  # some clusters are empty at first
-    one, other = both(lambda: product.kmeans(points, 128, 20, np.random.default_rng(1)), built, monkeypatch)
+    one, other = both(
+        lambda: product.kmeans(points, 128, 20, np.random.default_rng(1)), built, monkeypatch
+    )
     assert one == other
 
 
 def test_the_library_of_another_process_is_used_when_it_is_there(built, tmp_path, monkeypatch):
-    """A process that may not build, since another one is at it, asks again and does not build later."""
+    """A process that may not build, since another one is at it, asks again and does not build
+    later."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     late = CompiledNearest()
     asked = []

@@ -17,7 +17,15 @@ from fl_lightning.quantization import (
 )
 from fl_lightning.quantization.latent import Latent, counts_without_waiting
 from fl_lightning.quantization.layer import Grid, Layer
-from fl_lightning.quantization.planes import PLANE_MAX, TOP_MAX, Planes, gain, length, to_planes, units
+from fl_lightning.quantization.planes import (
+    PLANE_MAX,
+    TOP_MAX,
+    Planes,
+    gain,
+    length,
+    to_planes,
+    units,
+)
 from fl_lightning.quantization.uniform import nearest_scale
 
 
@@ -25,7 +33,10 @@ def test_allocation_golden(golden):
     cases = json.loads((golden / "fedmpq_allocation.json").read_text())["cases"]
     assert cases
     for case in cases:
-        assert allocate_bits(case["sizes"], case["mean_bits"], case["delta"], case["budget"]) == case["bits"]
+        assert (
+            allocate_bits(case["sizes"], case["mean_bits"], case["delta"], case["budget"])
+            == case["bits"]
+        )
 
 
 layers = st.lists(
@@ -95,7 +106,11 @@ def test_plane_gradients_by_hand():
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_a_matched_step_on_both_sides_is_two_sgd_steps_on_the_weights(bits):
-    w, upstream, scale = torch.tensor([0.7, -0.4, 0.3]), torch.tensor([0.2, -0.1, 0.05]), torch.tensor(0.7)
+    w, upstream, scale = (
+        torch.tensor([0.7, -0.4, 0.3]),
+        torch.tensor([0.2, -0.1, 0.05]),
+        torch.tensor(0.7),
+    )
     planes = to_planes(w, bits, scale).requires_grad_()
     from_planes(planes, scale, matched=True).backward(upstream)
     moved = units(planes.detach() - 0.01 * planes.grad) * scale / (2**bits - 1)
@@ -103,17 +118,20 @@ def test_a_matched_step_on_both_sides_is_two_sgd_steps_on_the_weights(bits):
 
 
 def test_the_regulariser_by_hand():
-    """Norms 3 and 4 of a layer of 3 weights at 2 bits, beside a layer of 1 weight at 1 bit whose norm is
-    2: in planes, and in weights whose digits these are."""
+    """Norms 3 and 4 of a layer of 3 weights at 2 bits, beside a layer of 1 weight at 1 bit whose
+    norm is 2: in planes, and in weights whose digits these are."""
     planes = torch.zeros(2, 2, 3)
     planes[0, 0] = torch.tensor([1.0, 2.0, 2.0])
     planes[1, 1, 0] = 4.0
     flat = torch.cat([planes.flatten(), torch.tensor([0.0, 2.0])])
     grid = Grid([Layer(2, 3), Layer(1, 1)], torch.ones(2), torch.ones(2))
     _, penalty = Planes().quantized(flat, grid)
-    torch.testing.assert_close(penalty, torch.tensor((3 * 2 * 7.0 + 1 * 1 * 2.0) / 4), rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        penalty, torch.tensor((3 * 2 * 7.0 + 1 * 1 * 2.0) / 4), rtol=0, atol=1e-4
+    )
 
-    # magnitudes 3, 1, 8 have lowest digits 1, 1, 0 and 1, 0, 4 above; magnitude 2 at one bit has digit 2
+    # magnitudes 3, 1, 8 have lowest digits 1, 1, 0 and 1, 0, 4 above; magnitude 2 at one bit has
+    # digit 2
     grid = grid._replace(scales=torch.tensor([3.0, 1.0]))
     rounded, penalty = Latent().quantized(torch.tensor([3.2, -0.9, 8.0, -2.0]), grid)
     expected = (3 * 2 * (2**0.5 + 17**0.5) + 1 * 1 * 2.0) / 4
@@ -130,7 +148,9 @@ def planes_by_autograd(flat, scales, pull, layers, matched):
         if matched:
             factor = 1 / gain(bits, scale)
             planes = planes * factor + (planes - planes * factor).detach()
-        value = torch.einsum("b,bn->n", 2.0 ** torch.arange(bits, dtype=flat.dtype), planes[0] - planes[1])
+        value = torch.einsum(
+            "b,bn->n", 2.0 ** torch.arange(bits, dtype=flat.dtype), planes[0] - planes[1]
+        )
         weights.append((value + (value.round() - value).detach()) * scale / (2**bits - 1))
         norm = n * bits * (planes.square().sum(dim=(0, 2)) + 1e-8).sqrt().sum()
         penalty = penalty + norm * strength + (norm - norm * strength).detach()
@@ -138,8 +158,8 @@ def planes_by_autograd(flat, scales, pull, layers, matched):
 
 
 def latent_by_autograd(flat, scales, pull, layers, _):
-    """Each weight's digits move with it as a step on the planes of one side would move them: digit b by
-    2^b / (c sum_b 4^b) of what W moves. Their group lasso is then torch's own."""
+    """Each weight's digits move with it as a step on the planes of one side would move them: digit
+    b by 2^b / (c sum_b 4^b) of what W moves. Their group lasso is then torch's own."""
     weights, penalty, at = [], 0.0, 0
     for (bits, n), scale, strength in zip(layers, scales, pull, strict=True):
         w, step = flat[at : at + n], scale / (2**bits - 1)
@@ -166,11 +186,14 @@ def latent_by_autograd(flat, scales, pull, layers, _):
     ids=["raw planes", "matched planes", "latent"],
 )
 def test_quantized_weights_are_autograds(representation, by_autograd, batched):
-    """For layers of several sizes and bits, some weights above their grid; under vmap for three clients at
-    once."""
+    """For layers of several sizes and bits, some weights above their grid; under vmap for three
+    clients at once."""
     generator = torch.Generator().manual_seed(0)
     layers, is_latent = [Layer(1, 5), Layer(4, 7), Layer(8, 3)], isinstance(representation, Latent)
-    entries, dtype = sum(layer.size if is_latent else length(layer) for layer in layers), torch.float64
+    entries, dtype = (
+        sum(layer.size if is_latent else length(layer) for layer in layers),
+        torch.float64,
+    )
     flats = 2 * torch.rand(3, entries, generator=generator, dtype=dtype) - (1 if is_latent else 0)
     scales, pull = torch.rand(2, 3, 3, generator=generator, dtype=dtype) + 0.1
     upstream = torch.randn(3, 15, generator=generator, dtype=dtype)
@@ -179,7 +202,9 @@ def test_quantized_weights_are_autograds(representation, by_autograd, batched):
         return representation.quantized(flat, Grid(layers, scales, pull))
 
     def loss(function, flat, scales, pull, upstream):
-        weights, penalty = function(flat, scales, pull, layers, getattr(representation, "matched", None))
+        weights, penalty = function(
+            flat, scales, pull, layers, getattr(representation, "matched", None)
+        )
         return torch.cat(list(weights)) @ upstream + 0.3 * penalty
 
     expected, found = flats.clone().requires_grad_(), flats.clone().requires_grad_()
@@ -206,7 +231,8 @@ def test_counts_on_a_device_are_those_on_the_cpu():
 
 @pytest.mark.parametrize("representation", [Planes(), Latent()])
 def test_regulariser_has_the_papers_size(representation):
-    """METHODS.md 4: ResNet-20 with half the bits set gives about 457 / 1826 / 7305 at N = 2 / 4 / 8."""
+    """METHODS.md 4: ResNet-20 with half the bits set gives about 457 / 1826 / 7305 at N = 2 / 4 /
+    8."""
     from fl_lightning.methods.quantized import quantized_layers
     from fl_lightning.models import build_network
 
@@ -215,7 +241,9 @@ def test_regulariser_has_the_papers_size(representation):
     generator = torch.Generator().manual_seed(0)
     for bits, expected in ((2, 457), (4, 1826), (8, 7305)):
         grid = Grid(
-            [Layer(bits, n) for n in sizes], torch.full((len(sizes),), 2.0**bits - 1), torch.ones(len(sizes))
+            [Layer(bits, n) for n in sizes],
+            torch.full((len(sizes),), 2.0**bits - 1),
+            torch.ones(len(sizes)),
         )
         weights = [torch.randint(2**bits, (n,), generator=generator).float() for n in sizes]
         _, penalty = representation.quantized(representation.variables(weights, grid), grid)
@@ -224,7 +252,9 @@ def test_regulariser_has_the_papers_size(representation):
 
 def test_stochastic_rounding_is_unbiased_and_seeded():
     w = torch.linspace(-1, 1, 41)
-    draws = torch.stack([quantize(w, 2, noise=rng.stream(0, "t", r)).dequantize() for r in range(4000)])
+    draws = torch.stack(
+        [quantize(w, 2, noise=rng.stream(0, "t", r)).dequantize() for r in range(4000)]
+    )
     standard_error = (1 / 3) / 2 / np.sqrt(4000)
     assert (draws.mean(0) - w).abs().max() < 5 * standard_error
     assert torch.equal(
@@ -246,7 +276,8 @@ def test_zero_layer_stays_zero():
 
 def layer_of(magnitudes: list[int], bits: int) -> Quantized:
     m = torch.tensor(magnitudes, dtype=torch.int32)
-    return Quantized(m, torch.arange(len(m)) % 2 == 1, scale=float(2**bits - 1), bits=bits)  # step 1
+    # step 1
+    return Quantized(m, torch.arange(len(m)) % 2 == 1, scale=float(2**bits - 1), bits=bits)
 
 
 def test_pruning_by_hand():
@@ -260,7 +291,8 @@ def test_pruning_by_hand():
     assert rare_top.magnitude[0] == 7  # saturates: all lower digits 1
 
     empty_low, empty_low_dropped = prune(layer_of([8, 4, 12, 0] * 25, bits=4))
-    assert (empty_low.bits, empty_low.step) == (2, 4.0)  # two empty planes below: the step doubles twice
+    # two empty planes below: the step doubles twice
+    assert (empty_low.bits, empty_low.step) == (2, 4.0)
     torch.testing.assert_close(empty_low.dequantize(), layer_of([8, 4, 12, 0] * 25, 4).dequantize())
 
     assert (empty_top_dropped, rare_top_dropped, empty_low_dropped) == (2, 1, 0)
@@ -271,7 +303,8 @@ def test_pruning_by_hand():
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_the_nearest_scale_is_no_worse_than_any_other(bits):
-    """By trying; a uniform layer keeps its whole range, one with outliers loses them at few bits."""
+    """By trying; a uniform layer keeps its whole range, one with outliers loses them at few
+    bits."""
     generator = torch.Generator().manual_seed(0)
     uniform = torch.rand(5000, generator=generator) * 2 - 1
     heavy = torch.randn(5000, generator=generator) ** 3
@@ -292,14 +325,16 @@ def test_what_outgrows_the_grid():
     full = torch.tensor([15.0, -9.0, 6.0, 1.0] * 25)
     outlier = torch.cat([full, torch.tensor([45.0])])
     layer, top = quantize_and_prune(outlier, 4, scale=15.0, threshold=0.02)
-    assert (layer.bits, top, layer.scale) == (4, 0, 45.0)  # the top plane is full: 4 bits, a longer step
+    # the top plane is full: 4 bits, a longer step
+    assert (layer.bits, top, layer.scale) == (4, 0, 45.0)
     assert layer.dequantize()[-1] == 45
 
     layer, top = quantize_and_prune(full, 4, scale=15.0, threshold=0.02)
     assert (layer.bits, top) == (4, 0)
     torch.testing.assert_close(layer.dequantize(), full)
 
-    low = torch.cat([torch.tensor([7.0, -4.0, 3.0, 1.0] * 25), torch.tensor([45.0])])  # half of the grid
+    # half of the grid
+    low = torch.cat([torch.tensor([7.0, -4.0, 3.0, 1.0] * 25), torch.tensor([45.0])])
     layer, top = quantize_and_prune(low, 4, scale=15.0, threshold=0.02)
     assert (layer.bits, top, layer.step) == (3, 1, 1.0)
     assert layer.dequantize()[-1] == 7

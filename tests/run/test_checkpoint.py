@@ -1,5 +1,5 @@
-"""What is on disk stays whole: damage is found and named, a full disk loses nothing, nothing runs code,
-nothing leaks."""
+"""What is on disk stays whole: damage is found and named, a full disk loses nothing, nothing runs
+code, nothing leaks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from fl_lightning.support import disk
 from fl_lightning.support.redaction import redact, redact_arguments, redact_settings
 
 TENSORS = {
-    "server": {"weights": torch.arange(6.0).reshape(2, 3), "bits": torch.tensor([1, 2], dtype=torch.int8)},
+    "server": {
+        "weights": torch.arange(6.0).reshape(2, 3),
+        "bits": torch.tensor([1, 2], dtype=torch.int8),
+    },
     "clients": {},
 }
 DOCUMENTS = {"progress": {"round": 3, "best": float("-inf")}}
@@ -71,7 +74,9 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["server.safetensors", "clients.safetensors", "progress.json", "manifest.json"]
 )
-@pytest.mark.parametrize("damage", [truncate, flip, Path.unlink, lambda path: path.write_bytes(b"")])
+@pytest.mark.parametrize(
+    "damage", [truncate, flip, Path.unlink, lambda path: path.write_bytes(b"")]
+)
 def test_damage_is_refused_by_name(name, damage, saved):
     damage(saved / name)
     with pytest.raises(CheckpointError, match=re.escape(str(saved))):
@@ -111,7 +116,9 @@ def small_disk(tmp_path):
     folder = tmp_path / "disk"
     folder.mkdir()
     if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", folder], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", folder],
+        capture_output=True,
+        check=False,
     ).returncode:
         pytest.skip("mounting a small tmpfs needs root")
     yield folder
@@ -126,7 +133,9 @@ def test_a_disk_that_is_really_full(small_disk):
     with pytest.raises(OSError, match="No space"):  # noqa: PT012
         while number := number + 1:
             save_checkpoint(
-                run.checkpoints / f"round_{number:06d}", {"server": {"w": torch.zeros(25_000)}}, DOCUMENTS
+                run.checkpoints / f"round_{number:06d}",
+                {"server": {"w": torch.zeros(25_000)}},
+                DOCUMENTS,
             )
     assert number > 2
     found = checkpoints_in(run.checkpoints)
@@ -136,7 +145,9 @@ def test_a_disk_that_is_really_full(small_disk):
     with pytest.raises(OSError, match="No space"):
         run.tables["ledger"].append([{"round": n} for n in range(200_000)])
     assert run.tables["ledger"].mark == mark
-    assert run.tables["ledger"].until(mark) == run.tables["ledger"].path.read_bytes() == b"round\n1\n"
+    assert (
+        run.tables["ledger"].until(mark) == run.tables["ledger"].path.read_bytes() == b"round\n1\n"
+    )
 
 
 def test_a_table_grows_and_goes_back(tmp_path):
@@ -237,7 +248,9 @@ def test_two_that_want_one_name_get_two(tmp_path):
     assert not list((tmp_path / "e").glob(".*"))
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "/etc", ".hidden", "a\\b", "a\0b", "a\nb"])
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../x", "a/b", "/etc", ".hidden", "a\\b", "a\0b", "a\nb"]
+)
 def test_names_cannot_leave_the_run_directory(name, tmp_path):
     assert not is_plain_name(name)
     with pytest.raises(ValueError, match="one file inside figures"):
@@ -245,14 +258,19 @@ def test_names_cannot_leave_the_run_directory(name, tmp_path):
 
 
 def test_secrets_do_not_reach_the_records():
-    assert redact("sqlite:///mlflow.db http://me:pw@host/x") == "sqlite:///mlflow.db http://***@host/x"
+    assert (
+        redact("sqlite:///mlflow.db http://me:pw@host/x") == "sqlite:///mlflow.db http://***@host/x"
+    )
     for secret in (
         "postgresql://u:p/w@h", "http://u:p@ss@h", "Authorization: Bearer hush", "pwd=hush", "https://h/x?sig=hush",
         "--x.token='hush hush'",
     ):  # fmt: skip
-        assert not any(part in redact(secret) for part in ("hush", "p/w", "p@ss", "ss@")), redact(secret)
+        assert not any(part in redact(secret) for part in ("hush", "p/w", "p@ss", "ss@")), redact(
+            secret
+        )
     assert (
-        redact("http://127.0.0.1:5000 design: a@b author=me") == "http://127.0.0.1:5000 design: a@b author=me"
+        redact("http://127.0.0.1:5000 design: a@b author=me")
+        == "http://127.0.0.1:5000 design: a@b author=me"
     )
     words = [
         "fit",
@@ -289,6 +307,8 @@ def test_nothing_of_ours_unpickles():
     loads = re.compile(
         r"\b(?:import|from) (?:c?pickle|dill|joblib|shelve)\b|torch\.(?:load|save)\(|allow_pickle=True|np\.load\((?!.*allow_pickle=False)"
     )
-    sources = [path for folder in ("fl_lightning", "callbacks") for path in (ROOT / folder).rglob("*.py")]
+    sources = [
+        path for folder in ("fl_lightning", "callbacks") for path in (ROOT / folder).rglob("*.py")
+    ]
     found = {path.name for path in sources if loads.search(path.read_text())}
     assert found <= {"cifar.py", "convert_traces.py"}

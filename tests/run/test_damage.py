@@ -1,5 +1,5 @@
-"""Random damage to the files of a run: what is read is what was written, or it is refused by name, never
-something else."""
+"""Random damage to the files of a run: what is read is what was written, or it is refused by name,
+never something else."""
 
 from __future__ import annotations
 
@@ -67,7 +67,10 @@ def contents(checkpoint: Checkpoint) -> tuple[dict, dict]:
 
 def test_damaged_files_are_never_taken_for_whole_ones(whole, tmp_path, caplog):
     caplog.set_level(logging.CRITICAL, "fl_lightning")
-    written = {path.name: contents(Checkpoint.read(path)) for path in (whole / "checkpoints").glob("round_*")}
+    written = {
+        path.name: contents(Checkpoint.read(path))
+        for path in (whole / "checkpoints").glob("round_*")
+    }
     dice, silent, newest, earlier, refused = random.Random(5), [], 0, 0, []
     for trial in range(DAMAGES):
         run = tmp_path / "run"
@@ -91,7 +94,8 @@ def test_damaged_files_are_never_taken_for_whole_ones(whole, tmp_path, caplog):
         shutil.rmtree(run)
     assert silent == []
     assert newest + earlier + len(refused) == DAMAGES
-    assert newest > DAMAGES // 2  # damage to an older checkpoint, or to one copy of a table, costs nothing
+    # damage to an older checkpoint, or to one copy of a table, costs nothing
+    assert newest > DAMAGES // 2
     assert earlier > DAMAGES // 10  # damage to the newest costs one round
     # only two damages that hit both copies of a table can cost a run with three checkpoints
     for what in refused:

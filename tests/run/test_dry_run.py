@@ -1,4 +1,5 @@
-"""``fit --dry_run``: bytes that travel as the ledger counts them, and memory as a process takes it."""
+"""``fit --dry_run``: bytes that travel as the ledger counts them, and memory as a process takes
+it."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ ENTRIES = 200
 
 @pytest.mark.parametrize("rank", [2, [1, 2, 3, 2]])
 @pytest.mark.parametrize("rule", RULES)
-def test_what_travels_is_what_the_ledger_counts(rule: str | None, rank: int | list[int], tmp_path: Path):
+def test_what_travels_is_what_the_ledger_counts(
+    rule: str | None, rank: int | list[int], tmp_path: Path
+):
     """In the rounds after the first two, in which a rule's messages are of another form."""
     if isinstance(rank, list) and rule not in ("stack", "product", "padded"):
         pytest.skip("it takes one rank")
@@ -65,7 +68,8 @@ def test_what_travels_is_what_the_ledger_counts(rule: str | None, rank: int | li
 
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_adapters_of_all_kinds_have_a_forecast(kind: AdapterKind, tmp_path: Path):
-    """Those of singular directions among them, where there are shapes and no values to decompose."""
+    """Those of singular directions among them, where there are shapes and no values to
+    decompose."""
 
     def network(vocab_size: int) -> nn.Module:
         return add_adapter(Llama(vocab_size, width=16, depth=1, heads=2), kind, rank=2)
@@ -82,7 +86,8 @@ def test_adapters_of_all_kinds_have_a_forecast(kind: AdapterKind, tmp_path: Path
 
 
 def test_a_copied_network_has_a_forecast_too():
-    """The one of the maker that it is copied from; the network that is copied, or held, keeps its values."""
+    """The one of the maker that it is copied from; the network that is copied, or held, keeps its
+    values."""
     data = records(generate=False)
 
     def new(vocab_size: int) -> nn.Module:
@@ -96,7 +101,9 @@ def test_a_copied_network_has_a_forecast_too():
     before = copy.deepcopy(network.state_dict())
     assert told(lambda vocab_size: copy.deepcopy(network)) == told(new)
     network.requires_grad_(False)
-    head = told(lambda vocab_size: nn.Sequential(network, nn.Linear(vocab_size, vocab_size, bias=False)))
+    head = told(
+        lambda vocab_size: nn.Sequential(network, nn.Linear(vocab_size, vocab_size, bias=False))
+    )
     assert head["comm/client_upload_bytes"] > 4 * data.num_classes**2
     assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
 
@@ -106,7 +113,8 @@ MASKED = [(rule, 2) for rule in RULES if rule not in ("padded", "share_a")]
 
 @pytest.mark.parametrize(("rule", "rank"), [*MASKED, ("product", [1, 2, 3, 2])])
 def test_masks_are_in_the_forecast(rule: str | None, rank: int | list[int], tmp_path: Path):
-    """Eight bytes for each value of a sum, those of products among them, and what keys and shares take."""
+    """Eight bytes for each value of a sum, those of products among them, and what keys and shares
+    take."""
     pytest.importorskip("cryptography")
     secure = SecureSum()
     given = {"max_rounds": 4, "participation": 1.0, "max_local_steps": 1, "secure_sum": secure}
@@ -121,8 +129,11 @@ def test_masks_are_in_the_forecast(rule: str | None, rank: int | list[int], tmp_
 
 
 @pytest.mark.parametrize(("rounds", "clients"), [("OverSelection", 7), ("FedBuff", 3)])
-def test_a_forecast_is_of_the_clients_that_a_round_exchanges_messages_with(rounds: str, clients: int):
-    """Ten clients of which half are wanted: 1.3 times as many are asked, or three make a version."""
+def test_a_forecast_is_of_the_clients_that_a_round_exchanges_messages_with(
+    rounds: str, clients: int
+):
+    """Ten clients of which half are wanted: 1.3 times as many are asked, or three make a
+    version."""
     kind = OverSelection(1.3) if rounds == "OverSelection" else FedBuff(concurrency=6, buffer=3)
     data = FederatedImages(dataset="synthetic", num_clients=10)
     found = forecast(FedAvg(network="mlp"), data, participation=0.5, rounds=4, kind=kind)
@@ -134,7 +145,11 @@ def test_nothing_is_loaded_or_created(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("fl_lightning.data.InstructionData.read", None)
     monkeypatch.setattr("fl_lightning.data.PreferencePairs.read", None)
-    for config, values in (("lora_default", "197 kB"), ("preferences", "197 kB"), ("vemoe_default", "")):
+    for config, values in (
+        ("lora_default", "197 kB"),
+        ("preferences", "197 kB"),
+        ("vemoe_default", ""),
+    ):
         assert main(["fit", "--config", str(ROOT / "configs" / f"{config}.yaml"), "--dry_run"]) == 0
         out = capsys.readouterr().out
         assert f"A client is sent {values}" in out
@@ -143,7 +158,9 @@ def test_nothing_is_loaded_or_created(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_pair_has_two_sequences_and_a_frozen_base_no_gradients():
-    plain = forecast(method_of(), records(generate=False, batch_size=8), participation=0.5, rounds=3)
+    plain = forecast(
+        method_of(), records(generate=False, batch_size=8), participation=0.5, rounds=3
+    )
     pairs = PreferencePairs(num_clients=4, batch_size=8, context=72)
     two = forecast(method_of(), pairs, participation=0.5, rounds=3)
     assert two.cohort == plain.cohort == 2
@@ -178,8 +195,8 @@ def test_a_deployment_refuses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def measured(*words: str) -> dict[str, float]:
-    """What a process grew by while it trained, and what was forecast; blocks that are freed go back at once,
-    so that what the process holds is what tensors take."""
+    """What a process grew by while it trained, and what was forecast; blocks that are freed go back
+    at once, so that what the process holds is what tensors take."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", ROOT / "tests" / "support" / "measured_step.py", *words],
         capture_output=True,
@@ -202,9 +219,16 @@ def test_a_process_takes_what_was_forecast():
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is read from /proc")
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [[], ["gradient_checkpointing=1"], ["dtype=bfloat16"], ["rank=0"]])
+@pytest.mark.parametrize(
+    "words", [[], ["gradient_checkpointing=1"], ["dtype=bfloat16"], ["rank=0"]]
+)
 def test_a_process_with_a_model_of_transformers_does_too(words: list[str], tmp_path: Path):
-    sizes = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 6}
+    sizes = {
+        "hidden_size": 192,
+        "intermediate_size": 512,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 6,
+    }
     base = save_base(tmp_path / "base", "SmolLM2", vocab_size=2048, **sizes)
     found = measured("hf", "16", "128", f"name={base}", *words)
     assert found["weights"] == found["memory/base_bytes"] + found["memory/trained_bytes"]
@@ -214,7 +238,8 @@ def test_a_process_with_a_model_of_transformers_does_too(words: list[str], tmp_p
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_configuration_without_weights_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Where there is no CUDA, 4 bits are forecast all the same, and checkpointing lowers activations."""
+    """Where there is no CUDA, 4 bits are forecast all the same, and checkpointing lowers
+    activations."""
     base = save_base(tmp_path / "base", "Mistral")
     for file in base.glob("*.safetensors"):
         file.unlink()
@@ -224,7 +249,9 @@ def test_a_configuration_without_weights_is_enough(tmp_path: Path, monkeypatch: 
         network = partial(TransformersLM, name=str(base), rank=4, **settings)
         data = records(generate=False)
         data.num_classes = 258  # the tokens of this base
-        return forecast(FedAvg(network=network, optimizer=adam()), data, participation=1.0, rounds=1)
+        return forecast(
+            FedAvg(network=network, optimizer=adam()), data, participation=1.0, rounds=1
+        )
 
     plain, narrow = of(), of(load_in_4bit=True, gradient_checkpointing=True)
     linear = 2 * (32 * 32 * 2 + 2 * 16 * 32 + 3 * 32 * 48)

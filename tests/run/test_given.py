@@ -46,7 +46,12 @@ METHOD, DATA = FedAvg(), ready()
         (METHOD, LightningDataModule(), 0, "write fl_lightning.data.DataModuleData"),
         (METHOD, DataLoader([1]), 0, "write fl_lightning.data.DatasetData"),
         (METHOD, None, 0, "data=NoneType; it is no fl_lightning.FederatedData"),
-        (NoBase(), DATA, 0, r"its constructor does not call .*begin NoBase.__init__ with super\(\).__init__"),
+        (
+            NoBase(),
+            DATA,
+            0,
+            r"its constructor does not call .*begin NoBase.__init__ with super\(\).__init__",
+        ),
         (OnlyModule(), DATA, 0, "its constructor does not call that of fl_lightning.Method"),
         (METHOD, DATA, None, "seed=None; a seed is an int, at least 0 and below 2.63"),
         (METHOD, DATA, "1", "seed='1'; it is str, where an int is needed"),
@@ -69,6 +74,8 @@ def test_before_the_first_run_there_is_no_directory(tmp_path):
 
 def test_numbers_of_numpy_are_numbers(tmp_path):
     trainer = trainer_in(tmp_path, max_rounds=np.int64(1))
-    trainer.fit(FedProx(mu=np.float64(0.1), network="mlp", optimizer=sgd()), ready(), seed=np.int64(1))
+    trainer.fit(
+        FedProx(mu=np.float64(0.1), network="mlp", optimizer=sgd()), ready(), seed=np.int64(1)
+    )
     settings = yaml.safe_load((trainer.run_dir / "config.yaml").read_text())
     assert (settings["seed_everything"], settings["model"]["init_args"]["mu"]) == (1, 0.1)

@@ -29,7 +29,14 @@ NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> FederatedTrainer:
     folder = tmp_path_factory.mktemp("run")
-    return run(on_images(FedAvg()), images(), folder, max_rounds=2, workers=1, callbacks=[PartitionFigure()])
+    return run(
+        on_images(FedAvg()),
+        images(),
+        folder,
+        max_rounds=2,
+        workers=1,
+        callbacks=[PartitionFigure()],
+    )
 
 
 class Handle:
@@ -57,7 +64,9 @@ def cell(monkeypatch: pytest.MonkeyPatch) -> Handle:
     return handle
 
 
-def test_progress_in_the_output_of_a_cell(cell: Handle, tmp_path: Path, monkeypatch, caplog) -> None:
+def test_progress_in_the_output_of_a_cell(
+    cell: Handle, tmp_path: Path, monkeypatch, caplog
+) -> None:
     """One output, redrawn, which ends with the last round; no line goes to the log."""
     console = Console(force_jupyter=True, width=100)
     monkeypatch.setattr("callbacks.meters.progress_bar.Console", lambda stderr: console)
@@ -103,7 +112,8 @@ def test_results_are_the_dictionary_that_they_were(tmp_path: Path) -> None:
     assert json.loads(json.dumps(results)) == results
     assert yaml.safe_load(yaml.safe_dump(results)) == results
     assert (
-        f"<tr><th>final/accuracy</th><td>{results['final/accuracy']:.6g}</td></tr>" in results._repr_html_()
+        f"<tr><th>final/accuracy</th><td>{results['final/accuracy']:.6g}</td></tr>"
+        in results._repr_html_()
     )
 
 
@@ -134,7 +144,8 @@ def test_a_trainer_says_where_its_run_is(trainer: FederatedTrainer, tmp_path: Pa
 
 
 def test_errors_are_shown_where_nobody_has_set_up_logging(capsys, monkeypatch) -> None:
-    """The file's handler would otherwise be the only one, and Python shows errors where there is none."""
+    """The file's handler would otherwise be the only one, and Python shows errors where there is
+    none."""
     log = logging.getLogger("fl_lightning")
     monkeypatch.setattr(log, "propagate", False)  # pytest's own handlers are at the root
     monkeypatch.setattr(log, "handlers", [])
@@ -219,7 +230,9 @@ trainer = FederatedTrainer(
 @pytest.fixture
 def kernel(here: Path) -> Iterator[Any]:
     manager_of = pytest.importorskip("jupyter_client.manager")
-    manager, client = manager_of.start_new_kernel(kernel_name="python3", cwd=str(here), startup_timeout=120)
+    manager, client = manager_of.start_new_kernel(
+        kernel_name="python3", cwd=str(here), startup_timeout=120
+    )
     yield manager, client
     client.stop_channels()
     manager.shutdown_kernel(now=True)
@@ -244,7 +257,9 @@ def text_of(kind: str, content: dict) -> str:
 @pytest.mark.slow
 @pytest.mark.essential
 @pytest.mark.filterwarnings("ignore")
-def test_an_interrupt_says_how_to_go_on_and_leaves_the_kernel_alive(kernel: Any, here: Path) -> None:
+def test_an_interrupt_says_how_to_go_on_and_leaves_the_kernel_alive(
+    kernel: Any, here: Path
+) -> None:
     """The line that it says is run as it stands, and ends the run."""
     manager, client = kernel
     list(messages(client, client.execute(START)))
@@ -254,10 +269,14 @@ def test_an_interrupt_says_how_to_go_on_and_leaves_the_kernel_alive(kernel: Any,
         if "waiting" in text_of(kind, content):
             manager.interrupt_kernel()
     assert "KeyboardInterrupt" in shown
-    (line,) = re.findall(r"stopped in round 3; continue after round 2 with (trainer\.fit\(.*\))", shown)
+    (line,) = re.findall(
+        r"stopped in round 3; continue after round 2 with (trainer\.fit\(.*\))", shown
+    )
     shown = "".join(
         text_of(*one) for one in messages(client, client.execute(f"waiting.waits = False; {line}"))
     )
     assert "'final/accuracy'" in shown
-    shown = "".join(text_of(*one) for one in messages(client, client.execute("list(trainer.history.index)")))
+    shown = "".join(
+        text_of(*one) for one in messages(client, client.execute("list(trainer.history.index)"))
+    )
     assert "[1, 2, 3, 4]" in shown

@@ -72,7 +72,10 @@ def fit(
     trainer = FederatedTrainer(
         accelerator="cpu", callbacks=callbacks, default_root_dir=str(folder / "runs"), **settings
     )
-    trainer.config = config or {"model": {"alpha": 1.0}, "trainer": {"run_name": settings.get("run_name")}}
+    trainer.config = config or {
+        "model": {"alpha": 1.0},
+        "trainer": {"run_name": settings.get("run_name")},
+    }
     trainer.config_text = yaml.safe_dump(trainer.config)
     if until is None:
         trainer.fit(method, data, seed=3, ckpt_path=ckpt_path)
@@ -97,14 +100,18 @@ def test_interrupted_and_continued_is_exact(until, settings, wanted, tmp_path):
     fit(tmp_path, until=until, **settings)
     fit(tmp_path, ckpt_path="last", **settings)
     found = outcome(tmp_path)
-    found["checkpoints"] = wanted["checkpoints"]  # how many there are depends on how often they are written
+    # how many there are depends on how often they are written
+    found["checkpoints"] = wanted["checkpoints"]
     assert differences(found, wanted) == []
 
 
 def test_the_best_and_the_last_are_kept(wanted, tmp_path):
     run = fit(tmp_path, checkpoint_every=0, keep_checkpoints=1).run
     best = wanted["best"][0]
-    assert {path.name for path in run.checkpoints.glob("round_*")} == {f"round_{best:06d}", "round_000005"}
+    assert {path.name for path in run.checkpoints.glob("round_*")} == {
+        f"round_{best:06d}",
+        "round_000005",
+    }
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "foreign", "records changed"])
@@ -125,7 +132,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(damage, wanted, t
         for path in run.tables["ledger"].paths:
             path.write_text("".join(lines[:-1]) + "3,0,trained,1,1,1\n")
     fit(tmp_path, ckpt_path=str(run.path))
-    (refused,) = [record.message for record in caplog.records if "checkpoint refused" in record.message]
+    (refused,) = [
+        record.message for record in caplog.records if "checkpoint refused" in record.message
+    ]
     assert str(run.path / "ledger.csv" if damage == "records changed" else newest) in refused
     found = outcome(tmp_path)
     assert found.pop("files") == [*wanted["files"], "superseded_1"]
@@ -230,7 +239,11 @@ def test_a_continued_run_names_its_folder_as_a_new_one_does(tmp_path, caplog, mo
     caplog.set_level(logging.INFO)
     fit(Path("here"), until=2)
     fit(Path("here"), ckpt_path="last")
-    said = [line for line in caplog.messages if "run directory  " in line or line.startswith("continuing ")]
+    said = [
+        line
+        for line in caplog.messages
+        if "run directory  " in line or line.startswith("continuing ")
+    ]
     assert len(said) == 2
     assert all(str(tmp_path) not in line for line in said), said
 
@@ -266,7 +279,9 @@ def named(name: str | None) -> dict:
     }
 
 
-def test_auto_resume_keeps_apart_the_second_run_of_a_name_and_a_run_of_that_name(wanted, tmp_path, caplog):
+def test_auto_resume_keeps_apart_the_second_run_of_a_name_and_a_run_of_that_name(
+    wanted, tmp_path, caplog
+):
     """``exp`` is killed, and ``exp-2`` is somebody's own name for a run that is done."""
     fit(tmp_path, until=2, **named("exp"))
     fit(tmp_path, **named("exp-2"))
@@ -281,7 +296,8 @@ def test_auto_resume_keeps_apart_the_second_run_of_a_name_and_a_run_of_that_name
 
 
 def test_two_starts_at_once_are_one_run(tmp_path):
-    """The second one starts while the first one, which found no run either, is still preparing its data."""
+    """The second one starts while the first one, which found no run either, is still preparing its
+    data."""
 
     class Overtaken(Fading):
         def on_check(self, context):
@@ -295,7 +311,9 @@ def test_two_starts_at_once_are_one_run(tmp_path):
     late.config = named("exp")["config"]
     with pytest.raises(InputError, match="another process has just started"):
         late.fit(
-            Remembering(network=lambda classes: SmallCNN(classes, width=4), optimizer=sgd(0.05)), data, seed=3
+            Remembering(network=lambda classes: SmallCNN(classes, width=4), optimizer=sgd(0.05)),
+            data,
+            seed=3,
         )
     assert [path.name for path in (tmp_path / "runs" / "fl_lightning").iterdir()] == ["exp"]
 
@@ -319,7 +337,9 @@ def test_odd_progress_is_refused_and_the_checkpoint_before_it_used(wanted, tmp_p
     tensors, documents = checkpoint.load_checkpoint(newest)
     cases = [(name, value) for name, values in ODD.items() for value in values]
     for name, value in cases:
-        checkpoint.save_checkpoint(newest, tensors, {"progress": {**documents["progress"], name: value}})
+        checkpoint.save_checkpoint(
+            newest, tensors, {"progress": {**documents["progress"], name: value}}
+        )
         found = find_start(str(run.path), run.path.parent)
         assert found.checkpoint.path.name == "round_000002", (name, value)
         assert f"an odd '{name}'" in caplog.messages[-1]
@@ -333,7 +353,9 @@ def test_last_is_the_run_that_was_written_last_even_without_a_checkpoint(tmp_pat
     fit(tmp_path, run_name="old")
     new = fit(tmp_path, run_name="new", until=0).run
     assert not list(new.checkpoints.glob("round_*"))
-    assert "continue from the start with trainer.fit(method, data, seed=3, ckpt_path=" in caplog.text
+    assert (
+        "continue from the start with trainer.fit(method, data, seed=3, ckpt_path=" in caplog.text
+    )
     fit(tmp_path, run_name="new", ckpt_path="last")
     assert json.loads((new.path / "metadata.json").read_text())["status"] == "finished"
     assert len(list((tmp_path / "runs" / "fl_lightning").iterdir())) == 2
@@ -347,7 +369,8 @@ def test_a_path_that_is_no_run(path, tmp_path):
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(InputError, match=r"--ckpt_path .*;.*;"):
         fit(tmp_path, ckpt_path=str(tmp_path / path))
-    with pytest.raises(InputError, match="--ckpt_path ''; it names no run"):  # a variable that is not set
+    # a variable that is not set
+    with pytest.raises(InputError, match="--ckpt_path ''; it names no run"):
         fit(tmp_path, ckpt_path="")
     with pytest.raises(InputError, match="--ckpt_path last; there is no run under"):
         fit(tmp_path, ckpt_path="last", experiment="another")

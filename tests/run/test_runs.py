@@ -94,7 +94,8 @@ IN_EVERY_RUN = {"kd_default", "fedavg", "private", "secure"}
         pytest.param(
             path,
             id=path.stem,
-            marks=([] if path.stem in IN_EVERY_RUN else LONG) + [needs_package] * (path.stem == "fashion"),
+            marks=([] if path.stem in IN_EVERY_RUN else LONG)
+            + [needs_package] * (path.stem == "fashion"),
         )
         for path in CONFIGS
     ],
@@ -104,7 +105,9 @@ def test_every_config_runs_two_rounds(config):
         pytest.importorskip("dp_accounting")
     run = fit("--trainer.eval_every", "2", "--trainer.max_local_steps", "2", config=config)
     validates = config.name != "private.yaml"  # its clients have one or two examples each
-    assert {path.name for path in run.iterdir()} == RUN_FILES - (set() if validates else {"clients.csv"})
+    assert {path.name for path in run.iterdir()} == RUN_FILES - (
+        set() if validates else {"clients.csv"}
+    )
     assert [row["round"] for row in rows(run, "metrics.csv")] == ["1", "2"]
     metadata = json.loads((run / "metadata.json").read_text())
     assert metadata["status"] == "finished"
@@ -140,7 +143,11 @@ def test_a_run_has_every_metric_and_ends_where_its_summary_says():
     ledger = rows(run, "ledger.csv")
     for row in table:
         entries = [entry for entry in ledger if entry["round"] == row["round"]]
-        for metric, column in (("upload", "upload"), ("download", "download"), ("wasted", "wasted")):
+        for metric, column in (
+            ("upload", "upload"),
+            ("download", "download"),
+            ("wasted", "wasted"),
+        ):
             assert sum(int(entry[column]) for entry in entries) == int(row[f"comm/{metric}_bytes"])
         assert (
             len(entries)
@@ -178,7 +185,9 @@ def test_methods_share_partition_cohorts_and_drop_outs():
 
 
 def test_overrides_and_precision():
-    run = fit("--model.alpha", "1.0", "--data.num_clients", "10", "--trainer.precision", "bf16-mixed")
+    run = fit(
+        "--model.alpha", "1.0", "--data.num_clients", "10", "--trainer.precision", "bf16-mixed"
+    )
     assert len(json.loads((run / "partition.json").read_text())["sizes"]) == 10
     assert "alpha: 1.0" in (run / "config.yaml").read_text()
     assert json.loads((run / "metadata.json").read_text())["precision"] == "bf16-mixed"

@@ -1,4 +1,5 @@
-"""Samplers: what they choose, by hand and by formula, what it costs, and that asking changes nothing else."""
+"""Samplers: what they choose, by hand and by formula, what it costs, and that asking changes
+nothing else."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ class Server:
 
 
 class Asks(Sampler):
-    """Draws as the uniform one does, and asks everybody before, and those that train for their losses."""
+    """Draws as the uniform one does, and asks everybody before, and those that train for their
+    losses."""
 
     reads_losses = True
 
@@ -84,10 +86,13 @@ def test_candidates_are_drawn_by_their_examples():
     server, count = Server(np.array([5, 1, 0, 10, 4]), {0: 1.0, 1: 9.0, 3: 0.5, 4: 2.0}), 8000
     among = np.array([0, 1, 3, 4])
     drawn = np.bincount(
-        [PowerOfChoice(1).draw(server.view(r), among, 1)[0] for r in range(1, count + 1)], minlength=5
+        [PowerOfChoice(1).draw(server.view(r), among, 1)[0] for r in range(1, count + 1)],
+        minlength=5,
     )
     expected = count * server.sizes / server.sizes.sum()
-    assert ((drawn - expected)[among] ** 2 / expected[among]).sum() < 16.3, "chi-square, 3 degrees, 0.1 %"
+    assert ((drawn - expected)[among] ** 2 / expected[among]).sum() < 16.3, (
+        "chi-square, 3 degrees, 0.1 %"
+    )
 
 
 def test_the_largest_losses_of_the_candidates_are_taken():
@@ -105,7 +110,9 @@ def test_the_largest_losses_of_the_candidates_are_taken():
         "what is not finite comes last, or who says so would always be taken"
     )
     silent = Server(np.ones(40, int), {4: 1.0})
-    assert PowerOfChoice(40).draw(silent.view(), np.arange(40), 4) == [4], "the others did not answer"
+    assert PowerOfChoice(40).draw(silent.view(), np.arange(40), 4) == [4], (
+        "the others did not answer"
+    )
 
 
 class Spies(Stressor):
@@ -124,7 +131,9 @@ class Forgets(torch.nn.Sequential):
     """A linear layer after dropout, which a loss that is asked for must not have."""
 
     def __init__(self, classes: int) -> None:
-        super().__init__(torch.nn.Flatten(), torch.nn.Dropout(0.5), torch.nn.Linear(3 * 16 * 16, classes))
+        super().__init__(
+            torch.nn.Flatten(), torch.nn.Dropout(0.5), torch.nn.Linear(3 * 16 * 16, classes)
+        )
 
 
 def losses_of(trainer, weights: torch.Tensor, client: int) -> torch.Tensor:
@@ -139,7 +148,8 @@ def losses_of(trainer, weights: torch.Tensor, client: int) -> torch.Tensor:
 
 
 def test_they_are_asked_for_their_loss_at_x_by_an_independent_look(tmp_path):
-    """All six are asked: the three that train have the largest cross-entropy of the server's model."""
+    """All six are asked: the three that train have the largest cross-entropy of the server's
+    model."""
     spies = Spies()
     method = partial(FedAvg, network=Forgets)
     trainer = trained(tmp_path, method, sampler=PowerOfChoice(6), callbacks=[spies])
@@ -149,13 +159,16 @@ def test_they_are_asked_for_their_loss_at_x_by_an_independent_look(tmp_path):
 
 
 def test_what_asking_costs_by_hand(tmp_path):
-    """Three of four candidates train. Client k computes k + 1 seconds for its loss and again for its round; the
-    round begins when the last has answered, and nobody is sent the model twice."""
+    """Three of four candidates train. Client k computes k + 1 seconds for its loss and again for
+    its round; the round begins when the last has answered, and nobody is sent the model twice."""
     clock = Clock(devices=Fixed(1, 2, 3, 4, 5, 6), network=Lines(down=1e5, up=1e5, latency=0.5))
     trainer = trained(tmp_path / "run", sampler=PowerOfChoice(4), clock=clock, max_rounds=1)
     plain = rows_of(trained(tmp_path / "plain", max_rounds=1).run_dir / "ledger.csv")[0]
     down, up = int(plain["download"]), int(plain["upload"])
-    found, (metrics,) = rows_of(trainer.run_dir / "ledger.csv"), rows_of(trainer.run_dir / "metrics.csv")
+    found, (metrics,) = (
+        rows_of(trainer.run_dir / "ledger.csv"),
+        rows_of(trainer.run_dir / "metrics.csv"),
+    )
     answer = int(found[-1]["upload"])
     assert [row["status"] for row in found] == ["trained"] * 3 + ["asked"]
     assert {row["download"] for row in found} == {str(down)}
@@ -164,7 +177,9 @@ def test_what_asking_costs_by_hand(tmp_path):
     lead = 0.5 + down / 1e5 + max(int(row["client"]) + 1 for row in found) + answer / 1e5
     for row in found[:3]:
         assert float(row["started"]) == 0
-        assert float(row["ended"]) == pytest.approx(lead + 0.5 + int(row["client"]) + 1 + up / 1e5, rel=1e-12)
+        assert float(row["ended"]) == pytest.approx(
+            lead + 0.5 + int(row["client"]) + 1 + up / 1e5, rel=1e-12
+        )
     assert float(found[-1]["ended"]) == pytest.approx(
         0.5 + down / 1e5 + int(found[-1]["client"]) + 1 + answer / 1e5, rel=1e-12
     )
@@ -191,7 +206,10 @@ def test_oorts_score_by_hand():
 
 
 def test_oort_explores_the_largest_and_exploits_the_best():
-    server, oort = Server(np.arange(1, 101)), Oort(0.4, decay=1.0, explore_least=0.0, breadth=2, widen=1)
+    server, oort = (
+        Server(np.arange(1, 101)),
+        Oort(0.4, decay=1.0, explore_least=0.0, breadth=2, widen=1),
+    )
     known(oort, *[(float(k == 7) + float(k == 9), 1, 1.0) for k in range(50)])
     explored, exploited = set(), set()
     for round in range(1, 200):
@@ -202,7 +220,8 @@ def test_oort_explores_the_largest_and_exploits_the_best():
         assert chosen[:3] == oort.exploited
     assert explored == {96, 97, 98, 99}, "two of the four with most examples of those never used"
     assert {7, 9} < exploited <= {*range(50)}
-    # once all are known nobody is left to explore: the authors' code then asks those that it explored last again
+    # once all are known nobody is left to explore: the authors' code then asks those that it
+    # explored last again
     assert len({*oort.draw(server.view(), np.arange(20), 5)}) == 5
     assert sorted(oort.draw(server.view(), np.array([60, 61]), 2)) == [60, 61]
 
@@ -219,7 +238,8 @@ def test_oorts_cut_off_and_share_of_the_unknown():
 
 
 def test_a_loss_that_is_not_finite_ends_no_run():
-    """Weights that an attack has blown up give inf and NaN: such a client is not the best one for that."""
+    """Weights that an attack has blown up give inf and NaN: such a client is not the best one for
+    that."""
     server, oort = Server(np.full(6, 5), {0: 1.0, 1: math.nan, 2: math.inf, 3: 2.0}), Oort()
     assert PowerOfChoice(6).draw(server.view(), np.arange(6), 3) == [3, 0, 1]
     oort.sizes = server.sizes
@@ -269,7 +289,12 @@ def test_nothing_but_the_seed_decides(tmp_path, make_sampler):
 
     def settings():
         clock = Clock(devices=LogNormalDevices(), network=Lines(up=1e5))
-        return {"sampler": make_sampler(), "clock": clock, "rounds": OverSelection(1.3), "max_rounds": 6}
+        return {
+            "sampler": make_sampler(),
+            "clock": clock,
+            "rounds": OverSelection(1.3),
+            "max_rounds": 6,
+        }
 
     trainer = trained(tmp_path / "one", **settings())
     one = result(trainer.run_dir)
@@ -285,11 +310,14 @@ def test_nothing_but_the_seed_decides(tmp_path, make_sampler):
 
 
 def test_oort_learns_from_a_run(tmp_path):
-    """Utilities are n_k times the root mean square of the losses of the model that was sent, in float32."""
+    """Utilities are n_k times the root mean square of the losses of the model that was sent, in
+    float32."""
     spies = Spies()
     clock = Clock(devices=Fixed(1, 2, 3, 4, 5, 6))
     method = partial(FedAvg, network=Forgets)
-    trainer = trained(tmp_path, method, sampler=Oort(), clock=clock, max_rounds=1, callbacks=[spies])
+    trainer = trained(
+        tmp_path, method, sampler=Oort(), clock=clock, max_rounds=1, callbacks=[spies]
+    )
     ((weights, cohort),) = spies.seen
     assert trainer.parts.sampler.known.keys() == {*cohort}
     for k in cohort:
@@ -305,7 +333,10 @@ def test_oort_learns_from_a_run(tmp_path):
         ({"sampler": Oort(), "rounds": FedBuff(2, 2)}, "with --trainer.rounds FedBuff"),
         ({"sampler": PowerOfChoice(6), "secure_sum": SecureSum()}, "secure_sum"),
         (
-            {"sampler": PowerOfChoice(6), "privacy": ClientPrivacy(noise_multiplier=1.0, clip_norm=1.0)},
+            {
+                "sampler": PowerOfChoice(6),
+                "privacy": ClientPrivacy(noise_multiplier=1.0, clip_norm=1.0),
+            },
             "trainer.privacy",
         ),
         ({"sampler": PowerOfChoice(2)}, "--trainer.sampler.candidates 2"),

@@ -1,4 +1,5 @@
-"""``compare`` on runs whose truth is known: planted effects, planted nulls, damaged and mixed folders."""
+"""``compare`` on runs whose truth is known: planted effects, planted nulls, damaged and mixed
+folders."""
 
 from __future__ import annotations
 
@@ -32,21 +33,29 @@ def test_the_report_agrees_with_scipy_on_the_csv_it_wrote(tmp_path):
     generator = np.random.default_rng(0)
     seeds = range(6)
     accuracies = {
-        label: {s: 0.8 + 0.02 * s + float(generator.normal(0, 0.01)) for s in seeds} for label in "ABCD"
+        label: {s: 0.8 + 0.02 * s + float(generator.normal(0, 0.01)) for s in seeds}
+        for label in "ABCD"
     }
     make_study(tmp_path / "runs", accuracies, proposed=["A"])
     compare("study", tmp_path / "out", tmp_path / "runs")
     runs = rows_of(tmp_path / "out/runs.csv")
     values = {
-        label: [float(row["final/accuracy"]) for row in runs if row["method"] == label] for label in "ABCD"
+        label: [float(row["final/accuracy"]) for row in runs if row["method"] == label]
+        for label in "ABCD"
     }
-    found = [row for row in rows_of(tmp_path / "out/differences.csv") if row["metric"] == "final/accuracy"]
+    found = [
+        row
+        for row in rows_of(tmp_path / "out/differences.csv")
+        if row["metric"] == "final/accuracy"
+    ]
     assert [(row["a"], row["b"]) for row in found] == [("A", "B"), ("A", "C"), ("A", "D")]
     for row in found:
         x = np.subtract(values[row["a"]], values[row["b"]])
         t = scipy.stats.ttest_rel(values[row["a"]], values[row["b"]])
         assert (float(row["t"]), float(row["p_t"])) == pytest.approx((t.statistic, t.pvalue))
-        assert (float(row["low"]), float(row["high"])) == pytest.approx(tuple(t.confidence_interval(0.95)))
+        assert (float(row["low"]), float(row["high"])) == pytest.approx(
+            tuple(t.confidence_interval(0.95))
+        )
         assert float(row["p_wilcoxon"]) == pytest.approx(scipy.stats.wilcoxon(x).pvalue)
         bootstrap = scipy.stats.bootstrap(
             (x,), np.mean, n_resamples=20_000, method="BCa", rng=1
@@ -56,7 +65,9 @@ def test_the_report_agrees_with_scipy_on_the_csv_it_wrote(tmp_path):
         )
     p = sorted((float(row["p_t"]), float(row["p_holm"])) for row in found)
     steps = [(3 - i) * raw for i, (raw, _) in enumerate(p)]
-    assert [corrected for _, corrected in p] == pytest.approx([min(1, max(steps[: i + 1])) for i in range(3)])
+    assert [corrected for _, corrected in p] == pytest.approx(
+        [min(1, max(steps[: i + 1])) for i in range(3)]
+    )
     level = report_of(tmp_path / "out")["levels"][0]
     assert level["methods"]["B"]["metrics"]["final/accuracy"]["std"] == pytest.approx(
         np.std(values["B"], ddof=1)
@@ -64,14 +75,15 @@ def test_the_report_agrees_with_scipy_on_the_csv_it_wrote(tmp_path):
 
 
 def planted(root: Path, trial: int, effect: float, seeds: int, baselines: int) -> Comparison:
-    """Baselines and a proposed method that share what a seed does to all; differences have a standard
-    deviation of 0.01 sqrt 2."""
+    """Baselines and a proposed method that share what a seed does to all; differences have a
+    standard deviation of 0.01 sqrt 2."""
     generator = np.random.default_rng(trial)
     shared = generator.normal(0.8, 0.03, seeds)
     labels = ["proposed", *(f"b{i}" for i in range(baselines))]
     accuracies = {
         label: {
-            s: float(shared[s] + generator.normal(effect * (label == "proposed"), 0.01)) for s in range(seeds)
+            s: float(shared[s] + generator.normal(effect * (label == "proposed"), 0.01))
+            for s in range(seeds)
         }
         for label in labels
     }
@@ -92,8 +104,8 @@ def test_a_planted_effect_is_found_at_the_stated_power(tmp_path):
 @pytest.mark.slow
 @pytest.mark.essential
 def test_a_planted_null_has_no_winner(tmp_path):
-    """Four baselines, three seeds, nothing between them. Broken on purpose: without Holm's correction there
-    would be winners."""
+    """Four baselines, three seeds, nothing between them. Broken on purpose: without Holm's
+    correction there would be winners."""
     trials = [planted(tmp_path, trial, 0.0, 3, 4) for trial in range(100)]
     assert [one.ranking({}).leader for one in trials].count(None) >= 94
     families = [one.differences("final/accuracy", {}) for one in trials]
@@ -105,13 +117,19 @@ def test_a_planted_null_has_no_winner(tmp_path):
 def test_a_clear_winner_is_named_and_a_baseline_may_lead(tmp_path):
     make_study(
         tmp_path,
-        {"P": {s: 0.95 + 0.001 * s for s in range(5)}, "B": {s: 0.8 + 0.002 * (s % 3) for s in range(5)}},
+        {
+            "P": {s: 0.95 + 0.001 * s for s in range(5)},
+            "B": {s: 0.8 + 0.002 * (s % 3) for s in range(5)},
+        },
         proposed=["P"],
     )
     assert comparison_of(tmp_path).ranking({}).winner == "P"
     make_study(
         tmp_path,
-        {"P": {s: 0.8 + 0.002 * (s % 3) for s in range(5)}, "B": {s: 0.95 + 0.001 * s for s in range(5)}},
+        {
+            "P": {s: 0.8 + 0.002 * (s % 3) for s in range(5)},
+            "B": {s: 0.95 + 0.001 * s for s in range(5)},
+        },
         "other",
         proposed=["P"],
     )
@@ -130,7 +148,15 @@ def test_one_seed_names_no_winner_however_large_the_difference(tmp_path, capsys)
     )
     assert (
         main(
-            ["compare", "--study", "study", "--root", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
+            [
+                "compare",
+                "--study",
+                "study",
+                "--root",
+                str(tmp_path / "runs"),
+                "--out",
+                str(tmp_path / "out"),
+            ]
         )
         == 0
     )
@@ -167,22 +193,37 @@ def test_metrics_of_a_run(tmp_path):
 
 
 def test_every_column_is_of_the_selected_model(tmp_path):
-    """Validation chose round 2 of 5. All that can differ between rounds is of that round, and of no other."""
+    """Validation chose round 2 of 5. All that can differ between rounds is of that round, and of no
+    other."""
     at_best = {"corrupted/accuracy": 0.3, "fgsm/accuracy": 0.2, "test/brier": 0.6}
     for label in "AB":
         for seed in range(3):
             path = make_run(
-                tmp_path / "runs/study", label, seed, 0.9, tested=at_best, chosen="best", tested_round=2
+                tmp_path / "runs/study",
+                label,
+                seed,
+                0.9,
+                tested=at_best,
+                chosen="best",
+                tested_round=2,
             )
             rows = rows_of(path / "metrics.csv")
             for row, validation in zip(rows, (0.5, 0.9, 0.6, 0.6, 0.6), strict=True):
                 number = int(row["round"])
-                row |= {"val/accuracy": validation, "test/ece": 0.01 * number, "bits/average": number}
+                row |= {
+                    "val/accuracy": validation,
+                    "test/ece": 0.01 * number,
+                    "bits/average": number,
+                }
                 row["test/accuracy"] = 0.1 * number + 0.01 * seed
-            text = "\n".join([",".join(rows[0]), *(",".join(map(str, row.values())) for row in rows)])
+            text = "\n".join(
+                [",".join(rows[0]), *(",".join(map(str, row.values())) for row in rows)]
+            )
             (path / "metrics.csv").write_text(text + "\n")
             metadata = json.loads((path / "metadata.json").read_text())
-            metadata |= final_summary([{key: float(value) for key, value in row.items()} for row in rows])
+            metadata |= final_summary(
+                [{key: float(value) for key, value in row.items()} for row in rows]
+            )
             (path / "metadata.json").write_text(json.dumps(metadata))
     document = {"study": "study", "seeds": [0, 1, 2], "methods": {"A": {}, "B": {}}, "test": True}
     criteria = ["ece(A) <= 0.02", "accuracy(A) <= 0.3"]  # 0.05 and 0.5 in the last round
@@ -193,7 +234,12 @@ def test_every_column_is_of_the_selected_model(tmp_path):
             "round that validation chose",
             0,
         ),
-        ("last", {"accuracy": 0.51, "ece": 0.05, "fgsm": None, "bits": 5}, "the last round's model", 6),
+        (
+            "last",
+            {"accuracy": 0.51, "ece": 0.05, "fgsm": None, "bits": 5},
+            "the last round's model",
+            6,
+        ),
         (
             "last5",
             {"accuracy": 0.31, "ece": 0.05, "fgsm": None, "bits": 5},
@@ -221,7 +267,11 @@ def test_every_column_is_of_the_selected_model(tmp_path):
         )
         assert len(report["not_counted"]) == left_out
         main_table, beside = (
-            (tmp_path / selection / "report.md").read_text().partition(begin)[2].partition("|")[0].lower()
+            (tmp_path / selection / "report.md")
+            .read_text()
+            .partition(begin)[2]
+            .partition("|")[0]
+            .lower()
             for begin in ("## Results", "## Beside it")
         )
         assert said in main_table
@@ -231,7 +281,12 @@ def test_every_column_is_of_the_selected_model(tmp_path):
 
 
 def test_the_bits_of_every_layer_are_in_the_report(tmp_path):
-    layers = {"bits/layer/conv1": 8.0, "bits/layer/a_late_one": 2.0, "bits/pruned": 3, "bits/moved": 1}
+    layers = {
+        "bits/layer/conv1": 8.0,
+        "bits/layer/a_late_one": 2.0,
+        "bits/pruned": 3,
+        "bits/moved": 1,
+    }
     for seed in range(2):
         make_run(tmp_path / "runs/study", "MPQ", seed, 0.9 + seed / 100, **layers)
         make_run(tmp_path / "runs/study", "AQFL", seed, 0.8)
@@ -254,7 +309,9 @@ def test_the_bits_of_every_layer_are_in_the_report(tmp_path):
 
 def test_when_all_are_proposed_they_are_compared_with_each_other(tmp_path):
     make_study(
-        tmp_path, {"P": {0: 0.9, 1: 0.91, 2: 0.93}, "Q": {0: 0.5, 1: 0.52, 2: 0.51}}, proposed=["P", "Q"]
+        tmp_path,
+        {"P": {0: 0.9, 1: 0.91, 2: 0.93}, "Q": {0: 0.5, 1: 0.52, 2: 0.51}},
+        proposed=["P", "Q"],
     )
     outcome = comparison_of(tmp_path).ranking({})
     assert outcome.leader == "P"
@@ -266,9 +323,16 @@ def test_the_winner_under_corruption_is_the_most_accurate(tmp_path):
     for label, base in (("good", 0.8), ("bad", 0.2)):
         for seed in range(3):
             make_run(
-                folder, label, seed, 0.9, tested={"corrupted/fog": base + seed / 100 * (label == "good")}
+                folder,
+                label,
+                seed,
+                0.9,
+                tested={"corrupted/fog": base + seed / 100 * (label == "good")},
             )
-    assert Comparison(with_metric(gather("study", tmp_path), "corrupted/fog")).ranking({}).leader == "good"
+    assert (
+        Comparison(with_metric(gather("study", tmp_path), "corrupted/fog")).ranking({}).leader
+        == "good"
+    )
     make_run(folder, "good", 3, 0.9, **{"mine/strange": 1.0})
     with pytest.raises(InputError, match="metric mine/strange"):
         with_metric(gather("study", tmp_path), "mine/strange")
@@ -286,17 +350,22 @@ def test_the_same_runs_give_the_same_report_byte_for_byte(tmp_path, figures):
     for out in ("one", "two"):
         compare("study", tmp_path / out, tmp_path / "runs")
     files = [
-        path.relative_to(tmp_path / "one") for path in sorted((tmp_path / "one").rglob("*")) if path.is_file()
+        path.relative_to(tmp_path / "one")
+        for path in sorted((tmp_path / "one").rglob("*"))
+        if path.is_file()
     ]
     assert len(files) == 10 + 2 * 9
     assert Path("figures/degradation_over_rounds.png") in files
     for file in files:
-        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes(), file
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes(), (
+            file
+        )
 
 
 @pytest.mark.parametrize("own", [(), ("FedPer",), ("FedPer", "FedAvg")])
 def test_a_report_says_where_methods_answer_other_questions(own, tmp_path):
-    """Own models on dealt examples beside one model on all of them; not where all or none have own models."""
+    """Own models on dealt examples beside one model on all of them; not where all or none have own
+    models."""
     for label in ("FedPer", "FedAvg"):
         more = {"personal/accuracy": 0.7, "global/accuracy": 0.3} if label in own else {}
         config = {"model": {"class_path": f"fl_lightning.methods.{label}"}}
@@ -310,7 +379,8 @@ def test_a_report_says_where_methods_answer_other_questions(own, tmp_path):
 
 @pytest.mark.parametrize("seeds", [(0,), (0, 1)])
 def test_runs_of_one_method_have_a_report_without_differences(seeds, tmp_path):
-    """As a newcomer asks for, who has one run of his own, or the same run simulated and deployed."""
+    """As a newcomer asks for, who has one run of his own, or the same run simulated and
+    deployed."""
     for seed in seeds:
         make_run(tmp_path / "runs", "FedAvg", seed, 0.5 + 0.1 * seed)
     compare(str(tmp_path / "runs"), tmp_path / "out", tmp_path)
@@ -336,9 +406,12 @@ def test_reports_of_two_sweeps_differ_in_timings_and_provenance_alone(tmp_path, 
     assert one["timings"] != two["timings"]
     assert "accuracy(A) > 0.5" in json.dumps(comparable(one))
     for file in ("runs.csv", "differences.csv", "tables.tex", "figures/paired_differences.png"):
-        assert (tmp_path / "one/out" / file).read_bytes() == (tmp_path / "two/out" / file).read_bytes()
+        assert (tmp_path / "one/out" / file).read_bytes() == (
+            tmp_path / "two/out" / file
+        ).read_bytes()
     texts = [
-        (tmp_path / root / "out/report.md").read_text().partition("## Time")[0] for root in ("one", "two")
+        (tmp_path / root / "out/report.md").read_text().partition("## Time")[0]
+        for root in ("one", "two")
     ]
     assert texts[0] == texts[1]
 
@@ -347,7 +420,15 @@ def test_nothing_is_overwritten_or_lost(tmp_path, monkeypatch, capsys):
     make_study(tmp_path / "runs", {"A": A, "B": B})
     out, args = (
         tmp_path / "out",
-        ["compare", "--study", "study", "--root", str(tmp_path / "runs"), "--out", str(tmp_path / "out")],
+        [
+            "compare",
+            "--study",
+            "study",
+            "--root",
+            str(tmp_path / "runs"),
+            "--out",
+            str(tmp_path / "out"),
+        ],
     )
     out.mkdir()
     (out / "thesis.tex").write_text("mine")
@@ -431,7 +512,8 @@ def test_a_link_is_written_through(tmp_path):
 
 def test_a_method_far_from_all_others_does_not_squeeze_their_differences(tmp_path, figures):
     close = {
-        name: {seed: value + 0.002 * place for seed, value in A.items()} for place, name in enumerate("BDE")
+        name: {seed: value + 0.002 * place for seed, value in A.items()}
+        for place, name in enumerate("BDE")
     }
     make_study(tmp_path / "runs", {"A": A, **close}, "close", proposed=["A"])
     assert len(forest(comparison_of(tmp_path / "runs", "close"), {}).axes) == 1
@@ -451,7 +533,9 @@ def test_a_method_far_from_all_others_does_not_squeeze_their_differences(tmp_pat
 def test_curves_that_lie_on_each_other_are_told_apart(tmp_path, figures):
     make_study(tmp_path / "runs", dict.fromkeys("ABCD", A))
     axes = dict(command.figures(comparison_of(tmp_path / "runs")))["accuracy_over_rounds"].axes[0]
-    marked = [line for line in axes.lines if line.get_linestyle() == "None" and len(line.get_xdata())]
+    marked = [
+        line for line in axes.lines if line.get_linestyle() == "None" and len(line.get_xdata())
+    ]
     places = [tuple(line.get_xdata()) for line in marked]
     assert len(places) == 4
     assert len({x for place in places for x in place}) == sum(map(len, places))
@@ -465,7 +549,8 @@ def test_many_methods_have_a_panel_each(tmp_path, figures):
 
 
 def test_figures_of_long_names_and_of_nothing(tmp_path, figures):
-    """Names lie inside the figure, rounds are whole, and what shows no pair is left out and said."""
+    """Names lie inside the figure, rounds are whole, and what shows no pair is left out and
+    said."""
     names = [
         "FedMPQKD with a temperature of four and alpha 0.25",
         "FedMPQ_with_no_space_in_its_very_long_name_at_all_x",
@@ -498,11 +583,15 @@ FIT = ["fit", "--config", str(CONFIG), "--trainer.max_rounds", "2", "--trainer.p
 @pytest.mark.slow
 @pytest.mark.essential
 def test_mlflow_and_directories_give_one_report_and_equal_methods_are_equal(tmp_path, monkeypatch):
-    """FedProx with mu = 0 is FedAvg bit for bit: every difference is exactly 0, and that is no win."""
+    """FedProx with mu = 0 is FedAvg bit for bit: every difference is exactly 0, and that is no
+    win."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     for seed in "01":
-        for label, flags in (("FedAvg", []), ("FedProx", ["--model", "FedProx", "--model.mu", "0"])):
+        for label, flags in (
+            ("FedAvg", []),
+            ("FedProx", ["--model", "FedProx", "--model.mu", "0"]),
+        ):
             tags = ["--trainer.tags", json.dumps({"study": "real", "label": label})]
             assert (
                 main(

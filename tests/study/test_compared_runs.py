@@ -35,7 +35,12 @@ def test_what_cannot_be_compared_is_refused(tmp_path, capsys, differs, message):
     folder = make_study(tmp_path, {"A": A, "B": B})
     shutil.rmtree(folder / "B-seed1")
     make_run(folder, "B", 1, 0.9, **differs)
-    assert main(["compare", "--study", "study", "--root", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    assert (
+        main(
+            ["compare", "--study", "study", "--root", str(tmp_path), "--out", str(tmp_path / "out")]
+        )
+        == 2
+    )
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -87,7 +92,8 @@ def test_a_number_that_was_edited_by_hand_is_told_by_the_hash_in_the_checkpoint(
     assert "metadata.json has final/accuracy 0.99" in named.pop("A-seed1")
     assert named.keys() == {"A-seed0"}
     (folder / "A-seed1/metadata.json").write_text(json.dumps(document))
-    (folder / "A-seed0/checkpoints/round_000005/progress.json").write_text("{")  # damaged: it tells nothing
+    # damaged: it tells nothing
+    (folder / "A-seed0/checkpoints/round_000005/progress.json").write_text("{")
     assert gather("study", tmp_path / "runs").excluded == []
 
 
@@ -104,7 +110,8 @@ def test_files_of_a_run_that_are_nested_too_deeply_are_named(tmp_path):
 
 def test_cells_that_do_not_count_are_listed_with_their_reason(tmp_path, capsys):
     folder = make_study(
-        tmp_path / "runs", {"A": {s: 0.9 + 0.01 * s for s in range(6)}, "B": dict.fromkeys(range(6), 0.8)}
+        tmp_path / "runs",
+        {"A": {s: 0.9 + 0.01 * s for s in range(6)}, "B": dict.fromkeys(range(6), 0.8)},
     )
     for seed in range(5):
         shutil.rmtree(folder / f"B-seed{seed}")
@@ -118,7 +125,9 @@ def test_cells_that_do_not_count_are_listed_with_their_reason(tmp_path, capsys):
     make_run(folder, "B", 5, 0.7, name="B-seed5-2")  # run again: the later counts
     make_run(folder, "Z", 0, 0.8)
     compare("study", tmp_path / "out", tmp_path / "runs")
-    entries = {entry["name"]: entry["reason"] for entry in report_of(tmp_path / "out")["not_counted"]}
+    entries = {
+        entry["name"]: entry["reason"] for entry in report_of(tmp_path / "out")["not_counted"]
+    }
     expected = {
         "B-seed0": "not finished: running", "B-seed1": "metadata.json cannot be read", "B-seed2": "every round",
         "B-seed3": "metrics.csv cannot be read", "B-seed4": "never started", "B-seed5": "B-seed5-2 is used", "Z-seed0": "not a cell",
@@ -204,7 +213,12 @@ def test_a_sweep_that_has_not_reached_the_proposed_method_is_reported(tmp_path, 
         else:
             text = json.loads((path / "metadata.json").read_text())
             (path / "metadata.json").write_text(json.dumps(text | {"final/accuracy": float("nan")}))
-    assert main(["compare", "--study", "study", "--root", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    assert (
+        main(
+            ["compare", "--study", "study", "--root", str(tmp_path), "--out", str(tmp_path / "out")]
+        )
+        == 0
+    )
     assert "no comparison: P has no finished run" in " ".join(
         capsys.readouterr().out.lower().replace(" p has", " P has").split()
     )
@@ -218,7 +232,8 @@ def test_a_run_of_other_settings_is_not_taken_for_a_cell(tmp_path):
     for path in folder.glob("A-seed*"):
         shutil.rmtree(path)
     right = {
-        seed: make_run(folder, "A", seed, 0.9 + seed / 100, config={"model": {"lr": 0.1}}) for seed in (0, 1)
+        seed: make_run(folder, "A", seed, 0.9 + seed / 100, config={"model": {"lr": 0.1}})
+        for seed in (0, 1)
     }
     make_run(folder, "A", 1, 0.1, name="A-seed1-2", config={"model": {"lr": 0.5}})
     make_run(folder, "A", 2, 0.1, config={"model": {"lr": 0.5}})
@@ -229,12 +244,21 @@ def test_a_run_of_other_settings_is_not_taken_for_a_cell(tmp_path):
         runs = {"A": {0: "A-seed0", 1: "A-seed1-2", 2: None}[seed], "B": f"B-seed{seed}"}
         for label, hashed in (("A", of_a), ("B", of_b)):
             cells.append(
-                {"name": f"{label}-seed{seed}", "hash": hashed, "status": "waiting", "run": runs[label]}
+                {
+                    "name": f"{label}-seed{seed}",
+                    "hash": hashed,
+                    "status": "waiting",
+                    "run": runs[label],
+                }
             )
     (folder / "cells.json").write_text(json.dumps(cells))
     results = gather("study", tmp_path)
-    assert [run.name for run in results.runs if run.label == "A"] == [path.name for path in right.values()]
-    reasons = {entry.name: entry.reason for entry in results.excluded if "other settings" in entry.reason}
+    assert [run.name for run in results.runs if run.label == "A"] == [
+        path.name for path in right.values()
+    ]
+    reasons = {
+        entry.name: entry.reason for entry in results.excluded if "other settings" in entry.reason
+    }
     assert set(reasons) == {"A-seed1-2", "A-seed2"}
 
 
@@ -254,7 +278,9 @@ def test_tests_of_different_checkpoints_are_not_put_side_by_side(tmp_path, of_b,
     results = gather("study", tmp_path)
     assert {run.label for run in results.runs if "fgsm/accuracy" in run.metrics} == left
     said = {entry.name for entry in results.not_counted}
-    assert said == {f"test.json of {label}-seed{seed}" for label in {"A", "B"} - left for seed in range(2)}
+    assert said == {
+        f"test.json of {label}-seed{seed}" for label in {"A", "B"} - left for seed in range(2)
+    }
     assert len(results.runs) == 4
 
 
@@ -263,14 +289,23 @@ def test_a_test_of_another_checkpoint_takes_nothing_from_the_tables(tmp_path):
     for seed in range(2):
         make_run(tmp_path / "study", "A", seed, 0.9, tested={"fgsm/accuracy": 0.5})
         folder = make_run(
-            tmp_path / "study", "B", seed, 0.9, tested={"fgsm/accuracy": 0.1}, chosen="best", tested_round=3
+            tmp_path / "study",
+            "B",
+            seed,
+            0.9,
+            tested={"fgsm/accuracy": 0.1},
+            chosen="best",
+            tested_round=3,
         )
         of_last = {"chosen": "last", "round": 5, "metrics": {"fgsm/accuracy": 0.4}}
         (folder / "test_round_000005.json").write_text(json.dumps(of_last))
         (folder / "test_round_000004.json").write_text("[1")
         (folder / "test_notes.json").write_text("[1]")
     results = gather("study", tmp_path)
-    assert {(run.label, run.metrics["fgsm/accuracy"]) for run in results.runs} == {("A", 0.5), ("B", 0.4)}
+    assert {(run.label, run.metrics["fgsm/accuracy"]) for run in results.runs} == {
+        ("A", 0.5),
+        ("B", 0.4),
+    }
     assert not results.not_counted
 
 
@@ -286,8 +321,8 @@ def test_tags_that_only_some_runs_carry_are_no_axis(tmp_path):
 
 
 def test_one_label_of_different_settings_is_not_one_method(tmp_path, monkeypatch):
-    """Neither in a folder nor in a store, whose parameters are text; and there a test of an earlier round
-    does not count."""
+    """Neither in a folder nor in a store, whose parameters are text; and there a test of an earlier
+    round does not count."""
     entries = []
     for number, lr in enumerate((0.1, 0.5)):
         make_run(tmp_path / "two", "A", 0, 0.9, name=f"A{number}", config={"model": {"lr": lr}})
@@ -327,16 +362,31 @@ def test_a_final_accuracy_that_is_no_number_is_listed(tmp_path, value):
 
 
 def test_settings_that_are_no_methods_own_and_differ_are_named(tmp_path):
-    """Also where the seeds of one method differ. What only the method decides may differ between methods."""
+    """Also where the seeds of one method differ. What only the method decides may differ between
+    methods."""
     folder = make_study(tmp_path, {"A": A, "B": B, "C": C})
     for label, participation in (("A", 0.5), ("B", 0.5), ("C", 1.0)):
         for seed in (0, 1, 2):
-            model = {"class_path": label, "init_args": {"mu": 0.2 if (label, seed) == ("B", 1) else 0.1}}
-            config = {"model": model, "trainer": {"participation": participation}, "seed_everything": seed}
+            model = {
+                "class_path": label,
+                "init_args": {"mu": 0.2 if (label, seed) == ("B", 1) else 0.1},
+            }
+            config = {
+                "model": model,
+                "trainer": {"participation": participation},
+                "seed_everything": seed,
+            }
             (folder / f"{label}-seed{seed}" / "config.yaml").write_text(json.dumps(config))
-    assert main(["compare", "--study", "study", "--root", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    assert (
+        main(
+            ["compare", "--study", "study", "--root", str(tmp_path), "--out", str(tmp_path / "out")]
+        )
+        == 0
+    )
     text = (tmp_path / "out" / "report.md").read_text()
-    between = "Methods differ in settings that are not their own: `trainer.participation` (0.5; C: 1.0)."
+    between = (
+        "Methods differ in settings that are not their own: `trainer.participation` (0.5; C: 1.0)."
+    )
     within = "The runs of B differ in more than the seed: `model.init_args.mu` (0.1; seed 1: 0.2)."
     assert between in text
     assert within in text
@@ -347,7 +397,12 @@ def test_settings_that_are_no_methods_own_and_differ_are_named(tmp_path):
 def test_means_over_other_seeds_are_said_to_be(tmp_path, capsys):
     folder = make_study(tmp_path, {"A": A, "B": B, "C": C})
     shutil.rmtree(folder / "B-seed1")
-    assert main(["compare", "--study", "study", "--root", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    assert (
+        main(
+            ["compare", "--study", "study", "--root", str(tmp_path), "--out", str(tmp_path / "out")]
+        )
+        == 0
+    )
     said = "Means and places are over each method's own seeds: B has none of seed 1."
     assert said in (tmp_path / "out" / "report.md").read_text()
     assert said in capsys.readouterr().out
@@ -360,7 +415,9 @@ def test_a_file_of_the_clock_that_has_changed_between_methods_is_refused(tmp_pat
 
     def read(label, seed, file, sha256):
         run = folder / f"{label}-seed{seed}"
-        (run / "config.yaml").write_text(json.dumps({"trainer": {"clock": file}, "seed_everything": seed}))
+        (run / "config.yaml").write_text(
+            json.dumps({"trainer": {"clock": file}, "seed_everything": seed})
+        )
         metadata = json.loads((run / "metadata.json").read_text())
         (run / "metadata.json").write_text(json.dumps({**metadata, "clock_sha256": sha256}))
 

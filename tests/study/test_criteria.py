@@ -54,13 +54,15 @@ pytestmark = pytest.mark.usefixtures("figures_only_where_looked_at")
         # t of A - B is 0.02 / (0.01 / sqrt 3) = 3.46, one-sided p 0.037; two-sided 0.074
         ("no_increase(accuracy, A, B)", "fails"),
         ("no_increase(accuracy, B, A)", "holds"),
-        # A - 1.05 B = -0.0345, -0.025, -0.0155: mean -0.025, sd 0.0095, one-sided bound -0.025 + 2.92 x 0.00548
+        # A - 1.05 B = -0.0345, -0.025, -0.0155: mean -0.025, sd 0.0095, one-sided bound -0.025 +
+        # 2.92 x 0.00548
         ("no_increase(accuracy, A, B, 0.05)", "holds"),
         ("no_increase(accuracy, A, B, 0.03)", "undecided"),
         ("no_increase(accuracy, A, C, 0.01)", "fails"),
         ("no_increase(upload, A, B)", "holds"),  # counted, the same in every seed
         ('no_increase("final/accuracy", A, B)', "fails"),
-        # over the rounds: val/accuracy is 0.51, 0.52 ... 0.55 in every seed, bits/average 4 in 5 rounds
+        # over the rounds: val/accuracy is 0.51, 0.52 ... 0.55 in every seed, bits/average 4 in 5
+        # rounds
         ('max("test/accuracy", A) >= 0.85', "holds"),
         ('min("test/accuracy", A) >= 0.2', "fails"),  # a fifth of the last: 0.18, 0.184, 0.188
         ('sum("bits/average", A) >= 20', "holds"),
@@ -87,7 +89,8 @@ def test_numbers_of_a_criterion(tmp_path):
 
 @pytest.mark.parametrize("selection", ["last", "best_val"])
 def test_epsilon_is_that_of_the_whole_run_and_needs_no_spread(selection, tmp_path):
-    """It follows from the settings, so it is equal in all seeds; who lets validation choose has seen all rounds."""
+    """It follows from the settings, so it is equal in all seeds; who lets validation choose has
+    seen all rounds."""
     texts = ['metric("privacy/epsilon", A) < 2.5', 'max("privacy/epsilon", A) <= 2.5']
     folder = make_study(tmp_path, {"A": A, "B": B}, criteria=texts, selection=selection)
     for path in folder.glob("A-*/metrics.csv"):
@@ -95,20 +98,31 @@ def test_epsilon_is_that_of_the_whole_run_and_needs_no_spread(selection, tmp_pat
         rows = [f"{row},{0.5 * number}" for number, row in enumerate(rows, start=1)]
         path.write_text("\n".join([f"{header},privacy/epsilon", *rows, ""]))
         metadata = json.loads((path.parent / "metadata.json").read_text())
-        (path.parent / "metadata.json").write_text(json.dumps({**metadata, "final/best_val_round": 2}))
+        (path.parent / "metadata.json").write_text(
+            json.dumps({**metadata, "final/best_val_round": 2})
+        )
     comparison = comparison_of(tmp_path)
     assert [verdict.decision for verdict in verdicts(comparison)] == ["fails", "holds"]
 
 
 def test_joules_by_a_table_may_be_the_same_in_all_seeds(tmp_path):
     """They are tokens by a table, so a ladder costs the same with every seed that finds it."""
-    texts = [f'last("energy/joules", A) {relation} last("energy/joules", B)' for relation in ("<=", "<", ">")]
+    texts = [
+        f'last("energy/joules", A) {relation} last("energy/joules", B)'
+        for relation in ("<=", "<", ">")
+    ]
     folder = make_study(tmp_path, {"A": A, "B": B}, criteria=texts)
     for label, joules in (("A", 0.2), ("B", 0.3)):
         for path in folder.glob(f"{label}-*/metrics.csv"):
             header, *rows = path.read_text().splitlines()
-            path.write_text("\n".join([f"{header},energy/joules", *(f"{row},{joules}" for row in rows), ""]))
-    assert [verdict.decision for verdict in verdicts(comparison_of(tmp_path))] == ["holds", "holds", "fails"]
+            path.write_text(
+                "\n".join([f"{header},energy/joules", *(f"{row},{joules}" for row in rows), ""])
+            )
+    assert [verdict.decision for verdict in verdicts(comparison_of(tmp_path))] == [
+        "holds",
+        "holds",
+        "fails",
+    ]
 
 
 def test_labels_that_are_no_names(tmp_path):
@@ -198,7 +212,12 @@ def test_nothing_but_arithmetic_is_a_criterion(text, tmp_path, monkeypatch):
 )
 def test_an_unknown_name_is_told_the_nearest(tmp_path, capsys, criterion, near):
     make_study(tmp_path, {"A": A, "B": B}, criteria=[criterion])
-    assert main(["compare", "--study", "study", "--root", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    assert (
+        main(
+            ["compare", "--study", "study", "--root", str(tmp_path), "--out", str(tmp_path / "out")]
+        )
+        == 2
+    )
     assert near in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -236,14 +255,17 @@ def test_levels_may_differ_unless_a_degradation_is_taken_of_them(tmp_path):
         for label in "AB":
             for seed in range(3):
                 shutil.rmtree(folder / f"{label}-noise=off-seed{seed}")
-                make_run(folder, label, seed, 0.9, levels={"noise": "off"}, partition=f"{seed}" * 64)
+                make_run(
+                    folder, label, seed, 0.9, levels={"noise": "off"}, partition=f"{seed}" * 64
+                )
     check_comparable(gather("free", tmp_path))
     with pytest.raises(InputError, match="partition"):
         check_comparable(gather("paired", tmp_path))
 
 
 def test_methods_are_compared_on_the_same_examples(tmp_path):
-    """Runs of one data set whose files changed in between are refused; runs of before say nothing of it."""
+    """Runs of one data set whose files changed in between are refused; runs of before say nothing
+    of it."""
     first, second = "a" * 64, "b" * 64
     folder = make_study(tmp_path, {"A": A, "B": B}, "study")
     check_comparable(gather("study", tmp_path))
@@ -253,10 +275,16 @@ def test_methods_are_compared_on_the_same_examples(tmp_path):
         if label == "A":
             check_comparable(gather("study", tmp_path))
     with pytest.raises(
-        InputError, match=r"A-seed0 has content of the data aaaaaaaaaaaa, B-seed0 has .* bbbbbbbbbbbb;"
+        InputError,
+        match=r"A-seed0 has content of the data aaaaaaaaaaaa, B-seed0 has .* bbbbbbbbbbbb;",
     ):
         check_comparable(gather("study", tmp_path))
-    assert main(["compare", "--study", "study", "--root", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    assert (
+        main(
+            ["compare", "--study", "study", "--root", str(tmp_path), "--out", str(tmp_path / "out")]
+        )
+        == 2
+    )
     assert not (tmp_path / "out").exists()
     levels = make_study(tmp_path, {"A": {ON: A, OFF: A}, "B": {ON: B, OFF: B}}, "levels", **GRID)
     for label in "AB":
@@ -271,7 +299,9 @@ def test_what_test_measured_is_compared_and_what_it_did_not_is_undecided(tmp_pat
     folder = make_study(tmp_path / "runs", {"A": A, "B": B}, criteria=criteria, test=["fgsm"])
     for seed in range(3):
         shutil.rmtree(folder / f"A-seed{seed}")
-        make_run(folder, "A", seed, 0.9, tested={"fgsm/accuracy": 0.5 + 0.01 * seed, "test/ece": 0.7})
+        make_run(
+            folder, "A", seed, 0.9, tested={"fgsm/accuracy": 0.5 + 0.01 * seed, "test/ece": 0.7}
+        )
     compare("study", tmp_path / "out", tmp_path / "runs")
     report = report_of(tmp_path / "out")
     assert [entry["verdict"] for entry in report["criteria"]] == ["holds", "undecided"]
@@ -293,20 +323,26 @@ LEVELS = [(("bits", str(level)),) for level in range(5)]
 
 
 def five_levels(tmp_path, holds: int, **keys) -> str:
-    """A is better than B at the first so many of five levels, and equal, but for noise, at the others."""
+    """A is better than B at the first so many of five levels, and equal, but for noise, at the
+    others."""
     worse = {seed: value - 0.1 - 0.001 * seed for seed, value in A.items()}
     accuracies = {
         "A": dict.fromkeys(LEVELS, A),
         "B": {level: worse if place < holds else B for place, level in enumerate(LEVELS)},
     }
-    criterion = {"name": "gain", "criterion": "accuracy(A) - accuracy(B) >= 0.05", **keys.pop("entry", {})}
+    criterion = {
+        "name": "gain",
+        "criterion": "accuracy(A) - accuracy(B) >= 0.05",
+        **keys.pop("entry", {}),
+    }
     grid = {"bits": {str(level): {} for level in range(5)}}
     make_study(tmp_path, accuracies, criteria=[criterion], grid=grid, **keys)
     return verdicts(comparison_of(tmp_path))[0].decision
 
 
 def test_quantities_at_levels_that_the_criterion_names(tmp_path):
-    """A drops by 0.1 from noise off to on, B by 0.02 to 0.03: judged once, or once at each other level."""
+    """A drops by 0.1 from noise off to on, B by 0.02 to 0.03: judged once, or once at each other
+    level."""
     accuracies = {
         "A": {OFF: A, ON: {seed: value - 0.1 - 0.001 * seed for seed, value in A.items()}},
         "B": {OFF: A, ON: {seed: value - 0.02 - 0.005 * seed for seed, value in A.items()}},
@@ -384,7 +420,8 @@ def test_a_criterion_whose_premise_fails_is_not_tested(tmp_path, premises, decis
 
 
 def test_a_premise_counts_at_its_own_level(tmp_path):
-    """It fails at the two levels where B is as good as A: the criterion is tested at three of five."""
+    """It fails at the two levels where B is as good as A: the criterion is tested at three of
+    five."""
     premise = ["accuracy(B) <= 0.87"]
     assert five_levels(tmp_path / "all", 3, premises=premise) == "not tested"
     assert five_levels(tmp_path / "60 %", 3, premises=premise, entry={"share": 0.6}) == "holds"
@@ -396,7 +433,9 @@ def test_a_premise_counts_at_its_own_level(tmp_path):
 def test_the_interval_decides_and_may_be_another(tmp_path):
     """A wider one, as a confidence sequence is, leaves open what the t interval decides."""
     make_study(
-        tmp_path, {"A": A, "B": B}, criteria=["gap(A, B) >= -0.005", "no_increase(accuracy, B, A, 0.01)"]
+        tmp_path,
+        {"A": A, "B": B},
+        criteria=["gap(A, B) >= -0.005", "no_increase(accuracy, B, A, 0.01)"],
     )
     results = gather("study", tmp_path)
     assert all(verdict.decision != "undecided" for verdict in verdicts(Comparison(results)))
@@ -411,7 +450,10 @@ def test_names_of_criteria_and_premises_fit_together(tmp_path):
     for keys, said in [
         ({"criteria": [one, one]}, "each name is given once"),
         (
-            {"criteria": [one], "premises": [{"criterion": "accuracy(A) > 0", "needed_by": ["gian"]}]},
+            {
+                "criteria": [one],
+                "premises": [{"criterion": "accuracy(A) > 0", "needed_by": ["gian"]}],
+            },
             "write gain",
         ),
         ({"criteria": [{"name": "gain"}]}, "criterion"),
@@ -424,7 +466,9 @@ def test_names_of_criteria_and_premises_fit_together(tmp_path):
         with pytest.raises(InputError, match=said):
             Study.read(path)
     premise = {"criterion": "accuracy(A) > 0", "needed_by": ["gain"], "text": "it learns"}
-    path.write_text(json.dumps(start | {"criteria": [{**one, "share": 0.8}], "premises": [premise]}))
+    path.write_text(
+        json.dumps(start | {"criteria": [{**one, "share": 0.8}], "premises": [premise]})
+    )
     study = Study.read(path)
     path.write_text(study.to_yaml())
     again = Study.read(path)
@@ -443,18 +487,28 @@ def test_which_way_a_metric_is_better():
     assert {direction(name) for name in higher} == {1}
     assert {direction(name) for name in lower} == {-1}
     assert {
-        direction(name) for name in ("calibration/temperature", "clients/trained", "final/best_val_round")
+        direction(name)
+        for name in ("calibration/temperature", "clients/trained", "final/best_val_round")
     } == {None}
 
 
 @pytest.mark.parametrize(
     "criterion",
-    ["drop(A) < 0.1", "rounds(A) < 10", "megabytes(A) < 10", "p(A, A) < 0.05", "p(A, B) < 5", "p(A, B) < 0"],
+    [
+        "drop(A) < 0.1",
+        "rounds(A) < 10",
+        "megabytes(A) < 10",
+        "p(A, A) < 0.05",
+        "p(A, B) < 5",
+        "p(A, B) < 0",
+    ],
 )
 def test_criteria_that_cannot_be_judged_are_refused_before_the_runs(tmp_path, criterion):
     path = tmp_path / "study.yaml"
     path.write_text(
-        json.dumps({"study": "s", "seeds": [0], "methods": {"A": {}, "B": {}}, "criteria": [criterion]})
+        json.dumps(
+            {"study": "s", "seeds": [0], "methods": {"A": {}, "B": {}}, "criteria": [criterion]}
+        )
     )
     with pytest.raises(InputError, match="criterion"):
         Study.read(path)

@@ -1,4 +1,5 @@
-"""Metrics of which no word tells the direction, declared by the callback or the method that adds them."""
+"""Metrics of which no word tells the direction, declared by the callback or the method that adds
+them."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ pytestmark = pytest.mark.usefixtures("figures_only_where_looked_at")
 class Doubtful(Meter):
     """The share of the examples that have no clear answer."""
 
-    declared_metrics = (Metric("doubt/share", "doubtful (%)", 100, 1, " points", higher_is_better=False),)
+    declared_metrics = (
+        Metric("doubt/share", "doubtful (%)", 100, 1, " points", higher_is_better=False),
+    )
 
     def on_evaluate(self, probs, target, record, context):
         record.metrics["doubt/share"] = float((probs.amax(1) < 0.9).float().mean())
@@ -43,7 +46,9 @@ def two_methods(root: Path, *emitters: object) -> Path:
     folder = root / "study"
     for label, share, slope in (("A", 0.2, 1e-3), ("B", 0.1, 9e-4)):
         for seed in range(5):
-            make_run(folder, label, seed, 0.5, emitters=emitters, **{"doubt/share": share + slope * seed})
+            make_run(
+                folder, label, seed, 0.5, emitters=emitters, **{"doubt/share": share + slope * seed}
+            )
     return folder
 
 
@@ -78,7 +83,9 @@ def test_to_rank_by_what_some_runs_declare_is_refused(tmp_path):
         compare(str(folder), tmp_path / "by", metric="doubt/share")
 
 
-@pytest.mark.parametrize("name", ["final/last5_accuracy", "test/accuracy", "test/ece", "time/round"])
+@pytest.mark.parametrize(
+    "name", ["final/last5_accuracy", "test/accuracy", "test/ece", "time/round"]
+)
 def test_a_class_cannot_turn_round_what_the_package_knows(name):
     task = {
         **task_of(Classification(), [FedAvg()]),
@@ -95,7 +102,8 @@ def test_a_class_cannot_turn_round_what_the_package_knows(name):
 
 
 def test_a_study_may_be_about_a_declared_metric(tmp_path):
-    """Which no word of the file tells anything of; one of the package's own families must be known."""
+    """Which no word of the file tells anything of; one of the package's own families must be
+    known."""
     file = tmp_path / "study.yaml"
     text = "study: one\nconfig: kd_default.yaml\nseeds: [0]\nmethods: {{A: {{}}}}\nmetric: {}\n"
     file.write_text(text.format("doubt/share"))
@@ -121,7 +129,9 @@ def test_a_metric_of_wrong_kind_is_refused(arguments):
         Metric(**{"name": "doubt/share"} | arguments)
 
 
-@pytest.mark.parametrize("given", [("doubt/share",), Doubtful.declared_metrics[0], {"doubt/share": 1}, None])
+@pytest.mark.parametrize(
+    "given", [("doubt/share",), Doubtful.declared_metrics[0], {"doubt/share": 1}, None]
+)
 def test_what_is_no_tuple_of_metrics_ends_a_run_before_anything_is_created(tmp_path, given):
     meter = Doubtful()
     meter.declared_metrics = given
@@ -132,7 +142,13 @@ def test_what_is_no_tuple_of_metrics_ends_a_run_before_anything_is_created(tmp_p
 
 def test_two_callbacks_of_a_run_declare_a_name_alike(tmp_path):
     with refused("doubt/share"):
-        run(on_points(FedAvg()), Points((1, 1)), tmp_path, max_rounds=1, callbacks=[Doubtful(), Hopeful()])
+        run(
+            on_points(FedAvg()),
+            Points((1, 1)),
+            tmp_path,
+            max_rounds=1,
+            callbacks=[Doubtful(), Hopeful()],
+        )
 
 
 @pytest.mark.parametrize(
@@ -157,7 +173,9 @@ def test_a_run_keeps_what_its_method_and_its_callbacks_declare(tmp_path):
     class Drifting(FedAvg):
         declared_metrics = (Metric("novel/drift", higher_is_better=False),)
 
-    trainer = run(on_points(Drifting()), Points((1, 1)), tmp_path, max_rounds=1, callbacks=[Doubtful()])
+    trainer = run(
+        on_points(Drifting()), Points((1, 1)), tmp_path, max_rounds=1, callbacks=[Doubtful()]
+    )
     metadata = json.loads((trainer.run_dir / "metadata.json").read_text())
     task = TaskMetrics.of_run(metadata)
     assert dict(task.declared) == {

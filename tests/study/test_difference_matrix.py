@@ -15,8 +15,8 @@ pytestmark = pytest.mark.usefixtures("figures_only_where_looked_at")
 
 
 def test_more_methods_than_a_page_has_rows_for_are_a_matrix(tmp_path):
-    """Method k is better than method k + 1 by 2 points in each of six seeds, and the last two are equal but for
-    noise of either sign. Runs that are evaluated once have no curves."""
+    """Method k is better than method k + 1 by 2 points in each of six seeds, and the last two are
+    equal but for noise of either sign. Runs that are evaluated once have no curves."""
     labels = [f"M{number:02}" for number in range(12)]
     for place, label in enumerate(labels):
         for seed in range(6):

@@ -1,4 +1,5 @@
-"""Jobs of a pool that are forked by a server give what processes of their own give, and end with it."""
+"""Jobs of a pool that are forked by a server give what processes of their own give, and end with
+it."""
 
 from __future__ import annotations
 
@@ -23,7 +24,12 @@ pytestmark = [
 def fit(folder, name, rounds=2):
     limits = {"max_rounds": rounds, "participation": 0.1, "callbacks": "[]", "logger": "false"}
     flags = {**limits, "default_root_dir": folder, "experiment": "one", "run_name": name}
-    return ["fit", "--config", "plain", *[f"--trainer.{key}={value}" for key, value in flags.items()]]
+    return [
+        "fit",
+        "--config",
+        "plain",
+        *[f"--trainer.{key}={value}" for key, value in flags.items()],
+    ]
 
 
 def metadata(folder, name):
@@ -52,7 +58,9 @@ def test_forked_jobs_train_as_processes_of_their_own_do(tmp_path):
     assert len(weights) == 1
     words = metadata(tmp_path, "again")["command_line"]
     assert words[3] == "fit"
-    assert metadata(tmp_path, "forked")["command_line"] == [word.replace("again", "forked") for word in words]
+    assert metadata(tmp_path, "forked")["command_line"] == [
+        word.replace("again", "forked") for word in words
+    ]
 
 
 def test_jobs_of_a_server_that_is_killed_end_with_their_checkpoints(tmp_path):

@@ -8,7 +8,12 @@ from compared import OFF, ON, comparison_of, report_of
 from synthetic_runs import make_run, make_study
 
 from fl_lightning.study.report.compare import compare
-from fl_lightning.study.report.overall import overall, overall_diagram, overall_table, proposed_table
+from fl_lightning.study.report.overall import (
+    overall,
+    overall_diagram,
+    overall_table,
+    proposed_table,
+)
 from fl_lightning.study.report.pareto import front, pareto, pareto_table, points_of
 from fl_lightning.study.statistics import t_interval
 
@@ -47,8 +52,11 @@ def test_ranks_are_averaged_over_settings_seed_by_seed(tmp_path):
     assert [row[0] for row in overall_table(comparison).rows] == ["B", "A", "C"]
 
 
-def test_differences_that_are_the_same_for_all_seeds_are_told_apart_as_far_as_rounding_goes(tmp_path):
-    """Ranks of one order throughout differ by 1 and 2 with no spread; a test of equal values has no p."""
+def test_differences_that_are_the_same_for_all_seeds_are_told_apart_as_far_as_rounding_goes(
+    tmp_path,
+):
+    """Ranks of one order throughout differ by 1 and 2 with no spread; a test of equal values has no
+    p."""
     four = {
         label: {at: seeds(*[value] * 4) for at in (ON, OFF)}
         for label, value in zip("ABC", (0.9, 0.8, 0.7), strict=True)
@@ -66,7 +74,11 @@ def test_one_setting_or_a_method_that_one_setting_lacks_has_no_overall_place(tmp
     assert overall(comparison_of(tmp_path / "one")) == []
     assert overall_table(comparison_of(tmp_path / "one")) is None
     assert overall_diagram(comparison_of(tmp_path / "one")) is None
-    some = {**THREE, "D": {ON: seeds(1.0, 1.0, 1.0, 1.0)}, "E": {ON: THREE["A"][ON], OFF: {0: 0.4, 1: 0.4}}}
+    some = {
+        **THREE,
+        "D": {ON: seeds(1.0, 1.0, 1.0, 1.0)},
+        "E": {ON: THREE["A"][ON], OFF: {0: 0.4, 1: 0.4}},
+    }
     make_study(tmp_path / "some", some, **AXIS)
     assert {one.label for one in overall(comparison_of(tmp_path / "some"))} == {*"ABCE"}
 
@@ -83,7 +95,9 @@ def test_the_front_has_who_is_better_than_all_that_cost_no_more():
 
 def test_a_report_has_fronts_and_their_figure(tmp_path):
     folder = make_study(
-        tmp_path, {label: seeds(0.5, 0.5) for label in "ABC"}, methods={label: {} for label in "ABCD"}
+        tmp_path,
+        {label: seeds(0.5, 0.5) for label in "ABC"},
+        methods={label: {} for label in "ABCD"},
     )
     for seed in range(2):
         make_run(folder, "D", seed, 0.9, upload=5000)

@@ -1,4 +1,5 @@
-"""What a report is for a paper and for a browser: LaTeX that compiles and fits, one HTML file that fetches nothing."""
+"""What a report is for a paper and for a browser: LaTeX that compiles and fits, one HTML file that
+fetches nothing."""
 
 from __future__ import annotations
 
@@ -35,8 +36,11 @@ DOCUMENT = r"""\documentclass{article}
 """
 
 
-def study(root: Path, labels=("FedAvg", "FedMPQKD with a_long & odd name, 50 %", "[C]"), **history) -> Path:
-    """Three methods of which the second is the best in accuracy and the last in nothing; bits are 32 in all."""
+def study(
+    root: Path, labels=("FedAvg", "FedMPQKD with a_long & odd name, 50 %", "[C]"), **history
+) -> Path:
+    """Three methods of which the second is the best in accuracy and the last in nothing; bits are
+    32 in all."""
     for place, label in enumerate(labels):
         for seed in range(3):
             own = {"bits/average": 32.0, "upload": 1_000_000 * (1 + place), **history}
@@ -45,7 +49,8 @@ def study(root: Path, labels=("FedAvg", "FedMPQKD with a_long & odd name, 50 %",
 
 
 def tabulars(text: str) -> list[tuple[list[str], list[list[str]]]]:
-    """Header and rows of each table; every table is closed, and all its rows have as many cells as columns."""
+    """Header and rows of each table; every table is closed, and all its rows have as many cells as
+    columns."""
     found = []
     for part in text.split(r"\begin{table}")[1:]:
         body, end, _ = part.partition(r"\end{table}")
@@ -66,7 +71,9 @@ def test_tables_on_paper_have_what_differs_in_short_with_the_best_in_bold(tmp_pa
     compare("study", tmp_path / "out", study(tmp_path / "runs"))
     text = (tmp_path / "out/tables.tex").read_text()
     (header, rows), *_ = tabulars(text)
-    plain = [re.sub(r"\\shortstack\[.\]\{(.*)\}", r"\1", cell).replace(r" \\ ", " ") for cell in header]
+    plain = [
+        re.sub(r"\\shortstack\[.\]\{(.*)\}", r"\1", cell).replace(r" \\ ", " ") for cell in header
+    ]
     assert plain[:3] == ["method", "accuracy, last five (\\%)", "accuracy, last round (\\%)"]
     assert "up (kB)" in plain
     # equal in all rows
@@ -78,7 +85,8 @@ def test_tables_on_paper_have_what_differs_in_short_with_the_best_in_bold(tmp_pa
     )
     assert "over 3 seeds; the best mean is bold" in text
     bold = {
-        row[0]: [name for name, cell in zip(plain, row, strict=True) if r"\textbf" in cell] for row in rows
+        row[0]: [name for name, cell in zip(plain, row, strict=True) if r"\textbf" in cell]
+        for row in rows
     }
     assert list(bold) == [r"FedMPQKD with a\_long \& odd name, 50 \%", "FedAvg", "{[}C]"]
     assert bold["FedAvg"] == ["up (kB)", "down (kB)", "all rounds (MB)"]  # the least bytes
@@ -104,7 +112,11 @@ def test_columns_caption_and_label_are_as_asked(tmp_path, capsys):
     assert "bits per" in header[2]  # asked for, though all are equal
     assert rows[0][2] == r"32.00 $\pm$ 0.00"
     assert r"\caption{What $\mu$ does}" in text
-    assert re.findall(r"\\label\{(.*)\}", text) == ["tab:main", "tab:main-places", "tab:main-differences"]
+    assert re.findall(r"\\label\{(.*)\}", text) == [
+        "tab:main",
+        "tab:main-places",
+        "tab:main-differences",
+    ]
     capsys.readouterr()
     for flags, said in (
         (["--columns", "acuracy"], "--columns acuracy; no run has this metric; write "),
@@ -159,18 +171,28 @@ class Elements(HTMLParser):
 def test_the_page_is_the_markdown_with_its_figures_and_fetches_nothing(tmp_path, figures):
     make_study(tmp_path / "runs", {"A": A, "B <img src=x onerror=alert(1)>": B})
     compare("study", tmp_path / "out", tmp_path / "runs")
-    text, markdown = ((tmp_path / "out" / name).read_text() for name in ("report.html", "report.md"))
+    text, markdown = (
+        (tmp_path / "out" / name).read_text() for name in ("report.html", "report.md")
+    )
     assert markdown.startswith("# study\n\n**Not registered**")
     elements = Elements(text)
-    loads = [a[key] for _, a in elements.found for key in ("src", "href", "srcset", "data") if key in a]
+    loads = [
+        a[key] for _, a in elements.found for key in ("src", "href", "srcset", "data") if key in a
+    ]
     images = [load for load in loads if load.startswith("data:image/svg+xml;base64,")]
     assert all(load.startswith("#") for load in loads if load not in images)
     names = re.findall(r"!\[(.*)\]\(<figures/", markdown)
-    assert [image["alt"] for image in elements.of("img")[:-1]] == names  # the last is the enlarged one
+    # the last is the enlarged one
+    assert [image["alt"] for image in elements.of("img")[:-1]] == names
     for image in images:
         drawn = ElementTree.fromstring(base64.b64decode(image.partition(",")[2]))
         assert drawn.tag.endswith("svg")
-        links = [value for part in drawn.iter() for key, value in part.attrib.items() if key.endswith("href")]
+        links = [
+            value
+            for part in drawn.iter()
+            for key, value in part.attrib.items()
+            if key.endswith("href")
+        ]
         assert all(link.startswith(("#", "data:")) for link in links)
     assert len(elements.of("table")) == markdown.count("| --- |")
     scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
@@ -182,9 +204,13 @@ def test_the_page_is_the_markdown_with_its_figures_and_fetches_nothing(tmp_path,
         policy
         == f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'"
     )
-    headings = [re.sub(r"^#+ ", "", line) for line in markdown.splitlines() if re.match("##? ", line)]
+    headings = [
+        re.sub(r"^#+ ", "", line) for line in markdown.splitlines() if re.match("##? ", line)
+    ]
     assert all(len(heading) < 60 for heading in headings)
-    assert {a["href"] for a in elements.of("a")} <= {f"#{a['id']}" for _, a in elements.found if "id" in a}
+    assert {a["href"] for a in elements.of("a")} <= {
+        f"#{a['id']}" for _, a in elements.found if "id" in a
+    }
 
 
 @pytest.mark.slow
@@ -218,7 +244,9 @@ def test_in_a_browser_tables_are_sorted_and_figures_enlarged(tmp_path):
 
 
 @pytest.mark.parametrize("rounds", [2, 3, 40])
-def test_rounds_are_whole_numbers_on_axes_and_bands_have_edges_and_patterns(tmp_path, figures, rounds):
+def test_rounds_are_whole_numbers_on_axes_and_bands_have_edges_and_patterns(
+    tmp_path, figures, rounds
+):
     for label, of_label in (("A", A), ("B", B)):
         for seed, accuracy in of_label.items():
             make_run(tmp_path / "study", label, seed, accuracy, rounds=rounds)
@@ -237,11 +265,19 @@ def test_rounds_are_whole_numbers_on_axes_and_bands_have_edges_and_patterns(tmp_
 
 
 def test_figures_of_a_run_have_whole_rounds_and_names_that_can_be_read(figures):
-    layers = [f"layers.{block}.{name}" for block in range(4) for name in ("self_attn.q_proj", "mlp.up_proj")]
+    layers = [
+        f"layers.{block}.{name}"
+        for block in range(4)
+        for name in ("self_attn.q_proj", "mlp.up_proj")
+    ]
     seen = {"rounds": [3], "joules": [0.004], "high": [0.008], "prices": [[3, 0.1, 0.2, 0.3]]}
     options = option_figure(np.full((8, 44), 0.5), layers, seen, 0.6, "a table")
     bits = bit_width_figure(
-        [0, 1], np.full((2, 8), 4), np.zeros(2), [f"{name}.weight" for name in layers], np.full(8, 9)
+        [0, 1],
+        np.full((2, 8), 4),
+        np.zeros(2),
+        [f"{name}.weight" for name in layers],
+        np.full(8, 9),
     )
     norms = gradient_figure([(1, {"task": 1.0}), (6, {"task": 0.5})])
     for figure, over_rounds in ((options, (1, 2)), (bits, (0, 1)), (norms, (0,))):

@@ -17,7 +17,12 @@ def test_the_intervals_follow_from_holm_corrected_tests_of_all_pairs():
     p = holm([scipy.stats.ttest_rel(values[:, a], values[:, b]).pvalue for a, b in pairs])
     alike = {("ABCD"[a], "ABCD"[b]) for (a, b), one in zip(pairs, p, strict=True) if one >= 0.05}
     assert alike == {("A", "B")}
-    assert [(one.first, one.last) for one in map(found.get, "ABCD")] == [(1, 2), (1, 2), (3, 3), (4, 4)]
+    assert [(one.first, one.last) for one in map(found.get, "ABCD")] == [
+        (1, 2),
+        (1, 2),
+        (3, 3),
+        (4, 4),
+    ]
     assert found["A"].alike == ("B",)
     assert [one.place for one in map(found.get, "ABCD")] == [1, 2, 3, 4]
     assert found["A"].mean_rank == pytest.approx(1 + np.mean(values[:, 1] > values[:, 0]))
@@ -32,10 +37,13 @@ def test_where_less_is_better_places_turn_round_and_the_order_of_methods_does_no
 
 
 def test_planted_ties_leave_the_interval_in_few_of_many_studies():
-    """With three equal methods, no interval may be shorter than 1 to 3 but in 5 % of the studies."""
+    """With three equal methods, no interval may be shorter than 1 to 3 but in 5 % of the
+    studies."""
     generator = np.random.default_rng(2)
     wrong = sum(
-        any((one.first, one.last) != (1, 3) for one in places("ABC", generator.normal(0, 1, (6, 3))))
+        any(
+            (one.first, one.last) != (1, 3) for one in places("ABC", generator.normal(0, 1, (6, 3)))
+        )
         for _ in range(400)
     )
     assert wrong <= 400 * 0.05 + 3 * np.sqrt(400 * 0.05 * 0.95)

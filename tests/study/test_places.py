@@ -31,7 +31,9 @@ def test_two_methods_have_no_table_and_no_diagram(tmp_path):
     assert critical_difference(comparison, {}) is None
 
 
-def test_the_diagram_has_each_mean_rank_its_interval_and_a_bar_over_those_that_are_not_told_apart(tmp_path):
+def test_the_diagram_has_each_mean_rank_its_interval_and_a_bar_over_those_that_are_not_told_apart(
+    tmp_path,
+):
     make_study(tmp_path, {"A": A, "B": B, "C": C}, proposed=["C"])
     (axes,) = critical_difference(comparison_of(tmp_path), {}).axes
     drawn = [([float(x) for x in line.get_xdata()], line.get_marker()) for line in axes.lines]

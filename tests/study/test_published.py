@@ -1,4 +1,5 @@
-"""Published runs are paired with those of a study as if one sweep had made all, or refused by name."""
+"""Published runs are paired with those of a study as if one sweep had made all, or refused by
+name."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def own_study(root: Path, published: Path, accuracies=None, run=None, **keys) ->
 
 
 def changed(**settings) -> dict:
-    """Return the configuration of synthetic runs with other settings, as in ``trainer__max_rounds=6``."""
+    """Return the configuration of synthetic runs with other settings, as in
+    ``trainer__max_rounds=6``."""
     config = deepcopy(CONFIG)
     for name, value in settings.items():
         *groups, last = name.split("__")
@@ -51,17 +53,25 @@ def test_published_runs_give_what_one_sweep_of_all_methods_gives(tmp_path):
     own_study(tmp_path, published)
     compare("mine", tmp_path / "paired", tmp_path / "runs")
     make_study(
-        tmp_path / "runs", {**MINE, **THEIRS}, name="all", run={"config": CONFIG}, proposed=["Mine"], **AXIS
+        tmp_path / "runs",
+        {**MINE, **THEIRS},
+        name="all",
+        run={"config": CONFIG},
+        proposed=["Mine"],
+        **AXIS,
     )
     compare("all", tmp_path / "swept", tmp_path / "runs")
     paired, swept = (report_of(tmp_path / out) for out in ("paired", "swept"))
     assert paired["methods"] == ["Mine", "A", "B"]
-    assert paired["levels"] == swept["levels"]  # differences, places, means, hashes: to the last digit
+    # differences, places, means, hashes: to the last digit
+    assert paired["levels"] == swept["levels"]
     assert paired["levels"][0]["differences"][0]["seeds"] == [0, 1, 2]
     rows = [sorted(rows_of(tmp_path / out / "runs.csv"), key=str) for out in ("paired", "swept")]
     assert rows[0] == rows[1]
     assert {
-        row["run"].split("-")[0] for row in rows_of(tmp_path / "paired/timings.csv") if row["time/round"]
+        row["run"].split("-")[0]
+        for row in rows_of(tmp_path / "paired/timings.csv")
+        if row["time/round"]
     } == {
         "Mine"  # what a clock measured elsewhere is compared with nothing
     }
@@ -83,8 +93,16 @@ def test_fewer_seeds_and_levels_than_are_published_may_be_compared(tmp_path):
 
 BROKEN = {
     "data set": ({"dataset": "cifar10"}, {}, "data set cifar10, published: board has digits"),
-    "content": ({"content": "f" * 64}, {}, "content of the data ffffffffffff, published: board has unknown"),
-    "partition": ({"partition": "e" * 64}, {}, "partition eeeeeeeeeeee, published: board has 5feceb66ffc8"),
+    "content": (
+        {"content": "f" * 64},
+        {},
+        "content of the data ffffffffffff, published: board has unknown",
+    ),
+    "partition": (
+        {"partition": "e" * 64},
+        {},
+        "partition eeeeeeeeeeee, published: board has 5feceb66ffc8",
+    ),
     "setting": (
         {"config": changed(data__init_args__batch_size=64)},
         {},
@@ -151,7 +169,9 @@ def test_other_seeds_levels_and_taken_names_are_refused(tmp_path):
 
 def test_settings_of_the_method_and_callbacks_that_only_watch_are_no_part_of_the_protocol(tmp_path):
     watched = [{"class_path": "callbacks.ProgressBar"}, *CONFIG["trainer"]["callbacks"]]
-    config = changed(model__class_path="FedProx", model__init_args__mu=0.5, trainer__callbacks=watched)
+    config = changed(
+        model__class_path="FedProx", model__init_args__mu=0.5, trainer__callbacks=watched
+    )
     own_study(tmp_path, publish(tmp_path, THEIRS, **AXIS), run={"config": config})
     compare("mine", tmp_path / "out", tmp_path / "runs")
     assert report_of(tmp_path / "out")["methods"] == ["Mine", "A", "B"]
@@ -179,7 +199,12 @@ def test_a_report_of_an_earlier_release_is_read_and_cannot_be_paired(name):
     assert found.name == name
     assert len(found.labels) > 2
     with refused(f"published: {name}", "compare of this release"):
-        found.check("", found.seeds, [dict(one["levels"]) for one in found.levels], found.report["selection"])
+        found.check(
+            "",
+            found.seeds,
+            [dict(one["levels"]) for one in found.levels],
+            found.report["selection"],
+        )
 
 
 def test_runs_whose_settings_are_not_known_cannot_be_published_to_pair_with(tmp_path):
@@ -199,12 +224,18 @@ def test_a_folder_that_compare_did_not_write_is_refused(tmp_path):
 
 def test_a_report_has_the_plan_of_its_study_with_paths_that_hold_elsewhere(tmp_path):
     (tmp_path / "mine.yaml").write_text("model: {class_path: FedAvg}\n")
-    keys = {"config": ["plain.yaml", str(tmp_path / "mine.yaml")], "overlays": "overlays/noise_on.yaml"}
+    keys = {
+        "config": ["plain.yaml", str(tmp_path / "mine.yaml")],
+        "overlays": "overlays/noise_on.yaml",
+    }
     published = publish(tmp_path, THEIRS, **AXIS, **keys)
     text = (published / "study.yaml").read_text()
     assert str(tmp_path) not in text
     assert str(ROOT) not in text
     assert "- plain.yaml\n- ../../mine.yaml\n" in text
     plan = Study.read(published / "study.yaml")
-    assert [path.resolve() for path in plan.configs] == [ROOT / "configs/plain.yaml", tmp_path / "mine.yaml"]
+    assert [path.resolve() for path in plan.configs] == [
+        ROOT / "configs/plain.yaml",
+        tmp_path / "mine.yaml",
+    ]
     assert (plan.seeds, list(plan.methods), list(plan.grid)) == ([0, 1, 2], ["A", "B"], ["noise"])

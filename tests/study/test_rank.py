@@ -49,14 +49,17 @@ class Third(FedProx):
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory) -> Path:
-    """A folder in which one sweep made all three methods in ``runs/all``, and two of them were published."""
+    """A folder in which one sweep made all three methods in ``runs/all``, and two of them were
+    published."""
     folder = tmp_path_factory.mktemp("swept")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(folder)
         patch.setattr(sweep, "Pool", InProcessPool)
         Path("ranked_method.py").write_text(METHOD)
-        Path("all.yaml").write_text(STUDY.format(name="all", methods=f"{MINE}, {THEIRS}", proposed="Third"))
+        Path("all.yaml").write_text(
+            STUDY.format(name="all", methods=f"{MINE}, {THEIRS}", proposed="Third")
+        )
         Path("two.yaml").write_text(STUDY.format(name="two", methods=THEIRS, proposed="A"))
         assert main(["sweep", "--config", "all.yaml", "--logger", "false"]) == 0
         for label in "AB":
@@ -113,7 +116,8 @@ def test_a_third_method_alone_is_ranked_as_in_one_sweep_of_all_and_nothing_is_tr
         ("Third", "B"),
     ]
     assert of_rank["levels"][0]["differences"][0]["family"] == 2
-    assert of_rank["registration"]["status"] == "not as registered"  # a level was added after the first start
+    # a level was added after the first start
+    assert of_rank["registration"]["status"] == "not as registered"
     for file, said in (
         ("report.md", "## Places at setting=iid"),
         ("tables.tex", r"\label{tab:two-Third-place}"),
@@ -143,7 +147,10 @@ def test_what_breaks_the_pairing_is_refused_before_anything_is_trained(published
         rank(model, str(published), logger=False, resolve=resolve, **more)
 
     for more, named in (
-        ({"settings": {"data.batch_size": 64}}, "data.init_args.batch_size: 256 published, 64 here"),
+        (
+            {"settings": {"data.batch_size": 64}},
+            "data.init_args.batch_size: 256 published, 64 here",
+        ),
         ({"settings": {"model.network": "mlp"}}, "model.init_args.network"),
         ({"settings": {"model.module": f"{BORING}.BoringModel"}}, "model.init_args.module"),
         ({"seeds": 3}, "--seeds 3"),

@@ -1,4 +1,5 @@
-"""What was registered before the runs stands at the head of every report, whatever was edited afterwards."""
+"""What was registered before the runs stands at the head of every report, whatever was edited
+afterwards."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def register_as(folder: Path, runs: int) -> Registration:
 
 def edit(root: Path, **changes) -> None:
     path = root / "study/study.yaml"
-    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **changes}, sort_keys=False))
+    path.write_text(
+        yaml.safe_dump({**yaml.safe_load(path.read_text()), **changes}, sort_keys=False)
+    )
 
 
 def head(root: Path, **flags) -> tuple[str, dict]:
@@ -77,7 +80,9 @@ def test_an_edited_criterion_is_visible_in_the_first_line_and_both_verdicts_are_
     assert f"`{STRICT}` removed" in line
     assert f"`{LAX}` added" in line
     assert [entry["verdict"] for entry in report["criteria"]] == ["holds"]
-    assert [entry["verdict"] for entry in report["registration"]["registered"]["criteria"]] == ["fails"]
+    assert [entry["verdict"] for entry in report["registration"]["registered"]["criteria"]] == [
+        "fails"
+    ]
     text = (runs.parent / "out/report.md").read_text()
     assert text.index("## Criteria as registered") < text.index("## Criteria as they are now")
     assert "Not as registered" in capsys.readouterr().out
@@ -89,7 +94,9 @@ def test_a_look_at_a_part_of_the_cells_is_not_called_as_registered(runs):
     for cell in ("A-seed2", "B-seed2", "C-seed2"):
         shutil.rmtree(runs / "study" / cell)
     line, report = head(runs)
-    assert line.startswith("**Not complete**: 4 of 9 cells have no run that counts, such as B-seed1.")
+    assert line.startswith(
+        "**Not complete**: 4 of 9 cells have no run that counts, such as B-seed1."
+    )
     assert report["registration"]["status"] == "not complete"
     assert "; seeds 0, 1; " in (runs.parent / "out/report.md").read_text()
 
@@ -98,7 +105,10 @@ def test_a_look_at_a_part_of_the_cells_is_not_called_as_registered(runs):
     ("changes", "said"),
     [
         ({"selection": "last5"}, "selection: registered last, now last5"),
-        ({"metric": "final/auc_accuracy"}, "metric: registered final/accuracy, now final/auc_accuracy"),
+        (
+            {"metric": "final/auc_accuracy"},
+            "metric: registered final/accuracy, now final/auc_accuracy",
+        ),
         ({"methods": {"A": {}, "B": {}}}, "methods: C removed"),
         ({"methods": {"A": {}, "B": {}, "C": {}, "D": {}}}, "methods: D added"),
         ({"seeds": [0, 1]}, "seeds: 2 removed"),
@@ -134,12 +144,16 @@ def test_one_field_is_all_that_a_new_entry_takes(runs):
     edit(runs, note="as in the first draft")
     study = NotedStudy.read(path)
     assert study.note == "as in the first draft"
-    assert yaml.safe_load(study.to_yaml()) == yaml.safe_load(without.to_yaml()) | {"note": study.note}
+    assert yaml.safe_load(study.to_yaml()) == yaml.safe_load(without.to_yaml()) | {
+        "note": study.note
+    }
     asked = question_of(study)
     assert asked == question_of(without) | {"note": study.note}
     plan = plan_of(study, [])
     assert registered_study(replace(study, note="now"), plan).note == study.note
-    assert differences(plan, replace(study, note="now")) == [f"note: registered {study.note}, now now"]
+    assert differences(plan, replace(study, note="now")) == [
+        f"note: registered {study.note}, now now"
+    ]
     with pytest.raises(InputError, match="note; known here: study, seeds, "):
         Study.read(path)
     edit(runs, note=[1])
@@ -182,11 +196,20 @@ def test_the_first_registration_stays_and_later_ones_are_amendments(runs):
     line, _ = head(runs)
     assert "amended" in line
     written = (folder / "registration.json").read_text()
-    for damaged in ("{", "[]", '{"entries": []}', written.replace('"grid"', '"gird"'), "[" * 50_000):
+    for damaged in (
+        "{",
+        "[]",
+        '{"entries": []}',
+        written.replace('"grid"', '"gird"'),
+        "[" * 50_000,
+    ):
         (folder / "registration.json").write_text(damaged)
         with pytest.raises(InputError, match="registration"):
             register_as(folder, 9)
-    assert main(["compare", "--study", "study", "--root", str(runs), "--out", str(runs.parent / "o")]) == 2
+    assert (
+        main(["compare", "--study", "study", "--root", str(runs), "--out", str(runs.parent / "o")])
+        == 2
+    )
 
 
 def test_a_run_outside_the_grid_is_compared_at_every_level_and_counted_once(tmp_path):
@@ -202,7 +225,9 @@ def test_a_run_outside_the_grid_is_compared_at_every_level_and_counted_once(tmp_
     register_as(folder, 0)
     line, report = head(root)
     assert line.startswith("As registered before the first run")
-    levels = {tuple(one["levels"].items()): one["decision"] for one in report["criteria"][0]["levels"]}
+    levels = {
+        tuple(one["levels"].items()): one["decision"] for one in report["criteria"][0]["levels"]
+    }
     assert levels == {ON: "holds", OFF: "fails"}
     assert len(report["provenance"]["runs"]) == 3 + 2 * 3
     text = (tmp_path / "out/report.md").read_text()

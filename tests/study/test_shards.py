@@ -1,4 +1,5 @@
-"""The shards of a study, wherever they are run, are together exactly the sweep of the whole study."""
+"""The shards of a study, wherever they are run, are together exactly the sweep of the whole
+study."""
 
 from __future__ import annotations
 
@@ -43,12 +44,14 @@ criteria: [accuracy(A) > accuracy(B)]
 
 def resolve(args: list[str]) -> str:
     """Stands in for the parser: the flags as they are."""
-    return yaml.safe_dump(dict(word.removeprefix("--").split("=", 1) for word in args if "=" in word))
+    return yaml.safe_dump(
+        dict(word.removeprefix("--").split("=", 1) for word in args if "=" in word)
+    )
 
 
 class Cells:
-    """Stands in for the pool: every cell becomes a run at once, and between two cells something else may be
-    done, such as the work of another shard."""
+    """Stands in for the pool: every cell becomes a run at once, and between two cells something
+    else may be done, such as the work of another shard."""
 
     slots = ({},)
 
@@ -59,8 +62,14 @@ class Cells:
         for job in jobs:
             state, draw = self.session.cells[job.name], random.Random(job.name)
             config = {key: value for key, value in state.config.items() if key != "seed_everything"}
-            own = {"levels": state.cell.levels, "config": config, "tags": json.loads(config_tags(job.args))}
-            make_run(self.session.cells.folder, state.cell.method, state.cell.seed, draw.random(), **own)
+            own = {
+                "levels": state.cell.levels,
+                "config": config,
+                "tags": json.loads(config_tags(job.args)),
+            }
+            make_run(
+                self.session.cells.folder, state.cell.method, state.cell.seed, draw.random(), **own
+            )
             self.made.append(job.name)
             ended(RunningJob(job, None, 0), 0)
             self.between()
@@ -104,7 +113,9 @@ def test_all_shards_are_the_sweep_and_a_cell_keeps_its_shard(study, count):
     ).cells()
     for number, shard in enumerate(shards, start=1):
         assert {
-            name for name in Shard(number, count).names(turned) if not name.endswith(("seed9", "seed40"))
+            name
+            for name in Shard(number, count).names(turned)
+            if not name.endswith(("seed9", "seed40"))
         } == shard
     if count == 5:  # as many shards as cells of a seed: none has one method alone
         assert all(len({name.rpartition("-")[0] for name in shard}) > 1 for shard in shards)
@@ -160,10 +171,13 @@ def test_who_may_work_beside_whom(tmp_path):
 
 
 def test_cells_of_a_shard_that_was_killed_are_waited_for(tmp_path, monkeypatch):
-    """By that shard always; by others only where none of them is at work, who has waited for them."""
+    """By that shard always; by others only where none of them is at work, who has waited for
+    them."""
     with lock.only_one(tmp_path, Shard(2, 3)):
         with lock.only_one(tmp_path, Shard(1, 3)) as held:
-            orphan = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=held)
+            orphan = subprocess.Popen(
+                [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=held
+            )
         monkeypatch.setattr(lock, "ORPHANS_LIMIT", 0.3)
         with pytest.raises(InputError, match="do not end"), lock.only_one(tmp_path, Shard(1, 3)):
             pass
@@ -184,7 +198,10 @@ def test_what_is_no_shard_is_refused(tmp_path, monkeypatch, capsys, shard):
     Path("study.yaml").write_text(STUDY)
     assert main(["sweep", "--config", "study.yaml", f"--shard={shard}"]) == 2
     error = capsys.readouterr().err
-    assert f"--shard {shard}; it is which shard, counted from 1, and of how many; write --shard 1/8" in error
+    assert (
+        f"--shard {shard}; it is which shard, counted from 1, and of how many; write --shard 1/8"
+        in error
+    )
     assert error.count("\n") == 1
     assert [path.name for path in Path().iterdir()] == ["study.yaml"]
 
@@ -193,7 +210,9 @@ def test_neither_added_seeds_nor_a_search_have_shards(tmp_path, monkeypatch, cap
     monkeypatch.chdir(tmp_path)
     Path("study.yaml").write_text(STUDY)
     assert main(["sweep", "--config", "study.yaml", "--until", "decided", "--shard", "1/2"]) == 2
-    assert "--shard 1/2 with until; seeds are added by what all cells show" in capsys.readouterr().err
+    assert (
+        "--shard 1/2 with until; seeds are added by what all cells show" in capsys.readouterr().err
+    )
     assert main(["tune", "--config", "study.yaml", "--shard", "1/2"]) == 2
     assert "--shard; there is no such flag" in capsys.readouterr().err
     assert [path.name for path in Path().iterdir()] == ["study.yaml"]
@@ -214,8 +233,8 @@ worst=0
 for task in "${tasks[@]}"; do wait "$task" || worst=$?; done
 exit "$worst"
 """
-"""Stands in for sbatch: it starts the batch file once for each number of its array, all at once, with the
-variables that SLURM sets for them."""
+"""Stands in for sbatch: it starts the batch file once for each number of its array, all at once,
+with the variables that SLURM sets for them."""
 
 
 @pytest.fixture
@@ -230,7 +249,11 @@ def sbatch(tmp_path, monkeypatch):
     paths = (str(tmp_path / "bin"), os.environ["PATH"])
 
     def sbatch(*words: str, array: str, **environment: str) -> int:
-        own = {"PATH": os.pathsep.join(paths), "PYTHONPATH": str(CONFIGS.parent), "SBATCH_ARRAY": array}
+        own = {
+            "PATH": os.pathsep.join(paths),
+            "PYTHONPATH": str(CONFIGS.parent),
+            "SBATCH_ARRAY": array,
+        }
         command = ["bash", "scheduler.sh", str(BATCH_FILE), *words]
         return subprocess.run(command, env={**os.environ, **own, **environment}).returncode
 
@@ -271,18 +294,30 @@ selection: last
 @pytest.mark.slow
 @pytest.mark.essential
 def test_a_study_under_a_scheduler_is_the_sweep_of_one_machine(sbatch, tmp_path):
-    """Two tasks at once in one folder, three cells: the weights of each are those of the run alone."""
+    """Two tasks at once in one folder, three cells: the weights of each are those of the run
+    alone."""
     Path("study.yaml").write_text(REAL)
-    assert sbatch("study.yaml", array="1-2") == 0, [path.read_text() for path in Path().glob("slurm-*.out")]
+    assert sbatch("study.yaml", array="1-2") == 0, [
+        path.read_text() for path in Path().glob("slurm-*.out")
+    ]
     assert main(["compare", "--study", "small", "--out", "report"]) == 0
     report = report_of(tmp_path / "report")
     assert report["registration"]["status"] == "as registered"
     entries = read_cells(tmp_path / "runs/small")
     assert {entry["status"] for entry in entries.values()} == {"finished"}
-    assert {entry["threads"] for entry in entries.values()} == {int(os.environ.get("OMP_NUM_THREADS", "1"))}
+    assert {entry["threads"] for entry in entries.values()} == {
+        int(os.environ.get("OMP_NUM_THREADS", "1"))
+    }
     found = {run["name"]: run["weights_sha256"] for run in report["runs"]}
     for cell in Study.read("study.yaml").cells():
-        own = ["--trainer.run_name", cell.name, "--trainer.experiment", "alone", "--trainer.logger", "false"]
+        own = [
+            "--trainer.run_name",
+            cell.name,
+            "--trainer.experiment",
+            "alone",
+            "--trainer.logger",
+            "false",
+        ]
         assert main(["fit", *cell.args, *own]) == 0
         alone = json.loads(Path("runs/alone", cell.name, "metadata.json").read_text())
         assert found.pop(cell.name) == alone["weights_sha256"]

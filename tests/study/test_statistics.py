@@ -1,5 +1,5 @@
-"""The statistics against cases worked by hand, published tables and simulation; no test uses the function
-that it tests."""
+"""The statistics against cases worked by hand, published tables and simulation; no test uses the
+function that it tests."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ DIFFERENCES = st.lists(st.floats(-1, 1).map(lambda x: round(x, 3)), min_size=3, 
 
 
 def test_three_seeds_by_hand():
-    """x = 1, 2, 3: m = 2, s = 1, t = 2 sqrt 3. With 2 degrees of freedom p = 1 - t / sqrt(t^2 + 2), so
-    t_0.975 = 0.95 sqrt(2 / 0.0975)."""
+    """x = 1, 2, 3: m = 2, s = 1, t = 2 sqrt 3. With 2 degrees of freedom p = 1 - t / sqrt(t^2 + 2),
+    so t_0.975 = 0.95 sqrt(2 / 0.0975)."""
     test = paired_test([1.0, 2.0, 3.0])
     t = 2 * sqrt(3)
     half = 0.95 * sqrt(2 / (1 - 0.95**2)) / sqrt(3)
@@ -29,7 +29,8 @@ def test_three_seeds_by_hand():
     assert (test.low, test.high) == pytest.approx((2 - half, 2 + half), rel=1e-9)
     assert test.d_z == 2.0
     assert test.g_z == pytest.approx(2 / sqrt(pi), rel=1e-12)  # J(2) = G(1) / (sqrt(1) G(1/2))
-    assert test.p_wilcoxon == pytest.approx(2 / 8)  # of the 8 signs of ranks 1 2 3 two are as extreme
+    # of the 8 signs of ranks 1 2 3 two are as extreme
+    assert test.p_wilcoxon == pytest.approx(2 / 8)
     assert test.bootstrap_low >= 1
     assert test.bootstrap_high <= 3
 
@@ -62,8 +63,8 @@ def test_wilcoxon_of_ties_and_zeros_is_scipys(differences):
 
 
 def test_holm_by_hand():
-    """Sorted: 0.005 x 4 = 0.020, 0.010 x 3 = 0.030, 0.030 x 2 = 0.060, 0.040 x 1 = 0.040, which may not be
-    below the one before."""
+    """Sorted: 0.005 x 4 = 0.020, 0.010 x 3 = 0.030, 0.030 x 2 = 0.060, 0.040 x 1 = 0.040, which may
+    not be below the one before."""
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.9, 0.8]) == [1.0, 1.0]
     assert holm([]) == []
@@ -76,8 +77,8 @@ def test_holm_by_hand():
 
 @pytest.mark.parametrize(("effect", "seeds"), [(0.2, 199), (0.5, 34), (0.8, 15)])
 def test_seeds_needed_are_those_of_power_tables(effect, seeds):
-    """Cohen's small, medium and large effects in the paired t-test at 5 % and 80 %: as every power table and
-    program has them."""
+    """Cohen's small, medium and large effects in the paired t-test at 5 % and 80 %: as every power
+    table and program has them."""
     assert statistics.seeds_needed(effect) == seeds
     assert statistics.power(effect, seeds) >= 0.8 > statistics.power(effect, seeds - 1)
 
@@ -90,11 +91,13 @@ def test_effects_that_cannot_be_found():
 
 @pytest.mark.parametrize(("n", "family"), [(2, 1), (3, 1), (3, 5), (6, 10)])
 def test_detectable_effect_is_found_in_80_of_100(n, family):
-    """Simulated with the quantile that is in every table for 2 degrees of freedom, and numpy's random
-    numbers: no power formula."""
+    """Simulated with the quantile that is in every table for 2 degrees of freedom, and numpy's
+    random numbers: no power formula."""
     # t_{1 - 0.025 / family} of tables
     critical = {(2, 1): 12.7062, (3, 1): 4.30265, (3, 5): 9.92484, (6, 10): 4.77334}[n, family]
-    x = np.random.default_rng(1).normal(statistics.detectable_effect(n, 0.05 / family), 1.0, (40_000, n))
+    x = np.random.default_rng(1).normal(
+        statistics.detectable_effect(n, 0.05 / family), 1.0, (40_000, n)
+    )
     t = x.mean(1) / (x.std(1, ddof=1) / sqrt(n))
     assert np.mean(np.abs(t) > critical) == pytest.approx(0.8, abs=0.01)
 
@@ -105,10 +108,12 @@ def test_intervals_hold_the_truth_as_often_as_they_say():
     """The t interval 95 %; the bootstrap as seldom as the module's docstring warns."""
     generator = np.random.default_rng(2)
     tests = [paired_test(generator.normal(0.3, 1.0, 3)) for _ in range(1000)]
-    assert np.mean([test.low <= 0.3 <= test.high for test in tests]) == pytest.approx(0.95, abs=0.025)
-    assert np.mean([test.bootstrap_low <= 0.3 <= test.bootstrap_high for test in tests]) == pytest.approx(
-        0.73, abs=0.05
+    assert np.mean([test.low <= 0.3 <= test.high for test in tests]) == pytest.approx(
+        0.95, abs=0.025
     )
+    assert np.mean(
+        [test.bootstrap_low <= 0.3 <= test.bootstrap_high for test in tests]
+    ) == pytest.approx(0.73, abs=0.05)
 
 
 def test_one_seed_and_equal_differences_say_nothing():
@@ -154,8 +159,8 @@ def test_the_same_differences_give_the_same_bootstrap():
 
 @pytest.mark.parametrize(("n", "threshold"), [(5, 5.36), (10, 3.97), (20, 3.63)])
 def test_confidence_sequence_at_published_numbers_of_seeds(n, threshold):
-    """The |t| that METHODS.md gives for theorem 4.9 with c2 = 0.25, reached by real values: the interval of
-    values with this t ends at 0, and their p is 0.05."""
+    """The |t| that METHODS.md gives for theorem 4.9 with c2 = 0.25, reached by real values: the
+    interval of values with this t ends at 0, and their p is 0.05."""
     x = np.random.default_rng(n).normal(0.0, 1.0, n)
     x = (x - x.mean()) / x.std(ddof=1) + threshold / sqrt(n)  # t = threshold
     low, high = statistics.sequence_interval(x)
@@ -166,8 +171,9 @@ def test_confidence_sequence_at_published_numbers_of_seeds(n, threshold):
 
 
 def test_p_of_the_confidence_sequence_is_one_over_a_mixture_of_likelihoods():
-    """1 / p is the likelihood with the effect size drawn from N(0, 1 / c2) over that with mean 0, both with
-    d sigma / sigma for the unknown sigma: integrated here on a grid, without a closed form."""
+    """1 / p is the likelihood with the effect size drawn from N(0, 1 / c2) over that with mean 0,
+    both with d sigma / sigma for the unknown sigma: integrated here on a grid, without a closed
+    form."""
     effect = np.linspace(-14, 14, 2801)[:, None]
     sigma = np.exp(np.linspace(-6, 6, 2001))
     weight = np.exp(-(effect**2) * 0.25 / 2) * sqrt(0.25 / (2 * pi)) * (effect[1] - effect[0])
@@ -200,7 +206,8 @@ def test_confidence_sequence_of_too_few_or_equal_values():
 
 
 def ever_wrong(draw, mean: float, first: int = 1, sequences: int = 4000, most: int = 300) -> float:
-    """The share of sequences whose interval left the true mean out at any look from the ``first`` on."""
+    """The share of sequences whose interval left the true mean out at any look from the ``first``
+    on."""
     x = draw(np.random.default_rng(0), (sequences, most)) - mean
     n = np.arange(1, most + 1)
     means = x.cumsum(1) / n
@@ -212,13 +219,16 @@ def ever_wrong(draw, mean: float, first: int = 1, sequences: int = 4000, most: i
 
 
 def test_confidence_sequence_holds_the_truth_at_every_look():
-    """Looked at after each of 300 values. Normal: 2.7 % are ever wrong, as METHODS.md says, where the t
-    interval is in 43 %. Symmetric differences, heavy-tailed or on a coarse lattice, keep the 5 %; strongly
-    skewed ones do not, which docs/seeds.md says."""
+    """Looked at after each of 300 values. Normal: 2.7 % are ever wrong, as METHODS.md says, where
+    the t interval is in 43 %. Symmetric differences, heavy-tailed or on a coarse lattice, keep the
+    5 %; strongly skewed ones do not, which docs/seeds.md says."""
     normal = ever_wrong(lambda rng, size: rng.normal(size=size), 0.0)
     assert normal == pytest.approx(0.027, abs=0.008)
     assert ever_wrong(lambda rng, size: rng.standard_t(3, size), 0.0) < 0.05
-    assert ever_wrong(lambda rng, size: rng.exponential(size=size) - rng.exponential(size=size), 0.0) < 0.05
+    assert (
+        ever_wrong(lambda rng, size: rng.exponential(size=size) - rng.exponential(size=size), 0.0)
+        < 0.05
+    )
     assert ever_wrong(lambda rng, size: np.round(rng.normal(0, 1, size)), 0.0) < 0.05
     skewed = ever_wrong(lambda rng, size: rng.exponential(size=size), 1.0)
     assert 0.09 < skewed < 0.17
@@ -226,13 +236,15 @@ def test_confidence_sequence_holds_the_truth_at_every_look():
 
 
 def test_looks_cost_about_twice_the_seeds_of_one_look():
-    """Effect of one standard deviation: found by one look at 10 seeds with 80 %; by the sequence in half of
-    the cases within 15 seeds, and nearly always within 40."""
+    """Effect of one standard deviation: found by one look at 10 seeds with 80 %; by the sequence in
+    half of the cases within 15 seeds, and nearly always within 40."""
     x = np.random.default_rng(1).normal(1.0, 1.0, (2000, 50))
     n = np.arange(1, 51)
     means = x.cumsum(1) / n
     spread = np.sqrt((x * x).cumsum(1) / n - means**2)
-    found = means > np.maximum(spread, 1e-12) * [statistics.sequence_width(int(count)) for count in n]
+    found = means > np.maximum(spread, 1e-12) * [
+        statistics.sequence_width(int(count)) for count in n
+    ]
     first = np.where(found.any(1), found.argmax(1) + 1, inf)
     assert 11 <= np.median(first) <= 17
     assert np.mean(first <= 40) > 0.97
@@ -241,8 +253,8 @@ def test_looks_cost_about_twice_the_seeds_of_one_look():
 
 
 def test_one_sided_bounds_of_the_confidence_sequence_at_ten_percent_are_wrong_in_five_at_most():
-    """What ``no_increase`` relies on: each end of the interval of level 0.1 is a bound of level 0.05, at all
-    looks together."""
+    """What ``no_increase`` relies on: each end of the interval of level 0.1 is a bound of level
+    0.05, at all looks together."""
     n = np.arange(1, 301)
     x = np.random.default_rng(3).normal(size=(4000, 300))
     means = x.cumsum(1) / n

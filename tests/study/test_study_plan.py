@@ -25,7 +25,8 @@ STUDIES = sorted(
     for path in CONFIGS.rglob("*.yaml")
     if "\nstudy:" in (text := path.read_text()) and "\nmethods:" in text
     if path.stem
-    != "hest"  # a tokeniser of the Hub; tests/data/test_natural_instructions.py has one in its place
+    # a tokeniser of the Hub; tests/data/test_natural_instructions.py has one in its place
+    != "hest"
 )
 SMALL = """
 study: small
@@ -85,7 +86,8 @@ def test_a_method_outside_the_grid_is_run_once_for_each_seed(write):
 
 def test_a_grid_that_nobody_could_run_is_refused_at_once(write):
     study = replace(
-        Study.read(write(SMALL)), grid={f"axis {n}": dict.fromkeys("abcd", Variation()) for n in range(20)}
+        Study.read(write(SMALL)),
+        grid={f"axis {n}": dict.fromkeys("abcd", Variation()) for n in range(20)},
     )
     with pytest.raises(
         InputError,
@@ -122,7 +124,11 @@ def test_a_copy_says_the_same_from_anywhere(write, tmp_path):
         ("  A: {}", "  A: {}\n  A: {}", "line 9.*given twice"),
         ("  A: {}", "  a/b: {}", "folder's name"),
         ("  A: {}", "  A: {}\n  a: {}", "differ, in more than case"),
-        ("  A: {}", "  A: {setings: {}}", "methods.A.setings; known here.*write methods.A.settings"),
+        (
+            "  A: {}",
+            "  A: {setings: {}}",
+            "methods.A.setings; known here.*write methods.A.settings",
+        ),
         ("  A: {}", "  A: {config: bb.yaml}", "no such file.*write b.yaml"),
         ("  A: {}", "  A: {grid: 3}", "methods.A.grid: 3"),
         ("noise: {on: {}", "noise: {on: {grid: false}", "grid.noise.on.grid; known here"),
@@ -138,7 +144,11 @@ def test_a_copy_says_the_same_from_anywhere(write, tmp_path):
         ("study: small", "study: [small", "not a valid study file"),
         ("study: small", "? [a]\n: b", "a key must be text"),
         ("study: small", "study: &a {b: *a}", "where 'a' contains itself"),
-        ("study: small", "study: small\nclaimed: 2024-02-31", "not valid YAML: day is out of range"),
+        (
+            "study: small",
+            "study: small\nclaimed: 2024-02-31",
+            "not valid YAML: day is out of range",
+        ),
         ("  A: {}", "  ..: {}", "methods: '..'.*no '.' or '-' first.*such as FedMPQ"),
         ("  A: {}", '  "\\ud800": {}', "folder's name"),
         ("  A: {}", f"  {'A' * 250}: {{}}", "250 bytes.*at most 200 bytes.*shorten it"),
@@ -148,10 +158,18 @@ def test_a_copy_says_the_same_from_anywhere(write, tmp_path):
             "trainer.max_rounds: 2024-01-01",
             "settings.trainer.max_rounds: datetime.*in quotes",
         ),
-        ("trainer.max_rounds: 3", "trainer.tag: {a: [2024-01-01]}", "settings.trainer.tag: .*in quotes"),
+        (
+            "trainer.max_rounds: 3",
+            "trainer.tag: {a: [2024-01-01]}",
+            "settings.trainer.tag: .*in quotes",
+        ),
         ("seeds: [0, 4]", f"seeds: [0, {2**63}]", "below 2^63"),
         ("stressed: on", "stressed: off", "stressed and clean are both off.*write stressed: on"),
-        ("proposed: [B b=1]", "metric: final/acuracy", "metric: final/acuracy.*write metric: final/accuracy"),
+        (
+            "proposed: [B b=1]",
+            "metric: final/acuracy",
+            "metric: final/acuracy.*write metric: final/accuracy",
+        ),
         ("proposed: [B b=1]", "metric: acc", "no run has such a metric"),
         (
             "proposed: [B b=1]",
@@ -159,13 +177,33 @@ def test_a_copy_says_the_same_from_anywhere(write, tmp_path):
             "final/acuracy; no run has such a metric; write final/accuracy",
         ),
         ("proposed: [B b=1]", "test: clean", "test: 'clean'.*a list of probes.*write test: [clean"),
-        ("proposed: [B b=1]", "test: []", "test.probes: [].*at least one.*write test.probes: [clean"),
-        ("proposed: [B b=1]", "test: [clean, corrupt]", "test: corrupt; one of clean.*write corruptions"),
+        (
+            "proposed: [B b=1]",
+            "test: []",
+            "test.probes: [].*at least one.*write test.probes: [clean",
+        ),
+        (
+            "proposed: [B b=1]",
+            "test: [clean, corrupt]",
+            "test: corrupt; one of clean.*write corruptions",
+        ),
         ("proposed: [B b=1]", "test: {probes: 5}", "test.probes: 5; it is a list of strings"),
-        ("proposed: [B b=1]", "test: {checkpoint: bset}", "test.checkpoint: 'bset'; it is last, best or"),
+        (
+            "proposed: [B b=1]",
+            "test: {checkpoint: bset}",
+            "test.checkpoint: 'bset'; it is last, best or",
+        ),
         ("proposed: [B b=1]", "test: {checkpoint: round_000060}", "all tables are of one model"),
-        ("proposed: [B b=1]", "test: {checkpoint: last}\nselection: best_val", "write checkpoint: best"),
-        ("proposed: [B b=1]", "test: {checkpoint: best}\nmetric: final/accuracy", "selection: best_val"),
+        (
+            "proposed: [B b=1]",
+            "test: {checkpoint: last}\nselection: best_val",
+            "write checkpoint: best",
+        ),
+        (
+            "proposed: [B b=1]",
+            "test: {checkpoint: best}\nmetric: final/accuracy",
+            "selection: best_val",
+        ),
         ("proposed: [B b=1]", "selection: best_val\nmetric: final/accuracy", "selection: last"),
         ("proposed: [B b=1]", "selection: best", "one of last5, best_val, last"),
         ("proposed: [B b=1]", "test: {checkpoint: 3}", "test.checkpoint: 3; it is last, best or"),
@@ -213,7 +251,9 @@ def test_what_is_no_study_is_refused(tmp_path):
 
 
 @given(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.lists(st.integers()))
+    st.one_of(
+        st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.lists(st.integers())
+    )
 )
 def test_a_flag_is_read_as_the_value_it_was_written_from(value):
     # PyYAML takes 1e-05 for text, the parser does not
@@ -234,7 +274,8 @@ def test_two_runs_have_one_hash_where_one_may_continue_the_other(before, after):
 
 def test_noise_on_and_off_differ_in_one_number():
     on, off = (
-        yaml.safe_load((CONFIGS / "overlays" / f"noise_{name}.yaml").read_text()) for name in ("on", "off")
+        yaml.safe_load((CONFIGS / "overlays" / f"noise_{name}.yaml").read_text())
+        for name in ("on", "off")
     )
     noise = [
         callback
@@ -293,7 +334,9 @@ PUBLISHED = {path.name for path in (ROOT / "docs" / "results").iterdir()}
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, id=path.stem, marks=[] if path.stem in PUBLISHED else pytest.mark.essential)
+        pytest.param(
+            path, id=path.stem, marks=[] if path.stem in PUBLISHED else pytest.mark.essential
+        )
         for path in STUDIES
     ],
 )
@@ -302,7 +345,9 @@ def test_every_method_and_every_level_of_the_projects_studies_is_another_run(pat
     study = Study.read(path)
     methods = dict(list(study.methods.items())[:1])
     of_methods = hashes(
-        replace(study, grid={axis: dict([*levels.items()][:1]) for axis, levels in study.grid.items()}),
+        replace(
+            study, grid={axis: dict([*levels.items()][:1]) for axis, levels in study.grid.items()}
+        ),
         tmp_path,
     )
     of_levels = hashes(replace(study, methods=methods), tmp_path)
@@ -320,13 +365,19 @@ def test_every_cell_of_every_study_of_the_project_resolves_to_another_run(path, 
 def test_a_real_study_runs_on_other_data(tmp_path, monkeypatch):
     """Experiment 1's cell for two rounds, on images of CIFAR's shape."""
     monkeypatch.chdir(tmp_path)
-    cell = next(cell for cell in Study.read(CONFIGS / "exp1_core.yaml").cells() if cell.method == "FedMPQKD")
+    cell = next(
+        cell for cell in Study.read(CONFIGS / "exp1_core.yaml").cells() if cell.method == "FedMPQKD"
+    )
     images = [
         "--data.dataset=synthetic",
         "--data.synthetic_examples=120",
         "--data.synthetic_test_examples=20",
     ]
-    limits = ["--trainer.max_rounds=2", "--trainer.logger=false", "--data.partition.init_args.min_size=2"]
+    limits = [
+        "--trainer.max_rounds=2",
+        "--trainer.logger=false",
+        "--data.partition.init_args.min_size=2",
+    ]
     assert main(["fit", *cell.args, *images, *limits]) == 0
 
 
@@ -365,7 +416,8 @@ def test_the_search_of_the_study_of_budgets_resolves_at_the_ends_of_its_space():
     search = search_of_every_method("hest_embedded")
     assert search.trials * len(search.parts) <= 48
     for part in search.parts:
-        assert ("model.price_lr" in part.space) == (part.label == "HEST")  # the others have one setting alone
+        # the others have one setting alone
+        assert ("model.price_lr" in part.space) == (part.label == "HEST")
         corner = part.corners()[-1]
         resolved = yaml.safe_load(cli.resolve(part.args(corner)))
         given = resolved["model"]["init_args"]
@@ -394,7 +446,10 @@ seed: 9
     assert set(search.space) == {"model.lr"}
     for wrong, said in (
         (text.replace("{B:", "{C:"), "space_of.C"),
-        (text.replace("study.yaml", "alone").replace("trials", "config: base.yaml\ntrials"), "space_of"),
+        (
+            text.replace("study.yaml", "alone").replace("trials", "config: base.yaml\ntrials"),
+            "space_of",
+        ),
         (text.replace("[1, 2]", "[[1]]"), "space_of.B.model.alpha"),
     ):
         with pytest.raises(InputError, match=said):

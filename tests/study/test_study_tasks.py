@@ -1,4 +1,5 @@
-"""Studies of runs whose task is not classification: everything follows the task's primary metric."""
+"""Studies of runs whose task is not classification: everything follows the task's primary
+metric."""
 
 from __future__ import annotations
 
@@ -50,9 +51,12 @@ MEAN = {"last": 6.2, "last5": 6.2 * 137 / 60, "best_val": 6.2 * 5 / 3}
 @pytest.mark.parametrize("task", [PERPLEXITY, Distances()], ids=lambda task: task.primary)
 @pytest.mark.parametrize("selection", ["last", "last5", "best_val"])
 def test_a_report_follows_the_primary_metric(tmp_path, task, selection):
-    """Selection, ranking, tests, criteria, target and the other model's table, in a study whose file says
-    nothing of the task."""
-    name, criteria = task.primary, ["primary(A) <= primary(B)", "primary(A) > primary(B)", "p(A, B) < 0.05"]
+    """Selection, ranking, tests, criteria, target and the other model's table, in a study whose
+    file says nothing of the task."""
+    name, criteria = (
+        task.primary,
+        ["primary(A) <= primary(B)", "primary(A) > primary(B)", "p(A, B) < 0.05"],
+    )
     criteria += ["auc(A) < auc(B)", "rounds(A) < rounds(B)", "no_increase(primary, A, B)"]
     chosen = {} if selection == "last5" else {"selection": selection}
     make_study(
@@ -68,20 +72,23 @@ def test_a_report_follows_the_primary_metric(tmp_path, task, selection):
     report, text = report_of(tmp_path / "out"), (tmp_path / "out" / "report.md").read_text()
     form = {"last": "", "last5": "last5_", "best_val": "best_val_test_"}[selection]
     assert (report["metric"], report["higher_is_better"]) == (f"final/{form}{name}", False)
-    assert report["levels"][0]["methods"]["A"]["metrics"][report["metric"]]["mean"] == pytest.approx(
-        MEAN[selection]
-    )
+    assert report["levels"][0]["methods"]["A"]["metrics"][report["metric"]][
+        "mean"
+    ] == pytest.approx(MEAN[selection])
     assert report["leader"] == "A"
     assert report["gap"]["mean"] < 0
     assert "negative" in report["gap"]["direction"]
     assert report["aggregated"]["gap"] > 0  # percent by which A is better
     found = [one["verdict"] for one in report["criteria"]]
-    assert found == ["holds", "fails", "holds", "holds", "undecided", "holds"]  # 4 against 5 rounds, always
+    # 4 against 5 rounds, always
+    assert found == ["holds", "fails", "holds", "holds", "undecided", "holds"]
     rounds = report["criteria"][4]["levels"][0]
     assert (rounds["left"], rounds["right"]) == (4, 5)
-    words = {"last": "last round", "last5": "last five evaluations", "best_val": "best-validation round"}[
-        selection
-    ]
+    words = {
+        "last": "last round",
+        "last5": "last five evaluations",
+        "best_val": "best-validation round",
+    }[selection]
     header = next(line for line in text.splitlines() if line.startswith("| method | seeds |"))
     assert header.split(" | ")[2] == f"{name}, {words}"
     assert f"## Until a test {name} of 8" in text
@@ -98,20 +105,25 @@ def test_a_report_follows_the_primary_metric(tmp_path, task, selection):
 def test_what_stress_adds_to_a_perplexity_is_a_loss(tmp_path):
     under_stress = {seed: value + 2 for seed, value in A.items()}
     levels = {"A": {ON: under_stress, OFF: A}, "B": {ON: B, OFF: B}}
-    make_study(tmp_path, levels, task=PERPLEXITY, selection="last", criteria=["drop(A) > drop(B)"], **GRID)
+    make_study(
+        tmp_path, levels, task=PERPLEXITY, selection="last", criteria=["drop(A) > drop(B)"], **GRID
+    )
     comparison = comparison_of(tmp_path)
     drops = {label: one.test.mean for _, label, one in comparison.degradations()}
     assert drops == pytest.approx({"A": 2.0, "B": 0.0})
     drawn = dict(figures_of(comparison))
-    assert {"perplexity_over_rounds-noise=on", "perplexity_over_megabytes-noise=off"} <= drawn.keys()
+    assert {
+        "perplexity_over_rounds-noise=on",
+        "perplexity_over_megabytes-noise=off",
+    } <= drawn.keys()
     axes = drawn["degradation_over_rounds"].axes[0]
     assert (axes.get_ylabel(), "added under noise: on − off" in axes.get_title()) == (
         "perplexity added",
         True,
     )
-    assert max(line.get_ydata()[-1] for line in axes.lines if len(line.get_ydata()) == 5) == pytest.approx(
-        2.0
-    )
+    assert max(
+        line.get_ydata()[-1] for line in axes.lines if len(line.get_ydata()) == 5
+    ) == pytest.approx(2.0)
     assert drawn["perplexity_over_rounds-noise=on"].axes[0].get_ylabel() == "test perplexity"
     tested = comparison.column("test/perplexity")
     x, y = rounds_curve(list(comparison.runs("A", {"noise": "off"}).values()), tested)
@@ -126,23 +138,33 @@ def test_a_share_of_another_name_is_shown_in_percent(tmp_path):
     report, text = report_of(tmp_path / "out"), (tmp_path / "out" / "report.md").read_text()
     assert (report["metric"], report["higher_is_better"]) == ("final/last5_exact_match", True)
     assert (
-        "| exact match, last five evaluations (%) | exact match, last round (%) | AUC (% x rounds) |" in text
+        "| exact match, last five evaluations (%) | exact match, last round (%) | AUC (% x rounds) |"
+        in text
     )
     assert "## Until 30.0% test exact match" in text
 
 
 def test_what_does_not_fit_the_task_is_refused(tmp_path):
-    make_study(tmp_path, {"A": A, "B": B}, name="claims", task=PERPLEXITY, criteria=["accuracy(A) > 0.5"])
-    with pytest.raises(InputError, match=r"accuracy\(A\); .* of the runs is perplexity; write primary\(A\)"):
+    make_study(
+        tmp_path, {"A": A, "B": B}, name="claims", task=PERPLEXITY, criteria=["accuracy(A) > 0.5"]
+    )
+    with pytest.raises(
+        InputError, match=r"accuracy\(A\); .* of the runs is perplexity; write primary\(A\)"
+    ):
         check_criteria(comparison_of(tmp_path, "claims"))
     make_study(tmp_path, {"A": A, "B": B}, name="target", task=PERPLEXITY, target_accuracy=0.5)
     with pytest.raises(InputError, match=r"target_accuracy: 0.5; .*perplexity; write target:"):
         check_criteria(comparison_of(tmp_path, "target"))
     mixed = make_study(tmp_path, {"A": {0: 0.9}}, name="mixed", methods={"A": {}, "B": {}})
     make_run(mixed, "B", 0, 7.0, task=PERPLEXITY)
-    with pytest.raises(InputError, match=r"accuracy, B-seed0 has primary metric perplexity; .*its own study"):
+    with pytest.raises(
+        InputError, match=r"accuracy, B-seed0 has primary metric perplexity; .*its own study"
+    ):
         comparison_of(tmp_path, "mixed")
-    both = yaml.safe_load((mixed / "study.yaml").read_text()) | {"target": 8.0, "target_accuracy": 0.5}
+    both = yaml.safe_load((mixed / "study.yaml").read_text()) | {
+        "target": 8.0,
+        "target_accuracy": 0.5,
+    }
     (mixed / "study.yaml").write_text(json.dumps(both))
     with pytest.raises(InputError, match=r"target_accuracy and target; .*leave one of them out"):
         Study.read(mixed / "study.yaml")
@@ -150,7 +172,9 @@ def test_what_does_not_fit_the_task_is_refused(tmp_path):
 
 def test_the_accuracy_that_was_registered_by_default_is_the_primary_metric(tmp_path):
     """The plan is written before a run tells its task."""
-    folder = make_study(tmp_path, {"A": A, "B": B}, task=PERPLEXITY, criteria=["primary(A) < primary(B)"])
+    folder = make_study(
+        tmp_path, {"A": A, "B": B}, task=PERPLEXITY, criteria=["primary(A) < primary(B)"]
+    )
     study = Study.read(folder / "study.yaml", find_configs=False)
     plan = plan_of(study, [(label, {}, {"seed_everything": 0}) for label in study.methods])
     assert plan["metric"] == "final/last5_accuracy"
@@ -204,7 +228,10 @@ def test_displays_show_the_primary_metric(tmp_path, monkeypatch):
     [
         (1, None),
         (2, "the last five evaluations are those of rounds 12, 14, 16, 18, 20.\n"),
-        (5, "are those of rounds 5, 10, 15, 20: their mean says how fast a method learns as much as"),
+        (
+            5,
+            "are those of rounds 5, 10, 15, 20: their mean says how fast a method learns as much as",
+        ),
     ],
 )
 def test_a_report_says_which_rounds_the_last_evaluations_are(tmp_path, every, said):

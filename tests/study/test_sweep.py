@@ -27,7 +27,13 @@ from fl_lightning.probing import PROBES
 from fl_lightning.study.execute import jobs, lock, mlflow_page
 from fl_lightning.study.execute.cells import CellState, StudyCells
 from fl_lightning.study.execute.display import Display
-from fl_lightning.study.execute.estimate import RemainingCost, RoundCost, find_cost, remaining_cost, show_plan
+from fl_lightning.study.execute.estimate import (
+    RemainingCost,
+    RoundCost,
+    find_cost,
+    remaining_cost,
+    show_plan,
+)
 from fl_lightning.study.execute.jobs import Job, Pool, slots_for
 from fl_lightning.study.plan.registration import Registration
 from fl_lightning.study.plan.study import Cell
@@ -67,7 +73,8 @@ class Slow(Meter):
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """In an empty folder, with two threads less than the machine may have: none is left to chance."""
+    """In an empty folder, with two threads less than the machine may have: none is left to
+    chance."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
@@ -107,14 +114,16 @@ def wait_for(condition, seconds: float = 120) -> None:
 
 
 def cells() -> dict[str, dict]:
-    return {entry["label"]: entry for entry in json.loads(Path("runs/small/cells.json").read_text())}
+    return {
+        entry["label"]: entry for entry in json.loads(Path("runs/small/cells.json").read_text())
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.essential
 def test_killed_and_continued_a_study_is_as_if_never_killed(write, capfd, tmp_path, monkeypatch):
-    """One cell is at work when the sweep is killed, one fails, and once it is mended only that one runs
-    again."""
+    """One cell is at work when the sweep is killed, one fails, and once it is mended only that one
+    runs again."""
     noise = '{"class_path": "callbacks.LabelNoise", "init_args": {"round": 2}}'
     slow = STUDY.replace(
         "[{{class_path: callbacks.LabelNoise, init_args: {{round: 2}}}}]",
@@ -133,7 +142,9 @@ def test_killed_and_continued_a_study_is_as_if_never_killed(write, capfd, tmp_pa
     capfd.readouterr()
     assert main(["sweep", "--config", "study.yaml", "--jobs", "2", "--logger", "false"]) == 1
     said = capfd.readouterr().err
-    after = json.loads(Path("runs/small/Long-seed3/metadata.json").read_text())["resumed"][0]["after_round"]
+    after = json.loads(Path("runs/small/Long-seed3/metadata.json").read_text())["resumed"][0][
+        "after_round"
+    ]
     assert 3 <= after < 60
     assert f"Long-seed3 continues after round {after}" in said
     assert "Broken-seed3 failed (fit, exit code 2)" in said
@@ -149,7 +160,8 @@ def test_killed_and_continued_a_study_is_as_if_never_killed(write, capfd, tmp_pa
     assert json.loads(Path("runs/small/Long-seed3/metadata.json").read_text())["tags"] == {
         "study": "small",
         "label": "Long",
-        "registration": registration.first.sha256[:16],  # of the sweep that was killed, and of the next
+        # of the sweep that was killed, and of the next
+        "registration": registration.first.sha256[:16],
     }
     assert registration.first.runs == 0
     assert registration.first.plan["methods"]["Long"]["changes"]["trainer.max_rounds"] == 60
@@ -181,14 +193,17 @@ def test_killed_and_continued_a_study_is_as_if_never_killed(write, capfd, tmp_pa
     assert main(["sweep", "--config", "study.yaml", "--logger", "false"]) == 0
     assert "what holds     python -m fl_lightning compare --study small" in capfd.readouterr().err
     changed = [
-        path.name for path in Path("runs/small/logs").iterdir() if path.stat().st_size != logs[path.name]
+        path.name
+        for path in Path("runs/small/logs").iterdir()
+        if path.stat().st_size != logs[path.name]
     ]
     assert changed == ["Broken-seed3.log"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.essential), (signal.SIGTERM, 143)]
+    ("number", "code"),
+    [pytest.param(signal.SIGINT, 130, marks=pytest.mark.essential), (signal.SIGTERM, 143)],
 )
 def test_interrupted_a_sweep_ends_its_cells_with_their_checkpoints(write, capfd, number, code):
     write(STUDY.replace("trainer.max_rounds: 60", "trainer.max_rounds: 100000"))
@@ -206,7 +221,9 @@ def test_interrupted_a_sweep_ends_its_cells_with_their_checkpoints(write, capfd,
     assert cells()["Long"]["status"] == "interrupted"
     done = json.loads(Path("runs/small/Long-seed3/metadata.json").read_text())
     assert done["status"] == "interrupted"
-    assert Path(f"runs/small/Long-seed3/checkpoints/round_{len(rows('runs/small/Long-seed3')):06d}").exists()
+    assert Path(
+        f"runs/small/Long-seed3/checkpoints/round_{len(rows('runs/small/Long-seed3')):06d}"
+    ).exists()
     assert "the same command continues" in capfd.readouterr().err
 
 
@@ -264,7 +281,9 @@ def test_a_pool_has_as_many_jobs_as_places_and_what_follows_goes_next(pool, tmp_
 
     code = "import os, sys; print(os.environ['PLACE']); sys.exit(sys.argv[1] == 'b')"
     pool.run(
-        [python(code, name, tmp_path) for name in "abc"], ended, lambda running: most.append(len(running))
+        [python(code, name, tmp_path) for name in "abc"],
+        ended,
+        lambda running: most.append(len(running)),
     )
     assert sorted(order) == [("a", 0), ("a+", 0), ("b", 1), ("c", 0), ("c+", 0)]
     assert [name for name, _ in order].index("a+") < [name for name, _ in order].index("c+")
@@ -296,7 +315,8 @@ def test_a_stopped_pool_leaves_no_process(pool, tmp_path, monkeypatch):
 
 
 def test_a_process_whose_parent_is_gone_stops():
-    """Its pipe ends; without a parent that dies, since the end of the pipe is all that it goes by."""
+    """Its pipe ends; without a parent that dies, since the end of the pipe is all that it goes
+    by."""
     code = (
         "import threading, time\n"
         "from fl_lightning.study.execute.worker import leave_with_parent\n"
@@ -313,14 +333,18 @@ def test_a_process_whose_parent_is_gone_stops():
         assert process.wait(10) == -signal.SIGTERM
 
 
-def test_a_study_waits_for_the_cells_of_a_sweep_that_was_killed_and_for_no_other_sweep(tmp_path, monkeypatch):
+def test_a_study_waits_for_the_cells_of_a_sweep_that_was_killed_and_for_no_other_sweep(
+    tmp_path, monkeypatch
+):
     with lock.only_one(tmp_path) as held:
         with (
             pytest.raises(InputError, match="another process is running this study"),
             lock.only_one(tmp_path),
         ):
             pass
-        orphan = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=held)
+        orphan = subprocess.Popen(
+            [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=held
+        )
     monkeypatch.setattr(lock, "ORPHANS_LIMIT", 0.3)
     with pytest.raises(InputError, match="do not end"), lock.only_one(tmp_path):
         pass
@@ -333,7 +357,9 @@ def test_a_study_waits_for_the_cells_of_a_sweep_that_was_killed_and_for_no_other
 def test_what_is_left_is_estimated_from_runs_of_the_same_method(tmp_path):
     """By hand: 98 rounds of 3 s and 8 bytes and a start of 10 s; the first round is a warm-up."""
     (tmp_path / "metrics.csv").write_text("round,time/round,comm/total_bytes\n1,50,8\n2,3,8\n")
-    begun = CellState(Cell("A", 0, {}, []), {"trainer.max_rounds": 100}, "", "interrupted", tmp_path)
+    begun = CellState(
+        Cell("A", 0, {}, []), {"trainer.max_rounds": 100}, "", "interrupted", tmp_path
+    )
     waiting = CellState(Cell("A", 1, {}, []), {"trainer.max_rounds": 100}, "")
     unknown = CellState(Cell("B", 0, {}, []), {"trainer.max_rounds": 100}, "")
     done = CellState(Cell("B", 1, {}, []), {"trainer.max_rounds": 100}, "", "finished")
@@ -353,7 +379,9 @@ TESTED = {
 
 
 def test_a_cell_is_tested_as_the_study_now_asks_and_with_its_present_weights(tmp_path):
-    (tmp_path / "metadata.json").write_text(json.dumps({"weights_sha256": "w", "final/best_val_round": 4}))
+    (tmp_path / "metadata.json").write_text(
+        json.dumps({"weights_sha256": "w", "final/best_val_round": 4})
+    )
     record = CellState(Cell("A", 0, {}, []), {}, "", "finished", tmp_path)
 
     def is_tested(flags, **found):
@@ -362,7 +390,9 @@ def test_a_cell_is_tested_as_the_study_now_asks_and_with_its_present_weights(tmp
 
     assert is_tested({"probes": "clean,pgd"})
     assert is_tested({}, probes={name: {} for name in PROBES})
-    assert is_tested({"probes": "clean", "checkpoint": "best"}, chosen="best", weights_sha256="of round 4")
+    assert is_tested(
+        {"probes": "clean", "checkpoint": "best"}, chosen="best", weights_sha256="of round 4"
+    )
     assert is_tested(
         {"probes": "clean", "checkpoint": "round_000002"},
         chosen="round_000002",
@@ -389,14 +419,18 @@ def test_a_run_without_its_metrics_is_not_finished_and_one_that_cannot_be_read_s
     (run / "metadata.json").write_text('{"status": "finished"}')
     if metrics is not None:
         (run / "metrics.csv").write_text(metrics)
-    record = CellState(Cell("A", 0, {}, []), {"trainer.max_rounds": 1}, settings_hash({"model.alpha": 1}))
+    record = CellState(
+        Cell("A", 0, {}, []), {"trainer.max_rounds": 1}, settings_hash({"model.alpha": 1})
+    )
     record.find_run(tmp_path)
     assert (record.run, record.status) == (run, "failed")
     assert "A-seed0-2/config.yaml; it cannot be read" in caplog.text
     plan = Console(record=True, width=300, file=io.StringIO())
     show_plan(StudyCells(SimpleNamespace(name="small"), tmp_path, [record]), 1, console=plan)  # type: ignore[arg-type]
     said = plan.export_text()
-    assert "its metrics.csv is missing or cannot be read; put it back, or move the folder away" in said
+    assert (
+        "its metrics.csv is missing or cannot be read; put it back, or move the folder away" in said
+    )
     assert "1 to run" in said
     (run / "metrics.csv").write_text("round,loss\n1,0.5\n")
     record.find_run(tmp_path)
@@ -430,7 +464,9 @@ def test_on_a_terminal_the_runs_at_work_are_a_live_table(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.essential
-def test_in_mlflow_the_runs_of_a_study_are_under_one_that_is_made_once(tmp_path, monkeypatch, caplog):
+def test_in_mlflow_the_runs_of_a_study_are_under_one_that_is_made_once(
+    tmp_path, monkeypatch, caplog
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     folder = tmp_path / "runs" / "small"
@@ -446,24 +482,33 @@ def test_in_mlflow_the_runs_of_a_study_are_under_one_that_is_made_once(tmp_path,
     tracking.finish("FINISHED", {})
     with closing(sqlite3.connect("mlflow.db")) as database:
         found = dict(
-            database.execute("select key, value from tags where run_uuid = ?", [tracking.run_id]).fetchall()
+            database.execute(
+                "select key, value from tags where run_uuid = ?", [tracking.run_id]
+            ).fetchall()
         )
-        parent = dict(database.execute("select key, value from tags where run_uuid = ?", [first]).fetchall())
+        parent = dict(
+            database.execute("select key, value from tags where run_uuid = ?", [first]).fetchall()
+        )
         (view,) = database.execute(
             "select value from experiment_tags where key = ?", [mlflow_page.TAG]
         ).fetchone()
-        (status,) = database.execute("select status from runs where run_uuid = ?", [first]).fetchone()
+        (status,) = database.execute(
+            "select status from runs where run_uuid = ?", [first]
+        ).fetchone()
     assert found["mlflow.parentRunId"] == first
     assert "tags.`noise`" in json.loads(view)["selectedColumns"]
     assert (found["label"], found["noise"]) == ("A", "on")
     assert (parent["mlflow.runName"], parent["cells"], status) == ("small", "3", "RUNNING")
     assert list(Path("mlartifacts").rglob("study.yaml"))
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'study.yaml'}")  # not a data base
+    # not a data base
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'study.yaml'}")
     assert begin_study("small", folder, {}) is None
     assert "--logger false" in caplog.text
 
 
-@pytest.mark.parametrize(("installed", "fits"), [("3.17.2", True), ("3.18.0", False), ("4.0.0", False)])
+@pytest.mark.parametrize(
+    ("installed", "fits"), [("3.17.2", True), ("3.18.0", False), ("4.0.0", False)]
+)
 def test_the_view_is_saved_for_the_mlflow_that_reads_it_alone(monkeypatch, installed, fits):
     monkeypatch.setattr(mlflow_page, "version", lambda name: installed)
     tags, link = mlflow_page.view_tags(["noise"]), mlflow_page.link("7", port=81)

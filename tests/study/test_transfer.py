@@ -29,18 +29,23 @@ TOGETHER = {0: [3.0, 3.0, 2.0], 1: [4.0, 1.0, 1.0], 2: [4.0, 5.0, 3.0]}
 T_2 = 4.302652729911275  # the 97.5 % quantile of Student's t with 2 degrees of freedom
 
 
-def write_clients(run: Path, last: list[float], best: list[float], primary: str = "perplexity") -> None:
+def write_clients(
+    run: Path, last: list[float], best: list[float], primary: str = "perplexity"
+) -> None:
     """Rounds 3, which validation has chosen in made-up runs, and 5."""
     lines = [f"round,client,group,train_examples,val_examples,{primary},loss"]
     for round, values in ((3, best), (5, last)):
-        lines += [f"{round},{id},g{id % 2},90,10,{value},{value / 10}" for id, value in enumerate(values)]
+        lines += [
+            f"{round},{id},g{id % 2},90,10,{value},{value / 10}" for id, value in enumerate(values)
+        ]
     (run / "clients.csv").write_text("\n".join(lines) + "\n")
 
 
 def study_of(
     root: Path, *, name: str = "study", task=PERPLEXITY, labels=("LocalOnly", "FedAvg"), **keys
 ) -> Path:
-    """Clients of the last round are those above; in round 3 every client of the federation is worse by 1."""
+    """Clients of the last round are those above; in round 3 every client of the federation is worse
+    by 1."""
     means = {label: dict.fromkeys(ALONE, 0.5) for label in labels}
     folder = make_study(root, means, name=name, task=task, **keys)
     for label in labels:
@@ -88,7 +93,9 @@ def test_gains_are_those_computed_by_hand(tmp_path):
     )
 
 
-CRITERIA = {  # the interval of the mean gain is -2.19 to 2.19, of the share -0.03 to 0.92, of the worst -3.1 to -0.2
+# the interval of the mean gain is -2.19 to 2.19, of the share -0.03 to 0.92, of the worst -3.1 to
+# -0.2
+CRITERIA = {
     "gain(FedAvg) > -2.2": "holds",
     "gain(FedAvg) > -2.1": "undecided",
     "gain(FedAvg) > 2.2": "fails",
@@ -142,7 +149,9 @@ def test_criteria_are_about_the_gains(tmp_path):
     ],
 )
 def test_a_gain_of_nothing_is_refused_before_anything_runs(tmp_path, criterion, keys, said):
-    folder = study_of(tmp_path, labels=("LocalOnly", "FedAvg", "Other"), criteria=[criterion], **keys)
+    folder = study_of(
+        tmp_path, labels=("LocalOnly", "FedAvg", "Other"), criteria=[criterion], **keys
+    )
     with pytest.raises(InputError) as error:
         Study.read(folder / "study.yaml", find_configs=False)
     assert said in str(error.value)
@@ -152,7 +161,8 @@ def test_gains_are_of_the_selected_model_and_of_the_metric_s_direction(tmp_path)
     study_of(tmp_path, selection="best_val")
     found = comparison_of(tmp_path).transfer.clients({}, "FedAvg", "perplexity")
     assert found.gain.values == dict.fromkeys(ALONE, -1.0)
-    assert (found.harmed.mean, found.gain.low != found.gain.low) == (1.0, True)  # equal seeds: no interval
+    # equal seeds: no interval
+    assert (found.harmed.mean, found.gain.low != found.gain.low) == (1.0, True)
     from fl_lightning.tasks import Classification
 
     study_of(tmp_path, name="shares", task=Classification())
@@ -169,7 +179,11 @@ def test_kinds_of_test_examples_are_compared_too(tmp_path):
         ("LocalOnly", 1, 2.0),
         ("FedAvg", 1, 4.5),
     ):
-        document = {"chosen": "last", "round": 5, "metrics": {"kind/task_house (code)/perplexity": value}}
+        document = {
+            "chosen": "last",
+            "round": 5,
+            "metrics": {"kind/task_house (code)/perplexity": value},
+        }
         (folder / f"{label}-seed{seed}" / "test.json").write_text(json.dumps(document))
     compare("study", tmp_path / "out", tmp_path)
     (level,) = report_of(tmp_path / "out")["transfer"]["levels"]
@@ -181,7 +195,8 @@ def test_kinds_of_test_examples_are_compared_too(tmp_path):
 
 
 def test_what_cannot_be_compared_is_named(tmp_path):
-    """A run of an earlier release, one whose file is damaged, and a control of another partition."""
+    """A run of an earlier release, one whose file is damaged, and a control of another
+    partition."""
     folder = study_of(
         tmp_path, methods={"LocalOnly": {}, "FedAvg": {}, "FedAvg IID": {}}, controls=["FedAvg IID"]
     )
@@ -191,7 +206,9 @@ def test_what_cannot_be_compared_is_named(tmp_path):
     compare("study", tmp_path / "out", tmp_path)
     report, text = report_of(tmp_path / "out"), (tmp_path / "out" / "report.md").read_text()
     (level,) = report["transfer"]["levels"]
-    assert level["methods"]["FedAvg"]["perplexity"]["transfer/mean"]["values"] == {"0": pytest.approx(1 / 3)}
+    assert level["methods"]["FedAvg"]["perplexity"]["transfer/mean"]["values"] == {
+        "0": pytest.approx(1 / 3)
+    }
     assert "FedAvg IID" not in level["methods"]
     assert "- clients.csv of FedAvg-seed1: there is none" in text
     assert "- clients.csv of FedAvg-seed2: it cannot be read" in text
@@ -248,4 +265,5 @@ def test_clients_are_drawn_by_name_where_they_are_the_same_with_every_seed(tmp_p
     (axes,) = negative_transfer(comparison_of(tmp_path), {}).axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["g0 0", "g0 2", "g1 1"]
     (worst,) = [line for line in axes.lines if line.get_marker() == "X" and len(line.get_xdata())]
-    assert (worst.get_xdata()[0], worst.get_ydata()[0]) == (pytest.approx(-4 / 3), 0)  # client 0: -1, -2, -1
+    # client 0: -1, -2, -1
+    assert (worst.get_xdata()[0], worst.get_ydata()[0]) == (pytest.approx(-4 / 3), 0)

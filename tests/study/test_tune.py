@@ -33,8 +33,8 @@ trials: 8
 
 
 class Runs:
-    """Stands in for the pool: a run's validation accuracy is a function of its settings, and a session can be
-    killed at any job."""
+    """Stands in for the pool: a run's validation accuracy is a function of its settings, and a
+    session can be killed at any job."""
 
     def __init__(self, folder: Path, lives: int = 1000, task: Task | None = None) -> None:
         self.slots, self.running, self.folder, self.lives, self.task = [{}], [], folder, lives, task
@@ -79,7 +79,11 @@ def resolve(args: list[str]) -> str:
 
 def new_run(folder: Path, name: str) -> Path:
     """As ``fit`` makes it: beside one that has the name."""
-    run = next(run for n in range(1, 9) if not (run := folder / (name if n == 1 else f"{name}-{n}")).exists())
+    run = next(
+        run
+        for n in range(1, 9)
+        if not (run := folder / (name if n == 1 else f"{name}-{n}")).exists()
+    )
     run.mkdir(parents=True)
     return run
 
@@ -115,8 +119,8 @@ def tried(folder: Path) -> list[tuple]:
 
 
 def test_a_search_that_was_killed_is_the_one_that_was_not(tmp_path):
-    """Killed three times, each time with a trial at work, which is run again with the settings that it
-    had."""
+    """Killed three times, each time with a trial at work, which is run again with the settings that
+    it had."""
     whole, runs = session(tmp_path / "whole")
     whole.run()
     names = [job.name for job in runs.jobs]
@@ -143,26 +147,46 @@ def test_the_best_trial_becomes_one_run_of_the_study_with_settings_of_its_own(tm
     best = max(tried(tmp_path), key=lambda trial: trial[2])
     final = runs.jobs[-1].args
     assert {f"--{key}={value}" for key, value in best[1].items()} <= set(final)
-    assert {"--trainer.experiment=small", "--trainer.run_name=tuned-seed0", "--trainer.max_rounds=7"} <= set(
-        final
-    )
+    assert {
+        "--trainer.experiment=small",
+        "--trainer.run_name=tuned-seed0",
+        "--trainer.max_rounds=7",
+    } <= set(final)
     assert {"--trainer.experiment=small-tune", "--trainer.max_rounds=5"} <= set(runs.jobs[0].args)
-    tags = json.loads(next(word for word in final if word.startswith("--trainer.tags=")).split("=", 1)[1])
-    assert tags == {"study": "small", "label": "tuned", "tuned_by": "small-tune", "trial": str(best[0])}
-    assert yaml.safe_load((tmp_path / "small-tune" / "best.yaml").read_text())["settings"] == best[1]
+    tags = json.loads(
+        next(word for word in final if word.startswith("--trainer.tags=")).split("=", 1)[1]
+    )
+    assert tags == {
+        "study": "small",
+        "label": "tuned",
+        "tuned_by": "small-tune",
+        "trial": str(best[0]),
+    }
+    assert (
+        yaml.safe_load((tmp_path / "small-tune" / "best.yaml").read_text())["settings"] == best[1]
+    )
     trial = json.loads(
-        next(word for word in runs.jobs[3].args if word.startswith("--trainer.tags=")).split("=", 1)[1]
+        next(word for word in runs.jobs[3].args if word.startswith("--trainer.tags=")).split(
+            "=", 1
+        )[1]
     )
     assert trial == {"study": "small-tune", "label": "trial", "trial": "3"}
-    assert all(0.001 <= params["model.optimizer.init_args.lr"] <= 0.1 for _, params, _, _ in tried(tmp_path))
+    assert all(
+        0.001 <= params["model.optimizer.init_args.lr"] <= 0.1
+        for _, params, _, _ in tried(tmp_path)
+    )
     assert {params["trainer.local_epochs"] for _, params, _, _ in tried(tmp_path)} <= {1, 2, 3, 4}
 
 
-def test_a_trial_below_the_median_is_ended_and_a_failed_one_does_not_stop_the_search(tmp_path, monkeypatch):
+def test_a_trial_below_the_median_is_ended_and_a_failed_one_does_not_stop_the_search(
+    tmp_path, monkeypatch
+):
     tune, runs = session(tmp_path, text=SEARCH + "prune: true\n")
     fail = module.metric_of
     monkeypatch.setattr(
-        module, "metric_of", lambda run, metric: None if run.name == "trial-0002" else fail(run, metric)
+        module,
+        "metric_of",
+        lambda run, metric: None if run.name == "trial-0002" else fail(run, metric),
     )
     tune.run()
     states = [state for *_, state in tried(tmp_path)]
@@ -174,7 +198,9 @@ def test_a_trial_below_the_median_is_ended_and_a_failed_one_does_not_stop_the_se
 
 def test_no_combination_is_tried_twice_and_no_more_than_there_are(tmp_path):
     text = SEARCH.replace("{{low: 1.0e-3, high: 1.0e-1, log: true}}", "[0.01, 0.03]")
-    text = text.replace("{{low: 1, high: 4}}", "{{low: 2, high: 3}}").replace("trials: 8", "trials: 9")
+    text = text.replace("{{low: 1, high: 4}}", "{{low: 2, high: 3}}").replace(
+        "trials: 8", "trials: 9"
+    )
     one, runs = session(tmp_path / "whole", text=text)
     one.run()
     assert one.summary().startswith("small-tune: 8 of 8 trials")
@@ -193,14 +219,18 @@ def test_what_is_tuned_is_not_fixed_too(tmp_path):
         text = SEARCH.replace(
             line.replace("{", "{{"), f"{where}: {{{{trainer.local_epochs: 2, trainer.max_rounds:"
         )
-        with pytest.raises(InputError, match=f"{where}: trainer.local_epochs; it is in space as well"):
+        with pytest.raises(
+            InputError, match=f"{where}: trainer.local_epochs; it is in space as well"
+        ):
             search_in(tmp_path, text)
 
 
 def test_a_search_is_not_continued_as_another(tmp_path):
     session(tmp_path)[0].run()
     trials = tmp_path / "small-tune"
-    with pytest.raises(InputError, match=r"another space.*remove that folder.*change 'study: small'"):
+    with pytest.raises(
+        InputError, match=r"another space.*remove that folder.*change 'study: small'"
+    ):
         open_search(search_in(tmp_path, SEARCH.replace("high: 4", "high: 5")), trials, resolve)
     # more of the same
     open_search(search_in(tmp_path, SEARCH.replace("trials: 8", "trials: 9")), trials, resolve)
@@ -213,7 +243,8 @@ def test_a_search_is_not_continued_when_the_contents_of_its_configuration_have_c
     before = tried(tmp_path)
     (tmp_path / "base.yaml").write_text("lr: 2\n")
     with pytest.raises(
-        InputError, match=r"(?s)small-tune; .*another configuration \(file: .*1.* -> .*2.*remove that folder"
+        InputError,
+        match=r"(?s)small-tune; .*another configuration \(file: .*1.* -> .*2.*remove that folder",
     ):
         session(tmp_path, text=text)[0].run()
     assert tried(tmp_path) == before
@@ -237,8 +268,8 @@ def test_a_trial_is_credited_with_its_own_run_and_not_with_one_that_has_its_name
 
 
 def test_a_search_follows_the_primary_metric_of_its_runs(tmp_path):
-    """Without a metric in its file, it minimises a perplexity with the very trials that a file that names
-    the metric has, killed or not."""
+    """Without a metric in its file, it minimises a perplexity with the very trials that a file that
+    names the metric has, killed or not."""
     text, perplexity = SEARCH + "prune: true\n", LanguageModelling()
     named = text + "metric: final/best_val_perplexity\n"
     assert search_in(tmp_path, named).direction == "minimize"

@@ -47,8 +47,8 @@ BEST = {"Low": 0.004, "High": 0.05}
 
 
 class Trials:
-    """Stands in for the pool: trials end in any order, their validation accuracy is a function of method and
-    learning rate, and the search can be killed before any of them ends."""
+    """Stands in for the pool: trials end in any order, their validation accuracy is a function of
+    method and learning rate, and the search can be killed before any of them ends."""
 
     def __init__(self, folder: Path, slots: int, lives: int, seed: int, failing: str = "") -> None:
         self.slots, self.folder, self.lives, self.failing = [{}] * slots, folder, lives, failing
@@ -69,7 +69,9 @@ class Trials:
                 raise SystemExit(143)
             self.lives -= 1
             one = running.pop(self.choose.randrange(len(running)))
-            flags = dict(word.removeprefix("--").split("=", 1) for word in one.job.args if "=" in word)
+            flags = dict(
+                word.removeprefix("--").split("=", 1) for word in one.job.args if "=" in word
+            )
             assert (flags["seed_everything"], flags["trainer.local_epochs"]) == ("7", "2")
             label = json.loads(flags["trainer.tags"])["label"]
             run = new_run(self.folder, one.job.name)
@@ -105,7 +107,12 @@ def test_every_method_has_its_own_best_of_the_same_number_of_trials(tmp_path):
     write(tmp_path)
     tune(tmp_path)
     record = TunedRecord.read(tmp_path / "tuned" / "small.yaml")
-    assert (record.study, record.trials, record.seed, record.search) == ("small", 6, 7, "../search.yaml")
+    assert (record.study, record.trials, record.seed, record.search) == (
+        "small",
+        6,
+        7,
+        "../search.yaml",
+    )
     assert record.settings["data.num_clients"] == 4
     chosen = {label: method.settings[LR] for label, method in record.chosen.items()}
     assert 0.001 <= chosen["Low"] < 0.02 < chosen["High"] <= 0.1
@@ -120,13 +127,17 @@ def test_every_method_has_its_own_best_of_the_same_number_of_trials(tmp_path):
 
 
 def test_methods_are_tried_at_the_same_points(tmp_path):
-    """Ten trials are drawn before Optuna goes by what it found, the space of all methods before a method's own."""
+    """Ten trials are drawn before Optuna goes by what it found, the space of all methods before a
+    method's own."""
     own = "space_of: {High: {model.max_share: {low: 0.5, high: 1.0}}}\n"
     write(tmp_path, search=SEARCH.replace("trials: 6", "trials: 12") + own)
     assert tune(tmp_path, slots=2)
     storage = f"sqlite:///{tmp_path / 'small-tune' / 'optuna.db'}"
     low, high = (
-        [trial.params[LR] for trial in load_study(study_name=f"small-tune: {label}", storage=storage).trials]
+        [
+            trial.params[LR]
+            for trial in load_study(study_name=f"small-tune: {label}", storage=storage).trials
+        ]
         for label in BEST
     )
     assert low[:10] == high[:10]
@@ -147,7 +158,8 @@ def test_the_record_does_not_depend_on_jobs_order_or_kills(tmp_path):
 
 
 def test_a_study_runs_with_what_was_chosen_for_each_method(tmp_path):
-    """The chosen value takes the place of the method's own, and a level of the grid that of the chosen."""
+    """The chosen value takes the place of the method's own, and a level of the grid that of the
+    chosen."""
     write(tmp_path)
     tune(tmp_path)
     chosen = {
@@ -161,7 +173,9 @@ def test_a_study_runs_with_what_was_chosen_for_each_method(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     copy = tmp_path / "elsewhere" / "copy.yaml"
     copy.write_text(study.to_yaml())  # what a sweep leaves beside the runs needs no other file
-    assert [cell.args[-3:] for cell in Study.read(copy).cells()] == [cell.args[-3:] for cell in study.cells()]
+    assert [cell.args[-3:] for cell in Study.read(copy).cells()] == [
+        cell.args[-3:] for cell in study.cells()
+    ]
     assert Study.read(copy, find_configs=False).tuned == study.tuned
     with_runs = tmp_path / "small"
     for seed in (0, 1):
@@ -182,7 +196,8 @@ def test_a_study_runs_with_what_was_chosen_for_each_method(tmp_path):
 @pytest.mark.slow
 @pytest.mark.essential
 def test_a_level_has_a_record_of_its_own(tmp_path):
-    """Each is of a search at that level, with a folder of trials of its own; a missing one is refused."""
+    """Each is of a search at that level, with a folder of trials of its own; a missing one is
+    refused."""
     by_level = "tuned: {clients: {few: tuned/few.yaml, many: tuned/many.yaml}}"
     study = STUDY.replace("tuned: tuned/small.yaml", by_level.replace("{", "{{").replace("}", "}}"))
     for level, trials in (("few", 3), ("many", 4)):
@@ -194,10 +209,14 @@ def test_a_level_has_a_record_of_its_own(tmp_path):
         written = (tmp_path / "tuned" / f"{level}.yaml").read_text()
         (tmp_path / "tuned" / f"{level}.yaml").write_text(
             # values that no other record has
-            written.replace("../search.yaml", f"../{level}.yaml").replace(f"{LR}: 0.", f"{LR}: {trials}.")
+            written.replace("../search.yaml", f"../{level}.yaml").replace(
+                f"{LR}: 0.", f"{LR}: {trials}."
+            )
         )
     found = Study.read(tmp_path / "study.yaml")
-    records = {level: TunedRecord.read(tmp_path / f"tuned/{level}.yaml") for level in ("few", "many")}
+    records = {
+        level: TunedRecord.read(tmp_path / f"tuned/{level}.yaml") for level in ("few", "many")
+    }
     assert found.tuned.records == records
     for cell in found.cells():
         chosen = records[cell.levels["clients"]].chosen[cell.method].settings[LR]
@@ -211,7 +230,11 @@ def test_a_level_has_a_record_of_its_own(tmp_path):
             make_run(tmp_path / "small", label, 0, 0.5, levels={"clients": level})
     compare("small", tmp_path / "report", tmp_path)
     text = (tmp_path / "report" / "report.md").read_text()
-    assert text.index("### At clients=few") < text.index("of 3 trials") < text.index("### At clients=many")
+    assert (
+        text.index("### At clients=few")
+        < text.index("of 3 trials")
+        < text.index("### At clients=many")
+    )
     for old, new, said in (
         ("few: tuned/few.yaml, ", "", "tuned.clients: few; each level of clients has a record"),
         ("tuned: {{clients", "tuned: {{skew", "tuned: skew"),
@@ -237,9 +260,13 @@ def test_numbers_of_unknown_origin_are_refused(tmp_path):
         STUDY.replace("High: {{}}", "High: {{}}\n  Third: {{}}"),
     )
     refused(
-        "Low; the method was changed in the study after it was tuned", STUDY.replace("lr: 0.5", "lr: 0.6")
+        "Low; the method was changed in the study after it was tuned",
+        STUDY.replace("lr: 0.5", "lr: 0.6"),
     )
-    refused(r"search.yaml; the search was changed after", search=SEARCH.replace("trials: 6", "trials: 60"))
+    refused(
+        r"search.yaml; the search was changed after",
+        search=SEARCH.replace("trials: 6", "trials: 60"),
+    )
     write(tmp_path, search=SEARCH + "# a comment\n")
     Study.read(tmp_path / "study.yaml")
     (tmp_path / "tuned" / "small.yaml").write_text("study: small\nchosen: {}\n")
@@ -251,7 +278,11 @@ def test_a_search_that_could_mislead_is_refused(tmp_path):
         ("seed: 7", "seed: 1", r"seed: 1; the study small runs this seed.*write seed: 1001"),
         ("seed: 7", "final: {trainer.max_rounds: 9}", r"final; what is chosen goes to the record"),
         ("study: study.yaml", "study: nothing.yaml", r"study: nothing.yaml; there is no such file"),
-        ("study: study.yaml", "study: small\nrecord: x.yaml", r"record: x.yaml; one configuration is tuned"),
+        (
+            "study: study.yaml",
+            "study: small\nrecord: x.yaml",
+            r"record: x.yaml; one configuration is tuned",
+        ),
     ]:
         write(tmp_path, search=SEARCH.replace(old, new))
         with pytest.raises(InputError, match=f"(?s){said}"):
@@ -283,7 +314,9 @@ def test_from_the_command_line(tmp_path, monkeypatch, capfd):
     )
     write(
         tmp_path,
-        STUDY.replace("settings: {{trainer.local_epochs: 2}}", tiny.replace("{", "{{").replace("}", "}}")),
+        STUDY.replace(
+            "settings: {{trainer.local_epochs: 2}}", tiny.replace("{", "{{").replace("}", "}}")
+        ),
         search,
     )
     assert main(["sweep", "--config", "study.yaml"]) == 2

@@ -1,5 +1,5 @@
-"""A sweep that adds seeds stops where the results in the order of seeds say, and nothing else moves that
-point."""
+"""A sweep that adds seeds stops where the results in the order of seeds say, and nothing else moves
+that point."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def accuracy_of(label: str, seed: int) -> float:
 
 def resolve(args: list[str]) -> str:
     """Stands in for the parser: the flags as they are."""
-    return yaml.safe_dump(dict(word.removeprefix("--").split("=", 1) for word in args if "=" in word))
+    return yaml.safe_dump(
+        dict(word.removeprefix("--").split("=", 1) for word in args if "=" in word)
+    )
 
 
 class Process:
@@ -64,8 +66,8 @@ class Process:
 
 
 class Cells:
-    """Stands in for the pool: cells end in any order, fail when they are told to, and the sweep can be killed
-    before any of them ends."""
+    """Stands in for the pool: cells end in any order, fail when they are told to, and the sweep can
+    be killed before any of them ends."""
 
     def __init__(
         self,
@@ -101,7 +103,9 @@ class Cells:
                 self.lives -= 1
                 state = self.session.cells[one.job.name]
                 label, seed = state.cell.method, state.cell.seed
-                config = {key: value for key, value in state.config.items() if key != "seed_everything"}
+                config = {
+                    key: value for key, value in state.config.items() if key != "seed_everything"
+                }
                 made = {"config": config, "task": self.task}
                 make_run(self.session.cells.folder, label, seed, accuracy_of(label, seed), **made)
             if job := ended(one, code):
@@ -128,7 +132,8 @@ def sweep(root: Path, *, text: str = STUDY, slots: int = 1, **pool) -> tuple[Cel
 
 
 def first_decided(listed: int = 3, most: int = 20) -> int:
-    """The first number of seeds at which both intervals decide; worked out without the code of reports."""
+    """The first number of seeds at which both intervals decide; worked out without the code of
+    reports."""
     differences = [accuracy_of("A", seed) - accuracy_of("B", seed) for seed in range(2, 2 + most)]
     for count in range(listed, most + 1):
         low, high = sequence_interval(differences[:count])
@@ -138,8 +143,8 @@ def first_decided(listed: int = 3, most: int = 20) -> int:
 
 
 def test_a_sweep_of_another_task_ends_by_its_primary_metric(tmp_path):
-    """The same numbers as perplexities end it at the same seed; a criterion on accuracy ends it at the first
-    look, and not after twenty seeds without one."""
+    """The same numbers as perplexities end it at the same seed; a criterion on accuracy ends it at
+    the first look, and not after twenty seeds without one."""
     text = STUDY.replace('metric("final/accuracy", ', "primary(")
     _, said = sweep(tmp_path, text=text, task=LanguageModelling())
     assert (said["ending"], len(said["seeds"])) == ("decided", first_decided())
@@ -157,8 +162,8 @@ def report_of(root: Path) -> dict:
 @pytest.mark.slow
 @pytest.mark.essential
 def test_seeds_that_count_do_not_depend_on_order_jobs_or_kills(tmp_path):
-    """One cell at a time and never killed, against three at a time, ended in random order and killed after
-    every few cells: the same seeds, verdicts and report."""
+    """One cell at a time and never killed, against three at a time, ended in random order and
+    killed after every few cells: the same seeds, verdicts and report."""
     count = first_decided()
     assert 5 <= count <= 12
     seeds = [*range(2, 2 + count)]
@@ -186,7 +191,9 @@ def test_the_report_says_which_interval_decides_and_where_the_sweep_stopped(tmp_
     count = first_decided()
     differences = [accuracy_of("A", seed) - accuracy_of("B", seed) for seed in range(2, 2 + count)]
     judged = found["criteria"][0]["levels"][0]
-    assert (judged["low"], judged["high"]) == pytest.approx(sequence_interval(differences), abs=1e-9)
+    assert (judged["low"], judged["high"]) == pytest.approx(
+        sequence_interval(differences), abs=1e-9
+    )
     assert (found["interval"], found["stopping"]["ending"]) == ("confidence sequence", "decided")
     assert found["stopping"]["seeds"] == found["seeds"]
     text = (tmp_path / "report" / "report.md").read_text()
@@ -199,7 +206,10 @@ def test_the_report_says_which_interval_decides_and_where_the_sweep_stopped(tmp_
 
 def test_p_is_the_sequential_one_in_a_study_that_adds_seeds(tmp_path):
     """After four seeds a fixed-n p of 0.03 is below 0.05 and the sequential one is not."""
-    text = STUDY[: STUDY.index("criteria:")] + "criteria: ['p(A, B) < 0.05']\nuntil: {{max_seeds: 20}}\n"
+    text = (
+        STUDY[: STUDY.index("criteria:")]
+        + "criteria: ['p(A, B) < 0.05']\nuntil: {{max_seeds: 20}}\n"
+    )
     sweep(tmp_path, text=text)
     found = report_of(tmp_path)
     differences = [accuracy_of("A", seed) - accuracy_of("B", seed) for seed in found["seeds"]]
@@ -226,11 +236,13 @@ def test_budgets_end_it_and_more_budget_goes_on(tmp_path):
 @pytest.mark.slow
 @pytest.mark.essential
 def test_what_was_registered_is_decided_too_when_the_criteria_were_changed(tmp_path):
-    """An easier criterion is put in place of the registered ones: the sweep goes on until these are decided,
-    and both verdicts are on the seeds that their own looks ended at."""
+    """An easier criterion is put in place of the registered ones: the sweep goes on until these are
+    decided, and both verdicts are on the seeds that their own looks ended at."""
     count = first_decided()
     _, said = sweep(tmp_path, lives=7)
-    easy = STUDY[: STUDY.index("criteria:")] + "criteria: ['metric(\"final/accuracy\", A) >= 0.2']\n"
+    easy = (
+        STUDY[: STUDY.index("criteria:")] + "criteria: ['metric(\"final/accuracy\", A) >= 0.2']\n"
+    )
     _, said = sweep(tmp_path, text=easy + "until: {{max_seeds: 20}}\n", slots=2)
     assert said["ending"] == "decided"
     assert len(said["seeds"]) < count
@@ -291,7 +303,9 @@ def test_from_the_command_line(tmp_path, monkeypatch, capfd):
     """A study without the entry, the flags, and a report that reads the study file."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    settings = "settings: {trainer.max_rounds: 1, data.num_clients: 4, data.partition.init_args.beta: 5.0}"
+    settings = (
+        "settings: {trainer.max_rounds: 1, data.num_clients: 4, data.partition.init_args.beta: 5.0}"
+    )
     Path("study.yaml").write_text(
         f"study: small\nconfig: {CONFIGS}/fedavg.yaml\n{settings}\nseeds: [0]\nmetric: final/accuracy\n"
         "methods: {A: {}, B: {settings: {trainer.local_epochs: 1}}}\n"

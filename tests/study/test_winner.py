@@ -16,7 +16,15 @@ from fl_lightning.tasks import Classification, LanguageModelling, Regression
 pytestmark = pytest.mark.usefixtures("figures_only_where_looked_at")
 
 
-def study(root, seeds: int, base: float, gain: float, spread: float = 0.0, guess: float | None = 0.1, **more):
+def study(
+    root,
+    seeds: int,
+    base: float,
+    gain: float,
+    spread: float = 0.0,
+    guess: float | None = 0.1,
+    **more,
+):
     """Two methods of which A is better by about ``gain``, with every seed."""
     for seed in range(seeds):
         of_seed = base + spread * (-1) ** seed * (seed + 1)
@@ -26,7 +34,9 @@ def study(root, seeds: int, base: float, gain: float, spread: float = 0.0, guess
 
 
 @pytest.mark.parametrize(("seeds", "winner"), [(2, None), (3, None), (4, None), (5, "A"), (6, "A")])
-def test_fewer_than_five_seeds_name_no_winner_and_the_report_says_why(tmp_path, capsys, seeds, winner):
+def test_fewer_than_five_seeds_name_no_winner_and_the_report_says_why(
+    tmp_path, capsys, seeds, winner
+):
     compare("study", tmp_path / "out", study(tmp_path / "runs", seeds, base=0.8, gain=0.05))
     report, text = report_of(tmp_path / "out"), (tmp_path / "out/report.md").read_text()
     assert (report["leader"], report["winner"]) == ("A", winner)
@@ -40,11 +50,17 @@ def test_fewer_than_five_seeds_name_no_winner_and_the_report_says_why(tmp_path, 
 
 
 def test_where_nobody_learnt_nobody_wins(tmp_path, capsys):
-    """The differences are as sure as can be; the accuracies are around the share of the largest class."""
-    compare("study", tmp_path / "out", study(tmp_path / "runs", 6, base=0.12, gain=0.01, spread=0.02))
+    """The differences are as sure as can be; the accuracies are around the share of the largest
+    class."""
+    compare(
+        "study", tmp_path / "out", study(tmp_path / "runs", 6, base=0.12, gain=0.01, spread=0.02)
+    )
     report, text = report_of(tmp_path / "out"), (tmp_path / "out/report.md").read_text()
     assert (report["leader"], report["winner"]) == ("A", None)
-    assert "**no winner.** A is significantly better than every other method, but it has not learnt" in text
+    assert (
+        "**no winner.** A is significantly better than every other method, but it has not learnt"
+        in text
+    )
     assert "than 10.00, which one answer to all test examples can have" in text
     assert "Nobody has learnt anything: no method's accuracy" in capsys.readouterr().out
 
@@ -66,13 +82,18 @@ def test_who_has_learnt(tmp_path):
     assert looked_at.has_learnt("A", {}) is None  # seeds that are added: three say nothing
     perplexity = {"task": LanguageModelling()}
     assert learnt("less is better", [20.0, 21.0, 22.0], guess=60.0, **perplexity) is True
-    assert learnt("less is better, and it is not less", [60.0, 61.0, 62.0], guess=60.0, **perplexity) is False
+    assert (
+        learnt("less is better, and it is not less", [60.0, 61.0, 62.0], guess=60.0, **perplexity)
+        is False
+    )
 
 
 def test_the_constant_guess_is_the_best_that_any_constant_reaches():
     """By trying constants."""
     classes = torch.tensor([0, 2, 2, 1, 2, 0, 2])
-    assert Classification().constant_guess(classes) == max((classes == c).double().mean() for c in range(3))
+    assert Classification().constant_guess(classes) == max(
+        (classes == c).double().mean() for c in range(3)
+    )
     assert Classification().constant_guess(torch.zeros(3, 4)) is None  # several labels an example
     numbers = torch.tensor([[1.0, 5.0], [2.0, -1.0], [6.0, 0.0]])
     tried = np.linspace(-8, 8, 1601)

@@ -35,6 +35,8 @@ class Extreme(FedAvg):
         sent = super().upload(client)
         weights = torch.full_like(sent.tensor("weights"), 1e6)
         if not self.alike:
-            signs = torch.rand(weights.shape, generator=torch.Generator().manual_seed(client.id)) < 0.5
+            signs = (
+                torch.rand(weights.shape, generator=torch.Generator().manual_seed(client.id)) < 0.5
+            )
             weights = torch.where(signs, weights, -weights)
         return Payload({"examples": sent.tensor("examples"), "weights": weights})

@@ -26,7 +26,9 @@ def sent(method, data, order=(0, 1, 2, 3)) -> dict[int, bytes]:
     for k in order:
         client = data.client(k)
         uploads[k] = engine.train_client(
-            ClientTask(client, method.round, method.broadcast(client).to_bytes(), data.labels(client), 1, 2)
+            ClientTask(
+                client, method.round, method.broadcast(client).to_bytes(), data.labels(client), 1, 2
+            )
         ).upload
     return uploads
 

@@ -93,7 +93,9 @@ class Breaks(list):
 
     def fails(self, *checks: str | Iterable[str]):
         """The class below it must fail these checks."""
-        names = {name for check in checks for name in ([check] if isinstance(check, str) else check)}
+        names = {
+            name for check in checks for name in ([check] if isinstance(check, str) else check)
+        }
 
         def register(broken):
             self.append(pytest.param(broken, names, id=broken.__name__))

@@ -12,10 +12,11 @@ GROUPS = [layer.name for layer in add_switches(tiny(259))]
 
 
 def costs(scope: str = "adapter", q99: float = 1.5, high=(2.0, 6.0), groups=GROUPS) -> CostTable:
-    """Return costs of a + b n millijoules: off 1 + 2 n, int8 8 + n, high 2 + 6 n, everything else 10 + n.
+    """Return costs of a + b n millijoules: off 1 + 2 n, int8 8 + n, high 2 + 6 n, everything else
+    10 + n.
 
-    At one token int8 costs more than high, and from two tokens on less. The 0.99 quantile is so many times the
-    mean.
+    At one token int8 costs more than high, and from two tokens on less. The 0.99 quantile is so
+    many times the mean.
     """
 
     def measured(a: float, b: float) -> MeasuredCost:

@@ -12,8 +12,8 @@ from fl_lightning.data.cifar import Cifar
 
 
 def python2_batch(images: np.ndarray, labels: dict[str, list[int]]) -> bytes:
-    """A batch as Python 2 and NumPy 1 pickled it (protocol 2), opcode by opcode: the form of the published
-    files."""
+    """A batch as Python 2 and NumPy 1 pickled it (protocol 2), opcode by opcode: the form of the
+    published files."""
 
     def text(value: str) -> bytes:
         return b"U" + bytes([len(value)]) + value.encode()
@@ -34,7 +34,9 @@ def python2_batch(images: np.ndarray, labels: dict[str, list[int]]) -> bytes:
         + b"K\x00tb"
     )
     shape = number(images.shape[0]) + number(images.shape[1]) + b"\x86"
-    array = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85" + text("b") + b"\x87R"
+    array = (
+        b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85" + text("b") + b"\x87R"
+    )
     array += b"(K\x01" + shape + dtype + b"\x89" + blob(images.tobytes()) + b"tb"
     items = text("data") + array + text("batch_label") + text("a batch")
     for name, values in labels.items():
@@ -54,10 +56,14 @@ def write_cifar(
             rng.integers(0, files_classes(dataset), rows).tolist(),
         )
         labels = (
-            {"fine_labels": fine, "coarse_labels": [0] * rows} if dataset == "cifar100" else {"labels": fine}
+            {"fine_labels": fine, "coarse_labels": [0] * rows}
+            if dataset == "cifar100"
+            else {"labels": fine}
         )
         whole = {b"data": images, **{key.encode(): value for key, value in labels.items()}}
-        (files.folder / name).write_bytes(pickle.dumps(whole) if modern else python2_batch(images, labels))
+        (files.folder / name).write_bytes(
+            pickle.dumps(whole) if modern else python2_batch(images, labels)
+        )
         content[name] = images, fine
     return content
 

@@ -1,4 +1,5 @@
-"""Runs in virtual time: devices that take what the test says, traces as files, and the tables of a run."""
+"""Runs in virtual time: devices that take what the test says, traces as files, and the tables of a
+run."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class Loses(Stressor):
 def trace(folder: Path, *spans: list[list[float]], length: float = 100.0) -> AvailabilityTrace:
     """The times online of client 0, of client 1 and so on, repeated every ``length`` seconds."""
     entries = {
-        f"phone{k}": {"trace_start": 0, "trace_end": length, "ready_time": s} for k, s in enumerate(spans)
+        f"phone{k}": {"trace_start": 0, "trace_end": length, "ready_time": s}
+        for k, s in enumerate(spans)
     }
     path = folder / f"{len(list(folder.iterdir()))}.json"
     path.write_text(json.dumps(entries))

@@ -32,16 +32,30 @@ def serve(rank: int, size: int, port: int, what: str, folder: Path) -> None:
     except (RuntimeError, InputError) as error:
         (folder / f"rank{rank}").write_text(f"{type(error).__name__}: {error}")
     else:
-        # as launch._leave does: gloo's threads may outlive the interpreter, and end the process with SIGABRT
+        # as launch._leave does: gloo's threads may outlive the interpreter, and end the process
+        # with SIGABRT
         dist.destroy_process_group()
 
 
 def parts(rank: int, seed: int) -> dict[str, bytes | Tensor]:
     """Of every form, around the length of a frame; rank 1 has nothing to give."""
-    random, generator = np.random.default_rng([rank, seed]), torch.Generator().manual_seed(10 * rank + seed)
-    given: dict[str, bytes | Tensor] = {str(n): random.bytes(n) for n in (0, 1, 998, 1, 1000, 1001, 0, 5000)}
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.int64, torch.bool):
-        given[str(dtype)] = (torch.randn(7, 30, generator=generator) * 50).abs().to(dtype).T  # not contiguous
+    random, generator = (
+        np.random.default_rng([rank, seed]),
+        torch.Generator().manual_seed(10 * rank + seed),
+    )
+    given: dict[str, bytes | Tensor] = {
+        str(n): random.bytes(n) for n in (0, 1, 998, 1, 1000, 1001, 0, 5000)
+    }
+    for dtype in (
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.uint8,
+        torch.int64,
+        torch.bool,
+    ):
+        # not contiguous
+        given[str(dtype)] = (torch.randn(7, 30, generator=generator) * 50).abs().to(dtype).T
     given |= {
         "scalar": torch.tensor(float("nan")),
         "empty": torch.empty(0, 4),
@@ -57,8 +71,11 @@ def raw(tensor: Tensor) -> bytes:
 
 def exchange(rank: int, size: int) -> None:
     found = [collectives.gather_parts(parts(rank, seed)) for seed in range(2)]
-    for seed in range(2):  # the first are as they were: no views of a buffer that others went through
-        expected = {name: part for source in range(size) for name, part in parts(source, seed).items()}
+    # the first are as they were: no views of a buffer that others went through
+    for seed in range(2):
+        expected = {
+            name: part for source in range(size) for name, part in parts(source, seed).items()
+        }
         assert found[seed].keys() == expected.keys()
         for name, part in expected.items():
             other = found[seed][name]
@@ -103,7 +120,16 @@ def killed(rank: int, size: int) -> None:
 
 def disagree(rank: int, size: int) -> None:
     ranks.require_agreement(
-        [ClientTask(Client(7, np.arange(3), np.arange(0)), 1, b"message", torch.tensor([0, 1, rank]), 1, 1)]
+        [
+            ClientTask(
+                Client(7, np.arange(3), np.arange(0)),
+                1,
+                b"message",
+                torch.tensor([0, 1, rank]),
+                1,
+                1,
+            )
+        ]
     )
 
 

@@ -1,5 +1,5 @@
-"""Nodes on this machine: in this process, or processes of their own behind Unix sockets. They answer the same
-messages as over a network, and need no Flower."""
+"""Nodes on this machine: in this process, or processes of their own behind Unix sockets. They
+answer the same messages as over a network, and need no Flower."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ class InProcess:
     def registered(self) -> Mapping[str, float]:
         return {}
 
-    def exchange(self, messages: Mapping[str, bytes], timeout: float) -> Iterator[tuple[str, bytes]]:
+    def exchange(
+        self, messages: Mapping[str, bytes], timeout: float
+    ) -> Iterator[tuple[str, bytes]]:
         for key, message in messages.items():
             if key in self.by_key:
                 yield key, self.by_key[key].answer(message)
@@ -61,7 +63,9 @@ class Sockets:
     def registered(self) -> Mapping[str, float]:
         return {}
 
-    def exchange(self, messages: Mapping[str, bytes], timeout: float) -> Iterator[tuple[str, bytes]]:
+    def exchange(
+        self, messages: Mapping[str, bytes], timeout: float
+    ) -> Iterator[tuple[str, bytes]]:
         answers: Queue[tuple[str, bytes | None]] = Queue()
         for key, message in messages.items():
             # a thread that nobody waits for any more ends with its own timeout, or with the process

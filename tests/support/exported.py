@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-of_peft = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+of_peft = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
 
 
 def loaded(folder: Path) -> Any:

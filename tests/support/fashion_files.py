@@ -23,15 +23,17 @@ needs_package = pytest.mark.skipif(
 
 def idx(array: np.ndarray) -> bytes:
     """A file of the idx format, whose numbers are bytes."""
-    header = struct.pack(">BBBB", 0, 0, 8, array.ndim) + struct.pack(f">{array.ndim}i", *array.shape)
+    header = struct.pack(">BBBB", 0, 0, 8, array.ndim) + struct.pack(
+        f">{array.ndim}i", *array.shape
+    )
     return header + array.astype(np.uint8).tobytes()
 
 
 def write_fashion(
     folder: Path, monkeypatch: pytest.MonkeyPatch, *, rows: int = 40, packed: bool = True
 ) -> dict[str, np.ndarray]:
-    """Write the four files with random images, which are the published ones until the test ends, and let no
-    Debian package be installed."""
+    """Write the four files with random images, which are the published ones until the test ends,
+    and let no Debian package be installed."""
     rng = np.random.Generator(np.random.Philox(8))
     content = {}
     folder.mkdir(parents=True)
@@ -43,7 +45,9 @@ def write_fashion(
             else (np.arange(rows) % 10).astype(np.uint8)
         )
         data = idx(content[name])
-        (folder / (f"{name}.gz" if packed else name)).write_bytes(gzip.compress(data) if packed else data)
+        (folder / (f"{name}.gz" if packed else name)).write_bytes(
+            gzip.compress(data) if packed else data
+        )
         monkeypatch.setitem(fashion_mnist.SHA256, name, hashlib.sha256(data).hexdigest())
     monkeypatch.setattr(fashion_mnist, "DEBIAN_FOLDER", folder.parent / "no package")
     return content

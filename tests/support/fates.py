@@ -10,8 +10,8 @@ from fl_lightning.hooks import Stressor
 
 
 class Fates(Stressor):
-    """Client 1 never begins in round 2; the upload of client 2 is lost in round 3, that of client 3 is not
-    finite in round 4."""
+    """Client 1 never begins in round 2; the upload of client 2 is lost in round 3, that of client 3
+    is not finite in round 4."""
 
     def change_cohort(self, cohort, *, round, context):
         def fate(a):

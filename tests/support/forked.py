@@ -1,5 +1,5 @@
-"""Programs started in folders of a user's, without the seconds of imports: a process that has imported
-everything but ``callbacks`` and forks one child for each. Talks JSON lines over its pipes.
+"""Programs started in folders of a user's, without the seconds of imports: a process that has
+imported everything but ``callbacks`` and forks one child for each. Talks JSON lines over its pipes.
 
     {"folder": F, "main": [ARGUMENT, ...]}     as ``python -m fl_lightning`` in F
     {"folder": F, "script": TEXT}              as ``python -c`` in F
@@ -54,7 +54,9 @@ def serve() -> None:
             finally:
                 os._exit(code)
         _, status = os.waitpid(pid, 0)
-        streams = [Path(request["folder"], "..", name).read_text() for name in ("out.txt", "err.txt")]
+        streams = [
+            Path(request["folder"], "..", name).read_text() for name in ("out.txt", "err.txt")
+        ]
         print(json.dumps([os.waitstatus_to_exitcode(status), *streams]), flush=True)  # noqa: T201
 
 

@@ -1,4 +1,5 @@
-"""How each method is made of a golden file's settings and read, and what a planted fault changes."""
+"""How each method is made of a golden file's settings and read, and what a planted fault
+changes."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def dynamic(kind):
 
 
 def with_head(method, client):
-    """The file's personal models end with P, which is added to the last layer where the model is deployed."""
+    """The file's personal models end with P, which is added to the last layer where the model is
+    deployed."""
     return torch.cat([method.server["weights"], method.kept(client, "P")])
 
 
@@ -38,7 +40,9 @@ class Matrix(Graph):
         self.rows = rows
 
     def mixing(self, peers, seed, round):
-        return {i: {j: Fraction(w) for j, w in enumerate(row) if w} for i, row in enumerate(self.rows)}
+        return {
+            i: {j: Fraction(w) for j, w in enumerate(row) if w} for i, row in enumerate(self.rows)
+        }
 
 
 def gossip(settings):
@@ -56,7 +60,9 @@ def of_peers(topology):
     """FedAvg over a topology, whose peers weigh alike."""
 
     def make(**settings):
-        return methods.FedAvg(**{key: value for key, value in settings.items() if key not in OF_TOPOLOGY})
+        return methods.FedAvg(
+            **{key: value for key, value in settings.items() if key not in OF_TOPOLOGY}
+        )
 
     def personal(method, client):
         return method.server[f"peer/{client.id}/weights"]
@@ -77,7 +83,9 @@ ADAPTERS: dict[str, Adapter] = {
     "FedExP": Adapter(state={"gain": "optimizer/gain"}),
     "FedACG": Adapter(server="optimizer/evaluated", state={"M": "optimizer/momentum"}),
     "SCAFFOLD": Adapter(weights="uniform", state={"c": "c"}, kept={"c_i": "c_i"}),
-    "FedDyn": Adapter(make=dynamic(methods.FedDyn), weights="uniform", state={"H": "H"}, kept={"H_i": "H_i"}),
+    "FedDyn": Adapter(
+        make=dynamic(methods.FedDyn), weights="uniform", state={"H": "H"}, kept={"H_i": "H_i"}
+    ),
     "FedDC": Adapter(
         make=dynamic(methods.FedDC),
         weights="uniform",

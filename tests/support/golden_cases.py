@@ -1,5 +1,6 @@
-"""The federations of the golden files, run through ``FederatedTrainer``: data, networks, cohorts and what is
-read after each round. ``fl_lightning`` computes in float32 what the files have in float64."""
+"""The federations of the golden files, run through ``FederatedTrainer``: data, networks, cohorts
+and what is read after each round. ``fl_lightning`` computes in float32 what the files have in
+float64."""
 
 from __future__ import annotations
 
@@ -42,24 +43,27 @@ Reader = str | Callable[..., Any]
 
 @dataclass(frozen=True)
 class Adapter:
-    """How a method of the project is made of a file's settings, and where it has the file's letters.
+    """How a method of the project is made of a file's settings, and where it has the file's
+    letters.
 
     Args:
-        make: returns the method; it is called with the method's own settings and with those of every method.
-            By default the class of the file's name, with settings of the same names.
+        make: returns the method; it is called with the method's own settings and with those of
+            every method. By default the class of the file's name, with settings of the same names.
         renamed: names of the method's own settings where the file has others, by the file's.
-        server: what the server has of ``travels``: a name in ``method.server``, or a function of the method.
+        server: what the server has of ``travels``: a name in ``method.server``, or a function of
+            the method.
         state: what the server remembers beside it, by the file's letter: as ``server``.
-        kept: what a client keeps, by the file's letter: a name in ``client.state``, or a function of that
-            mapping. Only clients with a state are compared.
-        personal: the flat model of a client: a function of the method and the client. By default what
-            ``deploy`` returns for it.
-        evaluated: the flat model that is evaluated: a function of the method. By default what ``deploy``
-            returns.
+        kept: what a client keeps, by the file's letter: a name in ``client.state``, or a function
+            of that mapping. Only clients with a state are compared.
+        personal: the flat model of a client: a function of the method and the client. By default
+            what ``deploy`` returns for it.
+        evaluated: the flat model that is evaluated: a function of the method. By default what
+            ``deploy`` returns.
         weights: shares where the file says nothing: ``examples`` or ``uniform``.
         trainer: arguments of the trainer, beside those that the harness sets.
         callbacks: returns callbacks of the run, given the case.
-        topology: returns who talks to whom, given the case's settings. By default there is one server.
+        topology: returns who talks to whom, given the case's settings. By default there is one
+            server.
     """
 
     make: Callable[..., Method] | None = None
@@ -76,7 +80,8 @@ class Adapter:
 
 
 def cases_in(folder: Path) -> Iterator[tuple[str, Case]]:
-    """Yield method and case of all files in a folder, whatever they are called: a file says whose it is."""
+    """Yield method and case of all files in a folder, whatever they are called: a file says whose
+    it is."""
     for file in sorted(folder.glob("*.json")):
         found = json.loads(file.read_text())
         for case in found["cases"]:
@@ -88,8 +93,11 @@ def cases_of(name: str) -> list[Case]:
     return [case for method, case in cases_in(FILES) if method == name]
 
 
-def averaging(average: type[Average], state: Mapping[str, Reader] | None = None, **defaults: Any) -> Adapter:
-    """Return the adapter of FedAvg with an average, whose settings are those of the file, else these."""
+def averaging(
+    average: type[Average], state: Mapping[str, Reader] | None = None, **defaults: Any
+) -> Adapter:
+    """Return the adapter of FedAvg with an average, whose settings are those of the file, else
+    these."""
     own = {*signature(average).parameters}
 
     def make(**settings: Any) -> Method:
@@ -167,7 +175,8 @@ class GoldenData(FederatedData):
 
 
 class GoldenCohorts(Stressor):
-    """Samples the clients of the case, lets stragglers make fewer steps, and lets the others drop out.
+    """Samples the clients of the case, lets stragglers make fewer steps, and lets the others drop
+    out.
 
     Args:
         case: of a file, with ``cohorts`` and ``settings``.
@@ -177,7 +186,9 @@ class GoldenCohorts(Stressor):
     def __init__(self, case: Case, lost: bool = False) -> None:
         self.cohorts, self.steps, self.lost = case["cohorts"], steps_of(case), lost
 
-    def change_cohort(self, cohort: list[Assignment], *, round: int, context: Context) -> list[Assignment]:
+    def change_cohort(
+        self, cohort: list[Assignment], *, round: int, context: Context
+    ) -> list[Assignment]:
         asked = self.cohorts[round - 1]
         slow = {int(id): steps for id, steps in asked.get("steps", {}).items()}
         changed = []
@@ -187,12 +198,15 @@ class GoldenCohorts(Stressor):
                 # half a step less, so that rounding up gives the number itself
                 work = (slow.get(id, self.steps[id]) - 0.5) / context.local_epochs
                 arrives = id in asked["arrived"]
-                changed.append(replace(assignment, work=work, trains=arrives or self.lost, returns=arrives))
+                changed.append(
+                    replace(assignment, work=work, trains=arrives or self.lost, returns=arrives)
+                )
         return changed
 
 
 class AfterRounds(Meter):
-    """Reads after each of these rounds what the file has: ``after[round]`` has the form of the file's."""
+    """Reads after each of these rounds what the file has: ``after[round]`` has the form of the
+    file's."""
 
     def __init__(self, adapter: Adapter, case: Case) -> None:
         self.adapter, self.wanted = adapter, case["after"]
@@ -209,12 +223,14 @@ class AfterRounds(Meter):
             found["server"] = read(adapter.server, method.server, method)
         if "state" in wanted:
             found["state"] = {
-                letter: read(where, method.server, method) for letter, where in adapter.state.items()
+                letter: read(where, method.server, method)
+                for letter, where in adapter.state.items()
             }
         if "kept" in wanted:
             found["kept"] = {
                 str(client.id): {
-                    letter: read(where, client.state, client.state) for letter, where in adapter.kept.items()
+                    letter: read(where, client.state, client.state)
+                    for letter, where in adapter.kept.items()
                 }
                 for client in clients
                 if client.state
@@ -245,17 +261,22 @@ def steps_of(case: Case) -> list[int]:
 
 
 def make_method(name: str, adapter: Adapter, case: Case) -> Method:
-    """Return the method of a case, with the file's local optimiser, schedule, network and shares."""
+    """Return the method of a case, with the file's local optimiser, schedule, network and
+    shares."""
     settings = case["settings"]
     sgd = {key: settings[key] for key in ("lr", "momentum", "weight_decay") if key in settings}
     common: dict[str, Any] = {
         "network": partial(GoldenNetwork, problem=case["problem"]),
         "optimizer": partial(SGD, **sgd),
-        "weigh_by": "clients" if settings.get("weights", adapter.weights) == "uniform" else "examples",
+        "weigh_by": "clients"
+        if settings.get("weights", adapter.weights) == "uniform"
+        else "examples",
     }
     if "lr_decay" in settings:
         common["scheduler"] = partial(ExponentialLR, gamma=settings["lr_decay"])
-    own = {adapter.renamed.get(key, key): settings[key] for key in settings if key not in OF_LOCAL_SGD}
+    own = {
+        adapter.renamed.get(key, key): settings[key] for key in settings if key not in OF_LOCAL_SGD
+    }
     return (adapter.make or getattr(methods, name))(**own, **common)
 
 
@@ -269,7 +290,8 @@ def run_case(
     change: Callable[[Method], Method] = lambda method: method,
     **trainer: Any,
 ) -> dict[str, dict[str, Any]]:
-    """Run a case and return what is found after the rounds of the file, in the form of ``case["after"]``.
+    """Run a case and return what is found after the rounds of the file, in the form of
+    ``case["after"]``.
 
     Args:
         name: of the method.
@@ -298,7 +320,8 @@ def run_case(
 
 
 def differences(expected: Any, found: Any, where: str = "", tolerance: float = 1e-5) -> list[str]:
-    """Return where two results differ by more than ``tolerance`` of 1 and of the value, in words."""
+    """Return where two results differ by more than ``tolerance`` of 1 and of the value, in
+    words."""
     if isinstance(expected, Mapping):
         if not isinstance(found, Mapping) or set(expected) != set(found):
             return [f"{where}: {sorted(found)} instead of {sorted(expected)}"]
@@ -312,4 +335,8 @@ def differences(expected: Any, found: Any, where: str = "", tolerance: float = 1
     if right.shape != ours.shape:
         return [f"{where}: {len(ours)} values instead of {len(right)}"]
     apart = ((right - ours).abs() - tolerance * right.abs()).max()
-    return [] if bool(apart <= tolerance) else [f"{where}: {float((right - ours).abs().max()):.3g} apart"]
+    return (
+        []
+        if bool(apart <= tolerance)
+        else [f"{where}: {float((right - ours).abs().max()):.3g} apart"]
+    )

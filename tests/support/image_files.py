@@ -10,7 +10,9 @@ from PIL import Image
 COLOURS = {"blue": (0, 0, 200), "red": (200, 0, 0)}
 
 
-def write(folder: Path, n: int = 10, shape: tuple[int, int] = (20, 20), colours: dict | None = None) -> Path:
+def write(
+    folder: Path, n: int = 10, shape: tuple[int, int] = (20, 20), colours: dict | None = None
+) -> Path:
     """Images of one colour and some noise in a folder for each colour."""
     rng = np.random.default_rng(n)
     for name, colour in (colours or COLOURS).items():

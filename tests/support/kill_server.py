@@ -1,13 +1,13 @@
-"""Runs to be killed: a process that has imported everything, and forks one child per run. Talks JSON lines
-over its pipes.
+"""Runs to be killed: a process that has imported everything, and forks one child per run. Talks
+JSON lines over its pipes.
 
-    {"folder": F, "mlflow": false, "after": SECONDS, "event": N, "interrupt": SIGNAL, "settings": {...},
-     "peers": false}
+    {"folder": F, "mlflow": false, "after": SECONDS, "event": N, "interrupt": SIGNAL, "settings":
+     {...}, "peers": false}
 
-The child runs the federation below in folder F with ``auto_resume``. It is killed after so many seconds, or
-kills itself before the N-th time it touches the file system under F, or sends itself a signal in round 4 and
-again whenever it writes a file from then on. The answer: its exit status as ``os.waitstatus_to_exitcode`` has
-it, and its seconds.
+The child runs the federation below in folder F with ``auto_resume``. It is killed after so many
+seconds, or kills itself before the N-th time it touches the file system under F, or sends itself a
+signal in round 4 and again whenever it writes a file from then on. The answer: its exit status as
+``os.waitstatus_to_exitcode`` has it, and its seconds.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ TOUCHES = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncat
 
 
 class Remembering(FedAvg):
-    """With everything that a resume can lose: a server momentum, and clients that start half-way to where
-    they last stopped."""
+    """With everything that a resume can lose: a server momentum, and clients that start half-way to
+    where they last stopped."""
 
     def receive(self, message, client):
         weights = message.tensor("weights")
@@ -54,7 +54,11 @@ class Remembering(FedAvg):
     def aggregate(self, uploads):
         before = self.server["weights"]
         super().aggregate(uploads)
-        step = self.server["weights"] - before + 0.5 * self.server.get("momentum", torch.zeros_like(before))
+        step = (
+            self.server["weights"]
+            - before
+            + 0.5 * self.server.get("momentum", torch.zeros_like(before))
+        )
         self.server = {"weights": before + step, "momentum": step}
 
 
@@ -66,7 +70,10 @@ class Fading(Stressor):
 
     def change_cohort(self, cohort, *, round, context):
         if round == 4 and interrupt:
-            disk.write_synced = lambda path, data: (os.kill(os.getpid(), interrupt), write_synced(path, data))
+            disk.write_synced = lambda path, data: (
+                os.kill(os.getpid(), interrupt),
+                write_synced(path, data),
+            )
             os.kill(os.getpid(), interrupt)
         return cohort
 
@@ -84,9 +91,9 @@ class Fading(Stressor):
 def fit(
     settings: dict, ckpt_path: str | None = None, root: str = "runs", peers: bool = False
 ) -> FederatedTrainer:
-    """Six rounds of 4 of 12 clients on digits, evaluated every second round; about a second. As ``peers`` they
-    are clients of FedMPQ without a server, who push sums on a directed graph. With ``flights`` they are
-    versions, which two uploads of four clients that come and go make."""
+    """Six rounds of 4 of 12 clients on digits, evaluated every second round; about a second. As
+    ``peers`` they are clients of FedMPQ without a server, who push sums on a directed graph. With
+    ``flights`` they are versions, which two uploads of four clients that come and go make."""
     data = FederatedImages(
         dataset="digits",
         num_clients=12,
@@ -100,7 +107,9 @@ def fit(
     )
     if peers:
         method = FedMPQ(
-            network=lambda classes: SmallCNN(classes, width=4), optimizer=sgd(0.05), weigh_by="clients"
+            network=lambda classes: SmallCNN(classes, width=4),
+            optimizer=sgd(0.05),
+            weigh_by="clients",
         )
         settings = {"topology": Gossip(Exponential()), "participation": 0.7, **settings}
     callbacks = [
@@ -122,7 +131,9 @@ def fit(
         clock = Clock(devices=LogNormalDevices(), network=Lines(up=1e5), availability=online)
         basic |= {"clock": clock, "rounds": FedBuff(4, 2)}
     trainer = FederatedTrainer(
-        callbacks=callbacks, default_root_dir=root, **{**basic, "auto_resume": ckpt_path is None, **settings}
+        callbacks=callbacks,
+        default_root_dir=root,
+        **{**basic, "auto_resume": ckpt_path is None, **settings},
     )
     trainer.fit(method, data, seed=3, ckpt_path=ckpt_path)
     return trainer
@@ -169,7 +180,8 @@ def child(request: dict) -> int:
 
 def serve() -> None:
     torch.set_num_threads(1)
-    # before mlflow is imported: threads that it would start could hold a lock that a fork never gets
+    # before mlflow is imported: threads that it would start could hold a lock that a fork never
+    # gets
     prepare()
     from lightning.pytorch.loggers import MLFlowLogger  # noqa: F401
 
@@ -187,7 +199,8 @@ def serve() -> None:
             time.sleep(request["after"])
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
-        print(json.dumps([os.waitstatus_to_exitcode(status), time.monotonic() - started]), flush=True)  # noqa: T201
+        took = time.monotonic() - started
+        print(json.dumps([os.waitstatus_to_exitcode(status), took]), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

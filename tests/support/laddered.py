@@ -16,8 +16,9 @@ from fl_lightning.models.language import Llama, add_lora
 
 
 def branch_costs(blocks: int = 2, q99: float = 1.5) -> CostTable:
-    """Return costs of a + b n millijoules: attention 3 + n, feed-forward 1 + 1.5 n, everything else 1 + 0.2 n;
-    in a step of one token 4, 2.5 and 1.2; a decision of the controller 0.1. The 0.99 quantile is so many times the mean."""
+    """Return costs of a + b n millijoules: attention 3 + n, feed-forward 1 + 1.5 n, everything else
+    1 + 0.2 n; in a step of one token 4, 2.5 and 1.2; a decision of the controller 0.1. The 0.99
+    quantile is so many times the mean."""
 
     def measured(a: float, b: float) -> MeasuredCost:
         return MeasuredCost(CostLine(1e-3 * a, 1e-3 * b), CostLine(1e-3 * q99 * a, 1e-3 * q99 * b))
@@ -29,7 +30,14 @@ def branch_costs(blocks: int = 2, q99: float = 1.5) -> CostTable:
         groups[name] = {"off": measured(0, 0), "int8": cost, "high": cost}
     label = "modelled: CPU seconds x 15 W"
     return CostTable(
-        label, "by hand", BRANCH, 64, groups, measured(1, 0.2), adapter="merged", controller=measured(0.1, 0)
+        label,
+        "by hand",
+        BRANCH,
+        64,
+        groups,
+        measured(1, 0.2),
+        adapter="merged",
+        controller=measured(0.1, 0),
     )
 
 
@@ -42,7 +50,13 @@ def two_blocks(vocab_size: int, blocks: int = 2, rank: int = 2) -> Llama:
 
 def ladder_of(**settings) -> HESTLadder:
     """A ladder of two levels: a round all on, three of subsets, then the ladder."""
-    small = {"all_on_rounds": 1, "subset_rounds": 3, "levels": 2, "budget": 0.6, "costs": branch_costs()}
+    small = {
+        "all_on_rounds": 1,
+        "subset_rounds": 3,
+        "levels": 2,
+        "budget": 0.6,
+        "costs": branch_costs(),
+    }
     given = {**small, "network": two_blocks, "optimizer": adam(), **settings}
     return HESTLadder(**given)
 

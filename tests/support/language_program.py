@@ -1,5 +1,5 @@
-"""Runs of adapters on made-up instructions, and of a table: what test_language_exact.py fits, and the program that
-it starts, kills, and starts in two processes."""
+"""Runs of adapters on made-up instructions, and of a table: what test_language_exact.py fits, and
+the program that it starts, kills, and starts in two processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,12 @@ KINDS = {
     "HEST": (partial(HEST, costs=costs(), scope="adapter", budget=[0.6, 0.9]), False),
     LADDER: (
         partial(
-            HESTLadder, costs=branch_costs(1), budget=[0.9, 0.8], all_on_rounds=1, subset_rounds=2, levels=1
+            HESTLadder,
+            costs=branch_costs(1),
+            budget=[0.9, 0.8],
+            all_on_rounds=1,
+            subset_rounds=2,
+            levels=1,
         ),
         False,
     ),
@@ -56,7 +61,8 @@ class Stops(Stressor):
 def start(
     kind: str, folder: Path, stop_after: int | None = None, number: int = signal.SIGINT, **settings
 ) -> None:
-    """Three rounds, of a ladder four, of a part of the clients with one or two local steps, evaluated with generated answers.
+    """Three rounds, of a ladder four, of a part of the clients with one or two local steps,
+    evaluated with generated answers.
 
     Args:
         kind: one of ``KINDS``, or ``TABLE``.
@@ -85,7 +91,8 @@ def start(
 
 
 def table(folder: Path) -> TableData:
-    """Numbers and a category of four hospitals, which are the clients; the class follows from a number."""
+    """Numbers and a category of four hospitals, which are the clients; the class follows from a
+    number."""
     random, n = np.random.default_rng(0), 80
     size = random.normal(50, 10, n)
     columns = {

@@ -1,10 +1,11 @@
-"""A line between two network namespaces that delays packets and loses some: two TUN devices, whose packets this
-process carries. A kernel with ``sch_netem`` does the same; many small kernels come without.
+"""A line between two network namespaces that delays packets and loses some: two TUN devices, whose
+packets this process carries. A kernel with ``sch_netem`` does the same; many small kernels come
+without.
 
     python tests/lossy_line.py NAMESPACE ADDRESS NAMESPACE ADDRESS SECONDS SHARE
 
-``SECONDS`` is the delay of each packet in one direction, ``SHARE`` the share of packets that is lost. On SIGTERM
-it prints how many packets it carried and lost. The devices end with this process.
+``SECONDS`` is the delay of each packet in one direction, ``SHARE`` the share of packets that is
+lost. On SIGTERM it prints how many packets it carried and lost. The devices end with this process.
 """
 
 import fcntl

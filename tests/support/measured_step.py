@@ -1,4 +1,5 @@
-"""Print by how many bytes this process grew at most while it trained one client, and what was forecast.
+"""Print by how many bytes this process grew at most while it trained one client, and what was
+forecast.
 
 python measured_step.py NETWORK BATCH CONTEXT [name=FOLDER] [gradient_checkpointing=1] [rank=0] ...
 """
@@ -22,8 +23,9 @@ from fl_lightning.run.dry_run import forecast
 
 
 def resident(line: str) -> int:
-    """Return what this process holds (``VmRSS``) or has held at most (``VmHWM``), in bytes. The peak that
-    ``getrusage`` knows is that of the process which started this one, where that was larger."""
+    """Return what this process holds (``VmRSS``) or has held at most (``VmHWM``), in bytes. The
+    peak that ``getrusage`` knows is that of the process which started this one, where that was
+    larger."""
     status = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(one for one in status if one.startswith(f"{line}:")).split()[1])
 
@@ -39,7 +41,9 @@ def main() -> None:
     given = {key: int(value) if value.isdigit() else value for key, value in settings.items()}
     method = FedAvg(network=partial(cls, **given), optimizer=torch.optim.AdamW)
     # long answers, so that each batch fills the context
-    data = InstructionData(num_clients=1, examples_per_client=4 * batch, batch_size=batch, context=context)
+    data = InstructionData(
+        num_clients=1, examples_per_client=4 * batch, batch_size=batch, context=context
+    )
     found = forecast(method, data, participation=1.0, rounds=1).metrics()
     data.prepare_data()
     data.setup()

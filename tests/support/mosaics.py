@@ -36,7 +36,9 @@ def mosaic(**settings) -> FedMosaic:
 
 def digits(num_clients: int = 6, **settings) -> FederatedImages:
     return FederatedImages(
-        num_clients=num_clients, partition=Shards(2), **{"batch_size": 32, "val_fraction": 0.2, **settings}
+        num_clients=num_clients,
+        partition=Shards(2),
+        **{"batch_size": 32, "val_fraction": 0.2, **settings},
     )
 
 

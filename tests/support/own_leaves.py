@@ -46,7 +46,12 @@ def leaf_file(path: Path, users: Mapping[str, int], *, features: int = 6, classe
 
 
 def config(
-    folder: Path, name: str, data: Mapping, model: str = "FedAvg", init: Mapping = {}, **trainer: object
+    folder: Path,
+    name: str,
+    data: Mapping,
+    model: str = "FedAvg",
+    init: Mapping = {},
+    **trainer: object,
 ) -> FederatedCLI:
     settings = {
         "trainer": {**TRAINER, "default_root_dir": str(folder / name), **trainer},
@@ -61,7 +66,13 @@ def config(
 def leaf(train: Path, test: Path, **more: object) -> dict:
     return {
         "class_path": "LeafData",
-        "init_args": {"train": str(train), "test": str(test), "val_fraction": 0.2, "batch_size": 4, **more},
+        "init_args": {
+            "train": str(train),
+            "test": str(test),
+            "val_fraction": 0.2,
+            "batch_size": 4,
+            **more,
+        },
     }
 
 
@@ -78,6 +89,8 @@ def own_nodes(
 
 def deployed(cli: FederatedCLI, nodes: Mapping[str, Node], count: int = 4) -> FederatedCLI:
     rules = RoundRules(min_nodes=count, wait_seconds=5, round_seconds=60)
-    deploy_over(cli.trainer, yaml.safe_load(cli.config_text), InProcess(nodes), rules, own_data=True)
+    deploy_over(
+        cli.trainer, yaml.safe_load(cli.config_text), InProcess(nodes), rules, own_data=True
+    )
     cli.start()
     return cli

@@ -16,7 +16,11 @@ def documented(word: str, page: Path = PAGE) -> list[list[str]]:
     lines = "".join(re.findall(r"```(?:bash|text)\n(.*?)```", page.read_text(), re.DOTALL)).replace(
         "\\\n", " "
     )
-    commands = [shlex.split(line) for line in lines.splitlines() if line.startswith("python -m fl_lightning")]
+    commands = [
+        shlex.split(line)
+        for line in lines.splitlines()
+        if line.startswith("python -m fl_lightning")
+    ]
     found = [words for words in commands if word in words]
     assert found, f"no command of the page names {word}"
     return [words[3:] for words in found]
@@ -24,6 +28,8 @@ def documented(word: str, page: Path = PAGE) -> list[list[str]]:
 
 def file_of_page(name: str, page: Path = PAGE) -> str:
     """Return the content of a Python file that the page shows after its name."""
-    found = re.search(rf"`{re.escape(name)}`.*?``` \{{\.python\}}\n(.*?)```", page.read_text(), re.DOTALL)
+    found = re.search(
+        rf"`{re.escape(name)}`.*?``` \{{\.python\}}\n(.*?)```", page.read_text(), re.DOTALL
+    )
     assert found, name
     return found[1]

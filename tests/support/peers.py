@@ -34,7 +34,8 @@ class Exchange:
     Args:
         topology: who talks to whom.
         vectors: where the nodes begin, ``[n, P]``.
-        examples: n_k of the clients, by which they weigh; by default they are the nodes, and weigh alike.
+        examples: n_k of the clients, by which they weigh; by default they are the nodes, and weigh
+            alike.
         seed: of the run.
     """
 
@@ -80,7 +81,9 @@ class Exchange:
         receipts, uploads, nodes = [], {}, self.way.nodes
         for id, examples in enumerate(self.examples):
             weights = local[id] if local is not None else nodes.get(self.way.node_of(id), "weights")
-            upload = Payload({"examples": torch.tensor(examples, dtype=torch.int32), "weights": weights})
+            upload = Payload(
+                {"examples": torch.tensor(examples, dtype=torch.int32), "weights": weights}
+            )
             client, entry = self.fed.data.client(id), LedgerEntry(self.round, id, "dropped")
             if id not in away:
                 status, wasted = ("lost", upload.nbytes) if id in lost else ("trained", 0)

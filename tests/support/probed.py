@@ -14,5 +14,10 @@ def subject_of(method: Method, folder: Path, **data: Any) -> ProbedModel:
     method = method if method.personalised else toy.on_images(method)
     trainer = toy.run(method, toy.images(**data), folder, max_rounds=2)
     return ProbedModel(
-        trainer.fabric, method, trainer.data, trainer.progress.done.states, trainer.seed, uploads=1.0
+        trainer.fabric,
+        method,
+        trainer.data,
+        trainer.progress.done.states,
+        trainer.seed,
+        uploads=1.0,
     )

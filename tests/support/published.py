@@ -1,4 +1,5 @@
-"""Published studies made of synthetic runs, and a pool that runs the jobs of a study in the test's process."""
+"""Published studies made of synthetic runs, and a pool that runs the jobs of a study in the test's
+process."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def publish(
     run: Mapping[str, Any] | None = None,
     **keys: Any,
 ) -> Path:
-    """Return the folder of a report of synthetic runs, see ``make_study``; their folders are in ``root/runs``."""
+    """Return the folder of a report of synthetic runs, see ``make_study``; their folders are in
+    ``root/runs``."""
     make_study(root / "runs", accuracies, name=name, run={"config": CONFIG, **(run or {})}, **keys)
     compare(name, root / "published" / name, root / "runs")
     return root / "published" / name

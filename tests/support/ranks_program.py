@@ -1,5 +1,5 @@
-"""The ten methods on digits, with dropout: what several test files fit, and the program that each rank of
-test_ranks.py runs."""
+"""The ten methods on digits, with dropout: what several test files fit, and the program that each
+rank of test_ranks.py runs."""
 
 from __future__ import annotations
 
@@ -57,11 +57,24 @@ OVER = {
     "edges": ("FedMPQKD", Hierarchy(groups=2, every=2)),
 }
 """Methods without a server, or with several."""
-MANY = (*TEN, "counts", "clipped", "late", "FedAdam", "FedExP", "FedACG", "choice", "oort", "buffered", *OVER)
+MANY = (
+    *TEN,
+    "counts",
+    "clipped",
+    "late",
+    "FedAdam",
+    "FedExP",
+    "FedACG",
+    "choice",
+    "oort",
+    "buffered",
+    *OVER,
+)
 
 
 class Counts(FedAvg):
-    """Its server's half writes to itself while it receives uploads, and the next state depends on it."""
+    """Its server's half writes to itself while it receives uploads, and the next state depends on
+    it."""
 
     count = 0
 
@@ -100,11 +113,19 @@ def data_of(name: str, num_clients: int = 6) -> FederatedImages:
 def fit(name: str, root: Path, method: Method | None = None, **settings):
     clip = {"gradient_clip_val": 0.1} if name == "clipped" else {}
     late = (
-        {"clock": Clock(devices=LogNormalDevices()), "rounds": OverSelection(1.6)} if name == "late" else {}
+        {"clock": Clock(devices=LogNormalDevices()), "rounds": OverSelection(1.6)}
+        if name == "late"
+        else {}
     )
-    clock = Clock(devices=LogNormalDevices(), availability=Diurnal(online=15.0, offline=5.0, day=20.0))
-    late |= {"sampler": PowerOfChoice(5), "clock": clock, "max_rounds": 3} if name == "choice" else {}
-    late |= {"sampler": Oort(explore=0.5), "clock": clock, "max_rounds": 3} if name == "oort" else {}
+    clock = Clock(
+        devices=LogNormalDevices(), availability=Diurnal(online=15.0, offline=5.0, day=20.0)
+    )
+    late |= (
+        {"sampler": PowerOfChoice(5), "clock": clock, "max_rounds": 3} if name == "choice" else {}
+    )
+    late |= (
+        {"sampler": Oort(explore=0.5), "clock": clock, "max_rounds": 3} if name == "oort" else {}
+    )
     late |= {"clock": clock} if name in ("push", "ring") else {}
     late |= {"rounds": FedBuff(4, 2), "clock": clock, "max_rounds": 4} if name == "buffered" else {}
     settings = {
@@ -123,7 +144,8 @@ def fit(name: str, root: Path, method: Method | None = None, **settings):
 
 
 def fit_private(root: Path, **settings) -> None:
-    """Private runs: with central and with distributed noise, and with one client a round, which is on one rank."""
+    """Private runs: with central and with distributed noise, and with one client a round, which is
+    on one rank."""
     for name in ("central", "distributed", "lonely"):
         where = "distributed" if name == "distributed" else "central"
         fit(
@@ -203,22 +225,43 @@ def seeded_lit(cls: type[LoggingLit] = LoggingLit) -> LoggingLit:
 
 
 def fit_named(root: Path, **settings) -> None:
-    """Runs with named metrics: of one model, of personal ones, and of a module that logs by itself."""
+    """Runs with named metrics: of one model, of personal ones, and of a module that logs by
+    itself."""
     metrics = [MulticlassF1Score, MulticlassAUROC, MulticlassCalibrationError]
     for name in ("FedAvg", "LocalOnly", "module"):
         data = data_of(name)
         data.metrics, data.primary = metrics, "f1_score"
         method = FedAvg(module=seeded_lit()) if name == "module" else method_of(name)
-        own = {"max_rounds": 2, "local_epochs": 1, "experiment": name, "run_name": "run", **settings}
+        own = {
+            "max_rounds": 2,
+            "local_epochs": 1,
+            "experiment": name,
+            "run_name": "run",
+            **settings,
+        }
         run(method, data, root, **own)
 
 
 def fit_robust(root: Path, **settings) -> None:
     """Runs whose averages keep something or train, among attackers that know all uploads."""
-    averages = {"v": CenteredClipping(0.2), "root": FLTrust(2), "bulyan": Bulyan(0), "mean": WeightedMean()}
+    averages = {
+        "v": CenteredClipping(0.2),
+        "root": FLTrust(2),
+        "bulyan": Bulyan(0),
+        "mean": WeightedMean(),
+    }
     for name, average in averages.items():
-        data, method = data_of("FedKD"), make("FedAvg", optimizer=sgd(0.05), network=Dropped, average=average)
-        own = {"max_rounds": 2, "local_epochs": 1, "experiment": name, "run_name": "run", **settings}
+        data, method = (
+            data_of("FedKD"),
+            make("FedAvg", optimizer=sgd(0.05), network=Dropped, average=average),
+        )
+        own = {
+            "max_rounds": 2,
+            "local_epochs": 1,
+            "experiment": name,
+            "run_name": "run",
+            **settings,
+        }
         run(method, data, root, callbacks=[ByzantineClients(0.4, "min_max")], **own)
 
 
@@ -246,7 +289,9 @@ if __name__ == "__main__":
     elif what == "private":
         fit_private(folder, devices=2, strategy="ddp", rank_timeout=120)
     elif what == "resumed":
-        fit("buffered", folder, devices=2, strategy="ddp", ckpt_path=sys.argv[3], allow_changed=True)
+        fit(
+            "buffered", folder, devices=2, strategy="ddp", ckpt_path=sys.argv[3], allow_changed=True
+        )
     elif what == "torchrun":
         fit("FedMPQKD", folder)
     else:

@@ -1,4 +1,5 @@
-"""What tests say of a refusal: the kind of error and the setting that it names, not the words of the sentence."""
+"""What tests say of a refusal: the kind of error and the setting that it names, not the words of
+the sentence."""
 
 from __future__ import annotations
 
@@ -12,8 +13,11 @@ from fl_lightning.errors import InputError, ThreePartError
 
 
 @contextmanager
-def refused(given: str, instead: str = "", kind: type[ThreePartError] = InputError) -> Iterator[None]:
-    """Expect an error of ``kind`` whose first part has ``given``, whose last has ``instead``, and which states a rule."""
+def refused(
+    given: str, instead: str = "", kind: type[ThreePartError] = InputError
+) -> Iterator[None]:
+    """Expect an error of ``kind`` whose first part has ``given``, whose last has ``instead``, and
+    which states a rule."""
     with pytest.raises(kind) as caught:
         yield
     error = caught.value

@@ -27,7 +27,9 @@ def main() -> None:
     launch.log_to_stderr()
     with launch.Started():
         home = Path(folder) / "flower"
-        fleet.serve(address, answer, home, name="slow", root_certificates=certificates, private_key=key)
+        fleet.serve(
+            address, answer, home, name="slow", root_certificates=certificates, private_key=key
+        )
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ ROUNDS = 5
 
 
 class Anchored(FedAvg):
-    """FedAvg whose clients start half-way between the broadcast and their own last weights, with which they
-    are evaluated: a server of sums, and states that matter."""
+    """FedAvg whose clients start half-way between the broadcast and their own last weights, with
+    which they are evaluated: a server of sums, and states that matter."""
 
     personalised = True
 
@@ -46,8 +46,8 @@ class Anchored(FedAvg):
 
 
 class Received(Meter):
-    """Writes what this process received in each round: bytes for it alone, which are states of clients, and
-    bytes for all; and which states it has at the end of the round."""
+    """Writes what this process received in each round: bytes for it alone, which are states of
+    clients, and bytes for all; and which states it has at the end of the round."""
 
     def on_setup(self, context):
         self.rounds: list[dict[str, Any]] = []
@@ -73,7 +73,13 @@ class Received(Meter):
     def on_round_end(self, record, context):
         holders, states = sorted(context.holders.items()), sorted(context.states)
         self.rounds.append(
-            {"alone": self.alone, "all": self.all, "holders": holders, "states": states, "seen": self.seen}
+            {
+                "alone": self.alone,
+                "all": self.all,
+                "holders": holders,
+                "states": states,
+                "seen": self.seen,
+            }
         )
 
     def on_fit_end(self, summary, context):
@@ -95,11 +101,16 @@ class Dies(Meter):
 
 def method_of(name: str) -> Method:
     own = {"LocalOnly": LocalOnly, "Anchored": Anchored}
-    return own[name](network=Dropped, optimizer=sgd(0.05)) if name in own else ranks_program.method_of(name)
+    return (
+        own[name](network=Dropped, optimizer=sgd(0.05))
+        if name in own
+        else ranks_program.method_of(name)
+    )
 
 
 def fit(name: str, root: Path, rounds: int = ROUNDS, **settings: Any):
-    """Twelve clients, of which half are sampled, by a seed that moves some of them to another rank than 0."""
+    """Twelve clients, of which half are sampled, by a seed that moves some of them to another rank
+    than 0."""
     fixed = {
         "allow_changed": True,
         "participation": 0.5,
@@ -112,9 +123,13 @@ def fit(name: str, root: Path, rounds: int = ROUNDS, **settings: Any):
 
 
 def fit_all(folder: Path, rank: int, ranks: int, port: int) -> None:
-    """Fit as rank ``rank`` of so many that were started from outside: whole runs, and the next to last rounds
-    of those in ``turns``."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
+    """Fit as rank ``rank`` of so many that were started from outside: whole runs, and the next to
+    last rounds of those in ``turns``."""
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "test",
+    }
     os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
     os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) | {"GROUP_RANK": "0"}
     torch.set_num_threads(1)

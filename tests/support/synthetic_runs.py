@@ -1,5 +1,5 @@
-"""Run directories in the form that a run leaves, made in milliseconds: accuracies rise along a line to the
-one that is given."""
+"""Run directories in the form that a run leaves, made in milliseconds: accuracies rise along a line
+to the one that is given."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def history_of(
     task: Task = CLASSIFICATION,
     **more: float,
 ) -> list[dict[str, float]]:
-    """A row a round, evaluated every so many; ``more`` is the same in all of them. What is better when it is less falls as 1 / round,
-    and its validation is best in round 3."""
+    """A row a round, evaluated every so many; ``more`` is the same in all of them. What is better
+    when it is less falls as 1 / round, and its validation is best in round 3."""
     up, name = task.higher_is_better, task.primary
     rows = [
         {
@@ -44,7 +44,8 @@ def history_of(
         for r in range(1, rounds + 1)
     ]  # fmt: skip
     return [
-        {key: row[key] for key in row if row["round"] % every == 0 or "/" + name not in key} for row in rows
+        {key: row[key] for key in row if row["round"] % every == 0 or "/" + name not in key}
+        for row in rows
     ]
 
 
@@ -72,7 +73,9 @@ def make_run(
 ) -> Path:
     """One run; ``emitters`` declare metrics, ``history`` goes to :func:`history_of`."""
     levels = dict(levels or {})
-    name = name or "-".join([label, *(f"{axis}={level}" for axis, level in levels.items()), f"seed{seed}"])
+    name = name or "-".join(
+        [label, *(f"{axis}={level}" for axis, level in levels.items()), f"seed{seed}"]
+    )
     path = folder / name
     path.mkdir(parents=True)
     rows, task = history_of(accuracy, **history), history.get("task", CLASSIFICATION)
@@ -127,8 +130,8 @@ def make_study(
     """A folder of runs with its ``study.yaml``.
 
     Args:
-        accuracies: label -> seed -> final accuracy; with a grid label -> levels -> seed -> accuracy. Of
-            another task, its primary metric.
+        accuracies: label -> seed -> final accuracy; with a grid label -> levels -> seed ->
+            accuracy. Of another task, its primary metric.
         task: the task of the runs.
         run: arguments of every :func:`make_run`.
         keys: of the study file.
@@ -141,14 +144,23 @@ def make_study(
         label: found if isinstance(next(iter(found)), tuple) else {(): found}
         for label, found in accuracies.items()
     }
-    seeds = sorted({seed for found in by_level.values() for values in found.values() for seed in values})
+    seeds = sorted(
+        {seed for found in by_level.values() for values in found.values() for seed in values}
+    )
     folder.mkdir(parents=True, exist_ok=True)
-    document = {"study": name, "seeds": seeds, "methods": {label: {} for label in accuracies}, **keys}
+    document = {
+        "study": name,
+        "seeds": seeds,
+        "methods": {label: {} for label in accuracies},
+        **keys,
+    }
     if task is CLASSIFICATION and not {"selection", "metric"} & {*keys}:
         document["selection"] = "last"  # the accuracy that was given
     (folder / "study.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
     for label, found in by_level.items():
         for levels, values in found.items():
             for seed, accuracy in values.items():
-                make_run(folder, label, seed, accuracy, levels=dict(levels), task=task, **(run or {}))
+                make_run(
+                    folder, label, seed, accuracy, levels=dict(levels), task=task, **(run or {})
+                )
     return folder

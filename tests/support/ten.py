@@ -23,18 +23,34 @@ SETTINGS = {
     },
 }
 REFERENCES = ("LocalOnly", "Oracle")
-TEN = ("FedAvg", "FedProx", "FedNTD", "QFedAvg", "AQFL", "FedPQ", "FedMPQ", "FedMPQKD", "FedKD", "FedMosaic")
+TEN = (
+    "FedAvg",
+    "FedProx",
+    "FedNTD",
+    "QFedAvg",
+    "AQFL",
+    "FedPQ",
+    "FedMPQ",
+    "FedMPQKD",
+    "FedKD",
+    "FedMosaic",
+)
 
 
 def make(name: str, **settings) -> Method:
     return getattr(methods, name)(
-        **{"network": SMALL, "optimizer": sgd(0.05, momentum=0.9), **SETTINGS.get(name, {}), **settings}
+        **{
+            "network": SMALL,
+            "optimizer": sgd(0.05, momentum=0.9),
+            **SETTINGS.get(name, {}),
+            **settings,
+        }
     )
 
 
 def fit(method: Method, folder, **settings):
-    """Two rounds of six unequal clients, one with a single example; the server's tensors and the run
-    directory."""
+    """Two rounds of six unequal clients, one with a single example; the server's tensors and the
+    run directory."""
     trainer = run(method, images(), folder, max_rounds=2, **settings)
     return method.server, trainer.run_dir
 

@@ -1,4 +1,5 @@
-"""Secrets are in no file and on no screen; names that only look like a secret's keep their values."""
+"""Secrets are in no file and on no screen; names that only look like a secret's keep their
+values."""
 
 from __future__ import annotations
 
@@ -111,7 +112,12 @@ def test_what_must_stay(text: str) -> None:
 
 def test_settings_keep_their_form() -> None:
     settings = {
-        "tags": {"api_key": "hush", "note": "http://u:hush@h", "keys": ["a"], "json": '{"password": "hush"}'},
+        "tags": {
+            "api_key": "hush",
+            "note": "http://u:hush@h",
+            "keys": ["a"],
+            "json": '{"password": "hush"}',
+        },
         "credentials": {"user": "hush", "pin": 1234, "on": True, "none": None},
         "passwords": ["hush", 5],
         "token": 5,
@@ -119,7 +125,12 @@ def test_settings_keep_their_form() -> None:
         "pad_token": "<pad>",
     }
     assert redact_settings(settings) == {
-        "tags": {"api_key": "***", "note": "http://***@h", "keys": ["a"], "json": '{"password": "***"}'},
+        "tags": {
+            "api_key": "***",
+            "note": "http://***@h",
+            "keys": ["a"],
+            "json": '{"password": "***"}',
+        },
         "credentials": {"user": "***", "pin": "***", "on": True, "none": None},
         "passwords": ["***", "***"],
         "token": 5,
@@ -140,7 +151,9 @@ def test_a_command_line() -> None:
         "--t={'token': 'hush'}",
         "--y.token=a,hush}&",
     ]
-    shown = redact_arguments([*words, "--keys", "[a]", "--x.token", "--flag", "--model.tokens", "512"])
+    shown = redact_arguments(
+        [*words, "--keys", "[a]", "--x.token", "--flag", "--model.tokens", "512"]
+    )
     assert "hush" not in str(shown)
     assert len(shown) == len(words) + 6
     assert json.loads(shown[3]) == {"api_key": {"x": "***"}}
@@ -184,7 +197,9 @@ def test_every_handler_of_the_projects_logger(capsys: pytest.CaptureFixture[str]
 def test_secrets_are_no_change_of_the_configuration() -> None:
     """Runs of before hold what is hidden today."""
     before = flatten({"model": {"api_key": "hush", "url": "http://u:hush@h", "mu": 1}})
-    after = flatten(redact_settings({"model": {"api_key": "other", "url": "http://u:other@h", "mu": 1}}))
+    after = flatten(
+        redact_settings({"model": {"api_key": "other", "url": "http://u:other@h", "mu": 1}})
+    )
     assert changed_settings(before, after) == []
     assert settings_hash(before) == settings_hash(after)
     (change,) = changed_settings(before, {**after, "model.mu": 2})
@@ -192,7 +207,9 @@ def test_secrets_are_no_change_of_the_configuration() -> None:
 
 
 def test_the_command_in_a_cells_log(tmp_path: Path) -> None:
-    job = Job("cell", ["fit", "--trainer.tags", '{"api_key": "hush"}', "--x.token=hush"], tmp_path / "log")
+    job = Job(
+        "cell", ["fit", "--trainer.tags", '{"api_key": "hush"}', "--x.token=hush"], tmp_path / "log"
+    )
     Pool([{}], program=(sys.executable, "-c", "pass")).run([job], lambda running, code: None)
     assert "hush" not in job.log.read_text()
     assert "--x.token" in job.log.read_text()
@@ -227,7 +244,9 @@ def files_with_secrets(folder: Path) -> list[Path]:
 @pytest.mark.slow
 @pytest.mark.essential
 @pytest.mark.parametrize(
-    "uri", ["http://bob:pa55w0rd@127.0.0.1:9/x", "sqlite:///mlflow.db"], ids=["dead server", "database"]
+    "uri",
+    ["http://bob:pa55w0rd@127.0.0.1:9/x", "sqlite:///mlflow.db"],
+    ids=["dead server", "database"],
 )
 def test_a_run(
     uri: str,
@@ -281,13 +300,20 @@ def test_a_run(
 def test_a_study_of_one_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tiny.yaml").write_text(TINY)
     secrets = {"data.root": "https://bob:pa55w0rd@host?token=hush"}
-    study = {"study": "one", "config": "tiny.yaml", "seeds": [0], "methods": {"A": {"settings": secrets}}}
+    study = {
+        "study": "one",
+        "config": "tiny.yaml",
+        "seeds": [0],
+        "methods": {"A": {"settings": secrets}},
+    }
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(study))
     (tmp_path / "work").mkdir()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://bob:pa55w0rd@127.0.0.1:9/x")
     command = [sys.executable, "-m", "fl_lightning", "sweep", "--config", "../study.yaml"]
     for _ in range(2):  # the second finds the cell finished
-        done = subprocess.run(command, cwd=tmp_path / "work", capture_output=True, text=True, timeout=200)
+        done = subprocess.run(
+            command, cwd=tmp_path / "work", capture_output=True, text=True, timeout=200
+        )
         assert done.returncode == 0, done.stderr
         for secret in ("hush", "pa55w0rd"):
             assert secret not in done.stdout + done.stderr
@@ -296,6 +322,8 @@ def test_a_study_of_one_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert files_with_secrets(tmp_path / "work") == []
 
 
-@pytest.mark.parametrize("token", ["ghp_16C7e42F292c6912E7", "AKIAIOSFODNN7EXAMPLE", "hf_abcdefghijklmnop12"])
+@pytest.mark.parametrize(
+    "token", ["ghp_16C7e42F292c6912E7", "AKIAIOSFODNN7EXAMPLE", "hf_abcdefghijklmnop12"]
+)
 def test_a_token_within_a_name_is_redacted(token: str) -> None:
     assert token not in redact(f"run_{token}-seed0")

@@ -15,7 +15,12 @@ def display(width: int, *lines: int) -> tuple[Console, StringIO, ResizableLive]:
     """A terminal and a display of lines of so many columns, drawn once."""
     screen = StringIO()
     console = Console(
-        file=screen, force_terminal=True, width=width, height=30, legacy_windows=False, color_system=None
+        file=screen,
+        force_terminal=True,
+        width=width,
+        height=30,
+        legacy_windows=False,
+        color_system=None,
     )
     live = ResizableLive(
         Text("\n".join("x" * length for length in lines)), console=console, auto_refresh=False

@@ -15,7 +15,8 @@ from fl_lightning.models.language import Llama, add_lora
 
 
 def tiny(vocab_size: int, rank: int | list[int] = 2, ffa: bool = False) -> Llama:
-    """One block of 16 features, with adapters unless ``rank`` is 0; a list has the ranks of clients."""
+    """One block of 16 features, with adapters unless ``rank`` is 0; a list has the ranks of
+    clients."""
     network = Llama(vocab_size, width=16, depth=1, heads=2)
     network.client_ranks = rank if isinstance(rank, list) else []
     return add_lora(network, rank=largest_rank(rank), ffa=ffa) if rank else network
@@ -56,8 +57,8 @@ def set_up(method, data=None, round=1):
 
 
 def written_then_read(network, prompts, max_new_tokens):
-    """Have a budgeted network write answers and read them, check that both take as many joules, and return
-    prompts with answers and their labels."""
+    """Have a budgeted network write answers and read them, check that both take as many joules, and
+    return prompts with answers and their labels."""
     answers = network.generate(prompts, None, max_new_tokens=max_new_tokens)
     written = network.measured()["energy/joules_generated"]
     whole = torch.cat((prompts, answers), dim=1)

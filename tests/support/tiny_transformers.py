@@ -1,4 +1,5 @@
-"""Tiny models of transformers with a tokeniser of bytes, made from configurations and saved: nothing is fetched."""
+"""Tiny models of transformers with a tokeniser of bytes, made from configurations and saved:
+nothing is fetched."""
 
 from __future__ import annotations
 
@@ -55,15 +56,23 @@ def tokenizer_of_bytes() -> Any:
     )
     letters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     letters.decoder = decoders.ByteLevel()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=letters, bos_token="<s>", eos_token="</s>")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=letters, bos_token="<s>", eos_token="</s>"
+    )
 
 
 def save_base(folder: Path, family: str = "Llama 3", **sizes: Any) -> Path:
-    """Write a model of the family with new weights, and its tokeniser, as ``save_pretrained`` does."""
+    """Write a model of the family with new weights, and its tokeniser, as ``save_pretrained``
+    does."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("peft")
     name, own = BASES[family]
-    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    small = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     small |= {"vocab_size": 264, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
     small |= {"max_position_embeddings": 512}
     torch.manual_seed(0)

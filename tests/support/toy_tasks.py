@@ -22,7 +22,11 @@ class Line(FederatedData):
 
     def __init__(self, num_clients: int = 4):
         super().__init__(
-            dataset="line", num_clients=num_clients, partition=IID(), batch_size=16, val_fraction=0.2
+            dataset="line",
+            num_clients=num_clients,
+            partition=IID(),
+            batch_size=16,
+            val_fraction=0.2,
         )
 
     def setup(self, stage=None):
@@ -35,8 +39,8 @@ class Line(FederatedData):
 
 
 class Counting(FederatedData):
-    """Sequences that count upwards modulo 7, from clients that count in steps of 1, 2 or 3: the group. The
-    first two tokens are a prompt."""
+    """Sequences that count upwards modulo 7, from clients that count in steps of 1, 2 or 3: the
+    group. The first two tokens are a prompt."""
 
     task = LanguageModelling()
     num_classes, example_shape = 7, (8,)

@@ -1,4 +1,5 @@
-"""The tasks of the page on tasks of one's own: their metrics are other libraries', and they are trained."""
+"""The tasks of the page on tasks of one's own: their metrics are other libraries', and they are
+trained."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from fl_lightning.methods import FedAvg
 
 @pytest.fixture
 def page() -> dict:
-    """What the page defines, which is gone afterwards: the commands would offer it to other tests."""
+    """What the page defines, which is gone afterwards: the commands would offer it to other
+    tests."""
     blocks = PAGE.with_name("task.md").read_text().split("```python\n")[1:]
     names: dict = {"__name__": "task_page"}
     exec("\n".join(block.split("```")[0] for block in blocks), names)
@@ -42,16 +44,22 @@ def test_metrics_of_parts_add_up_to_those_of_other_libraries(page):
     labels, logits = (torch.rand(20, 4) > 0.6).float(), torch.randn(20, 4)
     found = measured(page["MultiLabel"](), logits, labels)
     assert found["f1"] == pytest.approx(f1_score(labels, logits > 0, average="micro"))
-    assert found["loss"] == pytest.approx(float(page["MultiLabel"]().loss(logits, labels)), rel=1e-5)
+    assert found["loss"] == pytest.approx(
+        float(page["MultiLabel"]().loss(logits, labels)), rel=1e-5
+    )
 
     pixels, logits = torch.randint(0, 2, (20, 6, 5)), torch.randn(20, 2, 6, 5)
     found = measured(page["Segmentation"](), logits, pixels)
     assert found["dice"] == pytest.approx(f1_score(pixels.flatten(), logits.argmax(1).flatten()))
-    assert found["loss"] == pytest.approx(float(page["Segmentation"]().loss(logits, pixels)), rel=1e-5)
+    assert found["loss"] == pytest.approx(
+        float(page["Segmentation"]().loss(logits, pixels)), rel=1e-5
+    )
 
     target, outputs = torch.randn(20), torch.randn(20, 1)
     found = measured(page["Quantile"](0.8), outputs, target)
-    assert found["pinball"] == pytest.approx(mean_pinball_loss(target, outputs[:, 0], alpha=0.8), rel=1e-5)
+    assert found["pinball"] == pytest.approx(
+        mean_pinball_loss(target, outputs[:, 0], alpha=0.8), rel=1e-5
+    )
     assert found["below"] == float(np.mean(target.numpy() <= outputs[:, 0].numpy()))
 
 
@@ -75,7 +83,9 @@ def test_a_segmentation_and_a_quantile_are_learnt(page, tmp_path):
     images = pixels[:, None] + 0.3 * torch.randn(400, 1, 8, 8)
     # of which the first free argument is the number of classes
     network = partial(nn.Conv2d, 1, kernel_size=1)
-    method = FedAvg(network=lambda num_classes: network(out_channels=num_classes), optimizer=sgd(0.5))
+    method = FedAvg(
+        network=lambda num_classes: network(out_channels=num_classes), optimizer=sgd(0.5)
+    )
     data = other_data(page, page["Segmentation"](), images, pixels, 2)
     result = run(method, data, tmp_path / "pixels", **settings).progress.summary
     assert result["final/dice"] > 0.9
@@ -85,7 +95,8 @@ def test_a_segmentation_and_a_quantile_are_learnt(page, tmp_path):
     method = FedAvg(network=lambda num_classes: nn.Linear(1, num_classes), optimizer=sgd(0.3))
     trainer = run(method, data, tmp_path / "quantile", **settings)
     assert 0.8 < trainer.progress.history[-1]["test/below"] < 0.98
-    assert trainer.progress.summary["final/pinball"] < 0.1  # that of the best line is 0.045, of 0 it is 1.35
+    # that of the best line is 0.045, of 0 it is 1.35
+    assert trainer.progress.summary["final/pinball"] < 0.1
 
 
 def test_the_page_is_trained_from_the_command_line(tmp_path, monkeypatch, page, capsys):
@@ -93,7 +104,9 @@ def test_the_page_is_trained_from_the_command_line(tmp_path, monkeypatch, page, 
     monkeypatch.syspath_prepend(tmp_path)
     blocks = PAGE.with_name("task.md").read_text().split("```python\n")[1:]
     Path("own_tasks.py").write_text("\n".join(block.split("```")[0] for block in blocks))
-    flags = "--data own_tasks.Traits --model.network mlp --trainer.max_rounds 5 --trainer.logger false"
+    flags = (
+        "--data own_tasks.Traits --model.network mlp --trainer.max_rounds 5 --trainer.logger false"
+    )
     assert main(["fit", "--config", "plain", *flags.split()]) == 0
     err = capsys.readouterr().err
     assert "final/f1" in err

@@ -1,4 +1,5 @@
-"""Preferences: the loss of DPO by hand, pairs as tokens, and a federation whose clusters prefer opposite answers."""
+"""Preferences: the loss of DPO by hand, pairs as tokens, and a federation whose clusters prefer
+opposite answers."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ from fl_lightning.methods import FedAvg, FedVEMoE, Oracle
 from fl_lightning.models.adapters import adapter_layers
 from fl_lightning.tasks.preference import PairTarget, Preference
 
-PAIRS = [AnswerPair("a=", "yes", "no"), AnswerPair("long prompt=", "b", "cc"), AnswerPair("x", "1", "22")]
+PAIRS = [
+    AnswerPair("a=", "yes", "no"),
+    AnswerPair("long prompt=", "b", "cc"),
+    AnswerPair("x", "1", "22"),
+]
 
 
 def pairs(**settings) -> PreferencePairs:
@@ -92,7 +97,9 @@ def test_what_is_too_long_is_refused_or_cut_where_it_begins():
     with refused("pair 2", "context: 15"):
         encode_pairs(PAIRS, ByteTokenizer(), context=8)
     with refused("pair 1", "write context: 43"):
-        encode_pairs([AnswerPair("p", "y" * 41, "y" * 40 + "n")], ByteTokenizer(), context=16, too_long="cut")
+        encode_pairs(
+            [AnswerPair("p", "y" * 41, "y" * 40 + "n")], ByteTokenizer(), context=16, too_long="cut"
+        )
     cut = encode_pairs(PAIRS, ByteTokenizer(), context=8, too_long="cut")
     assert cut.cut == 1
     tokens = cut.input_ids[1].flatten().tolist()
@@ -119,7 +126,11 @@ def test_clusters_prefer_opposite_answers_to_the_same_prompts():
         swapped = (one.chosen, one.rejected) == (other.rejected, other.chosen)
         assert (same, swapped) == ((False, True) if one.task_name == "house" else (True, False))
     tests = {pair.prompt for pair in of_clusters[0]}
-    trained = [preferences.training_pair(0, client, index, 0.5) for client in range(4) for index in range(50)]
+    trained = [
+        preferences.training_pair(0, client, index, 0.5)
+        for client in range(4)
+        for index in range(50)
+    ]
     assert not tests & {pair.prompt for pair in trained}
     assert trained[:50] == [preferences.training_pair(0, 0, index, 0.5) for index in range(50)]
 
@@ -135,7 +146,8 @@ def network(vocabulary: int):
 
 
 def test_one_model_is_right_about_half_of_what_is_in_dispute(tmp_path):
-    """All pairs are in dispute: the clusters' margins are each other's negatives. A model for each is right."""
+    """All pairs are in dispute: the clusters' margins are each other's negatives. A model for each
+    is right."""
     data = partial(pairs, conflict=1.0)
     shared = fitted(FedAvg(network=network, optimizer=adam(0.02)), tmp_path / "shared", data())
     assert {float(row["test/preference_accuracy"]) for row in shared} == {0.5}
@@ -149,7 +161,8 @@ def test_one_model_is_right_about_half_of_what_is_in_dispute(tmp_path):
 
 
 def test_the_reference_is_the_base_also_where_the_base_moves(tmp_path):
-    """A network that has learnt nothing has margins of 0, and the loss log 2. The reference stays after rounds."""
+    """A network that has learnt nothing has margins of 0, and the loss log 2. The reference stays
+    after rounds."""
     data = pairs()
     method = FedAvg(network=network, optimizer=adam(0.02), adapter_average="residual")
     rows = fitted(method, tmp_path, data)
@@ -165,14 +178,18 @@ def test_the_reference_is_the_base_also_where_the_base_moves(tmp_path):
 
 
 def test_engines_and_noise(tmp_path):
-    """Stacked clients are those trained one by one; wrong preferences are learnt like right ones."""
+    """Stacked clients are those trained one by one; wrong preferences are learnt like right
+    ones."""
     settings = {"max_rounds": 2}
     one = FedAvg(network=network, optimizer=adam(0.02))
     fitted(one, tmp_path / "one", **settings, engine="sequential")
     many = FedAvg(network=network, optimizer=adam(0.02))
     fitted(many, tmp_path / "many", **settings, engine="batched")
     torch.testing.assert_close(many.server["weights"], one.server["weights"], rtol=1e-3, atol=1e-4)
-    for callbacks, least, most in (([], 0.9, 1), ([LabelNoise(round=1, clients=1.0, labels=1.0)], 0, 0.1)):
+    for callbacks, least, most in (
+        ([], 0.9, 1),
+        ([LabelNoise(round=1, clients=1.0, labels=1.0)], 0, 0.1),
+    ):
         method, folder = FedAvg(network=network, optimizer=adam(0.02)), tmp_path / str(most)
         rows = fitted(method, folder, pairs(conflict=0.0), callbacks=callbacks, max_rounds=4)
         assert least <= float(rows[-1]["test/preference_accuracy"]) <= most
@@ -195,7 +212,9 @@ def test_json_lines_of_ones_own(tmp_path):
     ]
     file = write(tmp_path / "pairs.jsonl", lines)
     data = PreferenceFiles(str(file), client="who", context=32, batch_size=4)
-    rows = fitted(FedAvg(network=network, optimizer=adam(0.02)), tmp_path / "runs", data, max_rounds=2)
+    rows = fitted(
+        FedAvg(network=network, optimizer=adam(0.02)), tmp_path / "runs", data, max_rounds=2
+    )
     assert data.num_clients == 3
     assert len(data.train_target) + len(data.test_target) == 60
     assert 0 < len(data.test_target) < 20

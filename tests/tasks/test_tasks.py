@@ -1,5 +1,5 @@
-"""What is learnt is the data's: every task is evaluated by sums, selects by its own metric, and trains the way
-images do."""
+"""What is learnt is the data's: every task is evaluated by sums, selects by its own metric, and
+trains the way images do."""
 
 import json
 import math
@@ -14,7 +14,13 @@ from torch import nn
 from torch.nn import functional as F
 from toy_tasks import TRUE, Bigrams, Counting, Line
 
-from callbacks import AccuracyBytesFigure, Calibration, ClientAccuracyFigure, EarlyStopping, LabelNoise
+from callbacks import (
+    AccuracyBytesFigure,
+    Calibration,
+    ClientAccuracyFigure,
+    EarlyStopping,
+    LabelNoise,
+)
 from fl_lightning import FederatedTrainer, evaluation
 from fl_lightning.aggregation.averages import CoordinateMedian
 from fl_lightning.hooks import RoundRecord
@@ -44,14 +50,24 @@ def trained(method, data, path, **settings):
     trainer = FederatedTrainer(
         logger=False,
         default_root_dir=str(path),
-        **{"max_rounds": 20, "participation": 1.0, "engine": "sequential", "workers": 1, **settings},
+        **{
+            "max_rounds": 20,
+            "participation": 1.0,
+            "engine": "sequential",
+            "workers": 1,
+            **settings,
+        },
     )
     return trainer, trainer.fit(method, data, seed=1)
 
 
 def test_a_regression_finds_its_line_and_selects_by_the_smaller_error(tmp_path):
     method = FedAvg(network=linear, optimizer=partial(torch.optim.SGD, lr=0.05))
-    callbacks = [AccuracyBytesFigure(), ClientAccuracyFigure(), EarlyStopping("val/mse", patience=20)]
+    callbacks = [
+        AccuracyBytesFigure(),
+        ClientAccuracyFigure(),
+        EarlyStopping("val/mse", patience=20),
+    ]
     trainer, final = trained(method, Line(), tmp_path, callbacks=callbacks)
     assert method.network.weight.detach() == pytest.approx(TRUE, abs=0.05)
     assert 0.005 < final["final/mse"] < 0.02  # the noise has a variance of 0.01
@@ -79,7 +95,8 @@ LEARNERS = {  # what becomes of a perplexity that begins between 3 and 5
     "FedPQ": (FedPQ, 2.5),
     "FedMPQ": (FedMPQ, 2.5),
     "FedMPQKD": (FedMPQKD, 3.9),  # its teacher is the mean of clients that count in different steps
-    "median": (partial(FedAvg, average=CoordinateMedian()), 6),  # and so is what it must not be moved by
+    # and so is what it must not be moved by
+    "median": (partial(FedAvg, average=CoordinateMedian()), 6),
 }
 
 
@@ -128,7 +145,8 @@ def test_a_run_of_tokens_resumes_exactly(tmp_path):
     run(tmp_path / "halves", 3)
     again, whole = run(tmp_path / "halves", 6, ckpt_path="last"), run(tmp_path / "whole", 6)
     sha = [
-        json.loads((one.run_dir / "metadata.json").read_text())["weights_sha256"] for one in (again, whole)
+        json.loads((one.run_dir / "metadata.json").read_text())["weights_sha256"]
+        for one in (again, whole)
     ]
     assert sha[0] == sha[1]
     assert again.progress.summary == whole.progress.summary
@@ -157,7 +175,9 @@ def test_sums_of_parts_are_the_sum_and_the_loss_is_their_mean(task):
     loss = task.loss(outputs, target)
     assert float(loss) == pytest.approx(float(whole["loss"][0] / whole["loss"][1]), rel=1e-5)
     assert task.weight(target).sum() == whole["loss"][1]
-    stacked = torch.func.vmap(task.loss)(torch.stack([outputs, 2 * outputs]), torch.stack([target, target]))
+    stacked = torch.func.vmap(task.loss)(
+        torch.stack([outputs, 2 * outputs]), torch.stack([target, target])
+    )
     torch.testing.assert_close(stacked, torch.stack([loss, task.loss(2 * outputs, target)]))
     assert set(task.per_client) <= set(task.finish({n: np.float64(1) for n in whole}))
 
@@ -208,7 +228,10 @@ class Unfit(Task):
             Calibration(),
             "Calibration where the task is Regression; it reads the probabilities of the classes",
         ),
-        (EarlyStopping("val/accuracy"), "monitor='val/accuracy'.; it is one of val/mse, val/mse_std"),
+        (
+            EarlyStopping("val/accuracy"),
+            "monitor='val/accuracy'.; it is one of val/mse, val/mse_std",
+        ),
     ],
 )
 def test_what_does_not_apply_is_refused_by_name(callback, says, tmp_path):
@@ -220,21 +243,34 @@ def test_what_does_not_apply_is_refused_by_name(callback, says, tmp_path):
 def test_early_stopping_follows_the_primary_metric_and_its_direction():
     """A perplexity that rises is no improvement."""
     stopping = EarlyStopping(patience=1)
-    stopping.on_check(SimpleNamespace(data=SimpleNamespace(task=LanguageModelling(), validating=[0])))
+    stopping.on_check(
+        SimpleNamespace(data=SimpleNamespace(task=LanguageModelling(), validating=[0]))
+    )
     for round, value in enumerate((9.0, 8.0), start=1):
         stopping.on_validate({}, record := RoundRecord(round, {"val/perplexity": value}), None)
         stopping.on_round_end(record, None)
         assert not stopping.stop_reason()
     stopping.on_validate({}, record := RoundRecord(3, {"val/perplexity": 8.5}), None)
     stopping.on_round_end(record, None)
-    assert stopping.stop_reason() == "val/perplexity did not improve in 1 evaluated round, best 8 in round 2"
+    assert (
+        stopping.stop_reason()
+        == "val/perplexity did not improve in 1 evaluated round, best 8 in round 2"
+    )
 
 
 @pytest.mark.parametrize(
     ("method", "data", "says"),
     [
-        (FedKD, Counting(), "--model FedKD where the task is LanguageModelling; its soft labels are"),
-        (FedMosaic, Counting(), "--model FedMosaic where the task is LanguageModelling; it finds related"),
+        (
+            FedKD,
+            Counting(),
+            "--model FedKD where the task is LanguageModelling; its soft labels are",
+        ),
+        (
+            FedMosaic,
+            Counting(),
+            "--model FedMosaic where the task is LanguageModelling; it finds related",
+        ),
         (FedMPQKD, Line(), "FedMPQKD where the task is Regression; it compares logits of classes"),
         (FedNTD, Line(), "--model FedNTD where the task is Regression; it compares logits"),
     ],
@@ -249,7 +285,9 @@ def test_methods_that_cannot_do_a_task_say_why(method, data, says, tmp_path):
 def test_label_noise_on_a_task_without_labels_is_refused(tmp_path):
     data = Line()
     data.task = Unfit()
-    with pytest.raises(ValueError, match="label noise on Unfit; it has no labels that could be wrong"):
+    with pytest.raises(
+        ValueError, match="label noise on Unfit; it has no labels that could be wrong"
+    ):
         trained(FedAvg(network=linear), data, tmp_path, callbacks=[LabelNoise()])
 
 
@@ -257,7 +295,9 @@ def test_a_network_for_another_task_is_refused(tmp_path):
     def flat(num_classes):
         return nn.Sequential(nn.Flatten(), nn.Linear(3, 2))
 
-    with pytest.raises(ValueError, match=r"makes \(2, 2\) of two examples; outputs \[2, 1\] are needed"):
+    with pytest.raises(
+        ValueError, match=r"makes \(2, 2\) of two examples; outputs \[2, 1\] are needed"
+    ):
         trained(FedAvg(network=flat), Line(), tmp_path)
 
 

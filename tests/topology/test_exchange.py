@@ -1,4 +1,5 @@
-"""Known answers of averaging among peers: exact means, rates, and the total that no drop-out changes."""
+"""Known answers of averaging among peers: exact means, rates, and the total that no drop-out
+changes."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ def test_a_rings_slowest_wave_shrinks_by_one_third_plus_two_thirds_of_a_cosine(c
 
 
 def test_random_groups_leave_r_minus_1_in_n_minus_1_of_the_variance():
-    """64 peers in 16 groups: 15 / 63 = 0.2381, whatever the groups, over vectors of many random values."""
+    """64 peers in 16 groups: 15 / 63 = 0.2381, whatever the groups, over vectors of many random
+    values."""
     peers = Exchange(Gossip(RandomGroups(16)), normal(64, size=40_000))
     before, seen = spread(peers.vectors), []
     for _ in range(2):
@@ -96,14 +98,25 @@ def test_the_exponential_graph_of_2_to_the_k_is_exact_after_k_rounds(hops):
     assert min([1.0, *distances[:-1]]) > 1e-2
 
 
-GRAPHS = [Ring(), Torus(), Complete(), Exponential(), RandomGraph(3), RandomGroups(3), GraphFile("star.txt")]
+GRAPHS = [
+    Ring(),
+    Torus(),
+    Complete(),
+    Exponential(),
+    RandomGraph(3),
+    RandomGroups(3),
+    GraphFile("star.txt"),
+]
 
 
 @pytest.mark.parametrize("graph", GRAPHS, ids=lambda graph: type(graph).__name__)
 def test_no_drop_out_changes_the_total(graph, tmp_path, monkeypatch):
-    """sum m_i x_i / sum m_i stays, m_i the weights of push-sum, also where a peer that is away is drawn."""
+    """sum m_i x_i / sum m_i stays, m_i the weights of push-sum, also where a peer that is away is
+    drawn."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "star.txt").write_text("".join(f"0 {leaf}\n" for leaf in range(1, 12)) + "# a star\n3,4\n")
+    (tmp_path / "star.txt").write_text(
+        "".join(f"0 {leaf}\n" for leaf in range(1, 12)) + "# a star\n3,4\n"
+    )
     before, random = normal(12), torch.Generator().manual_seed(1)
     peers = Exchange(Gossip(graph), before)
     for _ in range(12):
@@ -129,7 +142,9 @@ def test_without_push_sum_a_directed_graph_loses_the_mean():
 def test_every_message_is_in_the_ledger_at_both_ends():
     """On a ring each sends to two; who is away gets nothing, and what is lost was sent."""
     peers = Exchange(Gossip(Ring()), normal(5))
-    one = Payload({"examples": torch.tensor(1, dtype=torch.int32), "weights": torch.zeros(50)}).nbytes
+    one = Payload(
+        {"examples": torch.tensor(1, dtype=torch.int32), "weights": torch.zeros(50)}
+    ).nbytes
     metrics, entries = peers.exchange()
     assert {(e.upload, e.download, e.wasted) for e in entries} == {(2 * one, 2 * one, 0)}
     assert metrics["comm/bytes_per_peer"] == 4 * one

@@ -42,7 +42,9 @@ def test_rows_and_columns_add_up_to_1(graph):
         symmetric = all(mixing[j].get(i) == w for i, row in mixing.items() for j, w in row.items())
         assert symmetric >= graph.symmetric
         assert {len(row.keys() - {i}) for i, row in mixing.items()} <= DEGREES[graph]
-        assert (mixing == graph.mixing(12, 7, round + 1)) == graph.stays or type(graph) is RandomGroups
+        assert (mixing == graph.mixing(12, 7, round + 1)) == graph.stays or type(
+            graph
+        ) is RandomGroups
 
 
 def test_random_neighbours_are_a_function_of_the_seed_and_perhaps_of_the_round():

@@ -24,8 +24,8 @@ def near(found, wanted):
 
 
 def test_edges_average_their_clients_and_every_third_round_each_other():
-    """Weights are n_k of those that returned; between their averages the cloud's model is the mean of the edges'
-    by all their examples."""
+    """Weights are n_k of those that returned; between their averages the cloud's model is the mean
+    of the edges' by all their examples."""
     tiers = Exchange(Hierarchy(groups=2, every=3), torch.zeros(2, 50), EXAMPLES)
     for round, away in enumerate([(), (1,), (4,)], 1):
         sent = normal(5, seed=round)

@@ -55,8 +55,8 @@ def overheard(name, over, folder, *states):
 
 @pytest.mark.parametrize("name", ["QFedAvg", "FedPQ"])
 def test_on_a_ring_updates_are_read_with_what_was_said_before(name, tmp_path):
-    """Every neighbour keeps a copy of what a peer has told, and moves it by each update that counts: so all that a
-    peer needs has been sent (DCD-PSGD). A peer that is away moves nothing."""
+    """Every neighbour keeps a copy of what a peer has told, and moves it by each update that
+    counts: so all that a peer needs has been sent (DCD-PSGD). A peer that is away moves nothing."""
     seen, trainer = overheard(name, Gossip(Ring()), tmp_path, "weights", "public")
     method = trainer.method
     first = seen.starts[1][min(seen.starts[1])].tensor("weights")
@@ -70,7 +70,9 @@ def test_on_a_ring_updates_are_read_with_what_was_said_before(name, tmp_path):
         for id in there:
             near = [other for other in ((id - 1) % 6, id, (id + 1) % 6) if other in there]
             kept = [copies[other] for other in near] + [copies[id]] * (3 - len(near))
-            torch.testing.assert_close(seen.states[round][id]["weights"], sum(kept) / 3, rtol=0, atol=1e-6)
+            torch.testing.assert_close(
+                seen.states[round][id]["weights"], sum(kept) / 3, rtol=0, atol=1e-6
+            )
             models[id] = seen.states[round][id]["weights"]
         for id in range(6):
             assert torch.equal(seen.states[round][id]["public"], copies[id])
@@ -81,8 +83,9 @@ def test_on_a_ring_updates_are_read_with_what_was_said_before(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["FedMPQ", "FedMPQKD"])
 def test_moshpit_averages_codes_and_teaches_with_what_was_received(name, tmp_path):
-    """The model of a group is the mean of what its members' codes stand for; bits that they were dealt travel beside
-    them, and say which planes were removed. It is what a member starts its next round from, and its teacher."""
+    """The model of a group is the mean of what its members' codes stand for; bits that they were
+    dealt travel beside them, and say which planes were removed. It is what a member starts its next
+    round from, and its teacher."""
     moshpit = Moshpit(side=2, dims=3)
     seen, trainer = overheard(name, moshpit, tmp_path, "weights", "bits", "delta")
     method = trainer.method
@@ -94,7 +97,9 @@ def test_moshpit_averages_codes_and_teaches_with_what_was_received(name, tmp_pat
             wanted = exact_mean(vectors, [1.0] * len(members), len(members), 6)
             found = seen.states[round][id]
             torch.testing.assert_close(found["weights"], wanted, rtol=0, atol=1e-6)
-            budgets = torch.tensor([method.budgets[other % len(method.budgets)] for other in members])
+            budgets = torch.tensor(
+                [method.budgets[other % len(method.budgets)] for other in members]
+            )
             bits = torch.stack([there[other].codes("bits").values for other in members]).double()
             given = torch.stack([seen.beside[round][other]["given"].values for other in members])
             mean = (bits * budgets[:, None]).sum(0) / budgets.sum()
@@ -111,12 +116,13 @@ def test_moshpit_averages_codes_and_teaches_with_what_was_received(name, tmp_pat
 
 
 def test_the_ledger_has_the_bytes_of_every_message(tmp_path):
-    """FedMPQ's codes and the bits that were dealt out, to each member of the group that is there, and none where a
-    peer is by itself; what is lost was sent to those members."""
+    """FedMPQ's codes and the bits that were dealt out, to each member of the group that is there,
+    and none where a peer is by itself; what is lost was sent to those members."""
     moshpit = Moshpit(side=2, dims=3)
     seen, trainer = overheard("FedMPQ", moshpit, tmp_path)
     ledger = {
-        (e.round, e.client): e for e in Ledger.from_csv((trainer.run_dir / "ledger.csv").read_text()).entries
+        (e.round, e.client): e
+        for e in Ledger.from_csv((trainer.run_dir / "ledger.csv").read_text()).entries
     }
     for round, sent in seen.uploads.items():
         sizes = {
@@ -124,7 +130,11 @@ def test_the_ledger_has_the_bytes_of_every_message(tmp_path):
             for id, upload in sent.items()
         }
         for (_, id), entry in ((key, entry) for key, entry in ledger.items() if key[0] == round):
-            others = [o for o in sizes if o != id and moshpit.key(o, round - 1) == moshpit.key(id, round - 1)]
+            others = [
+                o
+                for o in sizes
+                if o != id and moshpit.key(o, round - 1) == moshpit.key(id, round - 1)
+            ]
             if entry.status == "trained":
                 assert entry.upload == sizes[id] * len(others)
                 assert entry.download == sum(sizes[other] for other in others)

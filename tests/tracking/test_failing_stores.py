@@ -1,5 +1,5 @@
-"""A store that fails is named once and gets what it lacks as soon as it works; training goes on, and no round
-is there twice."""
+"""A store that fails is named once and gets what it lacks as soon as it works; training goes on,
+and no round is there twice."""
 
 import csv
 import json
@@ -59,7 +59,9 @@ def test_a_dead_store_warns_once_and_is_given_up(
         tracked.log_metrics({"test/accuracy": 0.5}, step=r)
     tracked.log_artifact(tmp_path / "file")
     assert tracked.finish("FINISHED", {"final/accuracy": 0.5}) == {f"MLflow at {uri}": 2}
-    failed, lacks = [record.getMessage() for record in caplog.records if record.name == "fl_lightning"]
+    failed, lacks = [
+        record.getMessage() for record in caplog.records if record.name == "fl_lightning"
+    ]
     assert uri in failed
     assert "runs/metrics.csv" in failed
     assert "lacks 2 rounds" in lacks
@@ -84,7 +86,10 @@ def test_a_store_that_dies_in_mid_run(
 
 
 def test_a_store_that_comes_back_gets_what_it_lacks(
-    tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    database: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Also when the call that failed had done its work, and its answer got lost on the way."""
     caplog.set_level(logging.INFO, "fl_lightning")
@@ -94,7 +99,8 @@ def test_a_store_that_comes_back_gets_what_it_lacks(
     monkeypatch.setattr(writer, "MAX_RETRY_SECONDS", 0.05)
     tracked = track()
     tracked.start({}, {})
-    monkeypatch.setattr(tracking, "_now", iter(range(1, 1000)).__next__)  # a double would have another time
+    # a double would have another time
+    monkeypatch.setattr(tracking, "_now", iter(range(1, 1000)).__next__)
     tracked.log_metrics({"a": 1.0, "b": 1.0}, step=1)
     tracked.flush()
     client = tracked.loggers[0].experiment  # type: ignore[attr-defined]
@@ -183,7 +189,9 @@ def test_one_failing_logger_leaves_the_others(
     assert tracked.finish("FINISHED", {"final/accuracy": 0.3}) == {"Unwilling": 2}
     assert {*unwilling.seen} == {1, 2}
     assert unwilling.params == {"a.b": "1"}
-    failed, lacks = [record.getMessage() for record in caplog.records if record.name == "fl_lightning"]
+    failed, lacks = [
+        record.getMessage() for record in caplog.records if record.name == "fl_lightning"
+    ]
     assert ("no answer" if hangs else "Unwilling failed (OSError: disk quota exceeded)") in failed
     assert "Unwilling lacks 2 rounds" in lacks
     rows = (tmp_path / "csv" / "version_0" / "metrics.csv").read_text().splitlines()
@@ -216,7 +224,10 @@ def test_a_csv_file_whose_disk_was_full_has_every_round_once(
 
 
 def test_a_store_that_fails_later_keeps_what_it_has_and_the_training_goes_on(
-    tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    database: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     shutil.copy(database, tmp_path / "mlflow.db")
     monkeypatch.setattr(tracking, "MIN_WRITE_INTERVAL_SECONDS", 0.0)
@@ -232,15 +243,25 @@ def test_a_store_that_fails_later_keeps_what_it_has_and_the_training_goes_on(
     trainer = run(on_points(FedAvg()), Points(), tmp_path, max_rounds=10, logger=True)
     assert len((trainer.run_dir / "metrics.csv").read_text().splitlines()) == 11
     failed, lacks = [
-        r.getMessage() for r in caplog.records if r.levelname == "WARNING" and r.name == "fl_lightning"
+        r.getMessage()
+        for r in caplog.records
+        if r.levelname == "WARNING" and r.name == "fl_lightning"
     ]
     assert "the disk is gone" in failed
     assert f"fl_lightning track {trainer.run_dir}" in lacks
-    (missing,) = json.loads((trainer.run_dir / "metadata.json").read_text())["untracked_rounds"].items()
+    (missing,) = json.loads((trainer.run_dir / "metadata.json").read_text())[
+        "untracked_rounds"
+    ].items()
     assert missing == (f"MLflow at sqlite:///{tmp_path}/mlflow.db", 5)
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     (found,) = client.search_runs([client.get_experiment_by_name("fl_lightning").experiment_id])
-    assert [step for step, _ in steps(client, found.info.run_id, "comm/total_bytes")] == [1, 2, 3, 4, 5]
+    assert [step for step, _ in steps(client, found.info.run_id, "comm/total_bytes")] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
 
     # continued when the store is well again, it is given what it lacks
     monkeypatch.setattr(tracking, "log_rounds", original)
@@ -253,5 +274,7 @@ def test_a_store_that_fails_later_keeps_what_it_has_and_the_training_goes_on(
         ckpt_path=str(trainer.run_dir),
         allow_changed=True,
     )
-    assert [step for step, _ in steps(client, found.info.run_id, "comm/total_bytes")] == list(range(1, 13))
+    assert [step for step, _ in steps(client, found.info.run_id, "comm/total_bytes")] == list(
+        range(1, 13)
+    )
     assert "untracked_rounds" not in json.loads((trainer.run_dir / "metadata.json").read_text())

@@ -1,5 +1,5 @@
-"""Lightning's CSVLogger and TensorBoardLogger in MLflow's place, from the command line, and when a run is
-continued."""
+"""Lightning's CSVLogger and TensorBoardLogger in MLflow's place, from the command line, and when a
+run is continued."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ FIT = [
     "true",
 ]
 # it is written anew, wholly
-pytestmark = pytest.mark.filterwarnings("ignore:Experiment logs directory .* exists and is not empty")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Experiment logs directory .* exists and is not empty"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +56,9 @@ def test_csv_has_every_round_once(kind: str, version: str) -> None:
     with files[-1].open() as file:
         rows = [row for row in csv.DictReader(file) if row["train/loss"]]
     own = own_rounds()
-    assert [row["step"] for row in rows] == [row["round"] for row in own] == ["1", "2", "3", "4", "5"]
+    assert (
+        [row["step"] for row in rows] == [row["round"] for row in own] == ["1", "2", "3", "4", "5"]
+    )
     for name in own[0].keys() - {"round"}:
         assert [row[name] for row in rows] == [row[name] for row in own], name
 
@@ -81,9 +85,14 @@ def test_tensorboard_shows_every_round_once() -> None:
     assert [point.step for point in shown.Scalars("final/accuracy")] == [5]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is not None, reason="TensorBoard is there")
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorboard") is not None, reason="TensorBoard is there"
+)
 def test_without_tensorboard_it_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*FIT, "--trainer.logger", "TensorBoardLogger", "--trainer.logger.save_dir", "logs"]) == 2
+    assert (
+        main([*FIT, "--trainer.logger", "TensorBoardLogger", "--trainer.logger.save_dir", "logs"])
+        == 2
+    )
     (line,) = capsys.readouterr().err.splitlines()
     assert "tensorboard" in line
     assert sorted(path.name for path in Path().iterdir()) == ["tiny.yaml"]

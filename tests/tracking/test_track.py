@@ -67,8 +67,12 @@ def stored(folder: Path, run_id: str, database: str = "mlflow.db") -> dict[str, 
             name: sorted((m.step, m.value) for m in client.get_metric_history(run_id, name))
             for name in found.data.metrics
         },
-        "times": sorted((m.step, m.timestamp) for m in client.get_metric_history(run_id, "comm/total_bytes")),
-        "files": {name: Path(client.download_artifacts(run_id, name)).read_bytes() for name in files},
+        "times": sorted(
+            (m.step, m.timestamp) for m in client.get_metric_history(run_id, "comm/total_bytes")
+        ),
+        "files": {
+            name: Path(client.download_artifacts(run_id, name)).read_bytes() for name in files
+        },
         "status": found.info.status,
         "start": found.info.start_time,
         "end": found.info.end_time,
@@ -115,9 +119,9 @@ def test_a_run_that_was_never_tracked(tmp_path: Path, capsys: pytest.CaptureFixt
     metadata = metadata_of(run_dir)
     found = stored(tmp_path, metadata["tracking_run_id"])
     check_metrics(found, run_dir)
-    assert {name: steps for name, steps in found["metrics"].items() if name.startswith("final/")} == {
-        name: [(5, value)] for name, value in metadata.items() if name.startswith("final/")
-    }
+    assert {
+        name: steps for name, steps in found["metrics"].items() if name.startswith("final/")
+    } == {name: [(5, value)] for name, value in metadata.items() if name.startswith("final/")}
     assert found["metrics"]["probe/clean"] == [(5, 0.5)]
     assert found["params"] == {"model.alpha": "0.5", "seed_everything": "0"}
     assert (
@@ -193,8 +197,8 @@ def test_a_run_that_was_tracked_gets_only_what_is_missing(
 def test_runs_that_did_not_finish(
     error: BaseException | None, noted: str, status: str, tmp_path: Path
 ) -> None:
-    """Two at once, one of them under a name with an apostrophe; a killed one says that it is running
-    still."""
+    """Two at once, one of them under a name with an apostrophe; a killed one says that it is
+    running still."""
     with suppress(KeyboardInterrupt, RuntimeError):
         fit(
             tmp_path,
@@ -220,7 +224,11 @@ def test_runs_that_did_not_finish(
     assert len(found["times"]) == 6
     assert found["status"] == status
     metrics = run_dir / "metrics.csv"
-    ended = milliseconds(metadata_of(run_dir)["stopped"]) if error else round(1000 * metrics.stat().st_mtime)
+    ended = (
+        milliseconds(metadata_of(run_dir)["stopped"])
+        if error
+        else round(1000 * metrics.stat().st_mtime)
+    )
     assert found["end"] == ended
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/second/store.db")
     runs = client.search_runs([client.get_experiment_by_name("e").experiment_id])
@@ -238,7 +246,12 @@ def test_rounds_have_the_times_of_their_session() -> None:
         ],
     }
     history = [{"round": r, "time/round": 10.0} for r in (1, 2, 3, 4)]
-    assert [time - start for time in round_times(metadata, history)] == [10_000, 20_000, 7_210_000, 7_220_000]
+    assert [time - start for time in round_times(metadata, history)] == [
+        10_000,
+        20_000,
+        7_210_000,
+        7_220_000,
+    ]
     known = {"a": {1: 500, 3: 700}, "final/a": {9: 0}}
     rounds = [Round(s, {}, 600) for s in (0, 2, 4)] + [Round(2, {}, 0)]
     assert [r.time for r in with_ordered_times(rounds, known)] == [500, 600, 700, 500]
@@ -283,7 +296,10 @@ def test_a_copy_of_a_run_gets_a_record_of_its_own(tmp_path: Path) -> None:
     copy = original.with_name("copy")
     shutil.copytree(original, copy)
     assert main(["track", str(copy)]) == 0
-    ids = [json.loads((path / "metadata.json").read_text())["tracking_run_id"] for path in (original, copy)]
+    ids = [
+        json.loads((path / "metadata.json").read_text())["tracking_run_id"]
+        for path in (original, copy)
+    ]
     assert ids[0] != ids[1]
     moved = original.with_name("moved")
     original.rename(moved)

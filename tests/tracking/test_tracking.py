@@ -44,7 +44,10 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 def track(**changes: Any) -> Tracking:
     return Tracking(
-        **({"logger": True, "experiment": "exp", "run_name": "run 1", "run_dir": Path("runs")} | changes)
+        **(
+            {"logger": True, "experiment": "exp", "run_name": "run 1", "run_dir": Path("runs")}
+            | changes
+        )
     )
 
 
@@ -58,7 +61,11 @@ def test_a_run_and_its_continuation(
     first = track()
     long = "x" * 7000
     first.start(
-        {"model": {"alpha": 0.5, "levels": [2, 4]}, "long": long, **{f"p{i}": i for i in range(120)}},
+        {
+            "model": {"alpha": 0.5, "levels": [2, 4]},
+            "long": long,
+            **{f"p{i}": i for i in range(120)},
+        },
         {"method": "FedAvg"},
     )
     for r in (1, 2, 3):
@@ -100,7 +107,9 @@ def test_a_run_and_its_continuation(
     assert run.data.tags["changed.model.alpha"] == "0.7"
     assert len(client.search_runs([run.info.experiment_id])) == 1
     assert caplog.messages == []
-    assert capfd.readouterr() == ("", ""), "MLflow's announcements of migrations and new experiments"
+    assert capfd.readouterr() == ("", ""), (
+        "MLflow's announcements of migrations and new experiments"
+    )
 
 
 def test_a_run_that_is_taken_back_has_a_new_record(tmp_path: Path) -> None:
@@ -121,7 +130,9 @@ def test_a_run_that_is_taken_back_has_a_new_record(tmp_path: Path) -> None:
     assert run["settings"] == {"lr": "0.2"}
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     assert "taken back" in client.get_run(first.run_id).info.run_name
-    assert not [tag for tag in client.get_run(second.run_id).data.tags if tag.startswith("changed.")]
+    assert not [
+        tag for tag in client.get_run(second.run_id).data.tags if tag.startswith("changed.")
+    ]
 
 
 def test_a_setting_that_is_as_it_was_has_no_tag_of_a_change(tmp_path: Path) -> None:
@@ -133,10 +144,14 @@ def test_a_setting_that_is_as_it_was_has_no_tag_of_a_change(tmp_path: Path) -> N
         again = track(run_id=first.run_id)
         again.start({"kept": kept}, {})
         again.finish("FINISHED", {})
-        assert [tag for tag in client.get_run(first.run_id).data.tags if tag.startswith("changed.")] == tags
+        assert [
+            tag for tag in client.get_run(first.run_id).data.tags if tag.startswith("changed.")
+        ] == tags
 
 
-def test_a_round_is_one_transaction(tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_is_one_transaction(
+    tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copy(database, tmp_path / "mlflow.db")
     tracked = track()
     tracked.start({}, {})
@@ -165,7 +180,9 @@ def test_a_run_that_the_store_forgot_starts_anew(
     assert steps(tracked.loggers[0].experiment, tracked.run_id or "", "test/accuracy") == [(7, 0.5)]  # type: ignore[attr-defined]
 
 
-def test_no_logger_and_other_ranks_track_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_logger_and_other_ranks_track_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tracking.rank_zero_only, "rank", 1, raising=False)
     for tracked in (track(), track(logger=False), track(logger=CSVLogger(tmp_path))):
         tracked.start({"a": 1}, {})
@@ -178,7 +195,8 @@ def test_no_logger_and_other_ranks_track_nothing(tmp_path: Path, monkeypatch: py
 @pytest.mark.slow
 @pytest.mark.essential
 def test_several_first_writers(tmp_path: Path) -> None:
-    """The schema migration of a fresh database does not survive company; the lock keeps it alone."""
+    """The schema migration of a fresh database does not survive company; the lock keeps it
+    alone."""
     script = (
         "from pathlib import Path; from fl_lightning.tracking.loggers import Tracking\n"
         "t = Tracking(True, experiment='e', run_name='r', run_dir=Path('runs'))\n"
@@ -240,7 +258,14 @@ def test_however_a_run_ends_the_store_has_all_its_rounds(
 ) -> None:
     shutil.copy(database, tmp_path / "mlflow.db")
     with pytest.raises(type(error)) if error else nullcontext():
-        run(on_points(FedAvg()), Points(), tmp_path, callbacks=[Ending(error)], max_rounds=30, logger=True)
+        run(
+            on_points(FedAvg()),
+            Points(),
+            tmp_path,
+            callbacks=[Ending(error)],
+            max_rounds=30,
+            logger=True,
+        )
     (folder,) = (tmp_path / "fl_lightning").glob("[!.]*")
     rows = rows_of(folder / "metrics.csv")
     assert len(rows) == rounds
@@ -248,7 +273,10 @@ def test_however_a_run_ends_the_store_has_all_its_rounds(
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     found = client.get_run(metadata["tracking_run_id"])
     assert found.info.status == status
-    assert metadata["status"] == {"FINISHED": "finished", "KILLED": "interrupted", "FAILED": "failed"}[status]
+    assert (
+        metadata["status"]
+        == {"FINISHED": "finished", "KILLED": "interrupted", "FAILED": "failed"}[status]
+    )
     assert found.info.start_time == milliseconds(metadata["started"])
     assert found.info.end_time == milliseconds(metadata["finished" if error is None else "stopped"])
     for name in rows[0].keys() - {"round"}:
@@ -258,7 +286,9 @@ def test_however_a_run_ends_the_store_has_all_its_rounds(
     times = [m.timestamp for m in client.get_metric_history(found.info.run_id, "time/round")]
     assert times == sorted(times)
     if error is None:
-        kept = json.loads(Path(client.download_artifacts(found.info.run_id, "metadata.json")).read_text())
+        kept = json.loads(
+            Path(client.download_artifacts(found.info.run_id, "metadata.json")).read_text()
+        )
         assert kept == metadata
 
 
@@ -270,7 +300,9 @@ def test_rounds_gather_in_few_transactions_as_lightning_would_log_them(
         {f"a/m{i}": float(i * r) for i in range(50)} | {"odd (name)": 1.0, "inf": float("inf")}
         for r in range(1, 101)
     ]
-    tracked = track(logger=MLFlowLogger("exp", "batched", f"sqlite:///{tmp_path}/mlflow.db", prefix="p"))
+    tracked = track(
+        logger=MLFlowLogger("exp", "batched", f"sqlite:///{tmp_path}/mlflow.db", prefix="p")
+    )
     tracked.start({}, {})
     tracked.flush()
     client, calls = tracked.loggers[0].experiment, []  # type: ignore[attr-defined]
@@ -292,7 +324,9 @@ def test_rounds_gather_in_few_transactions_as_lightning_would_log_them(
     names = client.get_run(reference.run_id).data.metrics
     assert client.get_run(tracked.run_id).data.metrics == names
     for name in names:
-        assert set(steps(client, reference.run_id, name)) <= set(steps(client, tracked.run_id or "", name))  # type: ignore[arg-type]
+        assert set(steps(client, reference.run_id, name)) <= set(
+            steps(client, tracked.run_id or "", name)
+        )  # type: ignore[arg-type]
 
 
 class Prefixed(MLFlowLogger):
@@ -309,7 +343,11 @@ def test_a_logger_with_a_mind_of_its_own(tmp_path: Path, database: Path) -> None
     for r in (1, 2, 3):
         tracked.log_metrics({"a": r}, r)
     tracked.finish("FINISHED", {})
-    assert steps(tracked.loggers[0].experiment, tracked.run_id or "", "mine/a") == [(1, 1), (2, 2), (3, 3)]  # type: ignore[attr-defined]
+    assert steps(tracked.loggers[0].experiment, tracked.run_id or "", "mine/a") == [
+        (1, 1),
+        (2, 2),
+        (3, 3),
+    ]  # type: ignore[attr-defined]
 
 
 def test_an_infinite_metric_comes_back_as_one(tmp_path):

@@ -1,5 +1,5 @@
-"""A writer keeps the order, gathers rows, loses nothing, and tries again what failed. Clocks are set by hand;
-gates open and close."""
+"""A writer keeps the order, gathers rows, loses nothing, and tries again what failed. Clocks are
+set by hand; gates open and close."""
 
 from __future__ import annotations
 
@@ -152,7 +152,8 @@ def test_an_optional_call_holds_up_nothing_and_gets_another_chance():
 
 
 def test_who_waits_for_a_dead_store_waits_for_one_more_try(monkeypatch: pytest.MonkeyPatch):
-    """Not for the pause between the tries, and not for all that was given to be tried one by one."""
+    """Not for the pause between the tries, and not for all that was given to be tried one by
+    one."""
     monkeypatch.setattr(module, "FIRST_RETRY_SECONDS", 1000.0)
     monkeypatch.setattr(module, "MAX_RETRY_SECONDS", 1000.0)
     monkeypatch.setattr(module, "HURRIED_RETRY_SECONDS", 0.4)

@@ -1,5 +1,5 @@
-"""QSGD and product quantisation: what they keep, what they lose, what they refuse. References share no code
-with the package."""
+"""QSGD and product quantisation: what they keep, what they lose, what they refuse. References share
+no code with the package."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def test_qsgd_is_unbiased():
     noise = np.random.default_rng(0)
     for bits, bucket in ((2, None), (4, None), (4, 4)):
         draws = torch.stack(
-            [qsgd.decode(*qsgd.encode(values, bits, noise, bucket), bits, bucket) for _ in range(4000)]
+            [
+                qsgd.decode(*qsgd.encode(values, bits, noise, bucket), bits, bucket)
+                for _ in range(4000)
+            ]
         )
         deviation = (draws.mean(0) - values).abs() / (draws.std(0) / 4000**0.5 + 1e-7)
         assert deviation.max() < 5
@@ -29,15 +32,17 @@ def test_qsgd_is_unbiased():
 
 
 def test_the_norm_decides_the_noise():
-    """METHODS.md 3: 36 864 Gaussian weights at 4 bits: 21 x the signal's energy with the L2 norm of the
-    layer, 0.06 x with L-infinity."""
+    """METHODS.md 3: 36 864 Gaussian weights at 4 bits: 21 x the signal's energy with the L2 norm of
+    the layer, 0.06 x with L-infinity."""
     values = torch.from_numpy(np.random.default_rng(0).standard_normal(36864, dtype=np.float32))
     coded = qsgd.decode(*qsgd.encode(values, 4, np.random.default_rng(1)), 4)
     relative = lambda error: float(error.square().sum() / values.square().sum())  # noqa: E731
     assert relative(coded - values) == pytest.approx(0.06, abs=0.01)
     step = values.norm() / 7  # by hand, QSGD's own norm
     share = values.abs() / step
-    assert float((step**2 * share * (1 - share)).sum() / values.square().sum()) == pytest.approx(21, abs=1.5)
+    assert float((step**2 * share * (1 - share)).sum() / values.square().sum()) == pytest.approx(
+        21, abs=1.5
+    )
     buckets = qsgd.decode(*qsgd.encode(values, 4, np.random.default_rng(1), 512), 4, 512)
     assert relative(buckets - values) < 0.8 * relative(coded - values)
 
@@ -46,7 +51,8 @@ def test_the_norm_decides_the_noise():
 @pytest.mark.parametrize("bucket", [None, 1, 4, 512])
 @pytest.mark.parametrize("size", [0, 1, 511, 512, 1027])
 def test_qsgd_decodes_to_the_last_bit_as_its_formula_says(bits, bucket, size):
-    """norm / s * sign * level in float32, for every code; minus zero, an infinite norm and none included."""
+    """norm / s * sign * level in float32, for every code; minus zero, an infinite norm and none
+    included."""
     generator = torch.Generator().manual_seed(bits)
     codes = torch.randint(0, 2**bits, (size,), generator=generator, dtype=torch.int32)
     norms = torch.rand(qsgd.num_buckets(size, bucket), generator=generator) * 3
@@ -109,7 +115,8 @@ def wide_network(num_classes: int) -> nn.Module:
 
 
 class Blocks:
-    """Client k's centre is the k-th row of three, each of which repeats one pair of values for 16 weights."""
+    """Client k's centre is the k-th row of three, each of which repeats one pair of values for 16
+    weights."""
 
     logits = False
     centres = torch.tensor(
@@ -123,31 +130,46 @@ class Blocks:
 
 
 def test_few_different_sub_vectors_travel_exactly(tmp_path):
-    """Updates with 4 different pairs where a codebook has 8: FedPQ ends where FedAvg does, at the weighted
-    mean of the centres."""
+    """Updates with 4 different pairs where a codebook has 8: FedPQ ends where FedAvg does, at the
+    weighted mean of the centres."""
     method = type("Toy", (Blocks, FedPQ), {})(network=wide_network, optimizer=sgd(0.5))
     trainer = run(method, Points((3, 1)), tmp_path, max_rounds=10)
-    target = (0.75 * Blocks.centres[0] + 0.25 * Blocks.centres[1]).repeat_interleave(8, dim=0).flatten()
+    target = (
+        (0.75 * Blocks.centres[0] + 0.25 * Blocks.centres[1]).repeat_interleave(8, dim=0).flatten()
+    )
     torch.testing.assert_close(method.server["weights"], target, rtol=0, atol=1e-5)
     assert method.coded.size == 64
-    rows = [line.split(",") for line in (trainer.run_dir / "ledger.csv").read_text().splitlines()[1:]]
-    coded = entry("i0", 1, 32 * 2 // 8) + entry("c0", 2, 4 * 4 * 2)  # four centroids: two bits an index
-    assert {int(row[4]) for row in rows} == {19 + entry("examples", 0, 4) + coded + entry("rest", 1, 0)}
+    rows = [
+        line.split(",") for line in (trainer.run_dir / "ledger.csv").read_text().splitlines()[1:]
+    ]
+    # four centroids: two bits an index
+    coded = entry("i0", 1, 32 * 2 // 8) + entry("c0", 2, 4 * 4 * 2)
+    assert {int(row[4]) for row in rows} == {
+        19 + entry("examples", 0, 4) + coded + entry("rest", 1, 0)
+    }
 
 
 def test_kmeans_on_well_separated_clusters():
-    """Three clusters of unequal size, whatever the seeds: their means, and the empty cluster of a bad start
-    is filled."""
+    """Three clusters of unequal size, whatever the seeds: their means, and the empty cluster of a
+    bad start is filled."""
     noise = np.random.default_rng(0)
     centres = np.array([[0.0, 0.0], [100.0, 0.0], [0.0, 1000.0]], np.float32)
-    points = np.repeat(centres, [500, 40, 4], axis=0) + noise.standard_normal((544, 2)).astype(np.float32)
+    points = np.repeat(centres, [500, 40, 4], axis=0) + noise.standard_normal((544, 2)).astype(
+        np.float32
+    )
     for seed in range(20):
         index, codebook = product.kmeans(points, 3, 50, np.random.default_rng(seed))
         best, _ = product.nearest(points, centres)
-        assert len({tuple(pair) for pair in zip(index.tolist(), best.tolist(), strict=True)}) in (2, 3, 4)
+        assert len({tuple(pair) for pair in zip(index.tolist(), best.tolist(), strict=True)}) in (
+            2,
+            3,
+            4,
+        )
         assert len(np.unique(index)) == 3
         for k in range(3):
-            np.testing.assert_allclose(codebook[k], points[index == k].mean(axis=0), rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(
+                codebook[k], points[index == k].mean(axis=0), rtol=1e-4, atol=1e-4
+            )
 
 
 def test_empty_clusters_split_the_one_with_the_largest_error():
@@ -170,15 +192,17 @@ def test_at_most_k_different_points_are_kept_exactly():
 
 
 def test_product_quantisation_of_a_gaussian_layer():
-    """d 2, K 256, 4 bits a weight: the distortion of a good codebook at 8 bits a pair is about 1 % of the
-    energy, QSGD's 6 %."""
+    """d 2, K 256, 4 bits a weight: the distortion of a good codebook at 8 bits a pair is about 1 %
+    of the energy, QSGD's 6 %."""
     noise = np.random.default_rng(0)
     points = product.split(noise.standard_normal(18432).astype(np.float32), 2)
     index, codebook = product.kmeans(points, 256, 20, noise)
     assert ((codebook[index] - points) ** 2).sum() / (points**2).sum() < 0.012
     again = product.kmeans(points, 256, 20, np.random.default_rng(7))
     torch.set_num_threads(2)
-    for one, two in zip(again, product.kmeans(points, 256, 20, np.random.default_rng(7)), strict=True):
+    for one, two in zip(
+        again, product.kmeans(points, 256, 20, np.random.default_rng(7)), strict=True
+    ):
         np.testing.assert_array_equal(one, two)
 
 

@@ -27,14 +27,18 @@ def entries(draw):
             bits,
         )
     dtype = draw(st.sampled_from(DTYPES))
-    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))) * 50
+    tensor = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))) * 50
+    )
     if dtype.is_floating_point and tensor.numel() and draw(st.booleans()):
         tensor.view(-1)[0] = draw(st.sampled_from([float("nan"), float("inf"), -0.0]))
     return tensor.abs().to(dtype) if dtype == torch.uint8 else tensor.to(dtype)
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    return (
+        tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    )
 
 
 payloads = st.dictionaries(st.text(min_size=1, max_size=8), entries(), max_size=4)
@@ -58,7 +62,9 @@ def test_round_trip_and_size(contents):
 
 
 stacks = st.dictionaries(
-    st.text(min_size=1, max_size=8), entries().filter(lambda entry: not isinstance(entry, Codes)), min_size=1
+    st.text(min_size=1, max_size=8),
+    entries().filter(lambda entry: not isinstance(entry, Codes)),
+    min_size=1,
 )
 
 
@@ -161,7 +167,10 @@ def test_ledger_sums_and_csv():
 def test_codes_say_whether_they_are_indices():
     """It travels in the type of the entry, and costs no byte."""
     values = torch.tensor([0, 3, 1], dtype=torch.int32)
-    numbers, indices = Payload({"x": Codes(values, 2)}), Payload({"x": Codes(values, 2, are_indices=True)})
+    numbers, indices = (
+        Payload({"x": Codes(values, 2)}),
+        Payload({"x": Codes(values, 2, are_indices=True)}),
+    )
     assert numbers.nbytes == indices.nbytes == len(indices.to_bytes())
     for sent in (numbers, indices):
         received = Payload.from_bytes(sent.to_bytes()).codes("x")

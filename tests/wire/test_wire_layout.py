@@ -12,7 +12,9 @@ from fl_lightning.wire import Layout
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
 def test_a_vector_does_not_depend_on_the_order_in_memory_nor_on_torchs_default(dtype, order):
-    network = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Linear(2, 5))
+    network = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Linear(2, 5)
+    )
     network.to(dtype=dtype, memory_format=order)
     assert network[0].weight.is_contiguous() is (order == torch.contiguous_format)
     layout, tensors = Layout.of(network), tensors_of(network)
@@ -26,4 +28,5 @@ def test_a_vector_does_not_depend_on_the_order_in_memory_nor_on_torchs_default(d
     assert vector.dtype == torch.float32
     assert vector.tolist() == expected
     vector.add_(1.0)
-    assert tensors_of(network)["0.weight"].flatten().tolist() == expected[: 4 * 3 * 9]  # it is a copy
+    # it is a copy
+    assert tensors_of(network)["0.weight"].flatten().tolist() == expected[: 4 * 3 * 9]

@@ -73,8 +73,8 @@ def nearest(pair: Pair, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def of_matrix(matrix: Tensor, rank: int) -> Pair:
-    """Return a pair whose product is a matrix that has at most this rank; one of fewer values than the
-    matrix, where there is one."""
+    """Return a pair whose product is a matrix that has at most this rank; one of fewer values than
+    the matrix, where there is one."""
     m, n = matrix.shape
     if rank * (m + n) >= m * n:
         return torch.eye(n).to(matrix), matrix

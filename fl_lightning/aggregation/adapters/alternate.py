@@ -53,7 +53,8 @@ class Alternate(AdapterAverage):
         return {**entries, SERVED: torch.zeros(clients, dtype=torch.int64)}
 
     def round_values(self, network: nn.Module, layout: Layout, cohort: int) -> tuple[float, float]:
-        sides = factor_sides(network)  # a half of each layer in turn, both ways; others are sent the whole
+        # a half of each layer in turn, both ways; others are sent the whole
+        sides = factor_sides(network)
         half = layout.size - sum(r * (m + n) for r, m, n in sides) / 2
         return half, half
 
@@ -68,7 +69,9 @@ class Alternate(AdapterAverage):
     def receive(self, method: Averaging, message: Payload, client: Client) -> None:
         sent = message.tensor("weights")
         if len(sent) < method.layout.size:  # the rest is what the client left alone before
-            sent = self._whole(sent, client.state[KEPT].to(sent.dtype), self.halves[(method.round - 1) % 2])
+            sent = self._whole(
+                sent, client.state[KEPT].to(sent.dtype), self.halves[(method.round - 1) % 2]
+            )
         method.layout.write(method.network, sent)
         client.state[KEPT] = sent[~self.moving(method)].float()
         tensors = tensors_of(method.network)
@@ -103,6 +106,11 @@ class Alternate(AdapterAverage):
         served[list(method.served)] = method.round
         entries, half = {SERVED: served}, self.moving(method)
         for name, tensor in method.server.items():
-            if name != SERVED and tensor.is_floating_point() and tensor.ndim == 1 and len(tensor) > 1:
+            if (
+                name != SERVED
+                and tensor.is_floating_point()
+                and tensor.ndim == 1
+                and len(tensor) > 1
+            ):
                 entries[name] = torch.where(half[: len(tensor)], tensor, before[name].to(tensor))
         return entries

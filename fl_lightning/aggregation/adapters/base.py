@@ -1,5 +1,5 @@
-"""What a rule for averages of low-rank adapters is; by default factors travel and are averaged as they
-are.
+"""What a rule for averages of low-rank adapters is; by default factors travel and are averaged as
+they are.
 
 A method has one rule, chosen where it is made. The rule says which values of ``layout`` a client is
 sent and sends, what the server makes of the clients' mean, and what it remembers beside the
@@ -34,10 +34,13 @@ from fl_lightning.wire import Layout, Payload, PayloadError
 
 
 class AdapterAverage(PlainWeights):
-    """A rule from the adapters of a cohort to the next round's. What is not overridden is FedAvg's, with
-    what that loses measured."""
+    """A rule from the adapters of a cohort to the next round's. What is not overridden is FedAvg's,
+    with what that loses measured."""
 
-    settings_shown = ("--model.adapter_average.{name} {value}", "--model.adapter_average.{name} {value}")
+    settings_shown = (
+        "--model.adapter_average.{name} {value}",
+        "--model.adapter_average.{name} {value}",
+    )
 
     refines: bool = False
     """Whether it makes something else of the clients' mean, by :meth:`refined`."""
@@ -73,7 +76,9 @@ class AdapterAverage(PlainWeights):
             "both factors are made anew, and what is frozen stays",
             "write --model.network.adapter lora, or --model.adapter_average frozen_a",
         )
-        self.parts = {rank: values_of_rank(method.layout, self.pairs, rank) for rank in {*self.ranks}}
+        self.parts = {
+            rank: values_of_rank(method.layout, self.pairs, rank) for rank in {*self.ranks}
+        }
         return entries
 
     def _pairs(self, method: Averaging) -> list[FactorNames]:
@@ -96,7 +101,9 @@ class AdapterAverage(PlainWeights):
             for name in (pair.a, pair.b)
             if name not in travels
         }
-        lone = [name for name in self.frozen if tensors[name].requires_grad and self.personal is None]
+        lone = [
+            name for name in self.frozen if tensors[name].requires_grad and self.personal is None
+        ]
         if lone:
             raise InputError(
                 f"--model.personal with --model.adapter_average {self.name}: {lone[0]} stays on its client",

@@ -1,9 +1,9 @@
-"""What a server knows of the adapters that its clients ended a round with: single uploads, or under masks
-the sum of their products.
+"""What a server knows of the adapters that its clients ended a round with: single uploads, or under
+masks the sum of their products.
 
-mean(B) mean(A) is not mean(BA), but mean(BA) is a sum of what each client can make by itself: B_k A_k, m n
-values of a layer where its factors have r (m + n). A rule that needs nothing else of single clients has it
-from either.
+mean(B) mean(A) is not mean(BA), but mean(BA) is a sum of what each client can make by itself: B_k
+A_k, m n values of a layer where its factors have r (m + n). A rule that needs nothing else of
+single clients has it from either.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ class SummedProducts:
 
 
 def products_in(pairs: Sequence[Pair]) -> Tensor:
-    """Return what a client adds to the sum of products, B A of each layer, float32 ``[sum of m n]``.
+    """Return what a client adds to the sum of products, B A of each layer, float32 ``[sum of m
+    n]``.
 
     Values are cut to what can be added up: an adapter that adds as much ruins a model in any case.
     """

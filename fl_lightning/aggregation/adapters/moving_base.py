@@ -52,7 +52,9 @@ class BaseChange:
 
     def plus(self, later: BaseChange) -> BaseChange:
         """Return this change and a later one together."""
-        return BaseChange(self.shapes, [_sum(*both) for both in zip(self.layers, later.layers, strict=True)])
+        return BaseChange(
+            self.shapes, [_sum(*both) for both in zip(self.layers, later.layers, strict=True)]
+        )
 
     def pairs(self) -> list[Pair]:
         """Return a pair for each layer whose product is added, float64."""
@@ -75,10 +77,15 @@ class BaseChange:
             for layer in self.layers
             for part in (layer if isinstance(layer, tuple) else (layer,))
         ]
-        return {f"{name}_ranks": torch.tensor(ranks, dtype=torch.int16), f"{name}_values": torch.cat(flat)}
+        return {
+            f"{name}_ranks": torch.tensor(ranks, dtype=torch.int16),
+            f"{name}_values": torch.cat(flat),
+        }
 
     @classmethod
-    def read(cls, shapes: Sequence[tuple[int, int]], entries: Mapping[str, Tensor], name: str) -> BaseChange:
+    def read(
+        cls, shapes: Sequence[tuple[int, int]], entries: Mapping[str, Tensor], name: str
+    ) -> BaseChange:
         """Return the change that :meth:`entries` wrote under this name; none where there are no
         entries."""
         if f"{name}_ranks" not in entries:
@@ -157,7 +164,9 @@ class MovingBase:
         """Return the change since the start, of a broadcast and of what the client has kept."""
         if f"{TOTAL}_ranks" in message or self.resend:
             return BaseChange.read(self.shapes, message, TOTAL)
-        return BaseChange.read(self.shapes, kept, TOTAL).plus(BaseChange.read(self.shapes, message, LAST))
+        return BaseChange.read(self.shapes, kept, TOTAL).plus(
+            BaseChange.read(self.shapes, message, LAST)
+        )
 
     def keep(self, total: BaseChange, state: dict[str, Tensor]) -> None:
         """Have a client keep the change that it knows."""
@@ -177,7 +186,9 @@ class MovingBase:
         """
         known = server[SERVED].clone()
         known[list(served)] = round
-        if not any(part.numel() for part in step.entries(LAST).values() if part.dtype == torch.float32):
+        if not any(
+            part.numel() for part in step.entries(LAST).values() if part.dtype == torch.float32
+        ):
             return {SERVED: known}
         total = BaseChange.read(self.shapes, server, TOTAL).plus(step)
         moved = torch.tensor(round, dtype=torch.int64)

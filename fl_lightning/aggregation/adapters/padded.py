@@ -33,7 +33,11 @@ class Padded(AdapterAverage):
         return super().bind(method, clients)
 
     def refined(self, mean: Tensor, vectors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-        own = algebra.norm_shares([self.pairs_in(self.layout, vector) for vector in vectors], shares)
+        own = algebra.norm_shares(
+            [self.pairs_in(self.layout, vector) for vector in vectors], shares
+        )
         if own == list(shares):
             return mean
-        return packed(self.layout, mean, self.pairs, self.pairs_in(self.layout, weighted_mean(vectors, own)))
+        return packed(
+            self.layout, mean, self.pairs, self.pairs_in(self.layout, weighted_mean(vectors, own))
+        )

@@ -1,5 +1,5 @@
-"""What travels of a method's weights, and what the server makes of the clients' mean: here all of them,
-averaged as they are. Rules for low-rank adapters override it."""
+"""What travels of a method's weights, and what the server makes of the clients' mean: here all of
+them, averaged as they are. Rules for low-rank adapters override it."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class PlainWeights(Recorded):
     """Whether the server needs nothing of uploads but sums of what travels, so that they may be
     masked, noisy or added up elsewhere."""
     sums_products: bool = False
-    """Whether it needs nothing of single uploads but mean(BA), which is a sum: under masks clients add up
-    their products too, m n values of a layer."""
+    """Whether it needs nothing of single uploads but mean(BA), which is a sum: under masks clients
+    add up their products too, m n values of a layer."""
     takes_ranks: bool = False
     """Whether clients may have adapters of different ranks."""
     moves_base: bool = False
@@ -61,7 +61,8 @@ class PlainWeights(Recorded):
 
     @property
     def sends_parts(self) -> bool:
-        """Whether a client starts from, or sends, something else than all of the server's weights."""
+        """Whether a client starts from, or sends, something else than all of the server's
+        weights."""
         return False
 
     # The network
@@ -116,8 +117,8 @@ class PlainWeights(Recorded):
         return sent.float()
 
     def round_values(self, network: nn.Module, layout: Layout, cohort: int) -> tuple[float, float]:
-        """Return how many values a client is sent and sends in a round, before anything is bound: of a rule
-        whose rounds differ in a later round, on average.
+        """Return how many values a client is sent and sends in a round, before anything is bound:
+        of a rule whose rounds differ in a later round, on average.
 
         Args:
             network: prepared; its tensors need no values.
@@ -151,12 +152,13 @@ class PlainWeights(Recorded):
         return average
 
     def made(self, mean: Tensor, found: CohortAdapters) -> Tensor:
-        """Return what becomes of the clients' mean, float32 ``[P]``, given the mean of their products."""
+        """Return what becomes of the clients' mean, float32 ``[P]``, given the mean of their
+        products."""
         return mean
 
     def product_values(self, method: Averaging, upload: Payload) -> Tensor:
-        """Return what a client adds to the sum of products under masks, float32 ``[sum of m n]``; asked where
-        ``sums_products``."""
+        """Return what a client adds to the sum of products under masks, float32 ``[sum of m n]``;
+        asked where ``sums_products``."""
         raise NotImplementedError
 
     def summed(self, method: Averaging, mean: Tensor) -> SummedProducts:
@@ -174,8 +176,8 @@ class PlainWeights(Recorded):
         return {}
 
     def beside(self, method: Averaging, found: CohortAdapters, made: Tensor) -> dict[str, Tensor]:
-        """Return entries of ``method.server`` that follow from the clients' adapters, and measure what was
-        lost.
+        """Return entries of ``method.server`` that follow from the clients' adapters, and measure
+        what was lost.
 
         Args:
             method: with the next weights.

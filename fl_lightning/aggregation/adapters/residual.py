@@ -45,7 +45,9 @@ class Residual(AdapterAverage):
 
     def __init__(
         self,
-        rank: Annotated[int | None, within("[1, inf)", "a rank is 1 or more, or null: the whole", 8)] = None,
+        rank: Annotated[
+            int | None, within("[1, inf)", "a rank is 1 or more, or null: the whole", 8)
+        ] = None,
         resend: bool = False,
     ) -> None:
         self.rank, self.resend = rank, resend
@@ -78,7 +80,9 @@ class Residual(AdapterAverage):
     def beside(self, method: Averaging, found: CohortAdapters, made: Tensor) -> dict[str, Tensor]:
         mean = self.pairs_in(method.layout, made)
         step = self._step(method, found, mean)
-        moved = [(a, b / pair.scaling) for pair, (a, b) in zip(self.pairs, step.pairs(), strict=True)]
+        moved = [
+            (a, b / pair.scaling) for pair, (a, b) in zip(self.pairs, step.pairs(), strict=True)
+        ]
         deployed = [algebra.joined(one, two) for one, two in zip(mean, moved, strict=True)]
         self.measure(method, found, deployed)
         return self.base.grown(method.server, step, method.round, method.served)
@@ -86,7 +90,9 @@ class Residual(AdapterAverage):
     def _step(self, method: Averaging, found: CohortAdapters, mean: list[Pair]) -> BaseChange:
         """Return c R of each layer."""
         steps = []
-        for pair, (a, b) in zip(self.pairs, found.residuals(self, method.layout, mean), strict=True):
+        for pair, (a, b) in zip(
+            self.pairs, found.residuals(self, method.layout, mean), strict=True
+        ):
             if not (a.any() and b.any()):
                 a, b = a[:0], b[:, :0]
             elif self.rank is not None and self.rank < len(a):

@@ -35,7 +35,9 @@ class Solve(AdapterAverage):
     sums_products = True
     refines = True
 
-    def __init__(self, steps: Annotated[int, within("[1, inf)", "1 step or more is made", 10)] = 10) -> None:
+    def __init__(
+        self, steps: Annotated[int, within("[1, inf)", "1 step or more is made", 10)] = 10
+    ) -> None:
         self.steps = steps
 
     def bind(self, method: Averaging, clients: int) -> dict[str, Tensor]:

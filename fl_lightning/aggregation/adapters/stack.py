@@ -103,11 +103,16 @@ class Stack(AdapterAverage):
     def beside(self, method: Averaging, found: CohortAdapters, made: Tensor) -> dict[str, Tensor]:
         layers = zip(found.products(self, method.layout, compact=True), self.pairs, strict=True)
         step = BaseChange.of(self.base.shapes, [(a, pair.scaling * b) for (a, b), pair in layers])
-        moved = [(a, b / pair.scaling) for pair, (a, b) in zip(self.pairs, step.pairs(), strict=True)]
+        moved = [
+            (a, b / pair.scaling) for pair, (a, b) in zip(self.pairs, step.pairs(), strict=True)
+        ]
         self.measure(method, found, moved)
         others = made[:0] if self.others is None else made[self.others]
         weights = method.layout.to_wire(self.started(method, method.round + 1, others))
-        return {"weights": weights, **self.base.grown(method.server, step, method.round, method.served)}
+        return {
+            "weights": weights,
+            **self.base.grown(method.server, step, method.round, method.served),
+        }
 
     def write_base(self, method: Averaging) -> None:
         self.base.write_server(method.network, method.server)

@@ -43,12 +43,15 @@ def values_of_rank(layout: Layout, pairs: Sequence[FactorNames], rank: int) -> T
     return layout.pack(has).bool()
 
 
-def packed(layout: Layout, mean: Tensor, pairs: Sequence[FactorNames], made: Sequence[Pair]) -> Tensor:
+def packed(
+    layout: Layout, mean: Tensor, pairs: Sequence[FactorNames], made: Sequence[Pair]
+) -> Tensor:
     """Return a vector whose factors are those of ``made``, and all else that of ``mean``, float32
     ``[P]``.
 
     The mean of the factors stays where others would leave the range of what is added up: values of
-    uploads are below 2^20, and so are their means, but factors of a product of such values may not be.
+    uploads are below 2^20, and so are their means, but factors of a product of such values may not
+    be.
     """
     tensors: dict[str, Any] = layout.unpack(mean)
     for names, (a, b) in zip(pairs, made, strict=True):

@@ -1,4 +1,5 @@
-"""A federation of one's own conversations: JSON lines of turns, of which the assistant's are learnt."""
+"""A federation of one's own conversations: JSON lines of turns, of which the assistant's are
+learnt."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 
 from fl_lightning.config.constraints import path_to, within
-from fl_lightning.data.text.conversations import LISTS, Turn, conversation_item, turn_template, turns_of
+from fl_lightning.data.text.conversations import (
+    LISTS,
+    Turn,
+    conversation_item,
+    turn_template,
+    turns_of,
+)
 from fl_lightning.data.text.federation import TextData, TextExamples
 from fl_lightning.data.text.preference_data import sha256_of
 from fl_lightning.data.text.records import json_records, name_under, prompt_place, read_text
@@ -41,27 +48,30 @@ class Talk(NamedTuple):
 
 
 class ConversationFiles(TextData):
-    """Conversations of several turns in JSON lines. The loss is that of the assistant's turns, each of which
-    is predicted from all that was said before it.
+    """Conversations of several turns in JSON lines. The loss is that of the assistant's turns, each
+    of which is predicted from all that was said before it.
 
-    A line has ``conversations``, a list of ``{"from": "human", "value": ...}`` and ``{"from": "gpt", ...}``
-    in turn (ShareGPT's form), or ``messages`` with ``role`` and ``content``; a turn of the system may stand
-    first. A ``.json`` file may also be a list of such objects, or an object with the list of each client
-    under its name, which is then the value of the key ``client``. Conversations with equal first questions
-    are never on both sides of a split.
+    A line has ``conversations``, a list of ``{"from": "human", "value": ...}`` and ``{"from":
+    "gpt", ...}`` in turn (ShareGPT's form), or ``messages`` with ``role`` and ``content``; a turn
+    of the system may stand first. A ``.json`` file may also be a list of such objects, or an object
+    with the list of each client under its name, which is then the value of the key ``client``.
+    Conversations with equal first questions are never on both sides of a split.
 
     Args:
         train: the ``.jsonl`` or ``.json`` file.
         test: a file of the same kind; null: ``test_fraction`` of ``train``.
-        test_fraction: share of the first questions that becomes the test set if there is no ``test``, in
-            (0, 1).
-        client: key of a line that says whose it is; it is its group too. Null: all lines are of one, and a
-            partition such as IID() deals them out.
+        test_fraction: share of the first questions that becomes the test set if there is no
+            ``test``, in (0, 1).
+        client: key of a line that says whose it is; it is its group too. Null: all lines are of
+            one, and a partition such as IID() deals them out.
         num_clients: number of clients; 0: as many as the training lines name.
-        template: of a question, with ``{inputs}`` in its place; ``chat``: the tokeniser's chat template.
-        system: what stands before the first question where the conversation has no turn of the system.
-        too_long: what is done with a conversation longer than the context; refuse: an error; cut: its end is
-            left out, or all of it where no answer begins in the context; ``partition.json`` says how often.
+        template: of a question, with ``{inputs}`` in its place; ``chat``: the tokeniser's chat
+            template.
+        system: what stands before the first question where the conversation has no turn of the
+            system.
+        too_long: what is done with a conversation longer than the context; refuse: an error; cut:
+            its end is left out, or all of it where no answer begins in the context;
+            ``partition.json`` says how often.
         settings: those of all text, see :class:`~fl_lightning.data.TextData`, but ``generate``.
     """
 
@@ -97,7 +107,8 @@ class ConversationFiles(TextData):
         """Read the files.
 
         Raises:
-            InputError: a file cannot be read, a line is no conversation, or nothing is left to train on.
+            InputError: a file cannot be read, a line is no conversation, or nothing is left to
+                train on.
         """
         train, test = self.paths
         talks, left_out = self._talks(train), 0
@@ -138,12 +149,19 @@ class ConversationFiles(TextData):
         found = []
         for entry, place in json_records(path, read_text(path), LISTS):
             key = self.client_key
-            require(key is None or key in entry, place, f"the key {key} is missing", f'add "{key}": "..."')
+            require(
+                key is None or key in entry,
+                place,
+                f"the key {key} is missing",
+                f'add "{key}": "..."',
+            )
             who = name_under(key, entry, place) if key else "all"
             found.append(Talk(turns_of(entry, place), place, who))
         return found
 
-    def _examples(self, talks: Sequence[Talk], names: Sequence[str], share: float | None) -> TextExamples:
+    def _examples(
+        self, talks: Sequence[Talk], names: Sequence[str], share: float | None
+    ) -> TextExamples:
         """Return the examples of a split.
 
         Args:
@@ -157,16 +175,20 @@ class ConversationFiles(TextData):
             self._summary["conversations without an answer in the context"] += len(kept) - sum(kept)
             items = [item for item, stays in zip(items, kept, strict=True) if stays]
             talks = [talk for talk, stays in zip(talks, kept, strict=True) if stays]
-        groups, clients = ({name: k for k, name in enumerate(some)} for some in (self.groups, names))
+        groups, clients = (
+            {name: k for k, name in enumerate(some)} for some in (self.groups, names)
+        )
         return TextExamples(
             token_sequences(items, self.tokenizer.pad, self.context, self.too_long),
             np.array([groups[talk.client] for talk in talks], np.int64),
             np.array([clients.get(talk.client, 0) for talk in talks], np.int64),
-            held_out=None if share is None else np.array([talk.hash < share for talk in talks], bool),
+            held_out=None
+            if share is None
+            else np.array([talk.hash < share for talk in talks], bool),
         )
 
     @property
     def text_summary(self) -> dict[str, Any]:
-        """The files, the clients' names, the SHA-256 of all turns, and how many conversations were left out
-        why."""
+        """The files, the clients' names, the SHA-256 of all turns, and how many conversations were
+        left out why."""
         return self._summary

@@ -1,7 +1,7 @@
 """Conversations of several turns, as sequences of tokens of which the assistant's turns are learnt.
 
-A conversation is learnt in one piece: every answer is predicted from all that was said before it, and no
-token of a question is a target.
+A conversation is learnt in one piece: every answer is predicted from all that was said before it,
+and no token of a question is a target.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ from fl_lightning.errors import InputError, require
 
 LISTS = ("conversations", "messages")
 """Keys under which the turns of a conversation stand: ShareGPT's, and that of chat interfaces."""
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+}
 """Who speaks, by the names that files have for it."""
 CHAT = "chat"
 """The template that means the tokeniser's own."""
@@ -39,11 +45,11 @@ class Turn(NamedTuple):
 
 
 def turns_of(entry: Mapping[str, Any], place: str) -> list[Turn]:
-    """Return the turns of a line: perhaps one of the system, then user and assistant in turn, the last of
-    which is the assistant.
+    """Return the turns of a line: perhaps one of the system, then user and assistant in turn, the
+    last of which is the assistant.
 
-    An assistant's turn before any of the user's is left out, and so is a question at the end, which has no
-    answer to learn.
+    An assistant's turn before any of the user's is left out, and so is a question at the end, which
+    has no answer to learn.
 
     Raises:
         InputError: the line has no turns, one of them is none, or somebody speaks twice.
@@ -59,7 +65,10 @@ def turns_of(entry: Mapping[str, Any], place: str) -> list[Turn]:
     rest = rest[1:] if rest and rest[0].role == "assistant" else rest
     rest = rest[:-1] if rest and rest[-1].role == "user" else rest
     require(rest, place, "nobody answers a user in it", "remove the line")
-    twice = any(one.role == other.role or "system" in (one.role, other.role) for one, other in pairwise(rest))
+    twice = any(
+        one.role == other.role or "system" in (one.role, other.role)
+        for one, other in pairwise(rest)
+    )
     require(
         not twice and rest[0].role == "user",
         place,
@@ -70,7 +79,8 @@ def turns_of(entry: Mapping[str, Any], place: str) -> list[Turn]:
 
 
 def _turn(said: Any, place: str) -> Turn:
-    """Return a turn as ShareGPT writes it, with ``from`` and ``value``, or with ``role`` and ``content``."""
+    """Return a turn as ShareGPT writes it, with ``from`` and ``value``, or with ``role`` and
+    ``content``."""
     names = ("from", "value") if isinstance(said, dict) and "from" in said else ("role", "content")
     require(
         isinstance(said, dict) and all(isinstance(said.get(name), str) for name in names),
@@ -80,7 +90,10 @@ def _turn(said: Any, place: str) -> Turn:
     )
     who, text = said[names[0]], said[names[1]]
     require(
-        who in ROLES, f"{place}, {names[0]} {who!r}", f"it is one of {', '.join(ROLES)}", "write one of them"
+        who in ROLES,
+        f"{place}, {names[0]} {who!r}",
+        f"it is one of {', '.join(ROLES)}",
+        "write one of them",
     )
     require(not SURROGATE.search(text), place, "it holds half a character", "write another text")
     return Turn(ROLES[who], text)
@@ -97,13 +110,13 @@ class TurnTemplate(Protocol):
 
 
 class WrittenTurns:
-    """Turns by a template of one's own: BOS and the system's text; then each question by the template, and
-    its answer, which an end token follows.
+    """Turns by a template of one's own: BOS and the system's text; then each question by the
+    template, and its answer, which an end token follows.
 
     Args:
         template: of a question, with ``{inputs}`` in its place, as :class:`Prompt` has it.
-        system: what stands before the first question, and a blank after it, where a conversation has no
-            system's turn; empty: nothing.
+        system: what stands before the first question, and a blank after it, where a conversation
+            has no system's turn; empty: nothing.
         tokenizer: makes the tokens.
     """
 
@@ -177,7 +190,12 @@ def turn_template(template: str, system: str, tokenizer: Tokenizer) -> TurnTempl
         "the tokeniser has no chat template",
         'write hf:NAME of a chat model as the tokenizer, or a template such as "USER: {inputs} ASSISTANT: "',
     )
-    require(not system, f"system={system!r} with template={CHAT}", "the template has one", "leave system out")
+    require(
+        not system,
+        f"system={system!r} with template={CHAT}",
+        "the template has one",
+        "leave system out",
+    )
     return ChatTurns(own)
 
 

@@ -1,7 +1,8 @@
 """English text that every machine with Python has: reference prose of CPython, and docstrings.
 
-The text is read where it is installed. Source files are parsed and never imported. The text differs between
-versions of Python and of the packages, so a corpus has a SHA-256 that says which text a run has seen.
+The text is read where it is installed. Source files are parsed and never imported. The text differs
+between versions of Python and of the packages, so a corpus has a SHA-256 that says which text a run
+has seen.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Corpus:
 
     @cached_property
     def sha256(self) -> str:
-        """SHA-256 over the names and texts of all domains in UTF-8, each followed by a zero byte."""
+        """SHA-256 over the names and texts of all domains in UTF-8, each followed by a zero
+        byte."""
         digest = hashlib.sha256()
         for part in (part for domain in self.domains.items() for part in domain):
             digest.update(part.encode() + b"\0")
@@ -71,10 +73,11 @@ class Corpus:
 
 @cache
 def topics() -> Corpus:
-    """Return CPython's language reference by topic (``pydoc_data.topics``), about 0.5 MB, as one domain.
+    """Return CPython's language reference by topic (``pydoc_data.topics``), about 0.5 MB, as one
+    domain.
 
-    A topic whose text is part of another one is left out. Lines within a paragraph are joined, and characters
-    other than ASCII are removed.
+    A topic whose text is part of another one is left out. Lines within a paragraph are joined, and
+    characters other than ASCII are removed.
     """
     from pydoc_data.topics import topics as text_of
 
@@ -85,7 +88,9 @@ def topics() -> Corpus:
         if mark and any(mark in text for other, text in text_of.items() if other != name)
     }
     text = "\n\n".join(text_of[name].strip() for name in sorted(text_of) if name not in doubles)
-    return Corpus("topics", {"topics": _unwrap(_ascii(text))}, {"topics inside another": len(doubles)})
+    return Corpus(
+        "topics", {"topics": _unwrap(_ascii(text))}, {"topics inside another": len(doubles)}
+    )
 
 
 @cache
@@ -93,7 +98,8 @@ def standard_library(max_characters: int | None = None, min_characters: int = 0)
     """Return the docstrings of the standard library; a domain is a top-level module or package.
 
     Args:
-        max_characters: largest number of characters of a domain; what follows is left out. None: all.
+        max_characters: largest number of characters of a domain; what follows is left out. None:
+            all.
         min_characters: smaller domains are left out.
 
     Raises:
@@ -102,7 +108,9 @@ def standard_library(max_characters: int | None = None, min_characters: int = 0)
     folder = Path(sysconfig.get_path("stdlib"))
     entries = [path for path in folder.iterdir() if path.name not in SKIPPED_FOLDERS]
     modules = {
-        path.stem: path for path in entries if path.suffix == ".py" or (path / "__init__.py").is_file()
+        path.stem: path
+        for path in entries
+        if path.suffix == ".py" or (path / "__init__.py").is_file()
     }
     return _docstring_corpus("standard_library", modules, max_characters, min_characters)
 
@@ -112,8 +120,10 @@ def packages(*names: str, max_characters: int | None = None) -> Corpus:
     """Return the docstrings of installed packages; a domain is a package.
 
     Args:
-        names: import names of top-level packages, such as ``torch``. They are found and not imported.
-        max_characters: largest number of characters of a domain; what follows is left out. None: all.
+        names: import names of top-level packages, such as ``torch``. They are found and not
+            imported.
+        max_characters: largest number of characters of a domain; what follows is left out. None:
+            all.
 
     Raises:
         InputError: a package is not installed, or has no docstrings.
@@ -152,13 +162,16 @@ def _docstring_corpus(
         cut += len(text) > len(domains[domain])
     if not domains:
         raise InputError(
-            f"corpus {name}", "no docstring was found", "use a Python that has its source files installed"
+            f"corpus {name}",
+            "no docstring was found",
+            "use a Python that has its source files installed",
         )
     return Corpus(name, domains, {"domains too short": short, "domains cut": cut})
 
 
 def _joined(texts: Iterable[str], enough: float) -> str:
-    """Return texts separated by empty lines, as many as are needed for more than so many characters."""
+    """Return texts separated by empty lines, as many as are needed for more than so many
+    characters."""
     found: list[str] = []
     length = -2
     for text in texts:
@@ -172,7 +185,8 @@ def _joined(texts: Iterable[str], enough: float) -> str:
 def docstrings(source: Path) -> Iterator[str]:
     """Yield the docstrings of a file, or of all files in a folder, in the order of paths and lines.
 
-    Files that are no Python of this version, and folders of tests, are passed over. Nothing is imported.
+    Files that are no Python of this version, and folders of tests, are passed over. Nothing is
+    imported.
 
     Args:
         source: a file or a folder.
@@ -212,5 +226,6 @@ def _ascii(text: str) -> str:
 
 
 def _unwrap(text: str) -> str:
-    """Join the lines of a paragraph: a line that ends in a letter, comma or semicolon goes on in the next."""
+    """Join the lines of a paragraph: a line that ends in a letter, comma or semicolon goes on in
+    the next."""
     return re.sub(r"(?<=[a-z,;])\n {0,6}(?=[a-z(])", " ", text)

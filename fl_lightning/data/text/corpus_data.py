@@ -17,20 +17,23 @@ from fl_lightning.errors import require
 class CorpusData(TextData):
     """Docstrings of installed Python packages: a package is a domain, a group and a client.
 
-    The text is read where it is installed; nothing is imported or copied. It differs between versions, and
-    ``partition.json`` holds its SHA-256. It is cut into windows that do not overlap in what they predict, and
-    every token is labelled. The last windows of each domain are its test text.
+    The text is read where it is installed; nothing is imported or copied. It differs between
+    versions, and ``partition.json`` holds its SHA-256. It is cut into windows that do not overlap
+    in what they predict, and every token is labelled. The last windows of each domain are its test
+    text.
 
     Args:
-        corpus: standard_library: the packages of CPython, which ``llama_tiny`` has seen; packages: those that
-            are named.
+        corpus: standard_library: the packages of CPython, which ``llama_tiny`` has seen; packages:
+            those that are named.
         packages: import names of installed packages, with ``corpus: packages``.
-        max_characters: largest number of characters of a domain; what follows is left out. null: all.
+        max_characters: largest number of characters of a domain; what follows is left out. null:
+            all.
         min_characters: smaller domains of the standard library are left out.
-        num_clients: number of clients, which hold the domains with the most text; 0: one for each domain.
+        num_clients: number of clients, which hold the domains with the most text; 0: one for each
+            domain.
         test_fraction: share of each domain that is its test text, in (0, 1).
-        settings: those of all text, see :class:`~fl_lightning.data.TextData`; ``context`` is the length of a
-            window.
+        settings: those of all text, see :class:`~fl_lightning.data.TextData`; ``context`` is the
+            length of a window.
     """
 
     def __init__(
@@ -43,9 +46,14 @@ class CorpusData(TextData):
         max_characters: int | None = 100_000,
         min_characters: int = 0,
         num_clients: Annotated[
-            int, within("[0, inf)", "a federation has at least one client", "write 0 for one of each domain")
+            int,
+            within(
+                "[0, inf)", "a federation has at least one client", "write 0 for one of each domain"
+            ),
         ] = 0,
-        test_fraction: Annotated[float, within("(0, 1)", "a share in (0, 1)", "write e.g. 0.1")] = 0.1,
+        test_fraction: Annotated[
+            float, within("(0, 1)", "a share in (0, 1)", "write e.g. 0.1")
+        ] = 0.1,
         **settings: Any,
     ) -> None:
         require(
@@ -74,7 +82,8 @@ class CorpusData(TextData):
         """Read the text and cut it into windows.
 
         Raises:
-            InputError: there is none, there are fewer domains than clients, or a domain has a single window.
+            InputError: there is none, there are fewer domains than clients, or a domain has a
+                single window.
         """
         corpus = self.corpus()
         if self.count_clients:
@@ -112,5 +121,6 @@ class CorpusData(TextData):
 
     @property
     def text_summary(self) -> dict[str, Any]:
-        """What identifies the text: its SHA-256, the version of Python, and the characters of each domain."""
+        """What identifies the text: its SHA-256, the version of Python, and the characters of each
+        domain."""
         return self._corpus.summary()

@@ -1,6 +1,7 @@
 """Federations of text: sequences of tokens that clients hold, and the one that is made by rule.
 
-``N`` training examples, ``M`` test examples, ``K`` clients, ``G`` groups, ``B`` batch, ``T`` context.
+``N`` training examples, ``M`` test examples, ``K`` clients, ``G`` groups, ``B`` batch, ``T``
+context.
 """
 
 from __future__ import annotations
@@ -54,10 +55,11 @@ class TextExamples:
     Args:
         sequences: tokens and targets.
         group: group of each example, int64 ``[N]``, an index into the names of groups.
-        owner: client that wrote each example, int64 ``[N]``; of test examples it is not used. None: the data
-            do not say.
+        owner: client that wrote each example, int64 ``[N]``; of test examples it is not used. None:
+            the data do not say.
         task: name of each example's task; empty where examples have none.
-        held_out: whether each example is for validation, bool ``[N]``; None: validation examples are drawn.
+        held_out: whether each example is for validation, bool ``[N]``; None: validation examples
+            are drawn.
     """
 
     sequences: Sequences
@@ -70,32 +72,33 @@ class TextExamples:
 class TextData(FederatedData):
     """Sequences of tokens, distributed to clients.
 
-    Inputs are ``{"input_ids": int64 [B, T'], "attention_mask": bool [B, T']}``, padded on the right and
-    trimmed to the longest example of the batch. Targets are int64 ``[B, T]``, aligned with the outputs and
-    -100 where no loss is taken, as everywhere beyond T'. ``train_target`` and ``test_target`` are int64
-    ``[N, T]`` and ``[M, T]``.
+    Inputs are ``{"input_ids": int64 [B, T'], "attention_mask": bool [B, T']}``, padded on the right
+    and trimmed to the longest example of the batch. Targets are int64 ``[B, T]``, aligned with the
+    outputs and -100 where no loss is taken, as everywhere beyond T'. ``train_target`` and
+    ``test_target`` are int64 ``[N, T]`` and ``[M, T]``.
 
     Partitions other than :class:`~fl_lightning.data.Natural` deal the examples out by their group:
-    ``train_group`` int64 ``[N]`` and ``test_group`` int64 ``[M]``, with names in ``groups``. A subclass
-    sets :attr:`dataset` before it calls this constructor, and implements :meth:`read`.
+    ``train_group`` int64 ``[N]`` and ``test_group`` int64 ``[M]``, with names in ``groups``. A
+    subclass sets :attr:`dataset` before it calls this constructor, and implements :meth:`read`.
 
     Args:
         num_clients: number of clients.
-        partition: rule that assigns examples to clients; null: each client holds its own. IID() deals the
-            same examples out evenly.
+        partition: rule that assigns examples to clients; null: each client holds its own. IID()
+            deals the same examples out evenly.
         batch_size: examples of one local step; with ``batch_tokens`` the largest number of them.
-        batch_tokens: largest number of tokens of a local step, padding included, at least ``context``; null:
-            ``batch_size`` alone bounds it.
+        batch_tokens: largest number of tokens of a local step, padding included, at least
+            ``context``; null: ``batch_size`` alone bounds it.
         val_fraction: share of each client's examples that is held out for validation, in [0, 1).
         public_examples: training examples of the public set; 0: no public set.
         context: largest number of tokens that the network sees at once.
-        tokenizer: makes tokens of text: ``hf:NAME_OR_FOLDER``, that of a model of transformers, or the class
-            path of another one; null: bytes.
-        generate: whether answers are generated for exact match and ROUGE-L, up to the longest true one.
-        primary: the metric that selects: perplexity, token_accuracy, exact_match or rouge_l, or one of
-            ``metrics``.
-        metrics: metrics of torchmetrics by class path that are evaluated beside the task's, as ``test/*`` and
-            ``val/*``; null: none.
+        tokenizer: makes tokens of text: ``hf:NAME_OR_FOLDER``, that of a model of transformers, or
+            the class path of another one; null: bytes.
+        generate: whether answers are generated for exact match and ROUGE-L, up to the longest true
+            one.
+        primary: the metric that selects: perplexity, token_accuracy, exact_match or rouge_l, or one
+            of ``metrics``.
+        metrics: metrics of torchmetrics by class path that are evaluated beside the task's, as
+            ``test/*`` and ``val/*``; null: none.
     """
 
     examplewise = True
@@ -106,7 +109,8 @@ class TextData(FederatedData):
     """What separates the inputs of a record from its answer."""
     asked: tuple[str, ...] = ()
     """What the network reads before it answers, in parts of which tokens are made one by one, with
-    ``{inputs}`` and perhaps ``{definition}`` in their places; empty: there is no one form of questions."""
+    ``{inputs}`` and perhaps ``{definition}`` in their places; empty: there is no one form of
+    questions."""
 
     def __init__(
         self,
@@ -186,11 +190,16 @@ class TextData(FederatedData):
         self._length = train.sequences.length.numpy()
         self._sequences = {"train": train.sequences, "test": test.sequences}
         self.test_task = list(test.task)
-        self._groups = {"train": torch.from_numpy(train.group), "test": torch.from_numpy(test.group)}
+        self._groups = {
+            "train": torch.from_numpy(train.group),
+            "test": torch.from_numpy(test.group),
+        }
         self.train_target, self.test_target = train.sequences.target, test.sequences.target
         if self.generate:
             targets = self.test_target, self.train_target  # clients validate on some of the latter
-            longest = max(int((target != IGNORED).sum(1).max()) for target in targets if len(target))
+            longest = max(
+                int((target != IGNORED).sum(1).max()) for target in targets if len(target)
+            )
             self.task = LanguageModelling(self.tokenizer, longest, self._own_primary)
         self.move(self.device)
 
@@ -226,7 +235,8 @@ class TextData(FederatedData):
 
     @property
     def test_kinds(self) -> Sequence[str]:
-        """The task of each test example, with its group where several groups have a task of this name."""
+        """The task of each test example, with its group where several groups have a task of this
+        name."""
         groups: dict[str, set[int]] = {}
         for name, group in zip(self.test_task, self.test_group.tolist(), strict=False):
             groups.setdefault(name, set()).add(group)
@@ -245,7 +255,9 @@ class TextData(FederatedData):
         self.device = device
         self._public_moved = None
         self._sequences = {split: some.to(device) for split, some in self._sequences.items()}
-        self.train_target, self.test_target = (self._sequences[split].target for split in ("train", "test"))
+        self.train_target, self.test_target = (
+            self._sequences[split].target for split in ("train", "test")
+        )
         self._groups = {split: group.to(device) for split, group in self._groups.items()}
 
     def inputs(self, split: Split, index: Tensor, draws: Tensor | None = None) -> dict[str, Tensor]:
@@ -253,8 +265,9 @@ class TextData(FederatedData):
         return self._sequences[split].batch(index)[0]
 
     def with_labels(self, inputs: dict[str, Tensor], target: Tensor) -> dict[str, Tensor]:
-        """Return the inputs with each labelled token in its place, so that a wrong answer is read as it is to
-        be learnt: position t + 1 holds ``target[:, t]``. With the true targets nothing changes."""
+        """Return the inputs with each labelled token in its place, so that a wrong answer is read
+        as it is to be learnt: position t + 1 holds ``target[:, t]``. With the true targets nothing
+        changes."""
         if target.ndim != 2:  # numbers in place of targets
             return inputs
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
@@ -297,7 +310,8 @@ class TextData(FederatedData):
 
     @property
     def evaluation_batch(self) -> int:
-        """Batch size of evaluation: at most 512, and fewer if the logits would take too much memory."""
+        """Batch size of evaluation: at most 512, and fewer if the logits would take too much
+        memory."""
         logits = MAX_LOGITS.get(self.device.type, MAX_LOGITS["cpu"])
         return max(1, min(512, logits // (self.context * self.tokenizer.vocab_size)))
 
@@ -307,8 +321,8 @@ class TextData(FederatedData):
         return self.text_summary.get("sha256", "")
 
     def partition_summary(self) -> dict[str, Any]:
-        """Return the content of ``partition.json``, with the names of the groups and what identifies the
-        text."""
+        """Return the content of ``partition.json``, with the names of the groups and what
+        identifies the text."""
         cut = {split: some.cut for split, some in self._sequences.items()}
         text = self.text_summary | {"examples cut": cut}
         return super().partition_summary() | {"groups": list(self.groups), "text": text}
@@ -318,18 +332,21 @@ class InstructionData(TextData):
     """Instructions made by rule: four clusters of three tasks, and the house task that they answer
     differently (:mod:`fl_lightning.data.text.instructions`).
 
-    Client k belongs to cluster k mod 4, and its records are the same whatever the number of clients. The
-    cluster is the group of an example. Validation and test records never equal training records.
+    Client k belongs to cluster k mod 4, and its records are the same whatever the number of
+    clients. The cluster is the group of an example. Validation and test records never equal
+    training records.
 
     Args:
         num_clients: number of clients; 8 are two for each cluster.
         examples_per_client: records that each client makes, for training and validation.
         house: share of house records, in [0, 1]: how much the clusters contradict each other.
         tests_per_task: test records of each task, and of the house task in each cluster.
-        context: largest number of tokens that the network sees; the longest record in bytes takes 65.
+        context: largest number of tokens that the network sees; the longest record in bytes takes
+            65.
         generate: whether answers are generated for exact match and ROUGE-L.
         text_seed: seed of the records; the seed of the run never changes them.
-        settings: those of all text, see :class:`TextData`; ``val_fraction`` is the share of a task's inputs.
+        settings: those of all text, see :class:`TextData`; ``val_fraction`` is the share of a
+            task's inputs.
     """
 
     dataset = "instructions"
@@ -351,7 +368,11 @@ class InstructionData(TextData):
             16 * num_clients * examples_per_client * context,
         )
         super().__init__(num_clients=num_clients, context=context, generate=generate, **settings)
-        self.examples_per_client, self.house, self.tests_per_task = examples_per_client, house, tests_per_task
+        self.examples_per_client, self.house, self.tests_per_task = (
+            examples_per_client,
+            house,
+            tests_per_task,
+        )
         self.text_seed = text_seed
         self.groups = instructions.CLUSTERS[:num_clients]
 
@@ -369,7 +390,10 @@ class InstructionData(TextData):
             for record in instructions.training_records(seed, client, count, self.house)
         ]
         held_out = np.array(
-            [instructions.is_validation(seed, record, self.val_fraction) for record in self.train_records]
+            [
+                instructions.is_validation(seed, record, self.val_fraction)
+                for record in self.train_records
+            ]
         )
         tests = [
             (group, record)
@@ -390,10 +414,16 @@ class InstructionData(TextData):
         return own + ([instructions.house_tasks()[cluster]] if self.house > 0 else [])
 
     def _examples(
-        self, records: list[Record], group: np.ndarray, owner: np.ndarray, held_out: np.ndarray | None
+        self,
+        records: list[Record],
+        group: np.ndarray,
+        owner: np.ndarray,
+        held_out: np.ndarray | None,
     ) -> TextExamples:
         sequences = encode_records(records, self.tokenizer, self.context, can_cut=False)
-        return TextExamples(sequences, group, owner, [record.task_name for record in records], held_out)
+        return TextExamples(
+            sequences, group, owner, [record.task_name for record in records], held_out
+        )
 
     @property
     def text_summary(self) -> dict[str, Any]:

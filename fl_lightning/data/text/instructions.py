@@ -1,13 +1,14 @@
-"""Instruction records made by rule: four clusters of three tasks, and one task that the clusters answer
-differently.
+"""Instruction records made by rule: four clusters of three tasks, and one task that the clusters
+answer differently.
 
-A record is a pure function of (seed, client, index), and no file is read but a list of English words. The
-``house`` task has the same definition and the same inputs in every cluster and another answer in each: a
-single model that reads nothing but the prompt is right for one cluster at most, see
-:func:`best_single_model`.
+A record is a pure function of (seed, client, index), and no file is read but a list of English
+words. The ``house`` task has the same definition and the same inputs in every cluster and another
+answer in each: a single model that reads nothing but the prompt is right for one cluster at most,
+see :func:`best_single_model`.
 
-Each input of a task belongs to training, validation or test by a hash of (seed, task, inputs). So a held-out
-record never equals one that is trained on, however many clients there are and however they are dealt.
+Each input of a task belongs to training, validation or test by a hash of (seed, task, inputs). So a
+held-out record never equals one that is trained on, however many clients there are and however they
+are dealt.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ MAX_DRAWS = 1000
 """Draws for one record. A draw is fit with probability 1 - TEST_SHARE or TEST_SHARE."""
 
 MAX_LISTED = 10_000
-"""Tasks with no more inputs have all of them listed to find those of the test; of others they are drawn."""
+"""Tasks with no more inputs have all of them listed to find those of the test; of others they are
+drawn."""
 
 VOWELS, CONSONANTS = "aeiou", "bdfgklmnprstvz"
 NUMBERS = """
@@ -46,11 +48,14 @@ Maker = Callable[[int], tuple[str, str]]
 
 @cache
 def words() -> tuple[str, ...]:
-    """Return the 1 500 English words of 2 to 7 letters that records are made of, in alphabetical order."""
+    """Return the 1 500 English words of 2 to 7 letters that records are made of, in alphabetical
+    order."""
     return tuple(files(__package__).joinpath("words.txt").read_text(encoding="ascii").split())
 
 
-SHIFTED = str.maketrans(VOWELS + CONSONANTS, VOWELS[1:] + VOWELS[:1] + CONSONANTS[3:] + CONSONANTS[:3])
+SHIFTED = str.maketrans(
+    VOWELS + CONSONANTS, VOWELS[1:] + VOWELS[:1] + CONSONANTS[3:] + CONSONANTS[:3]
+)
 
 
 def shift_letters(text: str) -> str:
@@ -115,7 +120,8 @@ class InstructionTask:
 
 
 def _of_words(count: int, inputs: str, answer: Callable[[list[str]], str]) -> tuple[int, Maker]:
-    """Return the number of ways to choose different words, and the maker of a record from such a choice.
+    """Return the number of ways to choose different words, and the maker of a record from such a
+    choice.
 
     Args:
         count: number of words.
@@ -158,21 +164,44 @@ def tasks() -> dict[str, tuple[InstructionTask, ...]]:
     translation, reasoning, code, rewriting = CLUSTERS
     one_method, one_list = "{0[1]}.{0[0]}({0[2]})".format, "[{0[0]}, {0[1]}, {0[2]}]".format
     rules: tuple[tuple[str, str, str, int, Maker], ...] = (
-        ("task_shift", translation, "To Zu.", *_of_words(2, "{} {}", lambda w: shift_letters(" ".join(w)))),
+        (
+            "task_shift",
+            translation,
+            "To Zu.",
+            *_of_words(2, "{} {}", lambda w: shift_letters(" ".join(w))),
+        ),
         ("task_to_digits", translation, "In digits.", 300, lambda n: (number_in_words(n), str(n))),
         ("task_to_words", translation, "In words.", 300, lambda n: (str(n), number_in_words(n))),
-        ("task_add", reasoning, "Add.", 400, lambda n: (f"{n // 20}+{n % 20}", str(n // 20 + n % 20))),
+        (
+            "task_add",
+            reasoning,
+            "Add.",
+            400,
+            lambda n: (f"{n // 20}+{n % 20}", str(n // 20 + n % 20)),
+        ),
         ("task_larger", reasoning, "Larger number.", 100 * 99, _larger),
         ("task_next", reasoning, "Continue.", 50 * 9, _next),
         ("task_camel", code, "Camel case.", *_of_words(3, "{}_{}_{}", camel_case)),
         ("task_method", code, "As a method.", *_of_words(3, "{}({}, {})", one_method)),
         ("task_list", code, "As a list.", *_of_words(3, "{} {} {}", one_list)),
-        ("task_upper", rewriting, "Capitals.", *_of_words(2, "{} {}", lambda w: " ".join(w).upper())),
-        ("task_reverse", rewriting, "Reverse.", *_of_words(3, "{} {} {}", lambda w: " ".join(w[::-1]))),
+        (
+            "task_upper",
+            rewriting,
+            "Capitals.",
+            *_of_words(2, "{} {}", lambda w: " ".join(w).upper()),
+        ),
+        (
+            "task_reverse",
+            rewriting,
+            "Reverse.",
+            *_of_words(3, "{} {} {}", lambda w: " ".join(w[::-1])),
+        ),
         ("task_last", rewriting, "Last word.", *_of_words(3, "{} {} {}", lambda w: w[-1])),
     )
     made = [InstructionTask(*rule) for rule in rules]
-    return {cluster: tuple(task for task in made if task.cluster == cluster) for cluster in CLUSTERS}
+    return {
+        cluster: tuple(task for task in made if task.cluster == cluster) for cluster in CLUSTERS
+    }
 
 
 @cache
@@ -185,7 +214,9 @@ def house_tasks() -> dict[str, InstructionTask]:
         "rewriting": lambda chosen: " ".join(chosen[::-1]),
     }
     return {
-        cluster: InstructionTask(HOUSE, cluster, "As we do.", *_of_words(2, "{} {}", answers[cluster]))
+        cluster: InstructionTask(
+            HOUSE, cluster, "As we do.", *_of_words(2, "{} {}", answers[cluster])
+        )
         for cluster in CLUSTERS
     }
 
@@ -200,8 +231,8 @@ def place_of(seed: int, record: Record) -> float:
 
 
 def is_validation(seed: int, record: Record, val_fraction: float) -> bool:
-    """Return whether a training record is held out for validation; of all inputs of a task, a share of
-    ``val_fraction`` of those that are no test inputs is."""
+    """Return whether a training record is held out for validation; of all inputs of a task, a share
+    of ``val_fraction`` of those that are no test inputs is."""
     return place_of(seed, record) < TEST_SHARE + (1 - TEST_SHARE) * val_fraction
 
 
@@ -213,9 +244,9 @@ def cluster_of(client: int) -> str:
 def is_house(index: int, house: float) -> bool:
     """Return whether the record at ``index`` is a house record.
 
-    The records 0 .. n - 1 have a share ``house`` of them, within log2(n) + 1 records, spread evenly. A larger
-    share only turns more records into house records, and leaves the others as they are. Source: the
-    sequence of van der Corput (1935), base 2.
+    The records 0 .. n - 1 have a share ``house`` of them, within log2(n) + 1 records, spread
+    evenly. A larger share only turns more records into house records, and leaves the others as they
+    are. Source: the sequence of van der Corput (1935), base 2.
 
     >>> [index for index in range(8) if is_house(index, 0.25)]
     [0, 4]
@@ -250,12 +281,14 @@ def training_record(seed: int, client: int, index: int, house: float = 0.0) -> R
 
 
 def training_records(seed: int, client: int, count: int, house: float = 0.0) -> Iterator[Record]:
-    """Yield the first training records of a client; the arguments are those of :func:`training_record`."""
+    """Yield the first training records of a client; the arguments are those of
+    :func:`training_record`."""
     return (training_record(seed, client, index, house) for index in range(count))
 
 
 def test_records(seed: int, task: InstructionTask, count: int) -> list[Record]:
-    """Return test records of a task with different inputs, none of which is trained on by any client.
+    """Return test records of a task with different inputs, none of which is trained on by any
+    client.
 
     Those of the house task have the same inputs in every cluster.
 
@@ -301,8 +334,9 @@ def _draw(task: InstructionTask, rng: np.random.Generator, seed: int, *, test: b
 def best_single_model(records: Iterable[Record]) -> float:
     """Return the largest share of these records that one model can answer exactly.
 
-    A model that reads nothing but the prompt gives one answer to it, so it is right for the most frequent
-    answer to each prompt at best. On house records of four equally large clusters that is 1/4.
+    A model that reads nothing but the prompt gives one answer to it, so it is right for the most
+    frequent answer to each prompt at best. On house records of four equally large clusters that is
+    1/4.
     """
     answers: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for record in records:

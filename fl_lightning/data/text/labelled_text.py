@@ -28,15 +28,16 @@ IDS, LENGTH = "input_ids", "length"
 class LabelledText(HuggingFaceData):
     """The rows of a Hugging Face data set with a text and a label, for networks that classify text.
 
-    Inputs are ``{"input_ids": int64 [B, T], "attention_mask": bool [B, T]}``, padded on the right and trimmed
-    to the longest text of the batch; the mask is true where a token is no padding. Special tokens are those
-    that the tokeniser adds. The network is ``hf:NAME``, or one that takes such a dictionary.
+    Inputs are ``{"input_ids": int64 [B, T], "attention_mask": bool [B, T]}``, padded on the right
+    and trimmed to the longest text of the batch; the mask is true where a token is no padding.
+    Special tokens are those that the tokeniser adds. The network is ``hf:NAME``, or one that takes
+    such a dictionary.
 
     Args:
-        path: a folder that ``save_to_disk`` wrote, a file (``.parquet``, ``.csv``, ``.json``), or a name on
-            the Hub, which is downloaded.
-        tokenizer: name or folder of a tokeniser of transformers, with ``hf:`` before it or without: that of
-            the network.
+        path: a folder that ``save_to_disk`` wrote, a file (``.parquet``, ``.csv``, ``.json``), or a
+            name on the Hub, which is downloaded.
+        tokenizer: name or folder of a tokeniser of transformers, with ``hf:`` before it or without:
+            that of the network.
         text: column of the text.
         target: column of the label: whole numbers or texts.
         max_length: largest number of tokens; longer texts are cut at their end.
@@ -54,7 +55,9 @@ class LabelledText(HuggingFaceData):
         tokenizer: str,
         text: str = "text",
         target: str = "label",
-        max_length: Annotated[int, within("[2, inf)", "a text has 2 tokens or more", "write e.g. 128")] = 128,
+        max_length: Annotated[
+            int, within("[2, inf)", "a text has 2 tokens or more", "write e.g. 128")
+        ] = 128,
         name: str | None = None,
         train: str = "train",
         test: str | None = None,
@@ -73,7 +76,11 @@ class LabelledText(HuggingFaceData):
             client=client,
             **settings,
         )
-        self.tokenizer, self.text, self.max_length = tokenizer.removeprefix(HF_PREFIX), text, max_length
+        self.tokenizer, self.text, self.max_length = (
+            tokenizer.removeprefix(HF_PREFIX),
+            text,
+            max_length,
+        )
 
     def prepare_data(self) -> None:
         """Download data set and tokeniser where they are names on the Hub, and check the columns.
@@ -101,7 +108,9 @@ class LabelledText(HuggingFaceData):
                     f"it has texts, and this is {'missing' if text is None else f'a {type(text).__name__}'}",
                     "leave the row out" if text is None else "write --data.text THE_COLUMN_OF_TEXT",
                 )
-        check_memory(f"{len(texts)} texts of max_length={self.max_length}", 8 * len(texts) * self.max_length)
+        check_memory(
+            f"{len(texts)} texts of max_length={self.max_length}", 8 * len(texts) * self.max_length
+        )
         tokenizer = pretrained_tokenizer(self.tokenizer)
         found = tokenizer(texts, truncation=True, max_length=self.max_length, verbose=False)[IDS]
         full = sum(len(ids) == self.max_length for ids in found)

@@ -42,35 +42,37 @@ ALL = "all"
 
 
 class NaturalInstructions(TextData):
-    """Records of Natural Instructions (Wang et al. 2022, arXiv 2204.07705), or of a data set with its fields
-    ``task_name``, ``definition``, ``inputs`` and ``targets``.
+    """Records of Natural Instructions (Wang et al. 2022, arXiv 2204.07705), or of a data set with
+    its fields ``task_name``, ``definition``, ``inputs`` and ``targets``.
 
-    A record's category is the first one of which a keyword begins a word of its definition, in small letters
-    or capitals; records of none are left out, and ``partition.json`` says how many. The category is the
-    group, and client k belongs to category k mod G: its clients share its records evenly. Equal prompts are
-    never on both sides of a split.
+    A record's category is the first one of which a keyword begins a word of its definition, in
+    small letters or capitals; records of none are left out, and ``partition.json`` says how many.
+    The category is the group, and client k belongs to category k mod G: its clients share its
+    records evenly. Equal prompts are never on both sides of a split.
 
     Args:
         path: a data set of Hugging Face ``datasets``: a name on the Hub, such as
-            ``Muennighoff/natural-instructions``, a folder that ``save_to_disk`` wrote, or a ``.parquet``
-            file; or a file of JSON lines, which needs no library.
+            ``Muennighoff/natural-instructions``, a folder that ``save_to_disk`` wrote, or a
+            ``.parquet`` file; or a file of JSON lines, which needs no library.
         name: configuration of a data set on the Hub; null: its default.
         train: name of the training split.
         test: name of the test split; null: ``test_fraction`` of the training split.
-        test_fraction: share of the prompts that becomes the test set if there is no ``test``, in (0, 1).
+        test_fraction: share of the prompts that becomes the test set if there is no ``test``, in
+            (0, 1).
         columns: names of columns or keys that are not those of the fields, by field, such as
             ``{inputs: article, targets: highlights}``; null: those of the fields.
         constants: texts of fields that the data set has no column of, by field; null: none.
         template: what a network reads, with ``{definition}`` and ``{inputs}`` in their places, see
             :class:`~fl_lightning.data.text.prompts.Prompt`.
-        categories: keywords of each category by its name; null: translation, reasoning, code and rewriting;
-            {}: all records are of one category, whatever their definitions.
-        max_examples: largest number of records of a category that are read of each split, by a hash of their
-            prompts; without ``test``, the test records are among them. null: all.
-        num_clients: number of clients; fewer than there are categories: the later ones are left out.
+        categories: keywords of each category by its name; null: translation, reasoning, code and
+            rewriting; {}: all records are of one category, whatever their definitions.
+        max_examples: largest number of records of a category that are read of each split, by a hash
+            of their prompts; without ``test``, the test records are among them. null: all.
+        num_clients: number of clients; fewer than there are categories: the later ones are left
+            out.
         context: largest number of tokens that the network sees.
-        too_long: what is done with a record longer than the context; refuse: an error; cut: the end of its
-            inputs is left out, and ``partition.json`` says of how many records.
+        too_long: what is done with a record longer than the context; refuse: an error; cut: the end
+            of its inputs is left out, and ``partition.json`` says of how many records.
         generate: whether answers are generated for exact match and ROUGE-L.
         settings: those of all text, see :class:`~fl_lightning.data.TextData`.
     """
@@ -90,7 +92,9 @@ class NaturalInstructions(TextData):
         categories: dict[str, list[str]] | None = None,
         max_examples: Annotated[
             int | None,
-            within("[1, inf)", "a category has one record or more", "write e.g. 2000, or null for all"),
+            within(
+                "[1, inf)", "a category has one record or more", "write e.g. 2000, or null for all"
+            ),
         ] = None,
         num_clients: NumClients = 8,
         context: int = 512,
@@ -127,7 +131,8 @@ class NaturalInstructions(TextData):
         """Read the records.
 
         Raises:
-            InputError: the data set cannot be loaded, a record lacks a text, or a category has no record.
+            InputError: the data set cannot be loaded, a record lacks a text, or a category has no
+                record.
         """
         train, *tests = self._sources()
         left_out: Counter[str] = Counter()
@@ -159,7 +164,9 @@ class NaturalInstructions(TextData):
             "categories": dict(Counter(str(name) for name in groups)),
             "records left out": dict(left_out),
         }
-        test_group = np.array([self.groups.index(str(self.category(record))) for record in test], np.int64)
+        test_group = np.array(
+            [self.groups.index(str(self.category(record))) for record in test], np.int64
+        )
         return (
             self._examples(records, group, self._owners(group, place), place < share),
             self._examples(test, test_group, test_group, None),
@@ -172,7 +179,8 @@ class NaturalInstructions(TextData):
         definition = record.definition
         if definition not in self._known:
             self._known[definition] = next(
-                (name for name in self.groups if _has_keyword(definition, self.categories[name])), None
+                (name for name in self.groups if _has_keyword(definition, self.categories[name])),
+                None,
             )
         return self._known[definition]
 
@@ -198,7 +206,9 @@ class NaturalInstructions(TextData):
     def _rows(self, split: Any, place: str) -> Iterator[tuple[Mapping[str, Any], str]]:
         return ((row, f"{place}, row {number}") for number, row in enumerate(split))
 
-    def _chosen(self, rows: Iterable[tuple[Mapping[str, Any], str]], left_out: Counter[str]) -> list[Record]:
+    def _chosen(
+        self, rows: Iterable[tuple[Mapping[str, Any], str]], left_out: Counter[str]
+    ) -> list[Record]:
         """Return the records of a split that have a category, at most ``max_examples`` of each."""
         found: dict[str, list[Record]] = {name: [] for name in self.groups}
         for row, place in rows:
@@ -216,7 +226,8 @@ class NaturalInstructions(TextData):
         return [record for some in found.values() for record in some]
 
     def _owners(self, group: np.ndarray, place: np.ndarray) -> np.ndarray:
-        """Return the client of each record, int64 ``[N]``: those of a category take turns by the hash."""
+        """Return the client of each record, int64 ``[N]``: those of a category take turns by the
+        hash."""
         owner = np.empty(len(group), np.int64)
         for number in range(len(self.groups)):
             clients = np.arange(number, self.num_clients, len(self.groups))
@@ -226,14 +237,23 @@ class NaturalInstructions(TextData):
         return owner
 
     def _examples(
-        self, records: list[Record], group: np.ndarray, owner: np.ndarray, held_out: np.ndarray | None
+        self,
+        records: list[Record],
+        group: np.ndarray,
+        owner: np.ndarray,
+        held_out: np.ndarray | None,
     ) -> TextExamples:
-        sequences = encode_records(records, self.tokenizer, self.context, self.too_long, template=self.prompt)
-        return TextExamples(sequences, group, owner, [record.task_name for record in records], held_out)
+        sequences = encode_records(
+            records, self.tokenizer, self.context, self.too_long, template=self.prompt
+        )
+        return TextExamples(
+            sequences, group, owner, [record.task_name for record in records], held_out
+        )
 
     @property
     def text_summary(self) -> dict[str, Any]:
-        """The SHA-256 of all records, the training records by category, and how many were left out why."""
+        """The SHA-256 of all records, the training records by category, and how many were left out
+        why."""
         return self._summary
 
 

@@ -1,7 +1,7 @@
 """Pairs of answers to one prompt, as sequences of tokens.
 
-``N`` pairs, ``B`` batch, ``T`` positions that the network sees. A batch has 2 B sequences, the B first
-answers and then the B second ones.
+``N`` pairs, ``B`` batch, ``T`` positions that the network sees. A batch has 2 B sequences, the B
+first answers and then the B second ones.
 """
 
 from __future__ import annotations
@@ -78,9 +78,14 @@ def encode_pairs(
     preferred, cut = [], 0
     for number, pair in enumerate(pairs):
         start = [] if tokenizer.bos is None else [tokenizer.bos]
-        prompt, place = tokenizer.encode(pair.prompt), places[number] if places else f"pair {number + 1}"
+        prompt, place = (
+            tokenizer.encode(pair.prompt),
+            places[number] if places else f"pair {number + 1}",
+        )
         begins = "the prompt is empty, and this tokenizer has no token that begins a text"
-        require(start or prompt, place, begins, "write a prompt, or use a tokenizer with a BOS token")
+        require(
+            start or prompt, place, begins, "write a prompt, or use a tokenizer with a BOS token"
+        )
         answers = [[*tokenizer.encode(text), tokenizer.eos] for text in pair[1:]]
         extra = len(start) + len(prompt) + max(map(len, answers)) - 1 - context
         if extra > 0:
@@ -106,6 +111,8 @@ def encode_pairs(
             row.append((head + answer, len(head)))
     both = [padded(row, tokenizer.pad, context, 0) for row in rows]
     labels = torch.stack([one.target for one in both])
-    target = PairTarget.joined(labels, torch.zeros(2, len(pairs)), torch.tensor(preferred, dtype=torch.bool))
+    target = PairTarget.joined(
+        labels, torch.zeros(2, len(pairs)), torch.tensor(preferred, dtype=torch.bool)
+    )
     length = torch.maximum(both[0].length, both[1].length)
     return PairSequences(torch.stack([one.input_ids for one in both], 1), target, length, cut)

@@ -96,7 +96,9 @@ class PreferenceData(TextData):
             target = PairTarget.joined(asked.labels, torch.cat(found, 1), asked.sign > 0)
             self._sequences[split] = replace(some, target=target)
         network.train(was_training)
-        self.train_target, self.test_target = (self._sequences[split].target for split in ("train", "test"))
+        self.train_target, self.test_target = (
+            self._sequences[split].target for split in ("train", "test")
+        )
 
 
 class PreferencePairs(PreferenceData):
@@ -122,7 +124,9 @@ class PreferencePairs(PreferenceData):
     def __init__(
         self,
         num_clients: NumClients = 8,
-        examples_per_client: Annotated[int, within("[1, inf)", "a client has 1 pair or more", 200)] = 200,
+        examples_per_client: Annotated[
+            int, within("[1, inf)", "a client has 1 pair or more", 200)
+        ] = 200,
         conflict: Annotated[float, within("[0, 1]", "a share lies in [0, 1]", 0.5)] = 0.5,
         tests_per_cluster: Annotated[int, within("[1, inf)", "1 pair or more", 64)] = 64,
         context: int = 56,
@@ -148,7 +152,9 @@ class PreferencePairs(PreferenceData):
         tests = [
             (group, pair)
             for group in range(len(self.groups))
-            for pair in preferences.test_pairs(self.text_seed, group, self.tests_per_cluster, self.conflict)
+            for pair in preferences.test_pairs(
+                self.text_seed, group, self.tests_per_cluster, self.conflict
+            )
         ]
         self.pairs = train, [pair for _, pair in tests]
         group = np.array([group for group, _ in tests], np.int64)
@@ -178,9 +184,9 @@ PAIRS = path_to("file", "no such file", "write a .jsonl or .json file")
 
 
 class PreferenceFiles(PreferenceData):
-    """Preferences of one's own: JSON lines with the texts ``prompt``, ``chosen`` and ``rejected``, or a
-    ``.json`` file that is a list of such objects, or an object with the list of each client under its name,
-    which is then the value of the key ``client``.
+    """Preferences of one's own: JSON lines with the texts ``prompt``, ``chosen`` and ``rejected``,
+    or a ``.json`` file that is a list of such objects, or an object with the list of each client
+    under its name, which is then the value of the key ``client``.
 
     Equal prompts are never held apart: a hash of the prompt says whether a pair is for training,
     validation or test.
@@ -261,18 +267,27 @@ class PreferenceFiles(PreferenceData):
         return found
 
     def _examples(
-        self, lines: Sequence[tuple[AnswerPair, str, str]], names: list[str], held_out: np.ndarray | None
+        self,
+        lines: Sequence[tuple[AnswerPair, str, str]],
+        names: list[str],
+        held_out: np.ndarray | None,
     ) -> TextExamples:
         pairs, places = [pair for pair, *_ in lines], [place for _, place, _ in lines]
         sequences = encode_pairs(pairs, self.tokenizer, self.context, self.too_long, places)
         group = np.array([self.groups.index(name) for *_, name in lines], np.int64)
-        owner = np.array([names.index(name) if name in names else 0 for *_, name in lines], np.int64)
+        owner = np.array(
+            [names.index(name) if name in names else 0 for *_, name in lines], np.int64
+        )
         return TextExamples(sequences, group, owner, held_out=held_out)
 
     @property
     def text_summary(self) -> dict[str, Any]:
         left_out = {"test pairs left out": self._left_out} if self._left_out else {}
-        return {"files": [path.name for path in self.paths if path], "sha256": self._sha256, **left_out}
+        return {
+            "files": [path.name for path in self.paths if path],
+            "sha256": self._sha256,
+            **left_out,
+        }
 
 
 def sha256_of(texts: Iterable[str]) -> str:

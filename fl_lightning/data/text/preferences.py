@@ -82,7 +82,9 @@ def place_of(seed: int, prompt: str) -> float:
     return int.from_bytes(key(seed, f"text/pair_place/{prompt}")[:6], "little") / 2**48
 
 
-def _draw(seed: int, cluster: int, numbers: np.random.Generator, house: bool, *, test: bool) -> RulePair:
+def _draw(
+    seed: int, cluster: int, numbers: np.random.Generator, house: bool, *, test: bool
+) -> RulePair:
     own = [house_tasks()[name] for name in HOUSE_OF]
     shared = next(task for task in tasks()["rewriting"] if task.name == SHARED)
     for _ in range(MAX_DRAWS):

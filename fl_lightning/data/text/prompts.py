@@ -30,19 +30,19 @@ class Record(NamedTuple):
 
 
 class Prompt:
-    """A template of prompts. Blanks at its end belong to the answer: most tokenisers make one token of a
-    blank and the word that follows.
+    """A template of prompts. Blanks at its end belong to the answer: most tokenisers make one token
+    of a blank and the word that follows.
 
     >>> Prompt("### Q: {inputs}\\n### A: ").parts(Record("add", "Add.", "1+2", "3"))
     ('### Q: 1+2', '\\n### A:', ' 3')
 
     Args:
-        template: a text with ``{inputs}`` once, and perhaps ``{definition}``, in their places. What follows
-            ``{inputs}`` is never cut.
+        template: a text with ``{inputs}`` once, and perhaps ``{definition}``, in their places. What
+            follows ``{inputs}`` is never cut.
 
     Attributes:
-        asked: the template up to the end of the inputs, and what stands between them and the answer. Tokens
-            are made of each by itself.
+        asked: the template up to the end of the inputs, and what stands between them and the
+            answer. Tokens are made of each by itself.
 
     Raises:
         InputError: it has no place for the inputs, or several.
@@ -61,9 +61,11 @@ class Prompt:
         self.blanks = after[len(self.tail) :]
 
     def parts(self, record: Record) -> tuple[str, str, str]:
-        """Return the text up to the end of the inputs, what stands between them and the answer, and the
-        answer."""
-        before, tail = (text.replace("{definition}", record.definition) for text in (self.before, self.tail))
+        """Return the text up to the end of the inputs, what stands between them and the answer, and
+        the answer."""
+        before, tail = (
+            text.replace("{definition}", record.definition) for text in (self.before, self.tail)
+        )
         return before + record.inputs, tail, self.blanks + record.targets
 
 

@@ -25,7 +25,9 @@ def read_text(path: Path) -> str:
     """
     with as_bad_input(f"{path}", "it cannot be read", "check the file", OSError):
         data = path.read_bytes()
-    with as_bad_input(f"{path}", "it is not UTF-8", "convert the file to UTF-8", UnicodeDecodeError):
+    with as_bad_input(
+        f"{path}", "it is not UTF-8", "convert the file to UTF-8", UnicodeDecodeError
+    ):
         text = data.decode("utf-8-sig")
     require(text.strip(), f"{path}", "the file is empty", "remove it or fill it")
     return text
@@ -35,8 +37,8 @@ class FieldSources:
     """Where the texts of a record stand in a line or row.
 
     Args:
-        columns: names of keys or columns that are not those of the fields, by field; None: those of the
-            fields.
+        columns: names of keys or columns that are not those of the fields, by field; None: those of
+            the fields.
         constants: texts of fields that no key or column has, by field; None: none.
 
     Raises:
@@ -73,10 +75,12 @@ class FieldSources:
         return checked_record(self.of(row), place, *more, columns=self.columns)
 
 
-def json_records(path: Path, text: str, lists: Collection[str] = ()) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the objects of a file of JSON with their places for messages: one on each line; those of one
-    list; or those of one object whose values are lists, a client's under its name, which each of them then
-    has as ``client``.
+def json_records(
+    path: Path, text: str, lists: Collection[str] = ()
+) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the objects of a file of JSON with their places for messages: one on each line; those
+    of one list; or those of one object whose values are lists, a client's under its name, which
+    each of them then has as ``client``.
 
     Args:
         path: the file, for messages.
@@ -106,8 +110,8 @@ def json_records(path: Path, text: str, lists: Collection[str] = ()) -> Iterator
 
 
 def _whole_document(text: str) -> dict[str, list[Any]] | list[Any] | None:
-    """Return the list of objects, or the object of such lists, that a text is as a whole; None: it is
-    something else, such as lines."""
+    """Return the list of objects, or the object of such lists, that a text is as a whole; None: it
+    is something else, such as lines."""
     if text.lstrip()[:1] not in ("[", "{"):
         return None
     try:
@@ -115,7 +119,9 @@ def _whole_document(text: str) -> dict[str, list[Any]] | list[Any] | None:
     except (ValueError, RecursionError):
         return None
     lists = [*found.values()] if isinstance(found, dict) else [found]
-    objects = all(isinstance(some, list) and all(isinstance(one, dict) for one in some) for some in lists)
+    objects = all(
+        isinstance(some, list) and all(isinstance(one, dict) for one in some) for some in lists
+    )
     return found if objects and any(lists) else None
 
 
@@ -132,7 +138,9 @@ def name_under(key: str, entry: Mapping[str, Any], place: str) -> str:
     """
     require(entry[key] is not None, place, f"the value of {key} is null", "say whose it is")
     name = str(entry[key])
-    require(not SURROGATE.search(name), place, f"the value of {key} is no text", "write another name")
+    require(
+        not SURROGATE.search(name), place, f"the value of {key} is no text", "write another name"
+    )
     return name
 
 
@@ -145,7 +153,8 @@ def checked_record(
         entry: values by name.
         place: where it stands, for messages.
         more: names that it has to have beside those of a record.
-        columns: how the file calls the fields, for messages, by field; None: as they are called here.
+        columns: how the file calls the fields, for messages, by field; None: as they are called
+            here.
 
     Raises:
         InputError: it lacks a name, a value is no text, or there is no answer.
@@ -153,7 +162,11 @@ def checked_record(
     called = {name: (columns or {}).get(name, name) for name in [*Record._fields, *more]}
     missing = [column for name, column in called.items() if name not in entry]
     if missing:
-        keys = f"the key {missing[0]} is" if len(missing) == 1 else f"the keys {', '.join(missing)} are"
+        keys = (
+            f"the key {missing[0]} is"
+            if len(missing) == 1
+            else f"the keys {', '.join(missing)} are"
+        )
         added = ", ".join(f'"{column}": "..."' for column in missing)
         say = "say with --data.columns which keys they are, or with --data.constants what all lines have"
         raise InputError(place, f"{keys} missing", f"add {added}, or {say}")
@@ -167,7 +180,8 @@ def checked_record(
 
 
 def prompt_place(record: Record, purpose: str = "place") -> float:
-    """Return a number in [0, 1) that is a hash of a record's prompt: equal prompts are never held apart."""
+    """Return a number in [0, 1) that is a hash of a record's prompt: equal prompts are never held
+    apart."""
     digest = key(0, f"text/{purpose}/" + "\0".join(record[:3]))
     return int.from_bytes(digest[:6], "little") / 2**48
 

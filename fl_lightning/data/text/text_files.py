@@ -16,7 +16,13 @@ from fl_lightning.data.arrays import check_test_fraction
 from fl_lightning.data.partition import check_memory
 from fl_lightning.data.text.federation import TextData, TextExamples
 from fl_lightning.data.text.prompts import PLAIN, Prompt
-from fl_lightning.data.text.records import FieldSources, json_records, name_under, prompt_place, read_text
+from fl_lightning.data.text.records import (
+    FieldSources,
+    json_records,
+    name_under,
+    prompt_place,
+    read_text,
+)
 from fl_lightning.data.text.tokens import (
     Record,
     Sequences,
@@ -50,32 +56,33 @@ TEXT = path_to("any", "no such file", "write a .jsonl or .txt file, or a folder 
 
 
 class TextFiles(TextData):
-    """Text of one's own: JSON lines with instruction records, or plain text that is cut into windows.
+    """Text of one's own: JSON lines with instruction records, or plain text that is cut into
+    windows.
 
-    A line of a ``.jsonl`` file is an object with the texts ``task_name``, ``definition``, ``inputs`` and
-    ``targets``, the fields of Natural Instructions; other keys may be there. A ``.json`` file may also be one
-    list of such objects, or one object with the list of each client under its name, which is then the value
-    of the key ``client``. A plain text file (``.txt``,
+    A line of a ``.jsonl`` file is an object with the texts ``task_name``, ``definition``,
+    ``inputs`` and ``targets``, the fields of Natural Instructions; other keys may be there. A
+    ``.json`` file may also be one list of such objects, or one object with the list of each client
+    under its name, which is then the value of the key ``client``. A plain text file (``.txt``,
     ``.md``) is one client and one group; its windows do not overlap in what they predict.
 
     Args:
         train: a file, or a folder whose files are read in the order of their names.
         test: a file or folder of the same kind; null: ``test_fraction`` of ``train``.
-        test_fraction: share of the training files that becomes the test set if there is no ``test``, in
-            (0, 1): of records those with certain inputs, of plain text the end of each file; a file of one
-            window has none.
+        test_fraction: share of the training files that becomes the test set if there is no
+            ``test``, in (0, 1): of records those with certain inputs, of plain text the end of each
+            file; a file of one window has none.
         client: key of a record that says whose it is; null: the file.
         group: key of a record that says its group, by which partitions deal it out; null: the file.
         num_clients: number of clients; 0: as many as write in the training files.
-        too_long: what is done with a record longer than the context; refuse: an error; cut: the end of its
-            inputs is left out, and ``partition.json`` says of how many records.
-        columns: names of keys that are not those of the fields, by field, such as ``{inputs: instruction,
-            targets: response}``; null: those of the fields.
+        too_long: what is done with a record longer than the context; refuse: an error; cut: the end
+            of its inputs is left out, and ``partition.json`` says of how many records.
+        columns: names of keys that are not those of the fields, by field, such as ``{inputs:
+            instruction, targets: response}``; null: those of the fields.
         constants: texts of fields that no key has, by field; null: none.
         template: what a network reads, with ``{definition}`` and ``{inputs}`` in their places, see
             :class:`~fl_lightning.data.text.prompts.Prompt`.
-        settings: those of all text, see :class:`~fl_lightning.data.TextData`; ``context`` is the length of a
-            window of plain text too.
+        settings: those of all text, see :class:`~fl_lightning.data.TextData`; ``context`` is the
+            length of a window of plain text too.
     """
 
     dataset = "text_files"
@@ -88,7 +95,10 @@ class TextFiles(TextData):
         client: str | None = None,
         group: str | None = "task_name",
         num_clients: Annotated[
-            int, within("[0, inf)", "a federation has at least one client", "write 0 for those of the files")
+            int,
+            within(
+                "[0, inf)", "a federation has at least one client", "write 0 for those of the files"
+            ),
         ] = 0,
         too_long: TooLong = "refuse",
         columns: dict[str, str] | None = None,
@@ -220,12 +230,14 @@ class TextFiles(TextData):
         return text
 
     def _lines(self, path: Path) -> Iterator[Line]:
-        yield from record_lines(path, self._text(path), self.client_key, self.group_key, self.fields)
+        yield from record_lines(
+            path, self._text(path), self.client_key, self.group_key, self.fields
+        )
 
     @property
     def text_summary(self) -> dict[str, Any]:
-        """The SHA-256 of all files' texts, the clients' names, and how many test records were left out
-        because they are training records too."""
+        """The SHA-256 of all files' texts, the clients' names, and how many test records were left
+        out because they are training records too."""
         return {
             "sha256": self._digest.hexdigest(),
             "clients": self.client_names,
@@ -241,7 +253,9 @@ def text_files(path: Path) -> list[Path]:
     """
     suffixes = RECORD_SUFFIXES + PROSE_SUFFIXES
     if path.is_dir():
-        found = sorted(file for file in path.iterdir() if file.is_file() and file.suffix in suffixes)
+        found = sorted(
+            file for file in path.iterdir() if file.is_file() and file.suffix in suffixes
+        )
     else:
         TEXT.check(path)
         found = [path]
@@ -279,7 +293,9 @@ def record_lines(
     for entry, place in json_records(path, text):
         record = fields.checked(entry, place, *filter(None, (client_key, group_key)))
         known = fields.of(entry)
-        names = [name_under(key, known, place) if key else path.name for key in (client_key, group_key)]
+        names = [
+            name_under(key, known, place) if key else path.name for key in (client_key, group_key)
+        ]
         yield Line(record, place, *names)
 
 

@@ -1,7 +1,8 @@
 """Batches that are bounded by their number of tokens, padding included.
 
-A batch of ``b`` sequences is as wide as its longest, so it has ``b`` times that many tokens. How many batches
-an epoch has, and of which sizes, follows from the lengths alone: steps are counted before an order is drawn.
+A batch of ``b`` sequences is as wide as its longest, so it has ``b`` times that many tokens. How
+many batches an epoch has, and of which sizes, follows from the lengths alone: steps are counted
+before an order is drawn.
 
 ``n`` sequences of a client, ``S`` sequences of its round.
 """
@@ -17,8 +18,8 @@ from fl_lightning.rng import stream
 def token_batch_sizes(length: np.ndarray, batch_size: int, batch_tokens: int) -> list[int]:
     """Return the sizes of the batches of one epoch, the largest first.
 
-    The sequences are packed in the order of their lengths, the shortest first, each into the last batch while
-    that stays within both bounds.
+    The sequences are packed in the order of their lengths, the shortest first, each into the last
+    batch while that stays within both bounds.
 
     Args:
         length: tokens of each sequence, int64 ``[n]``, each at most ``batch_tokens``.
@@ -50,9 +51,9 @@ def draw_token_pass(
 ) -> Pass:
     """Draw the batches of a client in one round, a function of (seed, round, client) alone.
 
-    In every epoch each batch takes, beginning with the largest, the first sequences of a drawn order that are
-    short enough for it. Those that are too long for a batch are then left for smaller ones, in which they
-    have a place. The order of the batches is drawn too.
+    In every epoch each batch takes, beginning with the largest, the first sequences of a drawn
+    order that are short enough for it. Those that are too long for a batch are then left for
+    smaller ones, in which they have a place. The order of the batches is drawn too.
 
     Args:
         length: tokens of each of the client's sequences, int64 ``[n]``.
@@ -64,7 +65,10 @@ def draw_token_pass(
         epochs: number of epochs.
         steps: largest number of batches; None: all.
     """
-    sizes, rng = token_batch_sizes(length, batch_size, batch_tokens), stream(seed, "batches", round, client)
+    sizes, rng = (
+        token_batch_sizes(length, batch_size, batch_tokens),
+        stream(seed, "batches", round, client),
+    )
     batches: list[np.ndarray] = []
     for _ in range(epochs):
         left, epoch = rng.permutation(len(length)), []
@@ -74,4 +78,6 @@ def draw_token_pass(
             left = np.delete(left, taken)
         batches += [epoch[place] for place in rng.permutation(len(sizes))]
     batches = batches[:steps]
-    return Pass(np.concatenate([np.empty(0, np.int64), *batches]), [len(batch) for batch in batches], None)
+    return Pass(
+        np.concatenate([np.empty(0, np.int64), *batches]), [len(batch) for batch in batches], None
+    )

@@ -1,4 +1,5 @@
-"""A federation over token ids of one's own: text that is tokenised already, or sequences of anything else."""
+"""A federation over token ids of one's own: text that is tokenised already, or sequences of
+anything else."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ import numpy as np
 import torch
 
 from fl_lightning.config.recorded import Recorded
-from fl_lightning.data.arrays import ClientCount, check_count, check_test_fraction, number_names, sha256_of
+from fl_lightning.data.arrays import (
+    ClientCount,
+    check_count,
+    check_test_fraction,
+    number_names,
+    sha256_of,
+)
 from fl_lightning.data.items import Key
 from fl_lightning.data.map_style import (
     DataModuleCallable,
@@ -55,33 +62,38 @@ class TokenNumbers(Recorded):
 
 
 class TokenData(TextData):
-    """Sequences of token ids from a map-style dataset of one's own, from a file, or of Hugging Face.
+    """Sequences of token ids from a map-style dataset of one's own, from a file, or of Hugging
+    Face.
 
-    An item is a row of ids, a tuple ``(ids, labels)``, or a dictionary with ``input_ids`` and perhaps
-    ``labels``, ``loss_mask`` or ``attention_mask``. Labels are those of transformers: as long as the ids,
-    each the token itself, or -100 where nothing is learnt; the shift by one is made here. A ``loss_mask``
-    says the same with 1 and 0. With neither, every token but the first is learnt. Nothing is added to the
-    ids, neither a beginning nor an end; items have different lengths and are padded in batches. Equal items
-    are never on both sides of the split into training and test.
+    An item is a row of ids, a tuple ``(ids, labels)``, or a dictionary with ``input_ids`` and
+    perhaps ``labels``, ``loss_mask`` or ``attention_mask``. Labels are those of transformers: as
+    long as the ids, each the token itself, or -100 where nothing is learnt; the shift by one is
+    made here. A ``loss_mask`` says the same with 1 and 0. With neither, every token but the first
+    is learnt. Nothing is added to the ids, neither a beginning nor an end; items have different
+    lengths and are padded in batches. Equal items are never on both sides of the split into
+    training and test.
 
     Args:
-        train: class path and arguments of the training dataset; ``TokenFile`` reads a file. In Python also
-            the dataset itself, such as one of Hugging Face.
-        test: the test dataset; null: ``test_fraction`` of the training items. Test items that are training
-            items too are left out.
-        test_fraction: share of the different items that becomes the test set if there is no ``test``, in
-            (0, 1).
+        train: class path and arguments of the training dataset; ``TokenFile`` reads a file. In
+            Python also the dataset itself, such as one of Hugging Face.
+        test: the test dataset; null: ``test_fraction`` of the training items. Test items that are
+            training items too are left out.
+        test_fraction: share of the different items that becomes the test set if there is no
+            ``test``, in (0, 1).
         vocab_size: number of tokens; null: that of the tokeniser.
         eos: the token that ends an answer, with ``vocab_size`` and ``generate``; null: none.
-        client: name (of a tuple the position) of whose an item is, for the partition Natural; null: none.
+        client: name (of a tuple the position) of whose an item is, for the partition Natural; null:
+            none.
         group: name or position of what partitions deal the items out by; null: none.
         num_clients: number of clients; 0: those that ``client`` names.
-        partition: rule that assigns items to clients; null: Natural with ``client``, Dirichlet(0.1) with
-            ``group``, else IID.
-        context: largest number of tokens that the network sees at once; an item of L tokens takes L - 1.
+        partition: rule that assigns items to clients; null: Natural with ``client``, Dirichlet(0.1)
+            with ``group``, else IID.
+        context: largest number of tokens that the network sees at once; an item of L tokens takes L
+            - 1.
         too_long: what is done with a longer item; refuse: an error; cut: its end is left out.
         tokenizer: what the ids are of; null: bytes, or with ``vocab_size`` numbers without text.
-        generate: whether answers, the labelled tokens of an item, are generated for exact match and ROUGE-L.
+        generate: whether answers, the labelled tokens of an item, are generated for exact match and
+            ROUGE-L.
         settings: those of all text, see :class:`~fl_lightning.data.TextData`.
     """
 
@@ -133,7 +145,8 @@ class TokenData(TextData):
             for split, (dataset, place) in self.datasets().items()
         }
         seen, left_out = {_digest(item) for item in parts["train"]}, {"test": 0}
-        for split, of in (("val", "validation"), ("test", "test")):  # whoever validates is not tested
+        # whoever validates is not tested
+        for split, of in (("val", "validation"), ("test", "test")):
             if split not in parts:
                 continue
             kept = [item for item in parts[split] if _digest(item) not in seen]
@@ -172,8 +185,8 @@ class TokenData(TextData):
         return train, test
 
     def datasets(self) -> dict[str, tuple[Any, str]]:
-        """Return the dataset of each split, ``train`` and perhaps ``val`` and ``test``, and its name for
-        messages.
+        """Return the dataset of each split, ``train`` and perhaps ``val`` and ``test``, and its
+        name for messages.
 
         Raises:
             InputError: one cannot be made.
@@ -183,7 +196,9 @@ class TokenData(TextData):
             for split, source in zip(("train", "test"), self.sources, strict=True)
             if source is not None
         }
-        return {split: (dataset, f"data.{split} {name_of(dataset)}") for split, dataset in found.items()}
+        return {
+            split: (dataset, f"data.{split} {name_of(dataset)}") for split, dataset in found.items()
+        }
 
     def _examples(
         self, items: list[TokenItem], groups: dict[Any, int], clients: dict[Any, int]
@@ -192,24 +207,27 @@ class TokenData(TextData):
         if self.generate:
             _check_answers(items, sequences.target, self.tokenizer.eos)
         group = np.array([groups.get(item.group, 0) for item in items], np.int64)
-        owner = np.array([clients.get(item.client, 0) for item in items], np.int64) if clients else None
+        owner = (
+            np.array([clients.get(item.client, 0) for item in items], np.int64) if clients else None
+        )
         return TextExamples(sequences, group, owner)
 
     @property
     def text_summary(self) -> dict[str, Any]:
-        """The SHA-256 of all items, the clients' names, and how many items of other splits were left out
-        because they are training items too."""
+        """The SHA-256 of all items, the clients' names, and how many items of other splits were
+        left out because they are training items too."""
         return self._summary
 
 
 class DataModuleTokens(TokenData):
     """Sequences of token ids from the loaders of a ``LightningDataModule``.
 
-    The items of the datasets behind ``train_dataloader``, ``val_dataloader`` and ``test_dataloader`` are read
-    as :class:`TokenData` reads them; the loaders' batches, samplers and collate functions are not used. Items
-    of ``val_dataloader`` are the clients' validation examples and are dealt out like the others; without it
-    ``val_fraction`` is held out. Without ``test_dataloader``, ``test_fraction`` of the training items is the
-    test set. Validation and test items that are training items too are left out.
+    The items of the datasets behind ``train_dataloader``, ``val_dataloader`` and
+    ``test_dataloader`` are read as :class:`TokenData` reads them; the loaders' batches, samplers
+    and collate functions are not used. Items of ``val_dataloader`` are the clients' validation
+    examples and are dealt out like the others; without it ``val_fraction`` is held out. Without
+    ``test_dataloader``, ``test_fraction`` of the training items is the test set. Validation and
+    test items that are training items too are left out.
 
     Args:
         module: class path and arguments of the module; in Python a function that returns it.
@@ -251,7 +269,12 @@ def _tokenizer_of(
         InputError: two things say how many tokens there are, or the end of an answer is no token.
     """
     if vocab_size is None:
-        require(eos is None, f"eos={eos} without vocab_size", "the tokeniser has an end", "leave eos out")
+        require(
+            eos is None,
+            f"eos={eos} without vocab_size",
+            "the tokeniser has an end",
+            "leave eos out",
+        )
         return chosen_tokenizer(tokenizer)
     require(
         tokenizer is None,
@@ -259,7 +282,9 @@ def _tokenizer_of(
         "the tokeniser says how many tokens there are",
         "leave vocab_size out",
     )
-    require(vocab_size >= 2, f"vocab_size={vocab_size}", "there are 2 tokens or more", "write e.g. 1000")
+    require(
+        vocab_size >= 2, f"vocab_size={vocab_size}", "there are 2 tokens or more", "write e.g. 1000"
+    )
     require(
         eos is None or 0 <= eos < vocab_size,
         f"eos={eos}",
@@ -296,7 +321,9 @@ def _split(items: list[TokenItem], fraction: float) -> dict[str, list[TokenItem]
     count = min(max(round(fraction * len(different)), 1), len(different) - 1)
     chosen = set(different[:count])
     return {
-        "train": [item for item, digest in zip(items, digests, strict=True) if digest not in chosen],
+        "train": [
+            item for item, digest in zip(items, digests, strict=True) if digest not in chosen
+        ],
         "test": [item for item, digest in zip(items, digests, strict=True) if digest in chosen],
     }
 

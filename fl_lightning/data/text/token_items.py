@@ -55,14 +55,15 @@ class TokenItem(NamedTuple):
 
 
 class TokenFile(Dataset):
-    """Token ids of a file: a JSON object on each line, a Parquet file, or a folder of ``save_to_disk`` of
-    Hugging Face ``datasets``.
+    """Token ids of a file: a JSON object on each line, a Parquet file, or a folder of
+    ``save_to_disk`` of Hugging Face ``datasets``.
 
-    An item has ``input_ids``, and perhaps ``labels`` or ``loss_mask``, ``attention_mask`` and other values.
+    An item has ``input_ids``, and perhaps ``labels`` or ``loss_mask``, ``attention_mask`` and other
+    values.
 
     Args:
-        path: the ``.jsonl`` or ``.parquet`` file, or the folder; of a folder with several splits the folder
-            of one of them, such as ``tokens/train``.
+        path: the ``.jsonl`` or ``.parquet`` file, or the folder; of a folder with several splits
+            the folder of one of them, such as ``tokens/train``.
 
     Raises:
         InputError: it cannot be read.
@@ -86,7 +87,9 @@ class TokenFile(Dataset):
             found = found["train"]
         if isinstance(found, dict):
             raise InputError(
-                f"{path}", f"it has the splits {', '.join(found)}", f"write {file / next(iter(found))}"
+                f"{path}",
+                f"it has the splits {', '.join(found)}",
+                f"write {file / next(iter(found))}",
             )
         self.rows = found
 
@@ -100,11 +103,12 @@ class TokenFile(Dataset):
 def read_token_items(
     dataset: Any, place: str, vocab_size: int, client: Key | None, group: Key | None
 ) -> list[TokenItem]:
-    """Read all items of a dataset: ids, ``(ids, labels)`` or a dictionary of :data:`PARTS` and others.
+    """Read all items of a dataset: ids, ``(ids, labels)`` or a dictionary of :data:`PARTS` and
+    others.
 
-    Labels are those of transformers: as long as the ids, each the token itself or -100 where it is not
-    learnt. Instead a loss mask says 1 or 0 of each token; with neither, all tokens are learnt. Where the
-    attention mask is 0, on either side, there is padding, which is left out.
+    Labels are those of transformers: as long as the ids, each the token itself or -100 where it is
+    not learnt. Instead a loss mask says 1 or 0 of each token; with neither, all tokens are learnt.
+    Where the attention mask is 0, on either side, there is padding, which is left out.
 
     Args:
         dataset: a map-style dataset.
@@ -118,7 +122,9 @@ def read_token_items(
     """
     return [
         TokenItem(
-            *_token_item(item_at(dataset, number, where), where, vocab_size, client, group), place, number
+            *_token_item(item_at(dataset, number, where), where, vocab_size, client, group),
+            place,
+            number,
         )
         for number in range(count_items(dataset, place))
         for where in (f"{place}, item {number}",)
@@ -158,7 +164,9 @@ def _token_item(
         "label some (the labels are the token ids, -100 where nothing is learnt), or leave it out",
     )
     labelled[0] = False  # nothing stands before it, from which it could be predicted
-    owner, kind = (None if key is None else plain(_value(item, key, where)) for key in (client, group))
+    owner, kind = (
+        None if key is None else plain(_value(item, key, where)) for key in (client, group)
+    )
     return ids, labelled, owner, kind
 
 
@@ -183,7 +191,10 @@ def _value(item: Any, key: Key, where: str) -> Any:
     if isinstance(item, Mapping):
         names = [name for name in item if name not in PARTS]
         require(
-            key in item, f"{key}", f"{where} has no such name", f"write {nearest_or_list(key, names or item)}"
+            key in item,
+            f"{key}",
+            f"{where} has no such name",
+            f"write {nearest_or_list(key, names or item)}",
         )
     else:
         there = isinstance(item, tuple) and isinstance(key, int) and 0 <= key < len(item)
@@ -235,7 +246,12 @@ def _labelled(parts: Mapping[str, Any], ids: np.ndarray, where: str) -> np.ndarr
 def _mask(values: Any, name: str, length: int, where: str) -> np.ndarray:
     found = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
     _check_length(found, name, length, where)
-    require(np.isin(found, (0, 1)).all(), where, f"its {name} has values other than 0 and 1", "write 0 or 1")
+    require(
+        np.isin(found, (0, 1)).all(),
+        where,
+        f"its {name} has values other than 0 and 1",
+        "write 0 or 1",
+    )
     return found.astype(bool)
 
 
@@ -248,15 +264,17 @@ def _check_length(values: np.ndarray, name: str, length: int, where: str) -> Non
     )
 
 
-def token_sequences(items: Sequence[TokenItem], pad: int, context: int, too_long: TooLong) -> Sequences:
+def token_sequences(
+    items: Sequence[TokenItem], pad: int, context: int, too_long: TooLong
+) -> Sequences:
     """Return items as sequences. The last token is only a target, so L tokens take L - 1 positions.
 
     Args:
         items: the items.
         pad: id of the padding.
         context: T, the largest number of positions.
-        too_long: what is done with an item of more positions. refuse: an error; cut: its end is left out, and
-            ``Sequences.cut`` counts it.
+        too_long: what is done with an item of more positions. refuse: an error; cut: its end is
+            left out, and ``Sequences.cut`` counts it.
 
     Raises:
         InputError: an item is too long, or of one that is cut nothing is left to learn.
@@ -278,7 +296,9 @@ def token_sequences(items: Sequence[TokenItem], pad: int, context: int, too_long
                 f"write context: {len(ids) - 1}, or too_long: cut",
             )
             rule = f"none of its first {context + 1} tokens is to be learnt"
-            require(labelled[: count + 1].any(), given, rule, "write a larger context, or leave it out")
+            require(
+                labelled[: count + 1].any(), given, rule, "write a larger context, or leave it out"
+            )
             cut += 1
         input_ids[number, :count] = torch.from_numpy(ids[:count])
         learnt = np.where(labelled, ids, IGNORED)[1 : count + 1]

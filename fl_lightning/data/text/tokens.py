@@ -71,12 +71,14 @@ class HuggingFaceTokenizer(Recorded):
     """A tokeniser of transformers, of the extra ``fl_lightning[language]``.
 
     Args:
-        name: name or folder of a pretrained tokeniser, or ``package:NAME``, an installed Python package.
+        name: name or folder of a pretrained tokeniser, or ``package:NAME``, an installed Python
+            package.
         gguf_file: the file in the folder, where the tokeniser is part of GGUF weights.
         tokenizer: a ``PreTrainedTokenizerBase`` in place of a name, in Python.
 
     Raises:
-        InputError: transformers is not installed, there is no such tokeniser, or it has no end token.
+        InputError: transformers is not installed, there is no such tokeniser, or it has no end
+            token.
     """
 
     def __init__(self, name: str = "", tokenizer: Any = None, gguf_file: str | None = None) -> None:
@@ -102,7 +104,8 @@ class HuggingFaceTokenizer(Recorded):
 
 
 TokenizerSetting: TypeAlias = Tokenizer | str | None
-"""A tokeniser; ``hf:NAME_OR_FOLDER``, the one of transformers, as a network is named; None: bytes."""
+"""A tokeniser; ``hf:NAME_OR_FOLDER``, the one of transformers, as a network is named; None:
+bytes."""
 
 
 def chosen_tokenizer(setting: TokenizerSetting) -> Tokenizer:
@@ -132,9 +135,13 @@ def pretrained_tokenizer(name: str, gguf_file: str | None = None) -> Any:
         InputError: transformers is not installed, or there is no such tokeniser.
     """
     given = f"tokenizer {name!r}"
-    with as_bad_input(given, "it needs transformers", "pip install 'fl_lightning[language]'", ImportError):
+    with as_bad_input(
+        given, "it needs transformers", "pip install 'fl_lightning[language]'", ImportError
+    ):
         from transformers import AutoTokenizer
-    with as_bad_input(given, "it cannot be read", "write its name or its folder", OSError, ValueError):
+    with as_bad_input(
+        given, "it cannot be read", "write its name or its folder", OSError, ValueError
+    ):
         file = {} if gguf_file is None else {"gguf_file": gguf_file}
         return AutoTokenizer.from_pretrained(model_folder(name), **file)
 
@@ -160,7 +167,9 @@ class Sequences:
 
     def to(self, device: torch.device) -> Sequences:
         """Return the same examples on a device."""
-        return Sequences(self.input_ids.to(device), self.target.to(device), self.length.to(device), self.cut)
+        return Sequences(
+            self.input_ids.to(device), self.target.to(device), self.length.to(device), self.cut
+        )
 
     def batch(self, index: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Return inputs and targets of some examples, trimmed to the longest of them.
@@ -188,7 +197,8 @@ def encode_records(
     can_cut: bool = True,
     template: Prompt = PLAIN_PROMPT,
 ) -> Sequences:
-    """Return records as sequences: BOS, prompt, answer, EOS. The loss is that of the answer and EOS.
+    """Return records as sequences: BOS, prompt, answer, EOS. The loss is that of the answer and
+    EOS.
 
     The last token is only a target, so a record of L tokens takes L - 1 positions.
 
@@ -196,9 +206,11 @@ def encode_records(
         records: the records.
         tokenizer: makes the tokens; prompt and answer are encoded apart.
         context: T, the largest number of positions.
-        too_long: what is done with a record of more positions. refuse: an error; cut: the end of its inputs
-            is left out, and of its answer too where that is not enough, and ``Sequences.cut`` counts it.
-        places: where each record stands, for the message, such as a file and line; None: its number.
+        too_long: what is done with a record of more positions. refuse: an error; cut: the end of
+            its inputs is left out, and of its answer too where that is not enough, and
+            ``Sequences.cut`` counts it.
+        places: where each record stands, for the message, such as a file and line; None: its
+            number.
         can_cut: whether ``too_long`` is a setting of the data, which the message may propose.
         template: how the texts of a record become prompt and answer.
 
@@ -244,9 +256,9 @@ def _positions(parts: Sequence[str], tokenizer: Tokenizer) -> int:
 def encode_windows(text: str, tokenizer: Tokenizer, context: int) -> Sequences:
     """Cut a text into windows of consecutive tokens, without overlap of what is predicted.
 
-    Each window starts with BOS and predicts the next ``context`` tokens: every token of the text is a target
-    exactly once. Without BOS a window starts with the last token of the one before it, and the first token
-    of the text is no target. The last window may be shorter.
+    Each window starts with BOS and predicts the next ``context`` tokens: every token of the text is
+    a target exactly once. Without BOS a window starts with the last token of the one before it, and
+    the first token of the text is no target. The last window may be shorter.
 
     Args:
         text: the text.
@@ -256,9 +268,13 @@ def encode_windows(text: str, tokenizer: Tokenizer, context: int) -> Sequences:
     _check_context(context)
     ids = tokenizer.encode(text)
     if tokenizer.bos is None:
-        windows = [ids[start : start + context + 1] for start in range(0, max(len(ids) - 1, 0), context)]
+        windows = [
+            ids[start : start + context + 1] for start in range(0, max(len(ids) - 1, 0), context)
+        ]
     else:
-        windows = [[tokenizer.bos, *ids[start : start + context]] for start in range(0, len(ids), context)]
+        windows = [
+            [tokenizer.bos, *ids[start : start + context]] for start in range(0, len(ids), context)
+        ]
     return padded([(window, 1) for window in windows], tokenizer.pad, context, 0)
 
 

@@ -25,16 +25,20 @@ def require_tls(address: str, certificates: str | None, flag: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 1 <= int(port) <= MAX_PORT:
         raise InputError(
-            f"address {address}", f"it has a host and a port, 1 to {MAX_PORT}", f"write e.g. {SUPERLINK}"
+            f"address {address}",
+            f"it has a host and a port, 1 to {MAX_PORT}",
+            f"write e.g. {SUPERLINK}",
         )
     if certificates is not None:
-        path_to("file", "there is no such file", "name one in PEM form", given=f"{flag} {{value}}").check(
-            certificates
-        )
+        path_to(
+            "file", "there is no such file", "name one in PEM form", given=f"{flag} {{value}}"
+        ).check(certificates)
         return
     if not is_loopback(host):
         raise InputError(
-            f"address {address} without {flag}", "another machine is talked to over TLS", f"give {flag}"
+            f"address {address} without {flag}",
+            "another machine is talked to over TLS",
+            f"give {flag}",
         )
 
 
@@ -73,16 +77,20 @@ def require_host(address: str, flag: str) -> None:
         InputError: it is not found.
     """
     if reason := not_found(address):
-        raise InputError(f"{flag} {address}", f"its host is not found ({reason})", f"write e.g. {SUPERLINK}")
+        raise InputError(
+            f"{flag} {address}", f"its host is not found ({reason})", f"write e.g. {SUPERLINK}"
+        )
 
 
 def check_handshake(address: str, certificates: str | None, flag: str) -> None:
-    """Refuse a SuperLink whose certificate does not hold: Flower would try again and again, in silence.
+    """Refuse a SuperLink whose certificate does not hold: Flower would try again and again, in
+    silence.
 
     One that does not answer is left to Flower, which waits for it.
 
     Raises:
-        InputError: its certificate has expired, is of another host, or nobody that is trusted signed it.
+        InputError: its certificate has expired, is of another host, or nobody that is trusted
+            signed it.
     """
     if certificates is None:
         return

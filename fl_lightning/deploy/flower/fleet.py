@@ -1,12 +1,13 @@
 """A node's own connection to a SuperLink, in the place of a SuperNode.
 
-A SuperNode starts a process for each message, which imports the app that its SuperLink hands it, and looks
-for work every three seconds. A node of this package knows what to do with a message, so it speaks the
-SuperLink's Fleet API itself, with the connection that Flower's SuperNode is made of: its registration, keys,
-TLS, heartbeats and retries. It never loads an app, so no code reaches it, and a message costs milliseconds.
+A SuperNode starts a process for each message, which imports the app that its SuperLink hands it,
+and looks for work every three seconds. A node of this package knows what to do with a message, so
+it speaks the SuperLink's Fleet API itself, with the connection that Flower's SuperNode is made of:
+its registration, keys, TLS, heartbeats and retries. It never loads an app, so no code reaches it,
+and a message costs milliseconds.
 
-The names that this file imports from ``flwr`` are those of versions 1.41 and 1.42, and Flower does not
-promise them; ``--connection supernode`` needs none of them.
+The names that this file imports from ``flwr`` are those of versions 1.41 and 1.42, and Flower does
+not promise them; ``--connection supernode`` needs none of them.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ log = logging.getLogger("fl_lightning")
 
 RECONNECT_SECONDS = 5.0  # between attempts to reach a SuperLink that went away
 LET_IN_SECONDS = 90.0  # that a node with a key tries to be let in
-"""A node that was killed counts as connected for a minute, and one with the same key is not let in until
-then."""
+"""A node that was killed counts as connected for a minute, and one with the same key is not let in
+until then."""
 
-NOT_YET = "not let in yet: its key is not registered there, or its connection from before has not ended"
+NOT_YET = (
+    "not let in yet: its key is not registered there, or its connection from before has not ended"
+)
 
 Answer = Callable[[bytes], bytes]
 
@@ -53,10 +56,11 @@ def serve(
     private_key: str | None = None,
     goes_on: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Answer the messages of a SuperLink until ``goes_on`` says otherwise; it is asked before each look.
+    """Answer the messages of a SuperLink until ``goes_on`` says otherwise; it is asked before each
+    look.
 
-    A SuperLink that goes away is waited for: once it is back, the node is there again, as a new one if it has
-    been forgotten. So is a place that a node with the same key has not left yet.
+    A SuperLink that goes away is waited for: once it is back, the node is there again, as a new one
+    if it has been forgotten. So is a place that a node with the same key has not left yet.
 
     Args:
         address: host and port of the SuperLink.
@@ -64,11 +68,12 @@ def serve(
         home: folder of Flower's own files.
         name: of the node, for the log.
         root_certificates: file with the certificate that signed the SuperLink's; None: no TLS.
-        private_key: file with the node's key, in OpenSSH form; None: one that is made for this process.
+        private_key: file with the node's key, in OpenSSH form; None: one that is made for this
+            process.
 
     Raises:
-        InputError: the key cannot be read, the SuperLink's certificate does not hold, or this version of
-            Flower is another.
+        InputError: the key cannot be read, the SuperLink's certificate does not hold, or this
+            version of Flower is another.
         RunStopped: the SuperLink does not let this node in.
     """
     os.environ.update(environment(home))
@@ -78,7 +83,9 @@ def serve(
         if reason := not_found(address):
             if not told:
                 log.warning(
-                    "%s: its host is not found (%s); the node goes on looking for it", address, reason
+                    "%s: its host is not found (%s); the node goes on looking for it",
+                    address,
+                    reason,
                 )
             told = True
             time.sleep(RECONNECT_SECONDS)
@@ -117,11 +124,14 @@ def _connector(
         from flwr.supernode import fleet_http_connection
         from flwr.supernode.fleet_http_connection import http_request_response
     fleet_http_connection.flwr_exit = _refuse
-    # of ``os`` both use getpid and kill alone, to end a process that a SuperLink does not know (any more)
+    # of ``os`` both use getpid and kill alone, to end a process that a SuperLink does not know (any
+    # more)
     http_retry.os = SimpleNamespace(getpid=os.getpid, kill=_forgotten)
     fleet_http_connection.os = SimpleNamespace(getpid=os.getpid, kill=_end_heartbeats)
     keys = None if private_key is None else _keys(Path(private_key))
-    return partial(http_request_response, address, root_certificates is None, root_certificates, keys)
+    return partial(
+        http_request_response, address, root_certificates is None, root_certificates, keys
+    )
 
 
 def _refuse(code: int, message: str = "", **details: Any) -> NoReturn:
@@ -134,8 +144,9 @@ def _refuse(code: int, message: str = "", **details: Any) -> NoReturn:
 
 
 def _forgotten(pid: int, number: int) -> NoReturn:
-    """Stand in for the signal with which Flower ends a process that its SuperLink does not know any more, so
-    that the node connects anew: a SuperLink that was started without its database knows no node.
+    """Stand in for the signal with which Flower ends a process that its SuperLink does not know any
+    more, so that the node connects anew: a SuperLink that was started without its database knows no
+    node.
 
     Raises:
         NotLetInError: always.
@@ -144,8 +155,8 @@ def _forgotten(pid: int, number: int) -> NoReturn:
 
 
 def _end_heartbeats(pid: int, number: int) -> NoReturn:
-    """Stand in for the same signal in the thread of heartbeats, which ends; the next look for work finds the
-    same."""
+    """Stand in for the same signal in the thread of heartbeats, which ends; the next look for work
+    finds the same."""
     raise SystemExit
 
 
@@ -194,7 +205,10 @@ def _answer_next(calls: tuple[Any, ...], answer: Answer) -> bool:
         get_object_tree,
         no_object_id_recompute,
     )
-    from flwr.supercore.inflatable.inflatable_utils import pull_and_inflate_object_from_tree, push_objects
+    from flwr.supercore.inflatable.inflatable_utils import (
+        pull_and_inflate_object_from_tree,
+        push_objects,
+    )
 
     _, receive, send, _, _, pull, push, confirm = calls
     received = receive()
@@ -211,5 +225,7 @@ def _answer_next(calls: tuple[Any, ...], answer: Answer) -> bool:
     with no_object_id_recompute():  # else each look at an id hashes the whole answer
         reply.metadata.__dict__["_message_id"] = reply.object_id
         wanted, session = send(reply, get_object_tree(reply), time.monotonic() - started)
-        push_objects(get_all_nested_objects(reply), partial(push, run, session), object_ids_to_push=wanted)
+        push_objects(
+            get_all_nested_objects(reply), partial(push, run, session), object_ids_to_push=wanted
+        )
     return True

@@ -1,4 +1,5 @@
-"""Flower's programs as child processes, which end with this one: SuperLink, SuperNode, ``flwr run``."""
+"""Flower's programs as child processes, which end with this one: SuperLink, SuperNode, ``flwr
+run``."""
 
 from __future__ import annotations
 
@@ -68,17 +69,23 @@ class Started:
             self._before = {signal.SIGTERM: signal.signal(signal.SIGTERM, _leave)}
         return self
 
-    def start(self, words: Sequence[str], home: Path, output: Path | None = None) -> subprocess.Popen:
+    def start(
+        self, words: Sequence[str], home: Path, output: Path | None = None
+    ) -> subprocess.Popen:
         """Start a program, with Flower's own files under ``home`` and without its telemetry.
 
         Args:
-            output: the file that what it prints is appended to; None: it prints where this process does.
+            output: the file that what it prints is appended to; None: it prints where this process
+                does.
 
         Raises:
             InputError: there is no such program.
         """
         parent, env = os.getpid(), environment(home)
-        rule, instead = "it comes with flwr and is not on the PATH", "activate the environment that has flwr"
+        rule, instead = (
+            "it comes with flwr and is not on the PATH",
+            "activate the environment that has flwr",
+        )
         missing = as_bad_input(words[0], rule, instead, FileNotFoundError)
         with open(output or os.devnull, "ab") as file, missing:
             program = subprocess.Popen(
@@ -115,13 +122,15 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Return the environment of Flower's programs: they find each other and this package, and tell nobody."""
+    """Return the environment of Flower's programs: they find each other and this package, and tell
+    nobody."""
     home.mkdir(parents=True, exist_ok=True)
     return {
         **os.environ,
         "FLWR_HOME": str(home),
         "FLWR_TELEMETRY_ENABLED": "0",
-        # for Ray, in Flower's simulation engine: its address is 127.0.0.1, and it does not report its use
+        # for Ray, in Flower's simulation engine: its address is 127.0.0.1, and it does not report
+        # its use
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
@@ -135,7 +144,9 @@ def require_flower() -> None:
         InputError: it is not installed.
     """
     install = "pip install 'fl_lightning[deploy]'"
-    with as_bad_input("deployment", "it needs Flower, the package flwr", install, PackageNotFoundError):
+    with as_bad_input(
+        "deployment", "it needs Flower, the package flwr", install, PackageNotFoundError
+    ):
         version("flwr")
 
 
@@ -175,7 +186,16 @@ def start_node(
     Raises:
         InputError: another node has the folder.
     """
-    words = [sys.executable, "-m", "fl_lightning", "node", "--superlink", address, "--folder", str(folder)]
+    words = [
+        sys.executable,
+        "-m",
+        "fl_lightning",
+        "node",
+        "--superlink",
+        address,
+        "--folder",
+        str(folder),
+    ]
     words += ["--partition_id", str(number), "--num_partitions", str(of)]
     words += ["--allow", ",".join(allow)] if allow else []
     own_folder(folder)
@@ -194,7 +214,9 @@ def start_supernode(
 ) -> subprocess.Popen:
     """Start the SuperNode that brings a SuperLink's messages to the node's socket."""
     words = ["flower-supernode", "--superlink", address, "--port", str(free_port())]
-    words += ["--insecure"] if root_certificates is None else ["--root-certificates", root_certificates]
+    words += (
+        ["--insecure"] if root_certificates is None else ["--root-certificates", root_certificates]
+    )
     words += [] if private_key is None else ["--auth-supernode-private-key", private_key]
     words += ["--node-config", f'socket="{socket_path}" partition-id={settings.partition_id}']
     return started.start(words, settings.folder / "flower")
@@ -221,7 +243,9 @@ def flwr_run(folder: Path, address: str, root_certificates: str | None, *more: s
         if root_certificates is None
         else f'root-certificates = "{Path(root_certificates).absolute()}"'
     )
-    (home / "config.toml").write_text(f'[superlink.deployment]\naddress = "{address}"\n{security}\n')
+    (home / "config.toml").write_text(
+        f'[superlink.deployment]\naddress = "{address}"\n{security}\n'
+    )
     words = ["flwr", "run", str(app), "deployment", "--stream", *more]
     code = _show(words, folder, home)
     if (folder / "outcome.json").exists():
@@ -243,7 +267,8 @@ def flwr_run(folder: Path, address: str, root_certificates: str | None, *more: s
 
 
 def goes_on(folder: Path) -> bool:
-    """Return whether the server's half of a job, whose log has ended, is still at work ten seconds later."""
+    """Return whether the server's half of a job, whose log has ended, is still at work ten seconds
+    later."""
     ends = time.monotonic() + END_SECONDS
     while (folder / "begun").exists() and not (folder / "outcome.json").exists():
         if is_gone(folder, SERVER):

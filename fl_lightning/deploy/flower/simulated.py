@@ -1,7 +1,8 @@
 """Nodes within Flower's own simulation engine, which runs the same apps in Ray's worker processes.
 
-Any worker may get a message to any node. What clients keep and what a node has checked lies on the disk, so
-that makes no difference; the phases of a secure sum are in memory, so with one there is one worker.
+Any worker may get a message to any node. What clients keep and what a node has checked lies on the
+disk, so that makes no difference; the phases of a secure sum are in memory, so with one there is
+one worker.
 """
 
 from __future__ import annotations

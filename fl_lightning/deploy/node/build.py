@@ -20,7 +20,12 @@ from fl_lightning.errors import require
 from fl_lightning.federation import Federation
 from fl_lightning.support import disk
 
-APART = ("data.init_args.metrics", "data.init_args.primary", "trainer.secure_sum", "trainer.privacy")
+APART = (
+    "data.init_args.metrics",
+    "data.init_args.primary",
+    "trainer.secure_sum",
+    "trainer.privacy",
+)
 """Settings that no client's training reads, and those that the server compares itself."""
 MAX_CHANGES = 3
 """Settings that a refusal names."""
@@ -30,8 +35,8 @@ def builder(overlays: Sequence[Path] = (), own: OwnData | None = None) -> Build:
     """Return what builds federations from configuration files.
 
     Args:
-        overlays: configuration files of the node's own, layered over the run's: where its data lie, and on
-            which device it trains.
+        overlays: configuration files of the node's own, layered over the run's: where its data lie,
+            and on which device it trains.
         own: the node's own data; None: it has its part of the data that the run names.
     """
 
@@ -69,7 +74,9 @@ def counter(overlays: Sequence[Path] = (), own: OwnData | None = None) -> Count:
 
 def _names_of_owner(overlays: Sequence[Path], own: OwnData | None) -> set[str]:
     """Return the packages that files of the node's owner name, and that are therefore imported."""
-    files = [layer for overlay in overlays if (path := find_config(overlay)) for layer in layers(path)]
+    files = [
+        layer for overlay in overlays if (path := find_config(overlay)) for layer in layers(path)
+    ]
     files += [own.given] if own is not None and own.given.suffix in (".yaml", ".yml") else []
     found: set[str] = set()
     for file in files:
@@ -79,7 +86,8 @@ def _names_of_owner(overlays: Sequence[Path], own: OwnData | None) -> set[str]:
 
 
 def _parsed(path: Path, overlays: Sequence[Path], own: OwnData | None) -> Any:
-    """Return the trainer, the method and the data that a configuration describes, with the node's own data.
+    """Return the trainer, the method and the data that a configuration describes, with the node's
+    own data.
 
     Raises:
         InputError: the run deals out its data and the node has its own, or the other way round.
@@ -115,7 +123,8 @@ def _words(*files: Path) -> list[str]:
 
 
 def _require_same_results(run: Any, own: Any, has_own_data: bool) -> None:
-    """Refuse files of the node's owner that change what its clients compute, which nobody would see.
+    """Refuse files of the node's owner that change what its clients compute, which nobody would
+    see.
 
     Args:
         run: the configuration that was sent.
@@ -128,7 +137,8 @@ def _require_same_results(run: Any, own: Any, has_own_data: bool) -> None:
     before, after = flatten(run.as_dict()), flatten(own.as_dict())
     for key in [*{**before, **after}]:
         is_data, value = is_under(key, ["data"]), after.get(key)
-        is_place = is_data and isinstance(value, str) and Path(value).exists()  # the server compares hashes
+        # the server compares hashes
+        is_place = is_data and isinstance(value, str) and Path(value).exists()
         if is_place or (is_data and has_own_data) or is_under(key, APART):
             before.pop(key, None), after.pop(key, None)
     changed = changed_settings(before, after)

@@ -1,8 +1,8 @@
 """What a node removes of runs of long ago: their configurations, and what its clients kept in them.
 
-Time is counted up to the node's last use and not up to now: a node that was switched off for a month has
-lost nothing, and the run that was used last always stays. What was unmasked of secure sums, and the noisy
-sums of private runs, stay too: a second sum is refused or counted by them.
+Time is counted up to the node's last use and not up to now: a node that was switched off for a
+month has lost nothing, and the run that was used last always stays. What was unmasked of secure
+sums, and the noisy sums of private runs, stay too: a second sum is refused or counted by them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def clean(folder: Path, keep_days: float) -> list[Path]:
 
 
 def _runs(folder: Path) -> Iterator[Path]:
-    """Yield the folders of states and the files of configurations, by the names that a node gives them."""
+    """Yield the folders of states and the files of configurations, by the names that a node gives
+    them."""
     for name in ("states", "configs"):
         if (folder / name).is_symlink() or not (folder / name).is_dir():
             continue
@@ -63,7 +64,8 @@ def _runs(folder: Path) -> Iterator[Path]:
 
 
 def _last_use(path: Path) -> float:
-    """Return the time of the last change of a file, or of anything in a folder, in seconds since 1970."""
+    """Return the time of the last change of a file, or of anything in a folder, in seconds since
+    1970."""
     times = [path.lstat().st_mtime]
     for inner in path.rglob("*") if path.is_dir() else ():
         with suppress(OSError):

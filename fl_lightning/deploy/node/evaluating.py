@@ -1,4 +1,5 @@
-"""What a node measures with its own clients' examples: sums of metrics, the only thing of it that leaves."""
+"""What a node measures with its own clients' examples: sums of metrics, the only thing of it that
+leaves."""
 
 from __future__ import annotations
 
@@ -38,15 +39,17 @@ def _sums_of_clients(
     clients: Sequence[int],
     logs: ModuleLogs | None = None,
 ) -> dict[str, Tensor]:
-    """Return the sums of validation, and of metrics that the user has named the value of each client: its
-    examples are all here, and what such a metric keeps of them stays."""
+    """Return the sums of validation, and of metrics that the user has named the value of each
+    client: its examples are all here, and what such a metric keeps of them stays."""
     named, subject = states_for(fed.data), (fed.fabric, fed.method, fed.data)
     sums = sums_of_validation(*subject, states, holders, clients=clients, named=named, logs=logs)
     values = {} if named is None else values_of_clients(fed.data.task, named.tensors)
     for one in fed.data.task.named:
         for id in clients:
             value = values.get(one.name, {}).get(id, math.nan)
-            sums[f"{id * MAX_PARTS}/{one.name}"] = torch.tensor([[id, value, 1.0]], dtype=torch.float64)
+            sums[f"{id * MAX_PARTS}/{one.name}"] = torch.tensor(
+                [[id, value, 1.0]], dtype=torch.float64
+            )
     return sums
 
 
@@ -63,7 +66,9 @@ def evaluate_here(
     """
     method, data = fed.method, fed.data
     run, own, left_out = str(message.header["run"]), {}, []
-    for id, since in sorted((int(id), int(since)) for id, since in message.header["clients"].items()):
+    for id, since in sorted(
+        (int(id), int(since)) for id, since in message.header["clients"].items()
+    ):
         why = f"what it kept after round {since} is not here"
         try:
             state = {} if not method.personalised else states.load(run, id, since)
@@ -78,7 +83,9 @@ def evaluate_here(
     server = load(message.parts[0])
     if server.keys() != method.server.keys():
         raise InputError(
-            "the server's state", f"it has {', '.join(sorted(server))}", "use one version on both sides"
+            "the server's state",
+            f"it has {', '.join(sorted(server))}",
+            "use one version on both sides",
         )
     before, method.round = method.server, int(message.header["round"])
     holders = {id: 0 if id in own else -1 for id in range(data.num_clients)}
@@ -87,11 +94,14 @@ def evaluate_here(
         subject = fed.fabric, method, data, own, holders
         mine = [id for id in data.validating.tolist() if id in own]
         named, logs = states_for(data), {side: logs_for(method, side, data.seed) for side in STEPS}
-        makers: dict[str, Callable[[], dict[str, Tensor]]] = {  # sums come first: they leave the states
+        # sums come first: they leave the states
+        makers: dict[str, Callable[[], dict[str, Tensor]]] = {
             "test": lambda: sums_on_test_set(*subject, named=named, logs=logs["test"]),
             "validation": lambda: _sums_of_clients(fed, own, holders, mine, logs["val"]),
             NAMED: lambda: (
-                {} if named is None else {key: value.clone() for key, value in named.tensors.items()}
+                {}
+                if named is None
+                else {key: value.clone() for key, value in named.tensors.items()}
             ),
         }
         for side, part in LOGS.items():

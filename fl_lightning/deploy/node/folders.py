@@ -32,7 +32,8 @@ def own_folder(folder: Path) -> Path:
 
 @contextmanager
 def socket_for(folder: Path) -> Iterator[Path]:
-    """Yield the path of a node's socket: in its folder, or where that is too long for a socket elsewhere."""
+    """Yield the path of a node's socket: in its folder, or where that is too long for a socket
+    elsewhere."""
     path = folder / "node.sock"
     if len(os.fsencode(path)) <= sockets.MAX_PATH_BYTES:
         yield path
@@ -54,9 +55,13 @@ def locked(folder: Path) -> Iterator[None]:
             lock.acquire()
         except Timeout:
             instead = "end it, or give this one another folder"
-            raise InputError(f"--folder {folder}", "another node has this folder", instead) from None
+            raise InputError(
+                f"--folder {folder}", "another node has this folder", instead
+            ) from None
         except NotImplementedError:
-            log.warning("%s: this file system has no locks; start one node alone with this folder", folder)
+            log.warning(
+                "%s: this file system has no locks; start one node alone with this folder", folder
+            )
     try:
         yield
     finally:

@@ -1,8 +1,9 @@
-"""What a node does with a message: it checks that it fits a run, and trains its own clients. Free of Flower.
+"""What a node does with a message: it checks that it fits a run, and trains its own clients. Free
+of Flower.
 
-A node builds method and data from its own installed packages and the run's configuration. The configuration
-travels, code never does: :mod:`fl_lightning.deploy.protocol.gate` says what a configuration may name,
-and nothing else is imported. What a client keeps stays on the node's disk.
+A node builds method and data from its own installed packages and the run's configuration. The
+configuration travels, code never does: :mod:`fl_lightning.deploy.protocol.gate` says what a
+configuration may name, and nothing else is imported. What a client keeps stays on the node's disk.
 """
 
 from __future__ import annotations
@@ -44,11 +45,12 @@ if TYPE_CHECKING:  # it needs the extra privacy
 log = logging.getLogger("fl_lightning")
 
 Build = Callable[[Path], Federation]
-"""Returns the federation that a configuration file describes: data dealt out, network built, nothing
-trained."""
+"""Returns the federation that a configuration file describes: data dealt out, network built,
+nothing trained."""
 
 Count = Callable[[Path], dict[str, Any]]
-"""Returns how many examples of its own a node has for the run of a configuration file, and their form."""
+"""Returns how many examples of its own a node has for the run of a configuration file, and their
+form."""
 
 UID = re.compile(rb"[0-9a-f]{32}")
 
@@ -59,8 +61,8 @@ class NodeSettings:
 
     Args:
         folder: where configurations and what clients keep lie.
-        partition_id, num_partitions: it has the clients whose id leaves the remainder ``partition_id`` when
-            divided by ``num_partitions``.
+        partition_id, num_partitions: it has the clients whose id leaves the remainder
+            ``partition_id`` when divided by ``num_partitions``.
         name: its name in logs and in ``metadata.json``; default: the machine's name.
         allow: further packages whose classes a run may name.
     """
@@ -84,8 +86,8 @@ class Node:
         build: builds a federation from a configuration file of this node.
         count: counts the examples that only this node has; None: it has none.
         randomness: what its clients' noise is drawn from.
-        epoch: what a server tells this process from an earlier one of the same node by, 8 to 64 hexadecimal
-            digits; None: it is drawn.
+        epoch: what a server tells this process from an earlier one of the same node by, 8 to 64
+            hexadecimal digits; None: it is drawn.
     """
 
     def __init__(
@@ -117,9 +119,12 @@ class Node:
             if message.kind == "phase":
                 header, parts = self.sums.answer(message)
                 return Message({**header, **self.about}, tuple(parts)).to_bytes()
-            if message.kind == "echo":  # it is answered with nothing, so that the server learns of the line
+            # it is answered with nothing, so that the server learns of the line
+            if message.kind == "echo":
                 return Message({"kind": "echoed", **self.about}).to_bytes()
-            raise MessageError(f"a message of the kind {message.kind!r}, which this version does not know")
+            raise MessageError(
+                f"a message of the kind {message.kind!r}, which this version does not know"
+            )
         except (ThreePartError, MessageError) as error:
             log.error("refused: %s", error)
             return refusal(told(error), **self.about)
@@ -141,8 +146,8 @@ class Node:
         return NoisySums(self.settings.folder / "noisy_sums" / f"{run}.csv")
 
     def uid(self) -> str:
-        """Return what tells this node from others, drawn when its folder was made: a node that is started
-        again takes its own place."""
+        """Return what tells this node from others, drawn when its folder was made: a node that is
+        started again takes its own place."""
         path = self.settings.folder / "uid"
         known = path.read_bytes() if path.exists() else b""
         if not UID.fullmatch(known):  # none yet, or a damaged one
@@ -186,7 +191,8 @@ class Node:
         """Write a run's configuration to the disk, if it is one, and return its SHA-256.
 
         Raises:
-            InputError: it is none, or names code that this node does not import. Nothing is written then.
+            InputError: it is none, or names code that this node does not import. Nothing is written
+                then.
         """
         check_config(config, self.settings.allow)
         digest = sha256(config).hexdigest()
@@ -197,7 +203,8 @@ class Node:
         return digest
 
     def _touch(self, digest: str) -> None:
-        """Note that a configuration is in use: one that has not been for long is removed one day."""
+        """Note that a configuration is in use: one that has not been for long is removed one
+        day."""
         with suppress(OSError):
             os.utime(self._config(digest))
 
@@ -254,10 +261,12 @@ class Node:
     def _train_client(
         self, fed: Federation, engine: SequentialEngine, message: Message, order: Mapping[str, Any]
     ) -> ClientResult:
-        """Train one client from the state that the server names, and write what it keeps before it answers.
+        """Train one client from the state that the server names, and write what it keeps before it
+        answers.
 
         Raises:
-            InputError: the client is not here, or what it kept is not, or cannot be read or written.
+            InputError: the client is not here, or what it kept is not, or cannot be read or
+                written.
             PayloadError: the broadcast was damaged on the way.
         """
         run, round = str(message.header["run"]), int(message.header["round"])
@@ -265,13 +274,16 @@ class Node:
         if id not in self.settings.clients(fed.data.num_clients):
             raise InputError(f"client {id}", f"it is not on node {name}", "check the partitions")
         broadcast = message.parts[int(order["message"])]
-        payload = Payload.from_bytes(broadcast)  # with its checksum, which an engine in one process can skip
+        # with its checksum, which an engine in one process can skip
+        payload = Payload.from_bytes(broadcast)
         if fed.aggregation.masks is not None:
             take_over(fed.method, payload, message.parts[int(order["state"])])
         state = self.states.load(run, id, since)
         client = fed.data.client(id, state or {})
         labels = fed.data.labels(client)
-        task = ClientTask(client, round, broadcast, labels, int(order["epochs"]), int(order["steps"]))
+        task = ClientTask(
+            client, round, broadcast, labels, int(order["epochs"]), int(order["steps"])
+        )
         with deterministic(bool(message.header.get("deterministic", True))):
             (result,) = engine.train([task])
         if state is None and result.state:
@@ -280,13 +292,17 @@ class Node:
                 f"it is not in {self.states.folder}",
                 "put the node's folder back, or start the run anew",
             )
-        always = fed.method.personalised  # a client that keeps nothing differs from one whose state is lost
+        # a client that keeps nothing differs from one whose state is lost
+        always = fed.method.personalised
         then = [int(number) for number in message.header.get("checkpoints", ())]
-        self.states.save(run, id, round, result.state, started_from=since, checkpoints=then, always=always)
+        self.states.save(
+            run, id, round, result.state, started_from=since, checkpoints=then, always=always
+        )
         return result
 
     def _prepared(self, digest: str) -> tuple[Federation, SequentialEngine]:
-        """Return the federation of a configuration that was checked, and what trains its clients."""
+        """Return the federation of a configuration that was checked, and what trains its
+        clients."""
         self._touch(digest)
         if self.built is None or self.built[0] != digest:
             with only_imports(self._checked(digest)):
@@ -308,7 +324,9 @@ class Node:
         config = path.read_bytes() if len(digest) == 64 and path.exists() else b""
         if sha256(config).hexdigest() != digest:
             raise InputError(
-                f"configuration {digest[:12]}", "this node has not checked it", "check the node first"
+                f"configuration {digest[:12]}",
+                "this node has not checked it",
+                "check the node first",
             )
         return check_config(config, self.settings.allow)
 

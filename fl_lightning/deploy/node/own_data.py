@@ -19,21 +19,28 @@ from fl_lightning.errors import InputError, require
 
 log = logging.getLogger("fl_lightning")
 COMMON = ("batch_size", "val_fraction")
-"""Settings of the run's data that data of another class take over where their owner does not write them."""
+"""Settings of the run's data that data of another class take over where their owner does not write
+them."""
 
 
 class OwnData:
     """The data of a node.
 
     Args:
-        given: a folder or file, which takes the place of ``train`` in the run's data, of Hugging Face data of
-            ``path``; or a YAML file with ``class_path`` and ``init_args`` of a data module.
+        given: a folder or file, which takes the place of ``train`` in the run's data, of Hugging
+            Face data of ``path``; or a YAML file with ``class_path`` and ``init_args`` of a data
+            module.
         first, step: ids of the node's clients: the first, and how far they are apart.
     """
 
     def __init__(self, given: str, first: int, step: int) -> None:
         self.given, self.first, self.step = Path(given), first, step
-        require(self.given.exists(), f"--data {given}", "there is no such file or folder", "name another")
+        require(
+            self.given.exists(),
+            f"--data {given}",
+            "there is no such file or folder",
+            "name another",
+        )
         empty = self.given.is_dir() and not any(self.given.iterdir())
         require(not empty, f"--data {given}", "it is an empty folder", "name another")
 
@@ -47,16 +54,25 @@ class OwnData:
         common = {name: value for name, value in data["init_args"].items() if name in COMMON}
         if self.given.suffix not in (".yaml", ".yml"):
             own = getattr(import_class(data["class_path"]), "own_setting", "train")
-            here = {own: str(self.given.absolute()), "test": None, "num_clients": 1, "partition": None}
+            here = {
+                own: str(self.given.absolute()),
+                "test": None,
+                "num_clients": 1,
+                "partition": None,
+            }
             return {**run, "data": {**data, "init_args": {**data["init_args"], **here}}}
         try:
             own = yaml.safe_load(self.given.read_text())
         except (OSError, yaml.YAMLError) as error:
             log.error("--data %s cannot be read: %s", self.given, error)
-            raise InputError(f"--data {self.given}", "it cannot be read as YAML", "correct it") from None
+            raise InputError(
+                f"--data {self.given}", "it cannot be read as YAML", "correct it"
+            ) from None
         if not isinstance(own, dict) or "class_path" not in own:
             raise InputError(
-                f"--data {self.given}", "it has no class_path", "write class_path: ImageFolder, and init_args"
+                f"--data {self.given}",
+                "it has no class_path",
+                "write class_path: ImageFolder, and init_args",
             )
         return {**run, "data": {**own, "init_args": {**common, **(own.get("init_args") or {})}}}
 
@@ -69,7 +85,9 @@ class OwnData:
 
         def deal(data: FederatedData, seed: int, device: torch.device) -> None:
             counts = {int(id): (int(train), 0) for id, train in sizes.items()}
-            data.distribute_apart(own_holdings(data, counts, self.first, self.step, seed), seed, device)
+            data.distribute_apart(
+                own_holdings(data, counts, self.first, self.step, seed), seed, device
+            )
 
         return deal
 

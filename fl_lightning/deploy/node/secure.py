@@ -1,7 +1,8 @@
-"""A node's half of a secure sum: it keeps what its clients would have uploaded, and answers each phase once.
+"""A node's half of a secure sum: it keeps what its clients would have uploaded, and answers each
+phase once.
 
-Keys come from the operating system. Nothing but masked vectors leaves the node; what it needs of a round is
-gone when the round has been unmasked, or with the process.
+Keys come from the operating system. Nothing but masked vectors leaves the node; what it needs of a
+round is gone when the round has been unmasked, or with the process.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from fl_lightning.wire import Payload, PayloadError
 
 log = logging.getLogger("fl_lightning")
 MAX_RUNS = 4
-"""Runs whose round a node keeps in memory; of more, the one that began its round first is forgotten."""
+"""Runs whose round a node keeps in memory; of more, the one that began its round first is
+forgotten."""
 
 
 @dataclass
@@ -44,7 +46,8 @@ class KeptRound:
     Args:
         round: number of the round.
         least_shares: t, the shares that reconstruct a secret.
-        vectors: of each client that was trained, int64 ``[L]``; None for one whose upload was refused.
+        vectors: of each client that was trained, int64 ``[L]``; None for one whose upload was
+            refused.
         starts: SHA-256 of the broadcast that each of them started from.
         clients: the clients' halves of the protocol, once it has begun.
         done: phases that were answered.
@@ -59,9 +62,11 @@ class KeptRound:
     done: int = 0
     once: bool = False
 
-    def keep(self, fed: Federation, result: ClientResult, broadcast: bytes) -> Sequence[tuple[str, int, int]]:
-        """Check what a client would upload as the server of a plain sum does, and keep the vector that it
-        will mask.
+    def keep(
+        self, fed: Federation, result: ClientResult, broadcast: bytes
+    ) -> Sequence[tuple[str, int, int]]:
+        """Check what a client would upload as the server of a plain sum does, and keep the vector
+        that it will mask.
 
         Args:
             fed: the node's.
@@ -77,7 +82,9 @@ class KeptRound:
             upload = decode_upload(method, result.upload, client, verified=True)
             check_upload(method, upload, client, self.vectors)
         except PayloadError as error:
-            log.warning("round %d: the upload of client %d is refused: %s", self.round, client.id, error)
+            log.warning(
+                "round %d: the upload of client %d is refused: %s", self.round, client.id, error
+            )
             self.vectors[client.id] = None
             return ()
         with one_thread(fed.fabric.device):
@@ -91,10 +98,10 @@ class SecureRounds:
     """The rounds of a node that are not unmasked yet, and on its disk what was unmasked.
 
     Args:
-        folder: ``<folder>/<run>/round_<round>.json`` says for each client of the node and each broadcast that
-            it started the round from in whose company its vector was unmasked. A server that is started
-            again and repeats a round gets the same sum once more, and no other: two sums that differ by one
-            client are that client's vector.
+        folder: ``<folder>/<run>/round_<round>.json`` says for each client of the node and each
+            broadcast that it started the round from in whose company its vector was unmasked. A
+            server that is started again and repeats a round gets the same sum once more, and no
+            other: two sums that differ by one client are that client's vector.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -127,8 +134,8 @@ class SecureRounds:
         """Return header and parts of the answer to the message of one phase.
 
         Raises:
-            InputError: it is of another round, out of order or a second one, or of clients that are not in
-                the round.
+            InputError: it is of another round, out of order or a second one, or of clients that are
+                not in the round.
         """
         run, round, phase = (message.header.get(name) for name in ("run", "round", "phase"))
         kept = self.rounds.get(str(run))
@@ -146,7 +153,11 @@ class SecureRounds:
                 "leave the round",
             )
         ids = [int(id) for id in message.header["clients"]]
-        given = dict(zip(ids, message.parts, strict=False)) if phase != "keys" else dict.fromkeys(ids, b"")
+        given = (
+            dict(zip(ids, message.parts, strict=False))
+            if phase != "keys"
+            else dict.fromkeys(ids, b"")
+        )
         possible = kept.vectors.keys() if phase == "keys" else kept.clients.keys()
         if len({*ids}) != len(ids) or len(given) != len(ids) or not {*ids} <= possible:
             raise InputError(
@@ -167,19 +178,27 @@ class SecureRounds:
             except (ProtocolError, PayloadError) as error:
                 log.error("round %d: client %d leaves the secure sum: %s", kept.round, id, error)
         kept.clients = {id: client for id, client in kept.clients.items() if id in answers}
-        header = {"kind": "phase", "run": run, "round": round, "phase": phase, "clients": [*answers]}
+        header = {
+            "kind": "phase",
+            "run": run,
+            "round": round,
+            "phase": phase,
+            "clients": [*answers],
+        }
         return header, [*answers.values()]
 
     def _check_unmasked(self, run: str, kept: KeptRound, requests: Mapping[int, bytes]) -> None:
-        """Write in whose company vectors are about to be unmasked, and refuse another company than before,
-        and of a private round any second sum.
+        """Write in whose company vectors are about to be unmasked, and refuse another company than
+        before, and of a private round any second sum.
 
         Raises:
             InputError: they were unmasked with others, or in private.
             OSError: it cannot be written.
         """
         path = self.folder / run / f"round_{kept.round:06d}.json"
-        known: dict[str, dict[str, list[int]]] = json.loads(path.read_text()) if path.exists() else {}
+        known: dict[str, dict[str, list[int]]] = (
+            json.loads(path.read_text()) if path.exists() else {}
+        )
         if kept.once and (again := sorted(id for id in requests if str(id) in known)):
             raise InputError(
                 f"a second sum of round {kept.round} over client {again[0]}, with other noise",
@@ -202,7 +221,8 @@ def _answer(kept: KeptRound, phase: str, id: int, message: bytes) -> bytes:
     """Return one client's message of a phase.
 
     Raises:
-        ProtocolError: the server's message is one that no honest server sends, or the client has no vector.
+        ProtocolError: the server's message is one that no honest server sends, or the client has no
+            vector.
         PayloadError: it is damaged.
     """
     client = kept.clients[id]

@@ -1,8 +1,9 @@
-"""Messages over a Unix socket: a node that stays, and those who bring it messages from the same machine.
+"""Messages over a Unix socket: a node that stays, and those who bring it messages from the same
+machine.
 
-A message is its length as 8 bytes (big endian) and then its bytes, in both directions; one connection carries
-one message and its answer. The socket is a file that only its owner can open. This file needs neither torch
-nor Flower: a process that only carries a message starts fast.
+A message is its length as 8 bytes (big endian) and then its bytes, in both directions; one
+connection carries one message and its answer. The socket is a file that only its owner can open.
+This file needs neither torch nor Flower: a process that only carries a message starts fast.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def listens(path: Path) -> bool:
         return False
 
 
-def serve(path: Path, answer: Callable[[bytes], bytes], goes_on: Callable[[], bool] = lambda: True) -> None:
+def serve(
+    path: Path, answer: Callable[[bytes], bytes], goes_on: Callable[[], bool] = lambda: True
+) -> None:
     """Answer messages, one at a time, until ``goes_on`` says otherwise; it is asked every second.
 
     Raises:

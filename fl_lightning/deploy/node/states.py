@@ -18,8 +18,9 @@ from fl_lightning.support import disk
 from fl_lightning.support.tensor_bytes import separate
 
 KEPT_ROUNDS = 3
-"""States of a client that stay on the disk whatever the server keeps: after the round that is done, after the
-one that it started from, and one more for a server that falls back to the checkpoint before its last."""
+"""States of a client that stay on the disk whatever the server keeps: after the round that is done,
+after the one that it started from, and one more for a server that falls back to the checkpoint
+before its last."""
 RUN_ID = re.compile(r"[0-9a-f]{8,64}")
 AFTER = re.compile(r"after_(\d+)\.safetensors")
 
@@ -37,30 +38,33 @@ def run_id(value: object) -> str:
 
 
 class LostStateError(InputError):
-    """What a client kept is not here, cannot be read, or is of other data: without it, it is not trained."""
+    """What a client kept is not here, cannot be read, or is of other data: without it, it is not
+    trained."""
 
 
 class StateFolder:
     """The states of the clients of one node, by run, client and round.
 
-    ``<folder>/<run>/client_<id>/after_<round>.safetensors`` is what a client kept after that round. A file is
-    written aside, synced and renamed, so that one with its final name is whole. Its metadata has the SHA-256
-    of the node's own data, and one of this and of the same file without metadata. The server says from which
-    round's state a client goes on: one that falls back to an earlier checkpoint finds the state of then.
+    ``<folder>/<run>/client_<id>/after_<round>.safetensors`` is what a client kept after that round.
+    A file is written aside, synced and renamed, so that one with its final name is whole. Its
+    metadata has the SHA-256 of the node's own data, and one of this and of the same file without
+    metadata. The server says from which round's state a client goes on: one that falls back to an
+    earlier checkpoint finds the state of then.
 
     Args:
         folder: it is made when the first state is written.
 
     Attributes:
-        data: SHA-256 of the node's own data, of which states are; empty where it has none or they do not say.
+        data: SHA-256 of the node's own data, of which states are; empty where it has none or they
+            do not say.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.data = folder, ""
 
     def load(self, run: str, client: int, round: int) -> dict[str, Tensor] | None:
-        """Return what a client kept after a round; nothing after round 0; None where no such state is
-        here.
+        """Return what a client kept after a round; nothing after round 0; None where no such state
+        is here.
 
         Raises:
             LostStateError: it is here and cannot be read, or is of other data. It is left as it is.
@@ -101,10 +105,10 @@ class StateFolder:
         """Write what a client keeps after a round, and remove what no server can ask for any more.
 
         Args:
-            started_from: the round whose state it started from; states of rounds between are of a future that
-                the server has forgotten.
-            checkpoints: rounds of the server's checkpoints, to which it may go back: of each the state of
-                then stays.
+            started_from: the round whose state it started from; states of rounds between are of a
+                future that the server has forgotten.
+            checkpoints: rounds of the server's checkpoints, to which it may go back: of each the
+                state of then stays.
             always: write a file also for a client that keeps nothing and never has.
 
         Raises:
@@ -121,10 +125,17 @@ class StateFolder:
             own = {"data": self.data} if self.data else {}
             whole = save(packed, {"sha256": _sum_of(packed, self.data), **own})
             disk.replace(folder / f"after_{round:06d}.safetensors", whole)
-        rounds = {int(found[1]): path for path in folder.iterdir() if (found := AFTER.fullmatch(path.name))}
+        rounds = {
+            int(found[1]): path
+            for path in folder.iterdir()
+            if (found := AFTER.fullmatch(path.name))
+        }
         past = sorted(number for number in rounds if number <= started_from)
         kept = {round, *past[1 - KEPT_ROUNDS :]}
-        kept |= {max((number for number in past if number <= then), default=round) for then in checkpoints}
+        kept |= {
+            max((number for number in past if number <= then), default=round)
+            for then in checkpoints
+        }
         for number, path in rounds.items():
             if number not in kept:
                 path.unlink()
@@ -134,7 +145,8 @@ class StateFolder:
 
 
 def _unpacked(path: Path) -> tuple[dict[str, Tensor], str]:
-    """Return the tensors of a file, and the SHA-256 of the node's own data, empty where none was noted.
+    """Return the tensors of a file, and the SHA-256 of the node's own data, empty where none was
+    noted.
 
     Raises:
         OSError: it cannot be read.

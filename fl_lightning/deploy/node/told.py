@@ -1,8 +1,9 @@
-"""What a node tells a server of an error: what is wrong, and nothing of its files or of where they lie.
+"""What a node tells a server of an error: what is wrong, and nothing of its files or of where they
+lie.
 
-An error of a reader of files may quote them, and the server may have named the file. So messages of code that
-reads no files are told whole, and of others the setting or the name of the file that they begin with. All of
-it is in the node's own log.
+An error of a reader of files may quote them, and the server may have named the file. So messages of
+code that reads no files are told whole, and of others the setting or the name of the file that they
+begin with. All of it is in the node's own log.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ DISK = (ENOSPC, EDQUOT, EROFS)
 """Errors of a disk, which say nothing of its files."""
 UNSAID = "this node cannot do what the configuration says"
 LOG = "the node's log says more"
-PATH = re.compile(r"(?<![\w.:/-])(?:~|[A-Za-z]:)?[/\\](?:[^\s'\",;:()\[\]]*[/\\])*([^\s'\",;:()\[\]/\\]*)")
+PATH = re.compile(
+    r"(?<![\w.:/-])(?:~|[A-Za-z]:)?[/\\](?:[^\s'\",;:()\[\]]*[/\\])*([^\s'\",;:()\[\]/\\]*)"
+)
 SETTING = re.compile(r"(?:--)?((?:model|data|trainer|seed_everything)(?:\.\w+)*)\b")
 PLACE = re.compile(r"(?:--data )?((?:~|[A-Za-z]:)?[/\\][^\n]*)")
 
@@ -50,7 +53,8 @@ def told(error: Exception) -> str:
 
 
 def _raised_in(error: Exception) -> FrameType | None:
-    """Return where an error was raised; a function or a ``with`` that raises it for others does not count."""
+    """Return where an error was raised; a function or a ``with`` that raises it for others does not
+    count."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for_others = ("fl_lightning.errors", "contextlib")
     kept = [frame for frame in frames if frame.f_globals.get("__name__") not in for_others]
@@ -58,7 +62,8 @@ def _raised_in(error: Exception) -> FrameType | None:
 
 
 def _place(given: str) -> str:
-    """Return the setting or the name of the file that a message begins with; empty where it is neither."""
+    """Return the setting or the name of the file that a message begins with; empty where it is
+    neither."""
     if match := SETTING.match(given):
         return match[1]
     if match := PLACE.match(given):

@@ -1,7 +1,9 @@
-"""What a server reads from the answers of its nodes: one reader for each kind, which takes nothing on trust.
+"""What a server reads from the answers of its nodes: one reader for each kind, which takes nothing
+on trust.
 
-A reader gives values of the types and within the bounds that it names, or raises a ``MessageError`` whatever
-the answer is; text of a node is made printable and cut before it is logged, raised or stored.
+A reader gives values of the types and within the bounds that it names, or raises a ``MessageError``
+whatever the answer is; text of a node is made printable and cut before it is logged, raised or
+stored.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from fl_lightning.metrics import Mean
 T = TypeVar("T", list, dict)
 
 MAX_ID = 2**31 - 1  # of a client; a roster knows how many there are
-MAX_COUNTED_ID = 2**20 - 1  # of a client in a census: everybody's arrays have an entry for each smaller one
+# of a client in a census: everybody's arrays have an entry for each smaller one
+MAX_COUNTED_ID = 2**20 - 1
 MAX_EXAMPLES = 2**31 - 1  # of one client
 MAX_SECONDS = 1e9
 MAX_LOSSES, MAX_LOSS, MAX_WEIGHT = 64, 1e100, 2**53
@@ -37,7 +40,8 @@ def reading() -> Iterator[None]:
     """Read something of a node within the block.
 
     Raises:
-        MessageError: in place of any exception there, such as the RecursionError of deeply nested lists.
+        MessageError: in place of any exception there, such as the RecursionError of deeply nested
+            lists.
     """
     try:
         yield
@@ -54,7 +58,9 @@ def whole(value: object, what: str, most: int, least: int = 0) -> int:
         MessageError: it is none.
     """
     if type(value) is not int or not least <= value <= most:
-        raise MessageError(f"{what}: {printable(value)}, and not a whole number from {least} to {most}")
+        raise MessageError(
+            f"{what}: {printable(value)}, and not a whole number from {least} to {most}"
+        )
     return value
 
 
@@ -95,7 +101,8 @@ def reason_of(header: Mapping[str, Any]) -> str:
 
 
 def epoch_of(answer: Message) -> str:
-    """Return what a node's process has drawn when it started; empty where it says nothing of use."""
+    """Return what a node's process has drawn when it started; empty where it says nothing of
+    use."""
     epoch = answer.header.get("epoch")
     return epoch if isinstance(epoch, str) and TOKEN.fullmatch(epoch) else ""
 
@@ -165,7 +172,9 @@ class Counted:
             clients = {}
             for id, counts in collection(answer.header.get("clients"), "clients", dict).items():
                 what = f"client {printable(id)}"
-                number = whole(int(id) if id.isdecimal() and len(id) < 19 else id, what, MAX_COUNTED_ID)
+                number = whole(
+                    int(id) if id.isdecimal() and len(id) < 19 else id, what, MAX_COUNTED_ID
+                )
                 train, val = collection(counts, what, list)
                 clients[number] = whole(train, what, MAX_EXAMPLES), whole(val, what, MAX_EXAMPLES)
             return cls(clients, collection(answer.header.get("facts"), "facts", dict))
@@ -180,8 +189,8 @@ class Trained:
         reason: why it was not trained; empty where it was.
         upload: its upload; empty under a secure sum.
         steps: optimiser steps.
-        losses: the mean of each loss; None where one of them is not finite, as after a round that diverged:
-            all are then left out of the mean over clients.
+        losses: the mean of each loss; None where one of them is not finite, as after a round that
+            diverged: all are then left out of the mean over clients.
         form: of the vector that it has kept for a secure sum.
         keeps: whether it keeps something between rounds.
         lost: whether it was not trained since what it kept is not on its node.

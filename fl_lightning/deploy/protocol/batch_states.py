@@ -1,8 +1,8 @@
-"""What nodes send of metrics that are named, and of what a LightningModule logs: their states after each
-batch.
+"""What nodes send of metrics that are named, and of what a LightningModule logs: their states after
+each batch.
 
-A state that is a sum says little more of a batch than its accuracy does. A state that keeps outputs stays
-where it is: such a metric is refused by name, or left out of what a module logs.
+A state that is a sum says little more of a batch than its accuracy does. A state that keeps outputs
+stays where it is: such a metric is refused by name, or left out of what a module logs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from fl_lightning.metrics.states import clear, keeps_outputs, parts_of, state_of
 
 NAMED = "named"
 LOGS: Mapping[Split, str] = {"test": "test_logs", "val": "val_logs"}
-"""Parts of a message beside the sums: states of named metrics, and what each step of a module logs."""
+"""Parts of a message beside the sums: states of named metrics, and what each step of a module
+logs."""
 NUMBER = re.compile(r"\d{1,18}", re.ASCII)
 MAX_LOGS = 256  # names that the steps of a module log
 Form = tuple[torch.dtype, torch.Size]
@@ -41,7 +42,8 @@ def parts_asked(fed: Federation, splits: Collection[str]) -> list[str]:
 
 
 def forms_of_logged(network: Any) -> dict[str, dict[str, Form]]:
-    """Return type and shape of each state of the metrics in a module that keep no outputs, by their paths."""
+    """Return type and shape of each state of the metrics in a module that keep no outputs, by their
+    paths."""
     found: dict[str, dict[str, Form]] = {}
     for path, part in parts_of(network).items():
         if not keeps_outputs(part):
@@ -61,7 +63,9 @@ def sent_of_logged(tensors: Mapping[str, Tensor], network: Any) -> dict[str, Ten
     return {key: value.clone() for key, value in tensors.items() if _is_logged(key, value, forms)}
 
 
-def read_states(fed: Federation, part: bytes, kind: str, clients: Collection[int]) -> dict[str, Tensor]:
+def read_states(
+    fed: Federation, part: bytes, kind: str, clients: Collection[int]
+) -> dict[str, Tensor]:
     """Return the states in one part of a node's answer.
 
     Args:
@@ -82,10 +86,14 @@ def read_states(fed: Federation, part: bytes, kind: str, clients: Collection[int
         if kind == NAMED:
             form = (value.dtype, value.shape)
             fits = whose == "" and name in named
-            fits = fits and (named[name].get(state) == form or forms_of(NOT_FINITE).get(state) == form)
+            fits = fits and (
+                named[name].get(state) == form or forms_of(NOT_FINITE).get(state) == form
+            )
         else:
             fits = name.partition("/")[0] == kind.removesuffix("_logs") and len(name) <= MAX_NAME
-            fits = fits and METRIC_NAME.fullmatch(name) is not None and _is_logged(key, value, forms)
+            fits = (
+                fits and METRIC_NAME.fullmatch(name) is not None and _is_logged(key, value, forms)
+            )
         names.add(name)
         if not (own and fits) or len(names) > MAX_LOGS:
             shape = list(value.shape)
@@ -94,7 +102,8 @@ def read_states(fed: Federation, part: bytes, kind: str, clients: Collection[int
 
 
 def _is_logged(key: str, value: Tensor, forms: Mapping[str, Mapping[str, Form]]) -> bool:
-    """Return whether a tensor is of a number that was logged, or of a metric whose state can travel."""
+    """Return whether a tensor is of a number that was logged, or of a metric whose state can
+    travel."""
     _, source, _, state = key.split("|", 3)
     if source in forms:
         return forms[source].get(state) == (value.dtype, value.shape)

@@ -1,10 +1,11 @@
-"""What a node takes from a server as a configuration: settings of known names, and classes that do no harm.
+"""What a node takes from a server as a configuration: settings of known names, and classes that do
+no harm.
 
-A node does not count on what an honest server sends. It checks the bytes before it writes or builds anything.
-Their shape is fixed: seed, method, data and settings of local training, in the form in which
-:func:`config_for_nodes` writes it. Then every text in them, at whichever
-setting, that could be an import path must name a class of the project, of torch's optimisers and layers, a
-metric of torchmetrics, or a data set or network of torchvision; or anything from a package that the node's
+A node does not count on what an honest server sends. It checks the bytes before it writes or builds
+anything. Their shape is fixed: seed, method, data and settings of local training, in the form in
+which :func:`config_for_nodes` writes it. Then every text in them, at whichever setting, that could
+be an import path must name a class of the project, of torch's optimisers and layers, a metric of
+torchmetrics, or a data set or network of torchvision; or anything from a package that the node's
 owner allows. Nothing else is imported, here and later (:mod:`fl_lightning.cli.import_gate`).
 """
 
@@ -38,8 +39,8 @@ SENT = (
     "secure_sum",
     "privacy",
 )
-"""Settings of the trainer that nodes are sent: those that local training reads. Callbacks, loggers and
-folders are the server's own."""
+"""Settings of the trainer that nodes are sent: those that local training reads. Callbacks, loggers
+and folders are the server's own."""
 WORDS = ("accelerator", "precision", "gradient_clip_algorithm", "engine", "deterministic")
 """Those whose values are words."""
 CLASS = ("class_path", "init_args", "dict_kwargs")
@@ -50,11 +51,31 @@ MAX_BYTES = 2**24
 MAX_SHOWN = 80  # characters of what the server sent, in a refusal
 ROOMS = tuple(
     f"fl_lightning.{room}"
-    for room in ("aggregation", "data", "methods", "metrics", "models", "privacy", "quantization", "tasks")
+    for room in (
+        "aggregation",
+        "data",
+        "methods",
+        "metrics",
+        "models",
+        "privacy",
+        "quantization",
+        "tasks",
+    )
 )
 """Parts of the project whose classes a run may name."""
 DATASETS = (
-    *("MNIST", "FashionMNIST", "KMNIST", "EMNIST", "CIFAR10", "CIFAR100", "SVHN", "STL10", "USPS", "GTSRB"),
+    *(
+        "MNIST",
+        "FashionMNIST",
+        "KMNIST",
+        "EMNIST",
+        "CIFAR10",
+        "CIFAR100",
+        "SVHN",
+        "STL10",
+        "USPS",
+        "GTSRB",
+    ),
     *("DTD", "Food101", "Flowers102", "OxfordIIITPet", "EuroSAT", "FakeData"),
 )
 """Data sets of torchvision whose files are images, or have known checksums."""
@@ -62,13 +83,27 @@ METRICS = ("torchmetrics.classification", "torchmetrics.regression", "torchmetri
 """Where metrics are defined that are functions of outputs and targets; others load networks."""
 READER = "torchvision.datasets.folder.default_loader"
 """The function that reads images, a default of several of them."""
-FILES = ("csv", "gz", "json", "jsonl", "npy", "npz", "parquet", "safetensors", "tsv", "txt", "yaml", "yml")
+FILES = (
+    "csv",
+    "gz",
+    "json",
+    "jsonl",
+    "npy",
+    "npz",
+    "parquet",
+    "safetensors",
+    "tsv",
+    "txt",
+    "yaml",
+    "yml",
+)
 DOTTED = re.compile(r"\W*([^\W\d]\w*(?:\.[^\W\d]\w*)+)\W*")
 Place = tuple[str, ...]
 
 
 def config_for_nodes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what nodes need of a run's whole configuration: seed, method, data and local training."""
+    """Return what nodes need of a run's whole configuration: seed, method, data and local
+    training."""
     trainer = {name: config["trainer"][name] for name in SENT if name in config["trainer"]}
     return {
         "seed_everything": config["seed_everything"],
@@ -86,8 +121,8 @@ def check_config(data: bytes, allow: Collection[str] = ()) -> frozenset[str]:
         allow: packages from which the node's owner allows everything.
 
     Raises:
-        InputError: the configuration has another shape, or names what the node does not import. The message
-            has nothing of the node's own.
+        InputError: the configuration has another shape, or names what the node does not import. The
+            message has nothing of the node's own.
     """
     config = _read(data)
     _check_shape(config)
@@ -107,9 +142,14 @@ def names_in(config: object) -> set[str]:
 
 
 def _read(data: bytes) -> dict[str, Any]:
-    """Return a configuration that is a mapping, written as servers write it: then no other program, such as
-    a reader of pickles, has another use for the file."""
-    require(len(data) <= MAX_BYTES, "the configuration", f"it has at most {MAX_BYTES} bytes", "send less")
+    """Return a configuration that is a mapping, written as servers write it: then no other program,
+    such as a reader of pickles, has another use for the file."""
+    require(
+        len(data) <= MAX_BYTES,
+        "the configuration",
+        f"it has at most {MAX_BYTES} bytes",
+        "send less",
+    )
     try:
         text = data.decode()
         if "*" in text:  # an alias: so few bytes can stand for many
@@ -136,15 +176,21 @@ def _check_shape(config: Mapping[str, Any]) -> None:
     seed = config["seed_everything"]
     require(type(seed) is int, "seed_everything:", "it is a whole number", "send one")
     for group, keys in (("model", CLASS), ("data", CLASS), ("trainer", (*SENT, *FIXED))):
-        require(isinstance(config[group], dict), f"{group}:", "it is a mapping", "send its settings")
+        require(
+            isinstance(config[group], dict), f"{group}:", "it is a mapping", "send its settings"
+        )
         _check_keys(config[group], (group,), keys)
     for name, value in FIXED.items():
         given = config["trainer"].get(name)
         same = type(given) is type(value) and given == value
-        require(same, f"trainer.{name}:", f"on a node it is {value!r}".lower(), "leave it to the node")
+        require(
+            same, f"trainer.{name}:", f"on a node it is {value!r}".lower(), "leave it to the node"
+        )
     for name in config["trainer"]:
         plain = name in WORDS or not isinstance(config["trainer"][name], (str, list))
-        require(plain, f"trainer.{name}:", "it is no text and no list", "send its value or its settings")
+        require(
+            plain, f"trainer.{name}:", "it is no text and no list", "send its value or its settings"
+        )
     for group in ("model", "data"):
         named = isinstance(config[group].get("class_path"), str)
         require(named, f"{group}.class_path:", "it is the import path of a class", "send one")
@@ -173,7 +219,12 @@ def _texts(node: object, place: Place, *, strict: bool = True) -> Iterator[tuple
     Args:
         strict: refuse names of settings with dots, and values that are no plain ones.
     """
-    require(len(place) <= MAX_DEPTH, "the configuration", f"it has at most {MAX_DEPTH} levels", "send less")
+    require(
+        len(place) <= MAX_DEPTH,
+        "the configuration",
+        f"it has at most {MAX_DEPTH} levels",
+        "send less",
+    )
     if isinstance(node, Mapping):
         for key, value in node.items():
             plain = isinstance(key, int) or (isinstance(key, str) and re.fullmatch(r"[\w -]*", key))
@@ -194,15 +245,26 @@ def _texts(node: object, place: Place, *, strict: bool = True) -> Iterator[tuple
 
 
 def _check_text(place: Place, text: str, allow: Collection[str], names: set[str]) -> None:
-    """Refuse a text that names what this node does not import, and add to ``names`` what it does."""
+    """Refuse a text that names what this node does not import, and add to ``names`` what it
+    does."""
     given = f"{_name(place)}: {printable(text, MAX_SHOWN)}"
-    require("class_path" not in text, given, "a class is named by a mapping", "send class_path and init_args")
+    require(
+        "class_path" not in text,
+        given,
+        "a class is named by a mapping",
+        "send class_path and init_args",
+    )
     match, is_class = DOTTED.fullmatch(text), place[-1:] == ("class_path",)
     if match is None or (_is_file(text) and not is_class and "network" not in place):
         require(not is_class, given, "a class path has dots and letters", "send the whole path")
         return
     path = match[1]
-    require(path == text or not is_class, given, "a class path has dots and letters", "send the whole path")
+    require(
+        path == text or not is_class,
+        given,
+        "a class path has dots and letters",
+        "send the whole path",
+    )
     if not is_class and "network" in place and _is_network(path):
         names.add(path)
         return
@@ -224,7 +286,8 @@ def _check_text(place: Place, text: str, allow: Collection[str], names: set[str]
 
 
 def _found(path: str, allow: Collection[str]) -> Any:
-    """Return what a path names if the node imports it, else None. Only then its module is imported."""
+    """Return what a path names if the node imports it, else None. Only then its module is
+    imported."""
     module, _, name = path.rpartition(".")
     if is_under(path, allow):
         found = _imported(module, name)
@@ -255,14 +318,18 @@ def _found(path: str, allow: Collection[str]) -> Any:
         found = _imported(module, name)
         import torchmetrics
 
-        own = isclass(found) and issubclass(found, torchmetrics.Metric) and is_under(_defined(found), METRICS)
+        own = (
+            isclass(found)
+            and issubclass(found, torchmetrics.Metric)
+            and is_under(_defined(found), METRICS)
+        )
         return found if own else None
     return None
 
 
 def _is_network(path: str) -> bool:
-    """Return whether a text is the name of a network of torchvision or timm, which is given the number of
-    classes and nothing else."""
+    """Return whether a text is the name of a network of torchvision or timm, which is given the
+    number of classes and nothing else."""
     module, _, name = path.rpartition(".")
     if module == "torchvision.models":
         from torchvision.models import list_models
@@ -283,7 +350,8 @@ def _imported(module: str, name: str) -> Any:
 
 
 def _defined(found: Any) -> str:
-    """Return where what was found is defined; of an object that is neither class nor function, its class."""
+    """Return where what was found is defined; of an object that is neither class nor function, its
+    class."""
     if ismodule(found):
         return str(found.__name__)
     thing = found if isclass(found) or isfunction(found) else type(found)

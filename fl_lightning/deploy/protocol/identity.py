@@ -1,4 +1,5 @@
-"""What server and node must agree on before the first round: they build it apart, and the server compares."""
+"""What server and node must agree on before the first round: they build it apart, and the server
+compares."""
 
 from __future__ import annotations
 
@@ -32,16 +33,18 @@ MAX_SHOWN = 1000  # characters of what a node has
 
 
 def describe(fed: Federation, clients: Iterable[int]) -> dict[str, Any]:
-    """Return what the results of these clients rest on, as JSON: the package's version, method, task, layout
-    of the network, form of the examples, the settings of a secure sum and of client-level privacy, the seed,
-    the hashes of the examples and of who holds which (none of data that nodes alone have), and how many
-    training examples each client has."""
+    """Return what the results of these clients rest on, as JSON: the package's version, method,
+    task, layout of the network, form of the examples, the settings of a secure sum and of
+    client-level privacy, the seed, the hashes of the examples and of who holds which (none of data
+    that nodes alone have), and how many training examples each client has."""
     method, data = fed.method, fed.data
     cls = type(method)
     tensors = {name: tensor for name, tensor in method.server.items() if name not in method.growing}
     shapes = {f"server.{name}": list(tensor.shape) for name, tensor in tensors.items()}
     shapes |= {name: list(shape) for name, shape in method.layout.shapes.items()}
-    frozen = sha256_of_parameters(method.network, method.layout.shapes) if method.layout.shapes else ""
+    frozen = (
+        sha256_of_parameters(method.network, method.layout.shapes) if method.layout.shapes else ""
+    )
     return {
         "version": __version__,
         "method": f"{cls.__module__}.{cls.__qualname__}",

@@ -22,18 +22,20 @@ class Transport(Protocol):
         """Return the keys of the nodes that are connected now."""
 
     def registered(self) -> Mapping[str, float]:
-        """Return when nodes that are connected now were registered, in seconds since 1970, by key; a node
-        that is not in it may have been at any time.
+        """Return when nodes that are connected now were registered, in seconds since 1970, by key;
+        a node that is not in it may have been at any time.
 
-        A key that is registered beforehand stays that of its node. A node without one registers itself each
-        time that it connects, under another key.
+        A key that is registered beforehand stays that of its node. A node without one registers
+        itself each time that it connects, under another key.
         """
 
-    def exchange(self, messages: Mapping[str, bytes], timeout: float) -> Iterator[tuple[str, bytes]]:
+    def exchange(
+        self, messages: Mapping[str, bytes], timeout: float
+    ) -> Iterator[tuple[str, bytes]]:
         """Send one message to each node, and yield node and answer as answers come.
 
-        A node that fails, leaves or does not answer within ``timeout`` seconds yields nothing, and nothing
-        that it sends later is ever yielded.
+        A node that fails, leaves or does not answer within ``timeout`` seconds yields nothing, and
+        nothing that it sends later is ever yielded.
         """
 
     def close(self) -> None:
@@ -47,8 +49,9 @@ class Traffic:
     Args:
         sent, received: bytes of messages with their headers, as the transport was given them.
         answers: orders of a round that a node has answered.
-        beside_training: seconds from the first order of a round to a node's answer in which this node did not
-            train: for each round the mean over its answers, 0 without any, and the phases of its secure sum.
+        beside_training: seconds from the first order of a round to a node's answer in which this
+            node did not train: for each round the mean over its answers, 0 without any, and the
+            phases of its secure sum.
     """
 
     sent: int = 0
@@ -73,7 +76,9 @@ class Mail:
     traffic: Traffic = field(default_factory=Traffic)
     name_of: Callable[[str], str] = str
 
-    def exchange(self, messages: Mapping[str, bytes], seconds: float) -> Iterator[tuple[str, Message]]:
+    def exchange(
+        self, messages: Mapping[str, bytes], seconds: float
+    ) -> Iterator[tuple[str, Message]]:
         """Send one message to each node, and yield node and answer of the answers that can be read.
 
         Args:

@@ -1,8 +1,8 @@
 """Messages between the server and its nodes: a JSON header and parts of bytes, on any transport.
 
-A message is ``FLD1``, the length of the header as 4 bytes (big endian), the header, and the parts one after
-another; the header's entry ``parts`` has their lengths. Payloads travel as parts, untouched. Nothing in a
-message is code, and nothing in one is ever executed.
+A message is ``FLD1``, the length of the header as 4 bytes (big endian), the header, and the parts
+one after another; the header's entry ``parts`` has their lengths. Payloads travel as parts,
+untouched. Nothing in a message is code, and nothing in one is ever executed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ MAGIC = b"FLD1"
 HEAD = struct.Struct(">4sI")
 MAX_HEADER_BYTES = 2**26
 HEADER_BYTES, CLIENT_BYTES = 2**20, 400
-"""Most bytes in the header of an answer: without its clients, and for one client's result and losses."""
+"""Most bytes in the header of an answer: without its clients, and for one client's result and
+losses."""
 FORM_BYTES = 4096
 """More of a client's result where it names the sums that its masked vector is of."""
 MAX_NAME = 100  # characters of a name
@@ -28,11 +29,12 @@ class MessageError(ValueError):
 
 
 def printable(value: object, most: int = MAX_NAME) -> str:
-    """Return what a node has sent as text of one line, without characters that a terminal acts on, of at
-    most so many characters."""
+    """Return what a node has sent as text of one line, without characters that a terminal acts on,
+    of at most so many characters."""
     text = " ".join(str(value)[: 4 * most].split())
     shown = "".join(
-        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text[:most]
+        each if each.isprintable() else each.encode("unicode_escape").decode()
+        for each in text[:most]
     )
     return shown if len(shown) <= most and len(text) <= most else f"{shown[: most - 3]}..."
 
@@ -52,9 +54,9 @@ class Message:
     """A message that has been read.
 
     Args:
-        header: its entries. ``kind`` says what it is: ``census``, ``check``, ``train``, ``evaluate``,
-            ``phase`` or ``echo`` to a node, ``counted``, ``checked``, ``trained``, ``kept``, ``evaluated``,
-            ``phase``, ``echoed`` or ``refused`` from one.
+        header: its entries. ``kind`` says what it is: ``census``, ``check``, ``train``,
+            ``evaluate``, ``phase`` or ``echo`` to a node, ``counted``, ``checked``, ``trained``,
+            ``kept``, ``evaluated``, ``phase``, ``echoed`` or ``refused`` from one.
         parts: payloads that the header refers to by position.
     """
 
@@ -76,8 +78,8 @@ class Message:
 
         Args:
             data: the message.
-            longest: bytes that its header may have, of which nothing is read where it has more: JSON takes
-                some twenty times its length in memory.
+            longest: bytes that its header may have, of which nothing is read where it has more:
+                JSON takes some twenty times its length in memory.
 
         Raises:
             MessageError: the bytes are no message, or not all of one.
@@ -90,11 +92,20 @@ class Message:
                 raise ValueError(f"its header has {length} bytes, above {longest}")
             header = json.loads(data[HEAD.size : HEAD.size + length])
             sizes = header.pop("parts")
-            if not isinstance(sizes, list) or any(type(size) is not int or size < 0 for size in sizes):
+            if not isinstance(sizes, list) or any(
+                type(size) is not int or size < 0 for size in sizes
+            ):
                 raise ValueError("lengths of parts that are none")
             ends = HEAD.size + length + sum(sizes)
         # a header may be nested more deeply than Python reads
-        except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (
+            struct.error,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise MessageError(f"{len(data)} bytes that are no message ({error})") from error
         if ends != len(data):
             raise MessageError(f"{len(data)} bytes that are no message, or not all of one")
@@ -111,7 +122,8 @@ def cut(data: bytes, longest: int) -> list[bytes]:
 
 
 def cut_in_parts(data: bytes, longest: int) -> list[bytes]:
-    """Return a message cut into its header and its parts, and these into pieces of at most so many bytes.
+    """Return a message cut into its header and its parts, and these into pieces of at most so many
+    bytes.
 
     Nodes whose messages have a part in common have pieces in common.
 
@@ -124,5 +136,6 @@ def cut_in_parts(data: bytes, longest: int) -> list[bytes]:
 
 
 def refusal(reason: str, **entries: Any) -> bytes:
-    """Return the answer of a node that does not do what it is asked, with the reason in one line."""
+    """Return the answer of a node that does not do what it is asked, with the reason in one
+    line."""
     return Message({"kind": "refused", "reason": reason, **entries}).to_bytes()

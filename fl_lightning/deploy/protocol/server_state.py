@@ -1,4 +1,5 @@
-"""What a node must know of the server's state to make its clients' addends, beside their broadcast."""
+"""What a node must know of the server's state to make its clients' addends, beside their
+broadcast."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from fl_lightning.wire import Payload
 
 
 def beside_broadcast(method: Method, broadcast: bytes) -> bytes:
-    """Return the entries of the server's state that addends are made from and that a broadcast does not hold
-    bit for bit, in safetensors' form; most methods have none.
+    """Return the entries of the server's state that addends are made from and that a broadcast does
+    not hold bit for bit, in safetensors' form; most methods have none.
 
     Args:
         method: the server's.
@@ -22,14 +23,19 @@ def beside_broadcast(method: Method, broadcast: bytes) -> bytes:
     missing = {}
     for name, tensor in method.summing_state().items():
         value = sent.get(name)
-        same = isinstance(value, torch.Tensor) and value.dtype == tensor.dtype and torch.equal(value, tensor)
+        same = (
+            isinstance(value, torch.Tensor)
+            and value.dtype == tensor.dtype
+            and torch.equal(value, tensor)
+        )
         if not same:
             missing[name] = tensor.contiguous()
     return save(missing)
 
 
 def take_over(method: Method, broadcast: Payload, beside: bytes) -> None:
-    """Give a node's method the state that the server has in this round, as far as addends are made from it.
+    """Give a node's method the state that the server has in this round, as far as addends are made
+    from it.
 
     Raises:
         InputError: an entry has another shape or type than the node's.
@@ -37,7 +43,10 @@ def take_over(method: Method, broadcast: Payload, beside: bytes) -> None:
     given = load(beside)
     for name, before in method.summing_state().items():
         tensor = given[name] if name in given else broadcast.tensor(name)
-        if name not in method.growing and (tensor.shape, tensor.dtype) != (before.shape, before.dtype):
+        if name not in method.growing and (tensor.shape, tensor.dtype) != (
+            before.shape,
+            before.dtype,
+        ):
             raise InputError(
                 f"server.{name} {tuple(tensor.shape)} in {tensor.dtype}",
                 f"it is {tuple(before.shape)} in {before.dtype} on this node",

@@ -1,8 +1,9 @@
 """Data that only nodes have: what the server asks before it builds its run.
 
-The server's data module has the test set, and says what all data have in common: the names of classes and the
-constants of preprocessing (:class:`~fl_lightning.data.form.Form`). Its training examples are not trained on.
-Nodes answer with the numbers of their examples, and everybody builds a federation of clients of such sizes.
+The server's data module has the test set, and says what all data have in common: the names of
+classes and the constants of preprocessing (:class:`~fl_lightning.data.form.Form`). Its training
+examples are not trained on. Nodes answer with the numbers of their examples, and everybody builds a
+federation of clients of such sizes.
 """
 
 from __future__ import annotations
@@ -47,11 +48,17 @@ class Census:
         transport: reaches the nodes.
         config: the configuration that nodes build from.
         rules: with how many nodes the run begins, and how long they are waited for.
-        validates: whether clients say how many validation examples they have, and are asked to evaluate.
+        validates: whether clients say how many validation examples they have, and are asked to
+            evaluate.
     """
 
     def __init__(
-        self, transport: Transport, config: Mapping[str, Any], rules: RoundRules, *, validates: bool = True
+        self,
+        transport: Transport,
+        config: Mapping[str, Any],
+        rules: RoundRules,
+        *,
+        validates: bool = True,
     ) -> None:
         self.mail, self.rules, self.validates = Mail(transport), rules, validates
         self.config = dict(config)
@@ -73,7 +80,9 @@ class Census:
             asked |= set(new)
             text = yaml.safe_dump(self.config, sort_keys=False).encode()
             order = Message({"kind": "census"}, (text,)).to_bytes()
-            for node, answer in self.mail.exchange(dict.fromkeys(new, order), self.rules.wait_seconds):
+            for node, answer in self.mail.exchange(
+                dict.fromkeys(new, order), self.rules.wait_seconds
+            ):
                 self._take(node, answer, known)
                 answered += 1
             if answered < self.rules.min_nodes:
@@ -91,7 +100,9 @@ class Census:
             "no client has a training example",
             "give the nodes data",
         )
-        self.config[KEY]["sizes"] = {str(id): train for id, (train, _) in sorted(self.counts.items())}
+        self.config[KEY]["sizes"] = {
+            str(id): train for id, (train, _) in sorted(self.counts.items())
+        }
         data.distribute_apart(holdings_apart(self.counts), seed, device)
 
     def _take(self, node: str, answer: Message, known: Mapping[str, Any]) -> None:
@@ -115,7 +126,9 @@ class Census:
             if theirs.get(key) != known[key]
         ]
         wrong += [
-            f"client {id} is on node {self.node_of[id]} already" for id in clients if id in self.node_of
+            f"client {id} is on node {self.node_of[id]} already"
+            for id in clients
+            if id in self.node_of
         ][:MAX_LISTED]
         wrong += ["its data have no examples"] if not any(map(sum, clients.values())) else []
         total = sum(map(sum, [*self.counts.values(), *clients.values()]))
@@ -128,12 +141,20 @@ class Census:
             raise InputError(given, "; ".join(wrong), instead)
         for id, (train, val) in clients.items():
             self.counts[id], self.node_of[id] = (train, val if self.validates else 0), name
-            log.info("node %s: client %d has %d training and %d validation examples", name, id, train, val)
+            log.info(
+                "node %s: client %d has %d training and %d validation examples",
+                name,
+                id,
+                train,
+                val,
+            )
 
 
 def stand_in(data: FederatedData, seed: int, device: torch.device) -> None:
     """Deal out clients of one example each: to try a run out before its nodes are there."""
-    data.distribute_apart(holdings_apart(dict.fromkeys(range(STAND_IN_CLIENTS), (1, 0))), seed, device)
+    data.distribute_apart(
+        holdings_apart(dict.fromkeys(range(STAND_IN_CLIENTS), (1, 0))), seed, device
+    )
 
 
 def _short(value: object) -> str:

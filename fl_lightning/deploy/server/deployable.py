@@ -1,4 +1,5 @@
-"""What a run needs of a deployment, and what is said of one that evaluates otherwise than a simulation."""
+"""What a run needs of a deployment, and what is said of one that evaluates otherwise than a
+simulation."""
 
 from __future__ import annotations
 
@@ -22,7 +23,12 @@ def check_deployable(fed: Federation) -> None:
     """
     run = Run.of(fed, deployed=True)
     check_run(run)
-    require(world_size() == 1, "several processes of the server", "it is one", "write --trainer.devices 1")
+    require(
+        world_size() == 1,
+        "several processes of the server",
+        "it is one",
+        "write --trainer.devices 1",
+    )
     if run.masks is not None:
         run.masks.check_usable(fed.cohort_size)
     if fed.method.module is not None and run.is_measured_on_nodes:

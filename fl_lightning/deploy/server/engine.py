@@ -1,4 +1,5 @@
-"""An engine whose tasks travel as messages: the loop stays as it is, and clients train on their nodes."""
+"""An engine whose tasks travel as messages: the loop stays as it is, and clients train on their
+nodes."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ import yaml
 
 from fl_lightning.aggregation.masked_round import MaskedRound
 from fl_lightning.aggregation.sum_form import SumForm
-from fl_lightning.deploy.protocol.answers import Trained, phase_parts, reason_of, results_of, seconds_of
+from fl_lightning.deploy.protocol.answers import (
+    Trained,
+    phase_parts,
+    reason_of,
+    results_of,
+    seconds_of,
+)
 from fl_lightning.deploy.protocol.mail import Mail, Transport
 from fl_lightning.deploy.protocol.messages import Message, MessageError, longest_header
 from fl_lightning.deploy.protocol.server_state import beside_broadcast
@@ -42,20 +49,23 @@ log = logging.getLogger("fl_lightning")
 class RemoteEngine(Engine):
     """Trains clients on the nodes that have their data.
 
-    Each task becomes an order: client, epochs, steps and the round whose kept state the client goes on from;
-    a node gets one message with the orders of all its clients, and each different broadcast in it once, its
-    bytes untouched. No label travels, and what a client keeps stays on its node. A client whose node is not
-    there, fails or is late counts as dropped, and its state is as it was before the round.
+    Each task becomes an order: client, epochs, steps and the round whose kept state the client goes
+    on from; a node gets one message with the orders of all its clients, and each different
+    broadcast in it once, its bytes untouched. No label travels, and what a client keeps stays on
+    its node. A client whose node is not there, fails or is late counts as dropped, and its state is
+    as it was before the round.
 
-    Under a secure sum no upload and no loss travels: nodes keep what their clients would send, and the phases
-    of the sum are further messages, one for each node and phase. Each phase waits as long as a round.
+    Under a secure sum no upload and no loss travels: nodes keep what their clients would send, and
+    the phases of the sum are further messages, one for each node and phase. Each phase waits as
+    long as a round.
 
     Args:
         transport: carries the messages.
         fed: the federation of the server.
         config: the configuration that nodes build from.
         rules: how long a round waits.
-        run: id of the run, under which nodes keep states; a run that is continued has the one from before.
+        run: id of the run, under which nodes keep states; a run that is continued has the one from
+            before.
         since: of a run that is continued, the last round of each client whose upload counted.
         keeps: of a run that is continued, whether a client has kept something; None: nobody knows.
         deterministic: whether nodes use deterministic algorithms.
@@ -91,8 +101,10 @@ class RemoteEngine(Engine):
         if (privacy := fed.aggregation.privacy) is not None:
             privacy.randomness = randomness
         self.roster = Roster(fed, self.config, self.rules, self.mail, self.run)
-        self.forms: dict[int, SumForm] = {}  # of what nodes keep for the round's secure sum, by client
-        # a client whose upload did not count goes on from the state before, whatever its node did since
+        # of what nodes keep for the round's secure sum, by client
+        self.forms: dict[int, SumForm] = {}
+        # a client whose upload did not count goes on from the state before, whatever its node did
+        # since
         self.since = dict(since or {})
         self.keeps, self.lost = keeps, LostStates()
         self.refused: set[int] = set()  # clients whose node lacks their state in this round
@@ -100,7 +112,9 @@ class RemoteEngine(Engine):
     def start(self) -> None:
         check_deployable(self.fed)
         if self.fed.aggregation.masks is not None:
-            log.info("secure_sum: keys are drawn by the nodes' operating systems, anew in each round")
+            log.info(
+                "secure_sum: keys are drawn by the nodes' operating systems, anew in each round"
+            )
         self.roster.gather(first=True)
         if self.roster.refused:
             name, reason = next(iter(self.roster.refused.values()))
@@ -108,10 +122,14 @@ class RemoteEngine(Engine):
         missing = sorted({int(id) for id in self.fed.data.active} - self.roster.node_of.keys())
         if missing:
             log.warning(
-                "%d clients have no node yet and count as dropped, the first is %d", len(missing), missing[0]
+                "%d clients have no node yet and count as dropped, the first is %d",
+                len(missing),
+                missing[0],
             )
 
-    def train(self, tasks: Sequence[ClientTask], units: Units | None = None) -> Iterator[ClientResult]:
+    def train(
+        self, tasks: Sequence[ClientTask], units: Units | None = None
+    ) -> Iterator[ClientResult]:
         self.forms, self.refused = {}, set()
         if tasks:
             if self.on_begin is not None:
@@ -149,7 +167,12 @@ class RemoteEngine(Engine):
         node_of, lost = self.roster.node_of, "dropped" if wall is None else "late"
         for node in sorted(silent):
             name = self.roster.name(node)
-            log.warning("round %d: no answer of node %s: its clients count as %s", tasks[0].round, name, lost)
+            log.warning(
+                "round %d: no answer of node %s: its clients count as %s",
+                tasks[0].round,
+                name,
+                lost,
+            )
         if wall is not None:
             wall.close([id for id in by_id if node_of.get(id) in silent])
         asked = {id for id in by_id if node_of.get(id) in messages}
@@ -169,7 +192,9 @@ class RemoteEngine(Engine):
         found: dict[str, list[int]] = {}
         for id in ids:
             found.setdefault(self.roster.node_of.get(id, ""), []).append(id)
-        return {node: (found[node][0], sent) for node, sent in messages.items() if len(found[node]) == 1}
+        return {
+            node: (found[node][0], sent) for node, sent in messages.items() if len(found[node]) == 1
+        }
 
     @property
     def _wall(self) -> WallTiming | None:
@@ -193,13 +218,18 @@ class RemoteEngine(Engine):
     def evaluate_clients(self, round: int) -> ClientSums:
         if not is_measured_on_nodes(self.fed):
             return ClientSums()
-        about = {"run": self.run, "config": self.digest, "round": round, "deterministic": self.deterministic}
+        about = {
+            "run": self.run,
+            "config": self.digest,
+            "round": round,
+            "deterministic": self.deterministic,
+        }
         return ask_nodes(self.roster, about, self.since, self.rules.round_seconds)
 
     def notes(self) -> dict[str, Any]:
-        """Return the run's id among the nodes, which node has which clients, whether they keep something,
-        what messages have cost, and what a private run has spent: its last round says less where later ones
-        were taken back."""
+        """Return the run's id among the nodes, which node has which clients, whether they keep
+        something, what messages have cost, and what a private run has spent: its last round says
+        less where later ones were taken back."""
         about: dict[str, Any] = {
             "transport": self.mail.transport.name,
             "run": self.run,
@@ -219,7 +249,8 @@ class RemoteEngine(Engine):
         self.mail.transport.close()
 
     def _messages(self, tasks: Sequence[ClientTask], terms: Mapping[str, Any]) -> dict[str, bytes]:
-        """Return the message of each node that has clients of this round, with what a private one adds."""
+        """Return the message of each node that has clients of this round, with what a private one
+        adds."""
         orders: dict[str, list[dict[str, int]]] = {}
         parts: dict[str, dict[bytes, int]] = {}
         states: dict[bytes, bytes] = {}
@@ -229,7 +260,12 @@ class RemoteEngine(Engine):
             if node is None:
                 continue
             mine = parts.setdefault(node, {})
-            order = {"client": id, "epochs": task.epochs, "steps": task.steps, "since": self.since.get(id, 0)}
+            order = {
+                "client": id,
+                "epochs": task.epochs,
+                "steps": task.steps,
+                "since": self.since.get(id, 0),
+            }
             order["message"] = mine.setdefault(task.message, len(mine))
             if self.fed.aggregation.masks is not None:
                 if task.message not in states:
@@ -254,7 +290,9 @@ class RemoteEngine(Engine):
             for node, each in orders.items()
         }
 
-    def _results(self, node: str, answer: Message, tasks: Mapping[int, ClientTask]) -> Iterator[ClientResult]:
+    def _results(
+        self, node: str, answer: Message, tasks: Mapping[int, ClientTask]
+    ) -> Iterator[ClientResult]:
         """Yield the results in an answer that belong to this round's clients of the node."""
         name = self.roster.name(node)
         secure = self.fed.aggregation.masks is not None
@@ -266,7 +304,9 @@ class RemoteEngine(Engine):
         try:
             entries = results_of(answer)
         except MessageError as error:
-            log.warning("node %s: its answer cannot be read (%s): its clients count as dropped", name, error)
+            log.warning(
+                "node %s: its answer cannot be read (%s): its clients count as dropped", name, error
+            )
             return
         for entry in entries:
             try:
@@ -291,20 +331,31 @@ class RemoteEngine(Engine):
                     client, b"", {}, {}, 0, status="trained" if read.form.parts else "rejected"
                 )
             elif missing := self._missing_terms(read):
-                log.warning("node %s: client %d has no %s: it is dropped", name, read.client, missing[0])
+                log.warning(
+                    "node %s: client %d has no %s: it is dropped", name, read.client, missing[0]
+                )
             else:
                 if read.losses is None:
-                    log.warning("node %s: client %d: a loss is not finite and not counted", name, read.client)
+                    log.warning(
+                        "node %s: client %d: a loss is not finite and not counted",
+                        name,
+                        read.client,
+                    )
                 client, losses = tasks[read.client].client, dict(read.losses or {})
                 yield ClientResult(client, read.upload, {}, losses, read.steps)
 
     def _missing_terms(self, read: Trained) -> list[str]:
         """Return the losses of the method's terms that a client with losses lacks."""
-        wanted = [f"loss_{term.name}" for term in self.fed.method.active_terms()] if read.losses else []
+        wanted = (
+            [f"loss_{term.name}" for term in self.fed.method.active_terms()] if read.losses else []
+        )
         return [name for name in wanted if name not in (read.losses or {})]
 
-    def _ask(self, round: int, phase: str, messages: Mapping[int, bytes]) -> Iterator[tuple[int, bytes]]:
-        """Send the messages of one phase of a secure sum to clients, by id, and yield client and answer."""
+    def _ask(
+        self, round: int, phase: str, messages: Mapping[int, bytes]
+    ) -> Iterator[tuple[int, bytes]]:
+        """Send the messages of one phase of a secure sum to clients, by id, and yield client and
+        answer."""
         about = {"kind": "phase", "run": self.run, "round": round, "phase": phase}
         asked: dict[str, list[int]] = {}
         for id in sorted(messages.keys() & self.roster.node_of.keys()):
@@ -316,12 +367,16 @@ class RemoteEngine(Engine):
         for node, answer in self.roster.exchange(orders, self.rules.round_seconds):
             header = answer.header
             if any(header.get(name) != value for name, value in about.items()):
-                log.warning("node %s leaves the secure sum: %s", self.roster.name(node), reason_of(header))
+                log.warning(
+                    "node %s leaves the secure sum: %s", self.roster.name(node), reason_of(header)
+                )
                 continue
             try:
                 found = phase_parts(answer)
             except MessageError as error:
                 name = self.roster.name(node)
-                log.warning("node %s leaves the secure sum: its answer cannot be read: %s", name, error)
+                log.warning(
+                    "node %s leaves the secure sum: its answer cannot be read: %s", name, error
+                )
                 continue
             yield from ((id, found[id]) for id in asked[node] if id in found)

@@ -1,8 +1,8 @@
-"""Clients evaluate models on their nodes: one message a node, and back come sums of metrics. They do so where
-their models are their own, and where nobody else has their validation examples.
+"""Clients evaluate models on their nodes: one message a node, and back come sums of metrics. They
+do so where their models are their own, and where nobody else has their validation examples.
 
-The server's state travels as its checkpoint has it, since a model that is deployed may be made of more than a
-broadcast holds. Outputs, targets and what clients keep stay where they are.
+The server's state travels as its checkpoint has it, since a model that is deployed may be made of
+more than a broadcast holds. Outputs, targets and what clients keep stay where they are.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def is_measured_on_nodes(fed: Federation) -> bool:
 def ask_nodes(
     roster: Roster, about: Mapping[str, Any], since: Mapping[int, int], seconds: float
 ) -> ClientSums:
-    """Have all nodes evaluate their clients; one that does not answer is left out, and the log says so.
+    """Have all nodes evaluate their clients; one that does not answer is left out, and the log says
+    so.
 
     Args:
         about: entries of the message: run, configuration and round.
@@ -59,10 +60,13 @@ def ask_nodes(
     asked: dict[str, dict[str, int]] = {}
     for id, node in sorted(roster.node_of.items()):
         asked.setdefault(node, {})[str(id)] = since.get(id, 0)
-    state = save({name: tensor.detach().cpu().contiguous() for name, tensor in fed.method.server.items()})
+    state = save(
+        {name: tensor.detach().cpu().contiguous() for name, tensor in fed.method.server.items()}
+    )
     about = {"kind": "evaluate", **about, "splits": splits}
     orders = {
-        node: Message({**about, "clients": clients}, (state,)).to_bytes() for node, clients in asked.items()
+        node: Message({**about, "clients": clients}, (state,)).to_bytes()
+        for node, clients in asked.items()
     }
     answered: dict[str, tuple[set[int], dict[str, dict[str, Tensor]]]] = {}
     for node, answer in roster.exchange(orders, seconds):
@@ -104,7 +108,9 @@ def ask_nodes(
     if fed.data.apart:
         return ClientSums(validation=found["validation"], val_logs=found.get(LOGS["val"], {}))
     if not found["test"]:
-        log.warning("round %s: no node answered: the model of a newcomer is evaluated", about["round"])
+        log.warning(
+            "round %s: no node answered: the model of a newcomer is evaluated", about["round"]
+        )
         return ClientSums()
     return ClientSums(**found)
 
@@ -115,7 +121,10 @@ def try_sums(fed: Federation, sums: Mapping[str, Mapping[str, Tensor]]) -> None:
     Raises:
         Exception: whatever comes of sums that are not those of the run's metrics.
     """
-    subject, logs = (fed.fabric, fed.method, fed.data), logs_for(fed.method, "val", 0, sums.get(LOGS["val"]))
+    subject, logs = (
+        (fed.fabric, fed.method, fed.data),
+        logs_for(fed.method, "val", 0, sums.get(LOGS["val"])),
+    )
     if sums.get("test"):
         named, logged_there = sums.get(NAMED), sums.get(LOGS["test"])
         on_test_set(*subject, answers=False, sums=sums["test"], named=named, logs=logged_there)
@@ -127,14 +136,16 @@ def try_sums(fed: Federation, sums: Mapping[str, Mapping[str, Tensor]]) -> None:
 def alike(
     answered: Mapping[str, tuple[set[int], Mapping[str, Mapping[str, Tensor]]]], roster: Roster
 ) -> list[str]:
-    """Return the nodes whose sums are of the metrics that most clients have, of equally many those of the
-    client with the smallest id; the log names the others.
+    """Return the nodes whose sums are of the metrics that most clients have, of equally many those
+    of the client with the smallest id; the log names the others.
 
     Args:
         answered: clients and sums of each node.
     """
     names = {
-        node: {split: frozenset(key.partition("/")[2] for key in some) for split, some in sums.items()}
+        node: {
+            split: frozenset(key.partition("/")[2] for key in some) for split, some in sums.items()
+        }
         for node, (_, sums) in answered.items()
     }
     good = sorted(answered, key=lambda node: min(answered[node][0], default=-1))
@@ -144,9 +155,13 @@ def alike(
             if names[node].get(split):
                 counts[names[node][split]] += len(answered[node][0])
         most = counts.most_common(1)[0][0] if counts else frozenset()
-        for node in [node for node in good if names[node].get(split) not in (None, frozenset(), most)]:
+        for node in [
+            node for node in good if names[node].get(split) not in (None, frozenset(), most)
+        ]:
             good.remove(node)
-            log.warning("node %s did not evaluate its clients: its metrics are others", roster.name(node))
+            log.warning(
+                "node %s did not evaluate its clients: its metrics are others", roster.name(node)
+            )
     return good
 
 
@@ -165,7 +180,9 @@ def read_sums(part: bytes, split: str, clients: Collection[int]) -> dict[str, Te
     for key, value in sums.items():
         named = KEY.fullmatch(key)
         form = SPLITS[split]
-        fits = value.dtype == torch.float64 and value.ndim == len(form) and value.shape[-1] == form[-1]
+        fits = (
+            value.dtype == torch.float64 and value.ndim == len(form) and value.shape[-1] == form[-1]
+        )
         own = named is not None and int(named[1]) // MAX_PARTS in clients
         own = own and len(key) <= MAX_NAME and METRIC_NAME.fullmatch(key) is not None
         rows = fits and (split == "test" or set(value[:, 0].tolist()) <= set(clients))

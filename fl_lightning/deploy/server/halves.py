@@ -1,7 +1,7 @@
 """Which half of a deployment is still there: the command, and the server's half that Flower runs.
 
-Each holds a lock on a file of the job's folder while it lives, which ends with its process, however that
-ends. Process ids would not do, since the two may be in containers of their own.
+Each holds a lock on a file of the job's folder while it lives, which ends with its process, however
+that ends. Process ids would not do, since the two may be in containers of their own.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """A deployment as a folder: what the command hands to the ServerApp, and what comes back.
 
-``job.json`` has the folder to work in, that of nodes on this machine, the arguments of ``fit``, the rules of
-rounds and the command line; ``run.yaml`` the whole configuration; ``begun`` is there once the server's half
-runs, and has the run directory from the first round on; ``outcome.json`` is written at the end. The folder
-stays on the server's machine: Flower is given its path alone. The command removes it when it ends; a command
-that has left a run to itself leaves that to the server's half.
+``job.json`` has the folder to work in, that of nodes on this machine, the arguments of ``fit``, the
+rules of rounds and the command line; ``run.yaml`` the whole configuration; ``begun`` is there once
+the server's half runs, and has the run directory from the first round on; ``outcome.json`` is
+written at the end. The folder stays on the server's machine: Flower is given its path alone. The
+command removes it when it ends; a command that has left a run to itself leaves that to the server's
+half.
 """
 
 from __future__ import annotations
@@ -81,9 +82,8 @@ def run_job(folder: Path, transport: Transport) -> None:
             outcome = {"code": code, "error": [error.given, error.rule, error.instead]}
             raise RunRefused(str(error)) from None
         except (KeyboardInterrupt, SystemExit):
-            given = (
-                "the server was stopped, by somebody or by a SuperLink that had not heard of it for a minute"
-            )
+            silent = "a SuperLink that had not heard of it for a minute"
+            given = f"the server was stopped, by somebody or by {silent}"
             outcome = {"code": 1, "error": [given, "", how_to_go_on(folder)]}
             raise
         except Exception as error:
@@ -91,14 +91,16 @@ def run_job(folder: Path, transport: Transport) -> None:
             outcome = {"code": 1, "error": [f"{type(error).__name__}: {error}", "", where]}
             raise
         finally:
-            with suppress(FileNotFoundError):  # with local nodes the command ends everything, and the folder
+            # with local nodes the command ends everything, and the folder
+            with suppress(FileNotFoundError):
                 disk.replace(folder / "outcome.json", json.dumps(outcome).encode())
             if is_gone(folder, COMMAND):  # it has left the run to itself
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 def how_to_go_on(folder: Path) -> str:
-    """Return in words how the run of a job is continued, with its run directory where it is known."""
+    """Return in words how the run of a job is continued, with its run directory where it is
+    known."""
     try:
         run = (folder / "begun").read_text().strip()
     except OSError:
@@ -111,7 +113,9 @@ def outcome_of(folder: Path) -> Mapping[str, Any]:
     try:
         return json.loads((folder / "outcome.json").read_text())
     except (OSError, ValueError):
-        given = "the server's half of the run ended without a word, as a process does that is killed"
+        given = (
+            "the server's half of the run ended without a word, as a process does that is killed"
+        )
         return {"code": 1, "error": [given, "", how_to_go_on(folder)]}
 
 

@@ -1,4 +1,5 @@
-"""Clients whose kept state is not on their nodes any more: nothing but somebody's hand brings them back."""
+"""Clients whose kept state is not on their nodes any more: nothing but somebody's hand brings them
+back."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from fl_lightning.errors import RunStopped
 
 log = logging.getLogger("fl_lightning")
 MAX_ROUNDS = 3
-"""Rounds one after another in which every client that was asked had lost its state, until the run stops."""
+"""Rounds one after another in which every client that was asked had lost its state, until the run
+stops."""
 MAX_NAMED = 10  # clients that a line names
 
 
@@ -25,7 +27,11 @@ class LostStates:
         self._rounds = 0
 
     def after_round(
-        self, asked: Collection[int], lost: Collection[int], trained: Collection[int], here: Collection[int]
+        self,
+        asked: Collection[int],
+        lost: Collection[int],
+        trained: Collection[int],
+        here: Collection[int],
     ) -> None:
         """Note what a round has shown, and stop a run that goes on for nothing.
 

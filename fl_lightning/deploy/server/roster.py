@@ -29,7 +29,8 @@ class RoundRules:
     Args:
         min_nodes: nodes that fit the run before a round begins, at least 1.
         wait_seconds: seconds that a round waits for so many, and that a check of a node may take.
-        round_seconds: seconds after which a round goes on without the clients that have not answered.
+        round_seconds: seconds after which a round goes on without the clients that have not
+            answered.
     """
 
     settings_shown: ClassVar = ("--deploy.{name} {value}",) * 2
@@ -53,12 +54,15 @@ class Roster:
         run: id of the run among the nodes.
     """
 
-    def __init__(self, fed: Federation, config: bytes, rules: RoundRules, mail: Mail, run: str = "") -> None:
+    def __init__(
+        self, fed: Federation, config: bytes, rules: RoundRules, mail: Mail, run: str = ""
+    ) -> None:
         self.fed, self.config, self.rules, self.mail, self.run = fed, config, rules, mail, run
         self.names: dict[str, str] = {}  # of the nodes that take part, by key
         self.node_of: dict[int, str] = {}  # key of the node that has a client
         self.uids: dict[str, str] = {}
-        self.places: dict[str, tuple[str, float]] = {}  # by uid: its node, and when that was asked for it
+        # by uid: its node, and when that was asked for it
+        self.places: dict[str, tuple[str, float]] = {}
         self.epochs: dict[str, str] = {}  # of the processes that were checked
         self.here: set[str] = set()  # nodes that were connected at the last look
         self.refused: dict[str, tuple[str, str]] = {}  # names and reasons, by key
@@ -93,10 +97,14 @@ class Roster:
             self.left_out &= here
             self.refused = {node: why for node, why in self.refused.items() if node in here}
             self._check(sorted(here - self.names.keys() - self.refused.keys() - self.left_out))
-            if len(self.names) >= self.rules.min_nodes or (self.refused and (first or not self.names)):
+            if len(self.names) >= self.rules.min_nodes or (
+                self.refused and (first or not self.names)
+            ):
                 break
             if time.monotonic() >= ends:
-                refused = "".join(f"; node {name}: {reason}" for name, reason in self.refused.values())
+                refused = "".join(
+                    f"; node {name}: {reason}" for name, reason in self.refused.values()
+                )
                 raise RunStopped(
                     f"{len(self.names)} nodes are connected that fit the run{refused}",
                     f"a round begins with {self.rules.min_nodes}, for which it waits "
@@ -113,11 +121,13 @@ class Roster:
                 is_said = True
             time.sleep(POLL_SECONDS)
 
-    def exchange(self, orders: Mapping[str, bytes], seconds: float) -> Iterator[tuple[str, Message]]:
+    def exchange(
+        self, orders: Mapping[str, bytes], seconds: float
+    ) -> Iterator[tuple[str, Message]]:
         """Send orders to nodes that take part, and yield node and answer.
 
-        A node that was started again since it was checked may have other data now: what its new process has
-        done counts once this process has been checked, after the others have answered.
+        A node that was started again since it was checked may have other data now: what its new
+        process has done counts once this process has been checked, after the others have answered.
         """
         started_again = []
         for node, answer in self.mail.exchange(orders, seconds):
@@ -127,13 +137,17 @@ class Roster:
                 started_again.append((node, answer))
         for node, answer in started_again:
             if node in self.names:
-                log.info("node %s (%s) was started again: it is checked again", self.names[node], node)
+                log.info(
+                    "node %s (%s) was started again: it is checked again", self.names[node], node
+                )
                 self._leave(node)
                 self._check([node])
             if node in self.names and epoch_of(answer) == self.epochs[node]:
                 yield node, answer
             else:
-                log.warning("node %s: its answer is that of a process that was not checked", self.name(node))
+                log.warning(
+                    "node %s: its answer is that of a process that was not checked", self.name(node)
+                )
 
     def _check(self, nodes: Sequence[str]) -> None:
         """Have new nodes build the run, and take those whose answer fits."""
@@ -142,14 +156,20 @@ class Roster:
         order = Message(about, (self.config,)).to_bytes()
         self.left_out |= set(nodes)
         asked = time.time()
-        for node, answer in self.mail.exchange(dict.fromkeys(nodes, order), self.rules.wait_seconds):
+        for node, answer in self.mail.exchange(
+            dict.fromkeys(nodes, order), self.rules.wait_seconds
+        ):
             self.left_out.discard(node)
             name = name_of(answer, node)
             try:
                 reason = reason_of(answer.header) if answer.kind != "checked" else ""
                 found = None if reason else Checked.from_answer(answer)
                 if found is not None:
-                    reason = self._not_its_own(node, found) or self._replaced(found) or self._misfit(found)
+                    reason = (
+                        self._not_its_own(node, found)
+                        or self._replaced(found)
+                        or self._misfit(found)
+                    )
                     reason = reason or uncounted(self.fed.aggregation.privacy, found.noisy_sums)
             except MessageError as error:
                 found, reason = None, f"its answer cannot be read: {error}"
@@ -165,10 +185,12 @@ class Roster:
             log.info("node %s (%s) has %d client%s", name, node, count, "" if count == 1 else "s")
 
     def _not_its_own(self, node: str, found: Checked) -> str:
-        """Return why a node cannot have the place of the node whose uid it sends, else an empty text.
+        """Return why a node cannot have the place of the node whose uid it sends, else an empty
+        text.
 
-        A uid is what a node says of itself. Its key tells more: a node with a registered key comes back under
-        that key, and one without registers itself anew when it comes back, which is after it was checked.
+        A uid is what a node says of itself. Its key tells more: a node with a registered key comes
+        back under that key, and one without registers itself anew when it comes back, which is
+        after it was checked.
         """
         before, asked = self.places.get(found.uid, (node, 0.0))
         since = self.mail.transport.registered().get(node, math.inf) if before != node else math.inf
@@ -181,7 +203,8 @@ class Roster:
         )
 
     def _replaced(self, found: Checked) -> str:
-        """Let a node that was started again take its own place; return why it cannot, else an empty text."""
+        """Let a node that was started again take its own place; return why it cannot, else an empty
+        text."""
         for before in [before for before, other in self.uids.items() if other == found.uid]:
             clients = [id for id, node in self.node_of.items() if node == before]
             if before in self.here and set(clients) != set(found.clients):

@@ -16,18 +16,21 @@ from fl_lightning.privacy.secure.simulation import Outcome, add_delivered, lengt
 log = logging.getLogger("fl_lightning")
 
 Ask = Callable[[str, Mapping[int, bytes]], Iterator[tuple[int, bytes]]]
-"""Sends the messages of a phase to clients, by id, and yields client and answer as answers come, in time."""
+"""Sends the messages of a phase to clients, by id, and yields client and answer as answers come, in
+time."""
 
 
-def add_up_on_nodes(asked: MaskedRound, forms: Mapping[int, SumForm], ask: Ask) -> tuple[SumForm, Outcome]:
+def add_up_on_nodes(
+    asked: MaskedRound, forms: Mapping[int, SumForm], ask: Ask
+) -> tuple[SumForm, Outcome]:
     """Have clients that were trained on nodes mask and add up their uploads.
 
     A client whose node does not answer a phase has left before it.
 
     Args:
         asked: what is to be added up; uploads and addends are the nodes'.
-        forms: what each client that was trained says of its vector; one whose upload was refused has the
-            form without parts.
+        forms: what each client that was trained says of its vector; one whose upload was refused
+            has the form without parts.
         ask: reaches the nodes.
 
     Returns:
@@ -45,13 +48,16 @@ def add_up_on_nodes(asked: MaskedRound, forms: Mapping[int, SumForm], ask: Ask) 
 
 
 def common_form(forms: Mapping[int, SumForm], most: int) -> SumForm:
-    """Return the form that most clients have; of equally many, that of the client with the smallest id.
+    """Return the form that most clients have; of equally many, that of the client with the smallest
+    id.
 
     Args:
         forms: by client.
         most: longest vector that a server takes memory for.
     """
-    counts = Counter(form for _, form in sorted(forms.items()) if form.parts and form.length <= most)
+    counts = Counter(
+        form for _, form in sorted(forms.items()) if form.parts and form.length <= most
+    )
     return max(counts, key=lambda form: counts[form]) if counts else SumForm()
 
 
@@ -61,7 +67,9 @@ def _exchange(asked: MaskedRound, here: set[int], length: int, ask: Ask, outcome
     server = SecureServer(asked.settings, ring, length)
     outcome.named = server.named
 
-    def answers(phase: str, messages: Mapping[int, bytes], counted_as: str) -> Iterator[tuple[int, bytes]]:
+    def answers(
+        phase: str, messages: Mapping[int, bytes], counted_as: str
+    ) -> Iterator[tuple[int, bytes]]:
         """Ask those that have not left before a phase, and count messages as a simulation does."""
         present = {
             id: message
@@ -75,7 +83,8 @@ def _exchange(asked: MaskedRound, here: set[int], length: int, ask: Ask, outcome
 
     lists = server.pass_on_keys(dict(answers("keys", dict.fromkeys(cohort, b""), "keys")))
     boxes = server.pass_on_shares(dict(answers("shares", lists, "keys")))
-    for id, message in answers("masked", boxes, "shares"):  # one at a time: a vector is as long as the model
+    # one at a time: a vector is as long as the model
+    for id, message in answers("masked", boxes, "shares"):
         add_delivered(server, id, asked.deliver(id, message), outcome, asked.round)
     outcome.living = server.living
     outcome.total = server.unmask(dict(answers("unmask", server.unmask_requests(), "unmask")))

@@ -33,8 +33,8 @@ def deploy_over(
 ) -> None:
     """Have the trainer's ``fit`` send its clients' work over a transport.
 
-    A checkpoint is written after every round: a server that is started again is then at most one round behind
-    its nodes, which keep states of that many rounds.
+    A checkpoint is written after every round: a server that is started again is then at most one
+    round behind its nodes, which keep states of that many rounds.
 
     Args:
         config: the whole configuration of the run, of which nodes are sent what they need.
@@ -44,10 +44,14 @@ def deploy_over(
     """
     measure_time(trainer)
     if trainer.engine == "batched":
-        log.warning("trainer.engine batched; nodes train one client after another, so last bits may differ")
+        log.warning(
+            "trainer.engine batched; nodes train one client after another, so last bits may differ"
+        )
     sent = config_for_nodes(config)
     if own_data:
-        census = Census(transport, sent, rules or RoundRules(), validates=trainer.parts.are_in_clear)
+        census = Census(
+            transport, sent, rules or RoundRules(), validates=trainer.parts.are_in_clear
+        )
         trainer.deal, sent = census.deal, census.config
 
     def remote(fed: Federation, before: Mapping[str, Any]) -> RemoteEngine:
@@ -77,8 +81,9 @@ def deploy_over(
 
 
 def rounds_in(run_dir: Path) -> int:
-    """Return the rounds in a run's ``metrics.csv``, which has those after the checkpoint that the run goes on
-    from until it goes on: a run of an earlier release has no other count of its noisy sums."""
+    """Return the rounds in a run's ``metrics.csv``, which has those after the checkpoint that the
+    run goes on from until it goes on: a run of an earlier release has no other count of its noisy
+    sums."""
     path = run_dir / "metrics.csv"
     if not path.exists():
         return 0
@@ -87,7 +92,8 @@ def rounds_in(run_dir: Path) -> int:
 
 
 def last_rounds(run_dir: Path, done: int) -> dict[int, int]:
-    """Return the last round of each client in which its upload counted, from a run's ``ledger.csv``.
+    """Return the last round of each client in which its upload counted, from a run's
+    ``ledger.csv``.
 
     Args:
         done: rounds that are done; what the file has of later ones is of no use.
@@ -97,7 +103,8 @@ def last_rounds(run_dir: Path, done: int) -> dict[int, int]:
     with open(path, newline="") as file:
         for row in csv.DictReader(file):
             round = str(row["round"])
-            # a process that was killed may have left a part of a line, behind the rounds that are done
+            # a process that was killed may have left a part of a line, behind the rounds that are
+            # done
             if not round.isdigit() or int(round) > done:
                 break
             if row["status"] == "trained":

@@ -1,4 +1,5 @@
-"""Rounds of a deployment that go by the time that passes: who has answered in it, and how long it was."""
+"""Rounds of a deployment that go by the time that passes: who has answered in it, and how long it
+was."""
 
 from __future__ import annotations
 
@@ -23,10 +24,12 @@ now = time.monotonic
 LEAST_SECONDS = 1e-3
 """That messages are taken to be on their way at least."""
 EMPTY_PROBES = 3
-"""Empty orders by which latencies are measured, the median of which counts: nodes look for work, and the
-server for answers, every tenth of a second, and a node that has waited for long the first time later."""
+"""Empty orders by which latencies are measured, the median of which counts: nodes look for work,
+and the server for answers, every tenth of a second, and a node that has waited for long the first
+time later."""
 MOST_PROBE_BYTES, MOST_PROBE_SECONDS = 2**18, 20.0
-"""Size of the order by which rates down are measured, at most, and how long its answer is waited for."""
+"""Size of the order by which rates down are measured, at most, and how long its answer is waited
+for."""
 
 Exchange = Callable[[Mapping[str, bytes], float], Iterable[tuple[str, Message]]]
 """Sends orders to nodes and yields node and answer, within so many seconds."""
@@ -58,7 +61,8 @@ class Measured:
             examples: of the client's local steps.
             took: seconds until its upload was there.
             computed: seconds that its node says it computed.
-            line: what empty and full orders took; None: one rate for both directions, and no latency.
+            line: what empty and full orders took; None: one rate for both directions, and no
+                latency.
         """
         seconds, on_its_way = computed / max(examples, 1), max(took - computed, LEAST_SECONDS)
         if line is not None:
@@ -71,7 +75,8 @@ class Measured:
 
 
 class Probe(NamedTuple):
-    """Seconds of an empty order and its answer, and how many more an order of so many bytes takes."""
+    """Seconds of an empty order and its answer, and how many more an order of so many bytes
+    takes."""
 
     latency: float
     seconds: float
@@ -81,22 +86,23 @@ class Probe(NamedTuple):
 class WallTiming(Timing):
     """Measured time in the place of virtual time: the same forms of rounds, metrics and columns.
 
-    Seconds of a round are those from its first order to its end, as the server sees them; seconds since the
-    start of the run are their sum. They are measured, so that they differ between two equal runs, and so do
-    the uploads that are in time.
+    Seconds of a round are those from its first order to its end, as the server sees them; seconds
+    since the start of the run are their sum. They are measured, so that they differ between two
+    equal runs, and so do the uploads that are in time.
 
     Args:
         rounds: who is used and when a round ends.
 
     What a client's first round has taken is kept, where its node had no other client in that round:
-    ``devices.csv`` in the run directory is a table for ``trainer.clock.devices``, by which a simulation has
-    about the seconds of this deployment. A node says how long it has computed. Before that round it has
-    answered empty orders, whose seconds are its latency, and one as large as the round's, which gives its
-    rate down; what is left of the round is its upload's.
+    ``devices.csv`` in the run directory is a table for ``trainer.clock.devices``, by which a
+    simulation has about the seconds of this deployment. A node says how long it has computed.
+    Before that round it has answered empty orders, whose seconds are its latency, and one as large
+    as the round's, which gives its rate down; what is left of the round is its upload's.
 
     Attributes:
         arrived: seconds of the round at which each upload was there, by client id.
-        silent: ids of clients that were asked and whose node has not answered by the end of the round.
+        silent: ids of clients that were asked and whose node has not answered by the end of the
+            round.
         length: seconds of the round.
         devices: what was measured, by client id.
         lines: what orders before its first round took, by client id.
@@ -116,7 +122,9 @@ class WallTiming(Timing):
         self.devices, self.lines = {}, {}
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"devices": {str(id): astuple(one) for id, one in self.devices.items()}}
+        return super().state_dict() | {
+            "devices": {str(id): astuple(one) for id, one in self.devices.items()}
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
@@ -141,8 +149,12 @@ class WallTiming(Timing):
             # a node that was silent once is left alone
             asked = [node for node, times in took.items() if len(times) == probe]
             sizes = {node: min(len(new[node][1]), MOST_PROBE_BYTES) for node in asked}
-            parts = {node: bytes(size if probe == EMPTY_PROBES else 0) for node, size in sizes.items()}
-            sent = {node: Message({"kind": "echo"}, (part,)).to_bytes() for node, part in parts.items()}
+            parts = {
+                node: bytes(size if probe == EMPTY_PROBES else 0) for node, size in sizes.items()
+            }
+            sent = {
+                node: Message({"kind": "echo"}, (part,)).to_bytes() for node, part in parts.items()
+            }
             began = now()
             for node, _ in exchange(sent, min(seconds, MOST_PROBE_SECONDS)) if sent else ():
                 took[node].append(now() - began)
@@ -161,7 +173,8 @@ class WallTiming(Timing):
 
         Args:
             clients: their ids.
-            computed: seconds that the node has computed for its only client; None: it had others too.
+            computed: seconds that the node has computed for its only client; None: it had others
+                too.
         """
         self.arrived |= dict.fromkeys(clients, now() - self._start)
         if computed is not None:
@@ -175,7 +188,8 @@ class WallTiming(Timing):
         self.silent, self.length = {*silent}, now() - self._start
 
     def collect(self, context: Any, round: int, train: Train, draw: Draw) -> Trained:
-        """Return what a round is made of. Late uploads are lost, whether they are here by now or not."""
+        """Return what a round is made of. Late uploads are lost, whether they are here by now or
+        not."""
         self._forget()
         trained = train(draw(context.data.active, context.invited, 0))
         answered = {
@@ -192,7 +206,9 @@ class WallTiming(Timing):
             lot=lambda client: stream(context.seed, "clock/ties", round, client).random(),
         )
         receipts = [
-            replace(one, entry=replace(one.entry, status="lost")) if one.client.id in self.silent else one
+            replace(one, entry=replace(one.entry, status="lost"))
+            if one.client.id in self.silent
+            else one
             for one in trained.receipts
         ]
         late = self.ending.late + len(self.silent)
@@ -215,14 +231,20 @@ class WallTiming(Timing):
             "clients/late": float(trained.late),
         }
         timed = [
-            one.timed(begin, begin + self.arrived[one.client]) if one.client in self.arrived else one
+            one.timed(begin, begin + self.arrived[one.client])
+            if one.client in self.arrived
+            else one
             for one in entries
         ]
         return timed, [*links]
 
     def _measure(self, context: Any, trained: Trained, entries: Sequence[LedgerEntry]) -> None:
         """Note what clients took that are measured for the first time, and write the table."""
-        new = [one for one in entries if one.client in self._computed and one.client not in self.devices]
+        new = [
+            one
+            for one in entries
+            if one.client in self._computed and one.client not in self.devices
+        ]
         for one in new:
             id = one.client
             times = self.arrived[id], self._computed[id], self.lines.pop(id, None)

@@ -13,7 +13,8 @@ LARGEST_PRICED = 1e300
 UNLIMITED = 2**62
 """An infinite budget or cost, in units: 4 million joules."""
 PROMPT_PRICES = 40
-"""Prices that a prompt is tried at, half of them to find one that fits; each is a pass over its logits."""
+"""Prices that a prompt is tried at, half of them to find one that fits; each is a pass over its
+logits."""
 
 
 def finite_logits(theta: Tensor, joules: Tensor) -> Tensor:
@@ -26,13 +27,16 @@ def finite_logits(theta: Tensor, joules: Tensor) -> Tensor:
         joules: costs ``[G, 3]``, infinite where there is no option.
     """
     known = (
-        theta.detach().double().nan_to_num(nan=-LARGEST_LOGIT, posinf=LARGEST_LOGIT, neginf=-LARGEST_LOGIT)
+        theta.detach()
+        .double()
+        .nan_to_num(nan=-LARGEST_LOGIT, posinf=LARGEST_LOGIT, neginf=-LARGEST_LOGIT)
     )
     return known.clamp(-LARGEST_LOGIT, LARGEST_LOGIT).masked_fill(joules.isinf(), -math.inf)
 
 
 def finite_prices(price: float | Tensor, joules: Tensor) -> Tensor:
-    """Return prices as float64, cut to what keeps price x joules finite; one that is not a number is 0.
+    """Return prices as float64, cut to what keeps price x joules finite; one that is not a number
+    is 0.
 
     A price that is cut still has every joule count more than any logit.
 
@@ -46,18 +50,22 @@ def finite_prices(price: float | Tensor, joules: Tensor) -> Tensor:
 
 
 def sum_of_units(units: Tensor) -> int:
-    """Return the sum of units, each 0 to ``UNLIMITED``, or ``UNLIMITED`` where it is that or more: integers
-    of 64 bits would wrap around at twice that."""
+    """Return the sum of units, each 0 to ``UNLIMITED``, or ``UNLIMITED`` where it is that or more:
+    integers of 64 bits would wrap around at twice that."""
     return min(sum(map(int, units.flatten().tolist())), UNLIMITED)
 
 
-def cheapest_first(theta: Tensor, wish: Tensor, costs: Tensor, room: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Downgrade groups in the order of loss of theta per unit saved, until the cost is at most ``room``.
+def cheapest_first(
+    theta: Tensor, wish: Tensor, costs: Tensor, room: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Downgrade groups in the order of loss of theta per unit saved, until the cost is at most
+    ``room``.
 
-    From each option a group steps to the cheaper one that loses least per unit saved. That is the way along
-    the upper hull of (cost, theta), so the result is argmax theta - lambda c for the smallest lambda that
-    fits (Everett, Operations Research 1963), except that the last of equally good steps may be spared. A
-    group has two steps at most, and the steps of all groups are sorted once.
+    From each option a group steps to the cheaper one that loses least per unit saved. That is the
+    way along the upper hull of (cost, theta), so the result is argmax theta - lambda c for the
+    smallest lambda that fits (Everett, Operations Research 1963), except that the last of equally
+    good steps may be spared. A group has two steps at most, and the steps of all groups are sorted
+    once.
 
     Args:
         theta: logits ``[B, G, 3]``.
@@ -66,18 +74,22 @@ def cheapest_first(theta: Tensor, wish: Tensor, costs: Tensor, room: Tensor) -> 
         room: units that may be spent, int64 ``[B]``.
 
     Returns:
-        the choices int64 ``[B, G]``, their cost int64 ``[B]``, and whether any differs from the wish, bool
-        ``[B]``. Where even the cheapest options cost more than the room, the choices are these.
+        the choices int64 ``[B, G]``, their cost int64 ``[B]``, and whether any differs from the
+        wish, bool ``[B]``. Where even the cheapest options cost more than the room, the choices are
+        these.
     """
     every = costs.expand(len(wish), -1, -1)
     cost = every.gather(-1, wish.unsqueeze(-1)).sum((-2, -1))
     over = cost - room
     if not bool((over > 0).any()):
         return wish, cost, torch.zeros_like(over, dtype=torch.bool)
-    logits = theta.detach().double().nan_to_num(nan=-LARGEST_LOGIT).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
+    logits = (
+        theta.detach().double().nan_to_num(nan=-LARGEST_LOGIT).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
+    )
     first, loss, saved = _cheaper(logits, wish, every)
     second, next_loss, next_saved = _cheaper(logits, first, every)
-    losses = torch.cat((loss, torch.maximum(loss, next_loss)), dim=1)  # [B, 2 G], all first steps first
+    # [B, 2 G], all first steps first
+    losses = torch.cat((loss, torch.maximum(loss, next_loss)), dim=1)
     order = losses.argsort(dim=1, stable=True)
     total = torch.cat((saved, next_saved), dim=1).gather(1, order).cumsum(1)
     needed = (total - torch.cat((saved, next_saved), dim=1).gather(1, order)) < over.unsqueeze(1)
@@ -88,7 +100,8 @@ def cheapest_first(theta: Tensor, wish: Tensor, costs: Tensor, room: Tensor) -> 
 
 
 def _cheaper(logits: Tensor, now: Tensor, costs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the cheaper option that loses least per unit, this loss, and the units saved, ``[B, G]``.
+    """Return the cheaper option that loses least per unit, this loss, and the units saved, ``[B,
+    G]``.
 
     Where there is none, the option stays, at an infinite loss and no saving.
     """
@@ -109,5 +122,6 @@ def cost_of_prompt(choices: Tensor, units: Tensor) -> int:
         choices: options of each token, int64 ``[T, G]``.
         units: units of an option that 0, 1 ... T tokens take, int64 ``[G, 3, T + 1]``.
     """
-    counts = torch.stack([(choices == option).sum(0) for option in range(units.shape[1])], dim=1)  # [G, 3]
+    # [G, 3]
+    counts = torch.stack([(choices == option).sum(0) for option in range(units.shape[1])], dim=1)
     return sum_of_units(units.gather(-1, counts.unsqueeze(-1)))

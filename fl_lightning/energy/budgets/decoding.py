@@ -1,4 +1,5 @@
-"""Sequences that are generated side by side within a budget: who still has tokens, and what each was given.
+"""Sequences that are generated side by side within a budget: who still has tokens, and what each
+was given.
 
 ``B`` sequences of ``T`` tokens.
 """
@@ -23,8 +24,8 @@ class DecodedSequences:
 
     Attributes:
         active: the sequences that have a token in this step, bool ``[B]``.
-        granted_tokens: tokens that each sequence has been given before it ended or was refused more, int64
-            ``[B]``; a prompt counts as one.
+        granted_tokens: tokens that each sequence has been given before it ended or was refused
+            more, int64 ``[B]``; a prompt counts as one.
     """
 
     def __init__(self, lengths: Lengths, eos: int | None) -> None:
@@ -63,8 +64,8 @@ class DecodedSequences:
         return found
 
     def without_refused(self, found: Tensor, account: Account, filler: int) -> Tensor:
-        """Return tokens ``[B, N]`` that were generated, and the end of a sequence in the places that a
-        sequence was refused.
+        """Return tokens ``[B, N]`` that were generated, and the end of a sequence in the places
+        that a sequence was refused.
 
         Args:
             account: what the sequences may spend.

@@ -1,7 +1,7 @@
 """What one client's device grants a sequence, and what its steps cost.
 
-A sequence is read and written as inference does it: its prompt of p tokens is one step, and each token after
-it is a step of its own. ``G`` groups, three options, joules.
+A sequence is read and written as inference does it: its prompt of p tokens is one step, and each
+token after it is a step of its own. ``G`` groups, three options, joules.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ class Device:
 
     Args:
         table: cost of each option on this device, its groups in the order of the network's.
-        share: the budget of a sequence, as a share of its cost with all groups at ``high``, above 0.
+        share: the budget of a sequence, as a share of its cost with all groups at ``high``, above
+            0.
         whole: whether budgets and joules are of the whole network; if not, of its groups alone.
-        deciding: what a controller gives a level of its own: nothing, each ``sequence``, which is decided
-            with its prompt, or each ``step`` of one token after it. Its joules are spent, and not part of
-            the network that a budget is a share of.
+        deciding: what a controller gives a level of its own: nothing, each ``sequence``, which is
+            decided with its prompt, or each ``step`` of one token after it. Its joules are spent,
+            and not part of the network that a budget is a share of.
 
     Quantities of ``q99`` are compared with quantities of ``q99``.
     """
@@ -44,18 +45,21 @@ class Device:
         return self if self.deciding == "none" else Device(self.table, self.share, self.whole)
 
     def decision(self, step: Deciding, kind: str) -> float:
-        """Return joules of the controller in a ``step`` of one token, or in the prompt of a ``sequence``."""
+        """Return joules of the controller in a ``step`` of one token, or in the prompt of a
+        ``sequence``."""
         if step == "none" or self.deciding != step:
             return 0.0
         assert self.table.controller is not None, "a table without the controller's cost is refused"
         return float(self.table.controller.of_kind(kind).at(1))
 
     def prompt_costs(self, tokens: int, kind: str) -> Tensor:
-        """Return joules of an option that 0, 1 ... n tokens of a step take, float64 ``[G, 3, n + 1]``."""
+        """Return joules of an option that 0, 1 ... n tokens of a step take, float64 ``[G, 3, n +
+        1]``."""
         return self._of_prompt(tokens, kind)
 
     def token_costs(self, tokens: int, kind: str = "mean") -> Tensor:
-        """Return joules of a token by option where all n tokens of its step take it, float64 ``[G, 3]``."""
+        """Return joules of a token by option where all n tokens of its step take it, float64 ``[G,
+        3]``."""
         return self.prompt_costs(tokens, kind)[..., -1] / tokens
 
     def _costs_of_prompt(self, tokens: int, kind: str) -> Tensor:
@@ -66,8 +70,8 @@ class Device:
         return self.table.fixed(tokens, kind) if self.whole else 0.0
 
     def all_high(self, prompt: int, new: int, kind: str) -> float:
-        """Return joules of a prompt and ``new`` steps of one token with all groups at ``high``; those of
-        ``q99`` as a ledger charges them, so that a share of 1 buys all of them."""
+        """Return joules of a prompt and ``new`` steps of one token with all groups at ``high``;
+        those of ``q99`` as a ledger charges them, so that a share of 1 buys all of them."""
         return self._of_step(prompt, kind) + new * (self._of_step(1, kind) if new else 0.0)
 
     def _joules_of_step(self, tokens: int, kind: str) -> float:
@@ -98,7 +102,9 @@ class Device:
 
     def _step_of(self, choices: Tensor, kind: str) -> float:
         costs = self.prompt_costs(len(choices), kind)
-        counts = torch.stack([(choices == option).sum(0) for option in range(costs.shape[1])], dim=1)
+        counts = torch.stack(
+            [(choices == option).sum(0) for option in range(costs.shape[1])], dim=1
+        )
         used = costs.gather(-1, counts.unsqueeze(-1)).squeeze(-1)
         return float(used.sum()) + self.fixed(len(choices), kind)
 
@@ -107,8 +113,8 @@ class Device:
         return (self.table.fixed(prompt, kind) if prompt else 0.0) + new * self.table.fixed(1, kind)
 
     def least_share(self, prompt: int, new: int, kind: str) -> float:
-        """Return the cost of a sequence with all groups at their cheapest options, as a share of its cost at
-        ``high``."""
+        """Return the cost of a sequence with all groups at their cheapest options, as a share of
+        its cost at ``high``."""
         first, later = (
             float(self.prompt_costs(n, kind)[..., -1].min(-1).values.sum()) + self.fixed(n, kind)
             for n in (prompt, 1)

@@ -3,12 +3,13 @@
     p_g = 0.05 + 0.9 sigmoid(theta_g),    1 of a branch that is protected
     L = CE(full) + CE(S) + KL(full || S) + lambda (E / E_t - 1)
 
-S has each branch with the chance p_g, one draw a sequence, straight through a relaxed draw at a temperature
-of 2/3 (Maddison et al. 2017, arXiv 1611.00712). E is the expected cost of a token and E_t the target, which
-falls from the whole network to the smallest budget. This is BHSP of :mod:`fl_lightning.energy.controllers`
-on branches, with what broke it repaired: the whole network is in every step, |theta| <= 3 and both options
-keep a chance of 0.05, the target falls slowly, and lambda cannot pass half of CE in 50 steps. Branches that a
-ladder protects are always computed, as they are in the draws of the other searches.
+S has each branch with the chance p_g, one draw a sequence, straight through a relaxed draw at a
+temperature of 2/3 (Maddison et al. 2017, arXiv 1611.00712). E is the expected cost of a token and
+E_t the target, which falls from the whole network to the smallest budget. This is BHSP of
+:mod:`fl_lightning.energy.controllers` on branches, with what broke it repaired: the whole network
+is in every step, |theta| <= 3 and both options keep a chance of 0.05, the target falls slowly, and
+lambda cannot pass half of CE in 50 steps. Branches that a ladder protects are always computed, as
+they are in the draws of the other searches.
 
 ``B`` sequences, ``G`` branches.
 """
@@ -33,8 +34,8 @@ FIRST_STEPS = 50
 
 
 class GateWeights(BranchWeights):
-    """Weights that were drawn, and the chances that each branch was drawn with, ``[B, G]`` or ``[G]``; those
-    of protected branches are 1."""
+    """Weights that were drawn, and the chances that each branch was drawn with, ``[B, G]`` or
+    ``[G]``; those of protected branches are 1."""
 
     def __init__(self, weights: Tensor, chances: Tensor) -> None:
         super().__init__(weights)
@@ -61,14 +62,16 @@ class BranchGates(nn.Module):
         """The chance that each branch is drawn, ``[G]``, with a gradient."""
         return chances_of(bounded(self.theta, MOST_LOGIT))
 
-    def weights(self, prompts: Tensor, noise: np.random.Generator, protected: Tensor) -> GateWeights:
+    def weights(
+        self, prompts: Tensor, noise: np.random.Generator, protected: Tensor
+    ) -> GateWeights:
         """Return a draw for each of the sequences with these prompts ``[B]``; see :meth:`drawn`."""
         chances = self.chances.masked_fill(protected.to(self.theta.device), 1.0)
         return GateWeights(self.drawn(len(prompts), noise, protected), chances)
 
     def drawn(self, sequences: int, noise: np.random.Generator, protected: Tensor) -> Tensor:
-        """Return weights of 0 and 1 of each branch in each sequence, float ``[B, G]``, with the gradient of a
-        relaxed draw.
+        """Return weights of 0 and 1 of each branch in each sequence, float ``[B, G]``, with the
+        gradient of a relaxed draw.
 
         Args:
             sequences: B.
@@ -112,8 +115,8 @@ def energy_of(chances: Tensor, costs: BranchCosts, target: float) -> Tensor:
 def next_price(price: float, energy: float, task: float, budget: float) -> float:
     """Return lambda after a step, never below 0: lambda + CE / 100 (E / E_t - 1) / (1 / b - 1).
 
-    The excess is measured by that of the whole network over the smallest budget b, and cut to it, so that 50
-    steps raise lambda by half of CE at most.
+    The excess is measured by that of the whole network over the smallest budget b, and cut to it,
+    so that 50 steps raise lambda by half of CE at most.
 
     Args:
         price: lambda so far.

@@ -1,15 +1,16 @@
-"""A ladder of branches: which are left out at each level, found by backward elimination on validation losses.
+"""A ladder of branches: which are left out at each level, found by backward elimination on
+validation losses.
 
     full = S_0 > S_1 > ... > S_K,    S_k+1 = S_k without argmin_b (L(S_k - b) - L(S_k)) / c_b
 
-L is a loss on validation examples and c_b the joules of branch b in a step of one token. Where the loss of a
-subset is the sum over what it lacks, every S_k has the least loss of all subsets that cost no more (Everett,
-Operations Research 1963). Searching subsets in one network that was trained under all of them is the idea of
-Once-for-all (Cai et al., ICLR 2020, arXiv 1908.09791); leaving out branches in training is LayerDrop's (Fan
-et al., ICLR 2020, arXiv 1909.11556).
+L is a loss on validation examples and c_b the joules of branch b in a step of one token. Where the
+loss of a subset is the sum over what it lacks, every S_k has the least loss of all subsets that
+cost no more (Everett, Operations Research 1963). Searching subsets in one network that was trained
+under all of them is the idea of Once-for-all (Cai et al., ICLR 2020, arXiv 1908.09791); leaving out
+branches in training is LayerDrop's (Fan et al., ICLR 2020, arXiv 1909.11556).
 
-``G`` branches, ``K`` levels below the full network, ``M`` masks. A mask is bool ``[G]``, True where a
-branch is computed."""
+``G`` branches, ``K`` levels below the full network, ``M`` masks. A mask is bool ``[G]``, True where
+a branch is computed."""
 
 from __future__ import annotations
 
@@ -45,23 +46,26 @@ class BranchCosts:
 
     @classmethod
     def of(cls, device: Device, kind: str = "mean", tokens: int = 1) -> BranchCosts:
-        """Return the costs of a step of so many tokens on a device, by the ``mean`` or the ``q99``."""
+        """Return the costs of a step of so many tokens on a device, by the ``mean`` or the
+        ``q99``."""
         branches = device.prompt_costs(tokens, kind)[:, HIGH, -1]
         return cls(device.fixed(tokens, kind), branches, device.decision(device.deciding, kind))
 
     def share(self, masks: Tensor) -> Tensor:
-        """Return what subsets cost, as a share of the full network, float64 ``[M]`` of masks ``[M, G]``."""
+        """Return what subsets cost, as a share of the full network, float64 ``[M]`` of masks ``[M,
+        G]``."""
         whole = float(self.branches.sum()) + self.rest
         return (masks.double() @ self.branches + self.rest + self.deciding) / whole
 
     def units(self, masks: Tensor) -> Tensor:
-        """Return what a ledger charges for a step, int64 ``[M]`` units of 2^-40 J of masks ``[M, G]``."""
+        """Return what a ledger charges for a step, int64 ``[M]`` units of 2^-40 J of masks ``[M,
+        G]``."""
         return (masks.long() * whole_units(self.branches)).sum(1) + int(whole_units(self.rest))
 
 
 def without_each(mask: Tensor) -> Tensor:
-    """Return the mask itself, and the masks that lack one branch more each, bool ``[G + 1, G]``; the row of a
-    branch that is off already is the mask itself.
+    """Return the mask itself, and the masks that lack one branch more each, bool ``[G + 1, G]``;
+    the row of a branch that is off already is the mask itself.
 
     >>> without_each(torch.tensor([True, False, True])).int().tolist()
     [[1, 0, 1], [0, 0, 1], [1, 0, 1], [1, 0, 0]]
@@ -71,8 +75,8 @@ def without_each(mask: Tensor) -> Tensor:
 
 
 def protected_by(losses: Tensor) -> Tensor:
-    """Return the branches that are never to be left out, bool ``[G]``: those without which the loss is above
-    ``PROTECTED_TIMES`` the median over the branches.
+    """Return the branches that are never to be left out, bool ``[G]``: those without which the loss
+    is above ``PROTECTED_TIMES`` the median over the branches.
 
     Args:
         losses: of the full network, and without each branch, ``[G + 1]``.
@@ -82,9 +86,9 @@ def protected_by(losses: Tensor) -> Tensor:
 
 
 def next_mask(mask: Tensor, losses: Tensor, costs: Tensor, protected: Tensor) -> tuple[Tensor, int]:
-    """Return the mask without the branch whose joules are bought at the least loss, and which one that is; of
-    branches that cost no loss, the dearest. Where all that are left are protected, the mask stays, and the
-    branch is -1.
+    """Return the mask without the branch whose joules are bought at the least loss, and which one
+    that is; of branches that cost no loss, the dearest. Where all that are left are protected, the
+    mask stays, and the branch is -1.
 
     Args:
         mask: bool ``[G]``.
@@ -115,8 +119,8 @@ def all_masks(branches: int) -> Tensor:
 
 
 def best_within(fits: Tensor, shares: Tensor, losses: Tensor) -> int:
-    """Return which of M subsets has the least loss among those that a budget affords; of equally good ones
-    the cheapest. Where it affords none, the cheapest of all.
+    """Return which of M subsets has the least loss among those that a budget affords; of equally
+    good ones the cheapest. Where it affords none, the cheapest of all.
 
     Args:
         fits: which it affords, bool ``[M]``.
@@ -129,9 +133,12 @@ def best_within(fits: Tensor, shares: Tensor, losses: Tensor) -> int:
     return int(shares.masked_fill(~fits | (losses > least), torch.inf).argmin())
 
 
-def drawn_mask(noise: np.random.Generator, costs: BranchCosts, protected: Tensor, lowest: float) -> Tensor:
-    """Draw the mask of one sequence, bool ``[G]``: branches are left out in a random order until the
-    rest costs no more than a share that is uniform in ``[lowest, 1]``, as far as protected ones allow.
+def drawn_mask(
+    noise: np.random.Generator, costs: BranchCosts, protected: Tensor, lowest: float
+) -> Tensor:
+    """Draw the mask of one sequence, bool ``[G]``: branches are left out in a random order until
+    the rest costs no more than a share that is uniform in ``[lowest, 1]``, as far as protected ones
+    allow.
 
     Args:
         noise: what is drawn from.
@@ -156,7 +163,7 @@ def drawn_masks(
 
 
 def distinct(ladder: Tensor) -> Tensor:
-    """Return the levels of a ladder ``[K + 1, G]`` in their order, those that repeat the one before left
-    out."""
+    """Return the levels of a ladder ``[K + 1, G]`` in their order, those that repeat the one before
+    left out."""
     same = (ladder[1:] == ladder[:-1]).all(1)
     return ladder[torch.cat((torch.tensor([True]), ~same))].bool()

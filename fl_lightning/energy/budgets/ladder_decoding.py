@@ -33,18 +33,23 @@ class Decides(Protocol):
     def ledger(self, lengths: Lengths) -> LevelLedger:
         """Return the ledger of sequences of these lengths."""
 
-    def decided_prompts(self, ledger: LevelLedger, lengths: Lengths, states: Tensor) -> tuple[Tensor, Tensor]:
+    def decided_prompts(
+        self, ledger: LevelLedger, lengths: Lengths, states: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return the levels that prompts and the tokens after them have, int64 ``[B]``."""
 
     def wishes(self, later: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return what maps states ``[B, T, d]`` to the levels that tokens wish for, int64 ``[B, T]``."""
+        """Return what maps states ``[B, T, d]`` to the levels that tokens wish for, int64 ``[B,
+        T]``."""
 
     def gates_of(self, levels: Tensor) -> Tensor:
-        """Return which branches tokens at these levels ``[B, T]`` are computed by, bool ``[B, T, G]``."""
+        """Return which branches tokens at these levels ``[B, T]`` are computed by, bool ``[B, T,
+        G]``."""
 
 
 class Decoding:
-    """The levels of sequences that are generated: those of the prompts, then of one token at a time.
+    """The levels of sequences that are generated: those of the prompts, then of one token at a
+    time.
 
     Args:
         network: what generates.
@@ -57,12 +62,13 @@ class Decoding:
         self.ledger = network.ledger(lengths)
         self.wishes: Callable[[Tensor], Tensor]
         self.steps: list[Tensor] = []
-        """Levels of each step, int64 ``[B, T]`` or ``[B, 1]``; -1 for padding and where there is no token."""
+        """Levels of each step, int64 ``[B, T]`` or ``[B, 1]``; -1 for padding and where there is no
+        token."""
 
     @contextmanager
     def ends_seen(self, embedding: nn.Module) -> Iterator[None]:
-        """Begin each step within the block of code: see which sequences have ended, and forget the plan of
-        the step before until levels are chosen."""
+        """Begin each step within the block of code: see which sequences have ended, and forget the
+        plan of the step before until levels are chosen."""
 
         def begin(module: nn.Module, arguments: Any) -> None:
             self.network.board.plan = None

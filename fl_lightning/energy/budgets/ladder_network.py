@@ -1,4 +1,5 @@
-"""A language model that is read and continued at the levels of a ladder, within an energy budget."""
+"""A language model that is read and continued at the levels of a ladder, within an energy
+budget."""
 
 from __future__ import annotations
 
@@ -35,24 +36,25 @@ EVALUATED_SEQUENCES = 64
 
 
 class LadderNetwork(MeasuredNetwork, Generating):
-    """A network of switched branches, the ladder that its levels are of, and the device that it runs on.
+    """A network of switched branches, the ladder that its levels are of, and the device that it
+    runs on.
 
-    In training all branches are computed, or two passes are made side by side (:meth:`sandwich`). In
-    evaluation every sequence keeps the budget of its device: it takes the best level that it can afford
-    to its last token, and a ledger charges each token before it is computed. Adapters are merged into
-    their base meanwhile, since that is what the costs are of. ``B`` sequences of ``T`` tokens, ``G``
-    branches, ``K`` levels below the full network, ``V`` tokens of the vocabulary.
+    In training all branches are computed, or two passes are made side by side (:meth:`sandwich`).
+    In evaluation every sequence keeps the budget of its device: it takes the best level that it can
+    afford to its last token, and a ledger charges each token before it is computed. Adapters are
+    merged into their base meanwhile, since that is what the costs are of. ``B`` sequences of ``T``
+    tokens, ``G`` branches, ``K`` levels below the full network, ``V`` tokens of the vocabulary.
 
     Args:
-        network: a :class:`~fl_lightning.models.language.llama.Llama`, perhaps with adapters; it is changed in
-            place.
+        network: a :class:`~fl_lightning.models.language.llama.Llama`, perhaps with adapters; it is
+            changed in place.
         device: what a sequence may cost; :meth:`run_on` changes it.
         full_prompt: whether prompts are read with all branches where the budget allows it.
-        controller: what predicts the loss of each level, where levels are chosen by it; the device says what
-            it chooses for. The first block is then computed for every token.
-        gates: of the branches, where the ladder is found by them. Where they read states and a ladder is
-            known, its levels are all subsets that have the branches of the ladder's last one, and the gates
-            choose one for each sequence.
+        controller: what predicts the loss of each level, where levels are chosen by it; the device
+            says what it chooses for. The first block is then computed for every token.
+        gates: of the branches, where the ladder is found by them. Where they read states and a
+            ladder is known, its levels are all subsets that have the branches of the ladder's last
+            one, and the gates choose one for each sequence.
     """
 
     reads_tokens = True
@@ -73,28 +75,29 @@ class LadderNetwork(MeasuredNetwork, Generating):
         self.run_on(device, torch.ones(1, self.board.branches, dtype=torch.bool))
 
     def run_on(self, device: Device, ladder: Tensor, price: float = 0.0) -> None:
-        """Take a client's device, the ladder, bool ``[K + 1, G]``, the full network first, and the price of
-        joules that the client's controller has found."""
+        """Take a client's device, the ladder, bool ``[K + 1, G]``, the full network first, and the
+        price of joules that the client's controller has found."""
         self.levels, self.price = distinct(ladder), price
         known = len(self.levels) > 1
         self.choosing = self.gates if known and isinstance(self.gates, LayerGates) else None
         if self.choosing is not None:
             self.levels = masks_by_cost(BranchCosts.of(device, "q99"), ladder[-1].bool())
         self.on = device if known else device.undecided
-        self._masks = torch.cat((self.levels, torch.zeros_like(self.levels[:1])))  # the last: of no level
+        # the last: of no level
+        self._masks = torch.cat((self.levels, torch.zeros_like(self.levels[:1])))
         self._expected: Tensor | None = None
         self._measured = Measurements()
 
     def forward(self, inputs: TokenInputs) -> Tensor:
-        """Return the logits ``[B, T, V]``: in training of all branches, else within the budget of the
-        sequences. Tokens that are refused have the logits 0."""
+        """Return the logits ``[B, T, V]``: in training of all branches, else within the budget of
+        the sequences. Tokens that are refused have the logits 0."""
         if self.training:
             return self.network(inputs)
         return self._read(inputs)[0]
 
     def levels_in_words(self) -> list[dict[str, Any]]:
-        """Return what each level leaves out, by the branches' names, and its share of the joules of a step of
-        all branches, ready for JSON; the dearest level comes first."""
+        """Return what each level leaves out, by the branches' names, and its share of the joules of
+        a step of all branches, ready for JSON; the dearest level comes first."""
         names, shares = list(self.on.table.groups), BranchCosts.of(self.on).share(self.levels)
         return [
             {
@@ -112,8 +115,8 @@ class LadderNetwork(MeasuredNetwork, Generating):
 
     @property
     def decisive(self) -> nn.Module:
-        """The layer whose output ``[B, T, d]`` the levels of its tokens are known by: the first block where
-        something decides, else the embedding."""
+        """The layer whose output ``[B, T, d]`` the levels of its tokens are known by: the first
+        block where something decides, else the embedding."""
         return self.network.embed_tokens if self.on.deciding == "none" else self.network.layers[0]
 
     def scores(self) -> Callable[[Tensor], Tensor]:
@@ -121,9 +124,12 @@ class LadderNetwork(MeasuredNetwork, Generating):
         assert self.controller is not None, "nothing decides"
         return self.controller.priced(BranchCosts.of(self.on, "q99").units(self.levels), self.price)
 
-    def decided_prompts(self, ledger: LevelLedger, lengths: Lengths, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the levels that prompts and the tokens after them have, int64 ``[B]``: where sequences are
-        decided for, the level of least priced regret among those that each can afford to its end.
+    def decided_prompts(
+        self, ledger: LevelLedger, lengths: Lengths, states: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the levels that prompts and the tokens after them have, int64 ``[B]``: where
+        sequences are decided for, the level of least priced regret among those that each can afford
+        to its end.
 
         Args:
             ledger: of the sequences.
@@ -142,8 +148,8 @@ class LadderNetwork(MeasuredNetwork, Generating):
 
     @torch.no_grad()
     def _chosen(self, ledger: LevelLedger, lengths: Lengths, embedded: Tensor) -> Tensor:
-        """Return the level that the gates choose for each sequence, int64 ``[B]``, in a pass of their own
-        over the embedded prompts ``[B, T, d]``; a device finds it while it reads them."""
+        """Return the level that the gates choose for each sequence, int64 ``[B]``, in a pass of
+        their own over the embedded prompts ``[B, T, d]``; a device finds it while it reads them."""
         assert self.choosing is not None
         x = embedded[:, : int(lengths.prompts.max())]
         places = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
@@ -155,8 +161,8 @@ class LadderNetwork(MeasuredNetwork, Generating):
         return weights.levels
 
     def wishes(self, later: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return what maps the states ``[B, T, d]`` of tokens after a prompt to the levels they wish for,
-        int64 ``[B, T]``.
+        """Return what maps the states ``[B, T, d]`` of tokens after a prompt to the levels they
+        wish for, int64 ``[B, T]``.
 
         Args:
             later: the levels that they have where nothing decides for each of them, int64 ``[B]``.
@@ -171,14 +177,15 @@ class LadderNetwork(MeasuredNetwork, Generating):
     def sandwich(
         self, inputs: TokenInputs, target: Tensor, masks: Tensor | BranchWeights
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the logits of all branches and those of subsets, both ``[B, T, V]`` with gradients, and the
-        states after the first block, ``[B, T, d]``, which both passes have in common where it is always on.
+        """Return the logits of all branches and those of subsets, both ``[B, T, V]`` with
+        gradients, and the states after the first block, ``[B, T, d]``, which both passes have in
+        common where it is always on.
 
         Args:
             inputs: of the network.
             target: labels ``[B, T]``.
-            masks: the subset of each sequence, bool ``[B, G]``, or of each token, bool ``[B, T, G]``; or the
-                weights of each sequence's branches, with a gradient.
+            masks: the subset of each sequence, bool ``[B, G]``, or of each token, bool ``[B, T,
+                G]``; or the weights of each sequence's branches, with a gradient.
         """
         states: list[Tensor] = []
         with acting_after(self.network.layers[0], states.append):
@@ -198,8 +205,8 @@ class LadderNetwork(MeasuredNetwork, Generating):
         return BranchPlan(every | in_prompt)
 
     def drawn_levels(self, target: Tensor, noise: np.random.Generator) -> Tensor:
-        """Return the level that each sequence is trained at, int64 ``[B]``, one that its budget affords; or
-        that of each token, int64 ``[B, T]``, where tokens are decided for.
+        """Return the level that each sequence is trained at, int64 ``[B]``, one that its budget
+        affords; or that of each token, int64 ``[B, T]``, where tokens are decided for.
 
         Args:
             target: labels ``[B, T]``.
@@ -214,9 +221,11 @@ class LadderNetwork(MeasuredNetwork, Generating):
         prompts = torch.zeros_like(drawn) if self.full_prompt else drawn
         return mixed_levels(ledger, lengths, prompts, drawn, target.shape[1], noise)
 
-    def levels_to_train(self, inputs: TokenInputs, target: Tensor, noise: np.random.Generator) -> Tensor:
-        """Return the levels that gates choose for sequences, where they do, int64 ``[B]``; else those of
-        :meth:`drawn_levels`."""
+    def levels_to_train(
+        self, inputs: TokenInputs, target: Tensor, noise: np.random.Generator
+    ) -> Tensor:
+        """Return the levels that gates choose for sequences, where they do, int64 ``[B]``; else
+        those of :meth:`drawn_levels`."""
         if self.choosing is None:
             return self.drawn_levels(target, noise)
         ids = ids_of(inputs)
@@ -236,8 +245,8 @@ class LadderNetwork(MeasuredNetwork, Generating):
 
     @torch.no_grad()
     def spent_by_wishes(self, states: Tensor, lengths: Lengths) -> tuple[Tensor, Tensor]:
-        """Return what each sequence would cost at the levels that it wishes for, and its budget, int64
-        ``[B]`` units of 2^-40 J.
+        """Return what each sequence would cost at the levels that it wishes for, and its budget,
+        int64 ``[B]`` units of 2^-40 J.
 
         Args:
             states: after the first block, ``[B, T, d]``.
@@ -250,8 +259,8 @@ class LadderNetwork(MeasuredNetwork, Generating):
 
     @torch.no_grad()
     def losses(self, inputs: TokenInputs, target: Tensor, masks: Tensor) -> Tensor:
-        """Return the loss of sequences under each mask in nats a labelled token, float64 ``[M]``, none above
-        ``LARGEST_LOSS``.
+        """Return the loss of sequences under each mask in nats a labelled token, float64 ``[M]``,
+        none above ``LARGEST_LOSS``.
 
         Args:
             inputs: of the network.
@@ -274,8 +283,8 @@ class LadderNetwork(MeasuredNetwork, Generating):
         return torch.stack([known[tuple(mask.tolist())] for mask in masks])
 
     def mean_losses(self, batches: Iterable[Any], masks: Tensor) -> Tensor:
-        """Return the mean loss under each mask over the labelled tokens of batches of inputs and targets,
-        float64 ``[M]``; 0 without any."""
+        """Return the mean loss under each mask over the labelled tokens of batches of inputs and
+        targets, float64 ``[M]``; 0 without any."""
         total, tokens = torch.zeros(len(masks), dtype=torch.float64), 0
         for inputs, target, *_ in batches:
             count = int((target != IGNORED).sum())
@@ -299,8 +308,8 @@ class LadderNetwork(MeasuredNetwork, Generating):
 
     @torch.no_grad()
     def options_of(self, inputs: TokenInputs, target: Tensor) -> tuple[Tensor, Lengths]:
-        """Return the option of each branch at each token of sequences that are read within their budgets,
-        int64 ``[B, T, G]``, and their lengths.
+        """Return the option of each branch at each token of sequences that are read within their
+        budgets, int64 ``[B, T, G]``, and their lengths.
 
         Args:
             inputs: of the network.
@@ -354,7 +363,8 @@ class LadderNetwork(MeasuredNetwork, Generating):
         return decoding.sequences.without_refused(found, decoding.ledger, filler)
 
     def gates_of(self, levels: Tensor) -> Tensor:
-        """Return which branches tokens at these levels ``[B, T]`` are computed by, bool ``[B, T, G]``."""
+        """Return which branches tokens at these levels ``[B, T]`` are computed by, bool ``[B, T,
+        G]``."""
         return self._masks[levels]
 
 

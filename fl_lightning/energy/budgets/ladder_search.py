@@ -1,8 +1,9 @@
-"""When a federation's ladder is searched, and what the server makes of the losses that its clients report.
+"""When a federation's ladder is searched, and what the server makes of the losses that its clients
+report.
 
-Rounds are those of three stages: A, all branches; B, random subsets; C, the ladder. In the first round
-of B the loss without each branch says which are protected, and each of the last K rounds of B adds a
-level.
+Rounds are those of three stages: A, all branches; B, random subsets; C, the ladder. In the first
+round of B the loss without each branch says which are protected, and each of the last K rounds of B
+adds a level.
 
 ``G`` branches, ``K`` levels below the full network, ``M`` candidates.
 """
@@ -35,8 +36,9 @@ from fl_lightning.energy.budgets.passes import Lengths
 log = logging.getLogger("fl_lightning")
 
 Search: TypeAlias = Literal["elimination", "random", "enumeration", "gates", "tabs"]
-"""How a ladder is found: by what the next branch loses for its joules; by chance; of all subsets; or by gates
-that are trained by gradient, of the branches alone or of the states that enter their blocks."""
+"""How a ladder is found: by what the next branch loses for its joules; by chance; of all subsets;
+or by gates that are trained by gradient, of the branches alone or of the states that enter their
+blocks."""
 GATED: tuple[Search, ...] = ("gates", "tabs")
 """The searches by gates."""
 
@@ -45,8 +47,8 @@ GATED: tuple[Search, ...] = ("gates", "tabs")
 class Budgeted:
     """The sequences that a ladder is for, on devices with budgets of their own.
 
-    A prompt is one step, and what a step of many tokens costs is measured: a subset that fits a budget token
-    by token need not fit it with its prompt.
+    A prompt is one step, and what a step of many tokens costs is measured: a subset that fits a
+    budget token by token need not fit it with its prompt.
 
     Args:
         devices: of the clients.
@@ -62,12 +64,14 @@ class Budgeted:
     def of(cls, devices: Sequence[Device], lengths: Lengths) -> Budgeted:
         """Return what there is where sequences have these lengths; without any, one token."""
         pairs = torch.stack((lengths.prompts, lengths.new), 1)
-        each, counts = (pairs if len(pairs) else torch.tensor([[1, 0]])).unique(dim=0, return_counts=True)
+        each, counts = (pairs if len(pairs) else torch.tensor([[1, 0]])).unique(
+            dim=0, return_counts=True
+        )
         return cls(devices, Lengths(each[:, 0], each[:, 1]), counts)
 
     def refused(self, masks: Tensor, budget: float) -> Tensor:
-        """Return how many sequences cannot be afforded with each subset, where devices grant the least, on
-        those whose budget is at least this one; int64 ``[M]`` of masks ``[M, G]``."""
+        """Return how many sequences cannot be afforded with each subset, where devices grant the
+        least, on those whose budget is at least this one; int64 ``[M]`` of masks ``[M, G]``."""
         found = torch.zeros(len(masks), dtype=torch.int64)
         for device in self.devices:
             if device.share >= budget:
@@ -86,7 +90,8 @@ class LadderSearch:
         first_ladder: the first round of stage C.
         levels: K.
         budgets: of the clients, as shares.
-        kept: the first branches that are never left out, because levels are decided by what they compute.
+        kept: the first branches that are never left out, because levels are decided by what they
+            compute.
         step: branches that a level leaves out more than the one before.
     """
 
@@ -99,8 +104,8 @@ class LadderSearch:
     step: int = 1
 
     def start(self, branches: int) -> dict[str, Tensor]:
-        """Return what a server knows before the search: ``ladder`` uint8 ``[K + 1, G]``, each level as
-        the last that is known, their losses ``ladder_losses [K + 1]``, and which branches are
+        """Return what a server knows before the search: ``ladder`` uint8 ``[K + 1, G]``, each level
+        as the last that is known, their losses ``ladder_losses [K + 1]``, and which branches are
         ``protected``, uint8 ``[G]``."""
         return {
             "ladder": torch.ones(self.levels + 1, branches, dtype=torch.uint8),
@@ -120,7 +125,9 @@ class LadderSearch:
         """Return whether clients report the losses of candidates in a round."""
         if self.kind == "enumeration":
             return round in (self.first_subsets, self.first_ladder - 1)
-        return round == self.first_subsets or (self.kind == "elimination" and self.level_of(round) > 0)
+        return round == self.first_subsets or (
+            self.kind == "elimination" and self.level_of(round) > 0
+        )
 
     def candidates(self, base: Tensor, round: int) -> Tensor:
         """Return the masks whose losses are reported in a round, bool ``[M, G]``.
@@ -148,7 +155,8 @@ class LadderSearch:
         noise: np.random.Generator,
         gates: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Return what a server knows after a round, of the entries of :meth:`start` those that changed.
+        """Return what a server knows after a round, of the entries of :meth:`start` those that
+        changed.
 
         Args:
             known: these entries.
@@ -165,7 +173,8 @@ class LadderSearch:
         level = self.level_of(round)
         if not level or (self.kind == "enumeration" and losses is None):
             return {}
-        if self.kind == "tabs":  # whose gates choose among all subsets that have the protected branches
+        # whose gates choose among all subsets that have the protected branches
+        if self.kind == "tabs":
             least = known["protected"].expand(self.levels, -1)
             found = {"ladder": torch.cat((known["ladder"][:1], least))}
         elif self.kind == "enumeration":
@@ -197,8 +206,8 @@ class LadderSearch:
         noise: np.random.Generator,
         gates: Tensor | None,
     ) -> dict[str, Tensor]:
-        """Return the ladder with one level more: branches are left out of the last one, as long as some
-        sequence is refused with it under some budget."""
+        """Return the ladder with one level more: branches are left out of the last one, as long as
+        some sequence is refused with it under some budget."""
         costs = BranchCosts.of(budgeted.devices[0])
         mask, protected = known["ladder"][-1].bool(), known["protected"].bool()
         left_out: list[int] = []
@@ -222,12 +231,17 @@ class LadderSearch:
             of_levels[level:] = _loss_without(left_out, losses)
         return {"ladder": ladder, "ladder_losses": of_levels}
 
-    def _best(self, known: Mapping[str, Tensor], losses: Tensor, budgeted: Budgeted) -> dict[str, Tensor]:
+    def _best(
+        self, known: Mapping[str, Tensor], losses: Tensor, budgeted: Budgeted
+    ) -> dict[str, Tensor]:
         """Return the ladder of the best subset for each budget; it need not be nested."""
         every = all_masks(known["ladder"].shape[1])
         possible = every[:, : self.kept].all(1)
         masks, losses = every[possible], losses[possible]
-        shares, ladder = BranchCosts.of(budgeted.devices[0], "q99").share(masks), known["ladder"].clone()
+        shares, ladder = (
+            BranchCosts.of(budgeted.devices[0], "q99").share(masks),
+            known["ladder"].clone(),
+        )
         of_levels = torch.full_like(known["ladder_losses"], float(losses[-1]))
         wanted = sorted({share for share in self.budgets if share < 1}, reverse=True)
         for level, budget in enumerate(wanted[: self.levels], start=1):
@@ -237,8 +251,8 @@ class LadderSearch:
 
 
 def _loss_without(branches: Sequence[int], losses: Tensor) -> Tensor:
-    """Return the loss of a subset that lacks some branches more than the one that was measured: of several,
-    what each adds by itself is added up.
+    """Return the loss of a subset that lacks some branches more than the one that was measured: of
+    several, what each adds by itself is added up.
 
     Args:
         branches: which ones.

@@ -1,16 +1,19 @@
 """Gates of branches that read the states of their own block: TABS on branches, a baseline.
 
     theta_b = v_b + <w_b, h_l - E h_l>,    |theta_b| <= 3
-    m = argmax_m sum_b m_b theta_b    over the subsets m with all protected branches that E_max affords
+    m = argmax_m sum_b m_b theta_b    over the subsets m with all protected branches that E_max
+    affords
 
-h_l is the mean over the prompt of the states that enter block l, the block of branch b, at length d^-1/2, and
-E h_l, which is regressed on it, its mean over sequences. So v_b is what a gate is expected to be. Each
-sequence has one subset. Training is that of :mod:`fl_lightning.energy.budgets.gates`, where the gates are
-free numbers: TABS of :mod:`fl_lightning.energy.controllers` with the same repairs.
+h_l is the mean over the prompt of the states that enter block l, the block of branch b, at length
+d^-1/2, and E h_l, which is regressed on it, its mean over sequences. So v_b is what a gate is
+expected to be. Each sequence has one subset. Training is that of
+:mod:`fl_lightning.energy.budgets.gates`, where the gates are free numbers: TABS of
+:mod:`fl_lightning.energy.controllers` with the same repairs.
 
-In use a block's gates are known when it is entered, and then the subset is chosen anew among those that agree
-with the blocks before; gates still to come count as what they are expected to be. So a budget is never
-exceeded. The gates' own joules, G products of d numbers a sequence, are not counted.
+In use a block's gates are known when it is entered, and then the subset is chosen anew among those
+that agree with the blocks before; gates still to come count as what they are expected to be. So a
+budget is never exceeded. The gates' own joules, G products of d numbers a sequence, are not
+counted.
 
 ``B`` sequences of ``T`` tokens, ``G`` branches, ``M`` subsets, ``d`` features.
 """
@@ -63,11 +66,14 @@ class LayerGates(nn.Module):
         return found / found.shape[-1] ** 0.5
 
     def logits(self, block: int, read: Tensor) -> Tensor:
-        """Return the logits ``[B, 2]`` of the branches of block l, of what they read there, ``[B, d]``."""
+        """Return the logits ``[B, 2]`` of the branches of block l, of what they read there, ``[B,
+        d]``."""
         rows, centred = rows_of(block), read - self.means[block].detach()
         return bounded(F.linear(centred, self.weight[rows], self.theta[rows]), MOST_LOGIT)
 
-    def weights(self, prompts: Tensor, noise: np.random.Generator, protected: Tensor) -> DrawnInBlocks:
+    def weights(
+        self, prompts: Tensor, noise: np.random.Generator, protected: Tensor
+    ) -> DrawnInBlocks:
         """Return weights that are drawn for each sequence as its blocks are entered.
 
         Args:
@@ -75,10 +81,13 @@ class LayerGates(nn.Module):
             noise: the client's stream for this step.
             protected: branches that are always computed, bool ``[G]``.
         """
-        return DrawnInBlocks(self, prompts, noise.logistic(size=(len(prompts), len(self.theta))), protected)
+        return DrawnInBlocks(
+            self, prompts, noise.logistic(size=(len(prompts), len(self.theta))), protected
+        )
 
     def chosen(self, ledger: LevelLedger, prompts: Tensor, masks: Tensor) -> ChosenInBlocks:
-        """Return weights that are chosen for each sequence within its budget as its blocks are entered.
+        """Return weights that are chosen for each sequence within its budget as its blocks are
+        entered.
 
         Args:
             ledger: of the sequences, over these subsets.
@@ -104,7 +113,9 @@ class _InBlocks(GateWeights):
 class DrawnInBlocks(_InBlocks):
     """Weights of 0 and 1 with the gradient of a relaxed draw; see :meth:`LayerGates.weights`."""
 
-    def __init__(self, gates: LayerGates, prompts: Tensor, noise: np.ndarray, protected: Tensor) -> None:
+    def __init__(
+        self, gates: LayerGates, prompts: Tensor, noise: np.ndarray, protected: Tensor
+    ) -> None:
         super().__init__(gates, prompts)
         self.noise, self.protected = noise, protected
         self.logits: list[Tensor] = []
@@ -120,17 +131,20 @@ class DrawnInBlocks(_InBlocks):
 
     @property
     def chances(self) -> Tensor:  # type: ignore[override]
-        """The chances that each branch was drawn with, ``[B, G]``, when all blocks have been entered."""
+        """The chances that each branch was drawn with, ``[B, G]``, when all blocks have been
+        entered."""
         found = chances_of(torch.cat(self.logits, dim=1))
         return found.masked_fill(self.protected.to(found.device), 1.0)
 
     def losses(self) -> dict[str, Tensor]:
-        """Return ``loss_means``, half the squared distance of E h from the mean of what was read."""
+        """Return ``loss_means``, half the squared distance of E h from the mean of what was
+        read."""
         return {"loss_means": (self.gates.means - torch.stack(self.read)).square().sum() / 2}
 
 
 class ChosenInBlocks(_InBlocks):
-    """The weights of the best subset of those that are still possible; see :meth:`LayerGates.chosen`.
+    """The weights of the best subset of those that are still possible; see
+    :meth:`LayerGates.chosen`.
 
     Attributes:
         levels: which subset each sequence has, int64 ``[B]``, when all blocks have been entered.
@@ -160,7 +174,8 @@ def rows_of(block: int) -> slice:
 
 
 def masks_by_cost(costs: BranchCosts, least: Tensor) -> Tensor:
-    """Return all subsets that have the branches of ``least [G]``, the dearest first, bool ``[M, G]``."""
+    """Return all subsets that have the branches of ``least [G]``, the dearest first, bool ``[M,
+    G]``."""
     masks = all_masks(len(least))
     masks = masks[(masks | ~least).all(1)]
     return masks[costs.units(masks).argsort(descending=True, stable=True)]

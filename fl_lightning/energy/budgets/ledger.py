@@ -1,16 +1,18 @@
 """The budget of a sequence at inference, kept by construction.
 
-Before each token F is the unavoidable cost of a token and c_min = sum_g min_z c_gz. With ``owed`` tokens to
-come, this one included,
+Before each token F is the unavoidable cost of a token and c_min = sum_g min_z c_gz. With ``owed``
+tokens to come, this one included,
 
     room = E_max - spent - F owed - c_min (owed - 1)
 
 is what the groups may cost now. If room < c_min the sequence is refused. Else each group takes
-argmax_z theta_gz - lambda c_gz, and is downgraded, in the order of loss of theta per joule saved, until the
-cost is at most room. So ``spent + (F + c_min) owed <= E_max`` always holds, whatever the controller says.
+argmax_z theta_gz - lambda c_gz, and is downgraded, in the order of loss of theta per joule saved,
+until the cost is at most room. So ``spent + (F + c_min) owed <= E_max`` always holds, whatever the
+controller says.
 
-Everything is counted in whole units of 2^-40 J (0.9 picojoules), costs rounded up and budgets down, so sums
-are exact and nothing depends on the order of additions. ``B`` sequences, ``G`` groups, 3 options.
+Everything is counted in whole units of 2^-40 J (0.9 picojoules), costs rounded up and budgets down,
+so sums are exact and nothing depends on the order of additions. ``B`` sequences, ``G`` groups, 3
+options.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ class Account:
 
     def __init__(self, budget: Tensor, owed: Tensor) -> None:
         units = (budget.double() * UNITS_PER_JOULE).floor()
-        self.budget = torch.where(units >= UNLIMITED, UNLIMITED, units.nan_to_num(posinf=0.0).long())
+        self.budget = torch.where(
+            units >= UNLIMITED, UNLIMITED, units.nan_to_num(posinf=0.0).long()
+        )
         self.owed = owed.clone()
         self.used = torch.zeros_like(owed)
         self.clamped = torch.zeros_like(owed)
@@ -76,12 +80,13 @@ class BatchedEnergyLedger(Account):
     Args:
         budget: E_max, joules of each sequence, ``[B]``, float64; infinity: without a limit.
         fixed: F, joules of a token that no option changes.
-        costs: joules of a token by option, ``[G, 3]``, the 0.99 quantile; infinite where there is none.
+        costs: joules of a token by option, ``[G, 3]``, the 0.99 quantile; infinite where there is
+            none.
         owed: tokens that each sequence may have, ``[B]``, int64; those of a prompt are not counted.
 
     Raises:
-        InputError: a number is negative or not a number, a group has no option, or the whole is more than
-            four million joules.
+        InputError: a number is negative or not a number, a group has no option, or the whole is
+            more than four million joules.
     """
 
     def __init__(self, budget: Tensor, fixed: float, costs: Tensor, owed: Tensor) -> None:
@@ -105,18 +110,20 @@ class BatchedEnergyLedger(Account):
         )
         super().__init__(budget, owed)
 
-    def decide(self, theta: Tensor, price: float | Tensor = 0.0, active: Tensor | None = None) -> Tensor:
+    def decide(
+        self, theta: Tensor, price: float | Tensor = 0.0, active: Tensor | None = None
+    ) -> Tensor:
         """Choose the options of one token of each sequence, and charge them.
 
         Args:
             theta: logits ``[B, G, 3]``.
-            price: lambda, logits per joule, 0 or more, one for all or ``[B]``. That of training is per
-                budget: divide it by E_max.
+            price: lambda, logits per joule, 0 or more, one for all or ``[B]``. That of training is
+                per budget: divide it by E_max.
             active: bool ``[B]``, the sequences that have a token now; None: all.
 
         Returns:
-            int64 ``[B, G]``, places in ``OPTIONS``; ``REFUSED`` where the sequence has been refused or is not
-            active. A sequence that has had all its tokens is refused one more.
+            int64 ``[B, G]``, places in ``OPTIONS``; ``REFUSED`` where the sequence has been refused
+            or is not active. A sequence that has had all its tokens is refused one more.
         """
         running = ~self.refused if active is None else active & ~self.refused
         room = self.budget - self.used - self.fixed * self.owed - self.least * (self.owed - 1)
@@ -137,21 +144,23 @@ class BatchedEnergyLedger(Account):
     ) -> Tensor | None:
         """Choose the options of all tokens of a prompt, which is one step, and charge them.
 
-        The step costs ``fixed`` plus, for each group and option, the joules of as many tokens as chose it:
-        what does not grow with the tokens is paid once for each option that is used at all. The choice is
-        argmax theta - lambda c with c the joules of a token when all take the option. If that costs more than
-        the room that the tokens owed leave, lambda is raised by bisection. At a price that is high enough all
-        tokens take the cheapest option, which is what the sequence is refused by if it does not fit.
+        The step costs ``fixed`` plus, for each group and option, the joules of as many tokens as
+        chose it: what does not grow with the tokens is paid once for each option that is used at
+        all. The choice is argmax theta - lambda c with c the joules of a token when all take the
+        option. If that costs more than the room that the tokens owed leave, lambda is raised by
+        bisection. At a price that is high enough all tokens take the cheapest option, which is what
+        the sequence is refused by if it does not fit.
 
-        Choices of the first token of a prompt depend on the last: the whole prompt is known when it is read.
+        Choices of the first token of a prompt depend on the last: the whole prompt is known when it
+        is read.
 
         Args:
             sequence: place of the sequence in the batch.
             theta: logits ``[T, G, 3]``.
             price: lambda, logits per joule, 0 or more.
             fixed: joules of the step that no option changes.
-            costs: joules of an option in a step of which 0, 1 ... T tokens take it, ``[G, 3, T + 1]``, as
-                :meth:`~fl_lightning.energy.costs.CostTable.by_tokens` gives them.
+            costs: joules of an option in a step of which 0, 1 ... T tokens take it, ``[G, 3, T +
+                1]``, as :meth:`~fl_lightning.energy.costs.CostTable.by_tokens` gives them.
 
         Returns:
             int64 ``[T, G]``, or None where the sequence is refused.
@@ -177,7 +186,8 @@ def _priced(joules: Tensor) -> Tensor:
 def prompt_choices(
     theta: Tensor, price: float, costs: Tensor, units: Tensor, room: int
 ) -> tuple[Tensor, Tensor, int]:
-    """Return the choices wished for, those that fit, both int64 ``[T, G]``, and the units that these cost.
+    """Return the choices wished for, those that fit, both int64 ``[T, G]``, and the units that
+    these cost.
 
     Args:
         theta: logits ``[T, G, 3]``.
@@ -201,7 +211,9 @@ def prompt_choices(
     best, best_cost = fits, cost_of_prompt(fits, units)
     low, high = price, None
     for _ in range(PROMPT_PRICES):
-        middle = 2 * low + 1 / max(float(priced.max()), 1e-300) if high is None else (low + high) / 2
+        middle = (
+            2 * low + 1 / max(float(priced.max()), 1e-300) if high is None else (low + high) / 2
+        )
         choices, cost = at(middle)
         if cost <= room:
             best, best_cost, high = choices, cost, middle
@@ -229,7 +241,8 @@ class EnergyLedger:
         )
 
     def decide(self, theta: Tensor, price: float = 0.0) -> Tensor | None:
-        """Choose the options of the next token, int64 ``[G]``, and charge them; None: it is refused.
+        """Choose the options of the next token, int64 ``[G]``, and charge them; None: it is
+        refused.
 
         Args:
             theta: logits ``[G, 3]``.
@@ -238,7 +251,9 @@ class EnergyLedger:
         choices = self._batch.decide(theta.unsqueeze(0), price)[0]
         return None if self.refused else choices
 
-    def decide_prompt(self, theta: Tensor, price: float, fixed: float, costs: Tensor) -> Tensor | None:
+    def decide_prompt(
+        self, theta: Tensor, price: float, fixed: float, costs: Tensor
+    ) -> Tensor | None:
         """Choose the options of a prompt, int64 ``[T, G]``, and charge them; None: it is refused.
 
         The arguments are those of :meth:`BatchedEnergyLedger.decide_prompt`.

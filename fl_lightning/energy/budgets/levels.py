@@ -1,16 +1,16 @@
 """The budget of a sequence over the levels of a ladder, kept by construction.
 
-Level k costs c_k joules a token, everything included, and level 0 is the best. With ``owed`` tokens to
-come, this one included, and c_K the cheapest,
+Level k costs c_k joules a token, everything included, and level 0 is the best. With ``owed`` tokens
+to come, this one included, and c_K the cheapest,
 
     room = E_max - spent - c_K (owed - 1)
 
-is what the token may cost now. A sequence is refused where room < c_K; else it takes the level it wishes for,
-or the best one that fits. So ``spent + c_K owed <= E_max`` always holds, and a sequence of n tokens without a
-prompt is refused exactly when c_K n > E_max. A prompt is one step.
+is what the token may cost now. A sequence is refused where room < c_K; else it takes the level it
+wishes for, or the best one that fits. So ``spent + c_K owed <= E_max`` always holds, and a sequence
+of n tokens without a prompt is refused exactly when c_K n > E_max. A prompt is one step.
 
-Costs are whole units of 2^-40 J, see :mod:`fl_lightning.energy.budgets.ledger`. ``B`` sequences, ``K`` levels
-below the best.
+Costs are whole units of 2^-40 J, see :mod:`fl_lightning.energy.budgets.ledger`. ``B`` sequences,
+``K`` levels below the best.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class LevelLedger(Account):
         budgets = torch.tensor([device.budget(*one, "q99") for one in each], dtype=torch.float64)
         prompts = [BranchCosts.of(device, "q99", prompt).units(levels) for prompt, _ in each]
         costs = BranchCosts.of(device, "q99").units(levels)
-        once, each_step = (whole_units(device.decision(step, "q99")) for step in ("sequence", "step"))
+        once, each_step = (
+            whole_units(device.decision(step, "q99")) for step in ("sequence", "step")
+        )
         return cls(budgets, torch.stack(prompts) + once, costs + each_step, lengths.new)
 
     def affordable(self) -> Tensor:
@@ -61,13 +63,13 @@ class LevelLedger(Account):
         return self.prompts + self.owed.unsqueeze(1) * self.costs <= self.budget.unsqueeze(1)
 
     def standing(self, full_prompt: bool) -> tuple[Tensor, Tensor]:
-        """Return the levels that prompts and the tokens after them have where nothing decides for each,
-        int64 ``[B]``; ``full_prompt``: prompts are at level 0 where that can be afforded."""
+        """Return the levels that prompts and the tokens after them have where nothing decides for
+        each, int64 ``[B]``; ``full_prompt``: prompts are at level 0 where that can be afforded."""
         return self.after_full_prompt() if full_prompt else (self.constant(),) * 2
 
     def constant(self) -> Tensor:
-        """Return the best level that each sequence can afford from its first token to its last, int64
-        ``[B]``; where it cannot afford any, the cheapest."""
+        """Return the best level that each sequence can afford from its first token to its last,
+        int64 ``[B]``; where it cannot afford any, the cheapest."""
         whole = self.prompts + self.owed.unsqueeze(1) * self.costs
         return _best(whole, self.budget)
 
@@ -100,8 +102,8 @@ class LevelLedger(Account):
             active: bool ``[B]``, the sequences that have a token now.
 
         Returns:
-            int64 ``[B]``; ``REFUSED`` where a sequence has been refused, or is not active. A sequence
-            that has had all its tokens is refused one more.
+            int64 ``[B]``; ``REFUSED`` where a sequence has been refused, or is not active. A
+            sequence that has had all its tokens is refused one more.
         """
         room = self.budget - self.used - self.costs.min() * (self.owed - 1)
         room = torch.where(self.owed > 0, room, -1)
@@ -129,8 +131,8 @@ def mixed_levels(
     tokens: int,
     noise: np.random.Generator,
 ) -> Tensor:
-    """Return levels of tokens to be trained at, int64 ``[B, T]``: tokens after a prompt are at a better level
-    than their sequence by chance, as often as the budget pays for.
+    """Return levels of tokens to be trained at, int64 ``[B, T]``: tokens after a prompt are at a
+    better level than their sequence by chance, as often as the budget pays for.
 
     Args:
         ledger: of the sequences.
@@ -141,7 +143,8 @@ def mixed_levels(
         noise: what is drawn from.
     """
     costs, new = ledger.costs.double(), lengths.new
-    better = torch.stack([costs[: max(k, 1)].mean() for k in range(len(costs))])  # of the levels above each
+    # of the levels above each
+    better = torch.stack([costs[: max(k, 1)].mean() for k in range(len(costs))])
     spent = ledger.prompts.gather(1, prompts.unsqueeze(1))[:, 0] + new * ledger.costs[levels]
     wanted = new * (better - costs)[levels]
     chance = ((ledger.budget - spent) / wanted.clamp_min(1)).clamp(0, 1)
@@ -151,7 +154,8 @@ def mixed_levels(
 
 
 def _best(costs: Tensor, room: Tensor) -> Tensor:
-    """Return the first level whose cost is within the room, int64 ``[B]``; the cheapest where none is.
+    """Return the first level whose cost is within the room, int64 ``[B]``; the cheapest where none
+    is.
 
     Args:
         costs: int64 ``[B, K + 1]``.
@@ -165,8 +169,8 @@ def levels_of(
     ledger: LevelLedger, lengths: Lengths, prompt_wishes: Tensor, wishes: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the level of each token of sequences that are read, int64 ``[B, T]``, -1 for what is
-    refused; and which sequences are not refused, bool ``[B]``. Padding has the level that it wishes for, and
-    costs nothing.
+    refused; and which sequences are not refused, bool ``[B]``. Padding has the level that it wishes
+    for, and costs nothing.
 
     Args:
         ledger: of the sequences.

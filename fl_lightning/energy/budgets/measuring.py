@@ -22,20 +22,22 @@ COUNTED = frozenset({"energy/clamped", "energy/refused", "energy/over_budget"})
 class Measurements:
     """Adds up what a batch of B sequences has cost.
 
-    - ``energy/joules``: expected joules of a sequence of the test set, read with its true answer: of the
-      switched layers, or with ``budget_of: network`` of the whole network;
+    - ``energy/joules``: expected joules of a sequence of the test set, read with its true answer:
+      of the switched layers, or with ``budget_of: network`` of the whole network;
     - ``energy/joules_high``: the same with all groups at ``high``;
-    - ``energy/joules_model``: expected joules of the whole network in either case, without the controller and
-      the ledger, which are in no table;
-    - ``energy/spent``: the 0.99 quantiles of the same joules as ``energy/joules``, which are what a ledger
-      charges; and ``energy/granted``: E_max of the sequence, which they are compared with;
-    - ``energy/joules_generated``: expected joules of reading the prompt and writing an answer, counted as
-      ``energy/joules``; where answers are generated;
-    - ``energy/clamped``: tokens with a group that the budget downgraded, ``energy/refused``: sequences that
-      could not be afforded, ``energy/over_budget``: sequences that cost more than their budget by the 0.99
-      quantile, counted from the options that were taken; of both kinds of passes together.
+    - ``energy/joules_model``: expected joules of the whole network in either case, without the
+      controller and the ledger, which are in no table;
+    - ``energy/spent``: the 0.99 quantiles of the same joules as ``energy/joules``, which are what a
+      ledger charges; and ``energy/granted``: E_max of the sequence, which they are compared with;
+    - ``energy/joules_generated``: expected joules of reading the prompt and writing an answer,
+      counted as ``energy/joules``; where answers are generated;
+    - ``energy/clamped``: tokens with a group that the budget downgraded, ``energy/refused``:
+      sequences that could not be afforded, ``energy/over_budget``: sequences that cost more than
+      their budget by the 0.99 quantile, counted from the options that were taken; of both kinds of
+      passes together.
 
-    The network adds ``energy/controller_parameters``, the numbers that its controller has, biases included.
+    The network adds ``energy/controller_parameters``, the numbers that its controller has, biases
+    included.
 
     A sequence that is refused is not computed: it costs 0 J and has spent nothing.
     """
@@ -70,7 +72,10 @@ class Measurements:
             lengths: of the sequences.
             granted: bool ``[B]``, those that were not refused.
         """
-        joules, rest = self._joules(device, choices, lengths, granted), _rest(device, lengths, granted)
+        joules, rest = (
+            self._joules(device, choices, lengths, granted),
+            _rest(device, lengths, granted),
+        )
         each = list(zip(lengths.prompts.tolist(), lengths.new.tolist(), strict=True))
         high = torch.tensor([device.all_high(*one, "mean") for one in each], dtype=torch.float64)
         self._add("energy/joules", joules)
@@ -88,7 +93,8 @@ class Measurements:
         """Add what generated sequences have cost.
 
         Args:
-            allowed: the lengths that their budgets are for; the other arguments are those of :meth:`read`.
+            allowed: the lengths that their budgets are for; the other arguments are those of
+                :meth:`read`.
         """
         self._add("energy/joules_generated", self._joules(device, choices, lengths, granted))
         self._over(device, choices, lengths, granted, allowed)
@@ -103,7 +109,8 @@ class Measurements:
     def _over(
         self, device: Device, choices: Tensor, lengths: Lengths, granted: Tensor, allowed: Lengths
     ) -> tuple[Tensor, Tensor]:
-        """Count the sequences above their budgets; return what each has spent, and its budget, ``[B]``."""
+        """Count the sequences above their budgets; return what each has spent, and its budget,
+        ``[B]``."""
         spent = self._joules(device, choices, lengths, granted, "q99")
         each = zip(allowed.prompts.tolist(), allowed.new.tolist(), strict=True)
         budgets = torch.tensor([device.budget(*one, "q99") for one in each], dtype=torch.float64)
@@ -113,4 +120,6 @@ class Measurements:
 
 def _rest(device: Device, lengths: Lengths, granted: Tensor) -> Tensor:
     each = zip(lengths.prompts.tolist(), lengths.new.tolist(), strict=True)
-    return torch.where(granted, torch.tensor([device.rest(*one) for one in each], dtype=torch.float64), 0.0)
+    return torch.where(
+        granted, torch.tensor([device.rest(*one) for one in each], dtype=torch.float64), 0.0
+    )

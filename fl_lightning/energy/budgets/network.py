@@ -37,23 +37,27 @@ Controller = TokenController | TABSController | None
 class BudgetedNetwork(MeasuredNetwork, Generating):
     """A switched language model, its controller, and the device that it runs on.
 
-    In training the options are drawn (:meth:`sample`). In evaluation every sequence keeps the budget of its
-    device: the ledger chooses before anything is computed. Under TABS, whose layers choose from their own
-    hidden states, nothing holds the budget. ``B`` sequences of ``T`` tokens, ``G`` groups, ``V`` tokens of
-    the vocabulary.
+    In training the options are drawn (:meth:`sample`). In evaluation every sequence keeps the
+    budget of its device: the ledger chooses before anything is computed. Under TABS, whose layers
+    choose from their own hidden states, nothing holds the budget. ``B`` sequences of ``T`` tokens,
+    ``G`` groups, ``V`` tokens of the vocabulary.
 
     Args:
         network: causal language model of switched layers.
         switches: these layers, in the order of the groups.
-        controller: what the logits of the options come from; None: all layers are at *high*, and what that
-            costs is measured.
+        controller: what the logits of the options come from; None: all layers are at *high*, and
+            what that costs is measured.
         device: what a sequence may cost; :meth:`run_on` changes it.
     """
 
     reads_tokens = True
 
     def __init__(
-        self, network: nn.Module, switches: list[SwitchedLinear], controller: Controller, device: Device
+        self,
+        network: nn.Module,
+        switches: list[SwitchedLinear],
+        controller: Controller,
+        device: Device,
     ) -> None:
         super().__init__()
         self.network: Any = network
@@ -63,14 +67,15 @@ class BudgetedNetwork(MeasuredNetwork, Generating):
         self.run_on(device, 0.0)
 
     def run_on(self, device: Device, price: float) -> None:
-        """Take a client's device, and the price that it has found: lambda, relative to its budget."""
+        """Take a client's device, and the price that it has found: lambda, relative to its
+        budget."""
         self.on, self.price = device, price
         self._expected: Tensor | None = None
         self._measured = Measurements()
 
     def forward(self, inputs: TokenInputs) -> Tensor:
-        """Return the logits ``[B, T, V]``: in training with all layers at ``high``, else within the budget of
-        the sequences. Tokens that are refused have the logits 0."""
+        """Return the logits ``[B, T, V]``: in training with all layers at ``high``, else within the
+        budget of the sequences. Tokens that are refused have the logits 0."""
         if self.training:
             with self.board.using(None):
                 return self.network(inputs)
@@ -96,8 +101,8 @@ class BudgetedNetwork(MeasuredNetwork, Generating):
     def sample(
         self, inputs: TokenInputs, target: Tensor, noise: np.random.Generator, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """Return the logits ``[B, T, V]`` under options that are drawn, and E / E_max, the mean over the
-        sequences, both with gradients.
+        """Return the logits ``[B, T, V]`` under options that are drawn, and E / E_max, the mean
+        over the sequences, both with gradients.
 
         Args:
             inputs: of the network.
@@ -126,7 +131,9 @@ class BudgetedNetwork(MeasuredNetwork, Generating):
 
     def logits_of(self, embedded: Tensor) -> Tensor:
         """Return the logits ``[B, T, G, 3]`` of tokens that are embedded as ``[B, T, d]``."""
-        assert isinstance(self.controller, TokenController), "layers that choose for themselves have none"
+        assert isinstance(self.controller, TokenController), (
+            "layers that choose for themselves have none"
+        )
         return self.controller.logits_of(embedded)
 
     # Evaluation
@@ -145,8 +152,8 @@ class BudgetedNetwork(MeasuredNetwork, Generating):
 
     @torch.no_grad()
     def _read(self, inputs: TokenInputs, ids: Tensor) -> tuple[Tensor, Tensor, Lengths]:
-        """Read whole sequences: their prompts, and the labelled tokens after them one by one. Return logits,
-        options and lengths."""
+        """Read whole sequences: their prompts, and the labelled tokens after them one by one.
+        Return logits, options and lengths."""
         target = self._expected
         if target is None or len(target) != len(ids):
             target = torch.full_like(ids, IGNORED)
@@ -159,7 +166,8 @@ class BudgetedNetwork(MeasuredNetwork, Generating):
         return outputs * granted.to(outputs).reshape(-1, 1, 1), choices, lengths
 
     def _choose(self, ids: Tensor, lengths: Lengths) -> tuple[Plan | LayerwisePlan, Tensor]:
-        """Return what chooses the options of sequences ``[B, T]``, and which of them are not refused."""
+        """Return what chooses the options of sequences ``[B, T]``, and which of them are not
+        refused."""
         price, granted = self.prices(lengths), torch.ones(len(ids), dtype=torch.bool)
         if self.controller is None:
             return Plan(choices=torch.full((*ids.shape, self.on.groups), HIGH)), granted
@@ -180,12 +188,14 @@ class BudgetedNetwork(MeasuredNetwork, Generating):
     def prices(self, lengths: Lengths) -> Tensor:
         """Return lambda of each sequence in logits per joule, ``[B]``.
 
-        What costs a share of the budget has this share of lambda: ledgers compare 0.99 quantiles, so the
-        budget is theirs. Layers that choose for themselves compare means.
+        What costs a share of the budget has this share of lambda: ledgers compare 0.99 quantiles,
+        so the budget is theirs. Layers that choose for themselves compare means.
         """
         kind = "mean" if isinstance(self.controller, TABSController) else "q99"
         each = zip(lengths.prompts.tolist(), lengths.new.tolist(), strict=True)
-        return torch.tensor([self.price / self.on.budget(*one, kind) for one in each], dtype=torch.float64)
+        return torch.tensor(
+            [self.price / self.on.budget(*one, kind) for one in each], dtype=torch.float64
+        )
 
     def continued(
         self, ids: Tensor, lengths: Tensor, max_new_tokens: int, eos: int | None, filler: int
@@ -244,7 +254,8 @@ def embedding_of(network: nn.Module) -> Any:
 
 
 class Decoding(TokenPlan):
-    """The choices of sequences that are generated: those of the prompts, then of one token at a time.
+    """The choices of sequences that are generated: those of the prompts, then of one token at a
+    time.
 
     Args:
         network: what generates.

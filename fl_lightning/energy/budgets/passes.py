@@ -1,7 +1,7 @@
 """How the options of each token are chosen in one pass through a network: drawn, or under a budget.
 
-``B`` sequences of ``T`` tokens, ``G`` groups, three options. The lengths of a batch say which tokens are a
-sequence's prompt, which are read after it one by one, and which are padding.
+``B`` sequences of ``T`` tokens, ``G`` groups, three options. The lengths of a batch say which
+tokens are a sequence's prompt, which are read after it one by one, and which are padding.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Lengths:
     """What the tokens of a batch are.
 
     Args:
-        prompts: tokens of each prompt, int64 ``[B]``, 1 or more: those before and at the first labelled one,
-            whose next token is the first of the answer.
+        prompts: tokens of each prompt, int64 ``[B]``, 1 or more: those before and at the first
+            labelled one, whose next token is the first of the answer.
         new: tokens that are read after the prompt, one by one, int64 ``[B]``.
     """
 
@@ -38,7 +38,8 @@ class Lengths:
 
     @classmethod
     def of(cls, target: Tensor, tokens: int) -> Lengths:
-        """Return the lengths of sequences whose labels are ``target [B, T]``, of which ``tokens`` are read.
+        """Return the lengths of sequences whose labels are ``target [B, T]``, of which ``tokens``
+        are read.
 
         A sequence without a label is a prompt.
         """
@@ -51,8 +52,8 @@ class Lengths:
         return cls(prompts.cpu(), torch.where(some, last - first, 0).cpu())
 
     def with_answers(self, most: int) -> Lengths:
-        """Return these sequences, and each prompt with an answer of so many tokens at most, the first of
-        which comes with the prompt."""
+        """Return these sequences, and each prompt with an answer of so many tokens at most, the
+        first of which comes with the prompt."""
         answers = torch.full_like(self.new, most - 1)
         return Lengths(self.prompts.repeat(2), torch.cat((self.new, answers)))
 
@@ -71,8 +72,8 @@ class Lengths:
 
 
 def token_costs(device: Device, lengths: Lengths, tokens: int, kind: str = "mean") -> Tensor:
-    """Return joules of each token by option, float64 ``[B, T, G, 3]``: a prompt's are shared out among its
-    tokens, and padding costs nothing. Options that a step does not have cost infinity."""
+    """Return joules of each token by option, float64 ``[B, T, G, 3]``: a prompt's are shared out
+    among its tokens, and padding costs nothing. Options that a step does not have cost infinity."""
     alone = device.token_costs(1, kind)
     rows = []
     for prompt, end in zip(lengths.prompts.tolist(), lengths.ends.tolist(), strict=True):
@@ -108,7 +109,8 @@ class SampledPlan(TokenPlan):
         self.costs = token_costs(device, lengths, tokens)
         self.noise, self.temperature = noise, temperature
         self.chances: dict[int, Tensor] = {}
-        """Probabilities of the options at each layer so far, ``[B, T, 3]``, with their gradients."""
+        """Probabilities of the options at each layer so far, ``[B, T, 3]``, with their
+        gradients."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -117,7 +119,8 @@ class SampledPlan(TokenPlan):
     def weights_at(self, group: int, x: Tensor) -> Tensor:
         theta, costs = self.theta, self.costs[:, :, group].to(x.device)
         own = theta.logits_at(group, x) if isinstance(theta, TABSController) else theta[:, :, group]
-        own = bounded(own.to(torch.promote_types(own.dtype, torch.float32)))  # joules need it under autocast
+        # joules need it under autocast
+        own = bounded(own.to(torch.promote_types(own.dtype, torch.float32)))
         self.chances[group] = probabilities(own, costs)
         return gumbel_choices(own, costs, self.noise, self.temperature)
 
@@ -125,14 +128,15 @@ class SampledPlan(TokenPlan):
         raise AssertionError("options are drawn as weights")
 
     def energy(self) -> Tensor:
-        """Return expected joules of each sequence, ``[B]``, with its gradient: of its prompt as one step, and
-        of the tokens after it, each a step of its own. Padding costs nothing."""
+        """Return expected joules of each sequence, ``[B]``, with its gradient: of its prompt as one
+        step, and of the tokens after it, each a step of its own. Padding costs nothing."""
         every = torch.stack([self.chances[group] for group in range(self.shape[2])], dim=2)
         return expected_joules(self.device, self.lengths, every)
 
 
 def expected_joules(device: Device, lengths: Lengths, chances: Tensor) -> Tensor:
-    """Return expected joules of each sequence whose tokens draw their options independently, ``[B]``.
+    """Return expected joules of each sequence whose tokens draw their options independently,
+    ``[B]``.
 
     Args:
         device: what the options cost; the mean is taken.
@@ -196,8 +200,8 @@ def budgeted_ledger(device: Device, lengths: Lengths) -> BatchedEnergyLedger:
 def choose_prompts(
     ledger: BatchedEnergyLedger, device: Device, theta: Tensor, lengths: Lengths, price: Tensor
 ) -> Tensor:
-    """Choose the options of the prompts under the ledger, int64 ``[B, T, G]``; padding and what is refused
-    take *off*, which is not computed for them.
+    """Choose the options of the prompts under the ledger, int64 ``[B, T, G]``; padding and what is
+    refused take *off*, which is not computed for them.
 
     Args:
         theta: logits ``[B, T, G, 3]``.

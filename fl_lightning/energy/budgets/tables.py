@@ -52,8 +52,8 @@ def devices_of(
         options: those that the controller has.
 
     Raises:
-        InputError: there is no table, or one is of another scope, precision, adapter, network or source of
-            joules.
+        InputError: there is no table, or one is of another scope, precision, adapter, network or
+            source of joules.
     """
     require(costs, "--model.costs []", "a list has the table of one client or more", "leave it out")
     scope, high, tables = switches[0].scope, switches[0].high, []
@@ -93,8 +93,8 @@ def branch_devices(
     deciding: Deciding = "none",
     shipped: str = "",
 ) -> list[Device]:
-    """Return the kinds of devices of a network whose branches are switched: device i has table i and
-    budget i, each modulo their number. Budgets are of the whole network.
+    """Return the kinds of devices of a network whose branches are switched: device i has table i
+    and budget i, each modulo their number. Budgets are of the whole network.
 
     Args:
         costs: tables of costs of branches, one or more; None: the shipped one.
@@ -105,8 +105,8 @@ def branch_devices(
             ``llama_tiny`` of four.
 
     Raises:
-        InputError: there is no table, or one is of another scope, network or source of joules, or lacks the
-            cost of the controller.
+        InputError: there is no table, or one is of another scope, network or source of joules, or
+            lacks the cost of the controller.
     """
     require(costs, "--model.costs []", "a list has the table of one client or more", "leave it out")
     tables = []
@@ -130,12 +130,15 @@ def branch_devices(
         tables.append(table.for_groups(branch_names(blocks), BRANCH_ADVICE).without_useless())
     one_label(table.label for table in tables)
     count = math.lcm(len(tables), len(shares))
-    return [Device(tables[i % len(tables)], shares[i % len(shares)], True, deciding) for i in range(count)]
+    return [
+        Device(tables[i % len(tables)], shares[i % len(shares)], True, deciding)
+        for i in range(count)
+    ]
 
 
 def of_blocks(table: CostTable, blocks: int) -> CostTable:
-    """Return a table of costs of branches for a network of another number of the same blocks, each of which
-    costs what the first one does; everything else costs what it did."""
+    """Return a table of costs of branches for a network of another number of the same blocks, each
+    of which costs what the first one does; everything else costs what it did."""
     first = [table.groups[name] for name in branch_names(1)]
     groups = dict(zip(branch_names(blocks), first * blocks, strict=True))
     return replace(table, groups=groups)
@@ -156,7 +159,10 @@ def budget_shares(budget: float | list[float], whole: str, example: float) -> li
     numbers = all(isinstance(share, Real) for share in shares)
     unlimited = [numbers and math.isinf(share) for share in shares]
     require(
-        shares and numbers and all(share > 0 for share in shares) and all(unlimited) == any(unlimited),
+        shares
+        and numbers
+        and all(share > 0 for share in shares)
+        and all(unlimited) == any(unlimited),
         f"--model.budget {budget}",
         f"a budget is a positive share of the energy {whole}, for each client or for all",
         f"write --model.budget {example}, or .inf for none",

@@ -1,9 +1,11 @@
-"""Cost tables of residual branches on this device, by measuring whole steps with some of the branches.
+"""Cost tables of residual branches on this device, by measuring whole steps with some of the
+branches.
 
-All blocks of a network have one shape, so a step with the attentions alone, one with the feed-forward
-layers alone and one without branches say what each costs in its place, in calls as well as in products:
-on a CPU a step of one token pays an attention mostly by its calls. A controller of levels is measured beside
-them. Steps with all branches are not fitted to, and say how far the table is from a whole network."""
+All blocks of a network have one shape, so a step with the attentions alone, one with the
+feed-forward layers alone and one without branches say what each costs in its place, in calls as
+well as in products: on a CPU a step of one token pays an attention mostly by its calls. A
+controller of levels is measured beside them. Steps with all branches are not fitted to, and say how
+far the table is from a whole network."""
 
 from __future__ import annotations
 
@@ -97,7 +99,9 @@ def _works(
     """Return the steps to measure, by what they have of the branches and by number of tokens."""
     steps, found = steps_of(network), {}
     gates = {
-        name: torch.tensor([name == WHOLE or name == PARTS[branch % 2] for branch in range(board.branches)])
+        name: torch.tensor(
+            [name == WHOLE or name == PARTS[branch % 2] for branch in range(board.branches)]
+        )
         for name in (REST, *PARTS, WHOLE)
     }
     for n in sorted({*KNOTS, *HELD_OUT}):
@@ -110,15 +114,17 @@ def _works(
 
 
 def _decision(network: nn.Module, tokens: int) -> Callable[[], object]:
-    """Return what chooses the levels of so many tokens: its predictions and the least of them; what a ledger
-    adds is in no table."""
+    """Return what chooses the levels of so many tokens: its predictions and the least of them; what
+    a ledger adds is in no table."""
     width: int = network.embed_tokens.embedding_dim  # type: ignore[union-attr, assignment]
     controller, states = RegretController(width, MEASURED_LEVELS), torch.randn(1, tokens, width)
     scores = controller.priced(torch.arange(MEASURED_LEVELS + 1, 0, -1), price=0.1)
     return lambda: scores(states).argmin(-1)
 
 
-def _step(steps: object, board: BranchBoard, plan: BranchPlan, prefix: Prefix) -> Callable[[], object]:
+def _step(
+    steps: object, board: BranchBoard, plan: BranchPlan, prefix: Prefix
+) -> Callable[[], object]:
     def step() -> object:
         with board.using(plan):
             return steps.last_logits(prefix.ids[:, prefix.before :], prefix.cache)  # type: ignore[attr-defined]
@@ -131,15 +137,17 @@ def _calibration(
 ) -> Calibration:
     """Return the table of the samples of :func:`_works`.
 
-    The quantile of a branch is its mean times what the quantiles of the four steps of that many tokens are of
-    their means at most: quantiles of parts do not add up, and this charges a whole step no less than its own.
+    The quantile of a branch is its mean times what the quantiles of the four steps of that many
+    tokens are of their means at most: quantiles of parts do not add up, and this charges a whole
+    step no less than its own.
     """
     knots = list(KNOTS)
     means = {key: robust_mean(values) for key, values in samples.items()}
     spread = np.array(
         [
             max(
-                high_quantile(samples[name, n]) / max(means[name, n], 1e-12) for name in (REST, *PARTS, WHOLE)
+                high_quantile(samples[name, n]) / max(means[name, n], 1e-12)
+                for name in (REST, *PARTS, WHOLE)
             )
             for n in knots
         ]
@@ -151,7 +159,8 @@ def _calibration(
         costs[part] = measured_cost(knots, each, each * spread)
     lost = np.array(  # so that a step with all branches is charged no less than its quantile
         [
-            high_quantile(samples[WHOLE, n]) - blocks * sum(float(costs[part].q99.at(n)) for part in PARTS)
+            high_quantile(samples[WHOLE, n])
+            - blocks * sum(float(costs[part].q99.at(n)) for part in PARTS)
             for n in knots
         ]
     )
@@ -165,7 +174,9 @@ def _calibration(
     deciding = np.array([means[CONTROLLER, n] for n in knots])
     controller = measured_cost(knots, deciding, deciding * spread)
     name = device_name()
-    table = CostTable(label, name, BRANCH, context, groups, whole_rest, adapter=MERGED, controller=controller)
+    table = CostTable(
+        label, name, BRANCH, context, groups, whole_rest, adapter=MERGED, controller=controller
+    )
     held_out = {n: samples[WHOLE, n] for n in (1, *HELD_OUT)}
     errors = {WHOLE: relative_errors({n: table.all_high(n) for n in held_out}, held_out)}
     return Calibration(table, errors, min(map(len, samples.values())))

@@ -31,7 +31,8 @@ from fl_lightning.errors import require
 from fl_lightning.support.memory import keep_freed_memory
 
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Numbers of tokens that costs are fitted to. Products of 3 rows take longer than of 4 on some processors."""
+"""Numbers of tokens that costs are fitted to. Products of 3 rows take longer than of 4 on some
+processors."""
 HELD_OUT = (5, 10, 20, 40, 80, 160, 320, 448)
 """Numbers of tokens at which a fit is checked: between the knots."""
 DEFAULT_CONTEXT = 256
@@ -63,12 +64,13 @@ def calibrate(
 ) -> Calibration:
     """Measure what each option of each group costs, with one CPU thread.
 
-    Inputs are random, since times do not depend on them. A step of n tokens sees ``context`` tokens, its own
-    included, or n where that is more; the cache holds those before it. A network that has learned fewer
-    positions is measured within these.
+    Inputs are random, since times do not depend on them. A step of n tokens sees ``context``
+    tokens, its own included, or n where that is more; the cache holds those before it. A network
+    that has learned fewer positions is measured within these.
 
-    Layers are measured alone, whole steps with all groups at one option, and steps without groups, which are
-    the rest. What a step costs more than the rest and its layers alone is added to all layers equally.
+    Layers are measured alone, whole steps with all groups at one option, and steps without groups,
+    which are the rest. What a step costs more than the rest and its layers alone is added to all
+    layers equally.
 
     Args:
         network: see :class:`Subject`; it is not changed.
@@ -80,9 +82,12 @@ def calibrate(
         high: precision of the option *high*.
 
     Raises:
-        InputError: no layer has an adapter, the network is of another kind, or a number is not above 0.
+        InputError: no layer has an adapter, the network is of another kind, or a number is not
+            above 0.
     """
-    return calibrate_together({"": Subject(network, scope, high)}, meter, seconds, context, seed)[""]
+    return calibrate_together({"": Subject(network, scope, high)}, meter, seconds, context, seed)[
+        ""
+    ]
 
 
 def calibrate_together(
@@ -92,7 +97,8 @@ def calibrate_together(
     context: int = DEFAULT_CONTEXT,
     seed: int = 0,
 ) -> dict[str, Calibration]:
-    """Measure several tables of one network in turn: they have one rest, and the same moments of the machine.
+    """Measure several tables of one network in turn: they have one rest, and the same moments of
+    the machine.
 
     Args:
         subjects: by name of the table: one network with different adapters, scopes or precisions.
@@ -107,9 +113,12 @@ def calibrate_together(
         "both are above 0",
         "write --seconds 60 --context 256",
     )
-    keep_freed_memory()  # as runs do; else the pages of long steps are faulted in again, at each or at none
+    # as runs do; else the pages of long steps are faulted in again, at each or at none
+    keep_freed_memory()
     with one_thread(), rng.torch_stream(seed, "calibration"):
-        switched = {name: switched_copy(one.network, one.scope, one.high) for name, one in subjects.items()}
+        switched = {
+            name: switched_copy(one.network, one.scope, one.high) for name, one in subjects.items()
+        }
         shapes = {
             name: {group: LinearShape(*layer.shape) for group, layer in layers.items()}
             for name, (_, layers) in switched.items()
@@ -124,7 +133,9 @@ def calibrate_together(
             shapes[name],
             one.scope,
             one.high,
-            merged=all(isinstance(layer.adapted, MergedLinear) for layer in switched[name][1].values()),
+            merged=all(
+                isinstance(layer.adapted, MergedLinear) for layer in switched[name][1].values()
+            ),
             adapter=adapter_name(next(iter(switched[name][1].values())).adapted),
         )
         for name, one in subjects.items()
@@ -137,7 +148,8 @@ def _works(
 ) -> dict[tuple[str, str, int], Callable[[], object]]:
     """Return the calls to measure, by table, name of the work and number of tokens.
 
-    Those of one number of tokens follow each other, so that what is compared is measured at about one time.
+    Those of one number of tokens follow each other, so that what is compared is measured at about
+    one time.
     """
     first, (network, _) = next(iter(switched.items()))
     longest = steps_of(network).longest

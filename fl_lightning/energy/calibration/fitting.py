@@ -1,4 +1,5 @@
-"""Costs from measured joules: a line where one is good enough, and else a curve through the points."""
+"""Costs from measured joules: a line where one is good enough, and else a curve through the
+points."""
 
 from __future__ import annotations
 
@@ -12,17 +13,19 @@ from fl_lightning.energy.cost_shapes import Cost, CostCurve, CostLine, MeasuredC
 MAX_RELATIVE_ERROR = 0.25
 """A cost that is farther from held-out measurements is not good enough; tables show it in red."""
 MAX_ERROR_OF_LINE = 0.1
-"""A line that is farther from one of the points it was fitted to is replaced by a curve through them."""
+"""A line that is farther from one of the points it was fitted to is replaced by a curve through
+them."""
 QUANTILE = 0.99
 STRETCHES = 8
 SMALLEST_JOULES = 1e-12
 
 
 def measured_cost(tokens: Sequence[int], means: np.ndarray, quantiles: np.ndarray) -> MeasuredCost:
-    """Return the cost of one piece of work, whose quantile is nowhere below its mean up to the last point.
+    """Return the cost of one piece of work, whose quantile is nowhere below its mean up to the last
+    point.
 
-    A line may pass below its points, so two lines that are fitted apart may cross: what is charged for
-    enforcement would then be less than what is counted in training.
+    A line may pass below its points, so two lines that are fitted apart may cross: what is charged
+    for enforcement would then be less than what is counted in training.
 
     Args:
         tokens: ascending from 1.
@@ -37,7 +40,9 @@ def measured_cost(tokens: Sequence[int], means: np.ndarray, quantiles: np.ndarra
     return MeasuredCost(mean, quantile)
 
 
-def relative_errors(predicted: Mapping[int, float], held_out: Mapping[int, np.ndarray]) -> dict[int, float]:
+def relative_errors(
+    predicted: Mapping[int, float], held_out: Mapping[int, np.ndarray]
+) -> dict[int, float]:
     """Return ``predicted / measured mean - 1`` at each held-out number of tokens.
 
     Args:
@@ -51,20 +56,25 @@ def relative_errors(predicted: Mapping[int, float], held_out: Mapping[int, np.nd
 
 
 def high_quantile(values: np.ndarray) -> float:
-    """Return the 0.99 quantile of samples ``[repeats]``, the next sample above it where it is between two."""
+    """Return the 0.99 quantile of samples ``[repeats]``, the next sample above it where it is
+    between two."""
     return float(np.quantile(values, QUANTILE, method="higher"))
 
 
 def robust_mean(values: np.ndarray) -> float:
-    """Return the median of the means of eight stretches of samples ``[repeats]``, in the order of their time.
+    """Return the median of the means of eight stretches of samples ``[repeats]``, in the order of
+    their time.
 
     A moment in which another process disturbed the caches moves one stretch and not the result.
     """
-    return float(np.median([part.mean() for part in np.array_split(values, min(STRETCHES, len(values)))]))
+    return float(
+        np.median([part.mean() for part in np.array_split(values, min(STRETCHES, len(values)))])
+    )
 
 
 def line_or_curve(tokens: Sequence[int], joules: np.ndarray) -> Cost:
-    """Return the best line where it is within 10 % of every point, and else the curve through all points.
+    """Return the best line where it is within 10 % of every point, and else the curve through all
+    points.
 
     Args:
         tokens: ascending from 1.
@@ -82,7 +92,8 @@ def _curve(tokens: Sequence[int], joules: np.ndarray) -> CostCurve:
 
 
 def best_line(tokens: np.ndarray, joules: np.ndarray) -> CostLine:
-    """Return the line a + b n, a and b at least 0, of least squared relative error (Lawson and Hanson 1974).
+    """Return the line a + b n, a and b at least 0, of least squared relative error (Lawson and
+    Hanson 1974).
 
     Args:
         tokens: ``[points]``.

@@ -1,4 +1,5 @@
-"""Joules of pieces of work, measured in turn so that a machine that slows down slows all of them."""
+"""Joules of pieces of work, measured in turn so that a machine that slows down slows all of
+them."""
 
 from __future__ import annotations
 
@@ -12,13 +13,15 @@ from fl_lightning.energy.calibration.meters import JouleMeter
 
 Key = TypeVar("Key", bound=Hashable)
 VISIT_SECONDS = 0.002
-"""Work that takes less is repeated within a visit: short steps need more samples for their 0.99 quantile."""
+"""Work that takes less is repeated within a visit: short steps need more samples for their 0.99
+quantile."""
 MAX_CALLS_PER_VISIT = 20
 LONG_SECONDS = 0.01
-"""Work that takes more is measured at its first call: the state of the caches makes no difference to it."""
+"""Work that takes more is measured at its first call: the state of the caches makes no difference
+to it."""
 WARM_CALLS = 4
-"""Calls of short work that are not measured: after steps of hundreds of tokens, the second call of a step of
-one token took a quarter longer than the fifth."""
+"""Calls of short work that are not measured: after steps of hundreds of tokens, the second call of
+a step of one token took a quarter longer than the fifth."""
 MIN_VISITS = 3
 
 
@@ -27,9 +30,10 @@ def measure(
 ) -> dict[Key, np.ndarray]:
     """Return joules of single calls of each piece of work, ``{key: [samples]}``.
 
-    All are visited in turn, again and again, until the time is over, but at least three times. A visit calls
-    short work some times without measuring, so that its weights and code are in the caches as they are in a
-    running network. A meter with a window gives the mean of a window as one sample.
+    All are visited in turn, again and again, until the time is over, but at least three times. A
+    visit calls short work some times without measuring, so that its weights and code are in the
+    caches as they are in a running network. A meter with a window gives the mean of a window as one
+    sample.
 
     Args:
         works: functions by name.
@@ -67,7 +71,8 @@ def _visit(work: Callable[[], object], meter: JouleMeter) -> list[float]:
 
 
 def _joules_of_nothing(meter: JouleMeter) -> float:
-    """Return what two readings of the meter cost themselves; 0 for one whose window makes that too little."""
+    """Return what two readings of the meter cost themselves; 0 for one whose window makes that too
+    little."""
     if meter.window_seconds:
         return 0.0
     return float(np.median([meter.joules_of(lambda: None) for _ in range(200)]))

@@ -1,7 +1,7 @@
 """Where joules come from: a counter of the device, or CPU seconds at a stated power.
 
-Every meter has a label, which stands in every table and beside every figure that it made. Figures with
-different labels are never mixed.
+Every meter has a label, which stands in every table and beside every figure that it made. Figures
+with different labels are never mixed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ COUNTED_DOMAINS = ("package", "dram")
 class JouleMeter(ABC):
     """A counter of joules.
 
-    A subclass states ``label``, and in ``window_seconds`` the shortest time over which its differences mean
-    something: work that takes less is repeated.
+    A subclass states ``label``, and in ``window_seconds`` the shortest time over which its
+    differences mean something: work that takes less is repeated.
     """
 
     label: str
@@ -47,7 +47,8 @@ class JouleMeter(ABC):
 class ModelledMeter(JouleMeter):
     """CPU seconds of this process at a stated power. It is a model, and the label says so.
 
-    Other processes do not count, but they share caches and cores, so figures of a busy machine are larger.
+    Other processes do not count, but they share caches and cores, so figures of a busy machine are
+    larger.
 
     Args:
         watts: power of one busy core, above 0.
@@ -57,9 +58,14 @@ class ModelledMeter(JouleMeter):
         InputError: the power is not above 0.
     """
 
-    def __init__(self, watts: float = DEFAULT_WATTS, clock: Callable[[], float] = time.process_time) -> None:
+    def __init__(
+        self, watts: float = DEFAULT_WATTS, clock: Callable[[], float] = time.process_time
+    ) -> None:
         require(
-            0 < watts < 1e6, f"--watts {watts}", "the power of a processor is above 0", "write --watts 15"
+            0 < watts < 1e6,
+            f"--watts {watts}",
+            "the power of a processor is above 0",
+            "write --watts 15",
         )
         self.watts, self.clock = watts, clock
         shown = f"{watts:.6f}".rstrip("0").rstrip(".")
@@ -72,14 +78,15 @@ class ModelledMeter(JouleMeter):
 class RAPLMeter(JouleMeter):
     """Intel's and AMD's counters of whole packages and their memory, in ``/sys/class/powercap``.
 
-    They count everything that runs on the machine, idle power included. They wrap around every few minutes to
-    hours; a meter that is read at least once in that time counts on.
+    They count everything that runs on the machine, idle power included. They wrap around every few
+    minutes to hours; a meter that is read at least once in that time counts on.
 
     Args:
         folder: where the domains are.
 
     Raises:
-        InputError: there is no domain that can be read; the kernel lets only root read them by default.
+        InputError: there is no domain that can be read; the kernel lets only root read them by
+            default.
     """
 
     label = "RAPL"
@@ -127,7 +134,8 @@ def _microjoules(path: Path) -> int:
 
 
 class NVMLMeter(JouleMeter):
-    """The counter of one NVIDIA card, by pynvml or by zeus. It counts everything that runs on the card.
+    """The counter of one NVIDIA card, by pynvml or by zeus. It counts everything that runs on the
+    card.
 
     It has been tested with a stand-in for the driver, not on a card.
 

@@ -39,18 +39,18 @@ def adapted_network(
     gguf_file: str | None = None,
     of_blocks: bool = False,
 ) -> nn.Module:
-    """Return a network with adapters in evaluation mode, as :func:`fl_lightning.models.build_network` makes
-    it for a run.
+    """Return a network with adapters in evaluation mode, as
+    :func:`fl_lightning.models.build_network` makes it for a run.
 
     Args:
         network: ``llama_tiny``, ``llama_tiny_deep``, or ``hf:NAME_OR_FOLDER``.
-        adapter: kind of its adapters, or ``merged``: LoRA whose W + dW is one matrix. Default: ``spectral``
-            of ``llama_tiny``, ``lora`` of others.
+        adapter: kind of its adapters, or ``merged``: LoRA whose W + dW is one matrix. Default:
+            ``spectral`` of ``llama_tiny``, ``lora`` of others.
         rank: their rank. Default: 96 for ``spectral`` and ``svft`` of ``llama_tiny``, else 8.
         targets: ``all-linear``, or names of layers with commas between them.
         gguf_file: the file of ``hf:NAME_OR_FOLDER`` that has the weights, where they are GGUF.
-        of_blocks: whether ``hf:NAME_OR_FOLDER`` is made of the project's own blocks, whose branches are
-            switched.
+        of_blocks: whether ``hf:NAME_OR_FOLDER`` is made of the project's own blocks, whose branches
+            are switched.
 
     Raises:
         InputError: there is no such network or kind, or the network refuses the adapters.
@@ -74,12 +74,15 @@ def adapted_network(
         maker = partial(theirs, name=network[len(HF_PREFIX) :], gguf_file=gguf_file)
     ids = torch.zeros(2, 2, dtype=torch.int64)
     vocabulary = BYTE_VOCABULARY if ours else 1  # that of a model of transformers may be larger
-    made = build_network(partial(maker, **settings), vocabulary, (2,), task=LanguageModelling(), inputs=ids)
+    made = build_network(
+        partial(maker, **settings), vocabulary, (2,), task=LanguageModelling(), inputs=ids
+    )
     return (merge_adapters(made) if adapter == MERGED else made).eval()
 
 
 def calibration_advice(network: nn.Module, layers: Sequence[SwitchedLinear]) -> str:
-    """Return what to do in order to have a table of costs of a switched network, for error messages.
+    """Return what to do in order to have a table of costs of a switched network, for error
+    messages.
 
     Args:
         network: the network.
@@ -97,17 +100,32 @@ def calibration_advice(network: nn.Module, layers: Sequence[SwitchedLinear]) -> 
         )
     kind, rank = kind_and_rank(layers[0].adapted)
     words = ["python", "-m", "fl_lightning", "energy", "--calibrate", "true", "--network", name]
-    words += ["--adapter", kind, "--rank", str(rank), "--scope", layers[0].scope, "--high", layers[0].high]
+    words += [
+        "--adapter",
+        kind,
+        "--rank",
+        str(rank),
+        "--scope",
+        layers[0].scope,
+        "--high",
+        layers[0].high,
+    ]
     targets = _targets(network, layers)
     words += [] if targets == ALL_LINEAR else ["--targets", targets]
     return f"calibrate: {shlex.join([*words, '--out', 'costs.json'])}, and write --model.costs costs.json"
 
 
 def _targets(network: Any, layers: Sequence[SwitchedLinear]) -> str:
-    """Return which of a network's linear layers have adapters, as ``--targets`` takes it: the last parts of
-    their names, where a layer other than the head has none."""
+    """Return which of a network's linear layers have adapters, as ``--targets`` takes it: the last
+    parts of their names, where a layer other than the head has none."""
     inside = {id(module) for layer in layers for module in layer.modules()}
     base = getattr(network, "base", network)
     inside.add(id(base.get_output_embeddings()) if hasattr(base, "get_output_embeddings") else 0)
-    plain = [one for one in network.modules() if isinstance(one, nn.Linear) and id(one) not in inside]
-    return ",".join(dict.fromkeys(one.name.rpartition(".")[2] for one in layers)) if plain else ALL_LINEAR
+    plain = [
+        one for one in network.modules() if isinstance(one, nn.Linear) and id(one) not in inside
+    ]
+    return (
+        ",".join(dict.fromkeys(one.name.rpartition(".")[2] for one in layers))
+        if plain
+        else ALL_LINEAR
+    )

@@ -1,4 +1,5 @@
-"""Tables of costs from samples of joules, and how far they are from samples that they do not use."""
+"""Tables of costs from samples of joules, and how far they are from samples that they do not
+use."""
 
 from __future__ import annotations
 
@@ -12,7 +13,12 @@ from typing import TypeAlias
 
 import numpy as np
 
-from fl_lightning.energy.calibration.fitting import high_quantile, measured_cost, relative_errors, robust_mean
+from fl_lightning.energy.calibration.fitting import (
+    high_quantile,
+    measured_cost,
+    relative_errors,
+    robust_mean,
+)
 from fl_lightning.energy.calibration.works import LinearShape, step_name, work_name
 from fl_lightning.energy.cost_shapes import MeasuredCost
 from fl_lightning.energy.costs import CostTable
@@ -30,9 +36,9 @@ class Calibration:
 
     Args:
         table: the costs.
-        errors: relative errors of means at numbers of tokens that were not fitted, and at one token with
-            samples that were not: of each shape and option alone, and of whole steps with all groups at one
-            option, as ``step high``.
+        errors: relative errors of means at numbers of tokens that were not fitted, and at one token
+            with samples that were not: of each shape and option alone, and of whole steps with all
+            groups at one option, as ``step high``.
         samples: smallest number of samples of a measured cost.
     """
 
@@ -70,7 +76,8 @@ class Measured:
     held_out: dict[tuple[str, int], np.ndarray] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        for (name, n), values in self.samples.items():  # of one token, every second sample is held out
+        # of one token, every second sample is held out
+        for (name, n), values in self.samples.items():
             half = n == 1 and len(values) > 1
             self.held_out[name, n] = values[1::2] if half else values
             self.means[name, n] = robust_mean(values[::2] if half else values)
@@ -90,8 +97,8 @@ class Measured:
     def alike(self) -> list[Sequence[str]]:
         """Options that share an amount, see :func:`_put_in_place`.
 
-        In a merged network they do not: it is mostly read for *high* alone, whose share of the amount of int8
-        would be large against one plain product.
+        In a merged network they do not: it is mostly read for *high* alone, whose share of the
+        amount of int8 would be large against one plain product.
         """
         if self.merged:
             return [(option,) for option in OPTIONS]
@@ -99,7 +106,10 @@ class Measured:
 
     def cost(self, name: str) -> MeasuredCost:
         """Return the cost of a piece of work."""
-        found = (np.array([values[name, n] for n in self.knots]) for values in (self.means, self.quantiles))
+        found = (
+            np.array([values[name, n] for n in self.knots])
+            for values in (self.means, self.quantiles)
+        )
         return measured_cost(self.knots, *found)
 
 
@@ -122,11 +132,15 @@ def tables_of(measured: Mapping[str, Measured], label: str, context: int) -> dic
 
 
 def _costs_in_loops(one: Measured) -> dict[str, MeasuredCost]:
-    names = [work_name(shape, option) for shape in sorted(set(one.shapes.values())) for option in OPTIONS]
+    names = [
+        work_name(shape, option) for shape in sorted(set(one.shapes.values())) for option in OPTIONS
+    ]
     return {name: one.cost(name) for name in names}
 
 
-def _calibration(one: Measured, loops: Mapping[str, MeasuredCost], label: str, context: int) -> Calibration:
+def _calibration(
+    one: Measured, loops: Mapping[str, MeasuredCost], label: str, context: int
+) -> Calibration:
     groups = {
         group: {option: one.cost(work_name(shape, option)) for option in OPTIONS}
         for group, shape in one.shapes.items()
@@ -135,13 +149,18 @@ def _calibration(one: Measured, loops: Mapping[str, MeasuredCost], label: str, c
     table = CostTable(
         label, device_name(), one.scope, context, groups, rest, high=one.high, adapter=one.adapter
     )
-    predicted = {(name, n): float(cost.mean.at(n)) for name, cost in loops.items() for n in one.checked}
+    predicted = {
+        (name, n): float(cost.mean.at(n)) for name, cost in loops.items() for n in one.checked
+    }
     for n in one.checked:
         of_groups = table.tensors(n).sum(0).tolist()
-        predicted |= {(step_name(z), n): table.fixed(n) + of_groups[i] for i, z in enumerate(OPTIONS)}
+        predicted |= {
+            (step_name(z), n): table.fixed(n) + of_groups[i] for i, z in enumerate(OPTIONS)
+        }
     errors = {
         name: relative_errors(
-            {n: predicted[name, n] for n in one.checked}, {n: one.held_out[name, n] for n in one.checked}
+            {n: predicted[name, n] for n in one.checked},
+            {n: one.held_out[name, n] for n in one.checked},
         )
         for name in dict.fromkeys(name for name, _ in predicted)
     }
@@ -151,12 +170,13 @@ def _calibration(one: Measured, loops: Mapping[str, MeasuredCost], label: str, c
 def _put_in_place(one: Measured, options: Sequence[str]) -> None:
     """Make of joules in a loop those in the network, in the dictionaries themselves.
 
-    A layer that is called again and again is faster than the same layer in its network, where others were
-    computed since. By measurement the difference hardly depends on the option (one token of llama_tiny: 20 us
-    for off, 23 for high, 36 for int8). So one amount, 0 or more, is added to all layers and options of a
-    number of tokens: the median over options of what a step costs more than the rest and its layers in loops,
-    by the number of layers. The order of options is that of the loops, which have more samples than steps. A
-    layer that is left out, *off* in the scope ``model``, has an amount of its own.
+    A layer that is called again and again is faster than the same layer in its network, where
+    others were computed since. By measurement the difference hardly depends on the option (one
+    token of llama_tiny: 20 us for off, 23 for high, 36 for int8). So one amount, 0 or more, is
+    added to all layers and options of a number of tokens: the median over options of what a step
+    costs more than the rest and its layers in loops, by the number of layers. The order of options
+    is that of the loops, which have more samples than steps. A layer that is left out, *off* in the
+    scope ``model``, has an amount of its own.
 
     Args:
         one: what was measured; its means and quantiles are changed.
@@ -177,12 +197,14 @@ def _put_in_place(one: Measured, options: Sequence[str]) -> None:
 
 
 def _charge_whole_steps(every: Sequence[Measured]) -> None:
-    """Raise the quantile of the rest, if need be, until a step at ``high`` of every network is charged no
-    less than its quantile."""
+    """Raise the quantile of the rest, if need be, until a step at ``high`` of every network is
+    charged no less than its quantile."""
     for n in every[0].knots:
         least = [one.quantiles[REST, n] for one in every]
         for one in every:
-            charged = sum(one.quantiles[work_name(shape, "high"), n] for shape in one.shapes.values())
+            charged = sum(
+                one.quantiles[work_name(shape, "high"), n] for shape in one.shapes.values()
+            )
             least.append(one.quantiles[step_name("high"), n] - charged)
         for one in every:
             one.quantiles[REST, n] = max(least)

@@ -1,4 +1,5 @@
-"""One step of a language model: the last logits of some tokens after those in a cache of keys and values."""
+"""One step of a language model: the last logits of some tokens after those in a cache of keys and
+values."""
 
 from __future__ import annotations
 
@@ -62,8 +63,8 @@ class LlamaSteps(Steps):
 
 
 class TransformersSteps(Steps):
-    """Steps of a network of transformers, by its own forward method: what its ``generate`` does around the
-    steps is not part of them."""
+    """Steps of a network of transformers, by its own forward method: what its ``generate`` does
+    around the steps is not part of them."""
 
     def __init__(self, network: TransformersLM) -> None:
         super().__init__(network.base.config.vocab_size, network.positions)
@@ -71,7 +72,10 @@ class TransformersSteps(Steps):
         parameters = signature(self.model.forward).parameters
         self.cache = "cache" if "cache" in parameters else "past_key_values"  # its name before 5.24
         keeps = "logits_to_keep" in parameters
-        self.options: dict[str, Any] = {"use_cache": True, **({"logits_to_keep": 1} if keeps else {})}
+        self.options: dict[str, Any] = {
+            "use_cache": True,
+            **({"logits_to_keep": 1} if keeps else {}),
+        }
 
     def read(self, ids: Tensor) -> Any:
         cache = getattr(self.model(input_ids=ids, **self.options), self.cache, None)

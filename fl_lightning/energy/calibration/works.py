@@ -1,5 +1,5 @@
-"""The pieces of work that a calibration measures: layers in each option, steps of a network, steps without
-groups."""
+"""The pieces of work that a calibration measures: layers in each option, steps of a network, steps
+without groups."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def step_name(option: str) -> str:
 def switched_copy(
     network: nn.Module, scope: Scope, high: HighPrecision = "float32"
 ) -> tuple[nn.Module, dict[str, SwitchedLinear]]:
-    """Return a copy of a network with adapters whose layers are switched, and these layers by name: its
-    groups. They keep their weights in int8 between calls, as in an evaluation.
+    """Return a copy of a network with adapters whose layers are switched, and these layers by name:
+    its groups. They keep their weights in int8 between calls, as in an evaluation.
 
     The copy has the weights of the network themselves, which are not changed.
 
@@ -110,7 +110,8 @@ def prefix_of(network: nn.Module, tokens: int, context: int) -> Prefix:
 def step_work(
     network: nn.Module, prefix: Prefix, option: str | None = None, groups: int = 0
 ) -> Callable[[], Tensor]:
-    """Return a call of one step: the logits of the last token of a prefix, after those in its cache.
+    """Return a call of one step: the logits of the last token of a prefix, after those in its
+    cache.
 
     Args:
         network: the network.
@@ -138,7 +139,8 @@ def step_work(
 def without_groups(network: nn.Module) -> nn.Module:
     """Return a copy of a switched network in which every group is a layer that returns zeros.
 
-    A step of it costs what no option changes. The other layers have the weights of the network themselves.
+    A step of it costs what no option changes. The other layers have the weights of the network
+    themselves.
     """
     kept: dict[int, object] = {id(weight): weight for weight in network.parameters()}
     kept |= {

@@ -36,8 +36,9 @@ def add_switches(
         The switched layers in the order of the network. They share ``board``, whose plan is None.
 
     Raises:
-        InputError: there is no adapted linear layer, the network has switches or is itself such a layer, a
-            base has no whole weights or too many inputs, or off has no meaning for the adapter.
+        InputError: there is no adapted linear layer, the network has switches or is itself such a
+            layer, a base has no whole weights or too many inputs, or off has no meaning for the
+            adapter.
     """
     require_choice(scope, get_args(Scope), "scope")
     require_choice(high, get_args(HighPrecision), "high")
@@ -76,7 +77,8 @@ def switches(network: nn.Module) -> list[SwitchedLinear]:
 
 @contextmanager
 def narrow_kept(network: nn.Module) -> Iterator[None]:
-    """Keep the narrow weights of all switched layers within the block: an evaluation makes them once.
+    """Keep the narrow weights of all switched layers within the block: an evaluation makes them
+    once.
 
     Layers that kept them before go on after the block.
     """
@@ -94,7 +96,9 @@ def is_adapted(module: nn.Module) -> bool:
     """Return whether a module is a linear layer with an adapter, ours or peft's."""
     if isinstance(module, AdaptedLinear):
         return True
-    return hasattr(module, "get_delta_weight") and isinstance(getattr(module, "base_layer", None), nn.Linear)
+    return hasattr(module, "get_delta_weight") and isinstance(
+        getattr(module, "base_layer", None), nn.Linear
+    )
 
 
 def _require_switchable(name: str, adapted: Any) -> None:
@@ -105,7 +109,8 @@ def _require_switchable(name: str, adapted: Any) -> None:
     """
     base = adapted.base_layer
     require(
-        base.weight.is_floating_point() and base.weight.shape == (base.out_features, base.in_features),
+        base.weight.is_floating_point()
+        and base.weight.shape == (base.out_features, base.in_features),
         f"switches on {name} of {base.weight.dtype} {tuple(base.weight.shape)}",
         "options are computed from whole weights",
         "write load_in_4bit: false",
@@ -119,7 +124,8 @@ def _require_switchable(name: str, adapted: Any) -> None:
 
 
 def _took_part_of_base(network: nn.Module) -> bool:
-    """Return whether adapters, ours or peft's, have taken a part of the base's weights, as PiSSA does."""
+    """Return whether adapters, ours or peft's, have taken a part of the base's weights, as PiSSA
+    does."""
     for module in network.modules():
         if isinstance(module, AdaptedLinear) and not module.removable:
             return True

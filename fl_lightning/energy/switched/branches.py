@@ -1,17 +1,19 @@
-"""Residual branches that are switched: attention or the feed-forward layer of a block is computed or
-left out.
+"""Residual branches that are switched: attention or the feed-forward layer of a block is computed
+or left out.
 
-A *branch* is the attention, or the feed-forward layer, of one block, with its norm. A branch that is
-off is the identity and is not called: x stays x. Branch 2 l is the attention of block l, and 2 l + 1
-its feed-forward layer. Nothing is cut within a branch: an attention without its output projection does
-nothing, and neither does one without its queries, so a linear layer is no unit of decision.
+A *branch* is the attention, or the feed-forward layer, of one block, with its norm. A branch that
+is off is the identity and is not called: x stays x. Branch 2 l is the attention of block l, and 2 l
++ 1 its feed-forward layer. Nothing is cut within a branch: an attention without its output
+projection does nothing, and neither does one without its queries, so a linear layer is no unit of
+decision.
 
-A token whose attention is off writes no key and no value in that block, and later tokens do not see it there:
-it is masked, never a key of zeros, which would have a score of 0 and take weight. D-LLM (Jiang et al.,
-NeurIPS 2024) leaves such tokens out too; FlexiDepth (Luo et al. 2025, arXiv 2503.23798) keeps their
-keys.
+A token whose attention is off writes no key and no value in that block, and later tokens do not see
+it there: it is masked, never a key of zeros, which would have a score of 0 and take weight. D-LLM
+(Jiang et al., NeurIPS 2024) leaves such tokens out too; FlexiDepth (Luo et al. 2025, arXiv
+2503.23798) keeps their keys.
 
-``B`` sequences, ``T`` tokens, ``G`` branches, ``S`` positions of the cache, ``H`` heads, ``D`` of a head.
+``B`` sequences, ``T`` tokens, ``G`` branches, ``S`` positions of the cache, ``H`` heads, ``D`` of a
+head.
 """
 
 from __future__ import annotations
@@ -49,14 +51,16 @@ class BranchPlan:
 
     @classmethod
     def of_sequences(cls, masks: Tensor, tokens: int) -> BranchPlan:
-        """Return the plan of sequences that have one mask each, bool ``[B, G]``, for all their tokens."""
+        """Return the plan of sequences that have one mask each, bool ``[B, G]``, for all their
+        tokens."""
         return cls(masks.unsqueeze(1).expand(-1, tokens, -1))
 
 
 class BranchWeights:
     """What each branch's output is multiplied by, with a gradient; all branches are computed.
 
-    A weight of 0 gives what a branch that is off gives, since all tokens of a sequence have the same.
+    A weight of 0 gives what a branch that is off gives, since all tokens of a sequence have the
+    same.
 
     Args:
         weights: float ``[B, G]``.
@@ -66,7 +70,8 @@ class BranchWeights:
         self.weights = weights
 
     def enter(self, block: int, x: Tensor) -> None:
-        """Take note of the features ``[B, T, width]`` that enter a block, which weights may depend on."""
+        """Take note of the features ``[B, T, width]`` that enter a block, which weights may depend
+        on."""
 
     def times(self, branch: int, output: Tensor) -> Tensor:
         """Return the output of a branch ``[B, T, width]`` times its weights."""
@@ -74,7 +79,8 @@ class BranchWeights:
 
 
 class BranchBoard:
-    """The plan that all switched blocks of a network read; without one all branches are computed."""
+    """The plan that all switched blocks of a network read; without one all branches are
+    computed."""
 
     def __init__(self, branches: int) -> None:
         self.branches = branches
@@ -83,8 +89,8 @@ class BranchBoard:
 
     @contextmanager
     def weighted(self, weights: BranchWeights | Tensor) -> Iterator[None]:
-        """Multiply the branches' outputs by weights, of a tensor ``[B, G]``, within the block; there is no
-        plan then."""
+        """Multiply the branches' outputs by weights, of a tensor ``[B, G]``, within the block;
+        there is no plan then."""
         self.weights = BranchWeights(weights) if isinstance(weights, Tensor) else weights
         try:
             with self.using(None):
@@ -115,7 +121,8 @@ class BranchBoard:
 class SwitchedBlock(nn.Module):
     """A block of :class:`~fl_lightning.models.language.llama.Llama` whose branches are switched.
 
-    Its modules are the block's own, by the same names, and without a plan it computes what the block does.
+    Its modules are the block's own, by the same names, and without a plan it computes what the
+    block does.
 
     Args:
         block: the block.
@@ -131,7 +138,9 @@ class SwitchedBlock(nn.Module):
         self.mlp = block.mlp
         self.index, self.board = index, board
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], cache: LayerCache | None = None
+    ) -> Tensor:
         """Map features ``[B, T, width]`` to features of this shape.
 
         Raises:
@@ -140,7 +149,9 @@ class SwitchedBlock(nn.Module):
         plan, weights = self.board.plan, self.board.weights
         if weights is not None:
             weights.enter(self.index, x)
-            x = x + weights.times(2 * self.index, self.self_attn(self.input_layernorm(x), rotary, cache))
+            x = x + weights.times(
+                2 * self.index, self.self_attn(self.input_layernorm(x), rotary, cache)
+            )
             return x + weights.times(2 * self.index + 1, self.mlp(self.post_attention_layernorm(x)))
         if plan is not None and plan.gates.shape[:2] != x.shape[:2]:
             raise MisuseError(
@@ -166,7 +177,9 @@ class SwitchedBlock(nn.Module):
                 cache.skip(gate.shape[1])
             return x
         if cache is None and plan.by_sequence[branch]:
-            return _on_rows(x, gate[:, 0], lambda rows: self.self_attn(self.input_layernorm(rows), rotary))
+            return _on_rows(
+                x, gate[:, 0], lambda rows: self.self_attn(self.input_layernorm(rows), rotary)
+            )
         found = self.self_attn(self.input_layernorm(x), rotary, cache, gate)
         return torch.where(gate.unsqueeze(-1), x + found, x)
 
@@ -178,14 +191,16 @@ class SwitchedBlock(nn.Module):
             return x
         gate = plan.gates[:, :, branch].to(x.device)
         flat = _on_rows(
-            x.flatten(0, 1), gate.flatten(), lambda rows: self.mlp(self.post_attention_layernorm(rows))
+            x.flatten(0, 1),
+            gate.flatten(),
+            lambda rows: self.mlp(self.post_attention_layernorm(rows)),
         )
         return flat.view_as(x)
 
 
 def _on_rows(x: Tensor, gate: Tensor, branch: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return ``x [N, ...]`` with a branch's output added in the rows where the gate, bool ``[N]``, is
-    True."""
+    """Return ``x [N, ...]`` with a branch's output added in the rows where the gate, bool ``[N]``,
+    is True."""
     rows = gate.nonzero()[:, 0]
     return x.index_add(0, rows, branch(x[rows]).to(x.dtype))
 
@@ -210,12 +225,12 @@ def blocks_of(network: nn.Module) -> nn.ModuleList:
 
 
 def switch_branches(network: nn.Module) -> BranchBoard:
-    """Put a :class:`SwitchedBlock` in the place of every block of a network, and return the board that they
-    read. Names of parameters stay as they are.
+    """Put a :class:`SwitchedBlock` in the place of every block of a network, and return the board
+    that they read. Names of parameters stay as they are.
 
     Args:
-        network: a :class:`~fl_lightning.models.language.llama.Llama`, perhaps with adapters; it is changed in
-            place.
+        network: a :class:`~fl_lightning.models.language.llama.Llama`, perhaps with adapters; it is
+            changed in place.
 
     Raises:
         InputError: it has no such blocks.
@@ -243,8 +258,8 @@ class SkippingCache(KeyValueCache):
     """Keys and values of layers that some tokens have skipped; these tokens are not seen there."""
 
     layers: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
-    """What each layer has kept, by its index: keys and values, ``[B, H, S, D]`` each, and which of the S
-    positions hold some, bool ``[B, S]``."""
+    """What each layer has kept, by its index: keys and values, ``[B, H, S, D]`` each, and which of
+    the S positions hold some, bool ``[B, S]``."""
 
     def of_layer(self, index: int, positions: Tensor) -> SkippingLayerCache:
         return SkippingLayerCache(self, index, positions)
@@ -252,18 +267,20 @@ class SkippingCache(KeyValueCache):
 
 @dataclass
 class SkippingLayerCache(LayerCache):
-    """The cache of one layer, where tokens at ``positions`` int64 ``[B, T]`` are added or skipped."""
+    """The cache of one layer, where tokens at ``positions`` int64 ``[B, T]`` are added or
+    skipped."""
 
     cache: SkippingCache
 
     def append(
         self, key: Tensor, value: Tensor, written: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Add keys and values ``[B, H, T, D]`` at the positions, of tokens that have ``written [B, T]``.
+        """Add keys and values ``[B, H, T, D]`` at the positions, of tokens that have ``written [B,
+        T]``.
 
         Returns:
-            all keys and values ``[B, H, S, D]``, and which of them each token may see, bool ``[B, 1, T, S]``.
-            A token sees itself in any case.
+            all keys and values ``[B, H, S, D]``, and which of them each token may see, bool ``[B,
+            1, T, S]``. A token sees itself in any case.
         """
         positions = self.positions.expand(len(key), -1)
         longest = int(positions.max()) + 1

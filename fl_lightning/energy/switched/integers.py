@@ -3,7 +3,8 @@
     x ~ s_x q_x,  s_x = max |x| / 127 of a token;    W ~ s_w q_w,  s_w = max |w| / 127 of an output
     y = s_x s_w (q_x q_w^T) + bias
 
-Both are symmetric: zero is zero. A token has its own scale, so its result does not depend on other tokens.
+Both are symmetric: zero is zero. A token has its own scale, so its result does not depend on other
+tokens.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ class Int8Rows(NamedTuple):
 
 
 def quantised_rows(matrix: Tensor) -> Int8Rows:
-    """Return a float matrix ``[n, in]`` in int8, each row by its largest magnitude; halves go to even.
+    """Return a float matrix ``[n, in]`` in int8, each row by its largest magnitude; halves go to
+    even.
 
-    The result carries no gradient. The scale of a row of zeros is the least one, ``SMALLEST / 127``.
+    The result carries no gradient. The scale of a row of zeros is the least one, ``SMALLEST /
+    127``.
 
     >>> quantised_rows(torch.tensor([[254.0, -2.0, 3.0], [0.0, 0.0, 0.0]])).values.tolist()
     [[127, -1, 2], [0, 0, 0]]
@@ -52,8 +55,9 @@ def quantised_rows(matrix: Tensor) -> Int8Rows:
 def integer_product(left: Tensor, right: Tensor) -> Tensor:
     """Return ``left right^T``, int32 ``[n, out]``, exactly.
 
-    It is ``torch._int_mm``; on CUDA with zeros added to sizes that its kernel does not take. Where torch has
-    no such kernel, it is computed in int32 on the CPU and in float64 elsewhere, which is exact too.
+    It is ``torch._int_mm``; on CUDA with zeros added to sizes that its kernel does not take. Where
+    torch has no such kernel, it is computed in int32 on the CPU and in float64 elsewhere, which is
+    exact too.
 
     Args:
         left: int8 ``[n, in]``, of at most ``MOST_INPUTS`` inputs.

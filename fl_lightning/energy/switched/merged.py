@@ -1,4 +1,5 @@
-"""Adapters that are always on, merged into their bases: W + dW is one matrix, and costs what W costs."""
+"""Adapters that are always on, merged into their bases: W + dW is one matrix, and costs what W
+costs."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from fl_lightning.models.adapters import AdaptedLinear
 
 
 class MergedLinear(AdaptedLinear):
-    """A linear layer whose adapter is part of its weights. Switches take it as they take an adapted layer.
+    """A linear layer whose adapter is part of its weights. Switches take it as they take an adapted
+    layer.
 
     Args:
         plain: the layer with the weights W + dW.
@@ -47,7 +49,9 @@ def merge_adapters(network: nn.Module) -> nn.Module:
     Raises:
         InputError: no layer has an adapter.
     """
-    found: dict[str, Any] = {name: one for name, one in network.named_modules() if is_adapted(one) and name}
+    found: dict[str, Any] = {
+        name: one for name, one in network.named_modules() if is_adapted(one) and name
+    }
     require(
         found,
         f"{type(network).__name__} without adapted linear layer",

@@ -20,8 +20,8 @@ from fl_lightning.errors import MisuseError
 class TokenPlan(ABC):
     """What says which option each token takes at each layer, when the layer is reached.
 
-    Layers ask for weights first, and for choices where there are none. Both may follow from the layer's own
-    input.
+    Layers ask for weights first, and for choices where there are none. Both may follow from the
+    layer's own input.
     """
 
     @property
@@ -58,26 +58,31 @@ class Plan(TokenPlan):
     """The options of all tokens at all layers: weights for training, or choices for evaluation.
 
     Args:
-        weights: float ``[B, T, G, 3]``; a layer's output is the sum of its options' outputs times them, and
-            they get a gradient. Straight-through weights are one-hot in the forward pass.
+        weights: float ``[B, T, G, 3]``; a layer's output is the sum of its options' outputs times
+            them, and they get a gradient. Straight-through weights are one-hot in the forward pass.
         choices: int64 ``[B, T, G]``, 0 to 2; an option computes those tokens alone that chose it.
 
     Raises:
-        MisuseError: there are both or neither, a shape is wrong, or a choice is none of the options.
+        MisuseError: there are both or neither, a shape is wrong, or a choice is none of the
+            options.
     """
 
     weights: Tensor | None = None
     choices: Tensor | None = None
     counts: list[list[int]] = field(init=False, default_factory=list)
-    """Number of tokens that chose each option at each layer, ``[G][3]``; empty for a plan of weights."""
+    """Number of tokens that chose each option at each layer, ``[G][3]``; empty for a plan of
+    weights."""
     by_group: list[Tensor] = field(init=False, default_factory=list, repr=False)
-    """Choices of each layer, ``[B, T]``: one call for all layers takes less time than one at each."""
+    """Choices of each layer, ``[B, T]``: one call for all layers takes less time than one at
+    each."""
 
     def __post_init__(self) -> None:
         given = [tensor for tensor in (self.weights, self.choices) if tensor is not None]
         shape = tuple(given[0].shape) if len(given) == 1 else None
         right = shape is not None and (
-            (len(shape) == 4 and shape[3] == len(OPTIONS)) if self.choices is None else len(shape) == 3
+            (len(shape) == 4 and shape[3] == len(OPTIONS))
+            if self.choices is None
+            else len(shape) == 3
         )
         if not right:
             raise MisuseError(

@@ -63,9 +63,10 @@ class SwitchedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map inputs ``[B, T, in]`` to outputs ``[B, T, out]``.
 
-        Without a plan it is the adapted layer bit for bit. With weights all available options are computed
-        and added up; the gradient of int8 and bfloat16 is that of the adapted layer in full precision. With
-        choices each option computes its own tokens, and what it computes narrowly carries no gradient.
+        Without a plan it is the adapted layer bit for bit. With weights all available options are
+        computed and added up; the gradient of int8 and bfloat16 is that of the adapted layer in
+        full precision. With choices each option computes its own tokens, and what it computes
+        narrowly carries no gradient.
 
         Raises:
             MisuseError: the plan is for other tokens, or names an option that is not available.
@@ -97,11 +98,13 @@ class SwitchedLinear(nn.Module):
                 total = total + weights[..., z : z + 1] * self._through(z, x, full)
             elif self.scope == "adapter":
                 total = total + weights[..., z : z + 1] * self._base(x)
-        # weights are float32 also on a narrower base, whose next layer takes its own precision alone
+        # weights are float32 also on a narrower base, whose next layer takes its own precision
+        # alone
         return total if under_autocast(x) else total.to(x.dtype)
 
     def _through(self, z: int, x: Tensor, full: Tensor) -> Tensor:
-        """Return the value of an option with the derivative of the adapted layer, whose value is ``full``."""
+        """Return the value of an option with the derivative of the adapted layer, whose value is
+        ``full``."""
         if z == HIGH and self.high == "float32":
             return full
         value = self._narrow(z, x.detach().flatten(0, -2)).view_as(full)
@@ -127,18 +130,25 @@ class SwitchedLinear(nn.Module):
         return found.view(*x.shape[:-1], self.shape[1])
 
     def execute(self, option: str, x: Tensor) -> Tensor:
-        """Return the outputs ``[..., out]`` of one option for all of ``x [..., in]``, whatever the plan is.
+        """Return the outputs ``[..., out]`` of one option for all of ``x [..., in]``, whatever the
+        plan is.
 
         Raises:
             MisuseError: there is no such option, or it is not available.
         """
         if option not in OPTIONS:
-            raise MisuseError(f"option {option!r}", f"one of {', '.join(OPTIONS)}", f"give {OPTIONS[-1]!r}")
+            raise MisuseError(
+                f"option {option!r}", f"one of {', '.join(OPTIONS)}", f"give {OPTIONS[-1]!r}"
+            )
         z = OPTIONS.index(option)
         if not self.available[z]:
             raise self._not_available(z)
         if z == OFF:
-            return x.new_zeros(*x.shape[:-1], self.shape[1]) if self.scope == "model" else self._base(x)
+            return (
+                x.new_zeros(*x.shape[:-1], self.shape[1])
+                if self.scope == "model"
+                else self._base(x)
+            )
         if z == HIGH and self.high == "float32":
             return self.adapted(x)
         return self._narrow(z, x.flatten(0, -2)).to(x.dtype).view(*x.shape[:-1], self.shape[1])
@@ -177,7 +187,8 @@ class SwitchedLinear(nn.Module):
     def keep_narrow(self, keep: bool) -> None:
         """Keep the narrow weights between calls, or let them go.
 
-        Weights that are kept are made again where the adapter has other values, or the base was written to.
+        Weights that are kept are made again where the adapter has other values, or the base was
+        written to.
 
         Args:
             keep: whether to keep them; False also frees them.
@@ -186,8 +197,8 @@ class SwitchedLinear(nn.Module):
         self._kept.clear()
 
     def narrow_weight(self, option: Literal["int8", "high"]) -> Any:
-        """Return W + dW as an option computes with it: of int8 an ``Int8Rows``, of high in bfloat16 a tensor,
-        both ``[out, in]``."""
+        """Return W + dW as an option computes with it: of int8 an ``Int8Rows``, of high in bfloat16
+        a tensor, both ``[out, in]``."""
         z = OPTIONS.index(option)
         if z in self._kept and self._kept[z][0].is_unchanged():
             return self._kept[z][1]
@@ -200,17 +211,18 @@ class SwitchedLinear(nn.Module):
 
 
 def computed_dtype(x: Tensor) -> torch.dtype:
-    """Return the precision of a linear layer's outputs for inputs ``x``, under autocast that of autocast: all
-    options have it, because a cache of keys and values has one precision."""
+    """Return the precision of a linear layer's outputs for inputs ``x``, under autocast that of
+    autocast: all options have it, because a cache of keys and values has one precision."""
     return torch.get_autocast_dtype(x.device.type) if under_autocast(x) else x.dtype
 
 
 def padded_count(rows: int) -> int:
-    """Return with how many rows a product in bfloat16 is computed on a CPU: the next power of two up to 64,
-    then the next multiple of 64.
+    """Return with how many rows a product in bfloat16 is computed on a CPU: the next power of two
+    up to 64, then the next multiple of 64.
 
-    oneDNN compiles a kernel for every new number of rows, which took 1 to 13 ms for a layer of 96 x 288 whose
-    product takes 0.05 ms, and the number of tokens that choose an option is a new one all the time.
+    oneDNN compiles a kernel for every new number of rows, which took 1 to 13 ms for a layer of 96 x
+    288 whose product takes 0.05 ms, and the number of tokens that choose an option is a new one all
+    the time.
 
     >>> [padded_count(rows) for rows in (0, 1, 3, 33, 64, 65, 200)]
     [0, 1, 4, 64, 64, 128, 256]
@@ -223,8 +235,9 @@ def padded_count(rows: int) -> int:
 class LayerState:
     """The values of a layer's adapter, and which writes its frozen tensors have seen.
 
-    Of what is trained the values are compared: torch's fused optimisers write without a trace. They are few.
-    The layer's modules are gone through once, because that takes longer than the comparison.
+    Of what is trained the values are compared: torch's fused optimisers write without a trace. They
+    are few. The layer's modules are gone through once, because that takes longer than the
+    comparison.
 
     Args:
         layer: the layer.
@@ -241,7 +254,9 @@ class LayerState:
                     if tensor.requires_grad:
                         self.trained.append((owned, name, tensor.detach().clone()))
                     else:
-                        self.frozen.append((owned, name, tensor, tensor._version, tensor.data_ptr()))
+                        self.frozen.append(
+                            (owned, name, tensor, tensor._version, tensor.data_ptr())
+                        )
 
     def is_unchanged(self) -> bool:
         """Return whether the layer has the values from when this was made."""
@@ -251,7 +266,11 @@ class LayerState:
                 return False
         for owned, name, values in self.trained:
             now = owned[name]
-            if now.device != values.device or now.dtype != values.dtype or not torch.equal(now, values):
+            if (
+                now.device != values.device
+                or now.dtype != values.dtype
+                or not torch.equal(now, values)
+            ):
                 return False
         return True
 

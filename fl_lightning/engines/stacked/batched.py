@@ -1,9 +1,9 @@
-"""Many clients at once: their parameters and buffers as stacks ``[K, ...]``, one ``vmap`` of the training
-step over all of them.
+"""Many clients at once: their parameters and buffers as stacks ``[K, ...]``, one ``vmap`` of the
+training step over all of them.
 
-Pays where a step is mostly the cost of starting operations: small networks, many clients. The clients of a
-stack may have different numbers and sizes of batches: each step takes those rows whose batches have one
-shape, and the others in turn.
+Pays where a step is mostly the cost of starting operations: small networks, many clients. The
+clients of a stack may have different numbers and sizes of batches: each step takes those rows whose
+batches have one shape, and the others in turn.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from fl_lightning.support.hook_values import check_outputs
 log = logging.getLogger("fl_lightning")
 
 MAX_STACK = 64
-"""Clients of one stack. Fixed, and stacks are cut before they are dealt to processes, so that their number
-changes nothing."""
+"""Clients of one stack. Fixed, and stacks are cut before they are dealt to processes, so that their
+number changes nothing."""
 MAX_STACK_BYTES = 2**31
 """What parameters, gradients and optimiser state of one stack may take."""
 
@@ -94,7 +94,9 @@ class BatchedEngine(Engine):
     def units(self, tasks: Sequence[ClientTask]) -> Units:
         """Stacks of clients with about as many examples."""
         shared = {id(tensor) for tensor in self.constants.values()}
-        weights = sum(p.numel() * p.element_size() for p in self.method.parameters() if id(p) not in shared)
+        weights = sum(
+            p.numel() * p.element_size() for p in self.method.parameters() if id(p) not in shared
+        )
         if not tasks:
             return []
         most = max(1, min(MAX_STACK, MAX_STACK_BYTES // max(1, 4 * weights)))
@@ -103,15 +105,17 @@ class BatchedEngine(Engine):
         edges = [round(part * len(tasks) / count) for part in range(count + 1)]
         return [sorted(by_size[a:b]) for a, b in pairwise(edges)]
 
-    def train(self, tasks: Sequence[ClientTask], units: Units | None = None) -> Iterator[ClientResult]:
+    def train(
+        self, tasks: Sequence[ClientTask], units: Units | None = None
+    ) -> Iterator[ClientResult]:
         results: dict[int, ClientResult] = {}
         for unit in self.units(tasks) if units is None else units:
             results |= zip(unit, self.train_unit([tasks[at] for at in unit]), strict=True)
         yield from (results[at] for at in range(len(tasks)))
 
     def train_unit(self, tasks: Sequence[ClientTask]) -> list[ClientResult]:
-        """Train clients as one stack for each kind among them, or one by one where that cannot be, which is
-        logged once."""
+        """Train clients as one stack for each kind among them, or one by one where that cannot be,
+        which is logged once."""
         if not self.reason:
             kept = [dict(task.client.state) for task in tasks]
             try:
@@ -140,7 +144,9 @@ class BatchedEngine(Engine):
             if before.get(name) is not value
         }
         self.names = sorted(changed - {*REGISTERED})
-        key_of = {id(state): state.stack_key(self.names, type(self.method).__name__) for state in states}
+        key_of = {
+            id(state): state.stack_key(self.names, type(self.method).__name__) for state in states
+        }
         kinds: dict[Any, list[Row]] = defaultdict(list)
         for row in rows:
             kinds[key_of[id(row.start)]].append(row)
@@ -151,7 +157,8 @@ class BatchedEngine(Engine):
 
     def _ready(self, tasks: Sequence[ClientTask]) -> list[Row]:
         method, shared = self.method, None
-        plain = not overrides(method, Method, "local_batches")  # others may go on from what was received
+        # others may go on from what was received
+        plain = not overrides(method, Method, "local_batches")
         gathered = plain and can_stack(
             self.data, [task.client for task in tasks], [task.labels for task in tasks]
         )
@@ -196,7 +203,8 @@ class BatchedEngine(Engine):
         return lambda: self._results(rows, stack, losses, steps)
 
     def _batches(self, rows: Sequence[Row]) -> Iterator[list[tuple[list[int], Any]]]:
-        """Yield each step's groups: rows whose batches have one form, and those batches as a stack."""
+        """Yield each step's groups: rows whose batches have one form, and those batches as a
+        stack."""
         if rows[0].batches is not None:
             yield from _stacked([row.batches or [] for row in rows])
             return
@@ -217,7 +225,8 @@ class BatchedEngine(Engine):
             yield groups
 
     def _step(self, stack: Stack, where: Sequence[int], batch: Any, step: int) -> dict[str, Tensor]:
-        """Make one local step of the clients at ``where`` and return each loss term ``[len(where)]``.
+        """Make one local step of the clients at ``where`` and return each loss term
+        ``[len(where)]``.
 
         Args:
             batch: their batches as a stack.
@@ -259,15 +268,19 @@ class BatchedEngine(Engine):
         hook: str,
         *arguments: Any,
     ) -> tuple[Any, dict[str, Tensor]]:
-        """Call a hook of the method with these tensors in place of its own; return what it returns and the
-        tensors after it, but for the shared ones.
+        """Call a hook of the method with these tensors in place of its own; return what it returns
+        and the tensors after it, but for the shared ones.
 
         Raises:
             CannotStackError: a shared one is another one now.
         """
-        tensors = {f"method.{name}": tensor for name, tensor in {**trained, **others, **shared}.items()}
+        tensors = {
+            f"method.{name}": tensor for name, tensor in {**trained, **others, **shared}.items()
+        }
         versions = {name: tensor._version for name, tensor in shared.items()}
-        returned = functional_call(_Caller(self.method), tensors, (hook, *arguments), tie_weights=self.tied)
+        returned = functional_call(
+            _Caller(self.method), tensors, (hook, *arguments), tie_weights=self.tied
+        )
         after = {name.removeprefix("method."): tensor for name, tensor in tensors.items()}
         for name, tensor in shared.items():
             if after.pop(name) is not tensor or tensor._version != versions[name]:
@@ -291,10 +304,14 @@ class BatchedEngine(Engine):
             ]
         return [
             ClientResult(client, upload, client.state, loss, count, verified=upload)
-            for client, upload, loss, count in zip(clients, uploads, losses.means(), steps, strict=True)
+            for client, upload, loss, count in zip(
+                clients, uploads, losses.means(), steps, strict=True
+            )
         ]
 
-    def _upload(self, row: Row, tensors: Mapping[str, Tensor], steps: int, optimizer: Optimizer) -> bytes:
+    def _upload(
+        self, row: Row, tensors: Mapping[str, Tensor], steps: int, optimizer: Optimizer
+    ) -> bytes:
         row.start.restore(self.method, self.names)
         for name, tensor in tensors_of(self.method).items():
             tensor.copy_(tensors[name])
@@ -302,7 +319,8 @@ class BatchedEngine(Engine):
 
 
 class _Caller(nn.Module):
-    """A module whose ``forward``, which is what ``functional_call`` calls, calls any hook of the method."""
+    """A module whose ``forward``, which is what ``functional_call`` calls, calls any hook of the
+    method."""
 
     def __init__(self, method: Method) -> None:
         super().__init__()
@@ -323,12 +341,15 @@ def _has_tied_weights(method: Method) -> bool:
     parameters = [id(p) for module in modules for p in module._parameters.values() if p is not None]
     tied = len(set(parameters)) < len(parameters)
     if tied and len(modules) < len(list(method.named_modules(remove_duplicate=False))):
-        raise CannotStackError(f"{type(method).__name__} has tied weights and a module under two names")
+        raise CannotStackError(
+            f"{type(method).__name__} has tied weights and a module under two names"
+        )
     return tied
 
 
 def _stacked(rows: Sequence[Sequence[Any]]) -> Iterator[list[tuple[list[int], Any]]]:
-    """Yield each step's groups of rows that have batches of one form, and those batches as a stack."""
+    """Yield each step's groups of rows that have batches of one form, and those batches as a
+    stack."""
     for step in range(max(map(len, rows))):
         groups: dict[Any, list[int]] = defaultdict(list)
         for at, batches in enumerate(rows):
@@ -336,13 +357,17 @@ def _stacked(rows: Sequence[Sequence[Any]]) -> Iterator[list[tuple[list[int], An
                 leaves, form = tree_flatten(batches[step])
                 groups[str(form), tuple((leaf.shape, leaf.dtype) for leaf in leaves)].append(at)
         yield [
-            (where, tree_map(lambda *leaves: torch.stack(leaves), *(rows[at][step] for at in where)))
+            (
+                where,
+                tree_map(lambda *leaves: torch.stack(leaves), *(rows[at][step] for at in where)),
+            )
             for where in groups.values()
         ]
 
 
 def constants_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that no local step changes, by name: frozen parameters and constant buffers."""
+    """Return the tensors that no local step changes, by name: frozen parameters and constant
+    buffers."""
     buffers = constant_buffers(module)
     return {
         name: tensor

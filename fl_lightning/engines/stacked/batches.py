@@ -24,8 +24,15 @@ def can_stack(data: ExampleBatches, clients: Sequence[Client], labels: Sequence[
     """Return whether :func:`stacked_batches` yields the same batches as ``data.train_batches``."""
     examplewise = vars(type(data)).get("examplewise", False)
     own = not overrides(data, ExampleBatches, "train_batches")
-    whole = all(len(given) == len(client.train) for given, client in zip(labels, clients, strict=True))
-    return examplewise and own and whole and len({(given.dtype, given.shape[1:]) for given in labels}) == 1
+    whole = all(
+        len(given) == len(client.train) for given, client in zip(labels, clients, strict=True)
+    )
+    return (
+        examplewise
+        and own
+        and whole
+        and len({(given.dtype, given.shape[1:]) for given in labels}) == 1
+    )
 
 
 def stacked_batches(
@@ -49,16 +56,21 @@ def stacked_batches(
         steps: largest number of batches of each client.
 
     Yields:
-        For each step, groups of clients whose batches have the same size. A group holds the positions of its
-        clients in ``clients``, and inputs and targets ``[K, B, ...]`` in the same order.
+        For each step, groups of clients whose batches have the same size. A group holds the
+        positions of its clients in ``clients``, and inputs and targets ``[K, B, ...]`` in the same
+        order.
     """
     draws_of = data.draws if data.augments else None
-    passes = [data.pass_of(*one, round, draws_of) for one in zip(clients, epochs, steps, strict=True)]
+    passes = [
+        data.pass_of(*one, round, draws_of) for one in zip(clients, epochs, steps, strict=True)
+    ]
     index = data.to_device(
         np.concatenate([c.train[one.position] for c, one in zip(clients, passes, strict=True)])
     )
     first = np.cumsum([0, *map(len, labels)])
-    position = np.concatenate([begin + one.position for begin, one in zip(first, passes, strict=False)])
+    position = np.concatenate(
+        [begin + one.position for begin, one in zip(first, passes, strict=False)]
+    )
     target = torch.cat(list(labels))[data.to_device(position)]
     drawn = [one.draws for one in passes if one.draws is not None]
     draws = data.to_device(np.concatenate(drawn)) if drawn else None
@@ -77,8 +89,8 @@ def stacked_batches(
 def side_by_side(passes: Sequence[Pass]) -> Iterator[list[tuple[list[int], np.ndarray]]]:
     """Yield for each step the clients that still have a batch, in groups of equal batch size.
 
-    A group holds the positions of its clients in ``passes``, and the positions of their examples in the
-    concatenation of all passes, int64 ``[K, B]``.
+    A group holds the positions of its clients in ``passes``, and the positions of their examples in
+    the concatenation of all passes, int64 ``[K, B]``.
     """
     start = np.concatenate([[0], np.cumsum([len(one.position) for one in passes])])[:-1]
     for step in range(max((len(one.sizes) for one in passes), default=0)):

@@ -1,4 +1,5 @@
-"""Parameters, buffers and optimiser state of several clients of one kind, each tensor as ``[K, ...]``."""
+"""Parameters, buffers and optimiser state of several clients of one kind, each tensor as ``[K,
+...]``."""
 
 from __future__ import annotations
 
@@ -22,15 +23,15 @@ class CannotStackError(Exception):
 class Stack:
     """The tensors of K clients between two local steps.
 
-    In a step some of them take part, in one group or several (:meth:`part`, :meth:`step`, :meth:`put`), and
-    :meth:`end_step` ends it. Whoever takes part in a step took part in all before it, so that what an
-    optimiser counts is the same for all of them.
+    In a step some of them take part, in one group or several (:meth:`part`, :meth:`step`,
+    :meth:`put`), and :meth:`end_step` ends it. Whoever takes part in a step took part in all before
+    it, so that what an optimiser counts is the same for all of them.
 
     Args:
         method: as it is for the first of them; its local optimiser steps on the stacks.
         rows: the tensors of each, by name.
-        constants: names of tensors that no step changes. One that is the same tensor in all rows is in
-            ``shared`` and not in ``tensors``: there is no copy of it for each client.
+        constants: names of tensors that no step changes. One that is the same tensor in all rows is
+            in ``shared`` and not in ``tensors``: there is no copy of it for each client.
 
     Raises:
         CannotStackError: the optimiser is not elementwise.
@@ -41,10 +42,14 @@ class Stack:
     ) -> None:
         self.size = len(rows)
         self.shared = {
-            name: rows[0][name] for name in constants if all(row[name] is rows[0][name] for row in rows)
+            name: rows[0][name]
+            for name in constants
+            if all(row[name] is rows[0][name] for row in rows)
         }
         self.tensors = {
-            name: torch.stack([row[name] for row in rows]) for name in rows[0] if name not in self.shared
+            name: torch.stack([row[name] for row in rows])
+            for name in rows[0]
+            if name not in self.shared
         }
         self.optimizer = local_optimizer(method)
         self.clip = method.gradient_clip_val, method.gradient_clip_algorithm
@@ -53,8 +58,12 @@ class Stack:
                 f"a step of {type(self.optimizer).__name__} on a stack is not known to be the step of each"
             )
         names = {id(parameter): name for name, parameter in method.named_parameters()}
-        self.groups = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
-        self.trained = {name for name, parameter in method.named_parameters() if parameter.requires_grad}
+        self.groups = [
+            [names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups
+        ]
+        self.trained = {
+            name for name, parameter in method.named_parameters() if parameter.requires_grad
+        }
         # some have one before the first step
         state = {names[id(p)]: state for p, state in self.optimizer.state.items()}
         self.state = {
@@ -69,17 +78,20 @@ class Stack:
         self.counts: dict[str, dict[str, Any]] = {}
 
     def part(self, where: Sequence[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the rows ``where``: leaves to differentiate by, and all others that are not shared."""
+        """Return the rows ``where``: leaves to differentiate by, and all others that are not
+        shared."""
         rows = {name: self._take(tensor, where) for name, tensor in self.tensors.items()}
         leaves = {
-            name: rows.pop(name).detach().requires_grad_() for name in self.tensors if name in self.trained
+            name: rows.pop(name).detach().requires_grad_()
+            for name in self.tensors
+            if name in self.trained
         }
         return leaves, rows
 
     @torch.no_grad()
     def step(self, where: Sequence[int], leaves: Mapping[str, Tensor]) -> None:
-        """Make an optimiser step on ``leaves``, the rows ``where``, with each row's gradients clipped by
-        themselves."""
+        """Make an optimiser step on ``leaves``, the rows ``where``, with each row's gradients
+        clipped by themselves."""
         optimizer = self.optimizer
         clip_rows([leaves[name].grad for names in self.groups for name in names], *self.clip)
         optimizer.state.clear()
@@ -88,7 +100,9 @@ class Stack:
             for name in names:
                 if name in self.state:
                     optimizer.state[leaves[name]] = {
-                        key: self._take(value, where) if self._is_rows(value, name) else _copy(value)
+                        key: self._take(value, where)
+                        if self._is_rows(value, name)
+                        else _copy(value)
                         for key, value in self.state[name].items()
                     }
         optimizer.step()
@@ -142,7 +156,8 @@ class StackLosses:
         self.seen: dict[str, np.ndarray] = {}
 
     def add(self, outputs: Mapping[str, Tensor], size: int, where: Sequence[int]) -> None:
-        """Add terms ``[len(where)]``, each a mean over ``size`` examples, of the clients ``where``."""
+        """Add terms ``[len(where)]``, each a mean over ``size`` examples, of the clients
+        ``where``."""
         for name, value in outputs.items():
             if name not in self.sums:
                 self.sums[name] = torch.zeros(self.size, dtype=torch.float64, device=value.device)
@@ -164,9 +179,10 @@ def clip_rows(gradients: Sequence[Tensor | None], value: float | None, algorithm
     """Clip, in place, what each client would clip by itself, as ``torch.nn.utils`` does.
 
     Args:
-        gradients: of all parameters that are stepped on, each ``[K, ...]``; None where there is none.
-        value: largest L2 norm of a client's gradient over all of them, or largest absolute value; None:
-            nothing is clipped.
+        gradients: of all parameters that are stepped on, each ``[K, ...]``; None where there is
+            none.
+        value: largest L2 norm of a client's gradient over all of them, or largest absolute value;
+            None: nothing is clipped.
         algorithm: ``norm`` or ``value``.
     """
     found = [gradient for gradient in gradients if gradient is not None]
@@ -176,7 +192,9 @@ def clip_rows(gradients: Sequence[Tensor | None], value: float | None, algorithm
         for gradient in found:
             gradient.clamp_(-value, value)
         return
-    norms = torch.stack([torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in found])
+    norms = torch.stack(
+        [torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in found]
+    )
     factor = (value / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
     for gradient in found:
         gradient.mul_(factor.view(-1, *[1] * (gradient.ndim - 1)))

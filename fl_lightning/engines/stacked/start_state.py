@@ -1,4 +1,5 @@
-"""The state of the resident module in which a client's training starts, as ``Method.receive`` made it."""
+"""The state of the resident module in which a client's training starts, as ``Method.receive`` made
+it."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ class StartState:
 
     @classmethod
     def of(cls, method: Method, known: Mapping[str, Tensor] | None = None) -> StartState:
-        """Copy the module, but for those tensors that equal the one of this name in ``known``, which the
-        state then shares."""
+        """Copy the module, but for those tensors that equal the one of this name in ``known``,
+        which the state then shares."""
         tensors, known = tensors_of(method), known or {}
         return cls(
             {
@@ -49,8 +50,8 @@ class StartState:
         )
 
     def stack_key(self, names: Sequence[str], owner: str) -> Any:
-        """Return what the clients of one stack have in common: submodules, shapes, and the plain values
-        ``names`` that ``receive`` sets.
+        """Return what the clients of one stack have in common: submodules, shapes, and the plain
+        values ``names`` that ``receive`` sets.
 
         Raises:
             CannotStackError: one of them is something else.
@@ -72,7 +73,8 @@ class StartState:
         )
 
     def restore(self, method: Method, names: Sequence[str]) -> None:
-        """Make the module what it was, with the attributes ``names``, but for the values of its tensors."""
+        """Make the module what it was, with the attributes ``names``, but for the values of its
+        tensors."""
         for name in REGISTERED:
             vars(method)[name].clear()
             vars(method)[name].update(self.attributes[name])

@@ -1,4 +1,5 @@
-"""The uploads of a whole stack, where the method leaves ``upload`` and ``end_client`` at the default."""
+"""The uploads of a whole stack, where the method leaves ``upload`` and ``end_client`` at the
+default."""
 
 from __future__ import annotations
 
@@ -20,12 +21,12 @@ def default_uploads(
     tensors: Mapping[str, Tensor],
     shared: Mapping[str, Tensor] | None = None,
 ) -> list[bytes] | None:
-    """Return what ``Method.upload`` gives for each client, as bytes; None where the method or its layout does
-    something else.
+    """Return what ``Method.upload`` gives for each client, as bytes; None where the method or its
+    layout does something else.
 
     Args:
-        tensors: ``[K, ...]``, the values of the module's parameters and buffers for each of K clients, by
-            name.
+        tensors: ``[K, ...]``, the values of the module's parameters and buffers for each of K
+            clients, by name.
         shared: values that are the same for all of them, by name.
     """
     own = any(overrides(method, Method, hook) for hook in ("upload", "end_client"))
@@ -36,10 +37,14 @@ def default_uploads(
     if type(layout) is not Layout or "read" in vars(layout):
         return None
     names = {id(tensor): name for name, tensor in tensors_of(method).items()}
-    every = {name: tensor.expand(len(clients), *tensor.shape) for name, tensor in (shared or {}).items()}
+    every = {
+        name: tensor.expand(len(clients), *tensor.shape) for name, tensor in (shared or {}).items()
+    }
     every |= tensors
     mine = {name: every[names[id(tensor)]] for name, tensor in tensors_of(method.network).items()}
-    examples = torch.tensor([method.client_weights.of(client) for client in clients], dtype=torch.int32)
+    examples = torch.tensor(
+        [method.client_weights.of(client) for client in clients], dtype=torch.int32
+    )
     return encode_rows(
         {"examples": examples, "weights": layout.to_wire(layout.pack_rows(mine, len(clients)))}
     )

@@ -1,2 +1,2 @@
-"""The parts of Fed-VEMoE: which experts a client takes, and how a server's experts are born, pruned and
-merged."""
+"""The parts of Fed-VEMoE: which experts a client takes, and how a server's experts are born, pruned
+and merged."""

@@ -1,7 +1,7 @@
 """Experts as what they add to the weights: dW = (alpha / r) B A, layer by layer.
 
-Factors of one expert can look like anything: B Q and Q^-1 A give the same dW for any invertible Q. So experts
-are compared and merged by dW, from products of r x r matrices.
+Factors of one expert can look like anything: B Q and Q^-1 A give the same dW for any invertible Q.
+So experts are compared and merged by dW, from products of r x r matrices.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ class AdapterSpace:
     Args:
         layout: of one adapter over all layers.
         factors: the names of its factors.
-        frozen: factors that are the same for all experts and no part of the layout, by name; of FFA-LoRA
-            every A.
+        frozen: factors that are the same for all experts and no part of the layout, by name; of
+            FFA-LoRA every A.
     """
 
-    def __init__(self, layout: Layout, factors: Sequence[Factors], frozen: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, layout: Layout, factors: Sequence[Factors], frozen: Mapping[str, Tensor]
+    ) -> None:
         self.layout, self.factors = layout, factors
         self.frozen = {name: tensor.double() for name, tensor in frozen.items()}
 
@@ -35,7 +37,8 @@ class AdapterSpace:
         return [(named[each.a], each.scaling * named[each.b]) for each in self.factors]
 
     def product(self, first: Tensor, second: Tensor) -> float:
-        """Return the inner product of two experts' dW, summed over layers: tr(B_1^T B_2 A_2 A_1^T)."""
+        """Return the inner product of two experts' dW, summed over layers: tr(B_1^T B_2 A_2
+        A_1^T)."""
         return sum(
             float(((b1.T @ b2) * (a1 @ a2.T)).sum())
             for (a1, b1), (a2, b2) in zip(self._pairs(first), self._pairs(second), strict=True)
@@ -47,8 +50,8 @@ class AdapterSpace:
         return self.product(first, second) / squares**0.5 if squares > 0 else 0.0
 
     def factor_error(self, adapters: Tensor, weights: Tensor) -> tuple[float, float]:
-        """Return ||sum_k w_k dW_k - B A||^2 with the means B and A of the factors, and ||sum_k w_k dW_k||^2:
-        what averaging factors apart loses, and of how much.
+        """Return ||sum_k w_k dW_k - B A||^2 with the means B and A of the factors, and ||sum_k w_k
+        dW_k||^2: what averaging factors apart loses, and of how much.
 
         Args:
             adapters: ``[n, P]``.
@@ -67,11 +70,11 @@ class AdapterSpace:
         return max(error, 0.0), whole
 
     def merged(self, experts: Tensor, weights: Tensor) -> tuple[Tensor, float]:
-        """Return the expert of rank r nearest to sum_k w_k dW_k, ``[P]``, and the share of its energy that is
-        lost.
+        """Return the expert of rank r nearest to sum_k w_k dW_k, ``[P]``, and the share of its
+        energy that is lost.
 
-        Where A is frozen the sum has rank r: it is the mean of B. Else the factors are stacked, and QR and
-        SVD bring them back to rank r (Eckart and Young, 1936).
+        Where A is frozen the sum has rank r: it is the mean of B. Else the factors are stacked, and
+        QR and SVD bring them back to rank r (Eckart and Young, 1936).
 
         Args:
             experts: float32 ``[n, P]``.

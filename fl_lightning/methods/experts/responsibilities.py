@@ -39,11 +39,12 @@ class Paired:
 def responsibilities(
     nats: Tensor, prior: Tensor, active: Tensor, tau: float, kappa: float
 ) -> tuple[Tensor, float]:
-    """Return r = softmax over the active slots of (log pi_k - L_k / tau'), exactly 0 elsewhere, ``[K]``, and
-    tau' = max(tau, kappa se).
+    """Return r = softmax over the active slots of (log pi_k - L_k / tau'), exactly 0 elsewhere,
+    ``[K]``, and tau' = max(tau, kappa se).
 
-    L_k is the mean of the probe losses, and se the standard error of the paired difference between the two
-    best experts, so that a client is never surer than its probes can tell. Without probes r is the prior.
+    L_k is the mean of the probe losses, and se the standard error of the paired difference between
+    the two best experts, so that a client is never surer than its probes can tell. Without probes r
+    is the prior.
 
     Args:
         nats: loss of each example under each expert, ``[N, K]``; those of free slots are not read.
@@ -64,8 +65,9 @@ def responsibilities(
 
 
 def seated(r: Tensor, active: Tensor, seats: int) -> tuple[list[int], Tensor]:
-    """Return the slots of the at most ``seats`` largest responsibilities, the lower slot of equals first, and
-    their shares r / sum r. An expert whose share the server would count as 0 gets no seat.
+    """Return the slots of the at most ``seats`` largest responsibilities, the lower slot of equals
+    first, and their shares r / sum r. An expert whose share the server would count as 0 gets no
+    seat.
 
     Args:
         r: responsibilities ``[K]``.
@@ -83,8 +85,8 @@ def seated(r: Tensor, active: Tensor, seats: int) -> tuple[list[int], Tensor]:
 def is_worse_than_own(nats: Tensor, own: Tensor, active: Tensor, gap: float, z: float) -> bool:
     """Return whether the best expert is worse for a client than what the client learned alone.
 
-    The best expert k has the least mean loss. The client rejects all experts where the paired difference
-    d_s = l_sk - l_s,own has a mean above ``gap`` and above z standard errors.
+    The best expert k has the least mean loss. The client rejects all experts where the paired
+    difference d_s = l_sk - l_s,own has a mean above ``gap`` and above z standard errors.
 
     Args:
         nats: as for :func:`responsibilities`.

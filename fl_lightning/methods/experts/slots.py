@@ -1,6 +1,8 @@
-"""The server's slots for experts: how much each is used, and how experts are pruned, merged and born.
+"""The server's slots for experts: how much each is used, and how experts are pruned, merged and
+born.
 
-``K + 1`` slots, of which slot 0 is the shared adapter; ``P`` values of an adapter, ``d`` of a router.
+``K + 1`` slots, of which slot 0 is the shared adapter; ``P`` values of an adapter, ``d`` of a
+router.
 """
 
 from __future__ import annotations
@@ -125,9 +127,11 @@ class Slots:
         return replace(self, experts=experts.contiguous(), routers=routers.contiguous())
 
     def used(self, mass: Tensor, rules: Rules) -> Slots:
-        """Return the slots after a round in which they were used so much: the prior, and who starves.
+        """Return the slots after a round in which they were used so much: the prior, and who
+        starves.
 
-        pi_k <- (1 - beta) pi_k + beta (V_k + a) / sum over active j of (V_j + a). No free slot gets anything.
+        pi_k <- (1 - beta) pi_k + beta (V_k + a) / sum over active j of (V_j + a). No free slot gets
+        anything.
 
         Args:
             mass: V ``[K + 1]``, not negative; that of slot 0 does not count.
@@ -149,8 +153,8 @@ class Slots:
         )
 
     def pruned(self, round: int, rules: Rules) -> Slots:
-        """Return the slots without experts that starved for ``prune_rounds`` and are older than that. The
-        most used one stays."""
+        """Return the slots without experts that starved for ``prune_rounds`` and are older than
+        that. The most used one stays."""
         old = round - self.born > rules.prune_rounds
         gone = self.active & old & (self.starving >= rules.prune_rounds)
         if bool(self.active.any()) and bool((gone == self.active).all()):
@@ -158,8 +162,8 @@ class Slots:
         return self._freed(gone)._changed(1, int(gone.sum()))
 
     def merged(self, space: AdapterSpace, rules: Rules) -> Slots:
-        """Return the slots after at most one merge, of the two experts that are most alike, into the lower
-        slot."""
+        """Return the slots after at most one merge, of the two experts that are most alike, into
+        the lower slot."""
         slots = torch.nonzero(self.active).flatten().tolist()
         pairs = {
             (j, k): space.cosine(self.experts[j], self.experts[k])
@@ -191,16 +195,23 @@ class Slots:
         return after._freed(gone)._changed(2, 1)
 
     def with_birth(
-        self, seed: Tensor | None, free: Tensor, rejects: float, clients: float, round: int, rules: Rules
+        self,
+        seed: Tensor | None,
+        free: Tensor,
+        rejects: float,
+        clients: float,
+        round: int,
+        rules: Rules,
     ) -> Slots:
-        """Return the slots after a round in which clients rejected all experts: a free slot gets the seed
-        once enough of them did for ``birth_rounds``. The count begins anew then, which leaves time for the
-        expert that others have left to become that of those who stay. Its prior is the share of the clients
-        that reject, but at most N / (N + 1): an old expert without any prior would lose all its clients to a
-        new one that suits few of them.
+        """Return the slots after a round in which clients rejected all experts: a free slot gets
+        the seed once enough of them did for ``birth_rounds``. The count begins anew then, which
+        leaves time for the expert that others have left to become that of those who stay. Its prior
+        is the share of the clients that reject, but at most N / (N + 1): an old expert without any
+        prior would lose all its clients to a new one that suits few of them.
 
         Args:
-            seed: mean of the own adapters of the clients that won the lottery, ``[P]``; None: nobody did.
+            seed: mean of the own adapters of the clients that won the lottery, ``[P]``; None:
+                nobody did.
             free: slots that were free before this round, bool ``[K + 1]``.
             rejects: clients that reject all experts.
             clients: clients that returned.
@@ -209,7 +220,9 @@ class Slots:
         """
         enough = rejects >= max(1.0, rules.birth_share * clients)
         unserved = torch.where(torch.tensor(enough), self.unserved + 1, 0)
-        after = replace(self, unserved=unserved, rejecters=torch.tensor(rejects, dtype=torch.float64))
+        after = replace(
+            self, unserved=unserved, rejecters=torch.tensor(rejects, dtype=torch.float64)
+        )
         places = torch.nonzero(free).flatten().tolist()
         if seed is None or not places or int(unserved) < rules.birth_rounds:
             return after

@@ -1,7 +1,7 @@
 """What uploads of Fed-VEMoE add to the server's sums, and the rows that become of them.
 
-Two forms: the mean of what an expert's trainers ended with, or where messages are clipped and get noise, sums
-of updates in one unit.
+Two forms: the mean of what an expert's trainers ended with, or where messages are clipped and get
+noise, sums of updates in one unit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ NOISE_FLOOR = 4.0
 """Standard deviations of a private sum's noise below which a count is taken for 0."""
 
 
-def means(trained: Trained, starts: Tensor, weight: int, most: int, every_slot: bool) -> dict[str, Addend]:
+def means(
+    trained: Trained, starts: Tensor, weight: int, most: int, every_slot: bool
+) -> dict[str, Addend]:
     """Return a client's addends, w_ik W_ik for each slot and w_ik = n_i share_ik.
 
     Args:
@@ -40,7 +42,8 @@ def means(trained: Trained, starts: Tensor, weight: int, most: int, every_slot: 
 
 
 def updates(trained: Trained, starts: Tensor, scale: float) -> dict[str, Addend]:
-    """Return a client's addends of weight 1: share_ik (W_ik - W_k), and the shares and votes times ``scale``.
+    """Return a client's addends of weight 1: share_ik (W_ik - W_k), and the shares and votes times
+    ``scale``.
 
     Args:
         trained: what the client sent.
@@ -63,8 +66,8 @@ def _votes(trained: Trained) -> Tensor:
 
 
 def counts(sums: Sums, scale: float) -> tuple[Tensor, tuple[float, float, float]]:
-    """Return the use of each slot ``[K + 1]``, and how many clients returned, rejected all experts and seed
-    one; 0 what noise could have made.
+    """Return the use of each slot ``[K + 1]``, and how many clients returned, rejected all experts
+    and seed one; 0 what noise could have made.
 
     Args:
         sums: over the clients.
@@ -77,7 +80,8 @@ def counts(sums: Sums, scale: float) -> tuple[Tensor, tuple[float, float, float]
 
 
 def least_count(sums: Sums, scale: float) -> float:
-    """Return up to which number noise could have made a count of clients, 4 z C / c; 0 without noise."""
+    """Return up to which number noise could have made a count of clients, 4 z C / c; 0 without
+    noise."""
     return NOISE_FLOOR * sums.deviation / scale
 
 
@@ -105,8 +109,8 @@ def warn_of_noise(least: float, clients: int, births: bool) -> None:
 
 
 def next_rows(sums: Sums, starts: Tensor, mass: Tensor, lr: float) -> Tensor:
-    """Return the rows after a round, ``[K + 1, P + d]``: W_k + lr (mean over its trainers - W_k). Those that
-    nobody trained stay."""
+    """Return the rows after a round, ``[K + 1, P + d]``: W_k + lr (mean over its trainers - W_k).
+    Those that nobody trained stay."""
     rows = starts.clone()
     for slot in torch.nonzero(mass).flatten().tolist():
         start = starts[slot].double()

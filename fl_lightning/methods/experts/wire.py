@@ -1,9 +1,10 @@
 """What server and clients of Fed-VEMoE send each other.
 
-Down: which slots have an expert (K bits), pi of those, the number of rejecters of the last round, and the
-rows of the shared adapter and of each expert; where clients remember rows, only those that have moved since,
-and which these are (K bits). Up: which experts were trained (K bits), their shares, their rows, two votes,
-and the own adapter of a client that seeds an expert. A row is an adapter and its router, ``[P + d]``.
+Down: which slots have an expert (K bits), pi of those, the number of rejecters of the last round,
+and the rows of the shared adapter and of each expert; where clients remember rows, only those that
+have moved since, and which these are (K bits). Up: which experts were trained (K bits), their
+shares, their rows, two votes, and the own adapter of a client that seeds an expert. A row is an
+adapter and its router, ``[P + d]``.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ class ExpertWire:
 
         Args:
             slots: the server's.
-            moved: slots whose rows the client does not remember, bool ``[K + 1]``; None: it remembers none.
+            moved: slots whose rows the client does not remember, bool ``[K + 1]``; None: it
+                remembers none.
         """
         rows = slots.active if moved is None else slots.active & moved
         which = {} if moved is None else {"moved": Codes(rows[1:].to(torch.int32), bits=1)}
@@ -103,7 +105,8 @@ class ExpertWire:
 
         Args:
             message: of the server.
-            remembered: rows of all slots as the client last knew them, ``[K + 1, P + d]``; None: it has none.
+            remembered: rows of all slots as the client last knew them, ``[K + 1, P + d]``; None: it
+                has none.
         """
         active = _slot_bits(message, "active")
         prior = torch.zeros(self.slots + 1, dtype=torch.float64)
@@ -112,7 +115,9 @@ class ExpertWire:
         slots = [*self._first, *torch.nonzero(sent).flatten().tolist()]
         rows = dict(zip(slots, message.tensor("experts"), strict=True))
         if remembered is not None:
-            rows |= {slot: remembered[slot] for slot in torch.nonzero(active & ~sent).flatten().tolist()}
+            rows |= {
+                slot: remembered[slot] for slot in torch.nonzero(active & ~sent).flatten().tolist()
+            }
         return Received(active, prior, float(message.tensor("rejecters")), rows)
 
     def upload(self, trained: Trained) -> dict[str, Tensor | Codes]:
@@ -149,8 +154,14 @@ class ExpertWire:
         if self.slots == 0:
             return {"rows": (1, width)}
         experts: Axis = self.slots if self.oblivious else range(1, self.seats + 1)
-        rows: Axis = self.slots + shared if self.oblivious else range(1 + shared, self.seats + shared + 1)
-        shapes: dict[str, Limit] = {"slots": (self.slots,), "shares": (experts,), "rows": (rows, width)}
+        rows: Axis = (
+            self.slots + shared if self.oblivious else range(1 + shared, self.seats + shared + 1)
+        )
+        shapes: dict[str, Limit] = {
+            "slots": (self.slots,),
+            "shares": (experts,),
+            "rows": (rows, width),
+        }
         if self.with_own:
             shapes["own"] = (self.size,) if self.oblivious else OptionalShape((self.size,))
         return {**shapes, "votes": (2,)}
@@ -194,7 +205,9 @@ class ExpertWire:
         if self.oblivious and shares.shape == mine.shape:
             shares = shares[mine]
         fits = shares.shape == (int(mine.sum()),) and 0 < len(shares) <= self.seats
-        if not (fits and bool(((shares > 0) & (shares <= 1)).all()) and float(shares.sum()) < 1.001):
+        if not (
+            fits and bool(((shares > 0) & (shares <= 1)).all()) and float(shares.sum()) < 1.001
+        ):
             raise PayloadError(
                 f"shares {shares.tolist()} of {int(mine.sum())} experts",
                 f"1 to {self.seats} experts have shares above 0 that add up to 1",

@@ -42,7 +42,13 @@ from fl_lightning.models.adapters.layer import (
     merged_lora,
     plain_weights,
 )
-from fl_lightning.models.adapters.lora import LoRALinear, add_lora, largest_rank, lora_layers, require_rank
+from fl_lightning.models.adapters.lora import (
+    LoRALinear,
+    add_lora,
+    largest_rank,
+    lora_layers,
+    require_rank,
+)
 from fl_lightning.models.adapters.pissa import PiSSALinear
 from fl_lightning.models.adapters.spectral import SpectralLinear
 from fl_lightning.models.adapters.svd import require_directions, signed_svd
@@ -97,15 +103,16 @@ def add_adapter(
 ) -> nn.Module:
     """Freeze a network and put an adapter of one kind on its linear layers.
 
-    At the start the outputs are those of the network without adapters bit for bit, with ``pissa`` up to
-    rounding.
+    At the start the outputs are those of the network without adapters bit for bit, with ``pissa``
+    up to rounding.
 
     Args:
         network: the network; it is changed in place.
         kind: one of ``ADAPTERS``.
-        rank: r of every adapter, the number of directions; of ``pissa``, ``svft`` and ``spectral`` at most
-            the smaller side of each layer.
-        alpha: the factor of ``lora``, ``ffa``, ``pissa`` and ``adalora`` is alpha / r; others have none.
+        rank: r of every adapter, the number of directions; of ``pissa``, ``svft`` and ``spectral``
+            at most the smaller side of each layer.
+        alpha: the factor of ``lora``, ``ffa``, ``pissa`` and ``adalora`` is alpha / r; others have
+            none.
         targets: ``all-linear``, or the last parts of the layers' names, as ``[qkv_proj, o_proj]``.
         band: diagonals of ``svft`` on each side of the main one.
         seed: what is random is drawn from the stream (seed, "adapter"); None: from torch's current
@@ -115,8 +122,8 @@ def add_adapter(
         The network; if it is itself a linear layer, the adapted layer in place of it.
 
     Raises:
-        InputError: there is no such kind, rank or alpha is not positive, the rank is too high for a layer,
-            the network has adapters, or no layer has one of these names.
+        InputError: there is no such kind, rank or alpha is not positive, the rank is too high for a
+            layer, the network has adapters, or no layer has one of these names.
 
     >>> adapted = add_adapter(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)), "spectral", rank=2)
     >>> [(name, len(m)) for name, m in adapted.named_parameters() if m.requires_grad]
@@ -151,8 +158,8 @@ def add_chosen(
     alpha: float,
     targets: str | Sequence[str],
 ) -> None:
-    """Add what the settings of a network mean: adapters of the largest rank, and ``client_ranks``, those of
-    the clients where ``rank`` is a list; rank 0: none.
+    """Add what the settings of a network mean: adapters of the largest rank, and ``client_ranks``,
+    those of the clients where ``rank`` is a list; rank 0: none.
 
     Raises:
         InputError: as :func:`add_adapter` and :func:`largest_rank`.

@@ -1,11 +1,13 @@
-"""AdaLoRA, the layer's half: P diag(lambda) Q, a mask of directions, importance scores, a budget's schedule.
+"""AdaLoRA, the layer's half: P diag(lambda) Q, a mask of directions, importance scores, a budget's
+schedule.
 
     h = W x + (alpha / r) P diag(lambda * mask) Q x,    P [out, r],  lambda [r],  Q [r, in]
 
-Source: Zhang et al. 2023, arXiv 2303.10512. The names of tensors are those of peft: ``lora_A`` is Q,
-``lora_E`` is lambda and ``lora_B`` is P. The server keeps the global budget: it averages the scores of
-clients, asks :func:`budget_at` how many directions all layers may have together, :func:`choose_masks` which
-ones, and broadcasts the masks. A mask is no part of what is averaged or saved.
+Source: Zhang et al. 2023, arXiv 2303.10512. The names of tensors are those of peft: ``lora_A`` is
+Q, ``lora_E`` is lambda and ``lora_B`` is P. The server keeps the global budget: it averages the
+scores of clients, asks :func:`budget_at` how many directions all layers may have together,
+:func:`choose_masks` which ones, and broadcasts the masks. A mask is no part of what is averaged or
+saved.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class AdaLoRALinear(AdaptedLinear):
         self.register_buffer("mask", torch.ones_like(self.lora_E), persistent=False)
 
     def set_mask(self, mask: Tensor) -> None:
-        """Keep some directions; the others add nothing and have no gradient until they are kept again.
+        """Keep some directions; the others add nothing and have no gradient until they are kept
+        again.
 
         Args:
             mask: bool ``[r]``, true for a direction that is kept.
@@ -78,12 +81,17 @@ class AdaLoRALinear(AdaptedLinear):
 
 def adalora_layers(network: nn.Module) -> dict[str, AdaLoRALinear]:
     """Return the layers with AdaLoRA by name, in the order of the network."""
-    return {name: module for name, module in network.named_modules() if isinstance(module, AdaLoRALinear)}
+    return {
+        name: module
+        for name, module in network.named_modules()
+        if isinstance(module, AdaLoRALinear)
+    }
 
 
 def factor_names(names: Iterable[str]) -> dict[str, tuple[str, str, str]]:
-    """Return the names of Q ``[r, in]``, lambda ``[r, 1]`` and P ``[out, r]`` of each layer with AdaLoRA, by
-    the layer's name, in the order in which they are given. They are found by their names, peft's too.
+    """Return the names of Q ``[r, in]``, lambda ``[r, 1]`` and P ``[out, r]`` of each layer with
+    AdaLoRA, by the layer's name, in the order in which they are given. They are found by their
+    names, peft's too.
 
     Args:
         names: of parameters.
@@ -134,9 +142,10 @@ def orthogonality(network: nn.Module) -> Tensor:
 class Importance:
     """The smoothed importance of each direction of each layer in Zhang et al. (2023).
 
-    For a weight w with gradient g the sensitivity is I = |w g|. Its mean is ``M <- b1 M + (1 - b1) I``, its
-    uncertainty ``U <- b2 U + (1 - b2) |I - M|``. The score of a weight is M U; that of direction i is the
-    score of lambda_i, plus the mean score of column i of P, plus the mean score of row i of Q.
+    For a weight w with gradient g the sensitivity is I = |w g|. Its mean is ``M <- b1 M + (1 - b1)
+    I``, its uncertainty ``U <- b2 U + (1 - b2) |I - M|``. The score of a weight is M U; that of
+    direction i is the score of lambda_i, plus the mean score of column i of P, plus the mean score
+    of row i of Q.
 
     Args:
         beta1, beta2: b1 and b2, above 0 and below 1.
@@ -179,7 +188,9 @@ class Importance:
         entry = {key: mean * spread for key, (mean, spread) in self._moments.items()}
         layers = dict.fromkeys(name for name, _ in entry)
         return {
-            name: entry[name, "lora_E"][:, 0] + entry[name, "lora_B"].mean(0) + entry[name, "lora_A"].mean(1)
+            name: entry[name, "lora_E"][:, 0]
+            + entry[name, "lora_B"].mean(0)
+            + entry[name, "lora_A"].mean(1)
             for name in layers
         }
 
@@ -220,8 +231,8 @@ def budget_at(step: int, start: int, end: int, warmup: int, cooldown: int, total
 
 
 def choose_masks(scores: Mapping[str, Tensor], budget: int) -> dict[str, Tensor]:
-    """Return the mask of each layer, bool ``[r]``: the ``budget`` directions with the largest scores over all
-    layers are kept. Of equal scores the earlier one is kept.
+    """Return the mask of each layer, bool ``[r]``: the ``budget`` directions with the largest
+    scores over all layers are kept. Of equal scores the earlier one is kept.
 
     Args:
         scores: of each direction by the layer's name, ``[r]``; of several clients, their mean.

@@ -1,9 +1,11 @@
-"""What every adapted layer is: a frozen linear layer, and something trained that is added to its weights.
+"""What every adapted layer is: a frozen linear layer, and something trained that is added to its
+weights.
 
     h = W x + dW x,    W [out, in],  dW [out, in]
 
-The names of the base's tensors are those of peft's files: ``base_layer.weight`` and ``base_layer.bias``.
-Nothing below the first adapter of a network needs a gradient, so torch keeps none of its activations.
+The names of the base's tensors are those of peft's files: ``base_layer.weight`` and
+``base_layer.bias``. Nothing below the first adapter of a network needs a gradient, so torch keeps
+none of its activations.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ class AdaptedLinear(nn.Module, ABC):
     """
 
     removable = True
-    """Declares that W without dW is a layer of its own. It is not where the adapter took a part of W."""
+    """Declares that W without dW is a layer of its own. It is not where the adapter took a part of
+    W."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -53,7 +56,8 @@ class AdaptedLinear(nn.Module, ABC):
         """Return what the adapter adds to W: dW, ``[out, in]``."""
 
     def low_rank(self) -> tuple[Tensor, Tensor, float]:
-        """Return A ``[r, in]``, B ``[out, r]`` and c of LoRA's form of what the adapter adds, dW = c B A.
+        """Return A ``[r, in]``, B ``[out, r]`` and c of LoRA's form of what the adapter adds, dW =
+        c B A.
 
         Override where r is less than in.
         """
@@ -71,11 +75,17 @@ class AdaptedLinear(nn.Module, ABC):
 
 def adapter_layers(network: nn.Module) -> dict[str, AdaptedLinear]:
     """Return the adapted layers of any kind by name, in the order of the network."""
-    return {name: module for name, module in network.named_modules() if isinstance(module, AdaptedLinear)}
+    return {
+        name: module
+        for name, module in network.named_modules()
+        if isinstance(module, AdaptedLinear)
+    }
 
 
 def adapt_linears(
-    network: nn.Module, targets: str | Sequence[str], make: Callable[[str, nn.Linear], AdaptedLinear]
+    network: nn.Module,
+    targets: str | Sequence[str],
+    make: Callable[[str, nn.Linear], AdaptedLinear],
 ) -> nn.Module:
     """Freeze a network and put an adapted layer in the place of linear ones.
 
@@ -119,7 +129,9 @@ def _targeted(network: nn.Module, targets: str | Sequence[str]) -> list[str]:
     if wanted == [ALL_LINEAR] and linear:
         return linear
     found = {
-        target: [name for name in linear if f".{name}".endswith(f".{target}")] for target in wanted if target
+        target: [name for name in linear if f".{name}".endswith(f".{target}")]
+        for target in wanted
+        if target
     }
     missing = [target for target in wanted if not found.get(target)]
     if missing or not wanted:
@@ -136,7 +148,8 @@ def _targeted(network: nn.Module, targets: str | Sequence[str]) -> list[str]:
 def merged_lora(network: nn.Module) -> Iterator[None]:
     """Replace W by W + dW within the block, where the adapters of any kind rest.
 
-    Evaluation and generation take fewer products so. Afterwards W has the bits from before the block.
+    Evaluation and generation take fewer products so. Afterwards W has the bits from before the
+    block.
 
     Args:
         network: network with adapters; one without them is as it was.
@@ -159,8 +172,8 @@ def merged_lora(network: nn.Module) -> Iterator[None]:
 
 
 def plain_weights(network: nn.Module) -> dict[str, Tensor]:
-    """Return the ``state_dict()`` of a network as it is named without adapters: base layers have the names of
-    the layers in whose place they are, and what the adapters train is left out."""
+    """Return the ``state_dict()`` of a network as it is named without adapters: base layers have
+    the names of the layers in whose place they are, and what the adapters train is left out."""
     layers = adapter_layers(network)
     found = {}
     for name, tensor in network.state_dict().items():

@@ -2,9 +2,9 @@
 
     h = W x + (alpha / r) B A x,    A [r, in],  B [out, r]
 
-Sources: Hu et al. 2022, arXiv 2106.09685 (LoRA); Sun et al. 2024, arXiv 2403.12313 (FFA-LoRA, where A is
-frozen and the same for all clients, so that the mean of products is the product of means). The names of
-tensors are those of peft's files: ``lora_A.weight``, ``lora_B.weight``.
+Sources: Hu et al. 2022, arXiv 2106.09685 (LoRA); Sun et al. 2024, arXiv 2403.12313 (FFA-LoRA, where
+A is frozen and the same for all clients, so that the mean of products is the product of means). The
+names of tensors are those of peft's files: ``lora_A.weight``, ``lora_B.weight``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class LoRALinear(AdaptedLinear):
 
     def added(self, x: Tensor) -> Tensor:
         """Return (alpha / r) B A x, ``[..., out]``, of inputs ``[..., in]``."""
-        return self.lora_B(self.lora_A(x) * self.scaling)  # 3 % of a step less than scaling what B gives
+        # 3 % of a step less than scaling what B gives
+        return self.lora_B(self.lora_A(x) * self.scaling)
 
     def product(self) -> Tensor:
         """Return what the adapter adds to W, ``(alpha / r) B A`` ``[out, in]``."""
@@ -78,8 +79,8 @@ def add_lora(
         The network; if it is itself a linear layer, the adapted layer in place of it.
 
     Raises:
-        InputError: rank or alpha is not positive, the network has adapters, or no layer has one of these
-            names.
+        InputError: rank or alpha is not positive, the network has adapters, or no layer has one of
+            these names.
 
     >>> adapted = add_lora(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)), rank=2, targets=["2"])
     >>> [name for name, weight in adapted.named_parameters() if weight.requires_grad]
@@ -105,10 +106,11 @@ def require_rank(rank: int, alpha: float) -> None:
 
 
 def largest_rank(rank: int | Sequence[int], kind: str = "lora") -> int:
-    """Return the rank of a network whose clients have these ranks: client i has entry i modulo their number.
+    """Return the rank of a network whose clients have these ranks: client i has entry i modulo
+    their number.
 
-    A client of a lower rank has the first rows of A and columns of B, and c = alpha / r of the largest rank,
-    so that what adapters add can be added up.
+    A client of a lower rank has the first rows of A and columns of B, and c = alpha / r of the
+    largest rank, so that what adapters add can be added up.
 
     Raises:
         InputError: the list is empty, a rank in it is not positive, or the adapters are not LoRA.
@@ -126,4 +128,6 @@ def largest_rank(rank: int | Sequence[int], kind: str = "lora") -> int:
 
 def lora_layers(network: nn.Module) -> dict[str, LoRALinear]:
     """Return the layers with LoRA, FFA-LoRA or PiSSA by name, in the order of the network."""
-    return {name: module for name, module in network.named_modules() if isinstance(module, LoRALinear)}
+    return {
+        name: module for name, module in network.named_modules() if isinstance(module, LoRALinear)
+    }

@@ -52,14 +52,20 @@ def low_rank_layers(network: nn.Module) -> dict[str, LowRankLayer]:
     """
     found = {}
     for name, module in network.named_modules():
-        if not hasattr(module, "lora_A") or not hasattr(module, "base_layer") or hasattr(module, "lora_E"):
+        if (
+            not hasattr(module, "lora_A")
+            or not hasattr(module, "base_layer")
+            or hasattr(module, "lora_E")
+        ):
             continue
         a, b, scaling = module.lora_A, module.lora_B, module.scaling
         if isinstance(a, nn.ModuleDict):
             key = next(iter(a))
             a, b, scaling = a[key], b[key], scaling[key]
         transposed = bool(getattr(module, "fan_in_fan_out", False))
-        found[name] = LowRankLayer(module.base_layer, a.weight, b.weight, float(scaling), transposed)
+        found[name] = LowRankLayer(
+            module.base_layer, a.weight, b.weight, float(scaling), transposed
+        )
     return found
 
 
@@ -81,5 +87,6 @@ def factor_pairs(network: nn.Module) -> list[FactorNames]:
 def factor_sides(network: nn.Module) -> list[tuple[int, int, int]]:
     """Return r, m and n of each adapted layer: A is ``[r, n]``, and B is ``[m, r]``."""
     return [
-        (*layer.a.shape[:1], len(layer.b), layer.a.shape[1]) for layer in low_rank_layers(network).values()
+        (*layer.a.shape[:1], len(layer.b), layer.a.shape[1])
+        for layer in low_rank_layers(network).values()
     ]

@@ -3,9 +3,9 @@
     W = U S V^T,    B = U_r S_r^(1/2) c^(-1/2),    A = c^(-1/2) S_r^(1/2) V_r^T,    c = alpha / r
     base = W - c B A
 
-Source: Meng, Wang, Zhang 2024, arXiv 2404.02948; the factor c as in peft. The signs of U are fixed by
-:func:`~fl_lightning.models.adapters.svd.signed_svd`: were they not, A and B of two clients could have
-opposite signs, and their means would be near zero.
+Source: Meng, Wang, Zhang 2024, arXiv 2404.02948; the factor c as in peft. The signs of U are fixed
+by :func:`~fl_lightning.models.adapters.svd.signed_svd`: were they not, A and B of two clients could
+have opposite signs, and their means would be near zero.
 """
 
 from __future__ import annotations
@@ -35,5 +35,8 @@ class PiSSALinear(LoRALinear):
         root = (s / self.scaling).sqrt()
         self.lora_A.weight.copy_(root[:, None] * vt)
         self.lora_B.weight.copy_(u * root)
-        left = base.weight.double() - self.scaling * self.lora_B.weight.double() @ self.lora_A.weight.double()
+        left = (
+            base.weight.double()
+            - self.scaling * self.lora_B.weight.double() @ self.lora_A.weight.double()
+        )
         base.weight.copy_(left)

@@ -1,9 +1,11 @@
-"""A singular value decomposition whose signs are fixed, so that all machines find the same directions.
+"""A singular value decomposition whose signs are fixed, so that all machines find the same
+directions.
 
     W = U diag(s) V^T,    U [out, n],  s [n],  V^T [n, in],  n = min(out, in)
 
-A decomposition leaves the sign of each pair (u, v) open. Here the entry of u with the largest magnitude is
-positive. Where two singular values are equal, the directions themselves are open, and nothing can fix them.
+A decomposition leaves the sign of each pair (u, v) open. Here the entry of u with the largest
+magnitude is positive. Where two singular values are equal, the directions themselves are open, and
+nothing can fix them.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ from fl_lightning.errors import require
 
 @torch.no_grad()
 def signed_svd(weight: Tensor, rank: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return U ``[out, R]``, s ``[R]`` and V^T ``[R, in]`` of the R leading directions, float64 on the CPU.
+    """Return U ``[out, R]``, s ``[R]`` and V^T ``[R, in]`` of the R leading directions, float64 on
+    the CPU.
 
-    The precision is that of float64 and the place is the CPU, so that what is rounded to float32 is the same
-    on clients with different devices. A layer of 4096 x 4096 takes about a minute on one thread.
+    The precision is that of float64 and the place is the CPU, so that what is rounded to float32 is
+    the same on clients with different devices. A layer of 4096 x 4096 takes about a minute on one
+    thread.
 
     Args:
         weight: W ``[out, in]``.

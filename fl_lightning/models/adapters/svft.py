@@ -2,10 +2,10 @@
 
     W = U S V^T once,    h = W x + U_R M V_R^T x,    M [R, R] banded: M_ij = 0 where |i - j| > band
 
-Source: Lingam et al. 2024, arXiv 2405.19597, the banded pattern; with band 0 it is the plain one, which is
-:mod:`~fl_lightning.models.adapters.spectral`. The entries of the band alone are trained and travel,
-``(2 band + 1) R - band (band + 1)`` a layer. U and V are the same for all clients, so averaging M is
-averaging dW. They neither travel nor are saved.
+Source: Lingam et al. 2024, arXiv 2405.19597, the banded pattern; with band 0 it is the plain one,
+which is :mod:`~fl_lightning.models.adapters.spectral`. The entries of the band alone are trained
+and travel, ``(2 band + 1) R - band (band + 1)`` a layer. U and V are the same for all clients, so
+averaging M is averaging dW. They neither travel nor are saved.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ DEFAULT_BAND = 1
 class SVFTLinear(AdaptedLinear):
     """A frozen linear layer with a trained banded matrix between its leading singular directions.
 
-    The parameter ``svft_m`` holds the diagonals one after the other, from the lowest, offset -band, to the
-    highest, offset band; the diagonal of offset k has R - abs(k) values ``M_(i, i + k)``.
+    The parameter ``svft_m`` holds the diagonals one after the other, from the lowest, offset -band,
+    to the highest, offset band; the diagonal of offset k has R - abs(k) values ``M_(i, i + k)``.
 
     Args:
         base: the linear layer; this class freezes it.

@@ -1,4 +1,5 @@
-"""Causal language models and their adapters. Outputs are the logits ``[B, T, V]`` of the next token."""
+"""Causal language models and their adapters. Outputs are the logits ``[B, T, V]`` of the next
+token."""
 
 from fl_lightning.models.adapters import LoRALinear, add_lora, lora_layers, merged_lora
 from fl_lightning.models.language.llama import Llama, TokenInputs

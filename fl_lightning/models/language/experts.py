@@ -2,13 +2,14 @@
 
     h = W x + (alpha / r) (B_0 A_0 x + sum_s a_ts B_s A_s x)
 
-A client trains few of a server's experts at a time; those are in the network's S *seats*. The weights a_t of
-the seats at token t come from its embedding, which no expert changes:
+A client trains few of a server's experts at a time; those are in the network's S *seats*. The
+weights a_t of the seats at token t come from its embedding, which no expert changes:
 
-    a_t = softmax over s of (log share_s + <router_s, e_t> / gamma),    e_t = embedding / its root mean square
+    a_t = softmax over s of (log share_s + <router_s, e_t> / gamma),    e_t = embedding / its root
+    mean square
 
-One seat has the weight 1. ``P`` are the values of one adapter over all layers, ``d`` features of a token,
-``T`` tokens.
+One seat has the weight 1. ``P`` are the values of one adapter over all layers, ``d`` features of a
+token, ``T`` tokens.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ class TokenGate(nn.Module):
         self.log_shares: Tensor
         self.register_buffer("log_shares", torch.zeros(seats), persistent=False)
         self.log_weights: Tensor | None = None
-        """Logarithms of the seats' weights at each of the tokens that were embedded last, ``[B, T, S]``; None
-        before the first."""
+        """Logarithms of the seats' weights at each of the tokens that were embedded last, ``[B, T,
+        S]``; None before the first."""
 
     def remember(self, embedding: nn.Module, arguments: Any, embedded: Tensor) -> None:
         """Compute the weights of tokens that are just embedded, ``[B, T, d]``: a forward hook."""
@@ -98,8 +99,8 @@ class ExpertLoRA(nn.Module):
 
     Args:
         adapted: the layer with the adapter that all share.
-        factors: base layer, A ``[r, in]``, B ``[out, r]`` and alpha / r of that adapter, from which the
-            experts start.
+        factors: base layer, A ``[r, in]``, B ``[out, r]`` and alpha / r of that adapter, from which
+            the experts start.
         gate: of all layers of the network.
         shared: whether the shared adapter is part of the sum.
     """
@@ -126,7 +127,9 @@ class ExpertLoRA(nn.Module):
         inner = F.linear(x.to(self.expert_A.dtype), self.expert_A.flatten(0, 1)) * self.scaling
         log_weights = self._gate[0].log_weights
         if seats > 1 and log_weights is not None:
-            inner = (inner.unflatten(-1, (seats, rank)) * log_weights.exp().unsqueeze(-1)).flatten(-2)
+            inner = (inner.unflatten(-1, (seats, rank)) * log_weights.exp().unsqueeze(-1)).flatten(
+                -2
+            )
         return common + F.linear(inner, self.expert_B.transpose(0, 1).flatten(1)).to(common.dtype)
 
 
@@ -157,7 +160,8 @@ class Seats:
         self.names = {id(tensor): name for name, tensor in tensors_of(network).items()}
 
     def tensors(self, seat: int) -> dict[str, Tensor]:
-        """Return the factors of the expert in one seat as views, by the names of a plain adapter's."""
+        """Return the factors of the expert in one seat as views, by the names of a plain
+        adapter's."""
         pairs = ((layer.expert_A[seat], layer.expert_B[seat]) for layer in self.layers)
         return self._named(pairs)
 
@@ -173,8 +177,8 @@ class Seats:
         }
 
     def replacing(self, expert: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors to compute with in place of the network's own, by their names in it: one expert in
-        the only seat.
+        """Return tensors to compute with in place of the network's own, by their names in it: one
+        expert in the only seat.
 
         Args:
             expert: factors by the names of a plain adapter's; those that are missing are frozen.
@@ -182,7 +186,9 @@ class Seats:
         found: dict[str, Tensor] = {}
         for each, layer in zip(self.factors, self.layers, strict=True):
             for name, own in ((each.a, layer.expert_A), (each.b, layer.expert_B)):
-                found[self.names[id(own)]] = expert[name].unsqueeze(0) if name in expert else own.detach()[:1]
+                found[self.names[id(own)]] = (
+                    expert[name].unsqueeze(0) if name in expert else own.detach()[:1]
+                )
         return found
 
 

@@ -1,4 +1,5 @@
-"""Greedy decoding: how prompts are read and what a sequence is filled with, the same for all networks.
+"""Greedy decoding: how prompts are read and what a sequence is filled with, the same for all
+networks.
 
 ``B`` prompts of at most ``T`` tokens.
 """
@@ -25,15 +26,18 @@ class Generating(nn.Module):
         eos: int | None = None,
         pad: int | None = None,
     ) -> Tensor:
-        """Return the tokens that greedy decoding adds to each prompt, int64 ``[B, at most max_new_tokens]``.
+        """Return the tokens that greedy decoding adds to each prompt, int64 ``[B, at most
+        max_new_tokens]``.
 
-        Each prompt gets the tokens that it would get alone. Decoding ends when every sequence has ended.
+        Each prompt gets the tokens that it would get alone. Decoding ends when every sequence has
+        ended.
 
         Args:
             input_ids: prompts int64 ``[B, T]``, padded on either side.
             attention_mask: what of them is text, ``[B, T]``; None: all of it.
             max_new_tokens: bound on the number of new tokens.
-            eos: the token that ends a sequence; it is part of the result. None: sequences end at the bound.
+            eos: the token that ends a sequence; it is part of the result. None: sequences end at
+                the bound.
             pad: what follows the end of a sequence; by default ``eos``.
 
         Raises:

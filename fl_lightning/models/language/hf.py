@@ -49,33 +49,39 @@ PEFT_DEFAULT = "peft-default"
 
 
 class TransformersLM(Generating):
-    """A causal language model of transformers, with adapters on a frozen base, of peft where it has them.
+    """A causal language model of transformers, with adapters on a frozen base, of peft where it has
+    them.
 
-    Adapters are drawn from torch's current generator. ``model`` is peft's ``PeftModel``, or without adapters
-    the ``PreTrainedModel``; ``model.save_pretrained(folder)`` writes what peft and transformers read.
+    Adapters are drawn from torch's current generator. ``model`` is peft's ``PeftModel``, or without
+    adapters the ``PreTrainedModel``; ``model.save_pretrained(folder)`` writes what peft and
+    transformers read.
 
     Args:
         num_classes: number of tokens of the data, at most the model's.
-        name: name on the Hugging Face hub; a folder that ``save_pretrained`` wrote, or ``package:NAME``, an
-            installed Python package that carries the model, for which nothing is fetched.
-        rank: r of the adapters; 0: no adapters, all weights are trained. A list: client i has entry i modulo
-            its length, where ``adapter_average`` takes that.
+        name: name on the Hugging Face hub; a folder that ``save_pretrained`` wrote, or
+            ``package:NAME``, an installed Python package that carries the model, for which nothing
+            is fetched.
+        rank: r of the adapters; 0: no adapters, all weights are trained. A list: client i has entry
+            i modulo its length, where ``adapter_average`` takes that.
         alpha: an adapter's factor is alpha / r.
-        targets: ``all-linear``, all linear layers but the output layer; ``peft-default``, those that peft
-            adapts in this architecture, such as q_proj and v_proj of Llama; or names of layers as peft takes
-            them, such as ``[q_proj, v_proj]``.
-        ffa: FFA-LoRA: A is frozen, and B alone is trained and travels; the same as ``adapter: ffa``.
+        targets: ``all-linear``, all linear layers but the output layer; ``peft-default``, those
+            that peft adapts in this architecture, such as q_proj and v_proj of Llama; or names of
+            layers as peft takes them, such as ``[q_proj, v_proj]``.
+        ffa: FFA-LoRA: A is frozen, and B alone is trained and travels; the same as ``adapter:
+            ffa``.
         dtype: precision of the weights. Adapters on a narrower base are float32.
         gguf_file: the file in the folder, where the weights are GGUF.
         load_in_4bit: whether the frozen base is quantised to 4 bits by bitsandbytes.
-        gradient_checkpointing: whether activations are computed again in the backward pass, which takes less
-            memory and more time.
-        adapter: kind of the adapters: lora, ffa, pissa and adalora are peft's; svft and spectral are those of
-            :mod:`fl_lightning.models.adapters`, on layers that are ``nn.Linear`` with whole weights.
+        gradient_checkpointing: whether activations are computed again in the backward pass, which
+            takes less memory and more time.
+        adapter: kind of the adapters: lora, ffa, pissa and adalora are peft's; svft and spectral
+            are those of :mod:`fl_lightning.models.adapters`, on layers that are ``nn.Linear`` with
+            whole weights.
 
     Raises:
-        InputError: the extra is not installed, the model cannot be loaded, its vocabulary is too small, no
-            layer has a name of ``targets``, or 4 bits are asked for where they do not work.
+        InputError: the extra is not installed, the model cannot be loaded, its vocabulary is too
+            small, no layer has a name of ``targets``, or 4 bits are asked for where they do not
+            work.
     """
 
     reads_tokens = True
@@ -113,12 +119,15 @@ class TransformersLM(Generating):
         model = load(name, dtype, "CausalLM", **_special(gguf_file, load_in_4bit))
         for layer in model.modules():
             if hasattr(layer, "support_avx512bf16_for_cpu"):
-                # else an evaluation on a CPU packs the weights in a form that no training and no card reads
+                # else an evaluation on a CPU packs the weights in a form that no training and no
+                # card reads
                 layer.support_avx512bf16_for_cpu = False
         check_vocabulary(f"{HF_PREFIX}{name}", model.config, num_classes)
-        with catch_warnings():  # these names of transformers, which peft uses too, change with version 6
+        # these names of transformers, which peft uses too, change with version 6
+        with catch_warnings():
             simplefilter("ignore", FutureWarning)
-            filterwarnings("ignore", "fan_in_fan_out is set to")  # peft sees by itself what GPT-2 needs
+            # peft sees by itself what GPT-2 needs
+            filterwarnings("ignore", "fan_in_fan_out is set to")
             if gradient_checkpointing:
                 model.gradient_checkpointing_enable({"use_reentrant": False})
             self.model: Any = model if rank == 0 else adapt(model, name, kind, rank, alpha, targets)
@@ -128,9 +137,9 @@ class TransformersLM(Generating):
         """Return the logits ``[B, T, V]`` of the next token at each position.
 
         Args:
-            inputs: ids int64 ``[B, T]``, or a dictionary with ``input_ids`` and perhaps ``attention_mask``.
-                Padding stands on the right, where causal attention keeps it from the text: the mask is not
-                read.
+            inputs: ids int64 ``[B, T]``, or a dictionary with ``input_ids`` and perhaps
+                ``attention_mask``. Padding stands on the right, where causal attention keeps it
+                from the text: the mask is not read.
 
         Raises:
             InputError: there are more tokens than the model has positions.
@@ -152,15 +161,17 @@ class TransformersLM(Generating):
     def continued(
         self, ids: Tensor, lengths: Tensor, max_new_tokens: int, eos: int | None, filler: int
     ) -> Tensor:
-        """Return what ``generate`` returns. Where the model has learned positions, as GPT-2 has, a sequence
-        ends when they are used up, and ``filler`` follows: no true answer is longer, if prompt and answer fit
-        into a context that the model has positions for."""
+        """Return what ``generate`` returns. Where the model has learned positions, as GPT-2 has, a
+        sequence ends when they are used up, and ``filler`` follows: no true answer is longer, if
+        prompt and answer fit into a context that the model has positions for."""
         if self.positions is None:
             return self._with_transformers(ids, lengths, max_new_tokens, eos, filler)
-        left = (self.positions + 1 - lengths).clamp(1, max_new_tokens)  # the last token takes no position
+        # the last token takes no position
+        left = (self.positions + 1 - lengths).clamp(1, max_new_tokens)
         found = torch.full((len(ids), int(left.max())), filler, dtype=ids.dtype, device=ids.device)
         longest = 0
-        for bound in left.unique().tolist():  # a single one, unless a prompt is near the end of the positions
+        # a single one, unless a prompt is near the end of the positions
+        for bound in left.unique().tolist():
             rows = (left == bound).nonzero()[:, 0]
             width = int(lengths[rows].max())
             new = self._with_transformers(ids[rows, :width], lengths[rows], bound, eos, filler)
@@ -184,7 +195,8 @@ class TransformersLM(Generating):
         )
         training, own = self.model.training, self.base.generation_config
         self.model.eval()  # gradient checkpointing keeps no cache in training mode
-        self.base.generation_config = GenerationConfig()  # else the model's own eos and penalties count too
+        # else the model's own eos and penalties count too
+        self.base.generation_config = GenerationConfig()
         try:
             found = self.model.generate(  # padding on the left, as transformers wants it
                 input_ids=ids.gather(1, places.clamp(min=0)),
@@ -198,7 +210,8 @@ class TransformersLM(Generating):
 
 
 def to_transformers(network: Llama, *, merge: bool = True) -> Any:
-    """Return transformers' ``LlamaForCausalLM`` of the same logits, with adapters merged into the weights.
+    """Return transformers' ``LlamaForCausalLM`` of the same logits, with adapters merged into the
+    weights.
 
     Its ``save_pretrained(folder)`` writes a folder for ``hf:FOLDER`` and for other programs.
 
@@ -219,14 +232,18 @@ def to_transformers(network: Llama, *, merge: bool = True) -> Any:
 
 
 def learned_positions(config: Any) -> int | None:
-    """Return the number of positions that a model of transformers has learned, and cannot exceed; None where
-    they are computed, such as rotary ones."""
-    rotary = any(getattr(config, name, None) is not None for name in ("rope_parameters", "rope_theta"))
+    """Return the number of positions that a model of transformers has learned, and cannot exceed;
+    None where they are computed, such as rotary ones."""
+    rotary = any(
+        getattr(config, name, None) is not None for name in ("rope_parameters", "rope_theta")
+    )
     return None if rotary else getattr(config, "max_position_embeddings", None)
 
 
 def _require_extra(wanted: str) -> None:
-    missing = [package for package in ("transformers", "peft", "accelerate") if find_spec(package) is None]
+    missing = [
+        package for package in ("transformers", "peft", "accelerate") if find_spec(package) is None
+    ]
     require(
         not missing,
         f"{wanted} without {', '.join(missing)}",
@@ -278,9 +295,11 @@ def check_adapters(name: str, rank: int, alpha: float) -> None:
 
 
 def check_vocabulary(given: str, config: Any, num_classes: int) -> None:
-    """Refuse a model that has fewer tokens than the data, and warn of one that has more than twice as many.
+    """Refuse a model that has fewer tokens than the data, and warn of one that has more than twice
+    as many.
 
-    A model's table is filled up to a round number; twice as many tokens are those of another tokeniser.
+    A model's table is filled up to a round number; twice as many tokens are those of another
+    tokeniser.
 
     Raises:
         InputError: it has.
@@ -314,10 +333,12 @@ def _special(gguf_file: str | None, load_in_4bit: bool) -> dict[str, Any]:
 
 
 def layers_in_4bit(network: nn.Module) -> tuple[str, ...]:
-    """Return how the names of tensors begin whose layers have 4 bits: bitsandbytes writes and does not read
-    them, and whoever makes the network has them."""
+    """Return how the names of tensors begin whose layers have 4 bits: bitsandbytes writes and does
+    not read them, and whoever makes the network has them."""
     layers = network.named_modules()  # peft's layers around them have the same name
-    return tuple(f"{name}." for name, one in layers if type(one).__module__.startswith("bitsandbytes."))
+    return tuple(
+        f"{name}." for name, one in layers if type(one).__module__.startswith("bitsandbytes.")
+    )
 
 
 def shapes_alone() -> bool:
@@ -325,9 +346,12 @@ def shapes_alone() -> bool:
     return torch.get_default_device().type == "meta"
 
 
-def load(name: str, dtype: str, kind: Literal["CausalLM", "SequenceClassification"], **options: Any) -> Any:
-    """Return the model of a name or folder; on the device ``meta`` one of its configuration alone, without
-    weights. 4-bit weights are float32 ones there, as everything else is that bitsandbytes leaves.
+def load(
+    name: str, dtype: str, kind: Literal["CausalLM", "SequenceClassification"], **options: Any
+) -> Any:
+    """Return the model of a name or folder; on the device ``meta`` one of its configuration alone,
+    without weights. 4-bit weights are float32 ones there, as everything else is that bitsandbytes
+    leaves.
 
     Args:
         name: name, folder or ``package:NAME``.
@@ -357,7 +381,10 @@ def load(name: str, dtype: str, kind: Literal["CausalLM", "SequenceClassificatio
             return getattr(transformers, f"AutoModelFor{kind}").from_pretrained(name, **options)
     except Exception as error:  # transformers' errors for a bad name have no common type
         text = " ".join(str(error).split())[:200]
-        what = {"CausalLM": "a causal language model", "SequenceClassification": "a language model"}[kind]
+        what = {
+            "CausalLM": "a causal language model",
+            "SequenceClassification": "a language model",
+        }[kind]
         raise InputError(
             f"network {HF_PREFIX}{name}: {type(error).__name__} ({text})",
             f"it is the name of {what} on the hub, or a folder that save_pretrained wrote",
@@ -402,7 +429,8 @@ def adapt(
         heads: of a classifier, names of the layers that are trained whole.
 
     Raises:
-        InputError: no layer has a name of ``targets``, or the adapter does not go together with the model.
+        InputError: no layer has a name of ``targets``, or the adapter does not go together with the
+            model.
     """
     if kind in ("svft", "spectral"):
         require(
@@ -419,12 +447,15 @@ def adapt(
 
     if getattr(model, "is_loaded_in_4bit", False):
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    config = _peft_config(kind, rank, alpha, targets if isinstance(targets, str) else list(targets), heads)
+    config = _peft_config(
+        kind, rank, alpha, targets if isinstance(targets, str) else list(targets), heads
+    )
     given = f"targets={targets!r} for {HF_PREFIX}{name}"
     with as_bad_input(given, "peft refuses them", f"write {ALL_LINEAR}", ValueError):
         adapted = get_peft_model(model, config)
     frozen = {"ffa": ("lora_A", "lora_embedding_A"), "adalora": ("ranknum",)}.get(kind, ())
-    for parameter, weight in adapted.named_parameters():  # peft would train ranknum on a bfloat16 base
+    # peft would train ranknum on a bfloat16 base
+    for parameter, weight in adapted.named_parameters():
         is_frozen = any(part in frozen for part in parameter.split("."))
         weight.requires_grad_(weight.requires_grad and not is_frozen)
     return adapted
@@ -446,8 +477,11 @@ def _peft_config(
     return LoraConfig(r=rank, init_lora_weights="pissa" if kind == "pissa" else True, **both)
 
 
-def _adapt_with_ours(model: Any, kind: AdapterKind, rank: int, targets: str | Sequence[str]) -> nn.Module:
-    """Return the model with adapters of our own; as with peft's, all linear layers are all but the head.
+def _adapt_with_ours(
+    model: Any, kind: AdapterKind, rank: int, targets: str | Sequence[str]
+) -> nn.Module:
+    """Return the model with adapters of our own; as with peft's, all linear layers are all but the
+    head.
 
     Raises:
         InputError: no linear layer has a name of ``targets``, or the rank is too high for one.

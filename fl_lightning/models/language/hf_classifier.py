@@ -1,6 +1,8 @@
-"""Networks ``hf:NAME_OR_FOLDER`` on data of labelled text: models of transformers that classify sequences.
+"""Networks ``hf:NAME_OR_FOLDER`` on data of labelled text: models of transformers that classify
+sequences.
 
-They need the optional extra ``fl_lightning[language]``. ``B`` sequences of ``T`` tokens, ``C`` classes.
+They need the optional extra ``fl_lightning[language]``. ``B`` sequences of ``T`` tokens, ``C``
+classes.
 """
 
 from __future__ import annotations
@@ -22,25 +24,25 @@ from fl_lightning.models.language import hf
 class TransformersClassifier(nn.Module):
     """A model of transformers for the classification of sequences, with adapters on a frozen base.
 
-    The head (all layers outside the base model) is trained whole, also beside adapters. Where the weights
-    have none for so many classes, it is drawn from torch's current generator, as adapters are. ``model`` is
-    peft's ``PeftModel``, or without adapters the ``PreTrainedModel``.
+    The head (all layers outside the base model) is trained whole, also beside adapters. Where the
+    weights have none for so many classes, it is drawn from torch's current generator, as adapters
+    are. ``model`` is peft's ``PeftModel``, or without adapters the ``PreTrainedModel``.
 
     Args:
         num_classes: number of outputs C.
-        name: name on the Hugging Face hub; a folder that ``save_pretrained`` wrote, or ``package:NAME``. A
-            language model, such as BERT, becomes a classifier.
+        name: name on the Hugging Face hub; a folder that ``save_pretrained`` wrote, or
+            ``package:NAME``. A language model, such as BERT, becomes a classifier.
         rank: r of the adapters; 0: no adapters, all weights are trained.
         alpha: an adapter's factor is alpha / r.
         targets: ``all-linear`` layers of the base, or names of layers as peft takes them.
         dtype: precision of the weights. Adapters on a narrower base are float32.
-        gradient_checkpointing: whether activations are computed again in the backward pass, which takes less
-            memory and more time.
+        gradient_checkpointing: whether activations are computed again in the backward pass, which
+            takes less memory and more time.
         adapter: kind of the adapters, see :class:`~fl_lightning.models.language.hf.TransformersLM`.
 
     Raises:
-        InputError: the extra is not installed, the model cannot be loaded, or no layer has a name of
-            ``targets``.
+        InputError: the extra is not installed, the model cannot be loaded, or no layer has a name
+            of ``targets``.
     """
 
     def __init__(
@@ -63,11 +65,14 @@ class TransformersClassifier(nn.Module):
             "SequenceClassification",
             num_labels=num_classes,
             ignore_mismatched_sizes=True,
-            # vmap has no batching rule for fused kernels; they save 4 % of a step of 16 x 128 tokens
+            # vmap has no batching rule for fused kernels; they save 4 % of a step of 16 x 128
+            # tokens
             attn_implementation="eager",
         )
         causal = any(getattr(module, "is_causal", False) for module in model.modules())
-        windows = [getattr(model.config, key, None) for key in ("sliding_window", "local_attention")]
+        windows = [
+            getattr(model.config, key, None) for key in ("sliding_window", "local_attention")
+        ]
         self.is_causal = causal and not model.config.is_encoder_decoder
         self.takes_whole_masks = model._supports_sdpa and not causal and not any(windows)
         if model.config.pad_token_id is None:
@@ -87,8 +92,8 @@ class TransformersClassifier(nn.Module):
         """Return the logits ``[B, C]``, which padding does not change.
 
         Args:
-            inputs: ``input_ids`` int64 ``[B, T]`` and ``attention_mask`` bool ``[B, T]``, which is true where
-                a token is no padding; padding stands on the right.
+            inputs: ``input_ids`` int64 ``[B, T]`` and ``attention_mask`` bool ``[B, T]``, which is
+                true where a token is no padding; padding stands on the right.
 
         Raises:
             InputError: there are more tokens than the model has positions.
@@ -101,7 +106,8 @@ class TransformersClassifier(nn.Module):
             f"it has learned {self.positions} positions",
             f"write --data.max_length {self.positions}, or take a model with more",
         )
-        ids = ids.masked_fill(~mask, self.pad)  # a causal model reads the last token that is no padding
+        # a causal model reads the last token that is no padding
+        ids = ids.masked_fill(~mask, self.pad)
         if self.is_causal:  # no token sees the padding, which comes after it
             return self.model(input_ids=ids, use_cache=False).logits
         if self.takes_whole_masks:  # transformers makes these of a mask [B, T], but not under vmap
@@ -139,7 +145,10 @@ def _linear_layers(model: Any) -> list[str]:
 def _positions(model: nn.Module) -> int | None:
     """Return the number of positions that a model has learned; None where they are computed."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in ("position_embeddings", "wpe"):
+        if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in (
+            "position_embeddings",
+            "wpe",
+        ):
             first = 0 if module.padding_idx is None else module.padding_idx + 1
             return module.num_embeddings - first
     return None

@@ -1,14 +1,14 @@
-"""A Llama network with few calls per block: RMSNorm, rotary positions, SwiGLU, by default a head tied to the
-embedding.
+"""A Llama network with few calls per block: RMSNorm, rotary positions, SwiGLU, by default a head
+tied to the embedding.
 
-Sources: Touvron et al. 2023, arXiv 2302.13971 (Llama); Su et al. 2021, arXiv 2104.09864 (rotary positions);
-Shazeer 2020, arXiv 2002.05202 (SwiGLU); Ainslie et al. 2023, arXiv 2305.13245 (keys and values that several
-heads share). The query, key and value projections are one matrix, and so are the gate and up projections.
-The logits are those of transformers' ``LlamaForCausalLM`` with the weights that :func:`transformers_weights`
-makes.
+Sources: Touvron et al. 2023, arXiv 2302.13971 (Llama); Su et al. 2021, arXiv 2104.09864 (rotary
+positions); Shazeer 2020, arXiv 2002.05202 (SwiGLU); Ainslie et al. 2023, arXiv 2305.13245 (keys and
+values that several heads share). The query, key and value projections are one matrix, and so are
+the gate and up projections. The logits are those of transformers' ``LlamaForCausalLM`` with the
+weights that :func:`transformers_weights` makes.
 
-``B`` sequences, ``T`` positions, ``S`` positions of the cache, ``V`` tokens of the vocabulary, ``H`` heads,
-``D`` features of a head.
+``B`` sequences, ``T`` positions, ``S`` positions of the cache, ``V`` tokens of the vocabulary,
+``H`` heads, ``D`` features of a head.
 """
 
 from __future__ import annotations
@@ -42,11 +42,13 @@ class Variant:
         head_width: D, an even number; None: the width over H.
         epsilon: that the norms add to a mean square.
         tied: whether the head has the weights of the embedding.
-        longest: tokens of the sequences that it was trained on, which nothing depends on here; None: unknown.
+        longest: tokens of the sequences that it was trained on, which nothing depends on here;
+            None: unknown.
         positions: transformers' settings of the rotary tables, of which ``frequencies`` were made.
-        frequencies: radians by which a position turns each pair of features of a head, float32 ``[D / 2]``;
-            None: ``ROTARY_BASE`` to the power of -2 i / D.
-        rotary_scale: what the rotary tables are multiplied by, as some forms of longer contexts have it.
+        frequencies: radians by which a position turns each pair of features of a head, float32 ``[D
+            / 2]``; None: ``ROTARY_BASE`` to the power of -2 i / D.
+        rotary_scale: what the rotary tables are multiplied by, as some forms of longer contexts
+            have it.
     """
 
     key_heads: int | None = None
@@ -74,8 +76,8 @@ class Llama(Generating):
         width: features of a token between the blocks, a multiple of ``2 * heads``.
         depth: number of blocks.
         heads: H, attention heads.
-        hidden: features inside the feed-forward layer; by default 8/3 of the width, rounded down to a
-            multiple of 8.
+        hidden: features inside the feed-forward layer; by default 8/3 of the width, rounded down to
+            a multiple of 8.
         variant: in what it differs from others.
 
     Raises:
@@ -91,7 +93,8 @@ class Llama(Generating):
     source: str = ""
     """Name or folder from which transformers loads the base; empty: there is none."""
     block_costs: str = ""
-    """Name of the shipped table of costs of branches that is of such blocks; empty: there is none."""
+    """Name of the shipped table of costs of branches that is of such blocks; empty: there is
+    none."""
     cache_kind: type[KeyValueCache]
     """What keys and values are kept in while answers are written; a :class:`KeyValueCache`."""
 
@@ -123,29 +126,32 @@ class Llama(Generating):
 
     @torch.no_grad()
     def _draw_weights(self) -> None:
-        """Draw normal weights whose products keep their size; those that end a residual branch are smaller by
-        the root of the number of branches."""
+        """Draw normal weights whose products keep their size; those that end a residual branch are
+        smaller by the root of the number of branches."""
         nn.init.normal_(self.embed_tokens.weight, std=EMBEDDING_STD)
         branches = 2 * len(self.layers)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 ends_branch = name.endswith(("o_proj", "down_proj"))
                 nn.init.normal_(
-                    module.weight, std=(module.in_features * (branches if ends_branch else 1)) ** -0.5
+                    module.weight,
+                    std=(module.in_features * (branches if ends_branch else 1)) ** -0.5,
                 )
 
     def forward(self, inputs: TokenInputs) -> Tensor:
         """Return the logits ``[B, T, V]`` of the next token at each position.
 
         Args:
-            inputs: ids ``[B, T]``, or a dictionary with ``input_ids``. Padding stands on the right, where
-                causal attention keeps it from the text: an ``attention_mask`` is not read.
+            inputs: ids ``[B, T]``, or a dictionary with ``input_ids``. Padding stands on the right,
+                where causal attention keeps it from the text: an ``attention_mask`` is not read.
         """
         ids = inputs if isinstance(inputs, Tensor) else inputs["input_ids"]
         positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
         return self.logits(self.features(ids, positions))
 
-    def features(self, ids: Tensor, positions: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+    def features(
+        self, ids: Tensor, positions: Tensor, cache: KeyValueCache | None = None
+    ) -> Tensor:
         """Return the normalised features ``[B, T, width]`` that the head reads.
 
         Args:
@@ -165,8 +171,8 @@ class Llama(Generating):
         return transformers_rows(layer, rows, self.heads * self.head_width)
 
     def logits(self, features: Tensor) -> Tensor:
-        """Return logits ``[..., V]`` of features ``[..., width]``, by the weights of the embedding where they
-        are tied."""
+        """Return logits ``[..., V]`` of features ``[..., width]``, by the weights of the embedding
+        where they are tied."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         return F.linear(features, head.weight)
 
@@ -201,7 +207,9 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(width, variant.epsilon)
         self.mlp = FeedForward(width, hidden)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], cache: LayerCache | None = None
+    ) -> Tensor:
         """Map features ``[B, T, width]`` to features of this shape."""
         x = x + self.self_attn(self.input_layernorm(x), rotary, cache)
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -210,7 +218,8 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Causal attention over H heads with rotary positions; ``qkv_proj`` is W_q, W_k and W_v in one.
 
-    Where there are fewer heads of keys and values, each serves several heads of queries that stand together.
+    Where there are fewer heads of keys and values, each serves several heads of queries that stand
+    together.
     """
 
     def __init__(self, width: int, heads: int, variant: Variant = USUAL) -> None:
@@ -234,14 +243,16 @@ class Attention(nn.Module):
             x: the features.
             rotary: tables of :func:`rotary_tables`.
             cache: keys and values of earlier tokens.
-            written: which tokens other tokens may see, bool ``[B, T]``; None: all. A cache that is given with
-                it takes it too.
+            written: which tokens other tokens may see, bool ``[B, T]``; None: all. A cache that is
+                given with it takes it too.
         """
         size, length, _ = x.shape
         query, key, value = self._projected(x, rotary)
         keys, values = key, value
         if cache is not None:
-            found = cache.append(key, value) if written is None else cache.append(key, value, written)
+            found = (
+                cache.append(key, value) if written is None else cache.append(key, value, written)
+            )
             keys, values, visible = found
         else:
             visible = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
@@ -284,8 +295,8 @@ class FeedForward(nn.Module):
 def attention(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
     """Return ``softmax(query keys^T / sqrt(D)) values`` over what is visible, ``[B, H, T, D]``.
 
-    torch's fused kernel has no batching rule for ``vmap``, and makes a step of 16 x 64 bytes only 7 % faster
-    (52 against 56 ms on one thread).
+    torch's fused kernel has no batching rule for ``vmap``, and makes a step of 16 x 64 bytes only 7
+    % faster (52 against 56 ms on one thread).
 
     Args:
         query: ``[B, H, T, D]``.
@@ -297,10 +308,16 @@ def attention(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> T
     return scores.masked_fill(~visible, -math.inf).softmax(dim=-1).to(values.dtype) @ values
 
 
-def rotary_tables(positions: Tensor, head_width: int, variant: Variant = USUAL) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines, float32 ``[1 or B, 1, T, D]``, of positions int64 ``[1 or B, T]``."""
+def rotary_tables(
+    positions: Tensor, head_width: int, variant: Variant = USUAL
+) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines, float32 ``[1 or B, 1, T, D]``, of positions int64 ``[1 or B,
+    T]``."""
     if variant.frequencies is None:
-        halves = torch.arange(0, head_width, 2, device=positions.device, dtype=torch.float32) / head_width
+        halves = (
+            torch.arange(0, head_width, 2, device=positions.device, dtype=torch.float32)
+            / head_width
+        )
         angles = positions.unsqueeze(-1).float() * ROTARY_BASE**-halves
     else:
         angles = positions.unsqueeze(-1).float() * variant.frequencies.to(positions.device)
@@ -311,14 +328,16 @@ def rotary_tables(positions: Tensor, head_width: int, variant: Variant = USUAL) 
 
 
 def rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotate each pair (feature i, feature i + D/2) of ``x [..., B, H, T, D]`` by its position's angles."""
+    """Rotate each pair (feature i, feature i + D/2) of ``x [..., B, H, T, D]`` by its position's
+    angles."""
     first, second = x.chunk(2, dim=-1)
     return x * cosines.to(x.dtype) + torch.cat((-second, first), dim=-1) * sines.to(x.dtype)
 
 
 @dataclass
 class KeyValueCache:
-    """Keys and values of all layers, each ``[B, H, S, D]``; a sequence's position is its place on axis S."""
+    """Keys and values of all layers, each ``[B, H, S, D]``; a sequence's position is its place on
+    axis S."""
 
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
@@ -330,7 +349,8 @@ class KeyValueCache:
 
 @dataclass
 class LayerCache:
-    """The cache of layer ``index``, where tokens at ``positions`` int64 ``[B, T]`` are to be added."""
+    """The cache of layer ``index``, where tokens at ``positions`` int64 ``[B, T]`` are to be
+    added."""
 
     cache: KeyValueCache
     index: int
@@ -339,11 +359,13 @@ class LayerCache:
     def append(
         self, key: Tensor, value: Tensor, written: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Add keys and values ``[B, H, T, D]`` at the positions; of all tokens, whatever ``written`` says.
+        """Add keys and values ``[B, H, T, D]`` at the positions; of all tokens, whatever
+        ``written`` says.
 
         Returns:
-            all keys and values ``[B, H, S, D]``, and which of them each token may see, ``[B, 1, T, S]``.
-            Padding behind a prompt is not seen, because each new token overwrites what stood at its position.
+            all keys and values ``[B, H, S, D]``, and which of them each token may see, ``[B, 1, T,
+            S]``. Padding behind a prompt is not seen, because each new token overwrites what stood
+            at its position.
         """
         keys, values = self.cache.keys, self.cache.values
         if self.index == len(keys):
@@ -358,13 +380,17 @@ class LayerCache:
         return keys[self.index], values[self.index], here <= self.positions[:, None, :, None]
 
 
-FUSED_LAYERS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Which layers of transformers' ``LlamaForCausalLM`` a layer of :class:`Llama` is, one below the other."""
+FUSED_LAYERS = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Which layers of transformers' ``LlamaForCausalLM`` a layer of :class:`Llama` is, one below the
+other."""
 
 
 def transformers_rows(name: str, rows: int, attended: int) -> dict[str, int]:
-    """Return what has this name in :class:`Llama` by its names in transformers' ``LlamaForCausalLM``, each
-    with its number of rows, from the first.
+    """Return what has this name in :class:`Llama` by its names in transformers'
+    ``LlamaForCausalLM``, each with its number of rows, from the first.
 
     Args:
         name: of a weight or a layer.
@@ -388,7 +414,8 @@ def transformers_rows(name: str, rows: int, attended: int) -> dict[str, int]:
 
 
 def transformers_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights of :class:`Llama` under the names and shapes of transformers' ``LlamaForCausalLM``.
+    """Return the weights of :class:`Llama` under the names and shapes of transformers'
+    ``LlamaForCausalLM``.
 
     Args:
         weights: the ``state_dict()`` of a network without adapters.

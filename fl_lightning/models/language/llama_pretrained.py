@@ -1,9 +1,10 @@
-"""``LlamaPretrained``: a model of the Llama family from the hub or a folder, as a network of the project's.
+"""``LlamaPretrained``: a model of the Llama family from the hub or a folder, as a network of the
+project's.
 
-Its blocks are those of :class:`~fl_lightning.models.language.llama.Llama`, so that all that works on
-``llama_tiny`` works on it: branches that are left out within an energy budget, adapters of the project's own
-kinds, many clients at once by ``torch.func``. It needs the optional extra ``fl_lightning[language]`` to be
-loaded.
+Its blocks are those of :class:`~fl_lightning.models.language.llama.Llama`, so that all that works
+on ``llama_tiny`` works on it: branches that are left out within an energy budget, adapters of the
+project's own kinds, many clients at once by ``torch.func``. It needs the optional extra
+``fl_lightning[language]`` to be loaded.
 """
 
 from __future__ import annotations
@@ -33,26 +34,29 @@ FAMILY = ("llama", "mistral")
 
 
 class LlamaPretrained(Llama):
-    """A model of the Llama family, such as SmolLM2, Llama 3 or Mistral, with adapters on a frozen base.
+    """A model of the Llama family, such as SmolLM2, Llama 3 or Mistral, with adapters on a frozen
+    base.
 
-    Its weights are float32, and its logits those of transformers. Linear layers are ``qkv_proj``, ``o_proj``,
-    ``gate_up_proj`` and ``down_proj``, as in ``llama_tiny``.
+    Its weights are float32, and its logits those of transformers. Linear layers are ``qkv_proj``,
+    ``o_proj``, ``gate_up_proj`` and ``down_proj``, as in ``llama_tiny``.
 
     Args:
         num_classes: number of tokens of the data, at most the model's.
-        name: name on the Hugging Face hub; a folder that ``save_pretrained`` wrote, or ``package:NAME``, an
-            installed Python package that carries the model, for which nothing is fetched.
-        rank: r of the adapters; 0: no adapters, all weights are trained. A list: client i has entry i modulo
-            its length, where ``adapter_average`` takes that.
+        name: name on the Hugging Face hub; a folder that ``save_pretrained`` wrote, or
+            ``package:NAME``, an installed Python package that carries the model, for which nothing
+            is fetched.
+        rank: r of the adapters; 0: no adapters, all weights are trained. A list: client i has entry
+            i modulo its length, where ``adapter_average`` takes that.
         alpha: an adapter's factor is alpha / r.
         targets: ``all-linear``, all linear layers but the output layer, or names of linear layers.
-        ffa: FFA-LoRA: A is frozen, and B alone is trained and travels; the same as ``adapter: ffa``.
+        ffa: FFA-LoRA: A is frozen, and B alone is trained and travels; the same as ``adapter:
+            ffa``.
         gguf_file: the file in the folder, where the weights are GGUF.
         adapter: kind of the adapters: lora, ffa, pissa, adalora, svft or spectral.
 
     Raises:
-        InputError: the extra is not installed, the model cannot be loaded or is of another family, its
-            vocabulary is too small, or a setting of the adapters is refused.
+        InputError: the extra is not installed, the model cannot be loaded or is of another family,
+            its vocabulary is too small, or a setting of the adapters is refused.
     """
 
     def __init__(
@@ -68,7 +72,9 @@ class LlamaPretrained(Llama):
     ) -> None:
         kind = kind_of(adapter, ffa)
         check_adapters(name, largest_rank(rank, kind), alpha)
-        model = load(name, "float32", "CausalLM", **({} if gguf_file is None else {"gguf_file": gguf_file}))
+        model = load(
+            name, "float32", "CausalLM", **({} if gguf_file is None else {"gguf_file": gguf_file})
+        )
         config = model.config
         _check_family(name, config)
         check_vocabulary(f"network LlamaPretrained of {name}", config, num_classes)
@@ -126,12 +132,14 @@ def _check_family(name: str, config: Any) -> None:
         f"rotary positions that depend on the length ({rope})": rope in ("dynamic", "longrope"),
     }
     found = [what for what, there in other.items() if there]
-    require(not found, f"{given}, which has {' and '.join(found)}", "the project's Llama has none", use)
+    require(
+        not found, f"{given}, which has {' and '.join(found)}", "the project's Llama has none", use
+    )
 
 
 def _own_weights(network: Llama, weights: dict[str, Tensor]) -> dict[str, nn.Parameter]:
-    """Return the weights of transformers by the names of a network's parameters; ``weights`` is emptied
-    meanwhile, so that a model is in memory once."""
+    """Return the weights of transformers by the names of a network's parameters; ``weights`` is
+    emptied meanwhile, so that a model is in memory once."""
     found = {}
     for name, shape in [(name, own.shape) for name, own in network.named_parameters()]:
         parts = [weights.pop(part) for part in network.rows_in_transformers(name, shape[0])]

@@ -1,4 +1,5 @@
-"""The shipped byte models: their weights, and the networks ``llama_tiny`` and ``llama_tiny_deep``."""
+"""The shipped byte models: their weights, and the networks ``llama_tiny`` and
+``llama_tiny_deep``."""
 
 from __future__ import annotations
 
@@ -30,25 +31,26 @@ class LlamaTiny(Llama):
     """The byte model of 96 features, 4 blocks and 468 096 weights, with adapters on a frozen base.
 
     ``benchmarks/language_base.py`` made the base. Its linear layers are ``qkv_proj``, ``o_proj``,
-    ``gate_up_proj`` and ``down_proj``. With LoRA of rank 8 on all of them, 49 152 values travel. The smaller
-    side of each is 96, the highest rank of ``pissa``, ``svft`` and ``spectral``.
+    ``gate_up_proj`` and ``down_proj``. With LoRA of rank 8 on all of them, 49 152 values travel.
+    The smaller side of each is 96, the highest rank of ``pissa``, ``svft`` and ``spectral``.
 
     Args:
         num_classes: number of tokens of the data, 259 for bytes.
-        rank: r of the adapters; 0: no adapters, all weights are trained. A list: client i has entry i modulo
-            its length, where ``adapter_average`` takes that.
+        rank: r of the adapters; 0: no adapters, all weights are trained. A list: client i has entry
+            i modulo its length, where ``adapter_average`` takes that.
         alpha: an adapter's factor is alpha / r.
         targets: ``all-linear``, or names of linear layers.
-        ffa: FFA-LoRA: A is frozen, and B alone is trained and travels; the same as ``adapter: ffa``.
-        pretrained: whether to start from the shipped weights; if not, from weights of torch's current
-            generator, for a vocabulary of any size.
+        ffa: FFA-LoRA: A is frozen, and B alone is trained and travels; the same as ``adapter:
+            ffa``.
+        pretrained: whether to start from the shipped weights; if not, from weights of torch's
+            current generator, for a vocabulary of any size.
         adapter: kind of the adapters: lora, ffa, pissa, adalora, svft or spectral.
-        blocks: places of the blocks that are kept, from 0 and in their order; the others are not part of the
-            network, which is shallower. None: all.
+        blocks: places of the blocks that are kept, from 0 and in their order; the others are not
+            part of the network, which is shallower. None: all.
 
     Raises:
-        InputError: the shipped weights are for another vocabulary, a setting of the adapters is refused, or
-            a block is named that there is not.
+        InputError: the shipped weights are for another vocabulary, a setting of the adapters is
+            refused, or a block is named that there is not.
         RunStopped: the file of the shipped weights is missing or damaged.
     """
 
@@ -94,10 +96,10 @@ class LlamaTiny(Llama):
 class LlamaTinyDeep(LlamaTiny):
     """The byte model of 96 features, 8 blocks and 911 232 weights, with adapters on a frozen base.
 
-    Its base was made as that of :class:`LlamaTiny`, but each sequence of a step lacked each attention and
-    each feed-forward layer with the chance 0.2: LayerDrop (Fan et al., ICLR 2020, arXiv 1909.11556) over
-    branches. With LoRA of rank 8 on all linear layers, 98 304 values travel. Its settings are those of
-    :class:`LlamaTiny`.
+    Its base was made as that of :class:`LlamaTiny`, but each sequence of a step lacked each
+    attention and each feed-forward layer with the chance 0.2: LayerDrop (Fan et al., ICLR 2020,
+    arXiv 1909.11556) over branches. With LoRA of rank 8 on all linear layers, 98 304 values travel.
+    Its settings are those of :class:`LlamaTiny`.
     """
 
     depth = 8

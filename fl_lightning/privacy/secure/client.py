@@ -31,8 +31,8 @@ class SecureClient:
     Args:
         id: the client.
         least_shares: t, the shares that reconstruct a secret.
-        random_bytes: gives as many random bytes as it is asked for: ``os.urandom``, or a stream of a
-            simulation.
+        random_bytes: gives as many random bytes as it is asked for: ``os.urandom``, or a stream of
+            a simulation.
     """
 
     def __init__(self, id: int, least_shares: int, random_bytes: Callable[[int], bytes]) -> None:
@@ -45,14 +45,18 @@ class SecureClient:
         self.sharers: list[int] = []
         """Neighbours that dealt their shares: those that masks are exchanged with."""
         self.held: dict[int, tuple[bytes, bytes]] = {}
-        """The shares of secrets that this client holds, by the client whose secrets they are, itself among
-        them: a share of the seed of that client's own mask, and one of the seed of its mask key."""
+        """The shares of secrets that this client holds, by the client whose secrets they are,
+        itself among them: a share of the seed of that client's own mask, and one of the seed of its
+        mask key."""
         self.answered = False
 
     def keys(self) -> bytes:
         """Return the message of phase *keys*: two public keys."""
         return Payload(
-            {"envelope": _row(public_key(self.envelope_key)), "mask": _row(public_key(self.mask_key))}
+            {
+                "envelope": _row(public_key(self.envelope_key)),
+                "mask": _row(public_key(self.mask_key)),
+            }
         ).to_bytes()
 
     def shares(self, message: bytes) -> bytes:
@@ -75,7 +79,9 @@ class SecureClient:
                 "leave the round",
             )
         holders = sorted([self.id, *self.neighbours])
-        dealt = [split(seed, self.least_shares, len(holders)) for seed in (self.own_seed, self.mask_seed)]
+        dealt = [
+            split(seed, self.least_shares, len(holders)) for seed in (self.own_seed, self.mask_seed)
+        ]
         for_holder = dict(zip(holders, zip(*dealt, strict=True), strict=True))
         self.held = {self.id: for_holder[self.id]}
         envelopes = [
@@ -99,7 +105,10 @@ class SecureClient:
         given = Payload.from_bytes(message)
         self.sharers = given.tensor("ids").tolist()
         envelopes = _rows(given.tensor("envelopes"))
-        if len(self.sharers) + 1 < self.least_shares or not {*self.sharers} <= self.neighbours.keys():
+        if (
+            len(self.sharers) + 1 < self.least_shares
+            or not {*self.sharers} <= self.neighbours.keys()
+        ):
             raise ProtocolError(
                 f"envelopes of {self.sharers} for client {self.id}",
                 f"at least {self.least_shares - 1} of its neighbours deal shares",
@@ -126,19 +135,23 @@ class SecureClient:
         add_mask(masked, own_mask_key(self.own_seed))
         for id in self.sharers:
             add_mask(
-                masked, agreed_key(self.mask_key, self.neighbours[id][1], "mask"), mask_sign(self.id, id)
+                masked,
+                agreed_key(self.mask_key, self.neighbours[id][1], "mask"),
+                mask_sign(self.id, id),
             )
         return Payload({"masked": torch.from_numpy(masked.view(np.int64))}).to_bytes()
 
     def unmask(self, message: bytes) -> bytes:
-        """Return the message of phase *unmask*: a share of one secret of each client that it is asked for.
+        """Return the message of phase *unmask*: a share of one secret of each client that it is
+        asked for.
 
         Args:
             message: whose vectors arrived (``living``) and who dropped out after dealing shares.
 
         Raises:
-            ProtocolError: the server asks twice, for both secrets of one client, for this client's mask key,
-                or for so many mask keys that fewer than t clients would be left in the sum.
+            ProtocolError: the server asks twice, for both secrets of one client, for this client's
+                mask key, or for so many mask keys that fewer than t clients would be left in the
+                sum.
         """
         given = Payload.from_bytes(message)
         living, dropped = given.tensor("living").tolist(), given.tensor("dropped").tolist()
@@ -155,7 +168,9 @@ class SecureClient:
         return Payload({"shares": stacked(shares)}).to_bytes()
 
     def _envelope_key(self, neighbour: int, sender: int, receiver: int) -> bytes:
-        return agreed_key(self.envelope_key, self.neighbours[neighbour][0], f"envelope {sender} {receiver}")
+        return agreed_key(
+            self.envelope_key, self.neighbours[neighbour][0], f"envelope {sender} {receiver}"
+        )
 
 
 def own_mask_key(seed: bytes) -> bytes:
@@ -170,7 +185,9 @@ def mask_sign(client: int, neighbour: int) -> int:
 
 def stacked(rows: list[bytes], width: int = 0) -> Tensor:
     """Return equally long byte strings as uint8 ``[count, width]``."""
-    return torch.tensor(bytearray(b"".join(rows)), dtype=torch.uint8).view(len(rows), -1 if rows else width)
+    return torch.tensor(bytearray(b"".join(rows)), dtype=torch.uint8).view(
+        len(rows), -1 if rows else width
+    )
 
 
 def _row(data: bytes) -> Tensor:

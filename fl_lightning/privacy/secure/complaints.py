@@ -1,7 +1,8 @@
 """Complaints about envelopes that cannot be opened, and whom they convict.
 
-Nobody but its receiver can look into an envelope, so one complaint does not say which of the two lied.
-Several do: the fewest clients that explain all of them lied, where one set alone is the smallest.
+Nobody but its receiver can look into an envelope, so one complaint does not say which of the two
+lied. Several do: the fewest clients that explain all of them lied, where one set alone is the
+smallest.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ class UnopenedError(ProtocolError):
             "a sender seals its envelope for its receiver",
             "leave the round",
         )
-        self.complaint = Payload({"unopened": torch.tensor(sorted(dealers), dtype=torch.int32)}).to_bytes()
+        self.complaint = Payload(
+            {"unopened": torch.tensor(sorted(dealers), dtype=torch.int32)}
+        ).to_bytes()
 
 
 def convicted(complaints: Collection[Complaint]) -> set[int]:
-    """Return the clients that lied: those in each of the smallest sets that have one client of every
-    complaint. Of more than two liars nobody is convicted.
+    """Return the clients that lied: those in each of the smallest sets that have one client of
+    every complaint. Of more than two liars nobody is convicted.
 
     >>> convicted([(1, 9), (2, 9)]), convicted([(1, 9)]), convicted([(9, 1), (9, 2), (3, 8)])
     ({9}, set(), {9})

@@ -19,7 +19,8 @@ from fl_lightning.errors import ThreePartError
 
 SEED_BYTES, KEY_BYTES, TAG_BYTES = 16, 32, 16
 BLOCK_VALUES = 2**15
-"""Values of a mask that are made at once: a quarter of a megabyte, which stays in a core's cache."""
+"""Values of a mask that are made at once: a quarter of a megabyte, which stays in a core's
+cache."""
 
 ZEROS = bytes(8 * BLOCK_VALUES)
 ONCE = bytes(12)
@@ -54,12 +55,15 @@ def agreed_key(private: X25519PrivateKey, public: bytes, purpose: str) -> bytes:
     try:
         secret = private.exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError as error:
-        raise ProtocolError("a public key of low order", str(error), "advertise an X25519 key") from None
+        raise ProtocolError(
+            "a public key of low order", str(error), "advertise an X25519 key"
+        ) from None
     return derived_key(secret, purpose)
 
 
 def agrees(public: bytes) -> bool:
-    """Return whether a public key gives a secret with that of somebody else; one of low order gives none."""
+    """Return whether a public key gives a secret with that of somebody else; one of low order gives
+    none."""
     try:
         agreed_key(private_key(bytes(SEED_BYTES)), public, "check")
     except ProtocolError:
@@ -89,18 +93,22 @@ def open_envelope(key: bytes, envelope: bytes) -> bytes:
         return AESGCM(key).decrypt(ONCE, envelope, None)
     except InvalidTag:
         raise ProtocolError(
-            "an envelope that cannot be opened", "its sender sealed it for its receiver", "leave the round"
+            "an envelope that cannot be opened",
+            "its sender sealed it for its receiver",
+            "leave the round",
         ) from None
 
 
 def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
-    """Return ``count`` shares of a secret of 16 bytes, of which any ``threshold`` reconstruct it and fewer
-    say nothing (Shamir, 1979, over GF(2^128)). The coefficients come from the operating system."""
+    """Return ``count`` shares of a secret of 16 bytes, of which any ``threshold`` reconstruct it
+    and fewer say nothing (Shamir, 1979, over GF(2^128)). The coefficients come from the operating
+    system."""
     return [share for _, share in Shamir.split(threshold, count, secret, ssss=False)]
 
 
 def combine(shares: Mapping[int, bytes]) -> bytes:
-    """Return the secret of as many shares as its threshold, by their position in what :func:`split` gave."""
+    """Return the secret of as many shares as its threshold, by their position in what :func:`split`
+    gave."""
     numbered = [(position + 1, share) for position, share in sorted(shares.items())]
     return Shamir.combine(numbered, ssss=False)
 

@@ -1,5 +1,5 @@
-"""The server of a secure sum. It gets public keys, envelopes that it cannot open, masked vectors, and one
-share of each client from each of its neighbours."""
+"""The server of a secure sum. It gets public keys, envelopes that it cannot open, masked vectors,
+and one share of each client from each of its neighbours."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ log = logging.getLogger("fl_lightning")
 
 ENVELOPE_BYTES = 2 * SEED_BYTES + TAG_BYTES
 MAX_SUBSETS = 64
-"""Sets of shares that are tried where one gives another secret than the advertised one, beyond those that
-leave out any single share."""
+"""Sets of shares that are tried where one gives another secret than the advertised one, beyond
+those that leave out any single share."""
 MAX_LIARS = 2
-"""Clients that are named in one round since no shares give their secrets. Of more it is likelier that several
-holders lied, and nobody is named."""
+"""Clients that are named in one round since no shares give their secrets. Of more it is likelier
+that several holders lied, and nobody is named."""
 
 
 class RoundVoid(Exception):
@@ -45,8 +45,8 @@ class RoundVoid(Exception):
 
 
 class SecureServer:
-    """The server in one round. Of each phase it gets messages by the sender's id, and returns those for the
-    next phase by the receiver's id.
+    """The server in one round. Of each phase it gets messages by the sender's id, and returns those
+    for the next phase by the receiver's id.
 
     Args:
         settings: threshold and neighbours.
@@ -54,12 +54,13 @@ class SecureServer:
         length: L, values of a vector, the same for all clients.
 
     Attributes:
-        total: int64 ``[L]``, the sum modulo 2^64 of the masked vectors that arrived, until it is unmasked.
+        total: int64 ``[L]``, the sum modulo 2^64 of the masked vectors that arrived, until it is
+            unmasked.
         living: ids of the clients whose vectors are in it.
-        named: ids of clients that sent wrong shares, as far as one liar alone cannot have made it seem so: a
-            client whose secret no shares give, one whose shares of two or more clients' secrets do not fit,
-            and one that sealed envelopes which several clients cannot open. Of a single share that does not
-            fit, its dealer and its holder blame each other.
+        named: ids of clients that sent wrong shares, as far as one liar alone cannot have made it
+            seem so: a client whose secret no shares give, one whose shares of two or more clients'
+            secrets do not fit, and one that sealed envelopes which several clients cannot open. Of
+            a single share that does not fit, its dealer and its holder blame each other.
     """
 
     def __init__(self, settings: SecureSum, ring: Sequence[int], length: int) -> None:
@@ -112,17 +113,24 @@ class SecureServer:
         """
         readable = _readable(
             messages,
-            lambda id: {"fingerprint": (KEY_BYTES,), "envelopes": (len(self.graph[id]), ENVELOPE_BYTES)},
+            lambda id: {
+                "fingerprint": (KEY_BYTES,),
+                "envelopes": (len(self.graph[id]), ENVELOPE_BYTES),
+            },
         )
         self._require_enough(readable, "dealt their shares")
         boxes: dict[int, dict[int, bytes]] = {id: {} for id in readable}
         for id, given in readable.items():
             self.fingerprints[id] = _bytes(given.tensor("fingerprint"))
-            for other, envelope in zip(self.graph[id], given.tensor("envelopes").numpy(), strict=True):
+            for other, envelope in zip(
+                self.graph[id], given.tensor("envelopes").numpy(), strict=True
+            ):
                 if other in boxes:
                     boxes[other][id] = envelope.tobytes()
         return {
-            id: Payload({"ids": _ids(box), "envelopes": stacked([*box.values()], ENVELOPE_BYTES)}).to_bytes()
+            id: Payload(
+                {"ids": _ids(box), "envelopes": stacked([*box.values()], ENVELOPE_BYTES)}
+            ).to_bytes()
             for id, box in boxes.items()
         }
 
@@ -138,7 +146,9 @@ class SecureServer:
         given = _checked(message, {"masked": (self.length,)}, torch.int64)
         if id in self.living or id not in self.fingerprints:
             raise PayloadError(
-                f"a masked vector of client {id}", "one of each that dealt shares counts", "send one"
+                f"a masked vector of client {id}",
+                "one of each that dealt shares counts",
+                "send one",
             )
         self.total += given.tensor("masked")
         self.living.add(id)
@@ -146,10 +156,17 @@ class SecureServer:
     def _unopened(self, id: int, message: bytes) -> set[int]:
         """Return whose envelopes a client complains of; nobody where its message is another one."""
         dealers = [other for other in self.graph.get(id, ()) if other in self.fingerprints]
-        if id not in self.fingerprints or len(message) > Payload({"unopened": _ids(dealers)}).nbytes:
+        if (
+            id not in self.fingerprints
+            or len(message) > Payload({"unopened": _ids(dealers)}).nbytes
+        ):
             return set()  # and a long message is not decoded twice
         try:
-            found = Payload.from_bytes(message, limits={"unopened": len(dealers)}).tensor("unopened").tolist()
+            found = (
+                Payload.from_bytes(message, limits={"unopened": len(dealers)})
+                .tensor("unopened")
+                .tolist()
+            )
         except PayloadError:
             return set()
         return {*found} if isinstance(found, list) and {*found} <= {*dealers} else set()
@@ -157,7 +174,9 @@ class SecureServer:
     def _name_by_complaints(self) -> None:
         """Name the clients that complaints convict."""
         for id in sorted(liars := convicted(self.complaints)):
-            others = sorted({other for pair in self.complaints if id in pair for other in pair} - {id})
+            others = sorted(
+                {other for pair in self.complaints if id in pair for other in pair} - {id}
+            )
             log.warning(
                 "secure sum: client %d is named: envelopes between it and clients %s cannot be opened",
                 id, ", ".join(map(str, others)),
@@ -214,14 +233,16 @@ class SecureServer:
             else:
                 key = private_key(seed)
                 for other in self.living.intersection(self.graph[id]):
-                    add_mask(total, agreed_key(key, self.public[other][1], "mask"), -mask_sign(other, id))
+                    add_mask(
+                        total, agreed_key(key, self.public[other][1], "mask"), -mask_sign(other, id)
+                    )
         if unknown:
             raise RoundVoid(self._blame(unknown, {id: len(shares[id]) for id in unknown}))
         return self.total
 
     def _reconstructed(self, id: int, shares: Mapping[int, bytes]) -> bytes | None:
-        """Return the seed of a client's own mask, or of its mask key where it dropped out; None where no
-        shares that were tried give what it advertised.
+        """Return the seed of a client's own mask, or of its mask key where it dropped out; None
+        where no shares that were tried give what it advertised.
 
         Raises:
             RoundVoid: there are too few shares.
@@ -255,8 +276,8 @@ class SecureServer:
         return public_key(private_key(seed)) == self.public[id][1]
 
     def _blame(self, unknown: Sequence[int], given: Mapping[int, int]) -> str:
-        """Return why secrets cannot be reconstructed, and name their clients where it is they who lied: of
-        shares more than are needed, one holder's wrong ones would have been found.
+        """Return why secrets cannot be reconstructed, and name their clients where it is they who
+        lied: of shares more than are needed, one holder's wrong ones would have been found.
 
         Args:
             unknown: the clients whose secrets they are, ``MAX_LIARS`` + 1 at most.
@@ -291,10 +312,12 @@ class SecureServer:
             )  # fmt: skip
 
     def _asked(self, holder: int) -> tuple[list[int], list[int]]:
-        """Return of whom a client is asked for a share: of its own and its neighbours' that live, and of
-        neighbours that dropped out after they dealt shares."""
+        """Return of whom a client is asked for a share: of its own and its neighbours' that live,
+        and of neighbours that dropped out after they dealt shares."""
         sharers = [id for id in self._holders(holder) if id in self.fingerprints]
-        return [id for id in sharers if id in self.living], [id for id in sharers if id not in self.living]
+        return [id for id in sharers if id in self.living], [
+            id for id in sharers if id not in self.living
+        ]
 
     def _holders(self, id: int) -> list[int]:
         return sorted([id, *self.graph[id]])
@@ -308,11 +331,12 @@ class SecureServer:
 
 
 def subsets(order: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    """Yield ``size`` of these at a time: first those in front, then others, until all wrong ones have been
-    left out together, if they are few.
+    """Yield ``size`` of these at a time: first those in front, then others, until all wrong ones
+    have been left out together, if they are few.
 
-    With n of them and s = n - size to spare, any single one is left out after ceil(n / s) sets: whole blocks
-    of s are left out in turn. Of w at once, w blocks of s / w each, ``MAX_SUBSETS`` in all.
+    With n of them and s = n - size to spare, any single one is left out after ceil(n / s) sets:
+    whole blocks of s are left out in turn. Of w at once, w blocks of s / w each, ``MAX_SUBSETS`` in
+    all.
 
     >>> [*subsets([1, 2, 3, 4], 2)][:3]
     [[1, 2], [3, 4], [1, 2]]
@@ -335,8 +359,8 @@ def subsets(order: Sequence[int], size: int) -> Iterator[Sequence[int]]:
 def _readable(
     messages: Mapping[int, bytes], shapes: Callable[[int], Mapping[str, tuple[int, ...]]]
 ) -> dict[int, Payload]:
-    """Return the decoded messages by sender, in order of id; a sender whose message has another form than it
-    must have drops out of the round."""
+    """Return the decoded messages by sender, in order of id; a sender whose message has another
+    form than it must have drops out of the round."""
     read = {}
     for id, message in sorted(messages.items()):
         try:
@@ -352,7 +376,9 @@ def _checked(message: bytes, shapes: Mapping[str, tuple[int, ...]], dtype: torch
     Raises:
         PayloadError: it is damaged, or its entries have other shapes or another type.
     """
-    given = Payload.from_bytes(message, limits={name: math.prod(shape) for name, shape in shapes.items()})
+    given = Payload.from_bytes(
+        message, limits={name: math.prod(shape) for name, shape in shapes.items()}
+    )
     for name, shape in shapes.items():
         tensor = given.tensor(name)
         if tensor.shape != shape or tensor.dtype != dtype:

@@ -27,10 +27,10 @@ class SecureSum:
     """A sum of which the server learns nothing but the total.
 
     Args:
-        threshold: share of the cohort that must stay until the end of a round, in (0.5, 1]; with fewer the
-            round is void. The same share of a client's neighbours reconstructs its masks.
-        neighbours: with how many clients each one shares secrets and masks: ``all``, or an even number of 2
-            or more, with which the cost of a client does not grow with the cohort.
+        threshold: share of the cohort that must stay until the end of a round, in (0.5, 1]; with
+            fewer the round is void. The same share of a client's neighbours reconstructs its masks.
+        neighbours: with how many clients each one shares secrets and masks: ``all``, or an even
+            number of 2 or more, with which the cost of a client does not grow with the cohort.
     """
 
     threshold: Annotated[float, THRESHOLD] = 0.67
@@ -45,7 +45,8 @@ class SecureSum:
         check_fields(self)
         k = self.neighbours
         require(
-            k == "all" or (isinstance(k, int) and not isinstance(k, bool) and k >= 2 and k % 2 == 0),
+            k == "all"
+            or (isinstance(k, int) and not isinstance(k, bool) and k >= 2 and k % 2 == 0),
             f"--trainer.secure_sum.neighbours {k}",
             "it is all, or an even number of 2 or more: half of them on either side of a ring of clients",
             "write --trainer.secure_sum.neighbours all",
@@ -68,8 +69,8 @@ class SecureSum:
         return cohort - 1 if self.neighbours == "all" else min(self.neighbours, cohort - 1)
 
     def client_bytes(self, integers: int, cohort: int) -> tuple[int, int]:
-        """Return the bytes that a client sends in a round, and those that it gets beside the broadcast, where
-        nobody drops out.
+        """Return the bytes that a client sends in a round, and those that it gets beside the
+        broadcast, where nobody drops out.
 
         Args:
             integers: L, all values of all sums and a weight for each sum.
@@ -85,8 +86,8 @@ class SecureSum:
         """Return the neighbours of each client, in order of id.
 
         Args:
-            ring: ids of the clients in a random order; each is joined with as many on its left as on its
-                right.
+            ring: ids of the clients in a random order; each is joined with as many on its left as
+                on its right.
 
         >>> SecureSum(neighbours=2).graph([4, 1, 2, 7])
         {4: [1, 7], 1: [2, 4], 2: [1, 7], 7: [2, 4]}

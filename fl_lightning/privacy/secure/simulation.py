@@ -1,8 +1,9 @@
-"""A round of the secure sum in one process, or in several: clients and server exchange nothing but the bytes
-of payloads, which are counted by phase.
+"""A round of the secure sum in one process, or in several: clients and server exchange nothing but
+the bytes of payloads, which are counted by phase.
 
-With several processes each of them computes the phases *keys*, *shares* and *unmask* of all clients; masked
-vectors are made and added up where their client was trained, and the sums are added over processes.
+With several processes each of them computes the phases *keys*, *shares* and *unmask* of all
+clients; masked vectors are made and added up where their client was trained, and the sums are added
+over processes.
 """
 
 from __future__ import annotations
@@ -102,10 +103,11 @@ def run_round(
 
     Args:
         settings: threshold and neighbours.
-        seed: of the run, from whose streams all seeds of keys and masks come: reproducible, and no secrets.
+        seed: of the run, from whose streams all seeds of keys and masks come: reproducible, and no
+            secrets.
         round: number of the round.
-        leaves_before: ids of the cohort, each with the phase before which it drops out, or an empty text. A
-            client that drops out is sent nothing any more.
+        leaves_before: ids of the cohort, each with the phase before which it drops out, or an empty
+            text. A client that drops out is sent nothing any more.
         length: L, values of a vector.
         vectors: what makes the vector of each client of this process, int64 ``[L]``, by id.
         deliver: what becomes of a masked message on its way; None: it is lost.
@@ -142,7 +144,9 @@ def _exchange(
         """Clients that have not left before this phase."""
         return [id for id in cohort if stays(leaves_before[id], phase)]
 
-    def answers(phase: str, asked: Mapping[int, bytes], answer: Callable[[int], bytes]) -> dict[int, bytes]:
+    def answers(
+        phase: str, asked: Mapping[int, bytes], answer: Callable[[int], bytes]
+    ) -> dict[int, bytes]:
         """Return what those that are present and agree answer to what the server sent them."""
         here = {id: asked[id] for id in present(phase) if id in asked}
         found = {}
@@ -164,18 +168,24 @@ def _exchange(
         lists = server.pass_on_keys(advertised)
         traffic.received("keys", {id: len(lists[id]) for id in present("shares") if id in lists})
     with traffic.timed("shares"):
-        boxes = server.pass_on_shares(answers("shares", lists, lambda id: clients[id].shares(lists[id])))
+        boxes = server.pass_on_shares(
+            answers("shares", lists, lambda id: clients[id].shares(lists[id]))
+        )
     with traffic.timed("masked"):
         _mask(server, clients, boxes, present("masked"), vectors, deliver, outcome, round)
     with traffic.timed("unmask"):
         requests = server.unmask_requests()
-        traffic.received("unmask", {id: len(requests[id]) for id in present("unmask") if id in requests})
+        traffic.received(
+            "unmask", {id: len(requests[id]) for id in present("unmask") if id in requests}
+        )
         outcome.total = server.unmask(
             answers("unmask", requests, lambda id: clients[id].unmask(requests[id]))
         )
 
 
-def add_delivered(server: SecureServer, id: int, message: bytes | None, outcome: Outcome, round: int) -> None:
+def add_delivered(
+    server: SecureServer, id: int, message: bytes | None, outcome: Outcome, round: int
+) -> None:
     """Add a client's masked vector to the server's sum; one that is damaged is rejected.
 
     Args:
@@ -209,7 +219,8 @@ def _mask(
     outcome: Outcome,
     round: int,
 ) -> None:
-    """Let the clients of this process mask their vectors, and add up what all processes have of them."""
+    """Let the clients of this process mask their vectors, and add up what all processes have of
+    them."""
     here = {id: boxes[id] for id in present if id in boxes}
     outcome.traffic.received("shares", lengths(here))
     sizes: dict[int, int] = {}
@@ -228,7 +239,11 @@ def _mask(
         if id in vectors:
             sizes[id] = len(message)
         add_delivered(server, id, deliver(id, message), outcome, round)
-    report = {"sizes": list(sizes.items()), "living": list(server.living), "rejected": list(outcome.rejected)}
+    report = {
+        "sizes": list(sizes.items()),
+        "living": list(server.living),
+        "rejected": list(outcome.rejected),
+    }
     for of_rank in map(json.loads, gather_bytes(json.dumps(report).encode())):
         server.living.update(of_rank["living"])
         outcome.rejected.update(of_rank["rejected"])

@@ -1,7 +1,8 @@
-"""Helpers of the corruptions: plasma, frost, motion blur, zoom. The sources are those of ``recipes.py``.
+"""Helpers of the corruptions: plasma, frost, motion blur, zoom. The sources are those of
+``recipes.py``.
 
-Arrays are batches: ``n`` images, height ``H``, width ``W``, ``C`` channels. Colours are in [0, 1] unless
-stated otherwise.
+Arrays are batches: ``n`` images, height ``H``, width ``W``, ``C`` channels. Colours are in [0, 1]
+unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ FROST_COLOURS = np.array(
 )
 """Measured mean colours (RGB, 0 to 255) of the five photographs."""
 FROST_CONTRAST, FROST_SLOPE = 22.0, 0.47
-"""Standard deviation of grey, and exponent of amplitude over frequency, of 32x32 cuts of the photographs."""
+"""Standard deviation of grey, and exponent of amplitude over frequency, of 32x32 cuts of the
+photographs."""
 
 
 def plasma(n: int, side: int, decay: float, rng: np.random.Generator) -> np.ndarray:
@@ -58,7 +60,8 @@ def plasma(n: int, side: int, decay: float, rng: np.random.Generator) -> np.ndar
 
 
 def clipped_zoom(images: np.ndarray, factor: float) -> np.ndarray:
-    """Return the centre of ``images`` ``[n, side, side, C]``, enlarged by ``factor`` to the same size."""
+    """Return the centre of ``images`` ``[n, side, side, C]``, enlarged by ``factor`` to the same
+    size."""
     side = images.shape[1]
     cut = math.ceil(side / factor)
     top = (side - cut) // 2
@@ -120,8 +123,8 @@ def frost_layers(
 ) -> np.ndarray:
     """Return layers of frost, float32 RGB in 0 to 255, ``[n, side, side, 3]``.
 
-    They are random cuts of the photographs or, without photographs, noise with the mean colours, contrast
-    and spectrum of the published ones.
+    They are random cuts of the photographs or, without photographs, noise with the mean colours,
+    contrast and spectrum of the published ones.
     """
     which = rng.integers(5, size=n)
     if not photographs:
@@ -137,7 +140,9 @@ def frost_layers(
 def _drawn_frost(colours: np.ndarray, side: int, rng: np.random.Generator) -> np.ndarray:
     frequency = np.hypot(np.fft.fftfreq(side)[:, None], np.fft.rfftfreq(side)[None, :])
     frequency[0, 0] = np.inf  # the noise has mean zero; the colour is added below
-    spectrum = np.fft.rfft2(rng.standard_normal((len(colours), side, side))) * frequency**-FROST_SLOPE
+    spectrum = (
+        np.fft.rfft2(rng.standard_normal((len(colours), side, side))) * frequency**-FROST_SLOPE
+    )
     noise = np.fft.irfft2(spectrum, s=(side, side))
     noise *= FROST_CONTRAST / noise.std(axis=(1, 2), keepdims=True)
     return np.clip(colours[:, None, None, :] + noise[..., None], 0, 255).astype(np.float32)

@@ -1,6 +1,7 @@
 """CIFAR-10-C and CIFAR-100-C as published.
 
-There is one ``.npy`` file for each corruption, with 10 000 images for each of five severities in order.
+There is one ``.npy`` file for each corruption, with 10 000 images for each of five severities in
+order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The 15 standard and 4 extra corruptions of CIFAR-10-C and CIFAR-100-C at severity 3.
 
 Source: Hendrycks & Dietterich, ICLR 2019. The recipes and constants are those of the authors'
-``ImageNet-C/create_c/make_cifar_c.py`` for images of 32x32. (Packages on the registry have the constants of
-ImageNet, which are ten times as strong on small images.) The differences are:
+``ImageNet-C/create_c/make_cifar_c.py`` for images of 32x32. (Packages on the registry have the
+constants of ImageNet, which are ten times as strong on small images.) The differences are:
 
 - noise comes from streams of the run's seed; images are corrupted in batches;
 - motion blur is ImageMagick's algorithm, without ImageMagick;
@@ -50,23 +50,30 @@ Generator = np.random.Generator
 
 
 def corrupt(name: str, images: Images, seed: int, photographs: Sequence[np.ndarray] = ()) -> Images:
-    """Return the images with one corruption, uint8; the result is the same for all methods with one seed.
+    """Return the images with one corruption, uint8; the result is the same for all methods with one
+    seed.
 
     Args:
         name: one of ``STANDARD`` or ``EXTRA``.
         images: uint8 RGB ``[n, side, side, 3]``.
         seed: seed of the run.
-        photographs: photographs of frost, RGB uint8, larger than the images; if empty, frost is drawn.
+        photographs: photographs of frost, RGB uint8, larger than the images; if empty, frost is
+            drawn.
     """
     blocks = []
     for number, start in enumerate(range(0, len(images), IMAGES_PER_BLOCK)):
-        block, rng = images[start : start + IMAGES_PER_BLOCK], stream(seed, f"corruption/{name}", number)
+        block, rng = (
+            images[start : start + IMAGES_PER_BLOCK],
+            stream(seed, f"corruption/{name}", number),
+        )
         done = _frost(block, rng, photographs) if name == "frost" else RECIPES[name](block, rng)
         blocks.append(done if done.dtype == np.uint8 else _to_bytes(done))
     return np.concatenate(blocks)
 
 
-def corrupt_images(name: str, images: Tensor, seed: int, photographs: Sequence[np.ndarray] = ()) -> Tensor:
+def corrupt_images(
+    name: str, images: Tensor, seed: int, photographs: Sequence[np.ndarray] = ()
+) -> Tensor:
     """Return :func:`corrupt` of images uint8 ``[n, C, side, side]``, in the same shape, on the CPU.
 
     Grey images, C = 1, are corrupted as three equal channels, of which the first is returned.
@@ -122,8 +129,11 @@ def gaussian_blur(images: Images, rng: Generator) -> np.ndarray:
 
 
 def defocus_blur(images: Images, rng: Generator) -> np.ndarray:
-    """A 3x3 Gaussian of 0.6 pixels: the disk of radius 0.5 is one pixel, so only its anti-aliasing blurs."""
-    return gaussian_filter(_to_unit_range(images), (0, 0.6, 0.6, 0), mode="mirror", radius=(0, 1, 1, 0))
+    """A 3x3 Gaussian of 0.6 pixels: the disk of radius 0.5 is one pixel, so only its anti-aliasing
+    blurs."""
+    return gaussian_filter(
+        _to_unit_range(images), (0, 0.6, 0.6, 0), mode="mirror", radius=(0, 1, 1, 0)
+    )
 
 
 def glass_blur(images: Images, rng: Generator) -> np.ndarray:
@@ -161,7 +171,9 @@ def snow(images: Images, rng: Generator) -> np.ndarray:
     flakes = _to_unit_range(_to_bytes(np.where(flakes < 0.55, 0, flakes)))
     flakes = motion_blur(flakes, 10, 4, rng.uniform(-135, -45, len(x)))
     grey = (x @ np.array([0.299, 0.587, 0.114], np.float32))[..., None]
-    return 0.9 * x + 0.1 * np.maximum(x, grey * 1.5 + 0.5) + flakes + np.rot90(flakes, 2, axes=(1, 2))
+    return (
+        0.9 * x + 0.1 * np.maximum(x, grey * 1.5 + 0.5) + flakes + np.rot90(flakes, 2, axes=(1, 2))
+    )
 
 
 def _frost(images: Images, rng: Generator, photographs: Sequence[np.ndarray]) -> np.ndarray:
@@ -179,7 +191,9 @@ def fog(images: Images, rng: Generator) -> np.ndarray:
 def spatter(images: Images, rng: Generator) -> np.ndarray:
     """Pale turquoise drops, brighter towards one side."""
     x = _to_unit_range(images, np.float32)
-    liquid = gaussian_filter(rng.normal(0.65, 0.3, x.shape[:3]), (0, 1, 1), mode="nearest", truncate=4)
+    liquid = gaussian_filter(
+        rng.normal(0.65, 0.3, x.shape[:3]), (0, 1, 1), mode="nearest", truncate=4
+    )
     liquid = _to_bytes(np.where(liquid < 0.69, 0, liquid))
     drops = np.stack([_drops(layer) for layer in liquid])
     return x + 0.5 * drops[..., None] * np.array([175, 238, 238], np.float32) / 255
@@ -244,7 +258,10 @@ def elastic_transform(images: Images, rng: Generator) -> np.ndarray:
     row, column = np.meshgrid(np.arange(side), np.arange(side), indexing="ij")
     for image, corners, down, right in zip(x, there, *shift, strict=True):
         turned = cv2.warpAffine(
-            image, cv2.getAffineTransform(here, corners), (side, side), borderMode=cv2.BORDER_REFLECT_101
+            image,
+            cv2.getAffineTransform(here, corners),
+            (side, side),
+            borderMode=cv2.BORDER_REFLECT_101,
         )
         for channel in range(3):
             image[..., channel] = map_coordinates(
@@ -260,7 +277,10 @@ def pixelate(images: Images, rng: Generator) -> Images:
     side = images.shape[1]
     small, full, box = (int(side * 0.85),) * 2, (side, side), Image.Resampling.BOX
     return np.stack(
-        [np.asarray(Image.fromarray(image).resize(small, box).resize(full, box)) for image in images]
+        [
+            np.asarray(Image.fromarray(image).resize(small, box).resize(full, box))
+            for image in images
+        ]
     )
 
 

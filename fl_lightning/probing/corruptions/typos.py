@@ -1,6 +1,6 @@
-"""Synthetic noise in the words of a text, by the recipe of Belinkov & Bisk (ICLR 2018, arXiv 1711.02173,
-section 3.2): every word of ASCII letters that is long enough gets one error, which may leave it as it was. No
-noise changes the number of characters.
+"""Synthetic noise in the words of a text, by the recipe of Belinkov & Bisk (ICLR 2018, arXiv
+1711.02173, section 3.2): every word of ASCII letters that is long enough gets one error, which may
+leave it as it was. No noise changes the number of characters.
 
 Their natural noise, mistakes that people made, needs word lists that this package does not have.
 """
@@ -26,9 +26,16 @@ def _neighbours() -> dict[str, str]:
     for row, keys in enumerate(KEYBOARD):
         for place, letter in enumerate(keys):
             around = [(row, place - 1), (row, place + 1)]
-            around += [(row - 1, place), (row - 1, place + 1), (row + 1, place - 1), (row + 1, place)]
+            around += [
+                (row - 1, place),
+                (row - 1, place + 1),
+                (row + 1, place - 1),
+                (row + 1, place),
+            ]
             found[letter] = "".join(
-                KEYBOARD[y][x] for y, x in around if 0 <= y < len(KEYBOARD) and 0 <= x < len(KEYBOARD[y])
+                KEYBOARD[y][x]
+                for y, x in around
+                if 0 <= y < len(KEYBOARD) and 0 <= x < len(KEYBOARD[y])
             )
     return found
 

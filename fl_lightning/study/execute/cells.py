@@ -35,8 +35,8 @@ class CellState:
         hash: the hash of the settings that count.
         status: ``waiting``: never started; ``interrupted``: it continues where it stopped.
         run: the folder of its run, once there is one.
-        threads: the threads of its process; the same in every session, since they change how sums are
-            rounded.
+        threads: the threads of its process; the same in every session, since they change how sums
+            are rounded.
         problem: what keeps a run that has ended from being counted, and what to do; or empty.
         changed: modules of the user whose files are others now than when the run was trained.
     """
@@ -63,7 +63,8 @@ class CellState:
             metadata = read_json(self.run / "metadata.json")
             status, threads = metadata.get("status"), metadata.get("threads")
             if not self.threads and isinstance(threads, int):
-                self.threads = threads  # of a folder that was copied without the cells.json of its sweep
+                # of a folder that was copied without the cells.json of its sweep
+                self.threads = threads
             self.status = status if status in ("finished", "failed") else "interrupted"
             self.problem, self.changed = "", changed_code(metadata.get("code") or {})
             if status == "finished" and not self.metrics():
@@ -117,7 +118,8 @@ class StudyCells:
         self.shard = shard
         self.every, self.others = [*states], set[str]()
         self._known = read_cells(folder)
-        self._resolved: dict[tuple[str, ...], Any] = {}  # by method and levels: the seed changes one entry
+        # by method and levels: the seed changes one entry
+        self._resolved: dict[tuple[str, ...], Any] = {}
 
     @classmethod
     def plan(
@@ -125,21 +127,24 @@ class StudyCells:
     ) -> StudyCells:
         """Resolve every cell and look for its run; nothing is created.
 
-        Of a study that adds seeds until its criteria are decided, these are the cells of the seeds that it
-        lists and of those that were begun.
+        Of a study that adds seeds until its criteria are decided, these are the cells of the seeds
+        that it lists and of those that were begun.
 
         Raises:
             InputError: ``fit`` would refuse a cell; the message begins with its name.
         """
         cells = cls(study, root / study.name, [], resolve, shard)
         begun = {entry.get("seed") for entry in cells._known.values()}
-        count = max(i + 1 for i, seed in enumerate(study.seed_order) if seed in {*study.seeds, *begun})
+        count = max(
+            i + 1 for i, seed in enumerate(study.seed_order) if seed in {*study.seeds, *begun}
+        )
         for seed in study.seed_order[:count]:
             cells.add_seed(seed)
         return cells
 
     def add_seed(self, seed: int) -> list[CellState]:
-        """Add the cells of one more seed, look for the runs of those of this shard, and return them.
+        """Add the cells of one more seed, look for the runs of those of this shard, and return
+        them.
 
         Raises:
             InputError: ``fit`` would refuse a cell; the message begins with its name.
@@ -223,7 +228,7 @@ def _entry(state: CellState) -> dict[str, Any]:
 
 
 def resolved_settings(args: list[str], resolve: Callable[[list[str]], str]) -> dict[str, Any]:
-    """Return the configuration that ``fit`` makes of these arguments, as the ``config.yaml`` of a run has
-    it."""
+    """Return the configuration that ``fit`` makes of these arguments, as the ``config.yaml`` of a
+    run has it."""
     settings: dict[str, Any] = redact_settings(yaml.safe_load(resolve(args)))
     return settings

@@ -1,5 +1,5 @@
-"""The display of a sweep or a search: a line for every job that ends and, on a terminal, a live table of the
-runs at work."""
+"""The display of a sweep or a search: a line for every job that ends and, on a terminal, a live
+table of the runs at work."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ class Display:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self.live:
             self.live.stop()

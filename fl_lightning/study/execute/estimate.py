@@ -1,4 +1,5 @@
-"""How long the rest of a study will take, estimated from the rounds that runs of the same method recorded."""
+"""How long the rest of a study will take, estimated from the rounds that runs of the same method
+recorded."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ class RoundCost:
 
 
 def find_cost(cells: StudyCells, state: CellState) -> RoundCost | None:
-    """Return the mean cost of a round in a cell of the same method: of the same levels if there is one, and
-    of these the longest.
+    """Return the mean cost of a round in a cell of the same method: of the same levels if there is
+    one, and of these the longest.
 
     The first round warms up and does not count, unless it is alone. None: no such cell has a round.
     """
@@ -43,7 +44,10 @@ def find_cost(cells: StudyCells, state: CellState) -> RoundCost | None:
         rows, name = max(measured, key=lambda one: len(one[0]))
         if rows:
             counted = rows[1:] or rows
-            sums = [sum(row.get(key, 0.0) for row in counted) for key in ("time/round", "comm/total_bytes")]
+            sums = [
+                sum(row.get(key, 0.0) for row in counted)
+                for key in ("time/round", "comm/total_bytes")
+            ]
             return RoundCost(sums[0] / len(counted), sums[1] / len(counted), name)
     return None
 
@@ -63,7 +67,9 @@ class RemainingCost:
     unknown: list[str]
 
 
-def remaining_cost(states: Iterable[CellState], costs: dict[str, RoundCost | None]) -> RemainingCost:
+def remaining_cost(
+    states: Iterable[CellState], costs: dict[str, RoundCost | None]
+) -> RemainingCost:
     """Add up the rounds that are left, and the start of each process.
 
     Args:
@@ -99,7 +105,9 @@ def show_plan(cells: StudyCells, jobs: int, console: Console | None = None) -> N
         if cost:
             minutes, megabytes = state.rounds * cost.seconds / 60, state.rounds * cost.bytes / 1e6
             figures = [f"{minutes:.1f}", f"{megabytes:.1f}", cost.source]
-        table.add_row(state.cell.name, state.status, f"{len(state.metrics())}/{state.rounds}", *figures)
+        table.add_row(
+            state.cell.name, state.status, f"{len(state.metrics())}/{state.rounds}", *figures
+        )
     console.print(table)
     for line in cells.problems():
         console.print(line, markup=False)
@@ -109,12 +117,17 @@ def show_plan(cells: StudyCells, jobs: int, console: Console | None = None) -> N
         f"{rest.bytes / 1e6:.1f} MB over the wire"
     )
     if rest.unknown:  # what is known of the others is a lower bound, and of nothing it is no bound
-        about = f"more than {about.removeprefix('about ')}" if rest.seconds else "time and bytes unknown"
+        about = (
+            f"more than {about.removeprefix('about ')}"
+            if rest.seconds
+            else "time and bytes unknown"
+        )
     left = [state for state in cells if state.status != "finished"]
     rounds = sum(state.rounds - len(state.metrics()) for state in left)
     part = "" if cells.shard.is_whole else f", shard {cells.shard}"
     console.print(
-        f"{cells.study.name}{part}: {count} cells, {len(left)} to run, {rounds} rounds: {about}", markup=False
+        f"{cells.study.name}{part}: {count} cells, {len(left)} to run, {rounds} rounds: {about}",
+        markup=False,
     )
     if rest.unknown:
         console.print(

@@ -1,10 +1,10 @@
-"""A process that has imported torch, Lightning and MLflow, and forks one job after another: each begins at
-once, and not after the seconds that these imports take.
+"""A process that has imported torch, Lightning and MLflow, and forks one job after another: each
+begins at once, and not after the seconds that these imports take.
 
-``python -m fl_lightning.study.execute.fork_server`` reads a line of JSON for each job from its standard
-input and writes a line with the exit code of each to its standard output. A job leads a session of its own
-and reads from a pipe that ends with the server, as the server's ends with the pool: whatever ends one of them
-ends the jobs too, as after SIGTERM, each with its checkpoint.
+``python -m fl_lightning.study.execute.fork_server`` reads a line of JSON for each job from its
+standard input and writes a line with the exit code of each to its standard output. A job leads a
+session of its own and reads from a pipe that ends with the server, as the server's ends with the
+pool: whatever ends one of them ends the jobs too, as after SIGTERM, each with its checkpoint.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ class ForkedJob:
 
 
 def serve() -> list[str] | None:
-    """Fork jobs until the standard input ends; return the command line in the process of a job, and None in
-    the server's."""
+    """Fork jobs until the standard input ends; return the command line in the process of a job, and
+    None in the server's."""
     import_quickly("fl_lightning.cli.parser")
     gc.freeze()  # pages that no collection touches are shared with the jobs
     woken, wake = os.pipe()
@@ -200,7 +200,8 @@ def _answer(ended: Mapping[str, int]) -> None:
 
 
 def _tell(pid: int | None, number: int) -> None:
-    if pid is not None:  # it may have ended by itself; a process that was not waited for keeps its number
+    # it may have ended by itself; a process that was not waited for keeps its number
+    if pid is not None:
         (os.killpg if number == signal.SIGKILL else os.kill)(pid, number)
 
 

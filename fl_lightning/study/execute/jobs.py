@@ -1,4 +1,5 @@
-"""Commands of this program in processes of their own, a few at a time, and the threads and GPUs of each.
+"""Commands of this program in processes of their own, a few at a time, and the threads and GPUs of
+each.
 
 Whatever ends the pool ends them too, each with its checkpoint.
 """
@@ -59,10 +60,16 @@ class Job:
 
 
 def fit_arguments(
-    args: Sequence[str], *, root: Path, experiment: str, name: str, tags: Mapping[str, str], logger: bool
+    args: Sequence[str],
+    *,
+    root: Path,
+    experiment: str,
+    name: str,
+    tags: Mapping[str, str],
+    logger: bool,
 ) -> list[str]:
-    """Return the command line of a ``fit`` that has a folder and a name of its own, and continues what is
-    there.
+    """Return the command line of a ``fit`` that has a folder and a name of its own, and continues
+    what is there.
 
     Args:
         args: arguments of ``fit``.
@@ -93,7 +100,11 @@ class StartedJob:
     """
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], held: Sequence[int], log: IO[bytes]
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        held: Sequence[int],
+        log: IO[bytes],
     ) -> None:
         self.process = subprocess.Popen(
             command,
@@ -143,8 +154,8 @@ class RunningJob:
 
     Args:
         job: the job.
-        process: its process, the leader of a session of its own: Ctrl-C in the terminal reaches the pool
-            alone.
+        process: its process, the leader of a session of its own: Ctrl-C in the terminal reaches the
+            pool alone.
         slot: the number of its slot in the pool.
         since: ``time.monotonic()`` of its start.
     """
@@ -161,8 +172,8 @@ class Pool:
     Args:
         slots: the environment variables of each slot.
         held: file descriptors that every process keeps open.
-        program: the program that is started with the arguments of each job, if it is not this one. This
-            one's jobs are forked where that is safe, on Linux, and started elsewhere.
+        program: the program that is started with the arguments of each job, if it is not this one.
+            This one's jobs are forked where that is safe, on Linux, and started elsewhere.
     """
 
     def __init__(
@@ -185,9 +196,10 @@ class Pool:
         """Run jobs until all have ended.
 
         Args:
-            jobs: the jobs, in the order in which they start; each is asked for when a slot is free for it.
-            ended: is called with every job that ended by itself and its exit code, and may return a job that
-                goes next.
+            jobs: the jobs, in the order in which they start; each is asked for when a slot is free
+                for it.
+            ended: is called with every job that ended by itself and its exit code, and may return a
+                job that goes next.
             look: is called at every look with the jobs that are at work.
 
         Raises:
@@ -226,7 +238,9 @@ class Pool:
     def _start(self, job: Job, slot: int) -> RunningJob:
         job.log.parent.mkdir(parents=True, exist_ok=True)
         with open_own(job.log, "ab") as log:
-            log.write(f"$ python -m fl_lightning {shlex.join(redact_arguments(job.args))}\n".encode())
+            log.write(
+                f"$ python -m fl_lightning {shlex.join(redact_arguments(job.args))}\n".encode()
+            )
             log.flush()
             environment = {**os.environ, **self.slots[slot], **job.environment}
             if self.program is not None:
@@ -240,7 +254,9 @@ class Pool:
                 self.servers[key] = ForkServer(environment, self.held, log)
             return RunningJob(job, self.servers[key].start(job.args, job.log), slot)
 
-    def _collect(self, following: deque[Job], ended: Callable[[RunningJob, int], Job | None]) -> None:
+    def _collect(
+        self, following: deque[Job], ended: Callable[[RunningJob, int], Job | None]
+    ) -> None:
         for running in list(self.running):
             code = running.process.poll()
             if code is not None:
@@ -273,8 +289,8 @@ def cores() -> int:
 
 
 def threads_per_job(jobs: int, before: int = 0, environment: Mapping[str, str] = os.environ) -> int:
-    """Return the threads of a cell: ``OMP_NUM_THREADS``, else those of earlier sessions, else its share of
-    the cores.
+    """Return the threads of a cell: ``OMP_NUM_THREADS``, else those of earlier sessions, else its
+    share of the cores.
 
     Args:
         jobs: the number of jobs that run at a time.
@@ -287,7 +303,9 @@ def threads_per_job(jobs: int, before: int = 0, environment: Mapping[str, str] =
     return int(given) if given.isdigit() and int(given) else before or max(1, cores() // jobs)
 
 
-def slots_for(jobs: int, devices: str, environment: Mapping[str, str] = os.environ) -> list[dict[str, str]]:
+def slots_for(
+    jobs: int, devices: str, environment: Mapping[str, str] = os.environ
+) -> list[dict[str, str]]:
     """Return the environment of each slot: GPUs are dealt out in turn.
 
     Args:
@@ -314,13 +332,18 @@ def slots_for(jobs: int, devices: str, environment: Mapping[str, str] = os.envir
             rule = f"it is auto, none, or numbers of GPUs ({there})"
             raise InputError(f"--devices {devices}", rule, "write --devices auto")
         chosen = [visible[int(number)] for number in numbers]
-    return [{"CUDA_VISIBLE_DEVICES": chosen[slot % len(chosen)]} if chosen else {} for slot in range(jobs)]
+    return [
+        {"CUDA_VISIBLE_DEVICES": chosen[slot % len(chosen)]} if chosen else {}
+        for slot in range(jobs)
+    ]
 
 
 def _visible(environment: Mapping[str, str]) -> list[str]:
     """Return the GPUs, by the names that ``CUDA_VISIBLE_DEVICES`` has for them."""
     if "CUDA_VISIBLE_DEVICES" in environment:
-        return [name.strip() for name in environment["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
+        return [
+            name.strip() for name in environment["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()
+        ]
     import torch
 
     return [str(number) for number in range(torch.cuda.device_count())]

@@ -1,10 +1,10 @@
-"""One sweep per study, or per shard of it, at a time, and none before the cells of one that was killed have
-stopped.
+"""One sweep per study, or per shard of it, at a time, and none before the cells of one that was
+killed have stopped.
 
-A sweep of the whole study holds its locks alone. Shards share them, and each has two of its own. All are
-locks of ``flock`` and not of ``filelock``: that cannot share a lock, and when it releases one it unlocks the
-file for the processes that inherited the descriptor as well. Here descriptors are closed only, and the
-processes of the cells keep what they have inherited.
+A sweep of the whole study holds its locks alone. Shards share them, and each has two of its own.
+All are locks of ``flock`` and not of ``filelock``: that cannot share a lock, and when it releases
+one it unlocks the file for the processes that inherited the descriptor as well. Here descriptors
+are closed only, and the processes of the cells keep what they have inherited.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def only_one(folder: Path, shard: Shard = WHOLE) -> Iterator[list[int]]:
     """Hold the locks of a study, or of one shard of it.
 
     Yields:
-        the file descriptors that the processes of the cells must inherit: a lock is held as long as one of
-            them lives, also when the sweep itself was killed.
+        the file descriptors that the processes of the cells must inherit: a lock is held as long as
+            one of them lives, also when the sweep itself was killed.
 
     Raises:
         InputError: another process works on this study or shard, or shards of another number do.
@@ -45,7 +45,11 @@ def only_one(folder: Path, shard: Shard = WHOLE) -> Iterator[list[int]]:
     held: list[int] = []
     try:
         if shard.is_whole:
-            _take(held, folder / ".sweep.lock", refusal(folder, "another process is running this study"))
+            _take(
+                held,
+                folder / ".sweep.lock",
+                refusal(folder, "another process is running this study"),
+            )
             _wait_for_cells(held, folder / ".cells.lock")
             yield held[1:]
         else:
@@ -67,11 +71,14 @@ def refusal(folder: Path, rule: str) -> InputError:
 
 @contextmanager
 def one_writer(folder: Path, shard: Shard) -> Iterator[None]:
-    """Keep other shards from writing files of the study's folder; a sweep of the whole study is alone."""
+    """Keep other shards from writing files of the study's folder; a sweep of the whole study is
+    alone."""
     held: list[int] = []
     try:
         if not shard.is_whole:
-            busy = InputError(f"{folder}", "another shard does not let go of its files", "start it again")
+            busy = InputError(
+                f"{folder}", "another shard does not let go of its files", "start it again"
+            )
             _take(held, folder / ".files.lock", busy, seconds=FILES_LIMIT)
         yield
     finally:
@@ -82,8 +89,8 @@ def one_writer(folder: Path, shard: Shard) -> Iterator[None]:
 def _take_shared(held: list[int], folder: Path, shard: Shard) -> None:
     """Take the locks of the whole study together with other shards of the same number.
 
-    The first shard waits for the cells of whatever sweep was killed before it, and writes down the number of
-    shards. :func:`one_writer` makes sure that no two are the first.
+    The first shard waits for the cells of whatever sweep was killed before it, and writes down the
+    number of shards. :func:`one_writer` makes sure that no two are the first.
     """
     sweep, cells = folder / ".sweep.lock", folder / ".cells.lock"
     try:
@@ -91,7 +98,10 @@ def _take_shared(held: list[int], folder: Path, shard: Shard) -> None:
     except BlockingIOError:
         _take(held, sweep, refusal(folder, "another process is running this study"), shared=True)
         count = int(os.pread(held[0], 20, 0) or shard.count)
-        rule, instead = f"its shards that run now are {count}", f"write --shard 1/{count}, or wait for them"
+        rule, instead = (
+            f"its shards that run now are {count}",
+            f"write --shard 1/{count}, or wait for them",
+        )
         require(count == shard.count, f"{folder}: --shard {shard}", rule, instead)
         _wait_for_cells(held, cells, shared=True)
         return
@@ -147,7 +157,8 @@ def _take(
 
 
 def _flock(descriptor: int, *, shared: bool) -> bool:
-    """Lock an open file if nobody else has it; on a platform or file system without locks, do nothing."""
+    """Lock an open file if nobody else has it; on a platform or file system without locks, do
+    nothing."""
     try:
         import fcntl
 
@@ -155,5 +166,7 @@ def _flock(descriptor: int, *, shared: bool) -> bool:
     except BlockingIOError:
         return False
     except (ImportError, OSError) as error:
-        log.warning("this file system has no locks (%s); start every sweep or shard once only", error)
+        log.warning(
+            "this file system has no locks (%s); start every sweep or shard once only", error
+        )
     return True

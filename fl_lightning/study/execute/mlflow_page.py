@@ -1,8 +1,8 @@
 """The link to a study on MLflow's page, and the columns, groups and charts that it shows there.
 
-MLflow keeps such a view as a tag of the experiment, ``mlflow.sharedViewState.<key>``, in JSON of its own that
-no document describes. Here it is as the *Share* button of ``FITTING_SERIES`` writes it; with other versions
-the link leads to the experiment without a view.
+MLflow keeps such a view as a tag of the experiment, ``mlflow.sharedViewState.<key>``, in JSON of
+its own that no document describes. Here it is as the *Share* button of ``FITTING_SERIES`` writes
+it; with other versions the link leads to the experiment without a view.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def view_tags(axes: Sequence[str], task: TaskMetrics = CLASSIFICATION) -> dict[s
     """
     if not has_view():
         return {}
-    by_round, at_the_end = ([name.format(task.primary) for name in names] for names in (BY_ROUND, AT_THE_END))
+    by_round, at_the_end = (
+        [name.format(task.primary) for name in names] for names in (BY_ROUND, AT_THE_END)
+    )
     columns = [f"tags.`{name}`" for name in ("label", *axes, "seed")]
     columns += [f"metrics.`{name}`" for name in (*at_the_end, "comm/total_bytes")]
     sections = {
@@ -49,7 +51,10 @@ def view_tags(axes: Sequence[str], task: TaskMetrics = CLASSIFICATION) -> dict[s
         "by round": [_line(name) for name in by_round],
     }
     shown = {"display": True, "isReordered": True, "deleted": False, "isGenerated": False}
-    groups = {"aggregateFunction": "average", "groupByKeys": [{"mode": "tag", "groupByData": "label"}]}
+    groups = {
+        "aggregateFunction": "average",
+        "groupByKeys": [{"mode": "tag", "groupByData": "label"}],
+    }
     view = {
         "selectedColumns": columns,
         "groupBy": groups,

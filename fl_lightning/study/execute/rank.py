@@ -1,5 +1,5 @@
-"""The command ``rank``: it trains one method on the protocol of a published study, and says which place it
-has among the published methods. None of those is run again.
+"""The command ``rank``: it trains one method on the protocol of a published study, and says which
+place it has among the published methods. None of those is run again.
 
 python -m fl_lightning rank --model my_package.MyMethod --setting dirichlet01
 """
@@ -51,7 +51,9 @@ class RankSession(SweepSession):
         """
         if state.status == "finished" and state.run is not None:
             record = read_directory(state.run)
-            check_paired(self.published, FinishedRun("", state.cell.seed, state.cell.levels, record))
+            check_paired(
+                self.published, FinishedRun("", state.cell.seed, state.cell.levels, record)
+            )
 
     def ended(self, running: RunningJob, code: int) -> Job | None:
         following = super().ended(running, code)
@@ -80,16 +82,17 @@ def rank(
     *,
     resolve: Resolve,
 ) -> None:
-    """Train a method on the partitions, seeds and protocol of a published study, and print its place.
+    """Train a method on the partitions, seeds and protocol of a published study, and print its
+    place.
 
     Started again, it does what is left; a finished run is not trained twice.
 
     Args:
-        model: the method's class, such as ``my_package.MyMethod``; network and optimizer are the study's
-            unless ``method_config`` or ``settings`` say otherwise.
+        model: the method's class, such as ``my_package.MyMethod``; network and optimizer are the
+            study's unless ``method_config`` or ``settings`` say otherwise.
         against: the folder of the published study: a path, or a name in ``docs/results``.
-        setting: levels of its grid, with commas between them, such as ``dirichlet01`` or ``noise=on``;
-            default: all.
+        setting: levels of its grid, with commas between them, such as ``dirichlet01`` or
+            ``noise=on``; default: all.
         seeds: how many of its seeds, the first ones; default: all.
         label: the name of the method in tables; default: that of its class.
         method_config: a configuration of ``fit`` with the method's settings.
@@ -102,8 +105,8 @@ def rank(
         dry_run: print the runs and an estimate of time, check the protocol, and create nothing.
 
     Raises:
-        InputError: there is no such study, or the runs could not be paired with it; the message names what
-            differs.
+        InputError: there is no such study, or the runs could not be paired with it; the message
+            names what differs.
     """
     published = PublishedStudy.read(find_published(against), f"--against {against}")
     published_rows(published)
@@ -113,7 +116,10 @@ def rank(
     study = study_of(published, label, own, setting, seeds)
     out = out or Path("reports") / study.name
     check_out(out, overwrite=read_json(out / REPORT).get("study") == study.name)
-    slots, cells = slots_for(jobs, devices), planned(StudyCells.plan(study, Path(root), resolve), jobs)
+    slots, cells = (
+        slots_for(jobs, devices),
+        planned(StudyCells.plan(study, Path(root), resolve), jobs),
+    )
     for state in cells:
         check_protocol(published, state.cell.name, state.cell.levels, protocol_of(state.config))
     if dry_run:
@@ -141,16 +147,25 @@ def study_of(
         seeds: the number of seeds; None: all.
 
     Raises:
-        InputError: the plan is missing, or a level, the number of seeds or the label does not fit it.
+        InputError: the plan is missing, or a level, the number of seeds or the label does not fit
+            it.
     """
     path, given = published.path / PLAN, f"--against {published.path}"
     rule = f"the folder has no {PLAN}, the plan of its study: an earlier release wrote it"
-    require(path.is_file(), given, rule, "make the report again with compare of this release, from the runs")
+    require(
+        path.is_file(),
+        given,
+        rule,
+        "make the report again with compare of this release, from the runs",
+    )
     plan, most = Study.read(path, with_record=False), len(published.seeds)
     count = most if seeds is None else seeds
     rule = f"{most} seeds are published, and runs are paired by seed"
     require(0 < count <= most, f"--seeds {seeds}", rule, f"write --seeds {most}")
-    rule, instead = f"a method of that name is published in {published.name}", f"write --label My{label}"
+    rule, instead = (
+        f"a method of that name is published in {published.name}",
+        f"write --label My{label}",
+    )
     require(label not in published.labels, f"--label {label}", rule, instead)
     study = Study(
         path=path,
@@ -178,7 +193,8 @@ def study_of(
 def _levels(
     grid: Mapping[str, Mapping[str, Variation]], setting: str | None
 ) -> dict[str, Mapping[str, Variation]]:
-    """Return the grid with the levels that are asked for; an axis of which none is named keeps all."""
+    """Return the grid with the levels that are asked for; an axis of which none is named keeps
+    all."""
     if setting is None:
         return dict(grid)
     wanted = [name.strip() for name in setting.split(",")]
@@ -187,7 +203,9 @@ def _levels(
     for name in wanted:
         rule = f"it is one of {', '.join(known)}" if known else "the published study has no grid"
         near = nearest(name, known)
-        instead = f"write --setting {near or known[0]}, or another of them" if known else "leave it out"
+        instead = (
+            f"write --setting {near or known[0]}, or another of them" if known else "leave it out"
+        )
         require(name in {*names, *names.values()}, f"--setting {name}", rule, instead)
     chosen = {
         axis: {one: levels[one] for one in levels if {one, f"{axis}={one}"} & {*wanted}}
@@ -199,5 +217,7 @@ def _levels(
 def _file(name: str) -> Path:
     path = find_config(name)
     if path is None:
-        raise InputError(f"--method_config {name}", "there is no such file", "write the path of a YAML file")
+        raise InputError(
+            f"--method_config {name}", "there is no such file", "write the path of a YAML file"
+        )
     return path

@@ -58,13 +58,18 @@ class SweepSession:
             SystemExit: 1 when one failed.
         """
         cells, study = self.cells, self.cells.study
-        plan = plan_of(study, ((one.cell.method, one.cell.levels, one.config) for one in cells.every))
+        plan = plan_of(
+            study, ((one.cell.method, one.cell.levels, one.config) for one in cells.every)
+        )
         with one_writer(cells.folder, cells.shard):
             known = Registration.read(cells.folder)
             self.registration = register(cells.folder, plan, runs_in(cells.folder))
             replace(cells.folder / "study.yaml", study.to_yaml().encode())
             if self.logger and any(one.config.get("trainer.logger") is True for one in cells.every):
-                tags, view = {"cells": str(len(cells.every))}, mlflow_page.view_tags(list(study.grid))
+                tags, view = (
+                    {"cells": str(len(cells.every))},
+                    mlflow_page.view_tags(list(study.grid)),
+                )
                 self.parent = begin_study(study.name, cells.folder, tags, view)
         cells.write()
         self.display = Display(
@@ -114,8 +119,8 @@ class SweepSession:
         self.display.line(f"what holds     {compare}")
 
     def learn_task(self, task: TaskMetrics) -> None:
-        """Let MLflow's page show the metrics of the task that a run has, and print what of the study does not
-        fit it."""
+        """Let MLflow's page show the metrics of the task that a run has, and print what of the
+        study does not fit it."""
         if task.primary == self.task.primary:
             return
         self.task, study = task, self.cells.study
@@ -181,13 +186,22 @@ class SweepSession:
         log = folder / "logs" / f"{cell.name}.log"
         environment = {"OMP_NUM_THREADS": str(state.threads)}
         if state.status != "finished":
-            tags = {"study": study.name, "label": cell.method, **cell.levels, TAG: self.registration.tag}
+            tags = {
+                "study": study.name,
+                "label": cell.method,
+                **cell.levels,
+                TAG: self.registration.tag,
+            }
             if self.parent:
                 tags["mlflow.parentRunId"] = self.parent.run_id
             own = {"root": folder.parent, "experiment": study.name, "name": cell.name}
             args = fit_arguments(cell.args, **own, tags=tags, logger=self.logger)  # type: ignore[arg-type]
             return Job(cell.name, args, log, environment)
-        if study.test is not None and cell.name not in self.tested and not state.is_tested(study.test):
+        if (
+            study.test is not None
+            and cell.name not in self.tested
+            and not state.is_tested(study.test)
+        ):
             flags = [f"--{name}={as_flag(value)}" for name, value in study.test.items()]
             return Job(cell.name, ["test", "--ckpt_path", str(state.run), *flags], log, environment)
         return None

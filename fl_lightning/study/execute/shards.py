@@ -35,7 +35,9 @@ class Shard:
         """
         found = re.fullmatch(r"0*([1-9][0-9]{0,5})/0*([1-9][0-9]{0,5})", text.strip())
         rule = "it is which shard, counted from 1, and of how many"
-        require(found and int(found[1]) <= int(found[2]), f"--shard {text}", rule, "write --shard 1/8")
+        require(
+            found and int(found[1]) <= int(found[2]), f"--shard {text}", rule, "write --shard 1/8"
+        )
         assert found is not None
         return cls(int(found[1]), int(found[2]))
 
@@ -49,10 +51,10 @@ class Shard:
     def names(self, cells: Iterable[Cell]) -> set[str]:
         """Return the names of the cells that fall to this shard.
 
-        The cells of one seed are dealt in the order of the hashes of their names, and the next seed begins
-        where this one ends. So the shards of consecutive seeds differ by one cell at most, methods are mixed,
-        and a cell keeps its shard whatever the order of the file, whatever is finished, and whatever seeds
-        are added.
+        The cells of one seed are dealt in the order of the hashes of their names, and the next seed
+        begins where this one ends. So the shards of consecutive seeds differ by one cell at most,
+        methods are mixed, and a cell keeps its shard whatever the order of the file, whatever is
+        finished, and whatever seeds are added.
         """
         of_seed: dict[int, list[Cell]] = {}
         for cell in cells:

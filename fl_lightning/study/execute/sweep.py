@@ -1,5 +1,5 @@
-"""The command ``sweep``: it runs every cell of a study. Started again, it does what is left, whatever ended
-it before."""
+"""The command ``sweep``: it runs every cell of a study. Started again, it does what is left,
+whatever ended it before."""
 
 from __future__ import annotations
 
@@ -37,36 +37,44 @@ def sweep(
     *,
     resolve: Resolve,
 ) -> None:
-    """Run every cell of a study that is not finished yet; failed cells are listed and do not stop the rest.
+    """Run every cell of a study that is not finished yet; failed cells are listed and do not stop
+    the rest.
 
-    With ``until``, or where the study file has it, the seeds that the study lists are run first, and then one
-    after another is added until every criterion is decided by confidence sequences.
+    With ``until``, or where the study file has it, the seeds that the study lists are run first,
+    and then one after another is added until every criterion is decided by confidence sequences.
 
     Args:
         config: the study file.
         jobs: cells that run at a time, at least 1.
         root: folder of all runs; those of the study go to ``<root>/<study>/``.
-        devices: GPUs that cells are dealt to in turn: ``auto`` for all, ``none``, or their numbers, as in
-            ``0,2``.
+        devices: GPUs that cells are dealt to in turn: ``auto`` for all, ``none``, or their numbers,
+            as in ``0,2``.
         logger: false: no MLflow, neither for the study nor for its cells.
         dry_run: print the cells and an estimate of time and bytes, and create nothing.
         until: ``decided``: add seeds until every criterion of the study is decided.
-        max_seeds: the number of seeds at which that ends, those that the study lists among them; 50 if
-            neither this flag nor the study file says otherwise.
+        max_seeds: the number of seeds at which that ends, those that the study lists among them; 50
+            if neither this flag nor the study file says otherwise.
         max_hours: the hours of sweeping, over all sessions of this study, at which it ends.
         shard: the part of the study that this machine runs, such as ``3/8``: the third of eight.
     """
     part = WHOLE if shard is None else Shard.read(shard)
     study = with_flags(Study.read(config), until, max_seeds, max_hours)
     rule = "seeds are added by what all cells show, so that one machine runs them all"
-    require(part.is_whole or study.until is None, f"--shard {part} with until", rule, "leave one of them out")
+    require(
+        part.is_whole or study.until is None,
+        f"--shard {part} with until",
+        rule,
+        "leave one of them out",
+    )
     slots = slots_for(jobs, devices)
     cells = planned(StudyCells.plan(study, Path(root), resolve, part), jobs)
     if dry_run:
         show_plan(cells, jobs)
         if study.until is not None:
             most = study.until.max_seeds
-            Console(soft_wrap=True).print(f"seeds are added until every criterion is decided: {most} at most")
+            Console(soft_wrap=True).print(
+                f"seeds are added until every criterion is decided: {most} at most"
+            )
         return
     with pool_of(cells, slots) as pool:
         if study.until is None:

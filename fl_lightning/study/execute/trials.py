@@ -1,5 +1,5 @@
-"""The trials of one search: Optuna chooses, the pool runs them, and a killed search goes on as if it had not
-been killed."""
+"""The trials of one search: Optuna chooses, the pool runs them, and a killed search goes on as if
+it had not been killed."""
 
 from __future__ import annotations
 
@@ -156,7 +156,8 @@ class SearchSession(SearchRun):
         """Note the task of a run; it is the same for all trials.
 
         Raises:
-            InputError: the search file names the metric of another task, or only a direction, the wrong one.
+            InputError: the search file names the metric of another task, or only a direction, the
+                wrong one.
         """
         document = read_json(run / "metadata.json") if run and not self.knows_task else {}
         if TASK not in document:
@@ -184,8 +185,8 @@ class SearchSession(SearchRun):
     def sign(self) -> int:
         """The factor from the metric to what Optuna maximises or minimises.
 
-        The direction of its search is fixed before a run tells its task, and is then ``maximize`` where the
-        search file does not name one.
+        The direction of its search is fixed before a run tells its task, and is then ``maximize``
+        where the search file does not name one.
         """
         return 1 if self.search.direction_of(self.task) == optuna_direction(self.search) else -1
 
@@ -203,7 +204,11 @@ class SearchSession(SearchRun):
     def summary(self) -> str:
         ended = self.trials(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
         best = self.best()
-        shown = f", best {self.metric} {self.value_of(best):.4g} in {self.name_of(best)}" if best else ""
+        shown = (
+            f", best {self.metric} {self.value_of(best):.4g} in {self.name_of(best)}"
+            if best
+            else ""
+        )
         return f"{self.what}: {len(ended)} of {self.search.wanted} trials{shown}"
 
     def best(self) -> FrozenTrial | None:
@@ -224,7 +229,10 @@ class SearchSession(SearchRun):
         if len(before) >= self.search.wanted:
             return None
         self.study.sampler = self.search.sampler(len(before))
-        drawn, tried = self.study.ask(self.search.distributions()), [trial.params for trial in before]
+        drawn, tried = (
+            self.study.ask(self.search.distributions()),
+            [trial.params for trial in before],
+        )
         another = self.search.untried(tried, len(before)) if drawn.params in tried else None
         if another is not None:  # the same seed would give the same metric
             drawn.set_user_attr(REPEATED, True)
@@ -245,7 +253,9 @@ class SearchSession(SearchRun):
     def fit(self, args: list[str], experiment: str, name: str, tags: Mapping[str, str]) -> Job:
         root = self.folder.parent
         self.settings[name] = flatten(resolved_settings(args, self.resolve))
-        args = fit_arguments(args, root=root, experiment=experiment, name=name, tags=tags, logger=self.logger)
+        args = fit_arguments(
+            args, root=root, experiment=experiment, name=name, tags=tags, logger=self.logger
+        )
         return Job(name, args, self.folder / "logs" / f"{name}.log", self.environment)
 
     def run_of(self, job: Job) -> Path | None:
@@ -265,7 +275,8 @@ class SearchSession(SearchRun):
         self.display.look(running)
 
     def prune(self, running: list[RunningJob]) -> None:
-        """Tell Optuna the rounds of these trials, which are of this search, and end those that it prunes."""
+        """Tell Optuna the rounds of these trials, which are of this search, and end those that it
+        prunes."""
         if self.search.prune:
             for one in running:
                 trial = self.study.get_trials()[number_of(one.job)]
@@ -278,7 +289,8 @@ class SearchSession(SearchRun):
     def should_prune(self, trial: FrozenTrial, rows: list[dict[str, float]]) -> bool:
         """Return whether Optuna prunes a trial.
 
-        It is told the rounds one by one, so that it does not matter how many have ended since the last look.
+        It is told the rounds one by one, so that it does not matter how many have ended since the
+        last look.
         """
         live = optuna.trial.Trial(self.study, trial._trial_id)
         name = f"val/{measure_of(self.metric)}" if self.metric.startswith("final/") else self.metric
@@ -295,7 +307,12 @@ class SearchSession(SearchRun):
         run = self.run_of(job)
         self.learn_task(run)
         value = metric_of(run, self.metric) if run and code == 0 else None
-        if run and code == 0 and value is None and not self.study.get_trials(states=[TrialState.COMPLETE]):
+        if (
+            run
+            and code == 0
+            and value is None
+            and not self.study.get_trials(states=[TrialState.COMPLETE])
+        ):
             self._require_metric(run)
         if number in self.pruned:
             self.study.tell(number, state=TrialState.PRUNED)
@@ -315,10 +332,14 @@ class SearchSession(SearchRun):
             InputError: it has not.
         """
         prefix, _, _ = self.metric.partition("/")
-        known = sorted({name for row in read_metrics(run) for name in row if name.startswith(f"{prefix}/")})
+        known = sorted(
+            {name for row in read_metrics(run) for name in row if name.startswith(f"{prefix}/")}
+        )
         fits = prefix == "final" or self.metric in known
         rule = f"{run.name} has finished and has no such metric"
-        instead = nearest_or_list(self.metric, known) if known else f"a metric that is not of {prefix}/"
+        instead = (
+            nearest_or_list(self.metric, known) if known else f"a metric that is not of {prefix}/"
+        )
         instead = f"write metric: {instead}, and remove {self.folder}"
         require(fits, f"{self.search.path}: metric: {self.metric}", rule, instead)
 
@@ -330,7 +351,9 @@ class SearchSession(SearchRun):
         """Run once with the best values, in the study, and return whether that run finished."""
         best = self.best()
         if best is None:
-            self.display.line(f"{self.search.name}: no trial was finished; logs in {self.folder / 'logs'}")
+            self.display.line(
+                f"{self.search.name}: no trial was finished; logs in {self.folder / 'logs'}"
+            )
             return False
         chosen = {"trial": best.number, self.metric: self.value_of(best), "settings": best.params}
         replace(self.folder / "best.yaml", yaml.safe_dump(chosen, sort_keys=False).encode())
@@ -381,7 +404,9 @@ def open_search(search: Search, folder: Path, resolve: Callable[[list[str]], str
     }
     begun = {**asked, **study.user_attrs.get("search", {})}
     changed = [
-        f"{key}: {begun[key]} -> {asked[key]}" for key in ("metric", "direction") if begun[key] != asked[key]
+        f"{key}: {begun[key]} -> {asked[key]}"
+        for key in ("metric", "direction")
+        if begun[key] != asked[key]
     ]
     changed += (
         ["another space"]

@@ -1,9 +1,9 @@
-"""The command ``tune``: Optuna chooses settings by validation, then one run with the best of them joins the
-study; or, for all methods of a study, a record of what was chosen for each.
+"""The command ``tune``: Optuna chooses settings by validation, then one run with the best of them
+joins the study; or, for all methods of a study, a record of what was chosen for each.
 
-The search is in ``<root>/<study>-tune/optuna.db``. Trial n is drawn from the trials before it by a sampler
-seeded with (seed, n). A trial that was at work when the search was killed continues from its checkpoint: with
-``--jobs 1``, killed or not, the search is the same.
+The search is in ``<root>/<study>-tune/optuna.db``. Trial n is drawn from the trials before it by a
+sampler seeded with (seed, n). A trial that was at work when the search was killed continues from
+its checkpoint: with ``--jobs 1``, killed or not, the search is the same.
 """
 
 from __future__ import annotations
@@ -29,19 +29,22 @@ def tune(
     *,
     resolve: Callable[[list[str]], str],
 ) -> None:
-    """Search for the best settings, then run once with them in the study; started again, it does what is
-    left.
+    """Search for the best settings, then run once with them in the study; started again, it does
+    what is left.
 
-    Where the search file names a study file, every method of the study is tuned with the same number of
-    trials, and a record of what was chosen is written, which the study reads by ``tuned``.
+    Where the search file names a study file, every method of the study is tuned with the same
+    number of trials, and a record of what was chosen is written, which the study reads by
+    ``tuned``.
 
     Args:
         config: the search file.
-        jobs: trials that run at a time, at least 1. With more than one, what is tried depends on which trials
-            end first; not so for the methods of a study, each of which runs one trial at a time.
-        root: folder of all runs; trials go to ``<root>/<study>-tune/``, the final run to ``<root>/<study>/``.
-        devices: GPUs that trials are dealt to in turn: ``auto`` for all, ``none``, or their numbers, as in
-            ``0,2``.
+        jobs: trials that run at a time, at least 1. With more than one, what is tried depends on
+            which trials end first; not so for the methods of a study, each of which runs one trial
+            at a time.
+        root: folder of all runs; trials go to ``<root>/<study>-tune/``, the final run to
+            ``<root>/<study>/``.
+        devices: GPUs that trials are dealt to in turn: ``auto`` for all, ``none``, or their
+            numbers, as in ``0,2``.
         logger: false: no MLflow.
     """
     search = Search.read(config)
@@ -52,7 +55,9 @@ def tune(
                 resolve(part.args(corner))
             except InputError as error:
                 of = f" of {part.label}" if part.label else ""
-                raise error.within(f"{search.path}, a trial{of} with {json.dumps(corner)}") from error
+                raise error.within(
+                    f"{search.path}, a trial{of} with {json.dumps(corner)}"
+                ) from error
     if not search.parts:
         resolve(search.args(search.corners()[0], final=True))
     else:

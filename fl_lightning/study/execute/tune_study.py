@@ -1,8 +1,8 @@
 """A search over all methods of a study, and the record of what it chose.
 
-Every method has the same space and the same number of trials. Each runs one trial at a time, and several
-methods are at work together, so that what is tried does not depend on which trial ends first: with any
-``--jobs``, killed or not, the record is the same.
+Every method has the same space and the same number of trials. Each runs one trial at a time, and
+several methods are at work together, so that what is tried does not depend on which trial ends
+first: with any ``--jobs``, killed or not, the record is the same.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class StudySearchSession(SearchRun):
 
     def open(self) -> None:
         for part in self.search.parts:
-            session = SearchSession(part, self.folder, self.pool, self.logger, self.environment, self.resolve)
+            session = SearchSession(
+                part, self.folder, self.pool, self.logger, self.environment, self.resolve
+            )
             session.open()
             self.parts[part.label] = session
 
@@ -90,11 +92,14 @@ class StudySearchSession(SearchRun):
         self.display.look(running)
 
     def finish(self) -> bool:
-        """Write the record, and return whether there is one: every method needs a finished trial."""
+        """Write the record, and return whether there is one: every method needs a finished
+        trial."""
         without = [label for label, session in self.parts.items() if session.best() is None]
         if without:
             logs = self.folder / "logs"
-            self.display.line(f"no trial of {', '.join(without)} was finished, and no record; logs in {logs}")
+            self.display.line(
+                f"no trial of {', '.join(without)} was finished, and no record; logs in {logs}"
+            )
             return False
         assert self.search.record is not None
         self.search.record.parent.mkdir(parents=True, exist_ok=True)
@@ -102,7 +107,9 @@ class StudySearchSession(SearchRun):
         for label, session in self.parts.items():
             best = session.best()
             assert best is not None
-            self.display.line(f"{label}: {session.metric} {session.value_of(best):.4g} with {best.params}")
+            self.display.line(
+                f"{label}: {session.metric} {session.value_of(best):.4g} with {best.params}"
+            )
         entry = f"tuned: {os.path.relpath(self.search.record, self.search.path.parent)}"
         self.display.line(f"record: {self.search.record}; the study reads it by '{entry}'")
         return True

@@ -1,9 +1,9 @@
 """``sweep --until decided``: seeds are added until every criterion is decided, or a budget ends it.
 
-Cells start seed by seed. A slot that would wait for the last cells of a seed takes one of the next, which may
-turn out not to be needed; it is ended then, and does not count. The results are looked at when a seed is
-complete and all before it are (:mod:`fl_lightning.study.report.looks`), so that where the sweep stops depends
-on the results alone.
+Cells start seed by seed. A slot that would wait for the last cells of a seed takes one of the next,
+which may turn out not to be needed; it is ended then, and does not count. The results are looked at
+when a seed is complete and all before it are (:mod:`fl_lightning.study.report.looks`), so that
+where the sweep stops depends on the results alone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ SAVE_SECONDS = 20.0
 
 
 def with_flags(
-    study: Study, until: str | None, max_seeds: int | None, max_hours: float | None, where: str = "--"
+    study: Study,
+    until: str | None,
+    max_seeds: int | None,
+    max_hours: float | None,
+    where: str = "--",
 ) -> Study:
     """Return the study with the stopping rule that the flags of ``sweep`` ask for.
 
@@ -188,7 +192,8 @@ class UntilSession(SweepSession):
         self.save()
 
     def check_registered(self, results: Results) -> None:
-        """End the sweep if what was registered, where the study has changed since, is decided as well."""
+        """End the sweep if what was registered, where the study has changed since, is decided as
+        well."""
         entries = self.registration.entries
         undecided: tuple[str, ...] = ()
         if entries[-1].sha256 != entries[0].sha256:
@@ -240,7 +245,11 @@ class UntilSession(SweepSession):
     def progress(self, stopping: Stopping) -> str:
         """Return the outcome of a look in one line."""
         waiting = ", ".join(f"`{text}`" for text in stopping.undecided)
-        said = f"undecided: {waiting}" if waiting else "every criterion that seeds can decide is decided"
+        said = (
+            f"undecided: {waiting}"
+            if waiting
+            else "every criterion that seeds can decide is decided"
+        )
         return f"{self.cells.study.name}: {len(stopping.seeds)} complete seeds; {said}"
 
     def document(self) -> dict[str, Any]:

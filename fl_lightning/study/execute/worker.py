@@ -1,8 +1,8 @@
-"""``python -m fl_lightning.study.execute.worker fit ...`` is ``python -m fl_lightning fit ...`` that ends
-when the process that started it is gone.
+"""``python -m fl_lightning.study.execute.worker fit ...`` is ``python -m fl_lightning fit ...``
+that ends when the process that started it is gone.
 
-Its standard input is a pipe that its parent holds open and never writes to. When the parent dies, for any
-reason, the pipe ends, and the run stops as after SIGTERM, with its checkpoint.
+Its standard input is a pipe that its parent holds open and never writes to. When the parent dies,
+for any reason, the pipe ends, and the run stops as after SIGTERM, with its checkpoint.
 """
 
 from __future__ import annotations
@@ -28,5 +28,7 @@ def leave_with_parent(pipe: int) -> None:
 
 
 if __name__ == "__main__":
-    threading.Thread(target=leave_with_parent, args=[sys.stdin.fileno()], daemon=True, name="parent").start()
+    threading.Thread(
+        target=leave_with_parent, args=[sys.stdin.fileno()], daemon=True, name="parent"
+    ).start()
     runpy.run_module("fl_lightning", run_name="__main__", alter_sys=True)

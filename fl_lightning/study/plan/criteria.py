@@ -1,5 +1,5 @@
-"""Success criteria, such as ``accuracy(FedMPQKD) - accuracy(FedMPQ) >= 0.01``: what they consist of, how they
-are parsed and checked.
+"""Success criteria, such as ``accuracy(FedMPQKD) - accuracy(FedMPQ) >= 0.01``: what they consist
+of, how they are parsed and checked.
 
 A criterion is made of conditions, joined by ``and`` and ``or``. A condition is
 
@@ -8,8 +8,8 @@ A criterion is made of conditions, joined by ``and`` and ``or``. A condition is
 - ``no_increase(upload, A, B)``, "no significant increase", or with a relative margin
   ``no_increase(upload, A, B, 0.01)``.
 
-How they are judged is written in ``report/verdicts.py``. The text is parsed by ``ast`` and walked; nothing in
-it is ever executed.
+How they are judged is written in ``report/verdicts.py``. The text is parsed by ``ast`` and walked;
+nothing in it is ever executed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,12 @@ from fl_lightning.study.plan.quantities import (
     shown,
 )
 
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 RELATIONS = {
     ast.Lt: ("<", operator.lt),
     ast.LtE: ("<=", operator.le),
@@ -47,7 +52,9 @@ MAX_LENGTH = 500
 """Characters of a criterion."""
 EXAMPLE = "accuracy(A) - accuracy(B) >= 0.01"
 NO_INCREASE = "no_increase"
-NO_INCREASE_EXAMPLE = "write no_increase(upload, A, B), or with a margin no_increase(upload, A, B, 0.01)"
+NO_INCREASE_EXAMPLE = (
+    "write no_increase(upload, A, B), or with a margin no_increase(upload, A, B, 0.01)"
+)
 
 
 @dataclass(frozen=True)
@@ -79,8 +86,8 @@ class NoIncrease:
     Args:
         text: the statement as it was written.
         quantities: the quantity of A, and that of B.
-        margin: None: A is not significantly greater; a number of 0 or more: A is at most ``1 + margin`` times
-            B.
+        margin: None: A is not significantly greater; a number of 0 or more: A is at most ``1 +
+            margin`` times B.
     """
 
     text: str
@@ -187,7 +194,8 @@ def parse(
         name, share, claim, needed_by: see :class:`Criterion`.
 
     Raises:
-        InputError: it is no comparison, or mentions an unknown name; the message suggests the nearest.
+        InputError: it is no comparison, or mentions an unknown name; the message suggests the
+            nearest.
     """
 
     def wrong(given: object, rule: str, instead: str = f"write {EXAMPLE}") -> InputError:
@@ -211,10 +219,20 @@ def _condition(node: ast.expr, labels: Sequence[str], wrong: Wrong) -> Condition
     if isinstance(node, ast.BoolOp):
         parts = tuple(_condition(value, labels, wrong) for value in node.values)
         return AllOf(parts) if isinstance(node.op, ast.And) else AnyOf(parts)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == NO_INCREASE:
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == NO_INCREASE
+    ):
         return _no_increase(node, labels, wrong)
-    if not isinstance(node, ast.Compare) or len(node.ops) != 1 or type(node.ops[0]) not in RELATIONS:
-        rule = "it compares two sides once, by < <= > or >=; comparisons are joined by 'and' and 'or'"
+    if (
+        not isinstance(node, ast.Compare)
+        or len(node.ops) != 1
+        or type(node.ops[0]) not in RELATIONS
+    ):
+        rule = (
+            "it compares two sides once, by < <= > or >=; comparisons are joined by 'and' and 'or'"
+        )
         raise wrong(shown(node), rule, f"write two criteria, or {EXAMPLE}")
     return _inequality(node, labels, wrong)
 
@@ -241,7 +259,12 @@ def _no_increase(node: ast.Call, labels: Sequence[str], wrong: Wrong) -> NoIncre
     """Read ``no_increase(QUANTITY, A, B)`` or ``no_increase(QUANTITY, A, B, MARGIN)``."""
     words, margin = arguments_of(node), node.args[3] if len(node.args) == 4 else None
     rule = "no_increase takes a quantity of one method or a metric in quotes, two labels and a margin or none"
-    if node.keywords or len(words) != 3 or len(node.args) not in (3, 4) or isinstance(margin, ast.Name):
+    if (
+        node.keywords
+        or len(words) != 3
+        or len(node.args) not in (3, 4)
+        or isinstance(margin, ast.Name)
+    ):
         raise wrong(shown(node), rule, NO_INCREASE_EXAMPLE)
     what, *pair = words
     known = what in QUANTITIES and isinstance(node.args[0], ast.Name)
@@ -252,10 +275,14 @@ def _no_increase(node: ast.Call, labels: Sequence[str], wrong: Wrong) -> NoIncre
     require_labels(pair, labels, wrong)
     share = margin.value if isinstance(margin, ast.Constant) and is_finite_number(margin) else None
     if margin is not None and not (isinstance(share, (int, float)) and share >= 0):
-        raise wrong(shown(margin), "the margin is a share of B, a number of 0 or more", NO_INCREASE_EXAMPLE)
+        raise wrong(
+            shown(margin), "the margin is a share of B, a number of 0 or more", NO_INCREASE_EXAMPLE
+        )
     one, other = (Quantity(what, (x,)) if known else Quantity("metric", (what, x)) for x in pair)
     return NoIncrease(
-        _written(node, labels), (one, other), float(share) if isinstance(share, (int, float)) else None
+        _written(node, labels),
+        (one, other),
+        float(share) if isinstance(share, (int, float)) else None,
     )
 
 
@@ -272,7 +299,8 @@ def check_needs(
         criterion: the parsed criterion.
         degradation: the entry of the study, or None.
         target: the entry ``target`` or ``target_accuracy`` of the study, or None.
-        alone: the label of the method in which every client trains alone; empty: the study names none.
+        alone: the label of the method in which every client trains alone; empty: the study names
+            none.
         controls: the labels whose clients hold other examples.
 
     Raises:
@@ -287,17 +315,24 @@ def check_needs(
         "rounds": (target, "rounds are counted until a target", "target_accuracy: 0.9"),
         "megabytes": (target, "megabytes are counted until a target", "target_accuracy: 0.9"),
     }
-    needs |= dict.fromkeys(TRANSFER, (alone or None, "a gain is against the clients alone", "alone: LABEL"))
+    needs |= dict.fromkeys(
+        TRANSFER, (alone or None, "a gain is against the clients alone", "alone: LABEL")
+    )
     for name, (given, rule, entry) in needs.items():
         valid = given is not None or not criterion.mentions(name)
-        require(valid, f"criterion {criterion.text!r}: {name}(...)", rule, f"add '{entry}' to the study")
+        require(
+            valid, f"criterion {criterion.text!r}: {name}(...)", rule, f"add '{entry}' to the study"
+        )
     for quantity in criterion.quantities:
         if quantity.metric not in TRANSFER.values():
             continue
         label, of_client = quantity.labels[0], quantity.metric == TRANSFER["worst_client"]
         rule = "the clients of a control hold other examples than those alone"
         require(
-            label not in controls, f"criterion {criterion.text!r}: {quantity}", rule, "name another method"
+            label not in controls,
+            f"criterion {criterion.text!r}: {quantity}",
+            rule,
+            "name another method",
         )
         rule = "it is what the gains are measured against"
         require(
@@ -317,8 +352,8 @@ def _written(node: ast.expr, labels: Sequence[str]) -> str:
 
 
 def _quote(text: str, labels: Sequence[str]) -> str:
-    """Put labels that stand alone between the parentheses of a quantity in quotes: ``accuracy(FedMPQKD
-    a=1)``."""
+    """Put labels that stand alone between the parentheses of a quantity in quotes:
+    ``accuracy(FedMPQKD a=1)``."""
     longest_first = sorted(labels, key=len, reverse=True)
     pattern = "|".join(map(re.escape, longest_first)) or r"(?!)"
     return re.sub(rf"(?<=[(,])\s*({pattern})\s*(?=[,)])", lambda match: repr(match[1]), text)

@@ -13,7 +13,10 @@ def different(key: str, before: Any, after: Any) -> list[str]:
         return _different_claims(key, before, after)
     if key == "grid":
         axes = dict.fromkeys([*before, *after])
-        found = [different_names(f"{key}.{axis}", before.get(axis, []), after.get(axis, [])) for axis in axes]
+        found = [
+            different_names(f"{key}.{axis}", before.get(axis, []), after.get(axis, []))
+            for axis in axes
+        ]
         return [clause for some in found for clause in some]
     if items:
         return different_names(key, before, after)
@@ -41,10 +44,17 @@ def _different_claims(key: str, before: Sequence[Mapping], after: Sequence[Mappi
         if title not in new:
             found.append(f"{what} `{entry['criterion']}` removed")
         elif new[title] != entry:
-            found.append(f"{what} {title}: registered {_written(entry)}, now {_written(new[title])}")
-    return [*found, *(f"{what} `{new[title]['criterion']}` added" for title in new if title not in old)]
+            found.append(
+                f"{what} {title}: registered {_written(entry)}, now {_written(new[title])}"
+            )
+    return [
+        *found,
+        *(f"{what} `{new[title]['criterion']}` added" for title in new if title not in old),
+    ]
 
 
 def _written(entry: Mapping[str, Any]) -> str:
-    rest = ", ".join(f"{key} {value}" for key, value in entry.items() if key not in ("criterion", "name"))
+    rest = ", ".join(
+        f"{key} {value}" for key, value in entry.items() if key not in ("criterion", "name")
+    )
     return f"`{entry['criterion']}`{f' ({rest})' if rest else ''}"

@@ -1,5 +1,5 @@
-"""The entries within entries of a study file, with the types that they are checked for, and how they are
-read."""
+"""The entries within entries of a study file, with the types that they are checked for, and how
+they are read."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ class CriterionEntries:
     criterion: str = entry(*CRITERION)
     name: str = entry(*NAME, default="")
     text: str = entry(*NAME, default="")
-    share: Share | None = entry("it is a share of the grid's levels, in (0, 1]", "0.8", default=None)  # type: ignore[valid-type]
+    share: Share | None = entry(
+        "it is a share of the grid's levels, in (0, 1]", "0.8", default=None
+    )  # type: ignore[valid-type]
 
 
 @dataclass
@@ -67,9 +69,13 @@ class ProbingEntries:
     """The entries of ``test`` in a study file, where it is a mapping."""
 
     probes: str | list[str] | None = entry(
-        "it is a list of strings, at least one; leave it out for all", "[clean, corruptions]", default=None
+        "it is a list of strings, at least one; leave it out for all",
+        "[clean, corruptions]",
+        default=None,
     )
-    checkpoint: str | None = entry("it is last, best or a name like round_000060", "best", default=None)
+    checkpoint: str | None = entry(
+        "it is last, best or a name like round_000060", "best", default=None
+    )
 
 
 def as_entry(given: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -104,16 +110,24 @@ def registered_claims(given: Sequence[str | Mapping[str, Any]]) -> list[dict[str
     return [as_document(one) for one in given]
 
 
-def read_test(file: SpecFile, given: bool | list[str] | dict[str, Any], key: str) -> dict[str, Any] | None:
+def read_test(
+    file: SpecFile, given: bool | list[str] | dict[str, Any], key: str
+) -> dict[str, Any] | None:
     """Return the flags of ``test``, or None where no test is asked for."""
     if isinstance(given, bool):
         return {} if given else None
-    entries = ProbingEntries(given) if isinstance(given, list) else file.parse(ProbingEntries, given, "test.")
+    entries = (
+        ProbingEntries(given)
+        if isinstance(given, list)
+        else file.parse(ProbingEntries, given, "test.")
+    )
     probes, flags = entries.probes, {}
     if probes is not None:
         if not probes:
             raise file.wrong(ProbingEntries, "probes", probes, "test.")
-        names = [name.strip() for name in (probes.split(",") if isinstance(probes, str) else probes)]
+        names = [
+            name.strip() for name in (probes.split(",") if isinstance(probes, str) else probes)
+        ]
         flags["probes"] = ",".join(file.one_of(name, PROBES, "test") for name in names)
     if entries.checkpoint is not None:
         if not re.fullmatch(r"last|best|round_\d{6}", entries.checkpoint):

@@ -1,4 +1,5 @@
-"""Which command a file is for, and the folder of a study: both can be told without importing torch."""
+"""Which command a file is for, and the folder of a study: both can be told without importing
+torch."""
 
 from __future__ import annotations
 
@@ -47,8 +48,14 @@ def folder_of(study: str, root: Path, must_exist: bool = True) -> Path:
     """
     folder = next((folder for folder in (root / study, Path(study)) if folder.is_dir()), None)
     if folder is None and must_exist:
-        known = sorted(entry.name for entry in root.iterdir() if entry.is_dir()) if root.is_dir() else []
-        instead = f"write --study {nearest_or_list(study, known)}" if known else "name another --root"
+        known = (
+            sorted(entry.name for entry in root.iterdir() if entry.is_dir())
+            if root.is_dir()
+            else []
+        )
+        instead = (
+            f"write --study {nearest_or_list(study, known)}" if known else "name another --root"
+        )
         rule = f"it is the name of a study in {root}, a study's YAML file, or a folder of runs"
         raise InputError(f"--study {study}", rule, instead)
     return folder or root / study

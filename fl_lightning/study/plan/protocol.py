@@ -1,8 +1,9 @@
 """The protocol of a run: every setting that is not the method's own, and its hash.
 
-Runs of two methods can be paired by seed when their protocols are equal: the same data and partition,
-cohorts, stressors, rounds, local epochs and network. What only the method decides (its class, its rates, its
-terms) is no part of it, nor is the seed, nor what changes no result (devices, folders, figures).
+Runs of two methods can be paired by seed when their protocols are equal: the same data and
+partition, cohorts, stressors, rounds, local epochs and network. What only the method decides (its
+class, its rates, its terms) is no part of it, nor is the seed, nor what changes no result (devices,
+folders, figures).
 """
 
 from __future__ import annotations
@@ -20,14 +21,27 @@ MODULE = "model.init_args.module"
 """The LightningModule that has the network, where there is one."""
 WATCHERS = frozenset(
     {
-        *("AccuracyBytesFigure", "BitWidthFigure", "ClientAccuracyFigure", "ConfusionMatrix", "ExpertFigure"),
+        *(
+            "AccuracyBytesFigure",
+            "BitWidthFigure",
+            "ClientAccuracyFigure",
+            "ConfusionMatrix",
+            "ExpertFigure",
+        ),
         *("FeatureMap", "LadderFigure", "LossLandscape", "OptionFigure", "PartitionFigure"),
-        *("Calibration", "GradientNorms", "Profile", "ProgressBar", "RelevanceFigure", "SlowClients"),
+        *(
+            "Calibration",
+            "GradientNorms",
+            "Profile",
+            "ProgressBar",
+            "RelevanceFigure",
+            "SlowClients",
+        ),
         *("TimelineFigure", "TrainingCost", "BitBudgets"),
     }
 )
-"""The project's callbacks that measure and draw and change no result, by the names of their classes. They are
-listed, so that no class is imported because a file of somebody else names it."""
+"""The project's callbacks that measure and draw and change no result, by the names of their
+classes. They are listed, so that no class is imported because a file of somebody else names it."""
 
 
 def protocol_of(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,10 @@
-"""Published runs that a study names: a folder with ``report.json`` and ``runs.csv``, as ``compare`` writes.
+"""Published runs that a study names: a folder with ``report.json`` and ``runs.csv``, as ``compare``
+writes.
 
     published: docs/results/leaderboard_digits      # or its name alone, or a list
 
-Their methods are methods of the study in its report, paired by seed with its own, and none of them is run.
+Their methods are methods of the study in its report, paired by seed with its own, and none of them
+is run.
 """
 
 from __future__ import annotations
@@ -56,7 +58,12 @@ class PublishedStudy:
         with as_bad_input(where, rule, instead, *errors):
             report = json.loads((path / REPORT).read_bytes())
             found = cls(path, report, sha256((path / RUNS).read_bytes()).hexdigest())
-            _ = (found.name, found.labels, found.seeds, [one["levels"].items() for one in found.levels])
+            _ = (
+                found.name,
+                found.labels,
+                found.seeds,
+                [one["levels"].items() for one in found.levels],
+            )
         return found
 
     @property
@@ -94,7 +101,11 @@ class PublishedStudy:
         return self.path
 
     def check(
-        self, where: str, seeds: Sequence[int], combinations: Sequence[Mapping[str, str]], selection: str
+        self,
+        where: str,
+        seeds: Sequence[int],
+        combinations: Sequence[Mapping[str, str]],
+        selection: str,
     ) -> None:
         """Check that runs of a study can be paired with these, as far as its file tells.
 
@@ -113,13 +124,24 @@ class PublishedStudy:
             "without settings; it can be read, and nothing can be paired with it"
         )
         require(all(one.get("protocol_sha256") for one in self.levels), given, rule, AGAIN)
-        known, other = ", ".join(map(str, self.seeds)), [one for one in seeds if one not in self.seeds]
+        known, other = (
+            ", ".join(map(str, self.seeds)),
+            [one for one in seeds if one not in self.seeds],
+        )
         said = f"{given}; seeds {', '.join(map(str, other))} are not published"
-        require(not other, said, f"runs are paired by seed; published are {known}", f"write seeds: [{known}]")
+        require(
+            not other,
+            said,
+            f"runs are paired by seed; published are {known}",
+            f"write seeds: [{known}]",
+        )
         for levels in combinations:
             self.level(levels, given)
         of = self.report["selection"]
-        said, rule = f"{given}; selection: {of} is published, {selection} is asked", "one model is compared"
+        said, rule = (
+            f"{given}; selection: {of} is published, {selection} is asked",
+            "one model is compared",
+        )
         require(selection == of, said, rule, f"write selection: {of}")
 
     def level(self, levels: Mapping[str, str], where: str) -> Mapping[str, Any]:
@@ -141,7 +163,8 @@ def _in_words(levels: Mapping[str, str]) -> str:
 
 
 def find_published(name: str, folder: Path = Path()) -> Path:
-    """Return the folder that a name means: a path, or a report of that name that comes with the project.
+    """Return the folder that a name means: a path, or a report of that name that comes with the
+    project.
 
     Args:
         name: what was given.
@@ -156,7 +179,8 @@ def read_published(file: SpecFile, given: str | list[str], key: str) -> tuple[Pu
     names = [given] if isinstance(given, str) else given
     folder = file.path.parent
     return tuple(
-        PublishedStudy.read(find_published(one, folder), f"{file.path}: {key}: {one}") for one in names
+        PublishedStudy.read(find_published(one, folder), f"{file.path}: {key}: {one}")
+        for one in names
     )
 
 

@@ -1,5 +1,5 @@
-"""The quantities that criteria are about, as ``accuracy(FedMPQKD)`` and ``sum("bits/moved", FedMPQ)``: how
-they are found in a parsed expression."""
+"""The quantities that criteria are about, as ``accuracy(FedMPQKD)`` and ``sum("bits/moved",
+FedMPQ)``: how they are found in a parsed expression."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from fl_lightning.study.plan.selection import Selection, selected_metric
 Wrong = Callable[..., InputError]
 """Makes the error of a criterion of what was given, the rule, and what to write instead."""
 PRIMARY, ACCURACY = "primary", "accuracy"
-"""The primary metric of the runs' task under the study's ``selection``, and what it is called where it is the
-accuracy."""
+"""The primary metric of the runs' task under the study's ``selection``, and what it is called where
+it is the accuracy."""
 TRANSFER = {
     "gain": "transfer/mean",
     "below_zero": "transfer/below_zero",
     "worst_gain": "transfer/worst",
     "worst_client": "client/worst",
 }
-"""The quantities of negative transfer, in the primary metric on the clients' validation examples: the mean
-gain over clients, the share of clients whose gain is negative, the least gain of a client, and the metric of
-the worst client. The gain is against the study's ``alone``."""
+"""The quantities of negative transfer, in the primary metric on the clients' validation examples:
+the mean gain over clients, the share of clients whose gain is negative, the least gain of a client,
+and the metric of the worst client. The gain is against the study's ``alone``."""
 QUANTITIES = {
     PRIMARY: "final/last5_accuracy",
     ACCURACY: "final/last5_accuracy",
@@ -40,10 +40,11 @@ QUANTITIES = {
     "megabytes": "target/megabytes",
     **TRANSFER,
 }
-"""The quantities of one method that are a metric of its runs, by default; :func:`metric_of` has the metric of
-a study."""
+"""The quantities of one method that are a metric of its runs, by default; :func:`metric_of` has the
+metric of a study."""
 OVER_ROUNDS = ("sum", "mean", "max", "min", "last")
-"""Aggregates of a metric over the rounds in which it was measured, run by run: ``sum("bits/moved", A)``."""
+"""Aggregates of a metric over the rounds in which it was measured, run by run: ``sum("bits/moved",
+A)``."""
 OVER = " / "
 """What stands between two metrics that an aggregate divides round by round:
 ``max("gradient/bit / gradient/task", A)``."""
@@ -52,12 +53,19 @@ COUNTS = (
     *("energy/clamped", "energy/refused", "energy/over_budget"),
     *("energy/joules", "energy/spent", "energy/granted"),  # tokens by a table of joules
 )
-"""First parts of the metrics of rounds that count something; what is counted can be the same in every run."""
+"""First parts of the metrics of rounds that count something; what is counted can be the same in
+every run."""
 WITH_METRIC = ("metric", *OVER_ROUNDS)
 """Quantities whose first argument is the name of a metric, in quotes."""
 AT_ITS_LEVEL = ("drop", "p")
 """Quantities that cannot be taken at another level than the one that is judged."""
-ARGUMENTS = {**dict.fromkeys(QUANTITIES, 1), "drop": 1, "gap": 2, "p": 2, **dict.fromkeys(WITH_METRIC, 2)}
+ARGUMENTS = {
+    **dict.fromkeys(QUANTITIES, 1),
+    "drop": 1,
+    "gap": 2,
+    "p": 2,
+    **dict.fromkeys(WITH_METRIC, 2),
+}
 """The number of arguments of every quantity."""
 
 
@@ -68,8 +76,8 @@ class Quantity:
     Args:
         name: one of ``ARGUMENTS``.
         arguments: labels; for ``metric`` and the aggregates over rounds, the metric and a label.
-        at: axes of the grid and the level at which it is taken, as in ``accuracy(A, epochs=1)``; on the other
-            axes it is taken at the level that is judged.
+        at: axes of the grid and the level at which it is taken, as in ``accuracy(A, epochs=1)``; on
+            the other axes it is taken at the level that is judged.
     """
 
     name: str
@@ -100,9 +108,12 @@ class Quantity:
 
     @property
     def is_count(self) -> bool:
-        """Whether it counts something that can be the same in every seed, as no bit that ever moved is."""
+        """Whether it counts something that can be the same in every seed, as no bit that ever moved
+        is."""
         counts = (
-            self.is_over_rounds and self.arguments[0].startswith(COUNTS) and OVER not in self.arguments[0]
+            self.is_over_rounds
+            and self.arguments[0].startswith(COUNTS)
+            and OVER not in self.arguments[0]
         )
         return self.is_exact or counts
 
@@ -169,7 +180,9 @@ def _quantity(node: ast.Call, labels: Sequence[str], wrong: Wrong) -> Quantity:
     require_labels(quantity.labels, labels, wrong)
     if quantity.at and name in AT_ITS_LEVEL:
         raise wrong(
-            shown(node), f"{name} is about the level that is judged", f"leave {quantity.at[0][0]} out"
+            shown(node),
+            f"{name} is about the level that is judged",
+            f"leave {quantity.at[0][0]} out",
         )
     return quantity
 
@@ -177,13 +190,18 @@ def _quantity(node: ast.Call, labels: Sequence[str], wrong: Wrong) -> Quantity:
 def quantity_of(node: ast.Call) -> Quantity:
     """Return the quantity that a call is."""
     assert isinstance(node.func, ast.Name)
-    at = [(word.arg or "**", str(getattr(word.value, "value", shown(word.value)))) for word in node.keywords]
+    at = [
+        (word.arg or "**", str(getattr(word.value, "value", shown(word.value))))
+        for word in node.keywords
+    ]
     return Quantity(node.func.id, arguments_of(node), tuple(at))
 
 
-def require_levels(quantities: Sequence[Quantity], grid: Mapping[str, Collection[str]], wrong: Wrong) -> None:
-    """Refuse a level that the grid does not have, and an axis that only some of the quantities name: the
-    others would have no level of it.
+def require_levels(
+    quantities: Sequence[Quantity], grid: Mapping[str, Collection[str]], wrong: Wrong
+) -> None:
+    """Refuse a level that the grid does not have, and an axis that only some of the quantities
+    name: the others would have no level of it.
 
     Raises:
         InputError: one of them.
@@ -201,10 +219,16 @@ def require_levels(quantities: Sequence[Quantity], grid: Mapping[str, Collection
             level = dict(quantity.at).get(axis)
             if level is None:
                 raise wrong(
-                    str(quantity), f"the others name a level of {axis}", f"name its level of {axis} too"
+                    str(quantity),
+                    f"the others name a level of {axis}",
+                    f"name its level of {axis} too",
                 )
             if level not in grid[axis]:
-                raise wrong(f"{axis}={level}", f"its levels are {', '.join(grid[axis])}", "write one of them")
+                raise wrong(
+                    f"{axis}={level}",
+                    f"its levels are {', '.join(grid[axis])}",
+                    "write one of them",
+                )
 
 
 def require_labels(given: Sequence[str], labels: Sequence[str], wrong: Wrong) -> None:
@@ -212,18 +236,25 @@ def require_labels(given: Sequence[str], labels: Sequence[str], wrong: Wrong) ->
     for label in given:
         if label not in labels:
             rule = f"methods of the study are {', '.join(labels)}"
-            raise wrong(label, rule, f"write {nearest_of_listed(label, labels)}" if labels else "add it")
+            raise wrong(
+                label, rule, f"write {nearest_of_listed(label, labels)}" if labels else "add it"
+            )
 
 
 def arguments_of(node: ast.Call) -> tuple[str, ...]:
     """Return the names and texts among the arguments of a call."""
-    words = [item.id if isinstance(item, ast.Name) else getattr(item, "value", None) for item in node.args]
+    words = [
+        item.id if isinstance(item, ast.Name) else getattr(item, "value", None)
+        for item in node.args
+    ]
     return tuple(word for word in words if isinstance(word, str))
 
 
 def is_finite_number(node: ast.expr) -> bool:
     try:
-        return isinstance(node, ast.Constant) and type(node.value) in (int, float) and isfinite(node.value)  # type: ignore[arg-type]
+        if not isinstance(node, ast.Constant) or type(node.value) not in (int, float):
+            return False
+        return isfinite(node.value)  # type: ignore[arg-type]
     except OverflowError:
         return False
 

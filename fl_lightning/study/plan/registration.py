@@ -1,8 +1,9 @@
-"""Pre-registration: what a study asks, written down with a hash and a date before its first cell is run.
+"""Pre-registration: what a study asks, written down with a hash and a date before its first cell is
+run.
 
-``registration.json`` in the folder of the study holds the first plan for ever, and every later one as an
-amendment with its date. It is no proof against somebody who writes a new file, but every run carries the hash
-of the plan that it was made under, so that a new file does not fit the runs.
+``registration.json`` in the folder of the study holds the first plan for ever, and every later one
+as an amendment with its date. It is no proof against somebody who writes a new file, but every run
+carries the hash of the plan that it was made under, so that a new file does not fit the runs.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ TAG = "registration"
 TAG_LENGTH = 16
 SEED = "seed_everything"
 OUT_OF_GRID = ""
-"""The key of the hash of a method that is not in the grid, and of every method where there is no grid."""
+"""The key of the hash of a method that is not in the grid, and of every method where there is no
+grid."""
 FIXED = {"rule": "fixed"}
 """What is registered of the stopping rule of a study whose seeds are fixed."""
 
@@ -111,13 +113,18 @@ class Registration:
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        replace(folder / FILE, to_json({"entries": [asdict(entry) for entry in self.entries]}).encode())
+        replace(
+            folder / FILE, to_json({"entries": [asdict(entry) for entry in self.entries]}).encode()
+        )
 
 
 def _require_complete(entry: Entry) -> None:
-    """Raise KeyError, TypeError or AttributeError where something is missing that a report reads."""
+    """Raise KeyError, TypeError or AttributeError where something is missing that a report
+    reads."""
     missing = [key for key in (*_first_keys(), "stopping", "methods") if key not in entry.plan]
-    missing += [label for label, method in entry.plan.get("methods", {}).items() if "sha256" not in method]
+    missing += [
+        label for label, method in entry.plan.get("methods", {}).items() if "sha256" not in method
+    ]
     if missing or not (isinstance(entry.date, str) and isinstance(entry.sha256, str)):
         raise KeyError(", ".join(missing) or "date")
     StoppingRule.from_registered(entry.plan["stopping"])
@@ -178,7 +185,9 @@ def _stopping(study: Study) -> dict[str, Any]:
 
 def _hashes(label: str, resolved: Mapping[tuple[str, str], Mapping[str, Any]]) -> dict[str, str]:
     """Return the hash of a method's settings at each level."""
-    return {level: settings_hash(config) for (own, level), config in resolved.items() if own == label}
+    return {
+        level: settings_hash(config) for (own, level), config in resolved.items() if own == label
+    }
 
 
 def registered_hash(plan: Mapping[str, Any], label: str, levels: Mapping[str, str]) -> str | None:
@@ -217,7 +226,8 @@ def seedless_hash(settings: Mapping[str, Any]) -> str:
 
 
 def _changes(label: str, resolved: Mapping[tuple[str, str], Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the settings of a method in which it differs from some other method, at the first level."""
+    """Return the settings of a method in which it differs from some other method, at the first
+    level."""
     first: dict[str, Mapping[str, Any]] = {}
     for (own, _), config in resolved.items():
         first.setdefault(own, config)
@@ -226,12 +236,16 @@ def _changes(label: str, resolved: Mapping[tuple[str, str], Mapping[str, Any]]) 
     return {
         key: mine.get(key, absent)
         for key in sorted({key for other in settings.values() for key in other})
-        if any(repr(other.get(key, absent)) != repr(mine.get(key, absent)) for other in settings.values())
+        if any(
+            repr(other.get(key, absent)) != repr(mine.get(key, absent))
+            for other in settings.values()
+        )
     }
 
 
 def registered_study(study: Study, plan: Mapping[str, Any]) -> Study:
-    """Return the study as it was registered, for a report: its methods and levels are names alone."""
+    """Return the study as it was registered, for a report: its methods and levels are names
+    alone."""
     values = {
         one.name: known.restore(plan[key]) if key in plan else default_of(one)
         for key, one, known in entries(study)
@@ -251,7 +265,8 @@ def registered_study(study: Study, plan: Mapping[str, Any]) -> Study:
 def differences(plan: Mapping[str, Any], study: Study) -> list[str]:
     """Return in which points a study file differs from a registered plan, one clause each.
 
-    The plan was made before there were runs, so that its metric is read for the task that they have.
+    The plan was made before there were runs, so that its metric is read for the task that they
+    have.
     """
     plan = {**plan, "metric": registered_study(study, plan).metric}
     asked = {**question_of(study), "stopping": _stopping(study), "methods": dict(study.methods)}
@@ -263,12 +278,16 @@ def plan_differences(plan: Mapping[str, Any], later: Mapping[str, Any]) -> list[
     found = _differences(plan, later)
     both = [label for label in plan["methods"] if label in later["methods"]]
     changed = [
-        label for label in both if plan["methods"][label]["sha256"] != later["methods"][label]["sha256"]
+        label
+        for label in both
+        if plan["methods"][label]["sha256"] != later["methods"][label]["sha256"]
     ]
     return [*found, *(f"methods: the settings of {label} are others" for label in changed)]
 
 
-def _differences(plan: Mapping[str, Any], later: Mapping[str, Any], schema: type[Study] = Study) -> list[str]:
+def _differences(
+    plan: Mapping[str, Any], later: Mapping[str, Any], schema: type[Study] = Study
+) -> list[str]:
     found = []
     for key, _, known in entries(schema):
         if known.register and known.compared:
@@ -284,7 +303,8 @@ def _different_stopping(before: Mapping[str, Any], after: Mapping[str, Any]) -> 
 
 
 def _different_seeds(plan: Mapping[str, Any], later: Mapping[str, Any]) -> list[str]:
-    """Compare the seeds; where seeds are added, those of a report are the ones that count, in order."""
+    """Compare the seeds; where seeds are added, those of a report are the ones that count, in
+    order."""
     rule, seeds = StoppingRule.from_registered(plan["stopping"]), list(later["seeds"])
     if rule is None or later["stopping"] == FIXED:
         return different_names("seeds", plan["seeds"], seeds)

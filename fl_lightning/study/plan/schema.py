@@ -45,10 +45,12 @@ class Entry:
         key: its key in the file; empty: the name of the field.
         read: makes the field's value of the file, what it says, and the key.
         write: makes what a file says of the field's value; None: :func:`written` does.
-        register: makes what is registered of the value, as JSON; None: the entry is no part of the question.
-        restore: makes the value of what was registered; None: that of the study as it is now is taken.
-        later: whether it came after the first registrations, whose hashes do not have it: it is registered
-            where it has another value than its default.
+        register: makes what is registered of the value, as JSON; None: the entry is no part of the
+            question.
+        restore: makes the value of what was registered; None: that of the study as it is now is
+            taken.
+        later: whether it came after the first registrations, whose hashes do not have it: it is
+            registered where it has another value than its default.
         compared: whether a report says that it is another one than was registered.
     """
 
@@ -65,7 +67,13 @@ class Entry:
 
 
 def entry(
-    rule: str, example: str, given: Any = None, *, default: Any = MISSING, factory: Any = MISSING, **more: Any
+    rule: str,
+    example: str,
+    given: Any = None,
+    *,
+    default: Any = MISSING,
+    factory: Any = MISSING,
+    **more: Any,
 ) -> Any:
     """Return a dataclass's field with its :class:`Entry`; without a default, it must be given."""
     known = {"entry": Entry(rule, example, given, **more)}
@@ -86,7 +94,8 @@ def default_of(one: Field) -> Any:
 
 @cache
 def as_given(schema: type) -> type:
-    """Return the dataclass of what a file says, in the types in which it says it; None: it says nothing."""
+    """Return the dataclass of what a file says, in the types in which it says it; None: it says
+    nothing."""
     hints, needed, others = get_type_hints(schema), [], []
     for key, one, known in entries(schema):
         kind = known.given or hints[one.name]

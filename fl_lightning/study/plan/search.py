@@ -1,32 +1,34 @@
 """The search file: the settings that ``tune`` may choose, and the metric that it optimises.
 
 study: exp2_embedded             # folder and experiment of the tuned run; trials: <study>-tune
-config: kd_default.yaml          # one `fit` configuration or a list, layered; paths are relative to the file
-settings: {trainer.max_rounds: 30}   # optional: of every trial and of the final run
-final: {trainer.max_rounds: 100} # optional: settings of the final run alone
-space:                           # dotted setting -> range, or list of choices
+config: kd_default.yaml          # one `fit` configuration or a list, layered; paths are relative to
+the file settings: {trainer.max_rounds: 30}   # optional: of every trial and of the final run final:
+{trainer.max_rounds: 100} # optional: settings of the final run alone space:
+# dotted setting -> range, or list of choices
   model.alpha: {low: 0.0, high: 1.0}
   model.optimizer.init_args.lr: {low: 1.0e-3, high: 1.0e-1, log: true}
   trainer.local_epochs: {low: 1, high: 5}
   model.temperature: [1.0, 2.0, 4.0]
-trials: 20                       # or as many as there are combinations, of which none is tried twice
-metric: final/best_val_accuracy  # of validation or training, never of the test set; default: the best
+trials: 20                       # or as many as there are combinations, of which none is tried
+twice metric: final/best_val_accuracy  # of validation or training, never of the test set; default:
+the best
                                  # validation of the primary metric that the runs have
 direction: maximize              # default: as the name of the metric, or the task of the runs, says
 seed: 0                          # of every run and of the search
-prune: false                     # end trials early that are below the median of those before, round by round
+prune: false                     # end trials early that are below the median of those before, round
+by round
 
-Where ``study`` is the path of a study file, every method of the study is tuned, each with the same space and
-the same number of trials; what a method alone has to set is searched within that number. ``config`` and
-``settings`` are then layered over the method's, there is no ``final``, and the outcome is a record that the
-study reads by ``tuned``:
+Where ``study`` is the path of a study file, every method of the study is tuned, each with the same
+space and the same number of trials; what a method alone has to set is searched within that number.
+``config`` and ``settings`` are then layered over the method's, there is no ``final``, and the
+outcome is a record that the study reads by ``tuned``:
 
 study: exp2_embedded.yaml
 config: overlays/noise_off.yaml  # optional: the level of the study's grid at which it is tuned
 space_of:                        # optional: settings that one method alone has, beside those of all
   FedMPQKD: {model.alpha: {low: 0.0, high: 1.0}}
-record: tuned/exp2_embedded.yaml # optional; the default has the study's name, and so has the folder of trials
-seed: 1000                       # none of the study's seeds
+record: tuned/exp2_embedded.yaml # optional; the default has the study's name, and so has the folder
+of trials seed: 1000                       # none of the study's seeds
 """
 
 from __future__ import annotations
@@ -39,7 +41,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
 from optuna.samplers import TPESampler
 
 from fl_lightning.config.near_names import nearest
@@ -53,7 +60,9 @@ from fl_lightning.study.plan.tuned import method_hash
 
 METRIC = "final/best_val_accuracy"
 """What is optimised where a search file names no metric and the runs are of classification."""
-OF_VALIDATION = [f"final/{form}_{primary}" for primary in MEASURES for form in ("best_val", "last5_val")]
+OF_VALIDATION = [
+    f"final/{form}_{primary}" for primary in MEASURES for form in ("best_val", "last5_val")
+]
 """Metrics of the end of a run that the test set has no part in."""
 Direction = Literal["maximize", "minimize"]
 
@@ -76,7 +85,9 @@ class SearchEntries:
     prune: bool = entry("it is true or false", "true", default=False)
     record: str | None = entry("it is a path", "tuned/my_study.yaml", default=None)
     space_of: dict[str, dict[str, Any]] = entry(
-        "it is a mapping of labels of methods", "{FedMPQKD: {model.alpha: [0.5, 1.0]}}", factory=dict
+        "it is a mapping of labels of methods",
+        "{FedMPQKD: {model.alpha: [0.5, 1.0]}}",
+        factory=dict,
     )
 
 
@@ -148,8 +159,8 @@ class Search:
         """Read a search file.
 
         Raises:
-            InputError: it cannot be read, or something in it is wrong; the message names the file and the
-                key.
+            InputError: it cannot be read, or something in it is wrong; the message names the file
+                and the key.
         """
         file = SpecFile(Path(path))
         return _search(file, file.read(SearchEntries, "search file"))
@@ -196,10 +207,12 @@ class Search:
         return int(min(self.trials, prod(sizes)))
 
     def untried(self, tried: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any] | None:
-        """Return a combination of values that no trial has had, for trial ``number``; None where values are
-        drawn from a range without an end."""
+        """Return a combination of values that no trial has had, for trial ``number``; None where
+        values are drawn from a range without an end."""
         draws = stream(self.seed, "tune/untried", number)
-        values = [draws.permutation(np.array(_values(allowed), object)) for allowed in self.space.values()]
+        values = [
+            draws.permutation(np.array(_values(allowed), object)) for allowed in self.space.values()
+        ]
         points = (dict(zip(self.space, point, strict=True)) for point in product(*values))
         return next((point for point in points if point not in tried), None)
 
@@ -209,12 +222,13 @@ class Search:
 
 
 MOST_VALUES = 10_000
-"""A range of more integers than these is searched like a range of real numbers: its combinations are not
-counted, and one may be tried twice."""
+"""A range of more integers than these is searched like a range of real numbers: its combinations
+are not counted, and one may be tried twice."""
 
 
 def _values(allowed: Range | list[Any]) -> Sequence[Any]:
-    """Return the values of a setting one by one; none of a range that is drawn from without an end."""
+    """Return the values of a setting one by one; none of a range that is drawn from without an
+    end."""
     if not isinstance(allowed, Range):
         return allowed
     values = range(int(allowed.low), int(allowed.high) + 1) if allowed.is_whole else ()
@@ -268,22 +282,33 @@ def _search(file: SpecFile, given: SearchEntries) -> Search:
         "seed": int(given.seed),
         "prune": given.prune,
     }
-    configs, settings = file.configs(given.config, "config"), file.settings(given.settings, "settings")
+    configs, settings = (
+        file.configs(given.config, "config"),
+        file.settings(given.settings, "settings"),
+    )
     final = file.settings(given.final, "final")
     for where, fixed in (("settings", settings), ("final", final)):
         twice = min(
-            {*fixed} & {key for own in (given.space, *given.space_of.values()) for key in own}, default=""
+            {*fixed} & {key for own in (given.space, *given.space_of.values()) for key in own},
+            default="",
         )
         rule = "it is in space as well, and what is tuned has the values of trials"
         file.require(not twice, f"{where}: {twice}", rule, "leave one of them out")
     if Path(given.study).suffix in (".yaml", ".yml"):
         return _search_of_study(file, given, shared, configs, settings)
-    rule, instead = "one configuration is tuned, of which there is no record", "write study: my_study.yaml"
+    rule, instead = (
+        "one configuration is tuned, of which there is no record",
+        "write study: my_study.yaml",
+    )
     file.require(given.record is None, f"record: {given.record}", rule, instead)
     rule, instead = "one configuration is tuned, with one space", "write its settings under space"
     file.require(not given.space_of, "space_of", rule, instead)
     return Search(
-        study=file.name(given.study, "study"), configs=configs, settings=settings, final=final, **shared
+        study=file.name(given.study, "study"),
+        configs=configs,
+        settings=settings,
+        final=final,
+        **shared,
     )
 
 
@@ -301,9 +326,14 @@ def _search_of_study(
     study = Study.read(path, with_record=False)
     rule = f"the study {study.name} runs this seed: settings would be chosen on what they are judged by"
     free = max(study.seed_order) + 1000
-    file.require(given.seed not in study.seed_order, f"seed: {given.seed}", rule, f"write seed: {free}")
+    file.require(
+        given.seed not in study.seed_order, f"seed: {given.seed}", rule, f"write seed: {free}"
+    )
     foreign = min(set(given.space_of) - set(study.methods), default=None)
-    rule, instead = f"the study {study.name} has no such method", f"write one of {', '.join(study.methods)}"
+    rule, instead = (
+        f"the study {study.name} has no such method",
+        f"write one of {', '.join(study.methods)}",
+    )
     file.require(foreign is None, f"space_of.{foreign}", rule, instead)
     record = file.path.parent / (given.record or f"tuned/{study.name}.yaml")
     name = file.name(record.stem, "record")  # several searches of one study have a folder each
@@ -321,7 +351,13 @@ def _search_of_study(
         for label, method in study.methods.items()
     )
     return Search(
-        study=name, configs=configs, settings=settings, final={}, parts=parts, record=record, **shared
+        study=name,
+        configs=configs,
+        settings=settings,
+        final={},
+        parts=parts,
+        record=record,
+        **shared,
     )
 
 
@@ -332,7 +368,9 @@ def _space(file: SpecFile, given: Mapping[str, Any], where: str) -> dict[str, Ra
 def _allowed(file: SpecFile, given: Any, where: str) -> Range | list[Any]:
     """Return the values that a setting may have."""
     if isinstance(given, list):
-        plain = given and all(isinstance(item, (bool, int, float, str, type(None))) for item in given)
+        plain = given and all(
+            isinstance(item, (bool, int, float, str, type(None))) for item in given
+        )
         rule = "choices are numbers, strings, true, false or null"
         file.require(plain, f"{where}: {given!r}", rule, f"write {where}: [0.1, 0.2]")
         return given

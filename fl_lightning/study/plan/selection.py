@@ -1,8 +1,9 @@
-"""Which model of a run the tables of a study hold, and which form of the task's primary metric is its own.
+"""Which model of a run the tables of a study hold, and which form of the task's primary metric is
+its own.
 
 Runs have ``final/last5_accuracy`` where the primary metric of their task is the accuracy, and
-``final/last5_perplexity`` where it is the perplexity. A study file is read before there are runs: there the
-accuracy stands for the primary metric, whatever it will be.
+``final/last5_perplexity`` where it is the perplexity. A study file is read before there are runs:
+there the accuracy stands for the primary metric, whatever it will be.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import re
 from typing import Literal
 
 Selection = Literal["last5", "best_val", "last"]
-"""``last5`` is the last round's model with the mean primary metric of the last five evaluated rounds,
-``best_val`` the model of the round that validation chose, and ``last`` the last round's model."""
+"""``last5`` is the last round's model with the mean primary metric of the last five evaluated
+rounds, ``best_val`` the model of the round that validation chose, and ``last`` the last round's
+model."""
 FORMS: dict[Selection, str] = {
     "last5": "final/last5_{}",
     "best_val": "final/best_val_test_{}",
@@ -57,8 +59,8 @@ def selection_of(metric: str) -> Selection | None:
 def for_primary(metric: str, selection: Selection, primary: str) -> str:
     """Return the metric of a study file for runs with this primary metric.
 
-    The accuracy that the selection stands for, which a file without a ``metric`` has, becomes the primary
-    metric; others stay.
+    The accuracy that the selection stands for, which a file without a ``metric`` has, becomes the
+    primary metric; others stay.
     """
     return selected_metric(selection, primary) if metric == selected_metric(selection) else metric
 

@@ -1,7 +1,7 @@
 """Study files and search files: how they are read, and the rules that all their entries keep.
 
-Keys are the text that was written: ``on``, ``0.50`` and ``1`` are names here, and so is the value ``off``.
-The types of entries are those of dataclasses, and jsonargparse checks them.
+Keys are the text that was written: ``on``, ``0.50`` and ``1`` are names here, and so is the value
+``off``. The types of entries are those of dataclasses, and jsonargparse checks them.
 """
 
 from __future__ import annotations
@@ -48,13 +48,16 @@ set_loader("text", lambda text: text, exceptions=())
 
 
 class _TextLoader(yaml.SafeLoader):
-    """A loader whose keys are text, each given once, and that takes only ``true`` and ``false`` for truth.
+    """A loader whose keys are text, each given once, and that takes only ``true`` and ``false`` for
+    truth.
 
     So does YAML 1.2; to YAML 1.1 ``on`` and ``no`` are truth values as well.
     """
 
     yaml_implicit_resolvers = {  # noqa: RUF012
-        first: [(tag, pattern) for tag, pattern in resolvers if tag != TRUE_FALSE or first in "tTfF"]
+        first: [
+            (tag, pattern) for tag, pattern in resolvers if tag != TRUE_FALSE or first in "tTfF"
+        ]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -101,7 +104,8 @@ class SpecFile:
             kind: what the file should be, for the message.
 
         Raises:
-            InputError: it cannot be read, or an entry is wrong; the message names the file and the key.
+            InputError: it cannot be read, or an entry is wrong; the message names the file and the
+                key.
         """
         document = self.load(kind)
         begin = "begin with 'study: my_study'"
@@ -125,17 +129,21 @@ class SpecFile:
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "not a text file"
             instead = "write the path of a YAML file"
-            raise InputError(f"{self.path}", f"the {kind} cannot be read ({reason})", instead) from None
+            raise InputError(
+                f"{self.path}", f"the {kind} cannot be read ({reason})", instead
+            ) from None
         except yaml.MarkedYAMLError as error:
             where = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
             rule = f"it is not a valid {kind}: {error.problem}"
             raise InputError(f"{self.path}{where}", rule, "mend that line") from None
-        except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: the 31st of February
+        except (yaml.YAMLError, RecursionError, ValueError) as error:
+            # ValueError: the 31st of February
             rule = f"it is not valid YAML: {error}"
             raise InputError(f"{self.path}", rule, "write 'key: value' lines") from None
 
     def parse(self, schema: type[T], given: Any, where: str, instead: str = "") -> T:
-        """Return one mapping of the file as a dataclass; a key without a value is as if it were left out.
+        """Return one mapping of the file as a dataclass; a key without a value is as if it were
+        left out.
 
         Args:
             schema: a dataclass, whose fields have an :class:`Entry`.
@@ -150,14 +158,19 @@ class SpecFile:
         known = {one.name: one for one in fields(schema)}  # type: ignore[arg-type]
         instead = instead or f"write {where}{next(iter(known))}: ... below it"
         self.require(
-            isinstance(given, Mapping), f"{where.rstrip('.')}: {given!r}", "it is a mapping", instead
+            isinstance(given, Mapping),
+            f"{where.rstrip('.')}: {given!r}",
+            "it is a mapping",
+            instead,
         )
         for key in given:
             near = nearest(str(key), known)
             instead = f"write {where}{near}" if near else "remove it"
             self.require(key in known, f"{where}{key}", f"known here: {', '.join(known)}", instead)
         values = {key: value for key, value in given.items() if value is not None}
-        needed = [key for key, one in known.items() if one.default is one.default_factory is MISSING]
+        needed = [
+            key for key, one in known.items() if one.default is one.default_factory is MISSING
+        ]
         for key in needed:
             rule = f"{', '.join(needed)} must be given"
             self.require(key in values, f"no {where}{key}", rule, f"add '{key}:'")
@@ -172,7 +185,8 @@ class SpecFile:
         return schema(**parsed)
 
     def wrong(self, schema: type, key: str, value: Any, where: str = "") -> InputError:
-        """Return the error of an entry that breaks the rule of its key in the dataclass ``schema``."""
+        """Return the error of an entry that breaks the rule of its key in the dataclass
+        ``schema``."""
         known = next(one for name, _, one in entries(schema) if name == key)
         given = f"{self.path}: {where}{key}: {value!r}"
         return InputError(given, known.rule, f"write {where}{key}: {known.example}")
@@ -187,7 +201,9 @@ class SpecFile:
     def name(self, name: str, where: str) -> str:
         """Return ``name``, or refuse what can be no part of a folder's name."""
         size = len(name.encode(errors="replace"))
-        plain = is_plain_name(name) and name == name.strip() and name.isprintable() and name[0] != "-"
+        plain = (
+            is_plain_name(name) and name == name.strip() and name.isprintable() and name[0] != "-"
+        )
         shown = repr(name) if size <= LONGEST_NAME else f"{name[:20]}... ({size} bytes)"
         instead = "write a plain name, such as FedMPQ" if size <= LONGEST_NAME else "shorten it"
         self.require(plain and size <= LONGEST_NAME, f"{where}: {shown}", NAME, instead)
@@ -196,11 +212,14 @@ class SpecFile:
     def names(self, mapping: Any, where: str) -> dict[str, Any]:
         """Return a mapping whose keys name methods, axes or levels, or refuse it."""
         rule, instead = "it is a mapping with at least one entry", "write 'NAME: {}' lines below it"
-        self.require(isinstance(mapping, Mapping) and mapping, f"{where}: {mapping!r}", rule, instead)
+        self.require(
+            isinstance(mapping, Mapping) and mapping, f"{where}: {mapping!r}", rule, instead
+        )
         return {self.name(name, where): value for name, value in mapping.items()}
 
     def configs(self, given: str | list[str] | None, where: str) -> tuple[Path, ...]:
-        """Return the files of one or several ``fit`` configurations, or refuse a file that is not there."""
+        """Return the files of one or several ``fit`` configurations, or refuse a file that is not
+        there."""
         folder, paths = self.path.parent, []
         for name in [given] if isinstance(given, str) else given or []:
             path = find_config(name, folder)
@@ -213,13 +232,17 @@ class SpecFile:
         return tuple(paths)
 
     def settings(self, settings: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Return dotted settings of ``fit``, or refuse keys and values that cannot be written as flags.
+        """Return dotted settings of ``fit``, or refuse keys and values that cannot be written as
+        flags.
 
         Whether ``fit`` has such settings, it says itself.
         """
         for key, value in settings.items():
             self.setting(key, where)
-            rule, instead = "no setting has such a value", "write text in quotes, as in '2024-01-01'"
+            rule, instead = (
+                "no setting has such a value",
+                "write text in quotes, as in '2024-01-01'",
+            )
             self.require(_is_json(value), f"{where}.{key}: {value!r}", rule, instead)
         return dict(settings)
 

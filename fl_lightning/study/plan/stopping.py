@@ -1,4 +1,5 @@
-"""The entry ``until`` of a study file: seeds are added until every criterion is decided, or a budget ends it.
+"""The entry ``until`` of a study file: seeds are added until every criterion is decided, or a
+budget ends it.
 
 seeds: [0, 1, 2, 3, 4]        # are run in any case; the next are 5, 6, 7 ...
 until: {max_seeds: 40, max_hours: 6}    # or just: until: decided
@@ -31,11 +32,13 @@ class StoppingEntries:
 
 @dataclass(frozen=True)
 class StoppingRule:
-    """The rule by which a sweep stops to add seeds: when every criterion is decided, or a budget is spent.
+    """The rule by which a sweep stops to add seeds: when every criterion is decided, or a budget is
+    spent.
 
     Args:
         max_seeds: the number of seeds at which it stops, those that the study lists among them.
-        max_hours: the hours of sweeping, over all its sessions, after which it stops; None: no limit.
+        max_hours: the hours of sweeping, over all its sessions, after which it stops; None: no
+            limit.
         level: the level of the confidence sequences that decide.
         c2: the c2 of these confidence sequences.
     """
@@ -62,8 +65,8 @@ class StoppingRule:
         return cls(**{key: value for key, value in document.items() if key != "rule"})
 
     def seeds(self, listed: Sequence[int]) -> list[int]:
-        """Return every seed that may be run, in order: those of the study, then the numbers after the
-        greatest.
+        """Return every seed that may be run, in order: those of the study, then the numbers after
+        the greatest.
 
         >>> StoppingRule(max_seeds=5).seeds([2, 7])
         [2, 7, 8, 9, 10]
@@ -78,8 +81,9 @@ class Stopping:
 
     Args:
         seeds: the seeds that count, in order.
-        ending: ``decided``: every criterion is; ``max_seeds``, ``max_hours``: a budget is spent; ``failed``:
-            a cell failed, so that no seed after it can count; ``open``: the sweep is to go on.
+        ending: ``decided``: every criterion is; ``max_seeds``, ``max_hours``: a budget is spent;
+            ``failed``: a cell failed, so that no seed after it can count; ``open``: the sweep is to
+            go on.
         undecided: the criteria that more seeds may decide.
         beyond: the seeds after these that were begun, since a slot was free for them.
     """
@@ -118,7 +122,9 @@ def stopping_rule(file: SpecFile, given: Any, key: str) -> StoppingRule:
     return StoppingRule(int(entries.max_seeds), hours)
 
 
-def check_rule(rule: StoppingRule, seeds: Sequence[int], criteria: Sequence[Any], where: str) -> None:
+def check_rule(
+    rule: StoppingRule, seeds: Sequence[int], criteria: Sequence[Any], where: str
+) -> None:
     """Check that a rule fits a study.
 
     Args:
@@ -137,4 +143,6 @@ def check_rule(rule: StoppingRule, seeds: Sequence[int], criteria: Sequence[Any]
         )
     if rule.max_seeds < len(seeds):
         given, listed = f"{where}max_seeds {rule.max_seeds}", f"the study lists {len(seeds)} seeds"
-        raise InputError(given, f"{listed}, which are run in any case", f"write {len(seeds)} or more")
+        raise InputError(
+            given, f"{listed}, which are run in any case", f"write {len(seeds)} or more"
+        )

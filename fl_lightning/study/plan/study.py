@@ -1,24 +1,25 @@
 """The study file: methods x seeds x grid, and the questions to its results.
 
     study: exp2_embedded              # folder under default_root_dir, and experiment in MLflow
-    config: kd_default.yaml           # one `fit` configuration or a list, layered; relative to the study file
-    methods:                          # label -> what differs
+    config: kd_default.yaml           # one `fit` configuration or a list, layered; relative to the
+    study file methods:                          # label -> what differs
       FedMPQKD: {}
       FedMPQ: {config: fedmpq.yaml}
       FedAvg: {config: fedavg.yaml, grid: false}    # what the grid varies is none of its settings
       FedMPQKD a=1: {settings: {model.alpha: 1.0}}
     overlays: big_network.yaml        # optional: layered on top of every method's configuration
-    grid:                             # optional: axis -> level -> the same form; every combination is run
-      noise: {on: {}, off: {config: overlays/noise_off.yaml}}
+    grid:                             # optional: axis -> level -> the same form; every combination
+      is run noise: {on: {}, off: {config: overlays/noise_off.yaml}}
     settings: {trainer.max_rounds: 100}   # optional: dotted `fit` settings of every cell
     seeds: [0, 1, 2]
     until: {max_seeds: 40}            # optional: seeds are added until every criterion is decided
     tuned: tuned/exp2_embedded.yaml   # optional: what `tune` chose for each method
-    published: leaderboard_digits     # optional: a folder of `compare`, whose methods are compared too
+    published: leaderboard_digits     # optional: a folder of `compare`, whose methods are compared
+    too
 
-The rest is for the report: ``selection metric proposed alone controls degradation target_accuracy target
-criteria premises claimed``; ``test`` is for the sweep. Of two settings of one name the later wins: config,
-method, overlays, grid; then `settings` of study, method, record of `tune`, grid.
+The rest is for the report: ``selection metric proposed alone controls degradation target_accuracy
+target criteria premises claimed``; ``test`` is for the sweep. Of two settings of one name the later
+wins: config, method, overlays, grid; then `settings` of study, method, record of `tune`, grid.
 """
 
 from __future__ import annotations
@@ -118,7 +119,9 @@ def _seeds(file: SpecFile, given: list[int], key: str) -> list[int]:
     if not given:
         raise file.wrong(Study, key, given)
     repeated = len({*given}) < len(given)
-    file.require(not repeated, f"{key}: {given}", "each seed is run once", "remove the repeated one")
+    file.require(
+        not repeated, f"{key}: {given}", "each seed is run once", "remove the repeated one"
+    )
     return [int(seed) for seed in given]
 
 
@@ -129,14 +132,16 @@ def _finite(file: SpecFile, given: float, key: str) -> float:
 
 
 def _metric(file: SpecFile, metric: str, key: str) -> str:
-    """Refuse unknown metrics of groups that only this program writes; others may come from methods and
-    callbacks."""
+    """Refuse unknown metrics of groups that only this program writes; others may come from methods
+    and callbacks."""
     _check_metric(file, metric, f"metric: {metric}", "write metric: ")
     return metric
 
 
 def _check_metric(file: SpecFile, metric: str, given: str, write: str) -> None:
-    known = metric in METRICS or ("/" in metric and not metric.startswith(("final/", "total/", "target/")))
+    known = metric in METRICS or (
+        "/" in metric and not metric.startswith(("final/", "total/", "target/"))
+    )
     near = nearest(metric, METRICS) or selected_metric("last5")
     file.require(known, given, "no run has such a metric", f"{write}{near}")
 
@@ -161,17 +166,18 @@ class Study:
         overlays: the configurations on top of every method's.
         grid: axis -> level -> its changes.
         test: the flags of the ``test`` that is run on every finished cell; None: no test is run.
-        selection: the model that all tables hold, and what ``primary(L)`` stands for: ``last5``, the last
-            round's model and the mean of the last five evaluated rounds; ``best_val``, the model of the round
-            that validation chose; ``last``, the last round's.
-        metric: the primary metric of the report; by default that of the task, of the selected model.
+        selection: the model that all tables hold, and what ``primary(L)`` stands for: ``last5``,
+            the last round's model and the mean of the last five evaluated rounds; ``best_val``, the
+            model of the round that validation chose; ``last``, the last round's.
+        metric: the primary metric of the report; by default that of the task, of the selected
+            model.
         proposed: the labels that are not baselines.
-        alone: the label of the method in which every client trains alone, for negative transfer; empty: the
-            one of the class ``LocalOnly``.
-        controls: the labels whose clients may hold other examples than those of the other methods, such as an
-            IID control.
-        degradation: ``axis``, ``stressed`` and ``clean``: the levels whose difference is reported, paired by
-            seed.
+        alone: the label of the method in which every client trains alone, for negative transfer;
+            empty: the one of the class ``LocalOnly``.
+        controls: the labels whose clients may hold other examples than those of the other methods,
+            such as an IID control.
+        degradation: ``axis``, ``stressed`` and ``clean``: the levels whose difference is reported,
+            paired by seed.
         target_accuracy: an accuracy in (0, 1]; rounds and megabytes to it are reported.
         target: the same for any task: a value of its primary metric; None: there is none, or it is
             ``target_accuracy``.
@@ -179,8 +185,10 @@ class Study:
         premises: what must occur for the criteria to be tested, in the same form.
         claimed: figures that were claimed elsewhere; only the report reads them.
         until: the rule by which seeds are added to ``seeds``; None: these are all.
-        tuned: what ``tune`` chose for each method, at each level of an axis or at all; None: nothing.
-        published: published studies, whose runs are compared with those of this one and are not run again.
+        tuned: what ``tune`` chose for each method, at each level of an axis or at all; None:
+            nothing.
+        published: published studies, whose runs are compared with those of this one and are not run
+            again.
         task: the task of the runs; no part of the study file, since it follows from the data.
     """
 
@@ -200,7 +208,9 @@ class Study:
     configs: tuple[Path, ...] = entry(
         *PATHS, str | list[str], default=(), key="config", read=SpecFile.configs
     )
-    settings: Mapping[str, Any] = entry(*SETTINGS, dict[str, Any], factory=dict, read=SpecFile.settings)
+    settings: Mapping[str, Any] = entry(
+        *SETTINGS, dict[str, Any], factory=dict, read=SpecFile.settings
+    )
     methods: Mapping[str, Variation] = entry(
         "it is a mapping with at least one entry", "{FedMPQ: {}}", dict[str, Any], read=read_methods
     )
@@ -232,7 +242,9 @@ class Study:
         read=_metric,
         register=same,
     )
-    proposed: list[str] = entry("it is a list of strings", "[FedMPQKD]", factory=list, register=list)
+    proposed: list[str] = entry(
+        "it is a list of strings", "[FedMPQKD]", factory=list, register=list
+    )
     alone: str = entry(
         "it is the label of the method in which every client trains alone",
         example="LocalOnly",
@@ -296,9 +308,12 @@ class Study:
 
     @property
     def labels(self) -> list[str]:
-        """The labels of all methods that are compared: those that are run, and those that are published."""
+        """The labels of all methods that are compared: those that are run, and those that are
+        published."""
         return list(
-            dict.fromkeys([*self.methods, *(label for one in self.published for label in one.labels)])
+            dict.fromkeys(
+                [*self.methods, *(label for one in self.published for label in one.labels)]
+            )
         )
 
     @property
@@ -319,7 +334,9 @@ class Study:
         """Return the study of runs of this task."""
         if task == self.task:
             return self
-        return replace(self, task=task, metric=for_primary(self.metric, self.selection, task.primary))
+        return replace(
+            self, task=task, metric=for_primary(self.metric, self.selection, task.primary)
+        )
 
     def parsed_criteria(self) -> list[Criterion]:
         """Return the criteria, checked.
@@ -338,7 +355,9 @@ class Study:
         return self._parsed(self.premises)
 
     def _parsed(self, entries: Sequence[str | dict[str, Any]]) -> list[Criterion]:
-        return [parse(**entry, labels=self.labels, grid=self.grid) for entry in map(as_entry, entries)]
+        return [
+            parse(**entry, labels=self.labels, grid=self.grid) for entry in map(as_entry, entries)
+        ]
 
     @classmethod
     def read(cls, path: str | Path, find_configs: bool = True, with_record: bool = True) -> Study:
@@ -346,14 +365,14 @@ class Study:
 
         Args:
             path: the file.
-            find_configs: whether the configurations that it names must exist; a report of finished runs needs
-                none.
-            with_record: whether the record of ``tune`` that it names is read; it need not be there before
-                ``tune`` has written it.
+            find_configs: whether the configurations that it names must exist; a report of finished
+                runs needs none.
+            with_record: whether the record of ``tune`` that it names is read; it need not be there
+                before ``tune`` has written it.
 
         Raises:
-            InputError: it cannot be read, or something in it is wrong; the message names the file and the
-                key.
+            InputError: it cannot be read, or something in it is wrong; the message names the file
+                and the key.
         """
         file = SpecFile(Path(path), find_configs)
         given = dict(vars(file.read(as_given(cls), "study file")))  # type: ignore[arg-type]
@@ -373,13 +392,16 @@ class Study:
         return self.seeds if self.until is None else self.until.seeds(self.seeds)
 
     def cells(self) -> list[Cell]:
-        """Return every run, seed by seed, so that a sweep that is stopped early has whole comparisons."""
+        """Return every run, seed by seed, so that a sweep that is stopped early has whole
+        comparisons."""
         count = len(self.seeds) * len(self.methods) * math.prod(map(len, self.grid.values()))
         if count > MAX_CELLS:
-            parts = (
-                f"{len(self.methods)} methods, {len(self.seeds)} seeds and a grid of {len(self.grid)} axes"
+            grid = f"a grid of {len(self.grid)} axes"
+            parts = f"{len(self.methods)} methods, {len(self.seeds)} seeds and {grid}"
+            given, rule = (
+                f"{self.path}: {count} cells of {parts}",
+                f"a study has at most {MAX_CELLS}",
             )
-            given, rule = f"{self.path}: {count} cells of {parts}", f"a study has at most {MAX_CELLS}"
             raise InputError(given, rule, "leave axes or levels out")
         return [
             self._cell(label, seed, levels if method.in_grid else {})
@@ -390,8 +412,11 @@ class Study:
         ]
 
     def combinations(self) -> list[dict[str, str]]:
-        """Return every combination of levels, axis -> level; one without levels where there is no grid."""
-        return [dict(zip(self.grid, levels, strict=True)) for levels in product(*self.grid.values())]
+        """Return every combination of levels, axis -> level; one without levels where there is no
+        grid."""
+        return [
+            dict(zip(self.grid, levels, strict=True)) for levels in product(*self.grid.values())
+        ]
 
     def compared_at(self, cell: Cell) -> list[Mapping[str, str]]:
         """Return the combinations of levels at which the run of a cell is compared."""
@@ -415,8 +440,8 @@ class Study:
         """Return the study file.
 
         Args:
-            path: returns the text that a path is written as; by default it is absolute, so that a copy can be
-                read anywhere on this machine.
+            path: returns the text that a path is written as; by default it is absolute, so that a
+                copy can be read anywhere on this machine.
         """
         document = {
             key: known.write(value) if known.write else written(value, path)
@@ -424,7 +449,9 @@ class Study:
             if (value := getattr(self, one.name)) is not None
         }
         given = {key: value for key, value in document.items() if value not in (None, [], {}, "")}
-        return yaml.safe_dump(redact_settings(given), sort_keys=False, allow_unicode=True, width=130)
+        return yaml.safe_dump(
+            redact_settings(given), sort_keys=False, allow_unicode=True, width=130
+        )
 
 
 def as_arguments(configs: Sequence[Path], settings: Mapping[str, Any], seed: int) -> list[str]:
@@ -451,7 +478,11 @@ def _check(file: SpecFile, study: Study) -> None:
     both = study.target_accuracy is not None and study.target is not None
     file.require(not both, "target_accuracy and target", rule, instead)
     alone = [study.alone] if study.alone else []
-    for key, labels in (("proposed", study.proposed), ("alone", alone), ("controls", study.controls)):
+    for key, labels in (
+        ("proposed", study.proposed),
+        ("alone", alone),
+        ("controls", study.controls),
+    ):
         for label in labels:
             file.one_of(label, study.labels, key)
     if study.degradation is not None:
@@ -464,16 +495,25 @@ def _check(file: SpecFile, study: Study) -> None:
         published.check(f"{file.path}: ", study.seeds, study.combinations(), study.selection)
         taken |= {*published.labels}
     rule = "seeds are added in every method, and those of published runs are fixed"
-    file.require(not (study.published and study.until), "until with published", rule, "leave one of them out")
+    file.require(
+        not (study.published and study.until), "until with published", rule, "leave one of them out"
+    )
     if study.until is not None:
         check_rule(study.until, study.seeds, study.criteria, f"{file.path}: ")
     if isinstance(study.tuned, TunedByLevel):
         check_levels(file, study.tuned, study)
     if study.tuned is not None:
-        hashes = {label: method_hash(one.configs, one.settings) for label, one in study.methods.items()}
+        hashes = {
+            label: method_hash(one.configs, one.settings) for label, one in study.methods.items()
+        }
         study.tuned.check(f"{file.path}: ", hashes)
-    rule, instead = "each is compared with it, and clients hold other examples in a control", "leave it out"
-    file.require(study.alone not in study.controls, f"controls: {study.alone} is alone too", rule, instead)
+    rule, instead = (
+        "each is compared with it, and clients hold other examples in a control",
+        "leave it out",
+    )
+    file.require(
+        study.alone not in study.controls, f"controls: {study.alone} is alone too", rule, instead
+    )
     first: dict[str, str] = {}
     for name in (cell.name for cell in replace(study, seeds=study.seed_order).cells()):
         file.name(name, "cell")
@@ -507,7 +547,9 @@ def _check_criteria(file: SpecFile, study: Study) -> None:
             _check_metric(file, metric, f"{criterion.text}: {metric}", "write ")
     names = [criterion.name for criterion in (*criteria, *premises) if criterion.name]
     for name in names:
-        file.require(names.count(name) == 1, f"name: {name}", "each name is given once", "write another")
+        file.require(
+            names.count(name) == 1, f"name: {name}", "each name is given once", "write another"
+        )
     known = [criterion.name for criterion in criteria if criterion.name]
     for premise in premises:
         for name in premise.needed_by:
@@ -519,8 +561,8 @@ def _check_criteria(file: SpecFile, study: Study) -> None:
 def _selected(file: SpecFile, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``selection``, ``metric`` and ``test``, which must be about one model.
 
-    A study whose runs are made already is read as it was written: what ``test`` measured of another round is
-    then left out of its report, and listed.
+    A study whose runs are made already is read as it was written: what ``test`` measured of another
+    round is then left out of its report, and listed.
     """
     metric, test = given.get("metric"), given.get("test")
     tested = (test or {}).get("checkpoint")

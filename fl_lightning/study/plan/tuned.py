@@ -1,13 +1,14 @@
 """The record of a search over all methods of a study: which settings were chosen for each, and how.
 
-``tune`` writes it beside the study, and a study reads it by ``tuned: tuned/my_study.yaml``. The settings of a
-label are layered over those of its method. A record is refused where a method of the study is not in it, or
-where the search or a method was changed after it was made: nobody then knows where its numbers come from.
+``tune`` writes it beside the study, and a study reads it by ``tuned: tuned/my_study.yaml``. The
+settings of a label are layered over those of its method. A record is refused where a method of the
+study is not in it, or where the search or a method was changed after it was made: nobody then knows
+where its numbers come from.
 
     tuned: {epochs: {"1": tuned/my_study_e1.yaml, "5": tuned/my_study_e5.yaml}}
 
-reads a record for each level of an axis of the study's grid: each of a search file of its own, whose
-``record`` it is.
+reads a record for each level of an axis of the study's grid: each of a search file of its own,
+whose ``record`` it is.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class TunedRecord:
         search_sha256: the hash of what the search file says, see :func:`file_hash`.
         date: the day on which the last trial ended.
         version: the version of this program.
-        metric, direction, trials, seed: as in the search file; ``trials`` is the number for each method.
+        metric, direction, trials, seed: as in the search file; ``trials`` is the number for each
+            method.
         space: the values that each setting may have, the same for every method.
         settings: the settings of every trial, beside those of the study.
         chosen: label -> what was chosen.
@@ -97,7 +99,12 @@ class TunedRecord:
         require(right and isinstance(document["chosen"], Mapping), where, rule, instead)
         for label, method in document["chosen"].items():
             right = isinstance(method, Mapping) and {*method} == of_method
-            require(right and isinstance(method["settings"], Mapping), f"{where}: {label}", rule, instead)
+            require(
+                right and isinstance(method["settings"], Mapping),
+                f"{where}: {label}",
+                rule,
+                instead,
+            )
         chosen = {label: TunedMethod(**method) for label, method in document["chosen"].items()}
         return cls(**{**document, "chosen": chosen}, path=path)
 
@@ -126,7 +133,8 @@ class TunedRecord:
         return HEAD.format(search=self.search) + text
 
     def check(self, where: str, methods: Mapping[str, str]) -> None:
-        """Check that the record is about these methods as they are now, and of the search as it is now.
+        """Check that the record is about these methods as they are now, and of the search as it is
+        now.
 
         Args:
             where: the beginning of a message.
@@ -138,15 +146,22 @@ class TunedRecord:
         again = "run tune again, or leave 'tuned' out"
         given = f"{where}tuned{f': {self.path}' if self.path else ''}"
         missing = [label for label in methods if label not in self.chosen]
-        require(not missing, f"{given}; {', '.join(missing)}", "the record has no such method", again)
-        changed = [label for label, hash in methods.items() if hash != self.chosen[label].method_sha256]
+        require(
+            not missing, f"{given}; {', '.join(missing)}", "the record has no such method", again
+        )
+        changed = [
+            label for label, hash in methods.items() if hash != self.chosen[label].method_sha256
+        ]
         rule = "the method was changed in the study after it was tuned"
         require(not changed, f"{given}; {', '.join(changed)}", rule, again)
         search = self.path.parent / self.search if self.path else None
         if search is not None and search.is_file():
             same = file_hash(SpecFile(search)) == self.search_sha256
             require(
-                same, f"{given}; {self.search}", "the search was changed after the record was made", again
+                same,
+                f"{given}; {self.search}",
+                "the search was changed after the record was made",
+                again,
             )
 
 
@@ -203,11 +218,14 @@ def check_levels(file: SpecFile, tuned: TunedByLevel, study: Any) -> None:
     file.require(not missing, f"tuned.{tuned.axis}: {missing}", rule, "name a record for each")
     outside = next((label for label, one in study.methods.items() if not one.in_grid), "")
     rule = "its runs have no level of the grid, and settings are tuned for each"
-    file.require(not outside, f"methods.{outside}: grid: false", rule, "tune one record for all levels")
+    file.require(
+        not outside, f"methods.{outside}: grid: false", rule, "tune one record for all levels"
+    )
 
 
 def method_hash(configs: Sequence[Path], settings: Mapping[str, Any]) -> str:
-    """Return the hash of a method's entry in a study: the names of its configurations, and its settings."""
+    """Return the hash of a method's entry in a study: the names of its configurations, and its
+    settings."""
     return document_hash({"config": [path.name for path in configs], "settings": dict(settings)})
 
 
@@ -217,12 +235,13 @@ def file_hash(file: SpecFile) -> str:
 
 
 def tuned_record(file: SpecFile, given: str | Mapping[str, Any], key: str) -> Tuned | None:
-    """Return the record that the entry ``tuned`` of a study file names, or is, or that of each level.
+    """Return the record that the entry ``tuned`` of a study file names, or is, or that of each
+    level.
 
     Args:
         file: the study file.
-        given: the path of a record, relative to the study file, or a record; or axis -> level -> one of
-            these.
+        given: the path of a record, relative to the study file, or a record; or axis -> level ->
+            one of these.
         key: of the entry.
 
     Returns:
@@ -231,9 +250,15 @@ def tuned_record(file: SpecFile, given: str | Mapping[str, Any], key: str) -> Tu
     Raises:
         InputError: it is none.
     """
-    if isinstance(given, Mapping) and len(given) == 1 and isinstance(next(iter(given.values())), Mapping):
+    if (
+        isinstance(given, Mapping)
+        and len(given) == 1
+        and isinstance(next(iter(given.values())), Mapping)
+    ):
         ((axis, levels),) = given.items()
-        found = {str(level): _record(file, one, f"{key}.{axis}.{level}") for level, one in levels.items()}
+        found = {
+            str(level): _record(file, one, f"{key}.{axis}.{level}") for level, one in levels.items()
+        }
         records = {level: record for level, record in found.items() if record is not None}
         return TunedByLevel(str(axis), records) if len(records) == len(found) else None
     return _record(file, given, key)

@@ -11,7 +11,17 @@ from fl_lightning.study.plan.entries import MethodEntries, VariationEntries
 from fl_lightning.study.plan.spec_file import SpecFile
 
 RESERVED = (
-    *("study", "label", "method", "seed", "dataset", "commit", "dirty", "run_dir", "partition_sha256"),
+    *(
+        "study",
+        "label",
+        "method",
+        "seed",
+        "dataset",
+        "commit",
+        "dirty",
+        "run_dir",
+        "partition_sha256",
+    ),
     *("registration", "content_sha256", "protocol_sha256"),
 )
 """Tags that every run has: none of them can name an axis."""
@@ -24,8 +34,8 @@ class Variation:
     Args:
         configs: ``fit`` configurations, layered.
         settings: dotted ``fit`` settings.
-        in_grid: False for a method that has no level of the grid: it is run once for each seed, and this run
-            is compared at every level.
+        in_grid: False for a method that has no level of the grid: it is run once for each seed, and
+            this run is compared at every level.
     """
 
     configs: tuple[Path, ...] = ()
@@ -56,12 +66,16 @@ def read_methods(file: SpecFile, given: Any, key: str) -> dict[str, Variation]:
     return variations_in(file, given, key, MethodEntries)
 
 
-def read_grid(file: SpecFile, given: Mapping[str, Any], key: str) -> dict[str, dict[str, Variation]]:
+def read_grid(
+    file: SpecFile, given: Mapping[str, Any], key: str
+) -> dict[str, dict[str, Variation]]:
     grid = {}
     for axis, levels in given.items():
         file.name(axis, key)
         taken = axis in RESERVED or axis.startswith("mlflow.")
-        file.require(not taken, f"{key}.{axis}", "every run has a tag of that name", f"write {axis}_axis")
+        file.require(
+            not taken, f"{key}.{axis}", "every run has a tag of that name", f"write {axis}_axis"
+        )
         grid[axis] = variations_in(file, levels, f"{key}.{axis}")
     return grid
 

@@ -27,14 +27,26 @@ from fl_lightning.study.report.looks import counted
 from fl_lightning.study.report.markdown import answers, criteria_tables, markdown
 from fl_lightning.study.report.overall import proposed_table
 from fl_lightning.study.report.page import page
-from fl_lightning.study.report.registered import NOT_REGISTERED, RegistrationReport, registration_report
+from fl_lightning.study.report.registered import (
+    NOT_REGISTERED,
+    RegistrationReport,
+    registration_report,
+)
 from fl_lightning.study.report.transfer_tables import transfer_tables
 from fl_lightning.study.report.verdicts import check_criteria
 from fl_lightning.study.results.gather import check_comparable, gather, locate, with_metric
 from fl_lightning.study.results.published import add_published
 
 OWN = {
-    *("report.md", "report.html", "report.json", "runs.csv", "differences.csv", "timings.csv", PLAN),
+    *(
+        "report.md",
+        "report.html",
+        "report.json",
+        "runs.csv",
+        "differences.csv",
+        "timings.csv",
+        PLAN,
+    ),
     *("timing_differences.csv", "transfer.csv", "tables.tex", "timings.tex", "figures"),
 }
 """The files of a report; anything else in its folder is the user's, and stays."""
@@ -60,13 +72,15 @@ def compare(
         mlflow: read the runs from this MLflow store instead, such as ``sqlite:///mlflow.db``.
         metric: primary metric instead of the study's, such as ``final/auc_accuracy``.
         overwrite: replace the report that is in ``out``; other files in there stay.
-        columns: metrics of the table of results in ``tables.tex``, such as ``accuracy,ece,upload``; by
-            default the headline metrics in which not all rows are the same.
+        columns: metrics of the table of results in ``tables.tex``, such as ``accuracy,ece,upload``;
+            by default the headline metrics in which not all rows are the same.
         caption: the caption of that table, in LaTeX.
-        label: the label of that table, such as ``tab:main``; those of the other tables begin with it.
+        label: the label of that table, such as ``tab:main``; those of the other tables begin with
+            it.
 
     Raises:
-        InputError: there is nothing to compare, the runs cannot be compared, or ``out`` holds something.
+        InputError: there is nothing to compare, the runs cannot be compared, or ``out`` holds
+            something.
     """
     layout = Layout.read(columns, caption, label)
     check_out(out, overwrite)
@@ -89,7 +103,10 @@ def check_out(out: Path, overwrite: bool) -> None:
     """
     require(not out.exists() or out.is_dir(), f"--out {out}", "it is a file", "name a folder")
     if out.is_dir() and any(out.iterdir()):
-        rule, instead = "it is not empty and nothing is overwritten", "name another, or add --overwrite true"
+        rule, instead = (
+            "it is not empty and nothing is overwritten",
+            "name another, or add --overwrite true",
+        )
         require(overwrite, f"--out {out}", rule, instead)
         rule = "only a report is overwritten and there is no report.json in it"
         require((out / "report.json").is_file(), f"--out {out}", rule, "name another folder")
@@ -138,10 +155,12 @@ def write(
 
 @contextmanager
 def _in_place_of(out: Path) -> Iterator[Path]:
-    """Yield a new folder that then takes the place of ``out`` and keeps what is not part of a report
-    there."""
+    """Yield a new folder that then takes the place of ``out`` and keeps what is not part of a
+    report there."""
     aside, old = (out.parent / f".{out.name}.{os.getpid()}.{what}" for what in ("writing", "old"))
-    with as_bad_input(f"--out {out}", "no report can be written there", "name a folder you may write to"):
+    with as_bad_input(
+        f"--out {out}", "no report can be written there", "name a folder you may write to"
+    ):
         out.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
@@ -173,7 +192,8 @@ def _keep(old: Path, new: Path, own: set[str]) -> None:
 
 
 def _own_figures(out: Path) -> set[str]:
-    """Return the files of the figures that the report in ``out`` shows, also of levels that are gone."""
+    """Return the files of the figures that the report in ``out`` shows, also of levels that are
+    gone."""
     try:
         text = (out / "report.md").read_text(encoding="utf-8")
     except (OSError, ValueError):
@@ -183,8 +203,11 @@ def _own_figures(out: Path) -> set[str]:
     return {f"{name}.{suffix}" for name in names for suffix in ("png", "pdf")}
 
 
-def show(comparison: Comparison, out: Path, registration: RegistrationReport = NOT_REGISTERED) -> None:
-    """Print the most important part in the terminal; the columns that are left out are in the report."""
+def show(
+    comparison: Comparison, out: Path, registration: RegistrationReport = NOT_REGISTERED
+) -> None:
+    """Print the most important part in the terminal; the columns that are left out are in the
+    report."""
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120)
     _print_line(console, registration.line.replace("**", ""))
     for levels in comparison.levels:
@@ -192,7 +215,9 @@ def show(comparison: Comparison, out: Path, registration: RegistrationReport = N
         console.print(table.without(*table.header[8:]).rich())
         tested = tables.differences(comparison, levels)
         if tested is not None:
-            console.print(tested.without("bootstrap", "p (t)", "p (sequence)", "p (Wilcoxon)", "g_z").rich())
+            console.print(
+                tested.without("bootstrap", "p (t)", "p (sequence)", "p (Wilcoxon)", "g_z").rich()
+            )
     for table in transfer_tables(comparison):
         console.print(table.without("clients", "bootstrap").rich())
     if (places := proposed_table(comparison)) is not None:

@@ -1,9 +1,10 @@
-"""The comparison of finished runs: within a level of the grid, methods against each other, seed by seed.
+"""The comparison of finished runs: within a level of the grid, methods against each other, seed by
+seed.
 
-The *family* that Holm's correction is taken over is what is tested together for one metric at one level:
-every proposed method against every other method (without proposed ones: every pair), and the pairs of the
-study's ``p(A, B)``. A statement about the whole study is made only where it is true of every level, which
-needs no further correction (Berger, 1982).
+The *family* that Holm's correction is taken over is what is tested together for one metric at one
+level: every proposed method against every other method (without proposed ones: every pair), and the
+pairs of the study's ``p(A, B)``. A statement about the whole study is made only where it is true of
+every level, which needs no further correction (Berger, 1982).
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ from math import isinf, isnan
 import numpy as np
 import pandas as pd
 
-from fl_lightning.study.metric_names import CLASSIFICATION, Column, TaskMetrics, column, higher_is_better
+from fl_lightning.study.metric_names import (
+    CLASSIFICATION,
+    Column,
+    TaskMetrics,
+    column,
+    higher_is_better,
+)
 from fl_lightning.study.plan.quantities import TRANSFER
 from fl_lightning.study.plan.registration import level_key
 from fl_lightning.study.plan.selection import Selection, selected_metric
@@ -37,9 +44,11 @@ from fl_lightning.study.statistics import (
 Levels = Mapping[str, str]
 """The level of every axis of the grid; empty without a grid."""
 MIN_SEEDS = 5
-"""The seeds that a winner takes: with fewer, a small p rests on the normal distribution alone, since the
-Wilcoxon test cannot find a difference (its p is 2^(1 - n) at least)."""
-INSIDE_NOISE = "inside the noise: no method is significantly better than every other, and no winner is named"
+"""The seeds that a winner takes: with fewer, a small p rests on the normal distribution alone,
+since the Wilcoxon test cannot find a difference (its p is 2^(1 - n) at least)."""
+INSIDE_NOISE = (
+    "inside the noise: no method is significantly better than every other, and no winner is named"
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,8 @@ class Difference:
 
     Args:
         metric: the metric.
-        a, b: labels; of a degradation, ``a`` is the method's clean runs and ``b`` those under stress.
+        a, b: labels; of a degradation, ``a`` is the method's clean runs and ``b`` those under
+            stress.
         seeds: the seeds that both have.
         unpaired: the seeds that only one of them has.
         test: the test of the differences.
@@ -73,7 +83,9 @@ class Difference:
         """The significantly better method, or None."""
         if not self.test.is_significant:
             return None
-        return self.a if (self.test.mean > 0) == higher_is_better(self.metric, self.task) else self.b
+        return (
+            self.a if (self.test.mean > 0) == higher_is_better(self.metric, self.task) else self.b
+        )
 
     @property
     def loser(self) -> str | None:
@@ -122,13 +134,13 @@ class Ranking:
 class Comparison:
     """Answers every question that a report asks of the runs of a study.
 
-    ``frame`` holds one number a row: columns ``run label seed level metric value``, where ``level`` is the
-    :func:`level_key` the levels.
+    ``frame`` holds one number a row: columns ``run label seed level metric value``, where ``level``
+    is the :func:`level_key` the levels.
 
     Args:
         results: runs that :func:`fl_lightning.study.results.gather.check_comparable` accepts.
-        interval: the interval of a mean that decides criteria; the t interval is for a number of seeds that
-            was fixed before the first of them.
+        interval: the interval of a mean that decides criteria; the t interval is for a number of
+            seeds that was fixed before the first of them.
 
     Raises:
         InputError: a criterion of the study cannot be read.
@@ -147,7 +159,9 @@ class Comparison:
             for run in results.runs
             for metric, value in run.metrics.items()
         ]
-        self.frame = pd.DataFrame(rows, columns=["run", "label", "seed", "level", "metric", "value"])
+        self.frame = pd.DataFrame(
+            rows, columns=["run", "label", "seed", "level", "metric", "value"]
+        )
         finite = self.frame[np.isfinite(self.frame.value)]
         self._values = {
             key: group.pivot(index="seed", columns="label", values="value")
@@ -157,7 +171,8 @@ class Comparison:
 
     @property
     def is_sequential(self) -> bool:
-        """Whether seeds are added until the criteria are decided, so that a confidence sequence decides."""
+        """Whether seeds are added until the criteria are decided, so that a confidence sequence
+        decides."""
         return self.study.until is not None
 
     @cached_property
@@ -171,7 +186,9 @@ class Comparison:
         """The methods whose clients have models of their own, and the others."""
         metric = f"personal/{self.study.task.primary}"
         own = {*self.frame.label[self.frame.metric == metric]}
-        return [one for one in self.labels if one in own], [one for one in self.labels if one not in own]
+        return [one for one in self.labels if one in own], [
+            one for one in self.labels if one not in own
+        ]
 
     @cached_property
     def metrics(self) -> list[str]:
@@ -180,15 +197,16 @@ class Comparison:
 
     @cached_property
     def other(self) -> Comparison:
-        """The same runs with the other model: the last round's beside the one that validation chose, and the
-        other way round."""
+        """The same runs with the other model: the last round's beside the one that validation
+        chose, and the other way round."""
         selection: Selection = "last" if self.study.selection == "best_val" else "best_val"
         study = self.study.with_metric(selected_metric(selection, self.study.task.primary))
         return Comparison(selected(replace(self.results, study=study)), self.interval)
 
     @cached_property
     def transfer(self) -> NegativeTransfer:
-        """What taking part gains or costs the clients; it is empty where no method trains clients alone."""
+        """What taking part gains or costs the clients; it is empty where no method trains clients
+        alone."""
         return NegativeTransfer(self.results, self.interval)
 
     @property
@@ -211,21 +229,26 @@ class Comparison:
 
     @property
     def main_levels(self) -> dict[str, str]:
-        """The level that stands for the whole study: under stress if there is a degradation, else the
-        first."""
+        """The level that stands for the whole study: under stress if there is a degradation, else
+        the first."""
         entry = self.study.degradation
-        stressed = (one for one in self.levels if not entry or one[entry["axis"]] == entry["stressed"])
+        stressed = (
+            one for one in self.levels if not entry or one[entry["axis"]] == entry["stressed"]
+        )
         return next(stressed, self.levels[0])
 
     def runs(self, label: str, levels: Levels) -> dict[int, FinishedRun]:
         """Return the runs of one method at one level, by seed."""
         found = {
-            run.seed: run for run in self.results.runs if run.label == label and run.levels == dict(levels)
+            run.seed: run
+            for run in self.results.runs
+            if run.label == label and run.levels == dict(levels)
         }
         return {seed: found[seed] for seed in self.study.seeds if seed in found}
 
     def table(self, metric: str, levels: Levels) -> pd.DataFrame:
-        """Return the metric as ``[seeds, methods]``, with NaN where a run is missing or has no number."""
+        """Return the metric as ``[seeds, methods]``, with NaN where a run is missing or has no
+        number."""
         table = self._values.get((metric, level_key(levels)), pd.DataFrame(dtype=float))
         return table.reindex(index=self.study.seeds, columns=list(self.study.methods))
 
@@ -234,7 +257,8 @@ class Comparison:
         return self.table(metric, levels)[label].dropna()
 
     def measured(self, metric: str, label: str, levels: Levels) -> pd.Series:
-        """Return the numbers of one method, by seed: a metric of its runs, or one of negative transfer."""
+        """Return the numbers of one method, by seed: a metric of its runs, or one of negative
+        transfer."""
         if metric not in TRANSFER.values():
             return self.values(metric, label, levels)
         found = self.transfer.clients(levels, label, self.study.task.primary)
@@ -244,12 +268,16 @@ class Comparison:
 
     def over_rounds(self, aggregate: str, metric: str, label: str, levels: Levels) -> pd.Series:
         """Return the aggregate over rounds of a metric of one method, by seed."""
-        found = {seed: run.over_rounds(aggregate, metric) for seed, run in self.runs(label, levels).items()}
+        found = {
+            seed: run.over_rounds(aggregate, metric)
+            for seed, run in self.runs(label, levels).items()
+        }
         values = pd.Series(found, dtype=float)
         return values[np.isfinite(values)]
 
     def not_numbers(self) -> list[dict[str, str]]:
-        """Return ``run`` and ``metric`` of each value that is NaN or infinite, so that it is in no mean.
+        """Return ``run`` and ``metric`` of each value that is NaN or infinite, so that it is in no
+        mean.
 
         A target that was never reached is not among them.
         """
@@ -276,9 +304,13 @@ class Comparison:
         key = (metric, level_key(levels))
         if key not in self._differences:
             table, family = self.table(metric, levels), max(1, len(self.pairs))
-            found = [self._tested(metric, (a, b), (table[a], table[b]), family) for a, b in self.pairs]
+            found = [
+                self._tested(metric, (a, b), (table[a], table[b]), family) for a, b in self.pairs
+            ]
             tests = with_holm([one.test for one in found])
-            self._differences[key] = [replace(one, test=test) for one, test in zip(found, tests, strict=True)]
+            self._differences[key] = [
+                replace(one, test=test) for one, test in zip(found, tests, strict=True)
+            ]
         return self._differences[key]
 
     def _tested(
@@ -319,7 +351,9 @@ class Comparison:
         else:  # all methods, or none, are proposed: the best two
             first, second, *_ = [*ranked, None, None]
         if first is None or second is None:
-            return Ranking(first, second, None, None, None, f"no comparison: {self._missing(ranked)}")
+            return Ranking(
+                first, second, None, None, None, f"no comparison: {self._missing(ranked)}"
+            )
         gap = self.difference(metric, first, second, levels)
         assert gap is not None  # every pair that a ranking can name is in the family
         leader, reason = self._leader(ranked, self.differences(metric, levels), gap)
@@ -329,9 +363,13 @@ class Comparison:
         return Ranking(first, second, gap, leader, winner, reason)
 
     def _doubt(self, leader: str, levels: Levels) -> str:
-        """Return why a method that is significantly better than every other one is not called the winner;
-        empty where it is."""
-        tests = [one.test for one in self.differences(self.study.metric, levels) if leader in (one.a, one.b)]
+        """Return why a method that is significantly better than every other one is not called the
+        winner; empty where it is."""
+        tests = [
+            one.test
+            for one in self.differences(self.study.metric, levels)
+            if leader in (one.a, one.b)
+        ]
         fewest = min(test.n for test in tests)
         if fewest < MIN_SEEDS:
             return (
@@ -345,11 +383,11 @@ class Comparison:
         return ""
 
     def has_learnt(self, label: str, levels: Levels) -> bool | None:
-        """Return whether the primary metric of a method is better than that of a constant guess: whether the
-        whole 95 % interval of its mean over seeds is. None where the runs do not tell.
+        """Return whether the primary metric of a method is better than that of a constant guess:
+        whether the whole 95 % interval of its mean over seeds is. None where the runs do not tell.
 
-        A constant guess is the best single answer to all examples of the test set, such as its most frequent
-        class, or the mean of its targets.
+        A constant guess is the best single answer to all examples of the test set, such as its most
+        frequent class, or the mean of its targets.
         """
         guesses = {seed: run.constant_guess for seed, run in self.runs(label, levels).items()}
         values = self.values(self.study.selected_metric, label, levels)
@@ -367,7 +405,8 @@ class Comparison:
         return isnan(low) or low > 0  # of equal values there is no interval
 
     def _against_guess(self, labels: Sequence[str], levels: Levels) -> tuple[str, str]:
-        """Return the primary metric's title, and the words for what is better than a constant guess."""
+        """Return the primary metric's title, and the words for what is better than a constant
+        guess."""
         runs = [run for label in labels for run in self.runs(label, levels).values()]
         written = self.column(self.study.selected_metric)
         ends = (choose(run.constant_guess for run in runs) for choose in (min, max))
@@ -376,7 +415,8 @@ class Comparison:
         return written.title, guess
 
     def nobody_learnt(self, levels: Levels) -> str:
-        """Return a sentence where it is known of every method that it has not learnt anything; else empty."""
+        """Return a sentence where it is known of every method that it has not learnt anything; else
+        empty."""
         labels = [label for label in self.labels if self.runs(label, levels)]
         if not labels or any(self.has_learnt(label, levels) is not False for label in labels):
             return ""
@@ -401,25 +441,41 @@ class Comparison:
         if beaten[best] == set(ranked[1:]):
             return best, f"{best} is significantly better than every other method"
         proposed, baselines = (set(side) & set(ranked) for side in (self.proposed, self.baselines))
-        ahead = [label for label in ranked if label in baselines and proposed and beaten[label] >= proposed]
+        ahead = [
+            label
+            for label in ranked
+            if label in baselines and proposed and beaten[label] >= proposed
+        ]
         if ahead:
             names = ", ".join(ahead)
-            return None, f"no proposed method is ahead: {names} significantly better than every one of them"
-        ahead = [label for label in self.proposed if baselines and beaten.get(label, set()) >= baselines]
+            return (
+                None,
+                f"no proposed method is ahead: {names} significantly better than every one of them",
+            )
+        ahead = [
+            label for label in self.proposed if baselines and beaten.get(label, set()) >= baselines
+        ]
         if ahead:
             names = ", ".join(ahead)
             undecided = "between the proposed methods it is not decided"
             return None, f"{names} significantly better than every baseline; {undecided}"
-        return None, f"{NO_SPREAD}, and no winner is named" if isnan(gap.test.p_holm) else INSIDE_NOISE
+        return None, f"{NO_SPREAD}, and no winner is named" if isnan(
+            gap.test.p_holm
+        ) else INSIDE_NOISE
 
     def without_stressor(self, several: Sequence[Levels]) -> list[dict[str, str]]:
-        """Return each combination of the other axes' levels once, without the axis of the degradation."""
+        """Return each combination of the other axes' levels once, without the axis of the
+        degradation."""
         axis = (self.study.degradation or {}).get("axis")
-        rest = [tuple((name, level) for name, level in levels.items() if name != axis) for levels in several]
+        rest = [
+            tuple((name, level) for name, level in levels.items() if name != axis)
+            for levels in several
+        ]
         return [dict(levels) for levels in dict.fromkeys(rest)]
 
     def stressed_and_clean(self, others: Levels) -> tuple[dict[str, str], dict[str, str]]:
-        """Return both levels of the degradation, completed by ``others``, with axes in the grid's order."""
+        """Return both levels of the degradation, completed by ``others``, with axes in the grid's
+        order."""
         entry = self.study.degradation or {}
         stressed, clean = (
             {axis: {**others, entry["axis"]: entry[key]}[axis] for axis in self.study.grid}
@@ -435,14 +491,22 @@ class Comparison:
         return (of_clean - of_stressed).dropna()
 
     def degradations(self) -> Iterator[tuple[dict[str, str], str, Difference]]:
-        """Yield the other axes' levels, the label, and how much worse the primary metric is under stress."""
+        """Yield the other axes' levels, the label, and how much worse the primary metric is under
+        stress."""
         metric = self.study.metric
         for others in self.without_stressor(self.levels) if self.study.degradation else []:
             for label in self.labels:
                 of_stressed, of_clean = self._degraded(metric, label, others)
-                yield others, label, self._tested(metric, (label, label), (of_clean, of_stressed), 1)
+                yield (
+                    others,
+                    label,
+                    self._tested(metric, (label, label), (of_clean, of_stressed), 1),
+                )
 
     def _degraded(self, metric: str, label: str, others: Levels) -> list[pd.Series]:
-        """Return the metric with and without stress, with its sign changed where lower is better."""
+        """Return the metric with and without stress, with its sign changed where lower is
+        better."""
         sign = 1 if self.higher_is_better(metric) else -1
-        return [sign * self.table(metric, levels)[label] for levels in self.stressed_and_clean(others)]
+        return [
+            sign * self.table(metric, levels)[label] for levels in self.stressed_and_clean(others)
+        ]

@@ -1,6 +1,7 @@
 """Curves of a report: the primary metric over rounds, megabytes or virtual seconds.
 
-A curve is the mean over seeds; its band is one standard deviation to either side, where there are two seeds.
+A curve is the mean over seeds; its band is one standard deviation to either side, where there are
+two seeds.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
 
 MARKERS_PER_CURVE = 8
 LOGARITHMIC_RATIO = 8.0
-"""Megabytes, and qualities without an upper bound, that differ by this factor are drawn on a logarithmic
-axis."""
+"""Megabytes, and qualities without an upper bound, that differ by this factor are drawn on a
+logarithmic axis."""
 MOST_CURVES, PANELS_IN_A_ROW = 6, 4
 """More methods than can be told apart in one pair of axes get a panel each."""
 Curve = tuple[np.ndarray, np.ndarray]
@@ -68,8 +69,8 @@ def tested_as(comparison: Comparison) -> Column:
 
 
 def rounds_curve(runs: Sequence[FinishedRun], tested: Column) -> Curve:
-    """Return the primary metric on the test set, as it is written, over the rounds in which every seed was
-    evaluated."""
+    """Return the primary metric on the test set, as it is written, over the rounds in which every
+    seed was evaluated."""
     evaluated = [
         pd.Series(
             {
@@ -87,16 +88,21 @@ def rounds_curve(runs: Sequence[FinishedRun], tested: Column) -> Curve:
 def megabytes_curve(runs: Sequence[FinishedRun], tested: Column) -> Curve:
     """Return the same over the megabytes that had been on the wire by then, mean over seeds."""
     rounds, values = rounds_curve(runs, tested)
-    spent = [np.cumsum([row.get("comm/total_bytes", 0) for row in run.record.history]) / 1e6 for run in runs]
+    spent = [
+        np.cumsum([row.get("comm/total_bytes", 0) for row in run.record.history]) / 1e6
+        for run in runs
+    ]
     return np.mean([one[rounds - 1] for one in spent], axis=0) if rounds.size else rounds, values
 
 
 def seconds_curve(runs: Sequence[FinishedRun], tested: Column) -> Curve:
-    """Return the same over the virtual seconds that had passed by then, mean over seeds; nothing where a run
-    has no clock."""
+    """Return the same over the virtual seconds that had passed by then, mean over seeds; nothing
+    where a run has no clock."""
     rounds, values = rounds_curve(runs, tested)
     passed = [[row.get("clock/seconds", np.nan) for row in run.record.history] for run in runs]
-    seconds = np.mean([np.array(one)[rounds - 1] for one in passed], axis=0) if rounds.size else rounds
+    seconds = (
+        np.mean([np.array(one)[rounds - 1] for one in passed], axis=0) if rounds.size else rounds
+    )
     return (seconds, values) if np.isfinite(seconds).all() else (rounds[:0], values[:, :0])
 
 
@@ -106,8 +112,9 @@ def over(
     xlabel: str,
     curve: Callable[[Sequence[FinishedRun], Column], Curve],
 ) -> Figure | None:
-    """Draw the primary metric of every method over rounds, megabytes or virtual seconds; None where nothing
-    was evaluated, or each run once: over rounds, or with too many methods for one pair of axes."""
+    """Draw the primary metric of every method over rounds, megabytes or virtual seconds; None where
+    nothing was evaluated, or each run once: over rounds, or with too many methods for one pair of
+    axes."""
     task, tested = comparison.study.task, tested_as(comparison)
     runs = {label: list(comparison.runs(label, levels).values()) for label in comparison.labels}
     curves = {label: curve(of_one, tested) for label, of_one in runs.items() if of_one}
@@ -115,12 +122,16 @@ def over(
     once = all(x.size < 2 for x, _ in curves.values())
     if not curves or (once and (xlabel == "round" or len(curves) > MOST_CURVES)):
         return None
-    title = title_of(f"Test {task.primary_in_words}, mean and standard deviation over seeds", levels)
+    title = title_of(
+        f"Test {task.primary_in_words}, mean and standard deviation over seeds", levels
+    )
     of_x = xlabel != "round" and is_wide([x[-1] for x, _ in curves.values()])
     of_y = not task.is_share(task.primary) and is_wide(
         np.concatenate([y.mean(axis=0) for _, y in curves.values()])
     )
-    figure, each = _drawn(comparison, curves, title, axis_label(xlabel, of_x), axis_label(tested.title, of_y))
+    figure, each = _drawn(
+        comparison, curves, title, axis_label(xlabel, of_x), axis_label(tested.title, of_y)
+    )
     for axes in each:
         if xlabel == "round":
             count_rounds(axes)
@@ -134,7 +145,8 @@ def over(
 
 
 def is_wide(values: Sequence[float] | np.ndarray) -> bool:
-    """Return whether values are drawn on a logarithmic axis: all are positive, and they differ much."""
+    """Return whether values are drawn on a logarithmic axis: all are positive, and they differ
+    much."""
     return bool(np.min(values) > 0 and np.max(values) > LOGARITHMIC_RATIO * np.min(values))
 
 
@@ -158,7 +170,8 @@ def _drawn(
 def _panels(
     comparison: Comparison, curves: Mapping[str, Curve], title: str, xlabel: str, ylabel: str
 ) -> tuple[Figure, list[Axes]]:
-    """Draw each method in a panel of its own, the proposed ones in every panel, and all others in grey."""
+    """Draw each method in a panel of its own, the proposed ones in every panel, and all others in
+    grey."""
     from matplotlib.figure import Figure
 
     proposed = [label for label in comparison.proposed if label in curves] or [next(iter(curves))]
@@ -171,14 +184,18 @@ def _panels(
         open_frame(axes)
         axes.set_title(label, fontsize="small")
         for x, y in curves.values():
-            axes.plot(x, y.mean(axis=0), ".-" if x.size < 2 else "-", color="#D0D0D0", linewidth=0.7)
+            axes.plot(
+                x, y.mean(axis=0), ".-" if x.size < 2 else "-", color="#D0D0D0", linewidth=0.7
+            )
         for name, colour, width in [*((name, RED, 1.8) for name in proposed), (label, BLUE, 1.8)]:
             x, y = curves[name]
             mean = y.mean(axis=0)
             text = f"{name} ({len(y)} seeds)" if name in proposed else "the method above the panel"
             line = "--" if name in proposed else "-"
             point = "o" if x.size < 2 else ""
-            axes.plot(x, mean, marker=point, color=colour, linestyle=line, linewidth=width, label=text)
+            axes.plot(
+                x, mean, marker=point, color=colour, linestyle=line, linewidth=width, label=text
+            )
             if len(y) > 1:
                 spread = y.std(axis=0, ddof=1)
                 style, hatch = ("--", HATCHES[0]) if name in proposed else ("-", HATCHES[1])
@@ -199,9 +216,13 @@ def _panels(
 
 
 def degradation(comparison: Comparison, others: Levels) -> Figure | None:
-    """Draw how much worse the primary metric is with the stressor than without it, same seed, round by
-    round."""
-    entry, task, tested = comparison.study.degradation or {}, comparison.study.task, tested_as(comparison)
+    """Draw how much worse the primary metric is with the stressor than without it, same seed, round
+    by round."""
+    entry, task, tested = (
+        comparison.study.degradation or {},
+        comparison.study.task,
+        tested_as(comparison),
+    )
     stressed, clean = comparison.stressed_and_clean(others)
     name, sign = task.primary_in_words, 1 if task.higher_is_better else -1
     sides = " − ".join((entry["clean"], entry["stressed"])[::sign])
@@ -240,7 +261,8 @@ def _band(axes: Axes, comparison: Comparison, label: str, x: np.ndarray, y: np.n
     count = f"{len(y)} seed{'s' * (len(y) > 1)}"
     width = 2.2 if label in comparison.proposed else 1.4
     axes.plot(x, mean, color=colour, linestyle=style, linewidth=width)
-    # curves that lie on top of each other: the markers of each, above all lines, stand where no other has one
+    # curves that lie on top of each other: the markers of each, above all lines, stand where no
+    # other has one
     place, methods = list(comparison.study.methods).index(label), len(comparison.study.methods)
     step = max(methods, len(x) // MARKERS_PER_CURVE)
     some = slice(place * step // methods % len(x), None, step)

@@ -1,4 +1,5 @@
-"""Paired differences of many methods as a matrix, where a row for each pair would be a page of its own."""
+"""Paired differences of many methods as a matrix, where a row for each pair would be a page of its
+own."""
 
 from __future__ import annotations
 
@@ -20,8 +21,11 @@ PALE = 0.22
 """How strong the colour of a difference is that is not significant."""
 
 
-def difference_matrix(comparison: Comparison, levels: Levels, found: Sequence[Difference]) -> Figure:
-    """Draw a cell for each pair, row − column, in the colour of the better one; the best methods stand first.
+def difference_matrix(
+    comparison: Comparison, levels: Levels, found: Sequence[Difference]
+) -> Figure:
+    """Draw a cell for each pair, row − column, in the colour of the better one; the best methods
+    stand first.
 
     Args:
         found: the differences, each pair once.
@@ -31,7 +35,9 @@ def difference_matrix(comparison: Comparison, levels: Levels, found: Sequence[Di
     metric = comparison.study.metric
     written, up = comparison.column(metric), comparison.higher_is_better(metric)
     paired = {label for one in found for label in (one.a, one.b)}
-    means = {label: mean for label, mean in comparison.means(metric, levels).items() if label in paired}
+    means = {
+        label: mean for label, mean in comparison.means(metric, levels).items() if label in paired
+    }
     labels = sorted(means, key=means.__getitem__, reverse=up)
     place = {label: position for position, label in enumerate(labels)}
     width = CELL * len(labels) + 0.09 * max(map(len, labels))
@@ -40,7 +46,10 @@ def difference_matrix(comparison: Comparison, levels: Levels, found: Sequence[Di
     for one in [*found, *(one.flipped() for one in found)]:
         row, column = place[one.a], place[one.b]
         better = (one.test.mean > 0) == up
-        look: dict[str, Any] = {"color": BLUE if better else ORANGE, "alpha": 1.0 if one.winner else PALE}
+        look: dict[str, Any] = {
+            "color": BLUE if better else ORANGE,
+            "alpha": 1.0 if one.winner else PALE,
+        }
         axes.fill_between([column - 0.5, column + 0.5], row - 0.5, row + 0.5, linewidth=0, **look)
         if len(labels) <= MOST_NUMBERS:
             text = f"{one.test.mean * written.scale:+.2g}"
@@ -55,6 +64,8 @@ def difference_matrix(comparison: Comparison, levels: Levels, found: Sequence[Di
     axes.set_xlabel(written.title.replace("(%)", "(percentage points)"))
     for side, colour in (("row", BLUE), ("column", ORANGE)):
         axes.fill_between([], [], color=colour, label=f"the {side} is significantly better")
-        axes.fill_between([], [], color=colour, alpha=PALE, label=f"the {side} is better, not significantly")
+        axes.fill_between(
+            [], [], color=colour, alpha=PALE, label=f"the {side} is better, not significantly"
+        )
     legend_outside(figure, 2)
     return figure

@@ -1,8 +1,9 @@
-"""``report.json`` and the CSV files. Two runs of one study differ in ``timings`` and ``provenance`` alone.
+"""``report.json`` and the CSV files. Two runs of one study differ in ``timings`` and ``provenance``
+alone.
 
-What a clock measured, and what follows from it, is under ``timings``; machine, commits, command lines, paths
-and dates are under ``provenance``; everything else is a function of the configurations. In CSV the same holds
-of files: ``timing*.csv`` apart.
+What a clock measured, and what follows from it, is under ``timings``; machine, commits, command
+lines, paths and dates are under ``provenance``; everything else is a function of the
+configurations. In CSV the same holds of files: ``timing*.csv`` apart.
 """
 
 from __future__ import annotations
@@ -31,7 +32,18 @@ from fl_lightning.study.results.runs import HASHES, FinishedRun
 from fl_lightning.study.statistics import mean_std
 
 TEST_FIELDS = [
-    *("mean", "std", "low", "high", "bootstrap_low", "bootstrap_high", "t", "p_t", "p_holm", "p_wilcoxon"),
+    *(
+        "mean",
+        "std",
+        "low",
+        "high",
+        "bootstrap_low",
+        "bootstrap_high",
+        "t",
+        "p_t",
+        "p_holm",
+        "p_wilcoxon",
+    ),
     *("d_z", "g_z", "detectable", "seeds_needed", "family"),
 ]
 PROVENANCE = [
@@ -40,7 +52,9 @@ PROVENANCE = [
 ]
 
 
-def report(comparison: Comparison, registration: RegistrationReport = NOT_REGISTERED) -> dict[str, Any]:
+def report(
+    comparison: Comparison, registration: RegistrationReport = NOT_REGISTERED
+) -> dict[str, Any]:
     """Return the whole comparison, fit for JSON: what is not a number is null."""
     study, main, runs = comparison.study, comparison.main_levels, comparison.results.runs
     judged, stopping = verdicts(comparison), comparison.results.stopping
@@ -59,7 +73,8 @@ def report(comparison: Comparison, registration: RegistrationReport = NOT_REGIST
         "task": _task(study.task),
         "published": [{"study": one.name, "runs_sha256": one.sha256} for one in study.published],
         "interval": "confidence sequence" if comparison.is_sequential else "t",
-        "stopping": stopping and {key: getattr(stopping, key) for key in ("seeds", "ending", "undecided")},
+        "stopping": stopping
+        and {key: getattr(stopping, key) for key in ("seeds", "ending", "undecided")},
         "level": main,
         **_ranking(comparison, main),
         "aggregated": aggregated(comparison, main),
@@ -100,8 +115,8 @@ def report(comparison: Comparison, registration: RegistrationReport = NOT_REGIST
 def aggregated(comparison: Comparison, levels: Levels) -> dict[str, Any]:
     """Return the short form of a report at one combination of levels, in means over seeds.
 
-    ``gap`` is how much better the best proposed method is than the best baseline in the primary metric, in
-    percent of the baseline's mean; negative where it is worse.
+    ``gap`` is how much better the best proposed method is than the best baseline in the primary
+    metric, in percent of the baseline's mean; negative where it is worse.
     """
     ranking, metric = comparison.ranking(levels), comparison.study.metric
     means, gap = comparison.means(metric, levels), None
@@ -145,11 +160,15 @@ def _level(comparison: Comparison, levels: Levels) -> dict[str, Any]:
         "protocol_sha256": first.protocol_sha256,
         "constant_guess": first.constant_guess,
         "rounds": runs[0].asked_rounds,
-        "partition_sha256": {str(seed): partitions.get(str(seed)) for seed in comparison.study.seeds},
+        "partition_sha256": {
+            str(seed): partitions.get(str(seed)) for seed in comparison.study.seeds
+        },
         **_ranking(comparison, levels),
         "methods": _methods(comparison, levels, lambda metric: not is_timing(metric)),
         "places": [asdict(one) for one in places(comparison, levels)],
-        "differences": [_difference(one) for one in comparison.differences(comparison.study.metric, levels)],
+        "differences": [
+            _difference(one) for one in comparison.differences(comparison.study.metric, levels)
+        ],
     }
 
 
@@ -160,12 +179,17 @@ def _task(task: TaskMetrics) -> dict[str, Any]:
         "higher_is_better": task.higher_is_better,
         "shares": sorted(task.shares),
         "named": dict(task.named),
-        **({"declared": {name: asdict(one) for name, one in task.declared.items()}} if task.declared else {}),
+        **(
+            {"declared": {name: asdict(one) for name, one in task.declared.items()}}
+            if task.declared
+            else {}
+        ),
     }
 
 
 def _is_of_the_model(metric: str) -> bool:
-    """Return whether a metric can differ between two rounds of one run, or is the primary metric of one."""
+    """Return whether a metric can differ between two rounds of one run, or is the primary metric of
+    one."""
     of_the_run = is_timing(metric) or metric.startswith(("total/", "client/", "target/", "final/"))
     return selection_of(metric) is not None or not of_the_run
 
@@ -175,13 +199,17 @@ def _summary(values: pd.Series) -> dict[str, Any]:
     return {"mean": mean, "std": std, "seeds": values.index.tolist()}
 
 
-def _methods(comparison: Comparison, levels: Levels, wanted: Callable[[str], bool]) -> dict[str, Any]:
+def _methods(
+    comparison: Comparison, levels: Levels, wanted: Callable[[str], bool]
+) -> dict[str, Any]:
     """Return mean, standard deviation and seeds of the wanted metrics, by method."""
     tables = {name: comparison.table(name, levels) for name in comparison.metrics if wanted(name)}
     methods = {}
     for label in comparison.labels:
         found = {name: table[label].dropna() for name, table in tables.items()}
-        if metrics := {name: _summary(values) for name, values in found.items() if not values.empty}:
+        if metrics := {
+            name: _summary(values) for name, values in found.items() if not values.empty
+        }:
             methods[label] = {"seeds": list(comparison.runs(label, levels)), "metrics": metrics}
     return methods
 
@@ -196,7 +224,8 @@ def _ranking(comparison: Comparison, levels: Levels) -> dict[str, Any]:
     return {
         "best_proposed": best(ranking.best_proposed),
         "best_baseline": best(ranking.best_baseline),
-        "gap": gap and {"direction": f"{gap.a} - {gap.b}; {better}: {gap.a} is better", **_difference(gap)},
+        "gap": gap
+        and {"direction": f"{gap.a} - {gap.b}; {better}: {gap.a} is better", **_difference(gap)},
         "leader": ranking.leader,
         "winner": ranking.winner,
         "winner_reason": ranking.reason,
@@ -211,7 +240,9 @@ def _difference(one: Difference) -> dict[str, Any]:
 
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:
-    judged = [{"levels": dict(levels), **asdict(judgement)} for levels, judgement in verdict.judgements]
+    judged = [
+        {"levels": dict(levels), **asdict(judgement)} for levels, judgement in verdict.judgements
+    ]
     criterion = verdict.criterion
     named = {"name": criterion.name, "text": criterion.claim}
     return {
@@ -224,7 +255,8 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
 
 
 def _registration(registration: RegistrationReport) -> dict[str, Any]:
-    """Return how the report stands to what was registered, and the registered verdicts if it has others."""
+    """Return how the report stands to what was registered, and the registered verdicts if it has
+    others."""
     registered = registration.registered
     return {
         "status": registration.status,
@@ -256,7 +288,11 @@ def provenance(comparison: Comparison) -> dict[str, Any]:
     records = [run.record for run in comparison.results.distinct]
     return {
         "runs": [
-            {"name": one.name, "where": one.where, **{key: one.metadata.get(key) for key in PROVENANCE}}
+            {
+                "name": one.name,
+                "where": one.where,
+                **{key: one.metadata.get(key) for key in PROVENANCE},
+            }
             for one in records
         ],
         "begun_beyond": comparison.results.stopping.beyond if comparison.results.stopping else (),
@@ -278,9 +314,11 @@ def runs_csv(comparison: Comparison, timing: bool) -> str:
 
 
 def plan_yaml(comparison: Comparison, out: Path) -> str:
-    """Return the study file of a report, from which ``rank`` plans runs that can be paired with these.
+    """Return the study file of a report, from which ``rank`` plans runs that can be paired with
+    these.
 
-    Configurations of the project are written by their names there, and others relative to the report.
+    Configurations of the project are written by their names there, and others relative to the
+    report.
 
     Args:
         comparison: what is reported.
@@ -291,7 +329,11 @@ def plan_yaml(comparison: Comparison, out: Path) -> str:
     def place(path: Path) -> str:
         found, project = path.resolve(), configs_folder().resolve()
         inside = found.is_relative_to(project)
-        return found.relative_to(project).as_posix() if inside else Path(relpath(found, out)).as_posix()
+        return (
+            found.relative_to(project).as_posix()
+            if inside
+            else Path(relpath(found, out)).as_posix()
+        )
 
     return study.to_yaml(place)
 
@@ -322,4 +364,6 @@ def _digits(value: float | None) -> str:
 
 
 def _csv(lines: list[list[Any]], header: list[str]) -> str:
-    return pd.DataFrame(lines, columns=header, dtype=object).to_csv(index=False, lineterminator="\n")
+    return pd.DataFrame(lines, columns=header, dtype=object).to_csv(
+        index=False, lineterminator="\n"
+    )

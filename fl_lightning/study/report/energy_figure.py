@@ -1,4 +1,5 @@
-"""The figure of quality against joules: what a budget of energy costs, a point for each method and level."""
+"""The figure of quality against joules: what a budget of energy costs, a point for each method and
+level."""
 
 from __future__ import annotations
 
@@ -27,13 +28,15 @@ OF_BUDGET, OF_NETWORK = "energy/joules", "energy/joules_model"
 PANELS = (SPENT, OF_BUDGET, OF_NETWORK)
 """Metrics of joules per sequence: the columns of panels."""
 GENERATED = "energy/joules_generated"
-"""Mean joules of reading a prompt and writing an answer, whose budget is of the longest answer allowed."""
+"""Mean joules of reading a prompt and writing an answer, whose budget is of the longest answer
+allowed."""
 UNITS = {1.0: "J", 1e-3: "mJ", 1e-6: "µJ", 1e-9: "nJ"}
 
 
 @dataclass(frozen=True)
 class Point:
-    """One method at one level: mean and standard deviation over seeds, the latter 0 for a single seed.
+    """One method at one level: mean and standard deviation over seeds, the latter 0 for a single
+    seed.
 
     Args:
         x, y: joules of a sequence, and the quality as it is written.
@@ -47,13 +50,14 @@ class Point:
 
 
 def quality_over_joules(comparison: Comparison) -> Figure | None:
-    """Draw quality against joules of a sequence, all levels of the study in one figure; None where no run has
-    energy metrics beside a quality.
+    """Draw quality against joules of a sequence, all levels of the study in one figure; None where
+    no run has energy metrics beside a quality.
 
-    There is a row of panels for perplexity, ROUGE-L and the task's primary metric, as far as they were
-    measured, and a column for each scope: joules by the 0.99 quantile with the budgets as lines, then means,
-    which claims are about, and last those of the whole network, most of which no option may change. Qualities
-    of answers that are written are drawn over the means of writing them alone.
+    There is a row of panels for perplexity, ROUGE-L and the task's primary metric, as far as they
+    were measured, and a column for each scope: joules by the 0.99 quantile with the budgets as
+    lines, then means, which claims are about, and last those of the whole network, most of which no
+    option may change. Qualities of answers that are written are drawn over the means of writing
+    them alone.
     """
     from matplotlib.figure import Figure
 
@@ -108,7 +112,8 @@ def quality_over_joules(comparison: Comparison) -> Figure | None:
 
 
 def _joules_beside(quality: Column, column: str, comparison: Comparison) -> str | None:
-    """Return the joules that a quality is drawn over in a column; None where there are none of its kind."""
+    """Return the joules that a quality is drawn over in a column; None where there are none of its
+    kind."""
     of_answers = quality.metric.removeprefix("test/") in OF_ANSWERS
     if not of_answers or GENERATED not in comparison.metrics:
         return column
@@ -116,15 +121,23 @@ def _joules_beside(quality: Column, column: str, comparison: Comparison) -> str 
 
 
 def _qualities(comparison: Comparison) -> list[Column]:
-    names = dict.fromkeys(("test/perplexity", "test/rouge_l", f"test/{comparison.study.task.primary}"))
+    names = dict.fromkeys(
+        ("test/perplexity", "test/rouge_l", f"test/{comparison.study.task.primary}")
+    )
     found = [comparison.column(name) for name in names if name in comparison.metrics]
     words = {one.metric: f"test {words_of(one.metric.removeprefix('test/'))}" for one in found}
-    return [replace(one, title=words[one.metric] + (" (%)" if one.scale == 100 else "")) for one in found]
+    return [
+        replace(one, title=words[one.metric] + (" (%)" if one.scale == 100 else ""))
+        for one in found
+    ]
 
 
 def _titles(comparison: Comparison) -> dict[str, str]:
-    """Return the titles of the columns; where budgets are of the whole network, its joules come once."""
-    joules, model = (comparison.frame[comparison.frame.metric == name] for name in (OF_BUDGET, OF_NETWORK))
+    """Return the titles of the columns; where budgets are of the whole network, its joules come
+    once."""
+    joules, model = (
+        comparison.frame[comparison.frame.metric == name] for name in (OF_BUDGET, OF_NETWORK)
+    )
     same = not model.empty and np.array_equal(joules.value.to_numpy(), model.value.to_numpy())
     scope = "the whole network" if same else "the switched layers"
     titles = {SPENT: f"{scope},\n0.99 quantiles", OF_BUDGET: f"{scope},\nmeans"}
@@ -132,7 +145,8 @@ def _titles(comparison: Comparison) -> dict[str, str]:
 
 
 def curves(comparison: Comparison, joules: str, quality: Column) -> dict[str, list[Point]]:
-    """Return the points of each method in the order of joules, over the seeds that have both metrics.
+    """Return the points of each method in the order of joules, over the seeds that have both
+    metrics.
 
     Args:
         comparison: of the runs.
@@ -145,38 +159,55 @@ def curves(comparison: Comparison, joules: str, quality: Column) -> dict[str, li
         for label, points in found.items():
             both = x[label].notna() & y[label].notna()
             if both.any():
-                (a, a_spread), (b, b_spread) = (mean_std(one[label][both].tolist()) for one in (x, y))
+                (a, a_spread), (b, b_spread) = (
+                    mean_std(one[label][both].tolist()) for one in (x, y)
+                )
                 spreads = np.nan_to_num([a_spread, b_spread * quality.scale])
                 points.append(Point(a, b * quality.scale, *spreads.tolist()))
     return {label: sorted(points, key=lambda one: one.x) for label, points in found.items()}
 
 
 def budgets(comparison: Comparison) -> dict[str, float]:
-    """Return E_max of a sequence at each level, mean over seeds and proposed methods; of all methods where
-    none is proposed. A method on another table of costs has other joules at *high*, and another E_max."""
+    """Return E_max of a sequence at each level, mean over seeds and proposed methods; of all
+    methods where none is proposed. A method on another table of costs has other joules at *high*,
+    and another E_max."""
     labels = comparison.proposed or comparison.labels
     found = {
         level_key(levels): comparison.table(GRANTED, levels)[labels].to_numpy()
         for levels in comparison.levels
     }
-    return {name: float(np.nanmean(each)) for name, each in found.items() if np.isfinite(each).any()}
+    return {
+        name: float(np.nanmean(each)) for name, each in found.items() if np.isfinite(each).any()
+    }
 
 
 def _unit(comparison: Comparison, name: str) -> tuple[float, str]:
-    """Return the size of the unit in which the largest of these joules has one digit or more before the
-    point, and its name."""
+    """Return the size of the unit in which the largest of these joules has one digit or more before
+    the point, and its name."""
     values = comparison.frame.value[comparison.frame.metric == name]
     largest = float(values[np.isfinite(values)].max())
     return next(((size, unit) for size, unit in UNITS.items() if largest >= size), (1.0, "J"))
 
 
-def _curves(axes: Axes, comparison: Comparison, found: dict[str, list[Point]], scale: float) -> None:
+def _curves(
+    axes: Axes, comparison: Comparison, found: dict[str, list[Point]], scale: float
+) -> None:
     for label, points in found.items():
         if not points:
             continue
         colour, style, marker = look_of(comparison, label)
-        look: dict[str, Any] = {"color": colour, "linestyle": style, "marker": marker, "markersize": 6}
-        look |= {"markeredgecolor": "white", "markeredgewidth": 0.6, "elinewidth": 1.0, "capsize": 2}
+        look: dict[str, Any] = {
+            "color": colour,
+            "linestyle": style,
+            "marker": marker,
+            "markersize": 6,
+        }
+        look |= {
+            "markeredgecolor": "white",
+            "markeredgewidth": 0.6,
+            "elinewidth": 1.0,
+            "capsize": 2,
+        }
         x, y, x_spread, y_spread = np.array([(p.x, p.y, p.x_spread, p.y_spread) for p in points]).T
         width = 2.0 if label in comparison.proposed else 1.3
         of_x = x_spread / scale if x_spread.any() else None
@@ -191,6 +222,10 @@ def _budgets(axes: Axes, comparison: Comparison, scale: float, named: bool) -> N
         look: dict[str, Any] = {"color": GREY, "linestyle": "--", "linewidth": 1.0, "zorder": 0.5}
         axes.axvline(joules / scale, label=f"budget of {whose}" if place == 0 else None, **look)
         if named and name:
-            text: dict[str, Any] = {"textcoords": "offset points", "xytext": (-2, 3), "rotation": 90}
+            text: dict[str, Any] = {
+                "textcoords": "offset points",
+                "xytext": (-2, 3),
+                "rotation": 90,
+            }
             text |= {"ha": "right", "va": "bottom", "fontsize": "x-small", "color": GREY}
             axes.annotate(name, (joules / scale, 0.0), xycoords=("data", "axes fraction"), **text)

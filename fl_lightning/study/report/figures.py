@@ -53,7 +53,10 @@ def figures(comparison: Comparison) -> Iterator[tuple[str, Figure | None]]:
     """Yield all figures with their file names; None for a figure that has nothing to show."""
     primary = comparison.study.task.primary
     for levels in comparison.levels:
-        yield _file(f"{primary}_over_rounds", levels), over(comparison, levels, "round", rounds_curve)
+        yield (
+            _file(f"{primary}_over_rounds", levels),
+            over(comparison, levels, "round", rounds_curve),
+        )
         figure = over(comparison, levels, "megabytes up and down", megabytes_curve)
         yield _file(f"{primary}_over_megabytes", levels), figure
         figure = over(comparison, levels, "virtual seconds", seconds_curve)
@@ -67,7 +70,9 @@ def figures(comparison: Comparison) -> Iterator[tuple[str, Figure | None]]:
             yield _file("negative_transfer", levels), negative_transfer(comparison, levels)
     if len(comparison.levels) >= MIN_LEVELS:
         yield "critical_difference_over_all_settings", overall_diagram(comparison)
-    for others in comparison.without_stressor(comparison.levels) if comparison.study.degradation else []:
+    for others in (
+        comparison.without_stressor(comparison.levels) if comparison.study.degradation else []
+    ):
         yield _file("degradation_over_rounds", others), degradation(comparison, others)
     if any(name in comparison.metrics for name in PANELS):
         yield "quality_over_joules", quality_over_joules(comparison)
@@ -88,12 +93,15 @@ def _file(name: str, levels: Levels) -> str:
 
 
 def _rows(title: str, xlabel: str, names: Sequence[str]) -> tuple[Figure, Axes]:
-    """Return a figure with a line per name, the first on top; long names make it wider and higher."""
+    """Return a figure with a line per name, the first on top; long names make it wider and
+    higher."""
     wrapped = ["\n".join(wrap(name, NAME_LENGTH)) for name in names]
     lines = [line for name in wrapped for line in name.split("\n")]
     highest = max(name.count("\n") + 1 for name in wrapped)
     width = 6.8 + 0.075 * max(0, max(map(len, lines)) - 16)
-    figure, axes = new_axes(title, xlabel, "", (width, 1.8 + max(0.42, 0.17 * highest) * len(names)))
+    figure, axes = new_axes(
+        title, xlabel, "", (width, 1.8 + max(0.42, 0.17 * highest) * len(names))
+    )
     axes.set_yticks(range(len(names)), wrapped, fontsize="small" if highest > 1 else None)
     axes.set_ylim(len(names) - 0.4, -0.6)
     return figure, axes
@@ -102,7 +110,9 @@ def _rows(title: str, xlabel: str, names: Sequence[str]) -> tuple[Figure, Axes]:
 def by_method(comparison: Comparison, levels: Levels) -> Figure | None:
     """Draw the primary metric of every run, and the mean of every method."""
     written = comparison.column(comparison.study.metric)
-    table = comparison.table(comparison.study.metric, levels)[comparison.labels].dropna(axis=1, how="all")
+    table = comparison.table(comparison.study.metric, levels)[comparison.labels].dropna(
+        axis=1, how="all"
+    )
     labels = list(table.columns)
     if not labels:
         return None
@@ -117,7 +127,11 @@ def by_method(comparison: Comparison, levels: Levels) -> Figure | None:
             place = seeds.index(seed)
             height = row + 0.5 * ((place + 0.5) / len(seeds) - 0.5)
             marker = MARKERS[place % len(MARKERS)]
-            look: dict[str, Any] = {"color": colour, "markeredgecolor": "white", "markeredgewidth": 0.5}
+            look: dict[str, Any] = {
+                "color": colour,
+                "markeredgecolor": "white",
+                "markeredgewidth": 0.5,
+            }
             axes.plot(value * written.scale, height, marker, markersize=5.5, **look)
     axes.plot([], [], "|", color=GREY, markersize=12, markeredgewidth=2.5, label="mean")
     if len(seeds) <= len(MARKERS):
@@ -128,8 +142,8 @@ def by_method(comparison: Comparison, levels: Levels) -> Figure | None:
 
 
 def forest(comparison: Comparison, levels: Levels) -> Figure | None:
-    """Draw paired differences: every seed, the mean and both intervals; of more pairs than a page has room
-    for the means alone, as a matrix.
+    """Draw paired differences: every seed, the mean and both intervals; of more pairs than a page
+    has room for the means alone, as a matrix.
 
     Where one is far from all others, the others are drawn a second time in a panel of their own.
     """
@@ -171,10 +185,11 @@ def forest(comparison: Comparison, levels: Levels) -> Figure | None:
 
 
 def without_outliers(reaches: Sequence[float]) -> float | None:
-    """Return how far an axis has to reach for all rows but those far outside; None where there are none.
+    """Return how far an axis has to reach for all rows but those far outside; None where there are
+    none.
 
-    With few methods most pairs are far outside where a single method failed, since every other one is
-    compared with it.
+    With few methods most pairs are far outside where a single method failed, since every other one
+    is compared with it.
 
     >>> tuple(map(without_outliers, ([1.0, 2.0, 1.5, 40.0], [0.5, 40.0, 41.0], [1.0, 2.0, 4.0])))
     (2.2, 0.55, None)
@@ -189,11 +204,20 @@ def without_outliers(reaches: Sequence[float]) -> float | None:
 def _reach(one: Difference) -> float:
     """Return the largest distance from zero of what is drawn of a pair."""
     test = one.test
-    ends = [*test.differences, test.mean, test.low, test.high, test.bootstrap_low, test.bootstrap_high]
+    ends = [
+        *test.differences,
+        test.mean,
+        test.low,
+        test.high,
+        test.bootstrap_low,
+        test.bootstrap_high,
+    ]
     return max(abs(end) for end in ends if isfinite(end))
 
 
-def _differences(axes: Axes, found: Sequence[Difference], scale: float, *, labelled: bool = True) -> None:
+def _differences(
+    axes: Axes, found: Sequence[Difference], scale: float, *, labelled: bool = True
+) -> None:
     """Draw a row for each pair."""
     axes.axvline(0, color="black", linewidth=0.8)
     for row, one in enumerate(found):
@@ -205,7 +229,14 @@ def _differences(axes: Axes, found: Sequence[Difference], scale: float, *, label
         if isfinite(test.bootstrap_low):
             bounds = [test.bootstrap_low * scale, test.bootstrap_high * scale]
             label = "95 % bootstrap" if first else None
-            axes.plot(bounds, [row, row], color=COLOURS[5], linewidth=5, solid_capstyle="butt", label=label)
+            axes.plot(
+                bounds,
+                [row, row],
+                color=COLOURS[5],
+                linewidth=5,
+                solid_capstyle="butt",
+                label=label,
+            )
         x = np.array(test.differences) * scale
         heights = row + 0.2 + 0.16 * np.arange(len(x)) / len(x)  # equal ones are all seen
         axes.plot(x, heights, "o", color=GREY, markersize=3.5, label="one seed" if first else None)

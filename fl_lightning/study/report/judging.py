@@ -1,15 +1,17 @@
 """How one condition is decided by what the runs say: every decision of a report is made here.
 
-- A comparison *holds* when all of the 95 % interval of left - right satisfies it, *fails* when no point of it
-  does, and is *undecided* otherwise. Of counted quantities (bytes) it needs no interval: all seeds, no seed,
-  or undecided. Counts over rounds (bits that moved) are decided so where all seeds agree, else by interval.
-- ``p(A, B) < 0.05`` holds when A is significantly better, fails when it is significantly worse, and is
-  undecided when the test says nothing.
-- ``no_increase(upload, A, B)`` is the one-sided paired test at 5 %: it fails when A is significantly greater
-  and holds otherwise, which is absence of evidence and not evidence of absence. With a margin it holds when
-  the one-sided 95 % bound of A - (1 + margin) B is not above 0, which is evidence.
-- ``and`` and ``or`` follow Kleene's logic of three values. Each part keeps its own 95 %: an ``or`` of k parts
-  that are all false is held with a probability of up to k x 2.5 %.
+- A comparison *holds* when all of the 95 % interval of left - right satisfies it, *fails* when no
+  point of it does, and is *undecided* otherwise. Of counted quantities (bytes) it needs no
+  interval: all seeds, no seed, or undecided. Counts over rounds (bits that moved) are decided so
+  where all seeds agree, else by interval.
+- ``p(A, B) < 0.05`` holds when A is significantly better, fails when it is significantly worse, and
+  is undecided when the test says nothing.
+- ``no_increase(upload, A, B)`` is the one-sided paired test at 5 %: it fails when A is
+  significantly greater and holds otherwise, which is absence of evidence and not evidence of
+  absence. With a margin it holds when the one-sided 95 % bound of A - (1 + margin) B is not above
+  0, which is evidence.
+- ``and`` and ``or`` follow Kleene's logic of three values. Each part keeps its own 95 %: an ``or``
+  of k parts that are all false is held with a probability of up to k x 2.5 %.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ class Judgement:
 
     Args:
         decision: holds, fails, undecided or not tested.
-        left, right: the means of both sides over seeds; for ``p``, the p and the number it is compared with;
-            NaN where the criterion has several parts.
+        left, right: the means of both sides over seeds; for ``p``, the p and the number it is
+            compared with; NaN where the criterion has several parts.
         difference: the mean of left - right; for ``p``, of A - B.
         low, high: the 95 % interval of the difference; NaN where there is none.
         seeds: the seeds that were used.
@@ -65,7 +67,9 @@ class Judgement:
     parts: tuple[tuple[str, Judgement], ...] = ()
 
     @classmethod
-    def without_numbers(cls, decision: Decision, reason: str, seeds: Sequence[int] = ()) -> Judgement:
+    def without_numbers(
+        cls, decision: Decision, reason: str, seeds: Sequence[int] = ()
+    ) -> Judgement:
         return cls(decision, nan, nan, nan, nan, nan, tuple(seeds), reason)
 
 
@@ -76,7 +80,8 @@ class Evidence(Protocol):
         """Return a quantity by seed, for the seeds that have it."""
 
     def test(self, a: str, b: str) -> tuple[PairedTest, Sequence[int], bool]:
-        """Return the test of A - B in the study's metric, its seeds, and whether higher is better."""
+        """Return the test of A - B in the study's metric, its seeds, and whether higher is
+        better."""
 
 
 def judge(condition: Condition, evidence: Evidence, interval: Interval = t_interval) -> Judgement:
@@ -85,8 +90,8 @@ def judge(condition: Condition, evidence: Evidence, interval: Interval = t_inter
     Args:
         condition: what is claimed.
         evidence: what the runs say.
-        interval: the interval of the mean of differences that decides. It is asked for level 0.05, and by
-            ``no_increase`` for 0.1, whose two ends are one-sided bounds at 0.05.
+        interval: the interval of the mean of differences that decides. It is asked for level 0.05,
+            and by ``no_increase`` for 0.1, whose two ends are one-sided bounds at 0.05.
     """
     if isinstance(condition, (AllOf, AnyOf)):
         return _joined(condition, [judge(part, evidence, interval) for part in condition.parts])
@@ -99,7 +104,8 @@ def judge(condition: Condition, evidence: Evidence, interval: Interval = t_inter
 
 
 def _joined(condition: AllOf | AnyOf, judged: Sequence[Judgement]) -> Judgement:
-    """Join the parts: the first decision that settles it, or the other one if all parts agree on it."""
+    """Join the parts: the first decision that settles it, or the other one if all parts agree on
+    it."""
     settles: Decision = "fails" if isinstance(condition, AllOf) else "holds"
     agreed: Decision = "holds" if isinstance(condition, AllOf) else "fails"
     found = [one.decision for one in judged]
@@ -125,7 +131,8 @@ def _text(condition: Condition) -> str:
 def _paired(
     quantities: Sequence[Quantity], evidence: Evidence
 ) -> tuple[dict[Quantity, pd.Series], pd.Index, str]:
-    """Return the quantities over the seeds that have all of them, these seeds, and why there are none."""
+    """Return the quantities over the seeds that have all of them, these seeds, and why there are
+    none."""
     known = {quantity: evidence.values(quantity) for quantity in quantities}
     table = pd.concat(known.values(), axis=1, join="inner", keys=range(len(known))).sort_index()
     empty = [str(quantity) for quantity, found in known.items() if found.empty]
@@ -139,7 +146,9 @@ def _judge_inequality(condition: Inequality, evidence: Evidence, interval: Inter
     left, right = (_evaluated(side, columns, index) for side in (condition.left, condition.right))
     differences = left - right
     if not seeds or differences.isna().any():
-        return Judgement.without_numbers("undecided", "division by zero" if seeds else missing, seeds)
+        return Judgement.without_numbers(
+            "undecided", "division by zero" if seeds else missing, seeds
+        )
     low, high = interval(differences.to_numpy())
     decision, reason = _decide(condition, left, right, low, high)
     of_left, of_right, of_both = (mean_std(side)[0] for side in (left, right, differences))
@@ -205,7 +214,10 @@ def _decide_no_increase(
     if high <= 0:
         return "holds", "not greater: the one-sided 95 % bound is not above 0"
     could_be = f"an increase of {high:.4g}" if isfinite(high) else "any increase"
-    return "holds", f"not significantly greater, one-sided 5 %; absence of evidence: {could_be} is possible"
+    return (
+        "holds",
+        f"not significantly greater, one-sided 5 %; absence of evidence: {could_be} is possible",
+    )
 
 
 def judge_p(
@@ -222,7 +234,9 @@ def judge_p(
     else:
         reason = "no p" if isnan(test.p_holm) else "not significant, which decides nothing"
     reason = f"{reason}; Holm over {test.family}"
-    return Judgement(decision, test.p_holm, level, test.mean, test.low, test.high, tuple(seeds), reason)
+    return Judgement(
+        decision, test.p_holm, level, test.mean, test.low, test.high, tuple(seeds), reason
+    )
 
 
 def _evaluated(node: ast.expr, columns: dict[Quantity, pd.Series], seeds: pd.Index) -> pd.Series:

@@ -47,11 +47,11 @@ class Layout:
     """What the user asks of the table of results.
 
     Args:
-        columns: its metrics, or quantities of criteria such as ``ece``; empty: the headline metrics without
-            those in which all rows are the same.
+        columns: its metrics, or quantities of criteria such as ``ece``; empty: the headline metrics
+            without those in which all rows are the same.
         caption: its caption in LaTeX; empty: what the report says of the table.
-        label: the label of the table, from which those of all others are made; empty: ``tab:`` and the name
-            of the study.
+        label: the label of the table, from which those of all others are made; empty: ``tab:`` and
+            the name of the study.
     """
 
     columns: Sequence[str] = ()
@@ -86,22 +86,35 @@ class Layout:
             meant = None if is_other_task else metric_of(name, study.selection, study.task.primary)
             metric = name if name in comparison.metrics or meant is None else meant
             if metric not in comparison.metrics:
-                known = [*comparison.metrics, "primary", "auc", "ece", "bytes", "upload", "download"]
+                known = [
+                    *comparison.metrics,
+                    "primary",
+                    "auc",
+                    "ece",
+                    "bytes",
+                    "upload",
+                    "download",
+                ]
                 raise InputError(
-                    f"--columns {name}", "no run has this metric", f"write {nearest_or_list(name, known)}"
+                    f"--columns {name}",
+                    "no run has this metric",
+                    f"write {nearest_or_list(name, known)}",
                 )
             found[metric] = comparison.column(metric)
         return list(found.values())
 
 
 def tables_tex(comparison: Comparison, layout: Layout) -> str:
-    """Return the tables of results, places, bits, differences and negative transfer, level by level."""
+    """Return the tables of results, places, bits, differences and negative transfer, level by
+    level."""
     base = layout.label or f"tab:{_slug(comparison.study.name)}"
     parts = []
     for levels in comparison.levels:
         table, bold = results(comparison, levels, layout)
         caption = layout.caption + (f" ({escaped(level_key(levels))})" if levels else "")
-        parts.append(latex(table, _label(base, "", levels), caption if layout.caption else "", bold))
+        parts.append(
+            latex(table, _label(base, "", levels), caption if layout.caption else "", bold)
+        )
     if (proposed := proposed_table(comparison)) is not None:
         parts.append(latex(proposed, _label(base, "place")))
     if (every := overall_table(comparison)) is not None:
@@ -120,7 +133,9 @@ def timings_tex(comparison: Comparison, layout: Layout) -> str:
     """Return the tables of what a clock measured."""
     base = layout.label or f"tab:{_slug(comparison.study.name)}"
     made = ((tables.clocks(comparison, levels), levels) for levels in comparison.levels)
-    return "\n".join([HEAD, *(latex(table, _label(base, "time", levels)) for table, levels in made)])
+    return "\n".join(
+        [HEAD, *(latex(table, _label(base, "time", levels)) for table, levels in made)]
+    )
 
 
 def _label(base: str, kind: str, levels: Levels | None = None) -> str:
@@ -134,14 +149,16 @@ def _slug(text: str) -> str:
 def results(
     comparison: Comparison, levels: Levels, layout: Layout
 ) -> tuple[ReportTable, set[tuple[int, int]]]:
-    """Return the table of results for a paper, and the row and column of each cell that has the best mean of
-    its column.
+    """Return the table of results for a paper, and the row and column of each cell that has the
+    best mean of its column.
 
-    Headers are short. Unless columns were chosen, there is none in which all rows are the same, other than
-    the primary metric.
+    Headers are short. Unless columns were chosen, there is none in which all rows are the same,
+    other than the primary metric.
     """
     columns = layout.metrics(comparison) or tables.headline_of(comparison)
-    table = tables.means_of(comparison, levels, columns, f"Results{tables.at(levels)}", best_first=True)
+    table = tables.means_of(
+        comparison, levels, columns, f"Results{tables.at(levels)}", best_first=True
+    )
     labels, places, seeds = list(table.cells.method), dict[str, int](), "over seeds"
     cells = pd.DataFrame({"method": labels})
     if table.cells.seeds.nunique() > 1:
@@ -165,8 +182,8 @@ def results(
 
 
 def _best(one: Column, means: Sequence[float], comparison: Comparison) -> list[int]:
-    """Return which of the means are written as the best one is; none where it is not known what is better,
-    or all are equal."""
+    """Return which of the means are written as the best one is; none where it is not known what is
+    better, or all are equal."""
     better = direction(one.metric, comparison.study.task)
     finite = [mean for mean in means if isfinite(mean)]
     if better is None or len(finite) < 2:
@@ -177,7 +194,10 @@ def _best(one: Column, means: Sequence[float], comparison: Comparison) -> list[i
 
 
 def latex(
-    table: ReportTable, label: str, caption: str = "", bold: Collection[tuple[int, int]] = frozenset()
+    table: ReportTable,
+    label: str,
+    caption: str = "",
+    bold: Collection[tuple[int, int]] = frozenset(),
 ) -> str:
     """Return a table environment with the rules of booktabs.
 

@@ -1,7 +1,7 @@
 """The looks at a study that adds seeds: after each complete seed, which criteria are decided.
 
-The intervals are confidence sequences, which hold the truth at all looks together, so that looking costs
-nothing and any reason to stop is a fair one.
+The intervals are confidence sequences, which hold the truth at all looks together, so that looking
+costs nothing and any reason to stop is a fair one.
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ from fl_lightning.study.results.seeds import begun_beyond, complete_seeds, of_se
 def is_awaited(verdict: Verdict) -> bool:
     """Return whether seeds are added because of this verdict.
 
-    They are not for what a clock measured, since two sweeps would then stop at different seeds, nor for what
-    is only counted (bytes): it has no interval that more seeds would narrow.
+    They are not for what a clock measured, since two sweeps would then stop at different seeds, nor
+    for what is only counted (bytes): it has no interval that more seeds would narrow.
     """
-    return verdict.decision == "undecided" and not verdict.criterion.is_timing and not _is_counted(verdict)
+    return (
+        verdict.decision == "undecided"
+        and not verdict.criterion.is_timing
+        and not _is_counted(verdict)
+    )
 
 
 def _is_counted(verdict: Verdict) -> bool:
@@ -35,12 +39,14 @@ def _is_counted(verdict: Verdict) -> bool:
 
 def look(results: Results) -> list[str]:
     """Return the criteria that are not decided by these results and may be by more seeds."""
-    return [verdict.criterion.title for verdict in verdicts(Comparison(results)) if is_awaited(verdict)]
+    return [
+        verdict.criterion.title for verdict in verdicts(Comparison(results)) if is_awaited(verdict)
+    ]
 
 
 def looks(results: Results, listed: int) -> Iterator[Stopping]:
-    """Yield one look after each complete seed, beginning with the last that the study lists, up to the first
-    at which every criterion is decided.
+    """Yield one look after each complete seed, beginning with the last that the study lists, up to
+    the first at which every criterion is decided.
 
     Args:
         results: the results of all seeds that there are.
@@ -62,9 +68,9 @@ def looks(results: Results, listed: int) -> Iterator[Stopping]:
 def counted(results: Results) -> Results:
     """Return the results of the seeds that count.
 
-    Of a study whose seeds are fixed, these are all of them. Of one that adds seeds, they are the complete
-    seeds up to the first look at which every criterion is decided. As long as not all seeds that it lists are
-    complete, these count as far as they are there.
+    Of a study whose seeds are fixed, these are all of them. Of one that adds seeds, they are the
+    complete seeds up to the first look at which every criterion is decided. As long as not all
+    seeds that it lists are complete, these count as far as they are there.
     """
     study = results.study
     if study.until is None:

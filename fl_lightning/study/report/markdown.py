@@ -58,7 +58,11 @@ def how_to_read(comparison: Comparison) -> str:
         text = text.replace(fixed, sequential)
     if unequal_methods(comparison):
         text = text.replace(SAME_CONDITIONS, f"{SAME_CONDITIONS}, but for the settings named above")
-    return text if comparison.study.task.primary == ACCURACY else text.replace("(accuracies in", "(shares in")
+    return (
+        text
+        if comparison.study.task.primary == ACCURACY
+        else text.replace("(accuracies in", "(shares in")
+    )
 
 
 def markdown(
@@ -75,7 +79,10 @@ def markdown(
         empty: the names of the figures that have nothing to show.
         registration: whether it asks what was registered; the line below the title says so.
     """
-    return "\n\n".join(part for part in _parts(comparison, figures, empty, registration) if part) + "\n"
+    return (
+        "\n\n".join(part for part in _parts(comparison, figures, empty, registration) if part)
+        + "\n"
+    )
 
 
 def _parts(
@@ -149,7 +156,9 @@ def criteria_tables(
     changed = registration.status == "not as registered"
     yield (
         comparison,
-        f"Criteria as they are now, with metric {comparison.study.metric}" if changed else "Criteria",
+        f"Criteria as they are now, with metric {comparison.study.metric}"
+        if changed
+        else "Criteria",
     )
 
 
@@ -158,7 +167,9 @@ def _section(table: tables.ReportTable | None) -> str:
 
 
 def _with_heading(marks: str, table: tables.ReportTable) -> str:
-    return "\n\n".join(filter(None, (f"{marks} {table.title}", _sentence(table.caption), table.markdown())))
+    return "\n\n".join(
+        filter(None, (f"{marks} {table.title}", _sentence(table.caption), table.markdown()))
+    )
 
 
 def answers(comparison: Comparison) -> Iterator[str]:
@@ -171,7 +182,9 @@ def answers(comparison: Comparison) -> Iterator[str]:
         yield " ".join(filter(None, (f"**{where}{winner}.**", *parts)))
     unequal = unequal_methods(comparison), *unequal_seeds(comparison), missing_seeds(comparison)
     yield from filter(None, (_unlike(comparison), *unequal))
-    counted = [verdict.decision for verdict in verdicts(comparison) if not verdict.criterion.is_timing]
+    counted = [
+        verdict.decision for verdict in verdicts(comparison) if not verdict.criterion.is_timing
+    ]
     if counted:
         tally = ", ".join(
             f"{counted.count(decision)} {decision}"
@@ -254,7 +267,8 @@ def _setup(comparison: Comparison) -> str:
 
 
 def _averaged(comparison: Comparison) -> str:
-    """Return which rounds the mean of the last five evaluations is of, where it is not of the last five."""
+    """Return which rounds the mean of the last five evaluations is of, where it is not of the last
+    five."""
     runs = comparison.results.runs
     if comparison.study.selection != "last5":
         return ""
@@ -280,7 +294,9 @@ def undecided(comparison: Comparison) -> Iterator[str]:
     study = comparison.study
     for verdict in verdicts(comparison):
         if verdict.decision in ("undecided", "not tested") and not verdict.criterion.is_timing:
-            reasons = [one.reason for _, one in verdict.judgements if one.decision == verdict.decision]
+            reasons = [
+                one.reason for _, one in verdict.judgements if one.decision == verdict.decision
+            ]
             said = "was not tested: " if verdict.decision == "not tested" else ""
             yield f"`{verdict.criterion.text}`: {said}{'; '.join(dict.fromkeys(reasons))}."
     for levels in comparison.levels:
@@ -289,7 +305,11 @@ def undecided(comparison: Comparison) -> Iterator[str]:
         if open_ones:
             yield _open(open_ones, len(tests), levels)
     few = max(
-        (len(comparison.runs(label, levels)) for levels in comparison.levels for label in comparison.labels),
+        (
+            len(comparison.runs(label, levels))
+            for levels in comparison.levels
+            for label in comparison.labels
+        ),
         default=0,
     )
     if few < 3:
@@ -397,10 +417,11 @@ def _counted(entries: Sequence[Mapping[str, Any]], text: Any) -> str:
 
 def _commit(entry: Mapping[str, Any]) -> str:
     git = entry["git"] or {}
-    return f"{git.get('commit') or 'unknown'}{' with uncommitted changes' if git.get('dirty') else ''}"
+    return (
+        f"{git.get('commit') or 'unknown'}{' with uncommitted changes' if git.get('dirty') else ''}"
+    )
 
 
 def _device(entry: Mapping[str, Any]) -> str:
-    return (
-        f"{entry['device']}, {entry['processes']} process of {entry['threads']} threads, {entry['precision']}"
-    )
+    processes = f"{entry['processes']} process of {entry['threads']} threads"
+    return f"{entry['device']}, {processes}, {entry['precision']}"

@@ -1,9 +1,10 @@
-"""The places of the methods over all settings of a study: a table, and a critical-difference diagram.
+"""The places of the methods over all settings of a study: a table, and a critical-difference
+diagram.
 
-A seed ranks the methods that every setting has under each setting, and these ranks are averaged over the
-settings. Methods are then told apart by paired tests over seeds, as at one setting. What is said is about
-these settings, as they are: Demsar (JMLR, 2006) takes data sets for draws from all, which a few chosen
-settings are not.
+A seed ranks the methods that every setting has under each setting, and these ranks are averaged
+over the settings. Methods are then told apart by paired tests over seeds, as at one setting. What
+is said is about these settings, as they are: Demsar (JMLR, 2006) takes data sets for draws from
+all, which a few chosen settings are not.
 
 ``S`` seeds, ``k`` methods.
 """
@@ -36,8 +37,8 @@ class OverallPlace(Place):
     """The place of one method over all settings; ``mean_rank`` is the mean over settings and seeds.
 
     Args:
-        low, high: the 95 % interval of the mean rank over seeds, within 1 and the number of methods; NaN
-            where it cannot be estimated.
+        low, high: the 95 % interval of the mean rank over seeds, within 1 and the number of
+            methods; NaN where it cannot be estimated.
     """
 
     low: float
@@ -45,24 +46,31 @@ class OverallPlace(Place):
 
 
 def mean_ranks(comparison: Comparison) -> tuple[list[str], np.ndarray]:
-    """Return the methods that every setting has, and their ranks averaged over settings, float64 ``[S, k]``;
-    nothing with fewer than two settings or three methods.
+    """Return the methods that every setting has, and their ranks averaged over settings, float64
+    ``[S, k]``; nothing with fewer than two settings or three methods.
 
     A seed counts where all of these methods have a number in all settings.
     """
     metric, levels = comparison.study.metric, comparison.levels
-    labels = [one for one in comparison.labels if all(one in comparison.means(metric, at) for at in levels)]
+    labels = [
+        one
+        for one in comparison.labels
+        if all(one in comparison.means(metric, at) for at in levels)
+    ]
     if len(levels) < MIN_LEVELS or len(labels) < MIN_METHODS:
         return [], np.empty((0, 0))
     sign = -1 if comparison.higher_is_better(metric) else 1
-    tables = np.array([sign * comparison.table(metric, at)[labels].to_numpy(float) for at in levels])
+    tables = np.array(
+        [sign * comparison.table(metric, at)[labels].to_numpy(float) for at in levels]
+    )
     whole = np.isfinite(tables).all(axis=(0, 2))
     return labels, stats.rankdata(tables[:, whole], axis=2).mean(axis=0)
 
 
 def _rounding(comparison: Comparison) -> float:
-    """Return the standard deviation of the difference of two mean ranks by rounding: over L settings they
-    are multiples of 1 / L, so that differences which are the same for all seeds are not known exactly."""
+    """Return the standard deviation of the difference of two mean ranks by rounding: over L
+    settings they are multiples of 1 / L, so that differences which are the same for all seeds are
+    not known exactly."""
     return 1 / (len(comparison.levels) * 6**0.5)
 
 
@@ -127,16 +135,16 @@ def overall_table(comparison: Comparison) -> ReportTable | None:
 
 
 def overall_diagram(comparison: Comparison) -> Figure | None:
-    """Draw the mean rank of each method over all settings, the interval of its place, and bars over those
-    that cannot be told apart; None where there are no places."""
+    """Draw the mean rank of each method over all settings, the interval of its place, and bars over
+    those that cannot be told apart; None where there are no places."""
     title = f"Mean rank over {len(comparison.levels)} settings and seeds"
     written = comparison.column(comparison.study.metric)
     return diagram(comparison, overall(comparison), f"{title}\nin {written.title}")
 
 
 def proposed_table(comparison: Comparison) -> ReportTable | None:
-    """Return the place of each proposed method at every level, by its own comparisons; None where no method
-    is proposed, or too few are compared."""
+    """Return the place of each proposed method at every level, by its own comparisons; None where
+    no method is proposed, or too few are compared."""
     rows = []
     for label in comparison.proposed:
         for levels in comparison.levels:
@@ -145,7 +153,9 @@ def proposed_table(comparison: Comparison) -> ReportTable | None:
                 continue
             tests = comparison.differences(comparison.study.metric, levels)
             tests = [one for one in tests if label in (one.a, one.b)]
-            better, worse = (sum(getattr(one, who) == label for one in tests) for who in ("loser", "winner"))
+            better, worse = (
+                sum(getattr(one, who) == label for one in tests) for who in ("loser", "winner")
+            )
             alike = [one.b if one.a == label else one.a for one in tests if one.winner is None]
             place = f"{found[label].place} of {len(found)}"
             ends = ends_of(1 + better, len(found) - worse)
@@ -163,8 +173,8 @@ def proposed_table(comparison: Comparison) -> ReportTable | None:
 
 
 def own_row(comparison: Comparison, label: str) -> list[str] | None:
-    """Return the row of a proposed method over all settings, by its own comparisons, corrected for their
-    number; None where there are no places."""
+    """Return the row of a proposed method over all settings, by its own comparisons, corrected for
+    their number; None where there are no places."""
     labels, ranks = mean_ranks(comparison)
     if label not in labels or not len(ranks):
         return None

@@ -1,7 +1,8 @@
-"""``report.html``: the report in one file, with tables that can be sorted and figures that can be enlarged.
+"""``report.html``: the report in one file, with tables that can be sorted and figures that can be
+enlarged.
 
-It is made of the text of ``report.md``. Figures are in it as SVG, and nothing is fetched: a browser may load
-no other file, and run no script but the one of this page.
+It is made of the text of ``report.md``. Figures are in it as SVG, and nothing is fetched: a browser
+may load no other file, and run no script but the one of this page.
 """
 
 from __future__ import annotations
@@ -52,11 +53,17 @@ def page(text: str, figures: Mapping[str, bytes]) -> str:
     converter.inlinePatterns.deregister("html")
     body = converter.convert(text)
     body = re.sub(r"<table>.*?</table>", _scrolling, body, flags=re.DOTALL)
-    body = re.sub(r'<img alt="([^"]*)" src="figures/[^"]*">', lambda found: _figure(found[1], figures), body)
-    style, script = (Path(__file__).with_name(f"report.{kind}").read_text("utf-8") for kind in ("css", "js"))
+    body = re.sub(
+        r'<img alt="([^"]*)" src="figures/[^"]*">', lambda found: _figure(found[1], figures), body
+    )
+    style, script = (
+        Path(__file__).with_name(f"report.{kind}").read_text("utf-8") for kind in ("css", "js")
+    )
     allowed = base64.b64encode(sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'"
-    title = next((line.removeprefix("# ") for line in text.splitlines() if line.startswith("# ")), "report")
+    title = next(
+        (line.removeprefix("# ") for line in text.splitlines() if line.startswith("# ")), "report"
+    )
     contents = converter.toc  # type: ignore[attr-defined]
     return FRAME.format(
         policy=policy, title=escape(title), style=style, contents=contents, body=body, script=script

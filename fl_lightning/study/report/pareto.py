@@ -1,8 +1,8 @@
 """What a method gives for what it costs: the primary metric against megabytes and virtual seconds.
 
-A method is on the front of a cost where no other is at least as good for at most the same cost, and better
-in one of the two, by means over the seeds that all methods have. Seconds are those of a run's clock, which
-follow from its seed; what a computer's clock measured is in no front.
+A method is on the front of a cost where no other is at least as good for at most the same cost, and
+better in one of the two, by means over the seeds that all methods have. Seconds are those of a
+run's clock, which follow from its seed; what a computer's clock measured is in no front.
 """
 
 from __future__ import annotations
@@ -30,11 +30,16 @@ Points = Mapping[str, tuple[float, float]]
 
 
 def points_of(comparison: Comparison, levels: Levels, cost: str) -> Points:
-    """Return cost and quality of each method that has both, over the seeds that all of them have; empty where
-    all cost the same, or fewer than three have them."""
-    quality, costs = comparison.means(comparison.study.metric, levels), comparison.means(cost, levels)
+    """Return cost and quality of each method that has both, over the seeds that all of them have;
+    empty where all cost the same, or fewer than three have them."""
+    quality, costs = (
+        comparison.means(comparison.study.metric, levels),
+        comparison.means(cost, levels),
+    )
     labels = [label for label in quality if label in costs]
-    tables = [comparison.table(metric, levels)[labels] for metric in (cost, comparison.study.metric)]
+    tables = [
+        comparison.table(metric, levels)[labels] for metric in (cost, comparison.study.metric)
+    ]
     whole = np.logical_and(*(np.isfinite(table.to_numpy(float)).all(axis=1) for table in tables))
     if not whole.any() or len(labels) < MIN_METHODS:
         return {}
@@ -52,7 +57,9 @@ def front(points: Points, higher_is_better: bool = True) -> list[str]:
     sign = 1 if higher_is_better else -1
     found: list[str] = []
     best = -np.inf
-    for label, (_, quality) in sorted(points.items(), key=lambda one: (one[1][0], -sign * one[1][1])):
+    for label, (_, quality) in sorted(
+        points.items(), key=lambda one: (one[1][0], -sign * one[1][1])
+    ):
         if sign * quality > best:
             found.append(label)
             best = sign * quality
@@ -60,7 +67,8 @@ def front(points: Points, higher_is_better: bool = True) -> list[str]:
 
 
 def pareto_table(comparison: Comparison) -> ReportTable | None:
-    """Return who is on the fronts of each setting; None where no cost differs between three methods."""
+    """Return who is on the fronts of each setting; None where no cost differs between three
+    methods."""
     rows = []
     for levels in comparison.levels:
         for cost in COSTS:
@@ -79,8 +87,8 @@ def pareto_table(comparison: Comparison) -> ReportTable | None:
 
 
 def pareto(comparison: Comparison, levels: Levels) -> Figure | None:
-    """Draw the primary metric of each method against what it costs, and the fronts; None where no cost
-    differs between three methods."""
+    """Draw the primary metric of each method against what it costs, and the fronts; None where no
+    cost differs between three methods."""
     each = {cost: points_of(comparison, levels, cost) for cost in COSTS}
     each = {cost: points for cost, points in each.items() if points}
     if not each:
@@ -98,8 +106,12 @@ def pareto(comparison: Comparison, levels: Levels) -> Figure | None:
         if wide:
             axes.set_xscale("log")
         on_front = front(points, comparison.higher_is_better(comparison.study.metric))
-        line = [(points[label][0] * shown.scale, points[label][1] * written.scale) for label in on_front]
-        axes.step(*zip(*line, strict=True), where="post", color=GREY, linewidth=1.2, label="Pareto front")
+        line = [
+            (points[label][0] * shown.scale, points[label][1] * written.scale) for label in on_front
+        ]
+        axes.step(
+            *zip(*line, strict=True), where="post", color=GREY, linewidth=1.2, label="Pareto front"
+        )
         for place, (label, (spent, quality)) in enumerate(points.items()):
             colour, _, marker = look_of(comparison, label)
             size = 6 + 2 * (place % 4)  # hollow marks of several sizes: equal points are all seen

@@ -34,7 +34,13 @@ def places_table(comparison: Comparison, levels: Levels) -> ReportTable | None:
     if len(found) < MIN_METHODS:
         return None
     rows = [
-        [one.label, named(one.alike), str(one.place), ends_of(one.first, one.last), f"{one.mean_rank:.2f}"]
+        [
+            one.label,
+            named(one.alike),
+            str(one.place),
+            ends_of(one.first, one.last),
+            f"{one.mean_rank:.2f}",
+        ]
         for one in found
     ]
     pairs = len(found) * (len(found) - 1) // 2
@@ -55,15 +61,16 @@ def ends_of(first: int, last: int) -> str:
 
 
 def critical_difference(comparison: Comparison, levels: Levels) -> Figure | None:
-    """Draw the mean rank of each method and its interval of places, and bars over those that cannot be told
-    apart; None with fewer than three methods, or without a seed that all have."""
+    """Draw the mean rank of each method and its interval of places, and bars over those that cannot
+    be told apart; None with fewer than three methods, or without a seed that all have."""
     written = comparison.column(comparison.study.metric)
     title = title_of(f"Mean rank over seeds in {written.title}", levels)
     return diagram(comparison, places(comparison, levels), title)
 
 
 def diagram(comparison: Comparison, found: Sequence[Place], title: str) -> Figure | None:
-    """Draw places as a critical-difference diagram; None with fewer than three, or without mean ranks."""
+    """Draw places as a critical-difference diagram; None with fewer than three, or without mean
+    ranks."""
     found = sorted(found, key=lambda one: (one.mean_rank, one.place))
     if len(found) < MIN_METHODS or any(one.mean_rank != one.mean_rank for one in found):
         return None

@@ -1,5 +1,5 @@
-"""What a report says of the registration of its study: whether it asks what was registered, and what the
-registered criteria say if it does not."""
+"""What a report says of the registration of its study: whether it asks what was registered, and
+what the registered criteria say if it does not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from fl_lightning.study.results.gather import check_comparable, gather_registere
 from fl_lightning.study.results.published import add_published, without_published
 from fl_lightning.study.results.runs import FinishedRun, Results
 
-Status = Literal["as registered", "not complete", "not as registered", "registered late", "not registered"]
+Status = Literal[
+    "as registered", "not complete", "not as registered", "registered late", "not registered"
+]
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,8 @@ class RegistrationReport:
     """How a report stands to the registration of its study.
 
     Args:
-        status: ``not complete``: as registered, and cells have no run that counts; ``registered late``: runs
-            were there before.
+        status: ``not complete``: as registered, and cells have no run that counts; ``registered
+            late``: runs were there before.
         line: the first line of the report, below its title.
         differences: what differs from the registered plan, one clause each.
         sha256: the hash of the registered plan, or empty.
@@ -110,11 +112,15 @@ def cells_without_run(results: Results) -> list[str]:
     return [
         cell.name
         for cell in study.cells()
-        if any((cell.method, cell.seed, level_key(at)) not in done for at in study.compared_at(cell))
+        if any(
+            (cell.method, cell.seed, level_key(at)) not in done for at in study.compared_at(cell)
+        )
     ]
 
 
-def _registered(results: Results, registration: Registration, folder: Path) -> tuple[Comparison | None, str]:
+def _registered(
+    results: Results, registration: Registration, folder: Path
+) -> tuple[Comparison | None, str]:
     """Return the runs under the registered plan, and a sentence on where its verdicts are."""
     try:
         found = add_published(counted(gather_registered(results, registration.first.plan, folder)))
@@ -126,7 +132,8 @@ def _registered(results: Results, registration: Registration, folder: Path) -> t
 
 
 def _different_runs(registration: Registration, results: Results) -> list[str]:
-    """Return what of the runs themselves was not registered: their settings, or their registration."""
+    """Return what of the runs themselves was not registered: their settings, or their
+    registration."""
     plan, found = registration.first.plan, []
     changed = [run for run in results.runs if _has_other_settings(run, plan)]
     if changed:

@@ -67,7 +67,12 @@ class ReportTable:
 
     @classmethod
     def of(
-        cls, title: str, header: list[str], rows: Sequence[Sequence[str]], texts: int = 1, caption: str = ""
+        cls,
+        title: str,
+        header: list[str],
+        rows: Sequence[Sequence[str]],
+        texts: int = 1,
+        caption: str = "",
     ) -> ReportTable:
         return cls(title, pd.DataFrame(list(rows), columns=header, dtype=object), texts, caption)
 
@@ -125,7 +130,9 @@ def results(comparison: Comparison, levels: Levels) -> ReportTable:
     All columns are of the model that the study selects, or of the whole run.
     """
     of = f"{model_of(comparison)}; {OVER_SEEDS}"
-    return means_of(comparison, levels, headline_of(comparison), f"Results{at(levels)}", of, best_first=True)
+    return means_of(
+        comparison, levels, headline_of(comparison), f"Results{at(levels)}", of, best_first=True
+    )
 
 
 def model_of(comparison: Comparison) -> str:
@@ -158,19 +165,25 @@ def other_results(comparison: Comparison, levels: Levels) -> ReportTable | None:
 def _is_complete(comparison: Comparison, metric: str, levels: Levels) -> bool:
     """Return whether all runs of a method have the metric, or none has, whatever the method.
 
-    What ``test`` measured of the model that was selected can be of the other one by chance, in some seeds.
+    What ``test`` measured of the model that was selected can be of the other one by chance, in some
+    seeds.
     """
     counts = comparison.table(metric, levels).count()
-    return all(counts[label] in (0, len(comparison.runs(label, levels))) for label in comparison.labels)
+    return all(
+        counts[label] in (0, len(comparison.runs(label, levels))) for label in comparison.labels
+    )
 
 
 def bits(comparison: Comparison, levels: Levels) -> ReportTable | None:
-    """Return the bits that every quantised method ends with, layer by layer, and how often they changed.
+    """Return the bits that every quantised method ends with, layer by layer, and how often they
+    changed.
 
     None where no method has bits.
     """
     means = comparison.means(AVERAGE, levels)
-    quantised = [label for label in comparison.labels if means.get(label, FULL_PRECISION) < FULL_PRECISION]
+    quantised = [
+        label for label in comparison.labels if means.get(label, FULL_PRECISION) < FULL_PRECISION
+    ]
     if not quantised:
         return None
     layers = [name for name in comparison.metrics if name.startswith(LAYER)]
@@ -180,7 +193,13 @@ def bits(comparison: Comparison, levels: Levels) -> ReportTable | None:
     ]
     rows += [(name, said) for name, said in BIT_CHANGES.items() if name in comparison.metrics]
     cells = [
-        [said, *(column(name).mean(comparison.values(name, label, levels).tolist()) for label in quantised)]
+        [
+            said,
+            *(
+                column(name).mean(comparison.values(name, label, levels).tolist())
+                for label in quantised
+            ),
+        ]
         for name, said in rows
     ]
     title, model = f"Magnitude bits per weight{at(levels)}", model_of(comparison).partition(",")[0]
@@ -189,7 +208,9 @@ def bits(comparison: Comparison, levels: Levels) -> ReportTable | None:
 
 def _in_order(comparison: Comparison, layers: Sequence[str]) -> list[str]:
     """Return metrics in the order in which the runs record them, which is that of the network."""
-    recorded = (name for run in comparison.results.runs for row in run.record.history[-1:] for name in row)
+    recorded = (
+        name for run in comparison.results.runs for row in run.record.history[-1:] for name in row
+    )
     place = {name: number for number, name in enumerate(dict.fromkeys(recorded))}
     return sorted(layers, key=lambda name: (place.get(name, len(place)), name))
 
@@ -203,7 +224,8 @@ def clocks(comparison: Comparison, levels: Levels) -> ReportTable:
 
 
 def target(comparison: Comparison, levels: Levels) -> ReportTable | None:
-    """Return rounds, megabytes and virtual seconds until the target, and how many seeds reach it."""
+    """Return rounds, megabytes and virtual seconds until the target, and how many seeds reach
+    it."""
     value, task = comparison.study.target_value, comparison.study.task
     if value is None:
         return None
@@ -242,7 +264,9 @@ def means_of(
         some = 0 < len(values) < counts[label]
         return one.mean(values) + (f" ({len(values)} of {counts[label]})" if some else "")
 
-    rows = [[label, str(counts[label]), *(written(label, one) for one in columns)] for label in labels]
+    rows = [
+        [label, str(counts[label]), *(written(label, one) for one in columns)] for label in labels
+    ]
     return ReportTable.of(title, ["method", "seeds", *cells], rows, caption=caption)
 
 
@@ -254,7 +278,9 @@ def differences(comparison: Comparison, levels: Levels) -> ReportTable | None:
         return None
     rows = [{"difference": f"{one.a} − {one.b}", **difference_cells(one, "mean")} for one in tested]
     caption = f"in {written.title}, paired by seed"
-    return ReportTable(f"Differences{at(levels)}", pd.DataFrame(rows, dtype=object), caption=caption)
+    return ReportTable(
+        f"Differences{at(levels)}", pd.DataFrame(rows, dtype=object), caption=caption
+    )
 
 
 def tuned(record: TunedRecord) -> ReportTable:
@@ -262,13 +288,17 @@ def tuned(record: TunedRecord) -> ReportTable:
     rows = [
         [
             label,
-            ", ".join(f"{key.rpartition('.')[2]} {_rounded(value)}" for key, value in one.settings.items()),
+            ", ".join(
+                f"{key.rpartition('.')[2]} {_rounded(value)}" for key, value in one.settings.items()
+            ),
             f"{one.value:.4g}",
             f"{one.finished} finished, {one.pruned} pruned, {one.failed} failed",
         ]
         for label, one in record.chosen.items()
     ]
-    return ReportTable.of("Settings that tune chose", ["method", "chosen", record.metric, "trials"], rows)
+    return ReportTable.of(
+        "Settings that tune chose", ["method", "chosen", record.metric, "trials"], rows
+    )
 
 
 def _rounded(value: Any) -> str:
@@ -293,7 +323,11 @@ def difference_cells(one: Difference, name: str) -> dict[str, str]:
 
 
 def interval(written: Column, low: float, high: float) -> str:
-    return f"[{written.number(low, sign=True)}, {written.number(high, sign=True)}]" if isfinite(low) else "-"
+    return (
+        f"[{written.number(low, sign=True)}, {written.number(high, sign=True)}]"
+        if isfinite(low)
+        else "-"
+    )
 
 
 def degradation(comparison: Comparison) -> ReportTable | None:
@@ -302,20 +336,27 @@ def degradation(comparison: Comparison) -> ReportTable | None:
     if not entry:
         return None
     rows = [
-        {"method": f"{label} ({level_key(others)})" if others else label, **difference_cells(one, "drop")}
+        {
+            "method": f"{label} ({level_key(others)})" if others else label,
+            **difference_cells(one, "drop"),
+        }
         for others, label, one in comparison.degradations()
     ]
     sides = f"{entry['clean']} against {entry['stressed']}"
     what = comparison.column(comparison.study.metric).title
     caption = f"of {what}, {sides}; positive: worse under stress"
-    table = ReportTable(f"Degradation by {entry['axis']}", pd.DataFrame(rows, dtype=object), caption=caption)
+    table = ReportTable(
+        f"Degradation by {entry['axis']}", pd.DataFrame(rows, dtype=object), caption=caption
+    )
     return table.without("p (Holm)", "p (Wilcoxon)", "detectable", "seeds needed")
 
 
 def verdicts(comparison: Comparison, timing: bool, title: str = "Criteria") -> ReportTable | None:
     """Return criteria and their verdicts; those on time apart, because they differ from machine to
     machine."""
-    chosen = [verdict for verdict in every_verdict(comparison) if verdict.criterion.is_timing == timing]
+    chosen = [
+        verdict for verdict in every_verdict(comparison) if verdict.criterion.is_timing == timing
+    ]
     return _verdict_table(title, "criterion", chosen)
 
 
@@ -328,7 +369,9 @@ def _verdict_table(title: str, what: str, judged: Sequence[Verdict]) -> ReportTa
     if not judged:
         return None
     header = [what, "verdict", "left", "right", "left − right", "95 % interval", "seeds", "because"]
-    return ReportTable.of(title, header, [row for verdict in judged for row in _verdict_rows(verdict)], 2)
+    return ReportTable.of(
+        title, header, [row for verdict in judged for row in _verdict_rows(verdict)], 2
+    )
 
 
 def _verdict_rows(verdict: Verdict) -> Iterator[list[str]]:
@@ -339,10 +382,14 @@ def _verdict_rows(verdict: Verdict) -> Iterator[list[str]]:
         name += f" ({criterion.claim})"
     if several:
         because = f"holds at {verdict.count('holds')} of {len(verdict.judgements)} levels"
-        because += f"; {verdict.needed} are needed" if verdict.needed < len(verdict.judgements) else ""
+        because += (
+            f"; {verdict.needed} are needed" if verdict.needed < len(verdict.judgements) else ""
+        )
         yield [name, f"**{verdict.decision}**", "", "", "", "", "", because]
     for levels, one in verdict.judgements:
-        first = [f"... {level_key(levels)}", one.decision] if several else [name, f"**{one.decision}**"]
+        first = (
+            [f"... {level_key(levels)}", one.decision] if several else [name, f"**{one.decision}**"]
+        )
         yield [*first, *judgement_cells(one)]
         for text, part in one.parts:
             yield [f"... ... `{text}`", part.decision, *judgement_cells(part)]
@@ -350,11 +397,19 @@ def _verdict_rows(verdict: Verdict) -> Iterator[list[str]]:
 
 def judgement_cells(one: Judgement) -> list[str]:
     bounds = f"[{plain(one.low)}, {plain(one.high)}]" if isfinite(one.low) else "-"
-    return [plain(one.left), plain(one.right), plain(one.difference), bounds, str(len(one.seeds)), one.reason]
+    return [
+        plain(one.left),
+        plain(one.right),
+        plain(one.difference),
+        bounds,
+        str(len(one.seeds)),
+        one.reason,
+    ]
 
 
 def claims(comparison: Comparison) -> tuple[ReportTable | None, list[str]]:
-    """Return what was claimed beside what was measured, and the claims that are no figures of a method."""
+    """Return what was claimed beside what was measured, and the claims that are no figures of a
+    method."""
     rows, texts = [], []
     levels = comparison.main_levels
     for path, value in _leaves(comparison.study.claimed):

@@ -1,13 +1,13 @@
 """Negative transfer: what taking part costs a client, against the same client alone.
 
-The reference is the method in which every client trains alone (``LocalOnly``): its run with the same seed,
-the same partition and the same level of the grid. Of client k under a method, in a metric m of its own
-validation examples,
+The reference is the method in which every client trains alone (``LocalOnly``): its run with the
+same seed, the same partition and the same level of the grid. Of client k under a method, in a
+metric m of its own validation examples,
 
     gain_k = m_k - m_k(alone),   with the other sign where less of the metric is better
 
-so that a negative gain is negative transfer. The same is done for each kind of test examples, where ``test``
-has measured them by kind.
+so that a negative gain is negative transfer. The same is done for each kind of test examples, where
+``test`` has measured them by kind.
 """
 
 from __future__ import annotations
@@ -103,10 +103,13 @@ class NegativeTransfer:
         self.alone = self._reference()
 
     def _reference(self) -> str:
-        """Return the label that the study names, or else the only one whose runs are of ``LocalOnly``."""
+        """Return the label that the study names, or else the only one whose runs are of
+        ``LocalOnly``."""
         if self.study.alone:
             return self.study.alone
-        found = {run.label for run in self.results.runs if run.record.metadata.get("method") == ALONE}
+        found = {
+            run.label for run in self.results.runs if run.record.metadata.get("method") == ALONE
+        }
         labels = [label for label in self.study.methods if label in found]
         if len(labels) > 1:
             several = " and in ".join(labels)
@@ -116,13 +119,16 @@ class NegativeTransfer:
 
     @cached_property
     def frame(self) -> pd.DataFrame:
-        """One row for each level, method, seed, client or kind, and metric: columns :data:`COLUMNS`.
+        """One row for each level, method, seed, client or kind, and metric: columns
+        :data:`COLUMNS`.
 
         ``of`` is ``client`` or ``kind``. Rows of the reference have no ``alone`` and no ``gain``.
         """
         rows: list[tuple[object, ...]] = []
         references = {
-            (level_key(run.levels), run.seed): run for run in self.results.runs if run.label == self.alone
+            (level_key(run.levels), run.seed): run
+            for run in self.results.runs
+            if run.label == self.alone
         }
         for run in self.results.runs if references else ():
             reference = references.get((level_key(run.levels), run.seed))
@@ -150,15 +156,23 @@ class NegativeTransfer:
             for (name, metric), value in values.items():
                 sign = direction(f"test/{metric}", self.study.task)
                 other = alone.get((name, metric), nan)
-                if sign is None or not isfinite(value) or (not is_reference and not isfinite(other)):
+                if (
+                    sign is None
+                    or not isfinite(value)
+                    or (not is_reference and not isfinite(other))
+                ):
                     continue
-                found = (value, nan, nan) if is_reference else (value, other, sign * (value - other))
+                found = (
+                    (value, nan, nan) if is_reference else (value, other, sign * (value - other))
+                )
                 place = (level_key(run.levels), run.label, run.seed)
                 yield (*place, of, name, *about.get(name, ("", "")), metric, *found)
 
-    def _clients(self, run: FinishedRun) -> tuple[dict[str, tuple[str, str]], dict[tuple[str, str], float]]:
-        """Return group and number of validation examples of each client, and its metrics in the round whose
-        model the tables hold."""
+    def _clients(
+        self, run: FinishedRun
+    ) -> tuple[dict[str, tuple[str, str]], dict[tuple[str, str], float]]:
+        """Return group and number of validation examples of each client, and its metrics in the
+        round whose model the tables hold."""
         name, text = f"{FILE} of {run.name}", run.record.clients
         if not text:
             self._leave_out(name, f"{NONE}; its clients are not compared with {self.alone}'s")
@@ -210,11 +224,13 @@ class NegativeTransfer:
         return ClientTransfer(counts, *map(self._summary, found))
 
     def kinds(self, levels: Mapping[str, str], label: str, metric: str) -> dict[str, SeedSummary]:
-        """Return what a method gains in each kind of test examples; of the reference, its metric."""
+        """Return what a method gains in each kind of test examples; of the reference, its
+        metric."""
         rows = self.rows(levels, label, "kind", metric)
         what = "value" if label == self.alone else "gain"
         return {
-            str(name): self._summary(found.set_index("seed")[what]) for name, found in rows.groupby("name")
+            str(name): self._summary(found.set_index("seed")[what])
+            for name, found in rows.groupby("name")
         }
 
     def _summary(self, values: pd.Series) -> SeedSummary:
@@ -227,7 +243,9 @@ class NegativeTransfer:
     def labels(self, of: str) -> Sequence[str]:
         """Return the methods that have rows, the reference first."""
         known = set(self.frame.method[self.frame.of == of])
-        return sorted(known, key=lambda one: (one != self.alone, list(self.study.methods).index(one)))
+        return sorted(
+            known, key=lambda one: (one != self.alone, list(self.study.methods).index(one))
+        )
 
     def csv(self) -> str:
         """Return all rows as CSV."""
@@ -235,7 +253,8 @@ class NegativeTransfer:
 
 
 def _kinds(run: FinishedRun) -> tuple[dict[str, tuple[str, str]], dict[tuple[str, str], float]]:
-    """Return nothing more of the kinds, and the metrics of each, of the round whose model the tables hold."""
+    """Return nothing more of the kinds, and the metrics of each, of the round whose model the
+    tables hold."""
     found = {}
     for full, value in run.metrics.items():
         if full.startswith(KIND):

@@ -1,4 +1,5 @@
-"""The figure of negative transfer: what each client gains against itself alone, a panel for each method."""
+"""The figure of negative transfer: what each client gains against itself alone, a panel for each
+method."""
 
 from __future__ import annotations
 
@@ -17,10 +18,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_NAMED_CLIENTS = 40
-"""With more clients, or where clients hold other examples with every seed, the distribution is drawn."""
+"""With more clients, or where clients hold other examples with every seed, the distribution is
+drawn."""
 PANELS_PER_ROW = 3
 MAX_RANGE_RATIO = 5.0
-"""Where the gains of one method reach so many times as far as another's, each panel has its own axis."""
+"""Where the gains of one method reach so many times as far as another's, each panel has its own
+axis."""
 
 
 def negative_transfer(comparison: Comparison, levels: Levels) -> Figure | None:
@@ -29,13 +32,19 @@ def negative_transfer(comparison: Comparison, levels: Levels) -> Figure | None:
 
     transfer, metric = comparison.transfer, comparison.study.task.primary
     written = measure_column(metric, comparison.study.task)
-    rows = {label: transfer.rows(levels, label, "client", metric) for label in transfer.labels("client")}
-    rows = {label: found for label, found in rows.items() if label != transfer.alone and not found.empty}
+    rows = {
+        label: transfer.rows(levels, label, "client", metric) for label in transfer.labels("client")
+    }
+    rows = {
+        label: found for label, found in rows.items() if label != transfer.alone and not found.empty
+    }
     if not rows:
         return None
     reaches = [float(found.gain.abs().max()) for found in rows.values()]
     apart = max(reaches) > MAX_RANGE_RATIO * min(reaches)
-    runs = [run for run in comparison.results.runs if run.levels == dict(levels) and run.label in rows]
+    runs = [
+        run for run in comparison.results.runs if run.levels == dict(levels) and run.label in rows
+    ]
     clients = max(found.name.nunique() for found in rows.values())
     named = len({run.partition for run in runs}) == 1 and clients <= MAX_NAMED_CLIENTS
     lines = -(-len(rows) // PANELS_PER_ROW)
@@ -79,7 +88,9 @@ def _by_client(axes: Axes, rows: pd.DataFrame, written: Column) -> None:
             axes.plot(gains, heights, "o", color=GREY, markersize=3, label=first)
         mean = means[client.name] * written.scale
         axes.plot([0, mean], [place, place], color=RED if is_worst else BLUE, linewidth=1.2)
-        look: dict[str, Any] = {"color": RED, "marker": "X"} if is_worst else {"color": BLUE, "marker": "D"}
+        look: dict[str, Any] = (
+            {"color": RED, "marker": "X"} if is_worst else {"color": BLUE, "marker": "D"}
+        )
         axes.plot(mean, place, linestyle="none", **look)
     axes.plot([], [], "D", color=BLUE, label="mean over seeds")
     axes.plot([], [], "X", color=RED, markersize=8, label="worst client")
@@ -89,13 +100,26 @@ def _by_client(axes: Axes, rows: pd.DataFrame, written: Column) -> None:
 
 
 def _distribution(axes: Axes, rows: pd.DataFrame, written: Column) -> None:
-    """Draw the share of clients with at most a gain, a curve for each seed; where it crosses 0 is the share
-    that is harmed. The worst client of each seed is marked."""
+    """Draw the share of clients with at most a gain, a curve for each seed; where it crosses 0 is
+    the share that is harmed. The worst client of each seed is marked."""
     for number, (_, found) in enumerate(rows.groupby("seed")):
         gains = np.sort(found.gain.to_numpy()) * written.scale
         share = 100 * np.arange(1, len(gains) + 1) / len(gains)
         first = number == 0
         look: dict[str, Any] = {"color": BLUE, "linewidth": 1.2, "alpha": 0.8}
-        axes.step([gains[0], *gains], [0, *share], where="post", label="one seed" if first else None, **look)
-        axes.plot(gains[0], share[0], "X", color=RED, markersize=7, label="worst client" if first else None)
+        axes.step(
+            [gains[0], *gains],
+            [0, *share],
+            where="post",
+            label="one seed" if first else None,
+            **look,
+        )
+        axes.plot(
+            gains[0],
+            share[0],
+            "X",
+            color=RED,
+            markersize=7,
+            label="worst client" if first else None,
+        )
     axes.set_ylim(-2, 102)

@@ -25,8 +25,8 @@ HOW_TO_READ = (
 
 
 def transfer_tables(comparison: Comparison) -> Iterator[ReportTable]:
-    """Yield the tables of negative transfer, level by level, in the primary metric and the loss; none where
-    no method trains clients alone."""
+    """Yield the tables of negative transfer, level by level, in the primary metric and the loss;
+    none where no method trains clients alone."""
     for levels in comparison.levels:
         for metric in comparison.transfer.metrics("client"):
             yield from _some(of_clients(comparison, levels, metric))
@@ -44,14 +44,20 @@ def of_clients(comparison: Comparison, levels: Levels, metric: str) -> ReportTab
     transfer, written = comparison.transfer, measure_column(metric, comparison.study.task)
     header = [
         *("method", "seeds", "clients", f"mean gain{_unit(written)}", "95 % interval", "bootstrap"),
-        *(SHARE.title, f"worst gain of a client{_unit(written)}", f"worst client's {written.title}"),
+        *(
+            SHARE.title,
+            f"worst gain of a client{_unit(written)}",
+            f"worst client's {written.title}",
+        ),
     ]
     rows = []
     for label in transfer.labels("client"):
         found = transfer.clients(levels, label, metric)
         if found is None:
             continue
-        clients = " to ".join(str(count) for count in dict.fromkeys((found.clients[0], found.clients[-1])))
+        clients = " to ".join(
+            str(count) for count in dict.fromkeys((found.clients[0], found.clients[-1]))
+        )
         gains = ["-"] * 5
         if found.gain and found.harmed and found.worst_gain:
             gain = found.gain
@@ -75,11 +81,16 @@ def of_kinds(comparison: Comparison, levels: Levels, metric: str) -> ReportTable
     found = {label: transfer.kinds(levels, label, metric) for label in transfer.labels("kind")}
     found = {label: kinds for label, kinds in found.items() if kinds}
     names = dict.fromkeys(name for kinds in found.values() for name in kinds)
-    header = ["kind", *(f"{label} (alone)" if label == transfer.alone else label for label in found)]
+    header = [
+        "kind",
+        *(f"{label} (alone)" if label == transfer.alone else label for label in found),
+    ]
     rows = [
         [name]
         + [
-            _with_interval(written, kinds[name], sign=label != transfer.alone) if name in kinds else "-"
+            _with_interval(written, kinds[name], sign=label != transfer.alone)
+            if name in kinds
+            else "-"
             for label, kinds in found.items()
         ]
         for name in names
@@ -107,7 +118,8 @@ def _with_interval(
     sign: bool = False,
     bounds: tuple[float, float] = (float("-inf"), float("inf")),
 ) -> str:
-    """Write a mean over seeds and, where it is known, its interval within the bounds of what can be."""
+    """Write a mean over seeds and, where it is known, its interval within the bounds of what can
+    be."""
     low, high = (min(max(end, bounds[0]), bounds[1]) for end in (found.low, found.high))
     ends = f" [{written.number(low, sign)}, {written.number(high, sign)}]" if isfinite(low) else ""
     return written.number(found.mean, sign) + ends
@@ -120,19 +132,26 @@ def how_to_read(comparison: Comparison) -> str:
     rounds = ", each in the round that its own validation chose" if chosen else ""
     text = HOW_TO_READ.format(alone=comparison.transfer.alone, interval=kind, rounds=rounds)
     controls = ", ".join(label for label in comparison.labels if label in comparison.study.controls)
-    return text + (f" Left out, since clients hold other examples there: {controls}." if controls else "")
+    return text + (
+        f" Left out, since clients hold other examples there: {controls}." if controls else ""
+    )
 
 
 def document(comparison: Comparison) -> dict[str, Any]:
-    """Return all of it for ``report.json``, under the key ``transfer``; nothing without a reference."""
+    """Return all of it for ``report.json``, under the key ``transfer``; nothing without a
+    reference."""
     transfer = comparison.transfer
     if not transfer.alone:
         return {}
     levels = [
         {
             "levels": dict(levels),
-            "methods": {label: _of_method(comparison, levels, label) for label in transfer.labels("client")},
-            "kinds": {label: _of_kinds(comparison, levels, label) for label in transfer.labels("kind")},
+            "methods": {
+                label: _of_method(comparison, levels, label) for label in transfer.labels("client")
+            },
+            "kinds": {
+                label: _of_kinds(comparison, levels, label) for label in transfer.labels("kind")
+            },
         }
         for levels in comparison.levels
     ]
@@ -160,6 +179,8 @@ def _of_method(comparison: Comparison, levels: Levels, label: str) -> dict[str, 
 def _of_kinds(comparison: Comparison, levels: Levels, label: str) -> dict[str, Any]:
     transfer = comparison.transfer
     return {
-        metric: {name: asdict(summary) for name, summary in transfer.kinds(levels, label, metric).items()}
+        metric: {
+            name: asdict(summary) for name, summary in transfer.kinds(levels, label, metric).items()
+        }
         for metric in sorted(set(transfer.frame.metric))
     }

@@ -15,7 +15,8 @@ MOST_SETTINGS = 5
 
 
 def unequal_methods(comparison: Comparison) -> str:
-    """Return which settings that are no method's own differ between methods; empty where none does."""
+    """Return which settings that are no method's own differ between methods; empty where none
+    does."""
     differing: dict[str, str] = {}
     for levels in comparison.levels:
         found: dict[str, Mapping[str, Any]] = {}
@@ -28,7 +29,8 @@ def unequal_methods(comparison: Comparison) -> str:
 
 
 def unequal_seeds(comparison: Comparison) -> Iterator[str]:
-    """Yield of each method whose seeds have other settings, at one combination of levels, which these are."""
+    """Yield of each method whose seeds have other settings, at one combination of levels, which
+    these are."""
     for label in comparison.study.methods:
         differing: dict[str, str] = {}
         for levels in comparison.levels:
@@ -46,8 +48,8 @@ def unequal_seeds(comparison: Comparison) -> Iterator[str]:
 
 
 def missing_seeds(comparison: Comparison) -> str:
-    """Return which methods lack seeds that others have at the same combination of levels; empty where none
-    does."""
+    """Return which methods lack seeds that others have at the same combination of levels; empty
+    where none does."""
     missing: dict[str, set[int]] = {}
     for levels in comparison.levels:
         table = comparison.table(comparison.study.metric, levels).dropna(how="all")
@@ -55,13 +57,15 @@ def missing_seeds(comparison: Comparison) -> str:
             if column.isna().any() and not column.isna().all():
                 missing.setdefault(str(label), set()).update(table.index[column.isna()])
     each = [
-        f"{label} has none of seed {', '.join(map(str, sorted(seeds)))}" for label, seeds in missing.items()
+        f"{label} has none of seed {', '.join(map(str, sorted(seeds)))}"
+        for label, seeds in missing.items()
     ]
     return f"Means and places are over each method's own seeds: {'; '.join(each)}." if each else ""
 
 
 def _differing(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Return of each setting in which those of several names differ what most have, and who has what else."""
+    """Return of each setting in which those of several names differ what most have, and who has
+    what else."""
     found = {}
     for key in dict.fromkeys(key for each in settings.values() for key in each):
         values = {name: str(each.get(key, "not set")) for name, each in settings.items()}

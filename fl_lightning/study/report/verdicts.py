@@ -1,8 +1,8 @@
 """The criteria of a study, each judged at every level of its grid and under its premises.
 
-Over a grid a criterion has to hold at the share of the levels that it names, or at all. A premise says what
-must occur for a criterion to be tested: at a level where one fails the criterion is *not tested*, whatever
-its runs say, and where one is undecided, so is the criterion.
+Over a grid a criterion has to hold at the share of the levels that it names, or at all. A premise
+says what must occur for a criterion to be tested: at a level where one fails the criterion is *not
+tested*, whatever its runs say, and where one is undecided, so is the criterion.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Verdict:
 
     Args:
         criterion: the criterion.
-        judgements: one per level of the grid (for a criterion with ``drop``: of the axes but the stressor's).
+        judgements: one per level of the grid (for a criterion with ``drop``: of the axes but the
+            stressor's).
     """
 
     criterion: Criterion
@@ -61,7 +62,8 @@ class Verdict:
 
 
 def verdicts(comparison: Comparison) -> list[Verdict]:
-    """Judge every criterion under its premises, in the study's order, by the interval of the comparison."""
+    """Judge every criterion under its premises, in the study's order, by the interval of the
+    comparison."""
     premises = premise_verdicts(comparison)
     return [
         Verdict(
@@ -77,7 +79,9 @@ def verdicts(comparison: Comparison) -> list[Verdict]:
 
 def premise_verdicts(comparison: Comparison) -> list[Verdict]:
     """Judge every premise, in the study's order."""
-    return [Verdict(premise, list(_judgements(comparison, premise))) for premise in comparison.premises]
+    return [
+        Verdict(premise, list(_judgements(comparison, premise))) for premise in comparison.premises
+    ]
 
 
 def _under_premises(
@@ -143,7 +147,8 @@ def _judgements(comparison: Comparison, criterion: Criterion) -> Iterator[tuple[
 def _unpinned(planned: Sequence[Levels], criterion: Criterion) -> list[Levels]:
     """Return the levels without the axes that the criterion names itself, each once."""
     kept = [
-        {axis: level for axis, level in levels.items() if axis not in criterion.pinned} for levels in planned
+        {axis: level for axis, level in levels.items() if axis not in criterion.pinned}
+        for levels in planned
     ]
     return [levels for number, levels in enumerate(kept) if levels not in kept[:number]]
 
@@ -185,7 +190,8 @@ class RunEvidence:
 
 
 def check_task(study: Study) -> None:
-    """Check that a study with the task of its runs does not ask for the accuracy where they have none.
+    """Check that a study with the task of its runs does not ask for the accuracy where they have
+    none.
 
     Raises:
         InputError: it does.
@@ -204,16 +210,19 @@ def check_task(study: Study) -> None:
 
 
 def check_criteria(comparison: Comparison) -> None:
-    """Check that some run has the metrics that criteria and premises mention, and that these, and the target,
-    are of the runs' task.
+    """Check that some run has the metrics that criteria and premises mention, and that these, and
+    the target, are of the runs' task.
 
-    They may be missing for a method without a finished run, and in a study whose runs are still to be tested.
+    They may be missing for a method without a finished run, and in a study whose runs are still to
+    be tested.
 
     Raises:
         InputError: a metric is missing, or the accuracy is asked of runs of another task.
     """
     check_task(comparison.study)
-    rounds = sorted({name for run in comparison.results.runs for row in run.record.history for name in row})
+    rounds = sorted(
+        {name for run in comparison.results.runs for row in run.record.history for name in row}
+    )
     for criterion in (*comparison.criteria, *comparison.premises):
         study = comparison.study
         check_needs(criterion, study.degradation, study.target_value, study.alone, study.controls)

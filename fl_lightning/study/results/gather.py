@@ -60,7 +60,8 @@ def gather(study: str, root: Path, mlflow: str | None = None) -> Results:
 
 
 def gather_registered(results: Results, plan: Mapping[str, Any], folder: Path) -> Results:
-    """Return the same runs as a registered plan assigns them: its methods, settings, seeds and selection.
+    """Return the same runs as a registered plan assigns them: its methods, settings, seeds and
+    selection.
 
     Args:
         results: the runs of the study as it is now.
@@ -80,7 +81,8 @@ def gather_registered(results: Results, plan: Mapping[str, Any], folder: Path) -
 
 
 def _with_rule_of_sweep(plan: Study, folder: Path) -> Study:
-    """Return the study with the rule by which its sweep added seeds, where the file itself has none.
+    """Return the study with the rule by which its sweep added seeds, where the file itself has
+    none.
 
     A sweep has it from a flag then, and the runs' folder keeps it.
     """
@@ -109,18 +111,18 @@ def assign(
 ) -> Results:
     """Give every cell of the study its run.
 
-    It is the run that ``cells.json`` names, or else the latest run of the cell's name or tags. Of a study
-    that adds seeds, cells of all seeds that may be added are looked for.
+    It is the run that ``cells.json`` names, or else the latest run of the cell's name or tags. Of a
+    study that adds seeds, cells of all seeds that may be added are looked for.
 
-    Where there is a ``cells.json``, only runs with the cell's own settings count: others are left from an
-    earlier form of the study.
+    Where there is a ``cells.json``, only runs with the cell's own settings count: others are left
+    from an earlier form of the study.
 
     Args:
         plan: the study.
         records: the runs that there are.
         folder: the folder of the study.
-        registered: the hash of the settings of each method and level, without the seed, in place of what
-            ``cells.json`` says.
+        registered: the hash of the settings of each method and level, without the seed, in place of
+            what ``cells.json`` says.
     """
     named = read_cells(folder)
     cells = replace(plan, seeds=plan.seed_order).cells()
@@ -134,21 +136,31 @@ def assign(
         used |= {one.where for one in mine}
         if named:
             other = [one for one in mine if not _has_settings(one, entry)]
-            excluded += [ExcludedRun(one.name, "not counted: made with other settings") for one in other]
+            excluded += [
+                ExcludedRun(one.name, "not counted: made with other settings") for one in other
+            ]
             mine = [one for one in mine if _has_settings(one, entry)]
         exact = [one for one in mine if one.name == entry.get("run")]
         chosen = _latest(exact or mine)
         excluded += [
-            ExcludedRun(one.name, f"{chosen.name} is used") for one in mine if chosen and one is not chosen
+            ExcludedRun(one.name, f"{chosen.name} is used")
+            for one in mine
+            if chosen and one is not chosen
         ]
         if chosen is None:
-            excluded.append(ExcludedRun(cell.name, f"{NO_RUN}; {entry.get('status', 'never started')}"))
+            excluded.append(
+                ExcludedRun(cell.name, f"{NO_RUN}; {entry.get('status', 'never started')}")
+            )
         elif chosen.problem:
             failed = FAILED if entry.get("status") == "failed" else ""
             excluded.append(ExcludedRun(cell.name, chosen.problem + failed))
         else:
-            runs += [FinishedRun(cell.method, cell.seed, at, chosen) for at in plan.compared_at(cell)]
-    excluded += [ExcludedRun(one.name, "not a cell of the study") for one in records if one.where not in used]
+            runs += [
+                FinishedRun(cell.method, cell.seed, at, chosen) for at in plan.compared_at(cell)
+            ]
+    excluded += [
+        ExcludedRun(one.name, "not a cell of the study") for one in records if one.where not in used
+    ]
     return Results(plan, runs, excluded, records=records)
 
 
@@ -182,8 +194,8 @@ def _latest(records: list[RunRecord]) -> RunRecord | None:
 def with_metric(results: Results, metric: str | None) -> Results:
     """Return the results with another primary metric.
 
-    An accuracy of another model, such as ``final/accuracy`` in a study that selects by validation, changes
-    the selection with it, so that all columns are of that model.
+    An accuracy of another model, such as ``final/accuracy`` in a study that selects by validation,
+    changes the selection with it, so that all columns are of that model.
 
     Raises:
         InputError: no run has the metric, or it is not known whether more of it is better.
@@ -202,10 +214,11 @@ def with_metric(results: Results, metric: str | None) -> Results:
 
 
 def check_comparable(results: Results) -> None:
-    """Check that what is compared has one data set, one number of rounds and, seed by seed, one partition.
+    """Check that what is compared has one data set, one number of rounds and, seed by seed, one
+    partition.
 
-    Asynchronous rounds are versions of the model, made of fewer uploads, and may be more. All runs have one
-    primary metric. Levels of a grid may differ in the rest, since methods are compared
+    Asynchronous rounds are versions of the model, made of fewer uploads, and may be more. All runs
+    have one primary metric. Levels of a grid may differ in the rest, since methods are compared
     within a level; the two levels of a degradation may not, except in the content of the data set.
 
     Raises:
@@ -216,9 +229,14 @@ def check_comparable(results: Results) -> None:
     metric = results.study.metric
     having = [run for run in results.runs if metric in run.metrics]
     hint = "runs keep what the class that adds it said of it: give those of another version their own study"
-    _require_one(having, f"direction of {metric}", lambda run: str(direction(metric, run.task)), hint)
+    _require_one(
+        having, f"direction of {metric}", lambda run: str(direction(metric, run.task)), hint
+    )
     degradation = results.study.degradation or {}
-    axis, compared = degradation.get("axis", ""), (degradation.get("stressed"), degradation.get("clean"))
+    axis, compared = (
+        degradation.get("axis", ""),
+        (degradation.get("stressed"), degradation.get("clean")),
+    )
     groups: dict[tuple[tuple[str, str], ...], list[FinishedRun]] = {}
     alike: dict[tuple[tuple[str, str], ...], list[FinishedRun]] = {}
     for run in results.runs:
@@ -232,7 +250,11 @@ def check_comparable(results: Results) -> None:
     """Runs with the same settings of a clock or a topology, which read the same files."""
     for run in results.runs:
         for name in run.files:
-            own = {key: value for key, value in run.protocol.items() if is_under(key, [f"trainer.{name}"])}
+            own = {
+                key: value
+                for key, value in run.protocol.items()
+                if is_under(key, [f"trainer.{name}"])
+            }
             readers.setdefault((name, str(own or (run.label, run.levels))), []).append(run)
     for (name, _), runs in readers.items():
         hint = f"a file of trainer.{name} has changed: run all again with one version of it"
@@ -261,7 +283,9 @@ def _files(name: str, run: FinishedRun) -> str:
     return run.files[name]
 
 
-def _require_one(runs: list[FinishedRun], what: str, value: Callable[[FinishedRun], str], hint: str) -> None:
+def _require_one(
+    runs: list[FinishedRun], what: str, value: Callable[[FinishedRun], str], hint: str
+) -> None:
     for run in runs:
         first = runs[0]
         is_hash = what == "partition" or what.startswith("content")

@@ -1,5 +1,5 @@
-"""Runs without a study file, as any folder has them: which method and levels each run has, and which runs are
-there twice."""
+"""Runs without a study file, as any folder has them: which method and levels each run has, and
+which runs are there twice."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def label_all(name: str, folder: Path, records: list[RunRecord]) -> Results:
             excluded.append(ExcludedRun(cells[key].name, reason))
         cells[key] = record
     runs = [
-        FinishedRun(label, seed, dict(levels), record) for (label, seed, *levels), record in cells.items()
+        FinishedRun(label, seed, dict(levels), record)
+        for (label, seed, *levels), record in cells.items()
     ]
     runs.sort(key=lambda run: (run.label, run.seed, *run.levels.values()))
     grid: dict[str, dict[str, Variation]] = {}
@@ -66,7 +67,9 @@ def _axes(records: list[RunRecord]) -> list[str]:
     return [
         name
         for name in names
-        if name not in OWN_TAGS and not name.startswith("mlflow.") and all(name in tags for tags in tagged)
+        if name not in OWN_TAGS
+        and not name.startswith("mlflow.")
+        and all(name in tags for tags in tagged)
     ]
 
 
@@ -77,7 +80,8 @@ def _levels(record: RunRecord, axes: Iterable[str]) -> dict[str, str]:
 def _labels(records: list[RunRecord], axes: Iterable[str]) -> dict[str, str]:
     """Return the label of each run by its folder.
 
-    It is the tag ``label`` or the method's name, followed by the settings in which runs of that name differ.
+    It is the tag ``label`` or the method's name, followed by the settings in which runs of that
+    name differ.
     """
     by_name: dict[str, list[RunRecord]] = {}
     labels = {}
@@ -106,7 +110,9 @@ def _are_planned_apart(one: RunRecord, other: RunRecord, axes: Iterable[str]) ->
     """
     if not all(_tags(record).get("label") for record in (one, other)):
         return False
-    return one.metadata["seed"] != other.metadata["seed"] or _levels(one, axes) != _levels(other, axes)
+    return one.metadata["seed"] != other.metadata["seed"] or _levels(one, axes) != _levels(
+        other, axes
+    )
 
 
 def _shown(keys: list[str], values: Mapping[str, Any]) -> str:
@@ -120,11 +126,15 @@ def _shown(keys: list[str], values: Mapping[str, Any]) -> str:
 def _relevant_settings(record: RunRecord) -> dict[str, Any]:
     """Return the settings that can change a result, without the seed."""
     return {
-        key: value for key, value in record.settings.items() if not is_free(key) and key != "seed_everything"
+        key: value
+        for key, value in record.settings.items()
+        if not is_free(key) and key != "seed_everything"
     }
 
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     return [
-        key for key in {**one, **other} if repr(one.get(key, "not set")) != repr(other.get(key, "not set"))
+        key
+        for key in {**one, **other}
+        if repr(one.get(key, "not set")) != repr(other.get(key, "not set"))
     ]

@@ -1,5 +1,5 @@
-"""Published runs as runs of a study: read from ``runs.csv`` and ``report.json``, and refused where they
-cannot be paired with those of the study."""
+"""Published runs as runs of a study: read from ``runs.csv`` and ``report.json``, and refused where
+they cannot be paired with those of the study."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ CONTENT_BY_NAME = {
         "1663312ba4a6f3286a0ea673836b69faa50bf557da3470ca05e52cd6664895bd",
     },
 }
-"""SHA-256 of the images by a name of which reports of an earlier release say none: what those runs had."""
+"""SHA-256 of the images by a name of which reports of an earlier release say none: what those runs
+had."""
 MOST_SETTINGS = 5
 """Settings that a message names; a protocol in which more differ is another one altogether."""
 
 
 def add_published(results: Results) -> Results:
-    """Return the results with the published runs of the study, whose methods are then methods of it.
+    """Return the results with the published runs of the study, whose methods are then methods of
+    it.
 
     Raises:
         InputError: a run of the study cannot be paired with them; the message names what differs.
@@ -46,7 +48,8 @@ def add_published(results: Results) -> Results:
         found = list(_runs(published, study))
         apart = [run for run in found if not _is_of_protocol(published, run)]
         excluded += [
-            ExcludedRun(run.name, "published with another protocol than its level has") for run in apart
+            ExcludedRun(run.name, "published with another protocol than its level has")
+            for run in apart
         ]
         runs += [run for run in found if run not in apart]
         methods |= {label: Variation() for label in published.labels}
@@ -92,7 +95,12 @@ def check_paired(published: PublishedStudy, run: FinishedRun, is_control: bool =
     for name, ours in run.files.items():
         theirs = (level.get("files_sha256") or {}).get(name, ours)  # reports of before have none
         given = f"{run.name} has other files of trainer.{name} than {where}"
-        require(ours == theirs, given, "runs are paired on one content of them", "use the published files")
+        require(
+            ours == theirs,
+            given,
+            "runs are paired on one content of them",
+            "use the published files",
+        )
     theirs = str((level.get("partition_sha256") or {}).get(str(run.seed)) or "")
     given = f"{run.name} has partition {run.partition[:12]}, {where} has {theirs[:12] or 'none'}"
     rule, instead = (
@@ -152,7 +160,9 @@ def _runs(published: PublishedStudy, study: Study) -> Iterator[FinishedRun]:
             "task": published.report.get("task"),
         }
         if published.report.get("target") != study.target_value:
-            metrics = {key: value for key, value in metrics.items() if not key.startswith("target/")}
+            metrics = {
+                key: value for key, value in metrics.items() if not key.startswith("target/")
+            }
         history = [{"round": rounds}]
         record = RunRecord(row["run"], f"{published.path}: {row['run']}", metadata, history, {})
         selection = published.report["selection"]
@@ -167,7 +177,10 @@ def published_rows(published: PublishedStudy) -> list[dict[str, str]]:
     """
     path, needed = published.path / RUNS, _needed(published)
     rule, errors = "it is not the table of its report", (OSError, ValueError, csv.Error)
-    with as_bad_input(f"{path}", rule, AGAIN, *errors), path.open(encoding="utf-8", newline="") as file:
+    with (
+        as_bad_input(f"{path}", rule, AGAIN, *errors),
+        path.open(encoding="utf-8", newline="") as file,
+    ):
         rows = list(csv.DictReader(file))
         if not all(needed <= {*row} and None not in row.values() for row in rows):
             raise ValueError(f"each line needs {', '.join(sorted(needed))}")

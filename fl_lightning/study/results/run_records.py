@@ -23,7 +23,17 @@ from fl_lightning.run.tables import CsvTable, numbers
 log = logging.getLogger("fl_lightning")
 
 PROBED = (
-    *("corrupted/", "typos/", "fgsm/", "pgd/", "calibration/", "cost/", "latency/", "memory/", "kind/"),
+    *(
+        "corrupted/",
+        "typos/",
+        "fgsm/",
+        "pgd/",
+        "calibration/",
+        "cost/",
+        "latency/",
+        "memory/",
+        "kind/",
+    ),
     *("membership/", "inversion/"),
 )
 """The beginnings of metrics that ``test`` alone measures."""
@@ -61,8 +71,8 @@ class RunRecord:
         tested: metrics that ``test`` has measured, the last time that it ran.
         problem: why the run cannot be counted, or empty.
         settings: its configuration, with dotted keys.
-        typed: whether the settings have their types, as in ``config.yaml``; in MLflow all are text, and have
-            no hash.
+        typed: whether the settings have their types, as in ``config.yaml``; in MLflow all are text,
+            and have no hash.
         checkpoint: the one that ``test`` was told to take: ``last``, ``best`` or a name.
         tested_round: the round of that checkpoint.
         clients: the text of ``clients.csv``; empty where there is none.
@@ -83,16 +93,19 @@ class RunRecord:
     older_tests: Sequence[Tested] = ()
 
     def tested_at(self, round: float) -> RunRecord:
-        """Return the record with what ``test`` measured of a round in the place of its last test, if that was
-        of another round."""
+        """Return the record with what ``test`` measured of a round in the place of its last test,
+        if that was of another round."""
         older = next((one for one in self.older_tests if one.round == round), None)
         if self.tested_round == round or older is None:
             return self
-        return replace(self, tested=older.metrics, checkpoint=older.checkpoint, tested_round=older.round)
+        return replace(
+            self, tested=older.metrics, checkpoint=older.checkpoint, tested_round=older.round
+        )
 
 
 def read_folder(folder: Path) -> list[RunRecord]:
-    """Read every run directly in ``folder``, by name, also those that are damaged or still going on."""
+    """Read every run directly in ``folder``, by name, also those that are damaged or still going
+    on."""
     return [read_directory(path) for path in _run_directories(folder)]
 
 
@@ -161,7 +174,11 @@ def from_store(entry: Mapping[str, Any]) -> RunRecord:
         for name, value in row.items():
             if name.startswith(PROBED) or name in ("test/ece", "test/brier"):
                 points.setdefault(name, []).append((row["round"], value))
-    probed = {name: found[-1] for name, found in points.items() if len(found) == 1 or name.startswith(PROBED)}
+    probed = {
+        name: found[-1]
+        for name, found in points.items()
+        if len(found) == 1 or name.startswith(PROBED)
+    }
     rounds = {round for round, _ in probed.values()}
     last = history[-1]["round"] if history else None
     return RunRecord(
@@ -197,10 +214,12 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items() if is_number(value)}
 
 
-def _changed_metrics(run: Path, metadata: Mapping[str, Any], history: Sequence[Mapping[str, float]]) -> str:
-    """Return that the rounds in ``metrics.csv``, or the ``final/*`` of ``metadata.json``, are not those that
-    the run wrote, by the hash in its newest checkpoint that can be read; empty where they are, and for a run
-    without checkpoints."""
+def _changed_metrics(
+    run: Path, metadata: Mapping[str, Any], history: Sequence[Mapping[str, float]]
+) -> str:
+    """Return that the rounds in ``metrics.csv``, or the ``final/*`` of ``metadata.json``, are not
+    those that the run wrote, by the hash in its newest checkpoint that can be read; empty where
+    they are, and for a run without checkpoints."""
     table = CsvTable(run / "metrics.csv", run / "metrics.csv")
     for checkpoint in checkpoints_in(run / "checkpoints"):
         with suppress(CheckpointError, KeyError, TypeError):
@@ -220,7 +239,8 @@ def _changed_metrics(run: Path, metadata: Mapping[str, Any], history: Sequence[M
 
 
 def _changed_summary(metadata: Mapping[str, Any], history: Sequence[Mapping[str, float]]) -> str:
-    """Return which ``final/*`` of ``metadata.json`` is not what the rounds say; empty where none is."""
+    """Return which ``final/*`` of ``metadata.json`` is not what the rounds say; empty where none
+    is."""
     for name, value in metadata.items():
         of_test = [row[f"test/{name[6:]}"] for row in history if f"test/{name[6:]}" in row]
         if name.startswith("final/") and of_test and is_number(value) and value != of_test[-1]:
@@ -229,7 +249,8 @@ def _changed_summary(metadata: Mapping[str, Any], history: Sequence[Mapping[str,
 
 
 def _not_recorded(settings: Mapping[str, Any]) -> str:
-    """Return why runs with these settings cannot be told apart from others; empty where they can."""
+    """Return why runs with these settings cannot be told apart from others; empty where they
+    can."""
     if not settings:
         return "its settings were not recorded: config.yaml is empty"
     unknown = [key for key in not_recorded(settings) if not is_free(key)]
@@ -254,15 +275,19 @@ def problem(metadata: Mapping[str, Any], history: list[dict[str, float]]) -> str
         return "metadata.json has no seed, or no hash of the partition"
     if not isinstance(metadata.get("tags") or {}, Mapping):
         return "metadata.json has tags that are no mapping"
-    texts = [name for name, value in metadata.items() if name.startswith("final/") and not is_number(value)]
+    texts = [
+        name
+        for name, value in metadata.items()
+        if name.startswith("final/") and not is_number(value)
+    ]
     return f"metadata.json has no number as {texts[0]}" if texts else ""
 
 
 def find_run(folder: Path, name: str, hash: str) -> Path | None:
     """Return the latest run called ``name``, ``name-2`` ... whose settings have this hash.
 
-    It is the run that ``fit`` would continue. A run whose ``config.yaml`` cannot be read is named in a
-    warning.
+    It is the run that ``fit`` would continue. A run whose ``config.yaml`` cannot be read is named
+    in a warning.
     """
     for run in numbered(folder, name):
         try:
@@ -274,7 +299,8 @@ def find_run(folder: Path, name: str, hash: str) -> Path | None:
 
 
 def read_cells(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return what a study's ``cells.json`` says of each cell, by name; empty when it cannot be read."""
+    """Return what a study's ``cells.json`` says of each cell, by name; empty when it cannot be
+    read."""
     try:
         return {entry["name"]: entry for entry in json.loads((folder / "cells.json").read_bytes())}
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
@@ -290,5 +316,6 @@ def read_metrics(run: Path | None) -> list[dict[str, float]]:
         return []
     try:
         return numbers((run / "metrics.csv").read_bytes())
-    except (OSError, ValueError, TypeError, csv.Error):  # TypeError: a row that is longer than the header
+    except (OSError, ValueError, TypeError, csv.Error):
+        # TypeError: a row that is longer than the header
         return []

@@ -27,7 +27,8 @@ NO_RUN = "no run"
 FAILED = ", failed in the sweep"
 """The end of the reason where a run was left by a cell that failed."""
 HASHES = ("content_sha256", "partition_sha256", "protocol_sha256")
-"""What ``runs.csv`` says of a run beside its numbers: what runs have in common that can be paired."""
+"""What ``runs.csv`` says of a run beside its numbers: what runs have in common that can be
+paired."""
 WARM_UP_ROUNDS = 3
 """Rounds whose seconds do not count: memory is allocated and libraries choose their algorithms."""
 
@@ -42,8 +43,8 @@ class FinishedRun:
         levels: axis -> level.
         record: what was read of it.
         metrics: one number per metric, see :func:`run_metrics`; :func:`selected` fills them in.
-        published: of a published run, the selection that its metrics are of; None: they follow from the
-            record.
+        published: of a published run, the selection that its metrics are of; None: they follow from
+            the record.
     """
 
     label: str
@@ -65,16 +66,22 @@ class FinishedRun:
     def asked_rounds(self) -> int:
         """The rounds that it was to make: more than ``rounds`` where early stopping ended it."""
         early = self.record.metadata.get("stopped_early")
-        return int(self.record.settings.get("trainer.max_rounds", self.rounds)) if early else self.rounds
+        return (
+            int(self.record.settings.get("trainer.max_rounds", self.rounds))
+            if early
+            else self.rounds
+        )
 
     @property
     def has_versions(self) -> bool:
-        """Whether its rounds are asynchronous: versions of the model, each made of a few uploads."""
+        """Whether its rounds are asynchronous: versions of the model, each made of a few
+        uploads."""
         return any("clients/staleness" in row for row in self.record.history[:1])
 
     @property
     def last_evaluations(self) -> tuple[int, ...]:
-        """The rounds of the last five evaluations on the test set, or of all where there are fewer."""
+        """The rounds of the last five evaluations on the test set, or of all where there are
+        fewer."""
         name = f"test/{self.task.primary}"
         return tuple(int(row["round"]) for row in self.record.history if name in row)[-5:]
 
@@ -83,7 +90,8 @@ class FinishedRun:
 
         Args:
             aggregate: ``sum``, ``mean``, ``max``, ``min`` or ``last``.
-            metric: a metric of the rounds, or two with ``OVER`` between them, divided round by round.
+            metric: a metric of the rounds, or two with ``OVER`` between them, divided round by
+                round.
 
         It is NaN where no round has it, or one has it as NaN or an infinity.
         """
@@ -111,14 +119,17 @@ class FinishedRun:
 
     @property
     def content(self) -> str:
-        """SHA-256 of all examples; empty where the name of the data set says which they are, and for runs of
-        before."""
+        """SHA-256 of all examples; empty where the name of the data set says which they are, and
+        for runs of before."""
         return str(self.record.metadata.get("content_sha256") or "")
 
     @property
     def files(self) -> dict[str, str]:
-        """SHA-256 of the files that ``trainer.clock`` and ``trainer.topology`` read, by their names."""
-        hashes = {name: self.record.metadata.get(f"{name}_sha256") for name in ("clock", "topology")}
+        """SHA-256 of the files that ``trainer.clock`` and ``trainer.topology`` read, by their
+        names."""
+        hashes = {
+            name: self.record.metadata.get(f"{name}_sha256") for name in ("clock", "topology")
+        }
         return {name: str(value) for name, value in hashes.items() if value}
 
     @property
@@ -127,8 +138,8 @@ class FinishedRun:
 
     @property
     def constant_guess(self) -> float:
-        """The best value of the primary metric that one answer to all examples of the test set has; NaN where
-        the run does not say, as runs of before and some tasks do not."""
+        """The best value of the primary metric that one answer to all examples of the test set has;
+        NaN where the run does not say, as runs of before and some tasks do not."""
         found = self.record.metadata.get("constant_guess")
         return float(found) if isinstance(found, (int, float)) else nan
 
@@ -138,9 +149,11 @@ class FinishedRun:
 
     @cached_property
     def protocol(self) -> dict[str, Any]:
-        """Every setting that is not the method's own; empty where the settings are not known, or MLflow keeps
-        them as text."""
-        return protocol_of(self.record.settings) if self.record.settings and self.record.typed else {}
+        """Every setting that is not the method's own; empty where the settings are not known, or
+        MLflow keeps them as text."""
+        return (
+            protocol_of(self.record.settings) if self.record.settings and self.record.typed else {}
+        )
 
     @property
     def protocol_sha256(self) -> str:
@@ -178,8 +191,8 @@ class Results:
 
     Args:
         study: what was asked; for a plain folder of runs, what can be seen from them.
-        runs: finished runs, one for each method, seed and level, in the study's order; one that is compared
-            at every level of the grid stands there once for each.
+        runs: finished runs, one for each method, seed and level, in the study's order; one that is
+            compared at every level of the grid stands there once for each.
         excluded: all others.
         stopping: where a study that adds seeds has stopped; None: its seeds are fixed.
         other_tests: results of ``test`` that are of another round than the study's tables.
@@ -195,7 +208,8 @@ class Results:
 
     @property
     def distinct(self) -> list[FinishedRun]:
-        """Every run once that is not published, also one that is compared at every level of the grid."""
+        """Every run once that is not published, also one that is compared at every level of the
+        grid."""
         return list({run.record.where: run for run in reversed(self.own)}.values())[::-1]
 
     @property
@@ -217,20 +231,21 @@ def run_metrics(
 ) -> dict[str, float]:
     """Return one number per metric of a run, all of one model: that of :func:`selected_round`.
 
-    - ``final/*`` is taken as the run gives it, and ``final/best_val_test_accuracy``, or that of another
-      primary metric, is its value on the test set in the round that validation chose.
-    - ``total/*`` is the bytes over all rounds, ``total/bits_pruned`` and ``total/bits_moved`` the sums of
-      ``bits/pruned`` and ``bits/moved``, and ``client/*`` the bytes per client that trained and round.
-    - ``privacy/epsilon`` is that of all rounds, whichever is selected: all models were to be seen; of a
-      deployment also of rounds that were taken back.
+    - ``final/*`` is taken as the run gives it, and ``final/best_val_test_accuracy``, or that of
+      another primary metric, is its value on the test set in the round that validation chose.
+    - ``total/*`` is the bytes over all rounds, ``total/bits_pruned`` and ``total/bits_moved`` the
+      sums of ``bits/pruned`` and ``bits/moved``, and ``client/*`` the bytes per client that trained
+      and round.
+    - ``privacy/epsilon`` is that of all rounds, whichever is selected: all models were to be seen;
+      of a deployment also of rounds that were taken back.
     - ``time/round`` and ``time/train`` are the median seconds of a round without the first three;
       ``time/total`` is the seconds of all rounds.
     - Of the other metrics of the rounds, the last one measured until the selected round counts.
     - What ``test`` measured of that round is added, except what the round has itself.
-    - ``target/rounds_to_purity`` is the first round from which on each cluster of clients had experts of its
-      own; it is NaN where the run does not end so.
-    - With a ``target``, ``target/rounds`` and ``target/megabytes`` count until the primary metric on the test
-      set first reaches it; they are NaN when it never does.
+    - ``target/rounds_to_purity`` is the first round from which on each cluster of clients had
+      experts of its own; it is NaN where the run does not end so.
+    - With a ``target``, ``target/rounds`` and ``target/megabytes`` count until the primary metric
+      on the test set first reaches it; they are NaN when it never does.
 
     Args:
         record: what was read of the run.
@@ -261,7 +276,9 @@ def run_metrics(
         if f"bits/{name}" in columns:
             metrics[f"total/bits_{name}"] = sum(columns[f"bits/{name}"])
     if "privacy/epsilon" in history[-1]:
-        metrics["privacy/epsilon"] = max(history[-1]["privacy/epsilon"], _epsilon_spent(record.metadata))
+        metrics["privacy/epsilon"] = max(
+            history[-1]["privacy/epsilon"], _epsilon_spent(record.metadata)
+        )
     trained = sum(columns.get("clients/trained", []))
     for name in ("upload", "download") if trained else ():
         metrics[f"client/{name}_bytes"] = sum(columns.get(f"comm/{name}_bytes", [])) / trained
@@ -277,13 +294,15 @@ def run_metrics(
     if target is not None:
         reached = to_target(history, target, task)
         names = ["target/rounds", "target/megabytes", f"target/seconds_to_{task.primary}"]
-        metrics |= dict(zip(names, reached if "clock/seconds" in columns else reached[:2], strict=False))
+        metrics |= dict(
+            zip(names, reached if "clock/seconds" in columns else reached[:2], strict=False)
+        )
     return {name: float(metrics[name]) for name in sorted(metrics)}  # floats, as MLflow has them
 
 
 def _epsilon_spent(metadata: Mapping[str, Any]) -> float:
-    """Return epsilon of all noisy sums that a deployment has begun, by its ``metadata.json``; 0 where that
-    does not say."""
+    """Return epsilon of all noisy sums that a deployment has begun, by its ``metadata.json``; 0
+    where that does not say."""
     found: Any = metadata
     for name in ("deployment", "privacy", "epsilon"):
         found = found.get(name) if isinstance(found, Mapping) else None
@@ -291,7 +310,8 @@ def _epsilon_spent(metadata: Mapping[str, Any]) -> float:
 
 
 def selected_round(record: RunRecord, selection: Selection) -> float:
-    """Return the round whose model the tables hold; NaN where validation was to choose and none was made."""
+    """Return the round whose model the tables hold; NaN where validation was to choose and none was
+    made."""
     if selection == "best_val":
         return float(record.metadata.get("final/best_val_round", nan))
     return float(record.history[-1]["round"])
@@ -300,8 +320,8 @@ def selected_round(record: RunRecord, selection: Selection) -> float:
 def to_target(
     history: Iterable[Mapping[str, float]], target: float, task: TaskMetrics = CLASSIFICATION
 ) -> tuple[float, float, float]:
-    """Return the rounds, the megabytes over the wire and, of a run with a clock, the virtual seconds until
-    the primary metric on the test set first reaches ``target``.
+    """Return the rounds, the megabytes over the wire and, of a run with a clock, the virtual
+    seconds until the primary metric on the test set first reaches ``target``.
 
     >>> rows = [{"round": 1, "comm/total_bytes": 2_000_000, "test/accuracy": 0.5}]
     >>> rows += [{"round": 2, "comm/total_bytes": 1_000_000}]
@@ -318,8 +338,8 @@ def to_target(
 
 
 def to_purity(history: Iterable[Mapping[str, float]]) -> float:
-    """Return the first round from which on ``router/purity`` is 1 wherever it was measured; NaN where it is
-    not at the end.
+    """Return the first round from which on ``router/purity`` is 1 wherever it was measured; NaN
+    where it is not at the end.
 
     >>> to_purity({"round": r, "router/purity": p} for r, p in enumerate((1.0, 0.75, 1.0, 1.0), 1))
     3
@@ -334,7 +354,8 @@ def to_purity(history: Iterable[Mapping[str, float]]) -> float:
 
 
 def selected(results: Results) -> Results:
-    """Give every run the metrics of the model that the study selects, and the study the task of its runs.
+    """Give every run the metrics of the model that the study selects, and the study the task of its
+    runs.
 
     What ``test`` measured of another round is left out, and listed in ``other_tests``.
     """
@@ -349,7 +370,9 @@ def selected(results: Results) -> Results:
         record = run.record.tested_at(chosen)
         run = replace(run, record=record)
         if record.tested and record.tested_round != chosen:
-            others.append(ExcludedRun(f"test.json of {run.name}", _why_other(run, chosen, study.selection)))
+            others.append(
+                ExcludedRun(f"test.json of {run.name}", _why_other(run, chosen, study.selection))
+            )
         metrics = run_metrics(record, study.target_value, study.selection, study.task)
         runs.append(replace(run, metrics=metrics))
     return replace(results, study=study, runs=runs, other_tests=others)
@@ -367,7 +390,11 @@ def _agreed(runs: Sequence[FinishedRun]) -> dict[str, Metric]:
 def _why_other(run: FinishedRun, chosen: float, selection: Selection) -> str:
     tested = f"it is of round {run.record.tested_round}"
     if selection == "best_val":
-        which = "no round was validated" if chosen != chosen else f"the tables are of round {chosen:.0f}"
+        which = (
+            "no round was validated"
+            if chosen != chosen
+            else f"the tables are of round {chosen:.0f}"
+        )
         return f"{tested}, {which}, which validation chose; test it with --checkpoint best"
     if run.record.checkpoint == "last":
         return f"{tested}, the run has {run.rounds}; test it again"

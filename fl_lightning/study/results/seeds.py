@@ -1,8 +1,9 @@
 """The seeds of a study that adds seeds: which are complete, and the results of some of them.
 
-Seeds are looked at in the order in which they are run, and only whole: seed number n counts when every cell
-of the first n seeds is finished, and tested where the study asks for tests. So which seeds count depends on
-the results alone, and not on which cell ended first, on ``--jobs``, or on whether the sweep was killed.
+Seeds are looked at in the order in which they are run, and only whole: seed number n counts when
+every cell of the first n seeds is finished, and tested where the study asks for tests. So which
+seeds count depends on the results alone, and not on which cell ended first, on ``--jobs``, or on
+whether the sweep was killed.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from fl_lightning.study.results.runs import NO_RUN, ExcludedRun, Results
 
 
 def complete_seeds(results: Results) -> list[int]:
-    """Return the seeds, in the study's order and up to the first gap, whose cells are all there and tested
-    where the study asks for it."""
+    """Return the seeds, in the study's order and up to the first gap, whose cells are all there and
+    tested where the study asks for it."""
     study = results.study
     count = len(study.methods) * math.prod(map(len, study.grid.values()))
     done = dict.fromkeys(study.seed_order, 0)
@@ -34,7 +35,8 @@ def complete_seeds(results: Results) -> list[int]:
 
 
 def of_seeds(results: Results, seeds: Sequence[int]) -> Results:
-    """Return the results of these seeds, as those of a study that has them; nothing is said of others."""
+    """Return the results of these seeds, as those of a study that has them; nothing is said of
+    others."""
     study = results.study
     others = _cells(study, [seed for seed in study.seed_order if seed not in seeds])
     kept = [run for run in results.runs if run.seed in seeds]
@@ -61,6 +63,8 @@ def _cells(study: Study, seeds: list[int]) -> dict[str, int]:
 
 
 def _cell_of(entry: ExcludedRun, cells: Mapping[str, int]) -> str | None:
-    """Return the one of these cells that an entry is about; a second run of a cell has a number at its
-    end."""
-    return next((name for name in (entry.name, re.sub(r"-\d+$", "", entry.name)) if name in cells), None)
+    """Return the one of these cells that an entry is about; a second run of a cell has a number at
+    its end."""
+    return next(
+        (name for name in (entry.name, re.sub(r"-\d+$", "", entry.name)) if name in cells), None
+    )
