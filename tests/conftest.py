@@ -35,6 +35,16 @@ def pytest_addoption(parser):
     )
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Where a few parameters stand for all, the others are slow."""
+    for item in items:
+        quick = item.get_closest_marker("quick")
+        if quick is not None and not any(f"-{id}-" in f"-{item.callspec.id}-" for id in quick.args):
+            item.add_marker("slow")
+            item.add_marker("essential")
+
+
 @pytest.fixture
 def golden(request) -> Path:
     return Path(request.config.getoption("--golden"))

@@ -136,6 +136,7 @@ class InTurn(Stressor):
         )
 
 
+@pytest.mark.quick("FedAvg", "FedMPQKD", "FedMosaic")
 @by_method
 def test_every_attack_is_rejected_counted_logged_and_wasted(name, tmp_path, caplog):
     """One round for each attack, of which the others' uploads count."""
@@ -207,6 +208,7 @@ def test_clients_without_data_and_with_one_example(name, tmp_path):
     assert all(bool(torch.isfinite(tensor).all()) for tensor in trainer.method.server.values())
 
 
+@pytest.mark.quick("FedAvg", "FedMPQKD", "FedMosaic")
 @by_method
 @pytest.mark.parametrize("fate", [{"trains": False}, {"returns": False}], ids=str)
 def test_a_round_without_any_upload(name, fate, tmp_path):
@@ -367,6 +369,7 @@ def built():
     return made.__getitem__
 
 
+@pytest.mark.quick("FedAvg", "FedMPQKD", "FedMosaic")
 @by_method
 def test_a_forged_upload_is_refused_or_harmless(name, built):
     """Bytes changed at will under a right checksum: a PayloadError, or something that is averaged

@@ -112,6 +112,7 @@ MADE = {
 }
 
 
+@pytest.mark.quick("SCAFFOLD", "FedRep", "FedDC under a median")
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE)
 def test_every_lie_is_rejected_with_a_reason_and_ends_nothing(make, tmp_path, caplog):
     """One round for each lie, of which the others' uploads count."""

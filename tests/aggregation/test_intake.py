@@ -335,6 +335,7 @@ WRITTEN = (
 )
 
 
+@pytest.mark.quick("server-check", "nested list-addends", "generator-addends")
 @pytest.mark.parametrize("hook", ["check", "addends"])
 @pytest.mark.parametrize("to", WRITTEN)
 def test_what_the_servers_half_writes_is_written_in_the_parent(

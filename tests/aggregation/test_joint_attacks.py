@@ -152,6 +152,8 @@ def test_a_changed_upload_is_checked_again(tmp_path):
     assert row["comm/wasted_bytes"] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_what_they_send_does_not_depend_on_the_way_of_the_sum(tmp_path):
     """The weighted mean of single uploads is that of sums, bit for bit."""
     method = FedAvg(optimizer=sgd(0.05))

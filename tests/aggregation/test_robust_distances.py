@@ -485,6 +485,7 @@ def test_secure_sums_have_no_single_vectors(average, tmp_path):
         )
 
 
+@pytest.mark.quick("average1")
 @pytest.mark.parametrize("average", [Krum(1), GeometricMedian(), CenteredClipping(0.5), FLTrust(2)])
 def test_codes_are_averaged_as_what_they_decode_to(average, tmp_path):
     method = QFedAvg(optimizer=sgd(0.05), average=average)

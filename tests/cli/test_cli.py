@@ -218,6 +218,7 @@ def test_what_a_changed_class_does_not_know_is_dropped_and_said(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.quick("FedDC", "FedMPQ", "FedRep")
 @pytest.mark.parametrize(
     "name",
     [

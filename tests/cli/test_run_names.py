@@ -86,6 +86,7 @@ def test_folders_and_mlflow_have_the_name(tmp_path, monkeypatch):
         assert sorted(store.execute("select key, step, value from metrics")) == sorted(metrics)
 
 
+@pytest.mark.quick("FedAvg-digits-lr0.1-seed0")
 @pytest.mark.parametrize("before", ["FedAvg-digits-seed0", "FedAvg-digits-lr0.1-seed0"])
 def test_a_run_that_was_begun_under_another_name_is_continued(before):
     """With the flags of a run that the version before named, and of one whose settings stood in a

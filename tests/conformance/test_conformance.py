@@ -189,6 +189,7 @@ def test_bytes_by_hand_at_other_settings(name, settings):
     )
 
 
+@pytest.mark.quick("SCAFFOLD-head", "FedDC-norm", "MoFedSAM-features.0.*")
 @pytest.mark.parametrize("personal", ["norm", "head", "features.0.*"])
 @pytest.mark.parametrize("name", ["SCAFFOLD", "FedNova", "FedCM", "FedDC", "MoFedSAM"])
 def test_bytes_of_methods_with_a_second_vector_are_of_what_travels(name, personal):

@@ -200,6 +200,8 @@ def test_corruptions_of_grey_images_are_reported_as_such(tmp_path, monkeypatch) 
     assert "of a corrupted grey image the first one is shown" in json.dumps(found)
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 @pytest.mark.parametrize("name", ["exp1_embedded", "exp2_embedded"])
 def test_the_overlay_makes_studies_of_the_project_studies_of_clothing(name) -> None:
     """Its ends resolve, and but for the data they are what they were."""

@@ -31,6 +31,7 @@ def stacks(monkeypatch):
     return made
 
 
+@pytest.mark.quick("FedAvg-True", "FedNTD-False")
 @pytest.mark.parametrize(
     ("cls", "ffa"),
     [(FedAvg, False), (FedAvg, True), (LocalOnly, False), (FedProx, True), (FedNTD, False)],

@@ -87,6 +87,8 @@ def test_numbers_are_standardised_with_the_training_rows_alone(tmp_path):
     assert data.train_target.tolist() == (train["kind"] == "malignant").astype(int).tolist()
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_a_wide_table_is_made_numbers_of_in_blocks_and_each_number_is_that_of_its_column(
     tmp_path, monkeypatch
 ):

@@ -56,6 +56,8 @@ from fl_lightning.errors import InputError
 from fl_lightning.evaluation import MAX_PARTS
 from fl_lightning.federation import Federation
 
+pytestmark = [pytest.mark.slow, pytest.mark.essential]
+
 RULES = RoundRules(wait_seconds=5, round_seconds=60)
 SMALL = [
     *ALL[:5],

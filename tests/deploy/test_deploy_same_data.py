@@ -137,6 +137,8 @@ def test_what_a_client_kept_is_not_taken_up_with_other_data_of_its_node(changed,
     )
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 @pytest.mark.parametrize(
     ("overlay", "says"),
     [

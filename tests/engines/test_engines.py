@@ -35,6 +35,7 @@ from fl_lightning.models import SmallCNN
 from fl_lightning.wire import Payload
 
 
+@pytest.mark.quick("FedAvg", "FedMPQKD", "FedMosaic")
 @pytest.mark.parametrize("name", TEN)
 def test_batched_is_sequential_within_rounding(name, tmp_path, caplog):
     """Codes may fall on the other side of a threshold for a few weights."""
@@ -49,6 +50,7 @@ def test_batched_is_sequential_within_rounding(name, tmp_path, caplog):
         assert off.double().mean() < 2e-3, key
 
 
+@pytest.mark.quick("FedAvg", "FedMPQKD", "FedMosaic")
 @pytest.mark.parametrize("name", TEN)
 def test_workers_change_no_bit(name, tmp_path):
     network = {} if name == "FedMosaic" else {"network": Dropped}
@@ -58,6 +60,8 @@ def test_workers_change_no_bit(name, tmp_path):
     assert (alone / "ledger.csv").read_text() == (pooled / "ledger.csv").read_text()
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_a_worker_that_is_ahead_overwrites_nothing(tmp_path, monkeypatch):
     """It has long trained its next clients when its results are read."""
     here, read = os.getpid(), pool.read
@@ -95,6 +99,7 @@ def test_workers_change_no_bit_of_stacks(tmp_path, monkeypatch):
     ],
     ids=lambda optimizer: optimizer.func.__name__,
 )
+@pytest.mark.quick("batch-AdamW", "group-SGD")
 @pytest.mark.parametrize("norm", ["group", "batch"])
 def test_optimizers_and_statistics_in_stacks(optimizer, norm, tmp_path):
     network = partial(SmallCNN, width=4, norm=norm)

@@ -144,6 +144,7 @@ class Kept(Meter):
         }
 
 
+@pytest.mark.quick("FedSAM with a term", "FedRep")
 @pytest.mark.parametrize("name", STEPS_OF_TWO_KINDS)
 def test_gradients_within_a_step_and_frozen_parts_in_stacks(name, tmp_path, caplog):
     """Statistics are those of SAM's first pass, and a frozen part takes no step of weight decay;

@@ -301,6 +301,8 @@ def test_each_client_of_fedmosaic_has_a_network_of_its_own(
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 @pytest.mark.parametrize(
     "network",
     [Two, pytest.param("mobilenetv3_small_050", marks=[pytest.mark.slow, pytest.mark.essential])],

@@ -15,6 +15,8 @@ import pytest
 import yaml
 from places import ROOT, SUPPORT
 
+pytestmark = [pytest.mark.slow, pytest.mark.essential]
+
 MINE = """\
 from fl_lightning.hooks import Meter
 

@@ -310,6 +310,8 @@ def trained(tmp_path_factory) -> Any:
     )
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_the_centre_of_the_landscape_is_the_run(trained):
     """Over all test images the student's loss at 0 is the run's test/loss; a step to the side is a
     step in the weights."""
@@ -482,6 +484,8 @@ def test_a_figure_that_cannot_be_drawn_never_ends_the_run(caplog):
         assert f"{name} is left out" in text
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_a_run_that_diverges_ends_with_its_figures(tmp_path, caplog):
     method = on_images(FedAvg())
     method.optimizer_spec = sgd(1e30)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 
+import pytest
 from ten import make
 
 from callbacks import (
@@ -21,6 +22,8 @@ from fl_lightning.models import SmallCNN
 CLASSES = (AccuracyBytesFigure, Calibration, ClientAccuracyFigure, ProgressBar, TrainingCost)
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_callbacks_keep_nothing_of_the_fit_before(tmp_path):
     """A second method with a wider network has the states, costs and figures that it has in a
     trainer of its own."""

@@ -62,6 +62,7 @@ WAYS = {
 }
 
 
+@pytest.mark.quick("SCAFFOLD", "FedDC-masked", "FedSpeed-batched")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("method", "names"),

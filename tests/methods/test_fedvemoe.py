@@ -152,6 +152,8 @@ def test_a_secure_sum_is_the_plain_one(top_m, tmp_path):
         assert torch.equal(states[0][name], states[1][name]), name
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_plain_and_oblivious_messages_give_the_same_experts(tmp_path):
     settings = {"k_init": 2, "k_max": 3, "top_m": 3}
     plain, oblivious = (
@@ -744,6 +746,8 @@ def private(**settings) -> FedVEMoE:
     )
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_a_private_run_without_clip_and_noise_is_the_plain_one(tmp_path):
     pytest.importorskip("dp_accounting")
     plain = method_of(FedVEMoE, ffa=True, weigh_by="clients", k_init=2, k_max=3)

@@ -81,6 +81,7 @@ def optimizer():
     return sgd(0.05, momentum=0.9)
 
 
+@pytest.mark.quick("sequential")
 @pytest.mark.parametrize("engine", ["sequential", "batched"])
 @pytest.mark.parametrize(
     ("whole", "plain", "term"),
@@ -113,6 +114,7 @@ def test_neutral_terms_are_neutral_bit_for_bit(kind, tmp_path):
     assert set(rows[0]) == set(losses[0])
 
 
+@pytest.mark.quick("FedAvg", "FedMPQKD")
 @pytest.mark.parametrize("kind", [FedAvg, QFedAvg, FedPQ, AQFL, FedMPQ, FedMPQKD])
 def test_every_engine_computes_every_term(kind, tmp_path, caplog):
     """The terms add up to the loss; batched agrees with sequential to the rounding of float32,

@@ -103,6 +103,7 @@ def statuses(ledger: list[dict]) -> list[str]:
     return [row["status"] for row in ledger]
 
 
+@pytest.mark.quick("FedAvg", "FedMPQKD", "FedRep", "SCAFFOLD", "NormClipping")
 @pytest.mark.parametrize("name", METHODS)
 def test_a_secure_sum_is_the_plain_one(name, tmp_path):
     plain, _, ledger = outcome(tmp_path / "plain", name)

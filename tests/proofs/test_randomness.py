@@ -59,6 +59,7 @@ class Poison(Meter):
         self.poison()
 
 
+@pytest.mark.quick("FedAvg", "FedMPQKD", "FedMosaic")
 @by_method
 def test_global_seeds_change_nothing(name, tmp_path):
     """The networks have dropout; one of the two runs starts from other global seeds and has them
@@ -113,6 +114,7 @@ def same(first, second) -> bool:
     )
 
 
+@pytest.mark.quick("FedAvg", "FedMPQKD", "FedMosaic")
 @by_method
 def test_the_order_of_clients_and_who_ran_before_change_nothing(name):
     together = train(federation(name), 1)

@@ -397,6 +397,7 @@ def test_other_data_are_refused(tmp_path):
         fit(tmp_path, ckpt_path="last")
 
 
+@pytest.mark.quick("0", "4", "9")
 @pytest.mark.parametrize("fails", range(10))
 def test_a_full_disk_stops_the_run_and_loses_nothing(fails, wanted, tmp_path, monkeypatch, caplog):
     """From any write of round 3 on the disk is full; when there is room again, the run goes on."""

@@ -281,6 +281,8 @@ def test_what_oort_learns_and_the_pacer():
         assert oort.percentile == expected, gained
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 @pytest.mark.parametrize(
     "make_sampler", [lambda: PowerOfChoice(5), lambda: Oort(explore=0.5)], ids=["choice", "oort"]
 )

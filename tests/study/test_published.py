@@ -127,6 +127,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.quick("partition", "stressor", "until")
 @pytest.mark.parametrize(("run", "keys", "named"), BROKEN.values(), ids=[*BROKEN])
 def test_what_breaks_the_pairing_is_refused_by_its_name(tmp_path, run, keys, named):
     own_study(

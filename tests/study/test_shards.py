@@ -121,6 +121,8 @@ def test_all_shards_are_the_sweep_and_a_cell_keeps_its_shard(study, count):
         assert all(len({name.rpartition("-")[0] for name in shard}) > 1 for shard in shards)
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_two_shards_in_one_folder_at_once_and_in_copied_folders_are_the_whole_sweep(tmp_path):
     whole = sweep(tmp_path / "whole")
     second: list[str] = []

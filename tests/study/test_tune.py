@@ -19,6 +19,8 @@ from fl_lightning.study.execute.trials import SearchSession, open_search
 from fl_lightning.study.plan.search import Search
 from fl_lightning.tasks import LanguageModelling, Regression, Task
 
+pytestmark = [pytest.mark.slow, pytest.mark.essential]
+
 SEARCH = """
 study: small
 config: {configs}/fedavg.yaml

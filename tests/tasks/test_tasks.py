@@ -100,6 +100,7 @@ LEARNERS = {  # what becomes of a perplexity that begins between 3 and 5
 }
 
 
+@pytest.mark.quick("FedAvg", "FedMPQ")
 @pytest.mark.parametrize("name", LEARNERS)
 def test_tokens_are_learnt_in_dictionaries_of_integers(name, tmp_path):
     method, most = LEARNERS[name]

@@ -22,6 +22,8 @@ from fl_lightning.methods import FedAvg
 from fl_lightning.tracking import loggers as tracking
 from fl_lightning.tracking import writer
 
+pytestmark = [pytest.mark.slow, pytest.mark.essential]
+
 mlflow = pytest.importorskip("mlflow")
 
 

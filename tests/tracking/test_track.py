@@ -24,6 +24,8 @@ from fl_lightning.tracking import loggers as tracking
 from fl_lightning.tracking import mlflow_store
 from fl_lightning.tracking.mlflow_store import Round, with_ordered_times
 
+pytestmark = [pytest.mark.slow, pytest.mark.essential]
+
 mlflow = pytest.importorskip("mlflow")
 
 
@@ -191,6 +193,7 @@ def test_a_run_that_was_tracked_gets_only_what_is_missing(
     assert everything(tmp_path) == before
 
 
+@pytest.mark.quick("error1-failed-FAILED")
 @pytest.mark.parametrize(("error", "noted", "status"), [
     (KeyboardInterrupt(), "interrupted", "KILLED"), (RuntimeError("bug"), "failed", "FAILED"), (None, "running", "KILLED"),
 ])  # fmt: skip

@@ -112,6 +112,8 @@ def test_a_run_and_its_continuation(
     )
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_a_run_that_is_taken_back_has_a_new_record(tmp_path: Path) -> None:
     first = track()
     first.start({"lr": 0.1}, {"partition_sha256": "p"})
@@ -135,6 +137,8 @@ def test_a_run_that_is_taken_back_has_a_new_record(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_a_setting_that_is_as_it_was_has_no_tag_of_a_change(tmp_path: Path) -> None:
     first = track()
     first.start({"kept": 2}, {})

@@ -16,6 +16,8 @@ from fl_lightning.quantization import product, qsgd
 from fl_lightning.wire import Codes, Payload, PayloadError
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_qsgd_is_unbiased():
     values = torch.tensor([0.7, -0.31, 0.0, 1.0, -0.05, 0.2])
     noise = np.random.default_rng(0)
