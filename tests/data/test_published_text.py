@@ -4,6 +4,7 @@ and prompts."""
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,14 @@ def test_a_template_is_the_text_in_one_piece():
     for wrong in ("{definition}", "{inputs}{inputs}", ""):
         with pytest.raises(InputError, match=r"it has \{inputs\} once"):
             Prompt(wrong)
+
+
+def test_a_place_that_a_template_does_not_know_is_told(caplog):
+    with caplog.at_level(logging.WARNING, "fl_lightning"):
+        Prompt("{definition} {inputs} {'a': 1}")
+        assert not caplog.messages
+        assert Prompt("{definitoin} {inputs}").before == "{definitoin} "
+    assert caplog.messages == ["template: {definitoin} is none of its places and stays as it is"]
 
 
 @pytest.mark.parametrize(

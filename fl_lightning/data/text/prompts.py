@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from fl_lightning.errors import require
+
+log = logging.getLogger("fl_lightning")
 
 PROMPT_END = "\n="
 """What separates the inputs of a record from the answer that is asked for."""
@@ -55,6 +59,8 @@ class Prompt:
             "it has {inputs} once, and perhaps {definition}",
             'write e.g. "{definition} {inputs} Answer: "',
         )
+        for name in sorted({*re.findall(r"{\w+}", template)} - {"{inputs}", "{definition}"}):
+            log.warning("template: %s is none of its places and stays as it is", name)
         self.before, _, after = template.partition("{inputs}")
         self.tail = after.rstrip(" ")
         self.asked = self.before + "{inputs}", self.tail
