@@ -45,7 +45,7 @@ PACKAGES = (
 
 
 def describe_run(
-    fed: Federation, engine: str, identity: Mapping[str, str], command_line: Sequence[str]
+    fed: Federation, engine: str, identity: Mapping[str, Any], command_line: Sequence[str]
 ) -> dict[str, Any]:
     """Return the metadata of a run that begins now on this machine.
 
@@ -71,7 +71,7 @@ def describe_run(
         "threads": torch.get_num_threads(),
         "precision": fed.fabric.strategy.precision.precision,
         "started": now(),
-        **{f"{name}_sha256": value for name, value in identity.items()},
+        **{f"{name}_sha256": value for name, value in identity.items() if name != "constants"},
         "weights_sha256": None,
         "status": "running",
         "tracking_run_id": None,

@@ -44,7 +44,7 @@ class Progress:
     def __init__(
         self,
         settings: Mapping[str, Any],
-        identity: Mapping[str, str],
+        identity: Mapping[str, Any],
         task: Task,
         *,
         every: int | None,

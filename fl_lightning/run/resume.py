@@ -13,7 +13,7 @@ from fl_lightning.config.settings import changed_settings, config_of, flatten, i
 from fl_lightning.distributed import collectives
 from fl_lightning.errors import InputError, require
 from fl_lightning.federation import Federation
-from fl_lightning.models.tensors import sha256_of_parameters
+from fl_lightning.models.tensors import constants_of, other_constants, sha256_of_parameters
 from fl_lightning.run.checkpoint import CheckpointError
 from fl_lightning.run.directory import RunName, free_name, numbered
 from fl_lightning.run.paths import checkpoints_in, run_and_checkpoints
@@ -191,26 +191,24 @@ def find_same(experiment: Path, name: RunName, config: Mapping[str, Any]) -> Sta
     return Start(new_name=new_name)
 
 
-def identity_of(fed: Federation) -> dict[str, str]:
+def identity_of(fed: Federation) -> dict[str, Any]:
     """Return what a run's results rest on beside its settings, each as a SHA-256: who holds which
     examples (``partition``), the examples of data of one's own (``content``), the network's weights
     that never travel (``frozen``), and the files of devices and traces (``clock``) and of graphs
-    (``topology``)."""
-    method = fed.method
-    frozen = (
-        sha256_of_parameters(method.network, method.layout.shapes) if method.layout.shapes else ""
-    )
-    found = {
+    (``topology``); and numbers of the network's other tensors that never travel (``constants``)."""
+    method, travels = fed.method, fed.method.layout.shapes
+    found: dict[str, Any] = {
         "partition": fed.data.partition_hash,
         "content": fed.data.content_sha256,
-        "frozen": frozen,
+        "frozen": sha256_of_parameters(method.network, travels) if travels else "",
+        "constants": constants_of(method.network, travels) if travels else {},
     }
     found["clock"] = "" if fed.timing is None else fed.timing.clock.content_sha256
     found["topology"] = fed.aggregation.content_sha256
     return {name: value for name, value in found.items() if value}
 
 
-def changed_identity(saved: Mapping[str, Any], identity: Mapping[str, str]) -> list[str]:
+def changed_identity(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> list[str]:
     """Return what of a run's identity is another one now, in words; a checkpoint of before may say
     less."""
     names = {
@@ -220,15 +218,17 @@ def changed_identity(saved: Mapping[str, Any], identity: Mapping[str, str]) -> l
         "clock": "files of trainer.clock",
         "topology": "files of trainer.topology",
     }
-    return [
+    changed = [
         f"{name}: {saved[key][:12]} -> {identity.get(key, 'none')[:12]} (SHA-256)"
         for key, name in names.items()
         if key in saved and saved[key] != identity.get(key)
     ]
+    constants = other_constants(saved.get("constants", {}), identity.get("constants", {}))
+    return changed + [f"the network's {name}, which is drawn anew" for name in constants]
 
 
 def check_same(
-    start: Start, config: Mapping[str, Any], identity: Mapping[str, str], allow_changed: bool
+    start: Start, config: Mapping[str, Any], identity: Mapping[str, Any], allow_changed: bool
 ) -> bool:
     """Return whether the run is continued with a configuration or data that change its results.
 

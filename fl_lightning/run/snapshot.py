@@ -18,6 +18,7 @@ from fl_lightning.config.settings import flatten
 from fl_lightning.errors import InputError
 from fl_lightning.federation import Federation
 from fl_lightning.hooks import RoundRecord
+from fl_lightning.models.tensors import is_pairs
 from fl_lightning.run.checkpoint import CheckpointError, load_checkpoint
 from fl_lightning.run.clients import ClientValues, from_json, is_json_of, keep
 from fl_lightning.run.directory import RunDirectory, checkpoint_name
@@ -78,7 +79,7 @@ class Snapshot:
         )
 
     def save(
-        self, run: RunDirectory, config: Mapping[str, Any], identity: Mapping[str, str]
+        self, run: RunDirectory, config: Mapping[str, Any], identity: Mapping[str, Any]
     ) -> None:
         """Write the snapshot as a checkpoint.
 
@@ -191,6 +192,7 @@ def _problem(progress: Mapping[str, Any], clients: Mapping[str, Tensor], folder:
         "partition": isinstance(progress.get("partition"), str),
         "content": isinstance(progress.get("content", ""), str),
         "frozen": isinstance(progress.get("frozen", ""), str),
+        "constants": is_pairs(progress.get("constants", {})),
         "clock": isinstance(progress.get("clock", ""), str),
         "topology": isinstance(progress.get("topology", ""), str),
         "config": isinstance(progress.get("config"), dict),

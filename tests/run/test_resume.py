@@ -7,6 +7,7 @@ import fcntl
 import json
 import logging
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,15 @@ import torch
 import yaml
 from kill_server import Fading, Remembering
 from outcomes import differences, outcome
+from torch import nn
 from toy import sgd
 
 from callbacks import LabelNoise, StragglerDropout
+from fl_lightning.conformance.toy import images
+from fl_lightning.conformance.toy import run as toy_run
 from fl_lightning.data import Dirichlet, FederatedImages
 from fl_lightning.errors import InputError, RunStopped
+from fl_lightning.methods import FedAvg
 from fl_lightning.models import SmallCNN
 from fl_lightning.run import checkpoint
 from fl_lightning.run.resume import find_start
@@ -385,6 +390,40 @@ def test_a_run_has_one_writer(tmp_path):
         fit(tmp_path, ckpt_path="last")
     os.close(lock)
     fit(tmp_path, ckpt_path="last")
+
+
+class Shuffled(nn.Module):
+    """Has what is drawn once and is in no message: as a buffer of integers, as one that no state
+    has, or as an attribute."""
+
+    seed = 0
+
+    def __init__(self, kind: str, num_classes: int) -> None:
+        super().__init__()
+        draws = torch.Generator().manual_seed(self.seed)
+        order = torch.randperm(3 * 16 * 16, generator=draws)
+        if kind == "attribute":
+            self.order = order
+        else:
+            order = order if kind == "integers" else order.float()
+            self.register_buffer("order", order, persistent=kind == "integers")
+        self.layer = nn.Linear(3 * 16 * 16, num_classes)
+
+    def forward(self, x):
+        return self.layer(x.flatten(1)[:, self.order.long()])
+
+
+@pytest.mark.parametrize("kind", ["integers", "not saved", "attribute"])
+def test_a_network_of_other_constants_is_not_continued(kind, tmp_path, monkeypatch):
+    def begin(**settings):
+        method = FedAvg(network=partial(Shuffled, kind), optimizer=sgd(0.05))
+        return toy_run(method, images(), tmp_path, max_rounds=1, **settings)
+
+    begin()
+    begin(ckpt_path="last")
+    monkeypatch.setattr(Shuffled, "seed", 1)
+    with pytest.raises(InputError, match="the network's order, which is drawn anew"):
+        begin(ckpt_path="last")
 
 
 def test_other_data_are_refused(tmp_path):

@@ -13,7 +13,12 @@ from fl_lightning.data import FederatedData
 from fl_lightning.deploy.protocol.messages import printable
 from fl_lightning.deploy.protocol.private import terms_of
 from fl_lightning.federation import Federation
-from fl_lightning.models.tensors import sha256_of_parameters
+from fl_lightning.models.tensors import (
+    constants_of,
+    is_pairs,
+    other_constants,
+    sha256_of_parameters,
+)
 
 NAMES = {
     "version": "version of fl_lightning",
@@ -42,16 +47,15 @@ def describe(fed: Federation, clients: Iterable[int]) -> dict[str, Any]:
     tensors = {name: tensor for name, tensor in method.server.items() if name not in method.growing}
     shapes = {f"server.{name}": list(tensor.shape) for name, tensor in tensors.items()}
     shapes |= {name: list(shape) for name, shape in method.layout.shapes.items()}
-    frozen = (
-        sha256_of_parameters(method.network, method.layout.shapes) if method.layout.shapes else ""
-    )
+    travels = method.layout.shapes
     return {
         "version": __version__,
         "method": f"{cls.__module__}.{cls.__qualname__}",
         "task": type(data.task).__name__,
         "num_classes": int(data.num_classes),
         "example_shape": list(data.example_shape),
-        "frozen": frozen,
+        "frozen": sha256_of_parameters(method.network, travels) if travels else "",
+        "constants": constants_of(method.network, travels) if travels else {},
         "secure_sum": None if fed.aggregation.masks is None else asdict(fed.aggregation.masks),
         "privacy": None if fed.aggregation.privacy is None else terms_of(fed.aggregation.privacy),
         "seed": fed.seed,
@@ -82,6 +86,12 @@ def mismatches(server: Mapping[str, Any], node: Mapping[str, Any]) -> list[str]:
         for name, label in NAMES.items()
         if node.get(name) != server[name]
     ]
+    constants = node.get("constants")
+    if is_pairs(constants):
+        other = other_constants(server["constants"], constants)
+        found += [f"another {printable(name)} of the network" for name in other[:MAX_LISTED]]
+    else:
+        found.append("no numbers of what the network has beside weights")
     for name, label in (("layout", "shape of {}"), ("examples", "training examples of client {}")):
         here, there = server[name], node.get(name) or {}
         wrong = sorted(key for key in {*here, *there} if here.get(key) != there.get(key))
