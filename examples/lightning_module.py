@@ -54,9 +54,7 @@ class Classifier(L.LightningModule):
 def main() -> None:
     torch.manual_seed(0)  # the weights that the module begins with
     data = DataModuleData(Digits, num_clients=10, partition=Dirichlet(beta=1.0))
-    trainer = FederatedTrainer(
-        max_rounds=20, participation=0.5, experiment="lightning", logger=False
-    )
+    trainer = FederatedTrainer(max_rounds=20, participation=0.5, experiment="module", logger=False)
     result = trainer.fit(FedAvg(module=Classifier(lr=0.1)), data, seed=0)
     print(f"FedAvg: test accuracy {result['final/accuracy']:.3f}; files in {trainer.run_dir}")
 

@@ -147,8 +147,7 @@ def other_constants(
     return [
         name
         for name, (norm, total) in saved.items()
-        if name in found
-        and not np.allclose(found[name], (norm, total), rtol=0, atol=1e-6 * norm)
+        if name in found and not np.allclose(found[name], (norm, total), rtol=0, atol=1e-6 * norm)
     ]
 
 

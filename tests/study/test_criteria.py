@@ -430,6 +430,15 @@ def test_a_premise_counts_at_its_own_level(tmp_path):
     assert [one.decision for _, one in found.judgements] == ["holds"] * 3 + ["not tested"] * 2
 
 
+def test_a_criterion_that_names_levels_needs_the_premises_of_these_alone(tmp_path):
+    found = {}
+    for bits in ("0", "4"):  # at 4 the premise fails
+        entry = {"criterion": f"accuracy(A, bits={bits}) >= accuracy(B, bits=0) + 0.05"}
+        premise = ["accuracy(B) <= 0.87"]
+        found[bits] = five_levels(tmp_path / bits, 3, premises=premise, entry=entry)
+    assert found == {"0": "holds", "4": "not tested"}
+
+
 def test_the_interval_decides_and_may_be_another(tmp_path):
     """A wider one, as a confidence sequence is, leaves open what the t interval decides."""
     make_study(

@@ -217,7 +217,7 @@ def test_interrupted_a_sweep_ends_its_cells_with_their_checkpoints(write, capfd,
     assert second.returncode == 2
     assert "another process is running this study" in second.stderr
     before.send_signal(number)
-    assert before.wait(60) == code
+    assert before.wait(240) == code
     assert cells()["Long"]["status"] == "interrupted"
     done = json.loads(Path("runs/small/Long-seed3/metadata.json").read_text())
     assert done["status"] == "interrupted"

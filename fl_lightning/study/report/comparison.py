@@ -272,8 +272,18 @@ class Comparison:
             seed: run.over_rounds(aggregate, metric)
             for seed, run in self.runs(label, levels).items()
         }
-        values = pd.Series(found, dtype=float)
-        return values[np.isfinite(values)]
+        return pd.Series(found, dtype=float).dropna()
+
+    def counted(self, metric: str, label: str, levels: Levels) -> pd.Series:
+        """Return what was counted in the runs of one method, by seed; infinity is a number of it,
+        as it is of an epsilon."""
+        found = {seed: run.metrics.get(metric) for seed, run in self.runs(label, levels).items()}
+        return pd.Series(found, dtype=float).dropna()
+
+    def without_number(self, metric: str, label: str, levels: Levels) -> list[int]:
+        """Return the seeds of one method that have a run, and no finite number of a metric."""
+        there = self.measured(metric, label, levels).index
+        return [seed for seed in self.runs(label, levels) if seed not in there]
 
     def not_numbers(self) -> list[dict[str, str]]:
         """Return ``run`` and ``metric`` of each value that is NaN or infinite, so that it is in no
@@ -357,6 +367,9 @@ class Comparison:
         gap = self.difference(metric, first, second, levels)
         assert gap is not None  # every pair that a ranking can name is in the family
         leader, reason = self._leader(ranked, self.differences(metric, levels), gap)
+        silent = [one for one in self.labels if one not in ranked and self.runs(one, levels)]
+        if leader is not None and silent:
+            reason += f" that has a number ({', '.join(silent)}: none)"
         winner = leader
         if leader is not None and (doubt := self._doubt(leader, levels)):
             winner, reason = None, f"{reason}, {doubt}"
@@ -365,17 +378,21 @@ class Comparison:
     def _doubt(self, leader: str, levels: Levels) -> str:
         """Return why a method that is significantly better than every other one is not called the
         winner; empty where it is."""
+        metric = self.study.metric
+        if lost := self.without_number(metric, leader, levels):
+            return f"but in seed {', '.join(map(str, lost))} its {metric} is not a number"
+        numbered = self.means(metric, levels)
         tests = [
             one.test
-            for one in self.differences(self.study.metric, levels)
-            if leader in (one.a, one.b)
+            for one in self.differences(metric, levels)
+            if leader in (one.a, one.b) and {one.a, one.b} <= numbered.keys()
         ]
         fewest = min(test.n for test in tests)
         if fewest < MIN_SEEDS:
             return (
                 f"but no winner is named with fewer than {MIN_SEEDS} seeds: with {fewest}, so small a p "
                 "rests on normally distributed differences alone (Wilcoxon's cannot be below "
-                f"{2.0 ** (1 - fewest):.3g})"
+                f"{min(1.0, 2.0 ** (1 - fewest)):.3g})"
             )
         if self.has_learnt(leader, levels) is False:
             metric, guess = self._against_guess([leader], levels)

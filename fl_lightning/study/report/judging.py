@@ -10,6 +10,8 @@
   significantly greater and holds otherwise, which is absence of evidence and not evidence of
   absence. With a margin it holds when the one-sided 95 % bound of A - (1 + margin) B is not above
   0, which is evidence.
+- Where a run has no number of what is compared (a perplexity that is not finite, a target that was
+  never reached), nothing is decided by the seeds that are left: they are a choice by the outcome.
 - ``and`` and ``or`` follow Kleene's logic of three values. Each part keeps its own 95 %: an ``or``
   of k parts that are all false is held with a probability of up to k x 2.5 %.
 """
@@ -22,6 +24,7 @@ from dataclasses import dataclass, replace
 from math import isfinite, isnan, nan
 from typing import Literal, Protocol
 
+import numpy as np
 import pandas as pd
 
 from fl_lightning.study.plan.criteria import (
@@ -77,7 +80,10 @@ class Evidence(Protocol):
     """What the runs say, as far as a condition needs it."""
 
     def values(self, quantity: Quantity) -> pd.Series:
-        """Return a quantity by seed, for the seeds that have it."""
+        """Return a quantity by seed, for the seeds that have it; what is counted may be infinite."""
+
+    def without_number(self, quantity: Quantity) -> Sequence[int]:
+        """Return the seeds that have a run, and no number of a quantity."""
 
     def test(self, a: str, b: str) -> tuple[PairedTest, Sequence[int], bool]:
         """Return the test of A - B in the study's metric, its seeds, and whether higher is
@@ -96,11 +102,20 @@ def judge(condition: Condition, evidence: Evidence, interval: Interval = t_inter
     if isinstance(condition, (AllOf, AnyOf)):
         return _joined(condition, [judge(part, evidence, interval) for part in condition.parts])
     if isinstance(condition, NoIncrease):
-        return _judge_no_increase(condition, evidence, interval)
-    if condition.is_p:
+        found = _judge_no_increase(condition, evidence, interval)
+    elif condition.is_p:
         test, seeds, higher = evidence.test(*condition.quantities[0].labels)
-        return judge_p(condition, test, seeds, higher)
-    return _judge_inequality(condition, evidence, interval)
+        found = judge_p(condition, test, seeds, higher)
+    else:
+        found = _judge_inequality(condition, evidence, interval)
+    lost = {str(one): evidence.without_number(one) for one in condition.quantities}
+    told = [
+        f"no {name} in seed {', '.join(map(str, seeds))}" for name, seeds in lost.items() if seeds
+    ]
+    if not told:
+        return found
+    others = f"; without them it {found.decision}" if found.decision in ("holds", "fails") else ""
+    return replace(found, decision="undecided", reason=f"{' and '.join(told)}{others}")
 
 
 def _joined(condition: AllOf | AnyOf, judged: Sequence[Judgement]) -> Judgement:
@@ -144,15 +159,20 @@ def _judge_inequality(condition: Inequality, evidence: Evidence, interval: Inter
     columns, index, missing = _paired(condition.quantities, evidence)
     seeds = tuple(index.tolist())
     left, right = (_evaluated(side, columns, index) for side in (condition.left, condition.right))
-    differences = left - right
-    if not seeds or differences.isna().any():
+    if not seeds or left.isna().any() or right.isna().any():
         return Judgement.without_numbers(
             "undecided", "division by zero" if seeds else missing, seeds
         )
-    low, high = interval(differences.to_numpy())
+    differences = left - right
+    is_finite = np.isfinite(differences).all()
+    low, high = interval(differences.to_numpy()) if is_finite else (nan, nan)
     decision, reason = _decide(condition, left, right, low, high)
-    of_left, of_right, of_both = (mean_std(side)[0] for side in (left, right, differences))
+    of_left, of_right, of_both = map(_mean, (left, right, differences))
     return Judgement(decision, of_left, of_right, of_both, low, high, seeds, reason)
+
+
+def _mean(values: pd.Series) -> float:
+    return mean_std(values)[0] if np.isfinite(values).all() else float(values.mean())
 
 
 def _decide(

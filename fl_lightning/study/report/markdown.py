@@ -331,13 +331,11 @@ def _open(open_ones: Sequence[Difference], family: int, levels: Levels) -> str:
     where = f"At {level_key(levels)}, " if levels else ""
     written = open_ones[0].column
     needed = [f"{one.a} − {one.b}{_needed(one)}" for one in open_ones]
-    smallest = [one.test.detectable for one in open_ones]
-    bounds = dict.fromkeys(written.number(value) for value in (min(smallest), max(smallest)))
-    range_ = " to ".join(bounds) + written.unit
-    text = (
-        f"{len(open_ones)} of {family} differences are inside the noise: {', '.join(needed)}. Found with "
-        f"{POWER:.0%}: {range_}."
-    )
+    smallest = [one.test.detectable for one in open_ones if isfinite(one.test.detectable)]
+    text = f"{len(open_ones)} of {family} differences are not decided: {', '.join(needed)}."
+    if smallest:
+        bounds = dict.fromkeys(written.number(value) for value in (min(smallest), max(smallest)))
+        text += f" Found with {POWER:.0%}: {' to '.join(bounds)}{written.unit}."
     return where + text if where else text
 
 

@@ -50,15 +50,18 @@ def unequal_seeds(comparison: Comparison) -> Iterator[str]:
 def missing_seeds(comparison: Comparison) -> str:
     """Return which methods lack seeds that others have at the same combination of levels; empty
     where none does."""
-    missing: dict[str, set[int]] = {}
+    missing: dict[tuple[str, str], set[int]] = {}
     for levels in comparison.levels:
         table = comparison.table(comparison.study.metric, levels).dropna(how="all")
         for label, column in table.items():
             if column.isna().any() and not column.isna().all():
-                missing.setdefault(str(label), set()).update(table.index[column.isna()])
+                runs = comparison.runs(str(label), levels)
+                for seed in table.index[column.isna()]:
+                    what = "no number" if seed in runs else "none"
+                    missing.setdefault((str(label), what), set()).add(seed)
     each = [
-        f"{label} has none of seed {', '.join(map(str, sorted(seeds)))}"
-        for label, seeds in missing.items()
+        f"{label} has {what} of seed {', '.join(map(str, sorted(seeds)))}"
+        for (label, what), seeds in missing.items()
     ]
     return f"Means and places are over each method's own seeds: {'; '.join(each)}." if each else ""
 

@@ -10,12 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pandas as pd
 
 from fl_lightning.config.near_names import nearest_or_list
 from fl_lightning.errors import InputError, require
 from fl_lightning.study.plan.criteria import Criterion, check_needs
-from fl_lightning.study.plan.quantities import ACCURACY, PRIMARY, Quantity, metric_of
+from fl_lightning.study.plan.quantities import (
+    ACCURACY,
+    PRIMARY,
+    TRANSFER,
+    Quantity,
+    metric_of,
+)
 from fl_lightning.study.plan.registration import level_key
 from fl_lightning.study.plan.study import Study
 from fl_lightning.study.report.comparison import Comparison, Levels
@@ -119,8 +126,13 @@ def _alone(judgement: Judgement) -> str:
 def _is_about(comparison: Comparison, criterion: Criterion, levels: Levels, where: Levels) -> bool:
     """Return whether a premise that was judged at ``where`` speaks of a criterion at ``levels``.
 
-    A drop is about both levels of the degradation, and about no other level of that axis.
+    A drop is about both levels of the degradation, and about no other level of that axis. A
+    criterion that names levels of an axis is about these.
     """
+    named = [{axis: level} for quantity in criterion.quantities for axis, level in quantity.at]
+    for axis in {*criterion.pinned} & {*where}:
+        if {axis: where[axis]} not in named:
+            return False
     shared = {axis for axis in where if axis in levels}
     if any(where[axis] != levels[axis] for axis in shared):
         return False
@@ -173,14 +185,39 @@ class RunEvidence:
         levels = {axis: given[axis] for axis in study.grid}
         if quantity.is_over_rounds:
             of_round, label = quantity.arguments
-            return comparison.over_rounds(quantity.name, of_round, label, levels)
+            found = comparison.over_rounds(quantity.name, of_round, label, levels)
+            return found if quantity.is_count else found[np.isfinite(found)]
         metric = metric_of(quantity.name, study.selection, study.task.primary) or quantity.metric
+        if metric is not None and quantity.is_count:
+            return comparison.counted(metric, quantity.labels[-1], levels)
         if metric is not None:
             return comparison.measured(metric, quantity.labels[-1], levels)
         if quantity.name == "drop":
             return comparison.drops(study.metric, quantity.labels[0], self.others)
         a, b = (comparison.values(study.metric, label, levels) for label in quantity.labels)
         return (a - b).dropna()
+
+    def without_number(self, quantity: Quantity) -> Sequence[int]:
+        comparison, study = self.comparison, self.comparison.study
+        if (
+            quantity.metric in TRANSFER.values()
+        ):  # what is left out of these is listed with its reason
+            return []
+        if quantity.name in ("gap", "p", "drop"):
+            given = {**self.levels, **dict(quantity.at)}
+            levels = [{axis: given[axis] for axis in study.grid}]
+            if quantity.name == "drop":
+                levels = [*comparison.stressed_and_clean(self.others)] if study.degradation else []
+            found = (
+                comparison.without_number(study.metric, label, one)
+                for label in quantity.labels
+                for one in levels
+            )
+            return sorted({seed for seeds in found for seed in seeds})
+        given = {**self.levels, **dict(quantity.at)}
+        runs = comparison.runs(quantity.labels[-1], {axis: given[axis] for axis in study.grid})
+        there = self.values(quantity).index
+        return [seed for seed in runs if seed not in there]
 
     def test(self, a: str, b: str) -> tuple[PairedTest, Sequence[int], bool]:
         metric = self.comparison.study.metric

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import fsum, isfinite, isnan, nan
+from math import fsum, inf, isnan, nan
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +93,7 @@ class FinishedRun:
             metric: a metric of the rounds, or two with ``OVER`` between them, divided round by
                 round.
 
-        It is NaN where no round has it, or one has it as NaN or an infinity.
+        It is NaN where no round has it, or one has it as NaN.
         """
         above, _, below = metric.partition(OVER)
         values = [
@@ -101,7 +101,7 @@ class FinishedRun:
             for row in self.record.history
             if above in row and (not below or below in row)
         ]
-        if not values or not all(map(isfinite, values)):
+        if not values or any(map(isnan, values)) or {inf, -inf} <= {*values}:
             return nan
         if aggregate == "last":
             return values[-1]

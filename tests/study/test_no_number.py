@@ -1,0 +1,105 @@
+"""Seeds whose runs have no number of what is compared are not left out in silence."""
+
+from __future__ import annotations
+
+from math import inf, nan
+from shutil import rmtree
+
+import numpy as np
+import pytest
+from compared import comparison_of
+from synthetic_runs import make_run, make_study
+
+from fl_lightning.study.report.unequal import missing_seeds
+from fl_lightning.study.report.verdicts import verdicts
+from fl_lightning.tasks import LanguageModelling
+
+SEEDS = range(7)
+NOISE = 0.01 * np.random.default_rng(0).normal(size=(3, len(SEEDS)))
+
+
+def three_runs(root, criteria, **rounds):
+    """A study of one method, with values of a metric of its rounds by seed."""
+    folder = make_study(root, {"A": dict.fromkeys((0, 1, 2), 0.8)}, criteria=criteria)
+    for seed in (0, 1, 2):
+        rmtree(folder / f"A-seed{seed}")
+        make_run(folder, "A", seed, 0.8, **{name: given[seed] for name, given in rounds.items()})
+
+
+def judged(root):
+    return {
+        one.criterion.text: (one.decision, one.judgements[0][1].reason)
+        for one in verdicts(comparison_of(root))
+    }
+
+
+def test_a_target_that_some_seeds_never_reach_is_not_judged_by_the_others(tmp_path):
+    a = dict(enumerate([1.0, 0.94, 0.98, 0.9, 0.3, 0.3, 0.3]))
+    b = {seed: 0.75 + NOISE[1, seed] for seed in SEEDS}
+    never = dict.fromkeys(SEEDS, 0.2)
+    criteria = ["rounds(A) <= rounds(B)", "megabytes(B) <= 1", "rounds(C) <= 20"]
+    rows = {"A": a, "B": b, "C": never}
+    make_study(tmp_path, rows, run={"rounds": 20}, target_accuracy=0.7, criteria=criteria)
+    assert judged(tmp_path) == {
+        criteria[0]: ("undecided", "no rounds(A) in seed 4, 5, 6; without them it holds"),
+        criteria[1]: ("holds", "the whole interval is <= 0"),
+        criteria[2]: ("undecided", "no rounds(C) in seed 0, 1, 2, 3, 4, 5, 6"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("loss", "decision", "reason"),
+    [
+        (1.0, "holds", "the whole interval is <= 0"),
+        (nan, "undecided", "no max(train/loss, A) in seed 2; without them it holds"),
+        (inf, "undecided", "no max(train/loss, A) in seed 2; without them it holds"),
+    ],
+)
+def test_a_round_without_a_number_is_one_of_its_seed(tmp_path, loss, decision, reason):
+    criterion = 'max("train/loss", A) <= 3'
+    three_runs(tmp_path, [criterion], **{"train/loss": [1.01, 0.98, loss]})
+    assert judged(tmp_path)[criterion] == (decision, reason)
+
+
+@pytest.mark.parametrize(
+    ("infinite", "decision"), [((), "holds"), ((1,), "undecided"), ((0, 1, 2), "fails")]
+)
+def test_an_infinite_epsilon_is_more_than_any_number(tmp_path, infinite, decision):
+    criteria = ['metric("privacy/epsilon", A) <= 8', 'max("privacy/epsilon", A) <= 8']
+    spent = [inf if seed in infinite else 7.0 for seed in (0, 1, 2)]
+    three_runs(tmp_path, criteria, **{"privacy/epsilon": spent})
+    found = judged(tmp_path)
+    count = 3 - len(infinite)
+    assert found[criteria[0]] == (decision, f"counted: true for {count} of 3 seeds")
+    if decision != "undecided":
+        assert found[criteria[1]] == found[criteria[0]]
+
+
+def test_a_method_that_has_no_number_in_some_seeds_is_no_winner(tmp_path):
+    a, b, c = (
+        {seed: 20 + far + NOISE[i, seed] for seed in SEEDS} for i, far in enumerate((-3, 0, 2))
+    )
+    criteria = ["p(A, B) < 0.05", "p(B, C) < 0.05", "gap(A, B) <= 0"]
+    keys = {"task": LanguageModelling(), "selection": "last", "criteria": criteria}
+    make_study(tmp_path / "all", {"A": a, "B": b, "C": c}, **keys)
+    assert comparison_of(tmp_path / "all").ranking({}).winner == "A"
+    make_study(tmp_path / "some", {"A": {**a, 2: inf, 5: nan}, "B": b, "C": c}, **keys)
+    found = comparison_of(tmp_path / "some")
+    ranking = found.ranking({})
+    assert (ranking.leader, ranking.winner) == ("A", None)
+    assert ranking.reason == (
+        "A is significantly better than every other method, "
+        "but in seed 2, 5 its final/perplexity is not a number"
+    )
+    assert missing_seeds(found).endswith("A has no number of seed 2, 5.")
+    assert judged(tmp_path / "some") == {
+        criteria[0]: ("undecided", "no p(A, B) in seed 2, 5; without them it holds"),
+        criteria[1]: ("holds", "significantly better; Holm over 3"),
+        criteria[2]: ("undecided", "no gap(A, B) in seed 2, 5; without them it holds"),
+    }
+    make_study(tmp_path / "none", {"A": a, "B": b, "C": dict.fromkeys(SEEDS, nan)}, **keys)
+    ranking = comparison_of(tmp_path / "none").ranking({})
+    assert ranking.winner == "A"
+    assert ranking.reason == (
+        "A is significantly better than every other method that has a number (C: none)"
+    )
