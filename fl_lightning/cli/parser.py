@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-import re
 import sys
 import warnings
 from argparse import ArgumentError
@@ -72,6 +71,7 @@ from fl_lightning.config.packaged import configs_folder, find_config, with_found
 from fl_lightning.data import FederatedData, FederatedImages
 from fl_lightning.errors import InputError, MisuseError
 from fl_lightning.methods import Method
+from fl_lightning.run.log import FirstRejection
 from fl_lightning.support.user_code import first_cause, is_bug_of_user
 from fl_lightning.trainer import FederatedTrainer
 
@@ -285,25 +285,13 @@ class _Stderr(logging.StreamHandler):
         super().emit(record)
 
 
-class _RejectionFilter(logging.Filter):
-    """A filter that shows the first record about a rejected upload, and counts all of them."""
-
-    count = 0
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if not re.search(r"upload of client .* rejected", str(record.msg)):
-            return True
-        self.count += 1
-        return self.count == 1
-
-
 @contextmanager
 def _log_to_stderr() -> Iterator[None]:
     """Return a context in which the log is shown, with the first rejected upload only.
 
     The summary of the run tells how many there were.
     """
-    log, rejections = logging.getLogger("fl_lightning"), _RejectionFilter()
+    log, rejections = logging.getLogger("fl_lightning"), FirstRejection()
     log.setLevel(logging.INFO)
     handler = next((handler for handler in log.handlers if isinstance(handler, _Stderr)), None)
     if handler is None:

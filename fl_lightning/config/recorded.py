@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.config.constraints import check_arguments, own_constraints
+from fl_lightning.config.near_names import nearest_or_list
 from fl_lightning.support.tensor_bytes import raw_bytes
 
 NOT_RECORDED = "not recorded: "
@@ -61,11 +62,16 @@ class Recorded:
 def _recording(cls: type, constructor: Callable[..., None]) -> Callable[..., None]:
     """Return the constructor with the addition that it checks and records its arguments."""
     signature = inspect.signature(constructor)
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
     # not before the module is read to its end, which defines what annotations name
     constraints = cache(lambda: own_constraints(cls))
 
     @wraps(constructor)
     def record(self: Any, *arguments: Any, **named: Any) -> None:
+        if unknown := [] if takes_any else [*named.keys() - signature.parameters.keys()]:
+            known = [one.name for one in _parameters(type(self))]
+            near = nearest_or_list(unknown[0], dict.fromkeys(known))
+            raise TypeError(f"{type(self).__name__} has no argument {unknown[0]!r}; write {near}")
         # a TypeError if they do not fit
         bound = signature.bind(self, *arguments, **named).arguments
         # the subclass's constructor is called first, and its arguments count

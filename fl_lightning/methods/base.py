@@ -40,7 +40,7 @@ from fl_lightning.compatibility import Feature, Run, adopt_former, check_run
 from fl_lightning.config.constraints import within
 from fl_lightning.config.recorded import Recorded
 from fl_lightning.data import FederatedData
-from fl_lightning.methods.lit_module import adopt, check_module, module_loss
+from fl_lightning.methods.lit_module import adopt, check_module, module_loss, own_copy
 from fl_lightning.methods.local_work import WithLocalWork
 from fl_lightning.methods.personal import FineTuning, WithPersonal
 from fl_lightning.methods.terms import Term, check_terms
@@ -187,7 +187,7 @@ class Method(Recorded, Emitter, SummingServer, WithLocalWork, WithPersonal, With
         self.unsent = UnsentBuffers(nn.Module())  # the trainer's: of the network that it has built
         self.has_received = False  # whether terms know what the client received
         # the user's own stays as it is, for another method or another run
-        self.module = deepcopy(module)
+        self.module = own_copy(module)
         # each run trains a copy; in a tuple it is no part of this module
         self.untrained = (self.module,)
         check_run(Run(self))

@@ -24,6 +24,7 @@ from fl_lightning.errors import InputError, MisuseError, require
 from fl_lightning.methods.module_steps import EPOCH_HOOKS, NoTrainer, call_step, try_steps
 from fl_lightning.metrics.states import clear, parts_of
 from fl_lightning.models.checks import check_outputs
+from fl_lightning.models.recipe import innermost
 from fl_lightning.models.tensors import constant_buffers
 
 log = logging.getLogger("fl_lightning")
@@ -64,6 +65,22 @@ class Host(Protocol):
     network_spec: Any
     optimizer_spec: Any
     adapters: Any
+
+
+def own_copy(module: LightningModule | None) -> LightningModule | None:
+    """Return a copy of what a user gives a method.
+
+    Raises:
+        InputError: it is no LightningModule, such as its class.
+    """
+    if module is not None and not isinstance(module, LightningModule):
+        name = getattr(innermost(module), "__name__", type(module).__name__)
+        raise InputError(
+            f"module={name}",
+            "it is a LightningModule that is built, and each run trains a copy",
+            f"write module={name}(...)",
+        )
+    return deepcopy(module)
 
 
 def check_module(method: Host, module: LightningModule) -> None:

@@ -11,12 +11,13 @@ from inspect import Parameter, signature
 from typing import Any, Literal, get_args
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import nn
 
 from fl_lightning.config.constraints import Constraint
 from fl_lightning.config.import_gate import check_import
 from fl_lightning.config.packaged import HF_PREFIX
-from fl_lightning.errors import InputError, as_bad_input
+from fl_lightning.errors import InputError, as_bad_input, require
 from fl_lightning.models.channels_last import lay_out
 from fl_lightning.models.checks import check_maker, check_outputs, error_text, name_of
 from fl_lightning.models.first_inputs import FirstInputs
@@ -173,10 +174,11 @@ def _make(
     classifies_text: bool,
 ) -> nn.Module:
     if isinstance(network, nn.Module):
+        is_module = isinstance(network, LightningModule)
         raise InputError(
             f"network={type(network).__name__}(...)",
             "it is already built, but clients need new weights",
-            "write its class",
+            "write module= in place of network=" if is_module else "write its class",
         )
     if not isinstance(network, str):
         return _call_maker(network, network, num_classes, example_shape)
@@ -229,6 +231,14 @@ def _call_maker(
     too.
     """
     check_maker(make, given)
+    made_by_class = innermost(make)
+    if isinstance(made_by_class, type) and issubclass(made_by_class, LightningModule):
+        require(
+            made_by_class.training_step is LightningModule.training_step,
+            f"network={name_of(given)}",
+            "it is a LightningModule, and its training_step would not be called",
+            f"write --model.module {name_of(given)}, or module={made_by_class.__name__}(...) in Python",
+        )
     parameters = _parameters(make).values()
     named = any(p.name == "num_classes" or p.kind is p.VAR_KEYWORD for p in parameters)
     shape = (

@@ -4,6 +4,7 @@ ended it."""
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import time
 from logging.handlers import MemoryHandler
@@ -24,21 +25,23 @@ class RunLog:
     ``run.log``.
 
     The records are kept in memory until :meth:`write_to` names the run directory. Where nobody has
-    set up logging, as in a notebook, errors go to stderr too: Python would write them there by
-    itself, were it not for the handler of the file.
+    set up logging, as in a script or a notebook, warnings and errors go to stderr too: Python would
+    write them there by itself, were it not for the handler of the file. Of uploads that are
+    rejected only the first is shown there.
     """
 
     def __init__(self) -> None:
         self.path: Path | None = None
         self._handler: logging.Handler = logging.NullHandler()
-        self._errors: logging.Handler = logging.NullHandler()
+        self._shown: logging.Handler = logging.NullHandler()
 
     def __enter__(self) -> RunLog:
         self.path = None
         if not log.hasHandlers():
-            self._errors = logging.StreamHandler()
-            self._errors.setLevel(logging.ERROR)
-            log.addHandler(self._errors)
+            self._shown = logging.StreamHandler()
+            self._shown.setLevel(logging.WARNING)
+            self._shown.addFilter(FirstRejection())
+            log.addHandler(self._shown)
         self._use(MemoryHandler(MAX_BUFFERED, flushLevel=sys.maxsize, flushOnClose=False))
         return self
 
@@ -48,7 +51,7 @@ class RunLog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for handler in (self._handler, self._errors):
+        for handler in (self._handler, self._shown):
             log.removeHandler(handler)
             handler.close()
 
@@ -84,6 +87,18 @@ class RunLog:
         self._handler.close()
         self._handler = handler
         log.addHandler(handler)
+
+
+class FirstRejection(logging.Filter):
+    """A filter that shows the first record about a rejected upload, and counts all of them."""
+
+    count = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not re.search(r"upload of client .* rejected", str(record.msg)):
+            return True
+        self.count += 1
+        return self.count == 1
 
 
 class _FileHandler(logging.StreamHandler):

@@ -13,7 +13,8 @@ from fl_lightning.config.settings import changed_settings, config_of, flatten, i
 from fl_lightning.distributed import collectives
 from fl_lightning.errors import InputError, require
 from fl_lightning.federation import Federation
-from fl_lightning.models.tensors import constants_of, other_constants, sha256_of_parameters
+from fl_lightning.models.constants import constants_of, other_constants
+from fl_lightning.models.tensors import sha256_of_parameters
 from fl_lightning.run.checkpoint import CheckpointError
 from fl_lightning.run.directory import RunName, free_name, numbered
 from fl_lightning.run.paths import checkpoints_in, run_and_checkpoints

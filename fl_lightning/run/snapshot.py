@@ -18,7 +18,7 @@ from fl_lightning.config.settings import flatten
 from fl_lightning.errors import InputError
 from fl_lightning.federation import Federation
 from fl_lightning.hooks import RoundRecord
-from fl_lightning.models.tensors import is_pairs
+from fl_lightning.models.constants import is_pairs
 from fl_lightning.run.checkpoint import CheckpointError, load_checkpoint
 from fl_lightning.run.clients import ClientValues, from_json, is_json_of, keep
 from fl_lightning.run.directory import RunDirectory, checkpoint_name

@@ -21,6 +21,7 @@ from toy import ready, run, sgd
 
 from fl_lightning import methods, rng
 from fl_lightning.__main__ import main
+from fl_lightning.conformance.toy import images
 from fl_lightning.errors import InputError, MisuseError
 from fl_lightning.hooks import Meter
 from fl_lightning.methods import FedAvg, FedMPQ, Method
@@ -301,6 +302,21 @@ def test_what_cannot_work_is_said_before_anything_is_made(make, says, tmp_path):
         run(make(), ready(), tmp_path / "runs", max_rounds=1)
     assert str(caught.value).count(";") >= 2
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"module": Lit}, r"module=Lit; it is a LightningModule that is built.*write module=Lit"),
+        ({"module": partial(Lit, 4)}, r"module=Lit; it is a LightningModule that is built"),
+        ({"network": Lit}, "its training_step would not be called; write --model.module"),
+        ({"network": partial(Lit, width=3)}, "its training_step would not be called"),
+        ({"network": Lit()}, "it is already built.*; write module= in place of network="),
+    ],
+)
+def test_a_module_is_given_built_and_as_a_module(settings, says, tmp_path):
+    with pytest.raises(InputError, match=says):
+        run(FedAvg(**settings), images(), tmp_path, max_rounds=1)
 
 
 class Teacher(Lit):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -10,11 +12,14 @@ from lightning import LightningDataModule
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader
+from torchmetrics.classification import MulticlassF1Score
 from toy import ready, sgd
 
-from fl_lightning.conformance.toy import trainer_in
+from callbacks import StragglerDropout
+from fl_lightning.conformance.toy import images, trainer_in
 from fl_lightning.errors import InputError, MisuseError
 from fl_lightning.methods import FedAvg, FedProx
+from fl_lightning.trainer import FederatedTrainer
 
 
 class NoBase(FedAvg):
@@ -79,3 +84,24 @@ def test_numbers_of_numpy_are_numbers(tmp_path):
     )
     settings = yaml.safe_load((trainer.run_dir / "config.yaml").read_text())
     assert (settings["seed_everything"], settings["model"]["init_args"]["mu"]) == (1, 0.1)
+
+
+def test_one_callback_and_one_metric_need_no_list(tmp_path):
+    few = images(metrics=MulticlassF1Score)
+    trainer = trainer_in(tmp_path, max_rounds=1, callbacks=StragglerDropout(probability=0.5))
+    trainer.fit(FedAvg(network="small_cnn", optimizer=sgd(0.05)), few, seed=0)
+    assert "test/f1_score" in trainer.history
+    settings = yaml.safe_load((trainer.run_dir / "config.yaml").read_text())
+    assert settings["trainer"]["callbacks"][0]["class_path"] == "callbacks.StragglerDropout"
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (partial(FederatedTrainer, max_epochs=3), "FederatedTrainer has no argument 'max_epochs'"),
+        (partial(FedProx, mue=0.1), "FedProx has no argument 'mue'; write mu"),
+    ],
+)
+def test_an_argument_that_there_is_not_is_told_its_nearest(make, said):
+    with pytest.raises(TypeError, match=said):
+        make()

@@ -143,17 +143,21 @@ def test_a_trainer_says_where_its_run_is(trainer: FederatedTrainer, tmp_path: Pa
     assert list(new.figures) == []
 
 
-def test_errors_are_shown_where_nobody_has_set_up_logging(capsys, monkeypatch) -> None:
-    """The file's handler would otherwise be the only one, and Python shows errors where there is
-    none."""
+def test_warnings_are_shown_where_nobody_has_set_up_logging(capsys, monkeypatch) -> None:
+    """The file's handler would otherwise be the only one, and Python shows warnings where there is
+    none; of rejected uploads one is enough."""
     log = logging.getLogger("fl_lightning")
     monkeypatch.setattr(log, "propagate", False)  # pytest's own handlers are at the root
     monkeypatch.setattr(log, "handlers", [])
     for _ in range(2):
         with RunLog():
+            log.info("a remark")
             log.warning("a warning")
+            for client in range(3):
+                log.warning("round %d: upload of client %d rejected", 1, client)
             log.error("stopped")
-        assert capsys.readouterr().err == "stopped\n"
+        shown = "a warning\nround 1: upload of client 0 rejected\nstopped\n"
+        assert capsys.readouterr().err == shown
         assert log.handlers == []
     shown = logging.StreamHandler()
     log.addHandler(shown)

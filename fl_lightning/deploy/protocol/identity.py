@@ -13,12 +13,8 @@ from fl_lightning.data import FederatedData
 from fl_lightning.deploy.protocol.messages import printable
 from fl_lightning.deploy.protocol.private import terms_of
 from fl_lightning.federation import Federation
-from fl_lightning.models.tensors import (
-    constants_of,
-    is_pairs,
-    other_constants,
-    sha256_of_parameters,
-)
+from fl_lightning.models.constants import constants_of, is_pairs, other_constants
+from fl_lightning.models.tensors import sha256_of_parameters
 
 NAMES = {
     "version": "version of fl_lightning",

@@ -1,0 +1,51 @@
+"""What a network has beside weights: the same in every run of a configuration, or it is another
+network."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TypeGuard
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+
+def constants_of(module: nn.Module, without: Collection[str]) -> dict[str, list[float]]:
+    """Return two numbers of each tensor of a module that is no parameter and in no message, by its
+    name: buffers of integers, buffers that no ``state_dict`` has, and tensors that are attributes.
+
+    They are the norm and a sum with fixed weights, so that what another processor rounds otherwise
+    is told from what was drawn anew: :func:`other_constants`.
+
+    Args:
+        without: names of tensors in messages.
+    """
+    found = dict(module.named_buffers())
+    for prefix, one in module.named_modules():
+        owned = {name: value for name, value in vars(one).items() if isinstance(value, Tensor)}
+        found |= {f"{prefix}.{name}".lstrip("."): value for name, value in owned.items()}
+    return {
+        name: [float(values.norm()), float(values @ torch.arange(len(values)).double().cos())]
+        for name, tensor in found.items()
+        if name not in without and not tensor.is_meta and not tensor.is_complex()
+        for values in [tensor.detach().cpu().double().flatten().nan_to_num(0.0, 1e4, -1e4)]
+    }
+
+
+def is_pairs(found: object) -> TypeGuard[dict[str, list[float]]]:
+    """Return whether ``found`` may be of :func:`constants_of`."""
+    return isinstance(found, dict) and all(
+        isinstance(pair, list) and [*map(type, pair)] == [float, float] for pair in found.values()
+    )
+
+
+def other_constants(
+    saved: Mapping[str, Sequence[float]], found: Mapping[str, Sequence[float]]
+) -> list[str]:
+    """Return the names of tensors in both whose numbers differ by more than roundings."""
+    return [
+        name
+        for name, (norm, total) in saved.items()
+        if name in found and not np.allclose(found[name], (norm, total), rtol=0, atol=1e-6 * norm)
+    ]
