@@ -169,7 +169,7 @@ class FederatedTrainer(RunViews):
         for name, text in (("experiment", experiment), ("run_name", run_name or "x")):
             check_name(text, f"--trainer.{name} {text!r}")
         self.parts = RoundParts.of(secure_sum, privacy, clock, rounds, topology, sampler)
-        self.callbacks = self.parts.around(callbacks)
+        self.callbacks = self.parts.around(callbacks or [])
         check_signatures(self.callbacks)
         self.fabric = make_fabric(
             accelerator,

@@ -13,7 +13,7 @@ different arguments. A value that cannot be described becomes a text that begins
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache, partial, wraps
 from hashlib import sha256
@@ -60,9 +60,11 @@ class Recorded:
 
 
 def _recording(cls: type, constructor: Callable[..., None]) -> Callable[..., None]:
-    """Return the constructor with the addition that it checks and records its arguments."""
+    """Return the constructor with the addition that it checks and records its arguments, and takes
+    one value for a list."""
     signature = inspect.signature(constructor)
     takes_any = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
+    lists = [name for name, one in signature.parameters.items() if _is_list(one.annotation)]
     # not before the module is read to its end, which defines what annotations name
     constraints = cache(lambda: own_constraints(cls))
 
@@ -73,14 +75,22 @@ def _recording(cls: type, constructor: Callable[..., None]) -> Callable[..., Non
             near = nearest_or_list(unknown[0], dict.fromkeys(known))
             raise TypeError(f"{type(self).__name__} has no argument {unknown[0]!r}; write {near}")
         # a TypeError if they do not fit
-        bound = signature.bind(self, *arguments, **named).arguments
+        given = signature.bind(self, *arguments, **named)
+        bound = given.arguments
+        for name in lists:
+            if bound.get(name) is not None and not isinstance(bound[name], Iterable):
+                bound[name] = [bound[name]]
         # the subclass's constructor is called first, and its arguments count
         if self not in _ARGUMENTS:
             _ARGUMENTS[self] = dict(list(bound.items())[1:])
         check_arguments(type(self), constraints(), bound)
-        constructor(self, *arguments, **named)
+        constructor(*given.args, **given.kwargs)
 
     return record
+
+
+def _is_list(annotation: Any) -> bool:
+    return str(annotation).startswith("list[")
 
 
 def settings_of_run(

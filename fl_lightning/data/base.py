@@ -123,8 +123,7 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
         self.dataset, self.num_clients, self.partition = dataset, num_clients, partition
         self.batch_size, self.val_fraction = batch_size, val_fraction
         self.public_examples, self.public_dataset = public_examples, public_dataset
-        self.metrics = [metrics] if callable(metrics) else metrics or []
-        self.primary = primary
+        self.metrics, self.primary = metrics or [], primary
         self.public = np.empty(0, np.int64)
         self._public_moved = None
         self.seed = 0

@@ -79,11 +79,11 @@ class RoundParts:
         """What ends a run by what it has spent, one that only tries a configuration out too."""
         return [] if self.privacy is None else [self.privacy]
 
-    def around(self, callbacks: Sequence[Callback] | Callback | None) -> list[Callback]:
-        """Return the callbacks of a run: those of the parts before and after these, or this one."""
+    def around(self, callbacks: Sequence[Callback]) -> list[Callback]:
+        """Return the callbacks of a run: those of the parts before and after these."""
         return [
             *self.budgets,
-            *([callbacks] if isinstance(callbacks, Callback) else callbacks or []),
+            *callbacks,
             *([NamedClients()] if self.masks else []),
             *([self.timing] if self.timing else []),
             *self.topology.meters(),
