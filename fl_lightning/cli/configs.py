@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import zip_longest
@@ -147,12 +148,20 @@ def with_config_of_run(command: str, args: list[str]) -> list[str]:
             "it is neither a run directory nor a checkpoint in one",
             "write the directory that holds config.yaml",
         )
-    if "code_sha256:" in (run / "config.yaml").read_text(errors="replace"):
-        call = "export_model(trainer, FOLDER)" if command == "export" else "trainer.test"
+    text = (run / "config.yaml").read_text(errors="replace")
+    call = "export_model(trainer, FOLDER)" if command == "export" else "trainer.test"
+    if "code_sha256:" in text:
         raise InputError(
             f"{command} of {run}",
             "its configuration has a function that no file can name, such as a lambda",
             f"call {call} in the script that trained it",
+        )
+    if unknown := re.search(r"(\w+): ['\"]?not recorded: ([\w.]+)", text):
+        raise InputError(
+            f"{command} of {run}",
+            f"its {unknown[1]} was an object whose arguments are not known ({unknown[2]})",
+            f"call {call} in the script that trained it, or save_hyperparameters() in that class "
+            "before a run",
         )
     return ["--config", str(run / "config.yaml"), *args]
 

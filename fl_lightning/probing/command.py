@@ -7,7 +7,9 @@ import logging
 import os
 import platform
 from collections.abc import Callable, Mapping
+from inspect import signature
 from pathlib import Path
+from pydoc import locate
 from typing import Any
 
 import torch
@@ -180,16 +182,18 @@ def load_model(
         InputError: it was trained with other data, another method or another seed, and
             ``allow_changed`` is false.
     """
-    saved = checkpoint.progress
-    changed = changed_settings(relevant_settings(saved["config"]), relevant_settings(settings))
-    changed = changed or changed_identity(saved, identity_of(fed))
+    saved, asked = checkpoint.progress, relevant_settings(settings)
+    changed = changed_settings(_written_out(relevant_settings(saved["config"]), asked), asked)
+    instead = "leave out --config, which then is the run's own, use the version that trained it,"
+    if not changed:
+        changed = changed_identity(saved, identity_of(fed))
+        instead = "give the data and the network of then, as the script that trained it has them,"
     if changed and not allow_changed:
         more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
         raise InputError(
             f"--ckpt_path {checkpoint.path}",
             f"it was trained with another configuration ({', '.join(changed[:4])}{more})",
-            "leave out --config, which then is the run's own, use the version that trained it, "
-            "or write --trainer.allow_changed true",
+            f"{instead} or write --trainer.allow_changed true",
         )
     if changed:
         log.warning("testing with a changed configuration: %s", ", ".join(changed))
@@ -231,6 +235,21 @@ def relevant_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: value for key, value in flatten(settings).items() if is_under(key, RELEVANT_SETTINGS)
     }
+
+
+def _written_out(before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with each class that was given by itself as a configuration file has it: with
+    its defaults."""
+    found = dict(before)
+    for key, path in before.items():
+        if key in asked or asked.get(f"{key}.class_path") != path or not isinstance(path, str):
+            continue
+        parameters = signature(locate(path)).parameters.values()  # type: ignore[arg-type]
+        defaults = {f"{key}.init_args.{one.name}": one.default for one in parameters}
+        del found[key]
+        found |= {f"{key}.class_path": path}
+        found |= {one: value for one, value in flatten(defaults).items() if one in asked}
+    return found
 
 
 def _entries_until(run: RunDirectory, round: int) -> list[LedgerEntry]:
