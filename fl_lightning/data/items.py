@@ -397,7 +397,7 @@ def _class_names(items: Items) -> list[Any]:
             whole,
             f"{items.place}, item {number}",
             f"a class is a whole number or a text, and this is a {type(value).__name__}",
-            "write task: regression, or name another target",
+            "write task: regression, name another target, or give a Task of yours to a FederatedData",
         )
     return found
 

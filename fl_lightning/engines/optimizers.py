@@ -75,9 +75,11 @@ def check_schedule(method: Method, rounds: int) -> None:
         if round == 1 and method.scheduler_spec is None:
             raise
         raise InputError(
-            "--model.scheduler",
+            "the schedule of configure_optimizers"
+            if method.scheduler_spec is None
+            else "--model.scheduler",
             f"it cannot be played to round {round} of {rounds} ({error})",
-            "correct that argument",
+            "correct it; it goes by rounds",
         ) from error
     finally:
         method.round = before
@@ -102,7 +104,9 @@ def check_optimizer(method: Method, rounds: int = 1) -> None:
             given = f"--model.optimizer.{name} {value}"
             raise InputError(given, "the optimiser refuses it", "write another value") from error
         raise InputError(
-            "--model.optimizer", f"it cannot be built ({error})", "correct that argument"
+            "--model.optimizer",
+            f"it cannot be built ({error})",
+            "correct that argument; in Python write optimizer=partial(torch.optim.SGD, lr=0.05)",
         ) from error
     for rate in (group["lr"] for group in optimizer.param_groups if "lr" in group):
         require(
