@@ -499,6 +499,9 @@ def _check(file: SpecFile, study: Study) -> None:
         not (study.published and study.until), "until with published", rule, "leave one of them out"
     )
     if study.until is not None:
+        rule = f"a study has at most {MAX_CELLS} cells"
+        given = f"until: max_seeds: {study.until.max_seeds}"
+        file.require(study.until.max_seeds <= MAX_CELLS, given, rule, "write fewer seeds")
         check_rule(study.until, study.seeds, study.criteria, f"{file.path}: ")
     if isinstance(study.tuned, TunedByLevel):
         check_levels(file, study.tuned, study)
