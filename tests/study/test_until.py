@@ -272,7 +272,11 @@ def test_a_study_that_cannot_be_decided_so_is_refused(tmp_path):
 
     for old, new, said in [
         ("max_seeds: 20", "max_seeds: 2", "max_seeds 2.*lists 3 seeds.*write 3 or more"),
-        ("max_seeds: 20", "max_seeds: 1000000000", "max_seeds: 1000000000; a study has at most 10000"),
+        (
+            "max_seeds: 20",
+            "max_seeds: 1000000000",
+            "max_seeds: 1000000000; a study has at most 10000",
+        ),
         ("{{max_seeds: 20}}", "bored", "until: 'bored'.*it is decided, or a mapping"),
         ("max_seeds: 20", "max_hours: 0", "until.max_hours: 0.*above 0"),
         ("max_seeds: 20", "max_sed: 2", "until.max_sed.*write until.max_seeds"),
