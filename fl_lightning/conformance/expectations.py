@@ -177,8 +177,9 @@ def likely_cause(run: QuadraticRun) -> str:
                 f"it has gone {share:.0%} of the way: a step of the server is too short, or shrinks"
             )
         if abs(share - 1) <= NEAR:
+            off = float((end - expected).abs().max())
             return (
-                f"it is off by {abs(share - 1):.2%} of the way: it nears the optimum more slowly than "
+                f"it is off by {off:.1e}: it nears the optimum more slowly than "
                 f"FedAvg, or swings about it{UNLESS_FEDDYN}; if that is rounding, give its size by --noise"
             )
         return f"it has gone {share:.0%} of the way: a step of the server is too long, or has the wrong sign"

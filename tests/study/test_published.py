@@ -15,6 +15,7 @@ from published import CONFIG, publish
 from refusals import refused
 from synthetic_runs import make_study
 
+from fl_lightning.errors import InputError
 from fl_lightning.study.plan.published import PublishedStudy, find_published
 from fl_lightning.study.plan.study import Study
 from fl_lightning.study.report.compare import compare
@@ -191,6 +192,22 @@ def test_a_published_run_of_another_protocol_than_its_level_is_left_out_and_list
     report = report_of(tmp_path / "out")
     assert [one["name"] for one in report["not_counted"]] == ["B-noise=on-seed1"]
     assert report["levels"][0]["methods"]["B"]["seeds"] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda lines: [*lines, lines[-1]], "2 lines of"),
+        (lambda lines: [line.replace(",A,", ",Z,") for line in lines], "A, Z is not in both"),
+    ],
+)
+def test_a_table_that_is_not_of_its_report_is_refused(change, said, tmp_path):
+    published = publish(tmp_path, THEIRS, **AXIS)
+    table = published / "runs.csv"
+    table.write_text("".join(change(table.read_text().splitlines(keepends=True))))
+    own_study(tmp_path, published)
+    with pytest.raises(InputError, match=f"it is not the table of its report .{said}"):
+        compare("mine", tmp_path / "out", tmp_path / "runs")
 
 
 @pytest.mark.parametrize("name", ["exp1_embedded", "vemoe_protected"])

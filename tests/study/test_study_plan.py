@@ -451,6 +451,10 @@ seed: 9
             "space_of",
         ),
         (text.replace("[1, 2]", "[[1]]"), "space_of.B.model.alpha"),
+        (
+            text.replace("{low: 0.1, high: 1.0}", "[0.1, 1.0]").replace("trials: 2", "trials: 3"),
+            "trials: 3; A has 2 combinations of values; every method has as many trials; write trials: 2",
+        ),
     ):
         with pytest.raises(InputError, match=said):
             Search.read(write(wrong))

@@ -202,6 +202,8 @@ def test_a_level_has_a_record_of_its_own(tmp_path):
     study = STUDY.replace("tuned: tuned/small.yaml", by_level.replace("{", "{{").replace("}", "}}"))
     for level, trials in (("few", 3), ("many", 4)):
         search = SEARCH.replace("trials: 6", f"trials: {trials}") + f"record: tuned/{level}.yaml\n"
+        if level == "many":
+            search = search.replace("num_clients: 4", "num_clients: 9")
         write(tmp_path, study, search)
         (tmp_path / f"{level}.yaml").write_text(search)
         tune(tmp_path)
@@ -239,6 +241,11 @@ def test_a_level_has_a_record_of_its_own(tmp_path):
         ("few: tuned/few.yaml, ", "", "tuned.clients: few; each level of clients has a record"),
         ("tuned: {{clients", "tuned: {{skew", "tuned: skew"),
         ("High: {{}}", "High: {{grid: false}}", "methods.High: grid: false"),
+        (
+            "many: tuned/many",
+            "many: tuned/few",
+            "many: its trials have data.num_clients of another",
+        ),
     ):
         write(tmp_path, study.replace(old, new))
         with pytest.raises(InputError, match=f"(?s){said}"):
@@ -258,6 +265,10 @@ def test_numbers_of_unknown_origin_are_refused(tmp_path):
     refused(
         "Third; the record has no such method; run tune again",
         STUDY.replace("High: {{}}", "High: {{}}\n  Third: {{}}"),
+    )
+    refused(
+        "whose trials have seed 7 of the study; its settings would be chosen on what",
+        STUDY.replace("seeds: [0, 1]", "seeds: [7]"),
     )
     refused(
         "Low; the method was changed in the study after it was tuned",

@@ -350,6 +350,13 @@ def _search_of_study(
         )
         for label, method in study.methods.items()
     )
+    fewest = min(parts, key=lambda part: part.wanted)
+    few, rule = (
+        f"trials: {given.trials}; {fewest.label} has {fewest.wanted} combinations of values",
+        "every method has as many trials",
+    )
+    instead = f"write trials: {fewest.wanted}, or more values"
+    file.require(len({part.wanted for part in parts}) == 1, few, rule, instead)
     return Search(
         study=name,
         configs=configs,

@@ -489,7 +489,8 @@ def _check(file: SpecFile, study: Study) -> None:
         _check_degradation(file, study.degradation, study.grid)
     taken = {*study.methods}
     for published in study.published:
-        twice = next((label for label in published.labels if label in taken), "")
+        lower = {label.lower() for label in taken}
+        twice = next((label for label in published.labels if label.lower() in lower), "")
         given, rule = f"methods: {twice}", f"a method of that name is published in {published.name}"
         file.require(not twice, given, rule, f"write {twice} here, or another name")
         published.check(f"{file.path}: ", study.seeds, study.combinations(), study.selection)
@@ -509,7 +510,7 @@ def _check(file: SpecFile, study: Study) -> None:
         hashes = {
             label: method_hash(one.configs, one.settings) for label, one in study.methods.items()
         }
-        study.tuned.check(f"{file.path}: ", hashes)
+        study.tuned.check(f"{file.path}: ", hashes, study.seeds)
     rule, instead = (
         "each is compared with it, and clients hold other examples in a control",
         "leave it out",

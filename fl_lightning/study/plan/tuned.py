@@ -26,9 +26,10 @@ from fl_lightning.study.plan.spec_file import SpecFile
 from fl_lightning.support.redaction import redact_settings
 
 HEAD = """\
-# What `tune` chose for each method of a study, by validation alone; the test set chose nothing. Made by
+# What `tune` chose for each method of a study, by {metric}; the test set chose nothing. Made by
 #   python -m fl_lightning tune --config {search}
-# A study reads it by `tuned:` and refuses it when the search or a method has changed since. Not to be edited.
+# A study reads it by `tuned:` and refuses it when the search, or the method's entry in the study, has
+# changed since. Not to be edited.
 """
 
 
@@ -130,21 +131,30 @@ class TunedRecord:
         text = yaml.safe_dump(
             redact_settings(self.document()), sort_keys=False, allow_unicode=True, width=110
         )
-        return HEAD.format(search=self.search) + text
+        return HEAD.format(search=self.search, metric=self.metric) + text
 
-    def check(self, where: str, methods: Mapping[str, str]) -> None:
+    def check(self, where: str, methods: Mapping[str, str], seeds: Sequence[int]) -> None:
         """Check that the record is about these methods as they are now, and of the search as it is
         now.
 
         Args:
             where: the beginning of a message.
             methods: label -> the hash of its entry.
+            seeds: those of the study.
 
         Raises:
-            InputError: a method is missing, or one or the search was changed.
+            InputError: a method is missing, one or the search was changed, or the search had a seed
+                of the study.
         """
         again = "run tune again, or leave 'tuned' out"
         given = f"{where}tuned{f': {self.path}' if self.path else ''}"
+        rule = "its settings would be chosen on what they are judged by"
+        require(
+            self.seed not in seeds,
+            f"{given}, whose trials have seed {self.seed} of the study",
+            rule,
+            f"leave seed {self.seed} out, or tune with another one",
+        )
         missing = [label for label in methods if label not in self.chosen]
         require(
             not missing, f"{given}; {', '.join(missing)}", "the record has no such method", again
@@ -186,10 +196,10 @@ class TunedByLevel:
         """Return the records as they are written in a study file."""
         return {self.axis: {level: record.document() for level, record in self.records.items()}}
 
-    def check(self, where: str, methods: Mapping[str, str]) -> None:
+    def check(self, where: str, methods: Mapping[str, str], seeds: Sequence[int]) -> None:
         """Check every record, as :meth:`TunedRecord.check` does."""
         for record in self.records.values():
-            record.check(where, methods)
+            record.check(where, methods, seeds)
 
 
 Tuned = TunedRecord | TunedByLevel
@@ -216,6 +226,13 @@ def check_levels(file: SpecFile, tuned: TunedByLevel, study: Any) -> None:
     missing = ", ".join([*({*levels} ^ {*tuned.records})])
     rule = f"each level of {tuned.axis} has a record, and no other: {', '.join(levels)}"
     file.require(not missing, f"tuned.{tuned.axis}: {missing}", rule, "name a record for each")
+    for level, record in tuned.records.items():
+        of_level = study.grid[tuned.axis][level].settings
+        other = [
+            key for key in of_level if record.settings.get(key, of_level[key]) != of_level[key]
+        ]
+        given = f"tuned.{tuned.axis}.{level}: its trials have {', '.join(other)} of another level"
+        file.require(not other, given, f"a record is of its level of {tuned.axis}", "exchange them")
     outside = next((label for label, one in study.methods.items() if not one.in_grid), "")
     rule = "its runs have no level of the grid, and settings are tuned for each"
     file.require(

@@ -4,6 +4,7 @@ they cannot be paired with those of the study."""
 from __future__ import annotations
 
 import csv
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -186,6 +187,13 @@ def published_rows(published: PublishedStudy) -> list[dict[str, str]]:
             raise ValueError(f"each line needs {', '.join(sorted(needed))}")
         for row in rows:
             _numbers(row, needed)  # before anything is trained that cannot be compared
+        axes = published.levels[0]["levels"]
+        cells = Counter((row["method"], row["seed"], *map(row.get, axes)) for row in rows)
+        (cell, count), *_ = cells.most_common(1)
+        if count > 1:
+            raise ValueError(f"{count} lines of {cell[0]}, seed {cell[1]}")
+        if other := {row["method"] for row in rows} ^ {*published.labels}:
+            raise ValueError(f"{', '.join(sorted(other))} is not in both")
         return rows
 
 
