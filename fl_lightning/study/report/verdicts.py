@@ -199,10 +199,8 @@ class RunEvidence:
 
     def without_number(self, quantity: Quantity) -> Sequence[int]:
         comparison, study = self.comparison, self.comparison.study
-        if (
-            quantity.metric in TRANSFER.values()
-        ):  # what is left out of these is listed with its reason
-            return []
+        if quantity.metric in TRANSFER.values():
+            return []  # what is left out of these is listed with its reason
         if quantity.name in ("gap", "p", "drop"):
             given = {**self.levels, **dict(quantity.at)}
             levels = [{axis: given[axis] for axis in study.grid}]
