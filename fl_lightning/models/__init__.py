@@ -231,19 +231,17 @@ def _call_maker(
     too.
     """
     check_maker(make, given)
-    made_by_class = innermost(make)
-    if isinstance(made_by_class, type) and issubclass(made_by_class, LightningModule):
+    maker = innermost(make)
+    if isinstance(maker, type) and issubclass(maker, LightningModule):
         require(
-            made_by_class.training_step is LightningModule.training_step,
+            maker.training_step is LightningModule.training_step,
             f"network={name_of(given)}",
             "it is a LightningModule, and its training_step would not be called",
-            f"write --model.module {name_of(given)}, or module={made_by_class.__name__}(...) in Python",
+            f"write --model.module {name_of(given)}, or module={maker.__name__}(...) in Python",
         )
     parameters = _parameters(make).values()
     named = any(p.name == "num_classes" or p.kind is p.VAR_KEYWORD for p in parameters)
-    shape = (
-        {"example_shape": example_shape} if "example_shape" in _parameters(innermost(make)) else {}
-    )
+    shape = {"example_shape": example_shape} if "example_shape" in _parameters(maker) else {}
     arguments, by_name = ([], {"num_classes": num_classes}) if named else ([num_classes], {})
     call = partial(made_by, make, *arguments, **by_name, **shape)
     try:

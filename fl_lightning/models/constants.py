@@ -4,11 +4,26 @@ network."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from fl_lightning.models.tensors import sha256_of_parameters
+
+
+def what_never_travels(network: nn.Module, travels: Collection[str]) -> dict[str, Any]:
+    """Return what tells a network's fixed parts from others: the SHA-256 of its frozen weights
+    (``frozen``) and numbers of its constants (``constants``); both empty where nothing travels.
+
+    Args:
+        travels: names of tensors in messages.
+    """
+    if not travels:
+        return {"frozen": "", "constants": {}}
+    frozen = sha256_of_parameters(network, travels)
+    return {"frozen": frozen, "constants": constants_of(network, travels)}
 
 
 def constants_of(module: nn.Module, without: Collection[str]) -> dict[str, list[float]]:

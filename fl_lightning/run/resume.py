@@ -13,8 +13,7 @@ from fl_lightning.config.settings import changed_settings, config_of, flatten, i
 from fl_lightning.distributed import collectives
 from fl_lightning.errors import InputError, require
 from fl_lightning.federation import Federation
-from fl_lightning.models.constants import constants_of, other_constants
-from fl_lightning.models.tensors import sha256_of_parameters
+from fl_lightning.models.constants import other_constants, what_never_travels
 from fl_lightning.run.checkpoint import CheckpointError
 from fl_lightning.run.directory import RunName, free_name, numbered
 from fl_lightning.run.paths import checkpoints_in, run_and_checkpoints
@@ -197,12 +196,10 @@ def identity_of(fed: Federation) -> dict[str, Any]:
     examples (``partition``), the examples of data of one's own (``content``), the network's weights
     that never travel (``frozen``), and the files of devices and traces (``clock``) and of graphs
     (``topology``); and numbers of the network's other tensors that never travel (``constants``)."""
-    method, travels = fed.method, fed.method.layout.shapes
     found: dict[str, Any] = {
         "partition": fed.data.partition_hash,
         "content": fed.data.content_sha256,
-        "frozen": sha256_of_parameters(method.network, travels) if travels else "",
-        "constants": constants_of(method.network, travels) if travels else {},
+        **what_never_travels(fed.method.network, fed.method.layout.shapes),
     }
     found["clock"] = "" if fed.timing is None else fed.timing.clock.content_sha256
     found["topology"] = fed.aggregation.content_sha256

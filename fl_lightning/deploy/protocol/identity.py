@@ -13,8 +13,7 @@ from fl_lightning.data import FederatedData
 from fl_lightning.deploy.protocol.messages import printable
 from fl_lightning.deploy.protocol.private import terms_of
 from fl_lightning.federation import Federation
-from fl_lightning.models.constants import constants_of, is_pairs, other_constants
-from fl_lightning.models.tensors import sha256_of_parameters
+from fl_lightning.models.constants import is_pairs, other_constants, what_never_travels
 
 NAMES = {
     "version": "version of fl_lightning",
@@ -43,15 +42,13 @@ def describe(fed: Federation, clients: Iterable[int]) -> dict[str, Any]:
     tensors = {name: tensor for name, tensor in method.server.items() if name not in method.growing}
     shapes = {f"server.{name}": list(tensor.shape) for name, tensor in tensors.items()}
     shapes |= {name: list(shape) for name, shape in method.layout.shapes.items()}
-    travels = method.layout.shapes
     return {
         "version": __version__,
         "method": f"{cls.__module__}.{cls.__qualname__}",
         "task": type(data.task).__name__,
         "num_classes": int(data.num_classes),
         "example_shape": list(data.example_shape),
-        "frozen": sha256_of_parameters(method.network, travels) if travels else "",
-        "constants": constants_of(method.network, travels) if travels else {},
+        **what_never_travels(method.network, method.layout.shapes),
         "secure_sum": None if fed.aggregation.masks is None else asdict(fed.aggregation.masks),
         "privacy": None if fed.aggregation.privacy is None else terms_of(fed.aggregation.privacy),
         "seed": fed.seed,

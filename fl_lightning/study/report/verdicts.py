@@ -179,10 +179,14 @@ class RunEvidence:
     levels: Levels
     others: Levels
 
+    def levels_of(self, quantity: Quantity) -> dict[str, str]:
+        """Return the level at which a quantity is taken."""
+        given = {**self.levels, **dict(quantity.at)}
+        return {axis: given[axis] for axis in self.comparison.study.grid}
+
     def values(self, quantity: Quantity) -> pd.Series:
         comparison, study = self.comparison, self.comparison.study
-        given = {**self.levels, **dict(quantity.at)}
-        levels = {axis: given[axis] for axis in study.grid}
+        levels = self.levels_of(quantity)
         if quantity.is_over_rounds:
             of_round, label = quantity.arguments
             found = comparison.over_rounds(quantity.name, of_round, label, levels)
@@ -202,8 +206,7 @@ class RunEvidence:
         if quantity.metric in TRANSFER.values():
             return []  # what is left out of these is listed with its reason
         if quantity.name in ("gap", "p", "drop"):
-            given = {**self.levels, **dict(quantity.at)}
-            levels = [{axis: given[axis] for axis in study.grid}]
+            levels = [self.levels_of(quantity)]
             if quantity.name == "drop":
                 levels = [*comparison.stressed_and_clean(self.others)] if study.degradation else []
             found = (
@@ -212,8 +215,7 @@ class RunEvidence:
                 for one in levels
             )
             return sorted({seed for seeds in found for seed in seeds})
-        given = {**self.levels, **dict(quantity.at)}
-        runs = comparison.runs(quantity.labels[-1], {axis: given[axis] for axis in study.grid})
+        runs = comparison.runs(quantity.labels[-1], self.levels_of(quantity))
         there = self.values(quantity).index
         return [seed for seed in runs if seed not in there]
 
