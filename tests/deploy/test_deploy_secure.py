@@ -62,6 +62,7 @@ TEXTS = [
     "--data.num_clients=4",
     "--data.partition=IID",
     "--data.examples_per_client=40",
+    "--data.tests_per_task=1",
     SECURE,
 ]
 RUN = "0123456789abcdef"

@@ -108,12 +108,19 @@ def test_int8_is_int8_and_its_sums_are_those_of_integers():
         assert alone.equal(found), "a token's result does not depend on the others"
 
 
-def test_sums_are_exact_without_a_kernel_and_at_any_size(monkeypatch: pytest.MonkeyPatch):
-    for rows, inputs, outputs in ((1, 7, 5), (17, 96, 3), (0, 8, 8), (3, 4000, 2)):
+@pytest.mark.parametrize("instructions", [True, False])
+def test_sums_are_exact_whatever_computes_them(instructions: bool, monkeypatch: pytest.MonkeyPatch):
+    """Also those of the largest values, beyond what float32 holds."""
+    monkeypatch.setattr(integers, "_has_int8_instructions", lambda: instructions)
+    largest = integers.EXACT_FLOAT32
+    for rows, inputs, outputs in ((1, 7, 5), (17, 96, 3), (0, 8, 8), (3, largest, 2), (2, 4001, 2)):
         left = torch.randint(-127, 128, (rows, inputs), dtype=torch.int8)
+        left[1:] = 127
         right = torch.full((outputs, inputs), 127, dtype=torch.int8)
         expected = left.numpy().astype(np.int64) @ right.numpy().astype(np.int64).T
         np.testing.assert_array_equal(integer_product(left, right).numpy(), expected)
+        with torch.autocast("cpu", torch.bfloat16):
+            np.testing.assert_array_equal(integer_product(left, right).numpy(), expected)
         with monkeypatch.context() as patch:
             patch.setattr(
                 torch, "_int_mm", lambda *_: (_ for _ in ()).throw(RuntimeError("no kernel"))

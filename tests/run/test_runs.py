@@ -85,6 +85,8 @@ def rows(run: Path, name: str) -> list[dict[str, str]]:
 LONG = [pytest.mark.slow, pytest.mark.essential]
 
 
+OF_TEXTS = {"diloco", "kd_language", "lora_default", "adalora", "vemoe_default", "vemoe_private"}
+OF_TEXTS |= {"hest_default", "hest_devices", "hest_tokens"}
 IN_EVERY_RUN = {"kd_default", "fedavg", "private", "secure"}
 
 
@@ -103,7 +105,10 @@ IN_EVERY_RUN = {"kd_default", "fedavg", "private", "secure"}
 def test_every_config_runs_two_rounds(config):
     if config.name == "private.yaml":
         pytest.importorskip("dp_accounting")
-    run = fit("--trainer.eval_every", "2", "--trainer.max_local_steps", "2", config=config)
+    short = ["--trainer.eval_every", "2", "--trainer.max_local_steps", "2"]
+    if config.stem in OF_TEXTS:
+        short += ["--data.tests_per_task", "4", "--data.examples_per_client", "100"]
+    run = fit(*short, config=config)
     validates = config.name != "private.yaml"  # its clients have one or two examples each
     assert {path.name for path in run.iterdir()} == RUN_FILES - (
         set() if validates else {"clients.csv"}

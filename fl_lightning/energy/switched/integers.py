@@ -9,6 +9,7 @@ tokens.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,8 @@ SMALLEST = 2.0**-110
 """A magnitude whose scale is still an ordinary float32."""
 MOST_INPUTS = (2**31 - 1) // LARGEST**2
 """Inputs of a layer, 133 144, whose products fit into int32 whatever the values."""
+EXACT_FLOAT32 = 2**24 // LARGEST**2
+"""Inputs, 1 040, whose products add up exactly in float32, in whatever order."""
 CUDA_MULTIPLE = 8
 """On CUDA the sizes of ``torch._int_mm`` are multiples of 8, and there are more than 16 rows."""
 CUDA_ROWS = 24
@@ -56,8 +59,8 @@ def integer_product(left: Tensor, right: Tensor) -> Tensor:
     """Return ``left right^T``, int32 ``[n, out]``, exactly.
 
     It is ``torch._int_mm``; on CUDA with zeros added to sizes that its kernel does not take. Where
-    torch has no such kernel, it is computed in int32 on the CPU and in float64 elsewhere, which is
-    exact too.
+    torch has no such kernel, or one without vector instructions (processors without AVX-512, where
+    it takes thirty times as long), floats compute it, which are exact too.
 
     Args:
         left: int8 ``[n, in]``, of at most ``MOST_INPUTS`` inputs.
@@ -70,6 +73,8 @@ def integer_product(left: Tensor, right: Tensor) -> Tensor:
         columns = -left.shape[1] % CUDA_MULTIPLE
         left = F.pad(left, (0, columns, 0, max(CUDA_ROWS - rows, -rows % CUDA_MULTIPLE)))
         right = F.pad(right, (0, columns, 0, -outputs % CUDA_MULTIPLE))
+    elif not _has_int8_instructions():
+        return _exact_product(left, right)
     try:
         found = torch._int_mm(left, right.t())
     except (AttributeError, RuntimeError):  # an old torch, or a device or shape without a kernel
@@ -77,10 +82,17 @@ def integer_product(left: Tensor, right: Tensor) -> Tensor:
     return found[:rows, :outputs]
 
 
+@cache
+def _has_int8_instructions() -> bool:
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+
+
 def _exact_product(left: Tensor, right: Tensor) -> Tensor:
-    """Return ``left right^T``, int32, without a kernel for int8."""
-    wide = torch.int32 if left.device.type == "cpu" else torch.float64
-    return (left.to(wide) @ right.to(wide).t()).to(torch.int32)
+    """Return ``left right^T``, int32, of floats that hold each partial sum exactly."""
+    exact = left.device.type == "cpu" and left.shape[1] <= EXACT_FLOAT32
+    wide = torch.float32 if exact else torch.float64
+    with torch.autocast(left.device.type, enabled=False):
+        return (left.to(wide) @ right.to(wide).t()).to(torch.int32)
 
 
 def integer_linear(x: Tensor, weight: Int8Rows, bias: Tensor | None) -> Tensor:
