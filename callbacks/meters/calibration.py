@@ -12,6 +12,7 @@ from torch import Tensor
 
 from callbacks.figures.drawing import Every, draw
 from fl_lightning.config.constraints import within
+from fl_lightning.errors import require
 from fl_lightning.figures import GREY, RED, SKY, open_frame
 from fl_lightning.hooks import Context, Meter, RoundRecord
 from fl_lightning.metrics import (
@@ -50,6 +51,13 @@ class Calibration(Meter):
         self._drawn = 0
 
     def on_check(self, context: Context) -> None:
+        bins = sorted({other.bins for other in context.callbacks if isinstance(other, Calibration)})
+        require(
+            len(bins) <= 1,
+            "callbacks.Calibration",
+            f"there are several, of {' and '.join(map(str, bins))} bins, and one test/ece",
+            "leave one",
+        )
         self._last, self._drawn = None, 0
 
     def on_evaluate(

@@ -147,6 +147,29 @@ def check_column(table: pd.DataFrame, name: str, path: Path) -> None:
     raise InputError(f"{path}", f"there is no column {name}", instead)
 
 
+def check_names(path: Path, table: pd.DataFrame, name: str) -> None:
+    """Refuse numbers by which two clients, or groups, would be one.
+
+    Raises:
+        InputError: a CSV file has, say, both ``7`` and ``007`` in a column of names.
+    """
+    import pandas as pd
+
+    if path.name.endswith(PARQUET_SUFFIXES) or table[name].dtype.kind not in "iuf":
+        return
+    separator = "\t" if path.name.endswith(".tsv") else ","
+    written = pd.read_csv(path, sep=separator, usecols=[name], dtype=str, index_col=False)[name]
+    forms = pd.DataFrame({"number": table[name].to_numpy(), "text": written.to_numpy()})
+    by_number = forms[forms["text"].str.match(r"0\d", na=False)]["number"]
+    for number, texts in forms[forms["number"].isin(by_number)].groupby("number")["text"]:
+        require(
+            texts.nunique() == 1,
+            f"{path}, column {name}",
+            f"one number is written as {' and '.join(sorted(texts.unique())[:2])}",
+            f"write {number} in one way, or with a letter if these are two",
+        )
+
+
 def place_of(table: pd.DataFrame, position: int, name: str, path: Path) -> str:
     """Return where a value stands; rows count from 1, without the names of the columns."""
     return f"{path}, row {int(table.index[position]) + 1}, column {name}"

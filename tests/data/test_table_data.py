@@ -196,6 +196,17 @@ def test_the_natural_partition_separates_the_clients(tmp_path):
     assert data.example_shape == (5,)  # the network does not see the hospital
 
 
+def test_numbers_of_clients_are_written_in_one_way(tmp_path):
+    """``7`` and ``007`` would be one client."""
+    table = rows()
+    table["hospital"] = [f"00{row % 4}" for row in range(60)]
+    data = ready(written(tmp_path, table), client="hospital", num_clients=0, partition=None)
+    assert data.num_clients == 4
+    table.loc[9, "hospital"] = "1"
+    with pytest.raises(InputError, match="one number is written as 001 and 1; write 1 in one way"):
+        ready(written(tmp_path, table), client="hospital", num_clients=0, partition=None)
+
+
 def _test_rows(data: TableData, table: pd.DataFrame) -> np.ndarray:
     """Positions of the rows of the file that are in the test set, found by their standardised
     size."""

@@ -217,6 +217,11 @@ def test_a_mistake_in_a_file_is_one_line_that_names_it(tmp_path, mistake):
         ({"a.jsonl": line(1)}, {"test_fraction": 0.001}, "no example is left for test"),
         ({"a.jsonl": line(1)}, {"client": "writer"}, "the key writer is missing"),
         (
+            {"a.jsonl": '{"ann": [{"client": "bob"}]}'},
+            {},
+            "record 1 of ann; its client is 'bob'; leave client out",
+        ),
+        (
             {"a.jsonl": line(1), "t/b.txt": "abc"},
             {"test": "t"},
             "both are JSON lines or both are plain text",

@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from callbacks import Calibration, LabelNoise, PartitionFigure, ProgressBar, StragglerDropout
 from callbacks.figures.partition_figure import partition_figure
 from fl_lightning.client import Assignment, Client
+from fl_lightning.errors import InputError
 from fl_lightning.hooks import RoundRecord
 from fl_lightning.metrics import brier_score, expected_calibration_error
 from fl_lightning.tasks import Classification
@@ -263,6 +264,13 @@ def test_calibration_is_the_metric_and_draws_the_last_round(saturated: bool) -> 
             if axes.get_title()
         ]
         assert f"ECE {record.metrics['test/ece']:.3f}" in title
+
+
+def test_two_calibrations_of_one_run_agree() -> None:
+    same, other = Calibration(10), Calibration(20)
+    same.on_check(FakeContext(callbacks=(same, Calibration(10))))
+    with pytest.raises(InputError, match="of 10 and 20 bins, and one test/ece; leave one"):
+        same.on_check(FakeContext(callbacks=(same, other)))
 
 
 def test_calibration_outlives_a_diverged_model() -> None:

@@ -88,7 +88,7 @@ def json_records(
         lists: keys under which a record has lists of objects itself.
 
     Raises:
-        InputError: a line is not JSON, or no object.
+        InputError: a line is not JSON, or no object; a record of a client's list names another.
     """
     whole = _whole_document(text)
     if whole is not None and not (isinstance(whole, dict) and {*lists} & whole.keys()):
@@ -96,7 +96,14 @@ def json_records(
         for name, entries in by_client.items():
             for number, entry in enumerate(entries, 1):
                 place = f"{path}, record {number}" + ("" if name is None else f" of {name}")
-                yield (entry if name is None else {"client": name} | entry), place
+                owned = entry if name is None else {"client": name} | entry
+                require(
+                    name is None or owned["client"] == name,
+                    place,
+                    f"its client is {owned['client']!r}",
+                    "leave client out, or put it into that client's list",
+                )
+                yield owned, place
         return
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
