@@ -280,8 +280,31 @@ def test_numbers_of_unknown_origin_are_refused(tmp_path):
     )
     write(tmp_path, search=SEARCH + "# a comment\n")
     Study.read(tmp_path / "study.yaml")
+    changed = "Low, High; the study's settings or a configuration file were changed after it was"
+    refused(changed, STUDY.replace("local_epochs: 2", "local_epochs: 3"))
     (tmp_path / "tuned" / "small.yaml").write_text("study: small\nchosen: {}\n")
     refused("it is no record of tune")
+
+
+def test_a_change_in_a_file_of_a_method_is_seen(tmp_path):
+    """Also where it is the base of the method's; a comment is none."""
+    study = STUDY.replace("High: {{}}", "High: {{config: own.yaml}}")
+    base, own = tmp_path / "below.yaml", tmp_path / "own.yaml"
+    base.write_text("data: {batch_size: 8}\n")
+    own.write_text("base: below.yaml\ntrainer: {local_epochs: 2}\n")
+    write(tmp_path, study)
+    tune(tmp_path)
+    base.write_text("data: {batch_size: 8} # as it was\n")
+    Study.read(tmp_path / "study.yaml")
+    base.write_text("data: {batch_size: 9}\n")
+    with pytest.raises(InputError, match="; High; the study's settings or a configuration file"):
+        Study.read(tmp_path / "study.yaml")
+    record = tmp_path / "tuned" / "small.yaml"
+    of_before = yaml.safe_load(record.read_text())
+    for method in of_before["chosen"].values():
+        del method["runs_sha256"]
+    record.write_text(yaml.safe_dump(of_before))
+    assert Study.read(tmp_path / "study.yaml").tuned.document() == of_before
 
 
 def test_a_search_that_could_mislead_is_refused(tmp_path):

@@ -159,4 +159,5 @@ def _chosen(session: SearchSession) -> TunedMethod:
         pruned=len(session.trials(TrialState.PRUNED)),
         failed=len(session.trials(TrialState.FAIL)),
         method_sha256=session.search.method_sha256,
+        runs_sha256=session.search.runs_sha256,
     )

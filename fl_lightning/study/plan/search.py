@@ -249,9 +249,11 @@ class MethodSearch(Search):
 
     Args:
         method_sha256: the hash of the method's entry in the study.
+        runs_sha256: that of what its runs share there.
     """
 
     method_sha256: str = ""
+    runs_sha256: str = ""
 
 
 def _search(file: SpecFile, given: SearchEntries) -> Search:
@@ -346,6 +348,7 @@ def _search_of_study(
             final={},
             label=label,
             method_sha256=method_hash(method.configs, method.settings),
+            runs_sha256=study.runs_hash(label),
             **{**shared, "space": {**shared["space"], **own.get(label, {})}},
         )
         for label, method in study.methods.items()

@@ -66,6 +66,7 @@ from fl_lightning.study.plan.tuned import (
     TunedByLevel,
     check_levels,
     method_hash,
+    runs_hash,
     tuned_record,
     tuned_settings,
 )
@@ -422,6 +423,12 @@ class Study:
         """Return the combinations of levels at which the run of a cell is compared."""
         return [cell.levels] if self.methods[cell.method].in_grid else [*self.combinations()]
 
+    def runs_hash(self, label: str) -> str:
+        """Return the hash of what all runs of a method have in common beside its own settings: what
+        their configuration files say, and the study's settings."""
+        configs = (*self.configs, *self.methods[label].configs, *self.overlays)
+        return runs_hash(configs, self.settings)
+
     def _cell(self, label: str, seed: int, levels: dict[str, str]) -> Cell:
         method = self.methods[label]
         chosen = [self.grid[axis][level] for axis, level in levels.items()]
@@ -510,7 +517,8 @@ def _check(file: SpecFile, study: Study) -> None:
         hashes = {
             label: method_hash(one.configs, one.settings) for label, one in study.methods.items()
         }
-        study.tuned.check(f"{file.path}: ", hashes, study.seeds)
+        runs = {label: study.runs_hash(label) for label in hashes} if file.find_configs else None
+        study.tuned.check(f"{file.path}: ", hashes, study.seeds, runs)
     rule, instead = (
         "each is compared with it, and clients hold other examples in a control",
         "leave it out",

@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from fl_lightning.config.documents import document_hash
+from fl_lightning.config.packaged import layers
 from fl_lightning.errors import InputError, require
 from fl_lightning.study.plan.spec_file import SpecFile
 from fl_lightning.support.redaction import redact_settings
@@ -43,6 +44,8 @@ class TunedMethod:
         trial: the number of the best trial.
         finished, pruned, failed: the trials of this method, by how they ended.
         method_sha256: the hash of the method's entry in the study, see :func:`method_hash`.
+        runs_sha256: the hash of what all its runs in the study share, see :func:`runs_hash`; empty
+            in a record of before.
     """
 
     settings: Mapping[str, Any]
@@ -52,6 +55,7 @@ class TunedMethod:
     pruned: int
     failed: int
     method_sha256: str
+    runs_sha256: str = ""
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ class TunedRecord:
         right = isinstance(document, Mapping) and {*document} == known
         require(right and isinstance(document["chosen"], Mapping), where, rule, instead)
         for label, method in document["chosen"].items():
-            right = isinstance(method, Mapping) and {*method} == of_method
+            right = isinstance(method, Mapping) and {*method, "runs_sha256"} == of_method
             require(
                 right and isinstance(method["settings"], Mapping),
                 f"{where}: {label}",
@@ -125,7 +129,11 @@ class TunedRecord:
 
     def document(self) -> dict[str, Any]:
         """Return the record as it is written."""
-        return {key: value for key, value in asdict(self).items() if key != "path"}
+        written = {key: value for key, value in asdict(self).items() if key != "path"}
+        for method in written["chosen"].values():
+            if not method["runs_sha256"]:
+                del method["runs_sha256"]
+        return written
 
     def to_yaml(self) -> str:
         text = yaml.safe_dump(
@@ -133,7 +141,13 @@ class TunedRecord:
         )
         return HEAD.format(search=self.search, metric=self.metric) + text
 
-    def check(self, where: str, methods: Mapping[str, str], seeds: Sequence[int]) -> None:
+    def check(
+        self,
+        where: str,
+        methods: Mapping[str, str],
+        seeds: Sequence[int],
+        runs: Mapping[str, str] | None = None,
+    ) -> None:
         """Check that the record is about these methods as they are now, and of the search as it is
         now.
 
@@ -141,6 +155,7 @@ class TunedRecord:
             where: the beginning of a message.
             methods: label -> the hash of its entry.
             seeds: those of the study.
+            runs: label -> the hash of what its runs share; None: their files may be elsewhere.
 
         Raises:
             InputError: a method is missing, one or the search was changed, or the search had a seed
@@ -163,6 +178,10 @@ class TunedRecord:
             label for label, hash in methods.items() if hash != self.chosen[label].method_sha256
         ]
         rule = "the method was changed in the study after it was tuned"
+        require(not changed, f"{given}; {', '.join(changed)}", rule, again)
+        known = {label: self.chosen[label].runs_sha256 for label in runs or {}}
+        changed = [label for label, hash in (runs or {}).items() if known[label] not in ("", hash)]
+        rule = "the study's settings or a configuration file were changed after it was tuned"
         require(not changed, f"{given}; {', '.join(changed)}", rule, again)
         search = self.path.parent / self.search if self.path else None
         if search is not None and search.is_file():
@@ -196,10 +215,16 @@ class TunedByLevel:
         """Return the records as they are written in a study file."""
         return {self.axis: {level: record.document() for level, record in self.records.items()}}
 
-    def check(self, where: str, methods: Mapping[str, str], seeds: Sequence[int]) -> None:
+    def check(
+        self,
+        where: str,
+        methods: Mapping[str, str],
+        seeds: Sequence[int],
+        runs: Mapping[str, str] | None = None,
+    ) -> None:
         """Check every record, as :meth:`TunedRecord.check` does."""
         for record in self.records.values():
-            record.check(where, methods, seeds)
+            record.check(where, methods, seeds, runs)
 
 
 Tuned = TunedRecord | TunedByLevel
@@ -244,6 +269,13 @@ def method_hash(configs: Sequence[Path], settings: Mapping[str, Any]) -> str:
     """Return the hash of a method's entry in a study: the names of its configurations, and its
     settings."""
     return document_hash({"config": [path.name for path in configs], "settings": dict(settings)})
+
+
+def runs_hash(configs: Sequence[Path], settings: Mapping[str, Any]) -> str:
+    """Return the hash of what configuration files and those that they are based on say, and of the
+    settings that all methods of a study share; comments and the order of keys do not count."""
+    files = [SpecFile(part).load("configuration") for path in configs for part in layers(path)]
+    return document_hash({"files": files, "settings": dict(settings)})
 
 
 def file_hash(file: SpecFile) -> str:
