@@ -26,9 +26,9 @@ class Average(Recorded, ABC):
     settings_shown = ("{cls}({name}={value})", "{name}: {value}")
 
     is_sum: bool = False
-    """Whether it is the weighted mean of what :meth:`bounded` makes of each vector by itself. Where
-    it is not, the server needs the single vectors, and they can be neither masked nor added up
-    elsewhere."""
+    """Whether it is the weighted mean of what :meth:`bounded` makes of each vector by itself; if not,
+    vectors can be neither masked nor added up elsewhere."""
+    fewest: int = 1  # uploads that a round needs
 
     guide: Literal["", "last_update", "root_update"] = ""
     """The update that it goes by beside those of the clients: the last one that it made, or the one

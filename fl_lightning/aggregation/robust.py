@@ -36,7 +36,36 @@ Hostile = Annotated[int, within("[0, inf)", "0 or more uploads of a round may be
 Iterations = Annotated[int, within("[1, inf)", "one iteration or more is made", 1)]
 
 
-class Krum(Average):
+class NearestUpdates(Average):
+    """An average that looks at which updates are near to one another.
+
+    Args:
+        f: how many uploads of a round may be hostile.
+    """
+
+    hostile_times = 2  # uploads that a hostile one asks for, beside three
+
+    def __init__(self, f: Hostile = 1) -> None:
+        self.f = f
+
+    @property
+    def fewest(self) -> int:  # type: ignore[override]
+        return self.hostile_times * self.f + 3
+
+    def require_uploads(self, count: int) -> None:
+        """Refuse a round with too few uploads.
+
+        Raises:
+            NoAverageError: there are.
+        """
+        if count < self.fewest:
+            raise NoAverageError(
+                f"{count} uploads are too few for {type(self).__name__}, which needs "
+                f"{self.hostile_times}f + 3 = {self.fewest}"
+            )
+
+
+class Krum(NearestUpdates):
     """The one update whose m - f - 2 nearest others are the nearest: argmin_k s_k.
 
     A round with fewer than 2f + 3 uploads changes nothing.
@@ -45,15 +74,12 @@ class Krum(Average):
         f: how many uploads of a round may be hostile.
     """
 
-    def __init__(self, f: Hostile = 1) -> None:
-        self.f = f
-
     def __call__(self, vectors: Sequence[Tensor], shares: Sequence[float], start: Tensor) -> Tensor:
-        require_uploads(self, len(vectors), 2 * self.f + 3, "2f + 3")
+        self.require_uploads(len(vectors))
         return vectors[ranked(squared_distances(vectors), self.f)[0]].to(torch.float32, copy=True)
 
 
-class MultiKrum(Average):
+class MultiKrum(NearestUpdates):
     """The mean of the ``select`` updates with the smallest s_k of Krum, of all where fewer arrived.
 
     With f = 0 and ``select`` as large as the cohort it is the mean in which all clients weigh the
@@ -70,15 +96,16 @@ class MultiKrum(Average):
         f: Hostile = 1,
         select: Annotated[int, within("[1, inf)", "one update or more is averaged", 3)] = 3,
     ) -> None:
-        self.f, self.select = f, select
+        super().__init__(f)
+        self.select = select
 
     def __call__(self, vectors: Sequence[Tensor], shares: Sequence[float], start: Tensor) -> Tensor:
-        require_uploads(self, len(vectors), 2 * self.f + 3, "2f + 3")
+        self.require_uploads(len(vectors))
         best = ranked(squared_distances(vectors), self.f)[: self.select]
         return plain_mean([vectors[position] for position in best])
 
 
-class Bulyan(Average):
+class Bulyan(NearestUpdates):
     """Choose m - 2f updates one by one, each by Krum over those left with at least one neighbour;
     then of each value the mean of the m - 4f chosen ones that are nearest to their median.
 
@@ -89,11 +116,10 @@ class Bulyan(Average):
         f: how many uploads of a round may be hostile.
     """
 
-    def __init__(self, f: Hostile = 1) -> None:
-        self.f = f
+    hostile_times = 4
 
     def __call__(self, vectors: Sequence[Tensor], shares: Sequence[float], start: Tensor) -> Tensor:
-        require_uploads(self, len(vectors), 4 * self.f + 3, "4f + 3")
+        self.require_uploads(len(vectors))
         chosen = [vectors[position] for position in self.chosen(squared_distances(vectors))]
         kept = len(vectors) - 4 * self.f
         return torch.cat([around_median(chunk, kept) for chunk in chunks(chosen)]).to(torch.float32)
@@ -246,19 +272,6 @@ class FLTrust(GuidedAverage):
                 "no update points where the update on the root set does, as FLTrust asks"
             )
         return weighted_mean(scaled, trust)
-
-
-def require_uploads(average: Average, count: int, least: int, formula: str) -> None:
-    """Refuse a round with too few uploads.
-
-    Raises:
-        NoAverageError: there are fewer than ``least``.
-    """
-    if count < least:
-        name = type(average).__name__
-        raise NoAverageError(
-            f"{count} uploads are too few for {name}, which needs {formula} = {least}"
-        )
 
 
 def squared_distances(vectors: Sequence[Tensor]) -> Tensor:

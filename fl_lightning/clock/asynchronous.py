@@ -115,7 +115,7 @@ class Asynchronous(Rounds):
                 len(clients),
                 self.concurrency,
             )
-        if not method.average.is_sum and self.buffer < 3:
+        if not method.average.is_sum and self.buffer < 3 >= method.average.fewest:
             log.warning(
                 "%s with --model.average %s: of %d uploads in a version none can be an outlier; "
                 "write --trainer.rounds FedBuff with a buffer of 3 or more",

@@ -14,7 +14,7 @@ from fl_lightning.config.constraints import check_fields, within
 from fl_lightning.errors import MisuseError
 
 ALWAYS = Always()
-RATE = within("(0, inf]", "a line carries more than 0 bytes a second", 1e6)
+RATE = within("[1e-6, inf]", "a line carries a millionth of a byte a second or more", 1e6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +23,12 @@ class Lines:
 
     Args:
         down, up: bytes per second, above 0. Default: bytes take no time.
-        latency: seconds that a client's round takes beside computing and bytes, 0 or more.
+        latency: seconds that an exchange with a client takes beside computing and bytes, 0 or more.
     """
 
     down: Annotated[float, RATE] = math.inf
     up: Annotated[float, RATE] = math.inf
-    latency: Annotated[float, within("[0, inf)", "a latency is 0 seconds or more", 0.1)] = 0.0
+    latency: Annotated[float, within("[0, 1e9]", "a latency is 0 to 1e9 seconds", 0.1)] = 0.0
 
     settings_alone: ClassVar[bool] = True
     """In a configuration it is its settings, without a class path."""

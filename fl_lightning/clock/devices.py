@@ -22,9 +22,14 @@ from fl_lightning.rng import Streams, stream
 if TYPE_CHECKING:
     import pandas as pd
 
-SECONDS = within("[0, inf)", "an example takes 0 seconds or more", 0.005)
-MEAN = within("(0, inf)", "a mean time is above 0 seconds, and finite", 0.005)
-SPREAD = within("[0, inf)", "a spread is 0 or more", 0.6)
+LONGEST = 1e9
+"""Seconds, 30 years, so that no sum of times is infinite."""
+SLOWEST = 1e-6
+"""Bytes a second."""
+SECONDS = within("[0, 1e9]", "an example takes 0 to 1e9 seconds", 0.005)
+MEAN = within("(0, 1e9]", "a mean time is above 0 and at most 1e9 seconds", 0.005)
+SPREAD = within("[0, 1e9]", "a spread is 0 to 1e9 seconds", 0.6)
+SIGMA = within("[0, 10]", "a deviation of a logarithm is 0 to 10", 0.6)
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,8 @@ class Line:
 
     Args:
         down, up: bytes per second; infinity: nothing takes time.
-        latency: seconds of a round trip, once a round; None: those of ``trainer.clock.network``.
+        latency: seconds of a round trip, for each exchange of a round: one, and one more where
+            ``PowerOfChoice`` asks first; None: those of ``trainer.clock.network``.
     """
 
     down: float = math.inf
@@ -47,6 +53,8 @@ class Devices(Recorded, ABC):
     settings_shown = ("--trainer.clock.devices.{name} {value}",) * 2
     lasting: bool = True
     """Whether a client has the same device in all rounds."""
+    by_examples: bool = True
+    """Whether fewer examples take less time."""
 
     @abstractmethod
     def seconds(self, seed: int, round: int, client: int, examples: int) -> float:
@@ -92,11 +100,11 @@ class LogNormalDevices(Devices):
 
     Args:
         mean: expected seconds of an example over all devices, above 0.
-        sigma: standard deviation of the logarithm, 0 or more; 0: all are the same.
+        sigma: standard deviation of the logarithm, 0 to 10; 0: all are the same.
     """
 
     def __init__(
-        self, mean: Annotated[float, MEAN] = 0.005, sigma: Annotated[float, SPREAD] = 0.6
+        self, mean: Annotated[float, MEAN] = 0.005, sigma: Annotated[float, SIGMA] = 0.6
     ) -> None:
         self.mean, self.sigma, self._streams = mean, sigma, Streams()
 
@@ -127,11 +135,12 @@ class DrawnDevices(Devices):
         mean: Annotated[float, MEAN] = 1.0,
         spread: Annotated[float, SPREAD] = 0.0,
         floor: Annotated[
-            float, within("[0, inf)", "the least time is 0 seconds or more", 0.0)
+            float, within("[0, 1e9]", "the least time is 0 to 1e9 seconds", 0.0)
         ] = 0.0,
         per: Literal["client", "example"] = "client",
     ) -> None:
         self.law, self.mean, self.spread, self.floor, self.per = law, mean, spread, floor, per
+        self.by_examples = per == "example"
 
     def seconds(self, seed: int, round: int, client: int, examples: int) -> float:
         draws = stream(seed, "clock/duration", round, client)
@@ -204,11 +213,18 @@ class DeviceTable(Devices):
             "an id is a whole number",
             "mend it",
         )
-        zero = bool(lines) and bool((frame[["down", "up"]] <= 0).any(axis=None))
+        times = frame[[name for name in ("seconds_per_example", "latency") if name in columns]]
+        require(
+            not (times > LONGEST).any(axis=None),
+            f"{path}, {' and '.join(times)}",
+            "a time is at most 1e9 seconds",
+            "mend the rows",
+        )
+        zero = bool(lines) and bool((frame[["down", "up"]] < SLOWEST).any(axis=None))
         require(
             not zero,
             f"{path}, down and up",
-            "a line carries more than 0 bytes a second",
+            "a line carries a millionth of a byte a second or more",
             "mend the rows",
         )
         twice = frame["client"][frame["client"].duplicated()]

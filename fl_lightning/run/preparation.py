@@ -20,6 +20,7 @@ from fl_lightning.distributed.launch import one_first
 from fl_lightning.engines import check_optimizer, check_workers
 from fl_lightning.engines.finetuning import prepare_finetuning
 from fl_lightning.engines.root_set import prepare_guides
+from fl_lightning.errors import require
 from fl_lightning.evaluation import evaluation_mode
 from fl_lightning.federation import Federation
 from fl_lightning.hooks import tell
@@ -92,6 +93,7 @@ def prepare_federation(
     with errors_as_refusals():
         check_run(Run.of(fed, deployed=settings.remote is not None))  # now with the network
         check_named(settings.fabric, method, data)
+        _check_uploads(fed)
         tell(settings.callbacks, "on_check", fed)
     return fed
 
@@ -112,6 +114,24 @@ def check_settings(
     run = settings.parts.combined(method, settings.callbacks, deployed=settings.remote is not None)
     check_run(run if data is None else replace(run, task=data.task, own_data=data.apart))
     declared_by((method, *settings.callbacks))
+
+
+def _check_uploads(fed: Federation) -> None:
+    """Refuse rounds that would all be void.
+
+    Raises:
+        InputError: the average needs more uploads than a round has where nobody is lost.
+    """
+    average, count, instead = fed.method.average, fed.cohort_size, "raise --trainer.participation"
+    if fed.timing is not None and fed.timing.rounds.has_versions:
+        count = fed.timing.rounds.exchanges(count)
+        instead = "take --trainer.rounds FedBuff with a larger buffer"
+    require(
+        count >= average.fewest,
+        f"--model.average {type(average).__name__}; a round has {count} uploads",
+        f"it needs {average.fewest}",
+        f"{instead}, or take another average",
+    )
 
 
 def _build(settings: FederationSettings, method: Method, data: FederatedData, seed: int) -> None:

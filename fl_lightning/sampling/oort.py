@@ -139,16 +139,17 @@ class Oort(Sampler):
     def learn(
         self, round: int, entries: Sequence[LedgerEntry], losses: Mapping[int, float]
     ) -> None:
-        mean = sum(one[0] for one in self.known.values()) / max(len(self.known), 1)
-        for entry in entries:
-            if entry.started is None or entry.ended is None or entry.status == "asked":
-                continue
-            id, seconds = entry.client, entry.ended - entry.started
-            if math.isfinite(losses.get(id, math.inf)):
-                utility = float(self.sizes[id]) * losses[id]
-            else:
-                utility = self.known[id][0] if id in self.known else mean
-            self.known[id] = (utility, round, seconds)
+        took = {
+            entry.client: entry.ended - entry.started
+            for entry in entries
+            if entry.started is not None and entry.ended is not None and entry.status != "asked"
+        }
+        told = {id: float(self.sizes[id]) * loss for id, loss in losses.items() if id in took}
+        utility = {id: one[0] for id, one in self.known.items()}
+        utility |= {id: value for id, value in told.items() if math.isfinite(value)}
+        mean = sum(utility.values()) / max(len(utility), 1)
+        for id, seconds in took.items():
+            self.known[id] = (utility.get(id, mean), round, seconds)
         used = [self.known[id][0] for id in self.exploited if id in losses]
         self.gained.append(sum(used) / len(used) if used else 0.0)
         self.gained = self.gained[-2 * self.window :]

@@ -31,7 +31,8 @@ class PowerOfChoice(Sampler):
         self.candidates = candidates
 
     def on_check(self, context: Context) -> None:
-        """Refuse fewer candidates than are asked to train, or more than there are clients."""
+        """Refuse fewer candidates than are asked to train, or more than there are clients, and
+        devices that do not say how long a pass takes."""
         fed: Any = context
         least, most = fed.invited, len(context.data.active)
         require(
@@ -40,6 +41,13 @@ class PowerOfChoice(Sampler):
             f"of the candidates {least} are asked to train, and {most} clients have training data",
             f"write {min(2 * least, most)}",
         )
+        if fed.timing is not None:
+            require(
+                fed.timing.clock.devices.by_examples,
+                "--trainer.sampler PowerOfChoice with --trainer.clock.devices.per client",
+                "a candidate that is asked makes one pass, which would take as long as its round",
+                "write --trainer.clock.devices.per example and the seconds of one",
+            )
 
     def draw(self, view: ServerView, among: np.ndarray, count: int) -> list[int]:
         sizes = view.sizes[among]

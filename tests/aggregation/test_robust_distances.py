@@ -20,6 +20,7 @@ from fl_lightning.conformance.bench import build_method
 from fl_lightning.data import IID, FederatedImages
 from fl_lightning.engines.root_set import prepare_guides
 from fl_lightning.errors import InputError
+from fl_lightning.hooks import Stressor
 from fl_lightning.methods import (
     Bulyan,
     CenteredClipping,
@@ -358,6 +359,16 @@ def test_distances_that_cancel_choose_others():
 SEVEN = (2,) * 7
 
 
+class Lost(Stressor):
+    """The uploads of some clients do not arrive."""
+
+    def __init__(self, clients):
+        self.clients = clients
+
+    def change_upload(self, upload, *, client, **_):
+        return None if client.id in self.clients else upload
+
+
 @pytest.mark.parametrize(
     ("average", "least"),
     [(Krum(3), 9), (MultiKrum(3, 2), 9), (Bulyan(2), 11)],
@@ -365,8 +376,12 @@ SEVEN = (2,) * 7
 )
 def test_too_few_uploads_change_nothing_and_are_told_once(average, least, tmp_path, caplog):
     method, data = on_points(FedAvg(average=average)), Points(SEVEN, labels=(0,) * 7)
+    with pytest.raises(InputError, match=rf"a round has 7 uploads; it needs {least}; raise --tra"):
+        run(method, data, tmp_path, max_rounds=3)
+    method, data = on_points(FedAvg(average=average)), Points((2,) * least, labels=(0,) * least)
+    lost = Lost(range(7, least))
     with caplog.at_level(logging.WARNING, "fl_lightning"):
-        trainer = run_for_nothing(method, data, tmp_path, max_rounds=3)
+        trainer = run_for_nothing(method, data, tmp_path, max_rounds=3, callbacks=[lost])
     told = [record.message for record in caplog.records if "too few" in record.message]
     assert told == [
         f"round 1: 7 uploads are too few for {type(average).__name__}, which needs "

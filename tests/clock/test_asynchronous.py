@@ -23,6 +23,7 @@ from callbacks import ByzantineClients, LabelNoise, TrainingCost
 from fl_lightning import methods
 from fl_lightning.aggregation.averages import TrimmedMean
 from fl_lightning.aggregation.base import Receipt
+from fl_lightning.aggregation.robust import MultiKrum
 from fl_lightning.client import Client
 from fl_lightning.clock import (
     Clock,
@@ -345,6 +346,10 @@ def test_a_robust_average_of_fewer_than_three_uploads_is_warned_of(tmp_path, cap
         }
         trained(tmp_path / f"{buffer}", partial(FedAvg, average=TrimmedMean()), **settings)
         assert ("none can be an outlier" in caplog.text) is said
+    with refused(
+        "--model.average MultiKrum; a round has 3 uploads", "FedBuff with a larger buffer"
+    ):
+        trained(tmp_path / "few", partial(FedAvg, average=MultiKrum()), **settings)
 
 
 class Started(Meter):

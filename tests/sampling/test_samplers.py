@@ -19,7 +19,15 @@ from torch.nn import functional as F
 from toy import run, sgd
 
 from fl_lightning import rng
-from fl_lightning.clock import Clock, FedBuff, Lines, LogNormalDevices, OverSelection, SameDevice
+from fl_lightning.clock import (
+    Clock,
+    DrawnDevices,
+    FedBuff,
+    Lines,
+    LogNormalDevices,
+    OverSelection,
+    SameDevice,
+)
 from fl_lightning.clock.devices import Devices
 from fl_lightning.conformance.toy import images
 from fl_lightning.hooks import Stressor
@@ -158,6 +166,13 @@ def test_they_are_asked_for_their_loss_at_x_by_an_independent_look(tmp_path):
         assert sorted(np.argsort(losses)[3:]) == cohort
 
 
+def test_asking_needs_devices_that_know_what_a_pass_takes(tmp_path):
+    clock = Clock(devices=DrawnDevices())
+    with refused("devices.per client", "--trainer.clock.devices.per example"):
+        trained(tmp_path, sampler=PowerOfChoice(4), clock=clock)
+    trained(tmp_path, sampler=PowerOfChoice(4), clock=Clock(devices=DrawnDevices(per="example")))
+
+
 def test_what_asking_costs_by_hand(tmp_path):
     """Three of four candidates train. Client k computes k + 1 seconds for its loss and again for
     its round; the round begins when the last has answered, and nobody is sent the model twice."""
@@ -244,7 +259,7 @@ def test_a_loss_that_is_not_finite_ends_no_run():
     assert PowerOfChoice(6).draw(server.view(), np.arange(6), 3) == [3, 0, 1]
     oort.sizes = server.sizes
     oort.learn(1, [entry(1, id, 1.0) for id in range(4)], server.losses)
-    assert {id: one[0] for id, one in oort.known.items()} == {0: 5.0, 1: 0.0, 2: 0.0, 3: 10.0}
+    assert {id: one[0] for id, one in oort.known.items()} == {0: 5.0, 1: 7.5, 2: 7.5, 3: 10.0}
     oort.learn(2, [entry(2, 0, 1.0)], {0: math.nan})
     assert oort.known[0] == (5.0, 2, 1.0)
     assert len({*oort.draw(server.view(3), np.arange(6), 4)}) == 4
@@ -262,6 +277,10 @@ def test_what_oort_learns_and_the_pacer():
     others = [entry(2, 2, 9.0, "lost"), LedgerEntry(2, 1, "dropped"), entry(2, 0, 1.0, "asked")]
     oort.learn(2, others, {})
     assert oort.known == {0: (2.0, 1, 2.0), 1: (12.0, 1, 3.0), 2: (7.0, 2, 9.0)}
+    first = Oort()
+    first.sizes = np.array([4, 6, 10])
+    first.learn(1, [entry(1, 2, 9.0, "late"), entry(1, 0, 2.0), entry(1, 1, 3.0)], {0: 0.5, 1: 2.0})
+    assert first.known[2] == (7.0, 1, 9.0)  # the mean of what this round told
     oort.learn(2, [entry(2, 1, 3.0)], {1: math.nan})
     assert oort.known[1] == (12.0, 2, 3.0)
     oort.known[1] = (12.0, 1, 3.0)
