@@ -10,7 +10,6 @@ import numpy as np
 
 from callbacks.figures.drawing import evenly_spaced, sample
 from callbacks.figures.figure_meter import FigureMeter
-from fl_lightning.errors import InputError
 from fl_lightning.hooks import Context, RoundRecord
 
 if TYPE_CHECKING:
@@ -29,16 +28,15 @@ class RelevanceFigure(FigureMeter):
     """
 
     name = "relevance"
+    rule = "it draws methods that weigh clients by relevance"
+    instead = "write --model FedMosaic, or leave it out"
 
-    def on_check(self, context: Context) -> None:
-        if not hasattr(context.method, "relevance"):
-            raise InputError(
-                f"callbacks.RelevanceFigure with {type(context.method).__name__}",
-                "it draws methods that weigh clients by relevance",
-                "take it out of --trainer.callbacks, or write --model FedMosaic",
-            )
+    def applies_to(self, context: Context) -> bool:
+        return hasattr(context.method, "relevance")
 
     def on_round_end(self, record: RoundRecord, context: Context) -> None:
+        if not self.applies:
+            return
         ids, relevance = context.method.relevance()
         correlation = label_correlation(relevance, context.data.group_counts()[ids])
         if not math.isnan(correlation):
@@ -47,7 +45,7 @@ class RelevanceFigure(FigureMeter):
             super().on_round_end(record, context)
 
     def on_fit_end(self, summary: dict[str, float], context: Context) -> None:
-        if len(context.method.relevance()[0]) >= 2:
+        if self.applies and len(context.method.relevance()[0]) >= 2:
             super().on_fit_end(summary, context)
 
     def figure(self, context: Context) -> Figure:

@@ -3,12 +3,15 @@ answer and the same end of one."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from fl_lightning.data.text.tokens import Tokenizer
 from fl_lightning.export.trained_model import TrainedModel
 
 NEW_TOKENS = 64
+"""Tokens of an answer where the run has generated none."""
+PLACES = r"({definition}|{inputs})"
 
 
 def asking_lines(model: TrainedModel) -> list[str]:
@@ -38,18 +41,24 @@ def asking_lines(model: TrainedModel) -> list[str]:
         ]
         encode = "tokenizer.encode(part, add_special_tokens=False)"
         decode = "tokenizer.decode(answer, skip_special_tokens=True)"
-    named = {name: f"{{{name}}}" in "".join(asked) for name in ("definition", "inputs")}
-    replaced = "".join(f'.replace("{{{name}}}", {name})' for name, there in named.items() if there)
+    places = sorted({*re.findall(PLACES, "".join(asked))})
+    most = model.data.task.max_new_tokens or NEW_TOKENS  # type: ignore[attr-defined]
     return [
         *tools,
-        *(f'{name} = "..."' for name, there in named.items() if there),
-        f"parts = [part{replaced} for part in {[*filter(None, asked)]!r}]",
+        *(f'{place[1:-1]} = "..."' for place in places),
+        f"parts = [{', '.join(map(_expression, filter(None, asked)))}]",
         f"ids = [{first}*(id for part in parts for id in {encode})]",
         "network.generation_config = GenerationConfig(  # in place of the base's own penalties",
-        f"    do_sample=False, max_new_tokens={NEW_TOKENS},",
+        f"    do_sample=False, max_new_tokens={most},",
         f"    eos_token_id={tokens.eos}, pad_token_id={tokens.pad},",
         ")",
         "found = network.generate(input_ids=torch.tensor([ids]))",
         "answer = found[0, len(ids) :].tolist()",
         f"print({decode})",
     ]
+
+
+def _expression(part: str) -> str:
+    """Return a part of a prompt as Python: texts, and the names that stand in their places."""
+    texts = filter(None, re.split(PLACES, part))
+    return " + ".join(text[1:-1] if re.fullmatch(PLACES, text) else repr(text) for text in texts)

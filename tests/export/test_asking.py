@@ -24,13 +24,14 @@ from fl_lightning.models.language import hf
 @pytest.mark.parametrize("bytes_alone", [True, False])
 def test_the_lines_of_the_card_ask_as_the_run_did(bytes_alone: bool, tmp_path: Path):
     """They are run as they stand, with the definition and inputs of a test record: the same tokens
-    before the answer, and the same answer, whatever the base's own settings of generation are."""
+    before the answer, and the same answer, as long as the run's may be, whatever the base's own
+    settings of generation are and whatever the texts say."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("peft")
     from tiny_transformers import save_base, tokenizer_of_bytes
 
     network: Any = partial(LlamaTiny, rank=4)
-    data = records(generate=False)
+    data = records()
     if not bytes_alone:
         base = save_base(tmp_path / "base", "Qwen2.5")
         transformers.GenerationConfig(repetition_penalty=5.0, eos_token_id=9).save_pretrained(base)
@@ -43,9 +44,11 @@ def test_the_lines_of_the_card_ask_as_the_run_did(bytes_alone: bool, tmp_path: P
     out = fl_lightning.export_model(trainer, tmp_path / "home")
     asking = (out / "README.md").read_text().split("```python\n")[2].partition("```")[0]
     own, tokens, answered = trainer.method.deploy().eval(), data.tokenizer, 0
+    most = 64 if data.task.max_new_tokens == 0 else data.task.max_new_tokens
+    assert (most == 64) is not bytes_alone
     inputs, target = data.inputs("test", torch.arange(3)), data.test_target[:3]
     prompts, mask, _ = prompts_and_answers(inputs["input_ids"], target, tokens.pad)
-    ours = own.generate(prompts, mask, max_new_tokens=64, eos=tokens.eos, pad=tokens.pad).tolist()
+    ours = own.generate(prompts, mask, max_new_tokens=most, eos=tokens.eos, pad=tokens.pad).tolist()
     for record, prompt, there, answer in zip(data.test_records, prompts, mask, ours, strict=False):
         lines = asking.replace('definition = "..."', f"definition = {record.definition!r}")
         lines = lines.replace('inputs = "..."', f"inputs = {record.inputs!r}")
@@ -54,4 +57,9 @@ def test_the_lines_of_the_card_ask_as_the_run_did(bytes_alone: bool, tmp_path: P
         assert names["ids"] == prompt[there].tolist()
         assert until_end(names["answer"], tokens.eos) == until_end(answer, tokens.eos)
         answered += bool(until_end(answer, tokens.eos))
+        before = sum(map(len, names["parts"]))
+        lines = asking.replace('definition = "..."', 'definition = "{inputs}"')
+        exec(lines.replace('inputs = "..."', 'inputs = "{definition}"'), names)
+        lengths = len(record.definition) + len(record.inputs), len("{inputs}{definition}")
+        assert sum(map(len, names["parts"])) == before - lengths[0] + lengths[1]
     assert answered

@@ -86,6 +86,15 @@ def test_a_folder_is_a_network_whose_adapters_alone_are_trained(folder: Path, ca
     } == trained
 
 
+def test_a_folder_of_adapters_is_no_base(folder: Path, tmp_path: Path):
+    """Its adapters would be lost, or be trained beside new ones, without a word."""
+    peft = pytest.importorskip("peft")
+    build_network(f"hf:{folder}", 50, (7,), **tokens(7)).model.save_pretrained(tmp_path)
+    assert peft.PeftConfig.from_pretrained(tmp_path).base_model_name_or_path == str(folder)
+    with pytest.raises(InputError, match="holds adapters.*by export --format transformers"):
+        build_network(f"hf:{tmp_path}", 50, (7,), **tokens(7))
+
+
 def test_settings_of_the_adapters(folder: Path):
     def trained(**settings: object) -> dict[str, torch.Size]:
         network = hf.TransformersLM(50, str(folder), **settings)

@@ -360,12 +360,18 @@ def load(
         options: further arguments of ``from_pretrained``.
 
     Raises:
-        InputError: transformers cannot load it.
+        InputError: transformers cannot load it, or it holds adapters, which new ones would replace.
     """
     import transformers
     from transformers.utils import logging
 
     name = model_folder(name)
+    require(
+        not Path(name, "adapter_config.json").is_file(),
+        f"network {HF_PREFIX}{name}",
+        "the folder holds adapters, and new ones would take their place",
+        "write a whole model by export --format transformers, and name that folder",
+    )
     local, level = Path(name).is_dir(), logging.get_verbosity()
     options |= {"dtype": getattr(torch, dtype), "local_files_only": local}
     if kind == "SequenceClassification":  # a head that is new is what is expected, and no news
