@@ -23,6 +23,7 @@ from fl_lightning.study.plan.search import Search
 from fl_lightning.study.plan.study import Study
 from fl_lightning.study.plan.tuned import TunedRecord
 from fl_lightning.study.report.compare import compare
+from fl_lightning.study.report.markdown import _how_tuned
 
 STUDY = """
 study: small
@@ -142,6 +143,10 @@ def test_methods_are_tried_at_the_same_points(tmp_path):
     )
     assert low[:10] == high[:10]
     assert low[10:] != high[10:]
+    record = TunedRecord.read(tmp_path / "tuned" / "small.yaml")
+    assert "the same values and, beside them, High `model.max_share` at seed 7" in _how_tuned(
+        record
+    )
 
 
 @pytest.mark.slow

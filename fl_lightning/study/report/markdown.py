@@ -241,9 +241,16 @@ def _tuned(comparison: Comparison) -> Iterator[str]:
 
 
 def _how_tuned(record: TunedRecord) -> str:
+    own = {label: sorted({*one.settings} - {*record.space}) for label, one in record.chosen.items()}
+    beside = [f"{label} `{'`, `'.join(names)}`" for label, names in own.items() if names]
+    same = (
+        "the same values"
+        if not beside
+        else f"the same values and, beside them, {'; '.join(beside)}"
+    )
     return (
         f"Chosen for each method by `{record.metric}` ({record.direction}d), of {record.trials} trials over "
-        f"the same values at seed {record.seed}, on {record.date}; search `{Path(record.search).name}`, "
+        f"{same} at seed {record.seed}, on {record.date}; search `{Path(record.search).name}`, "
         f"SHA-256 {record.search_sha256[:16]}. The test set chose nothing."
     )
 
