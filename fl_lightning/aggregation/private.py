@@ -64,6 +64,9 @@ NOISE_OF_SEED = (
 NOISE_OF_SYSTEM = "noise and cohorts are drawn from operating systems, and no seed tells them"
 SUMS_FILE = "noisy_sums.csv"
 """In the directory of a run whose noise no seed tells: the noisy sums that were begun."""
+TAKEN_BACK_FILE = "noise_taken_back.csv"
+"""In the directory of a run that was taken back, where a seed tells the noise: its last round of
+before, so that nobody draws that noise again for another sum."""
 EXACT_BITS = 53
 """Integers up to 2^53 are exact in float64."""
 
@@ -128,21 +131,27 @@ class PrivateAggregation(Meter, Stressor):
         """Epsilon of all noisy sums that were begun."""
         return self.accountant.epsilon(self.releases)
 
-    def continue_in(self, run_dir: Path | None, done: int, taken_back: bool) -> None:
+    def continue_in(self, run_dir: Path | None, done: int, *, there: int, changed: bool) -> None:
         """Count the sums that a run has begun, whichever of its checkpoints it goes on from.
 
         Args:
             run_dir: the run that is continued; None: it is a new one.
             done: rounds that it has done.
-            taken_back: whether rounds that it had done are made anew with other settings.
+            there: rounds that it had done, of which later ones are taken back.
+            changed: whether it goes on with other settings.
 
         Raises:
             InputError: the file that says so cannot be read, some of the rounds were without
                 privacy, none is done and the budget is spent, or the noise of a round would be that
                 of another sum.
         """
+        if run_dir is not None and self.randomness is rng.stream:
+            drawn = NoisySums(run_dir / TAKEN_BACK_FILE)
+            there = max(there, drawn.count)
+            if there > max(done, drawn.count):  # the tables will not have them any more
+                drawn.add(there, there)
         require(
-            not (taken_back and self.randomness is rng.stream),
+            not (changed and there > done and self.randomness is rng.stream),
             f"--ckpt_path with trainer.privacy, changed after round {done}",
             "later rounds are done, their noise is a function of the seed, and the difference of two sums "
             "with one noise has none",
@@ -375,8 +384,7 @@ class PrivateAggregation(Meter, Stressor):
 
         Returns:
             The sums; None where so few returned that shares of noise are missing. Central noise is
-            added also
-            where nobody returned: without it the model would say so.
+            added also where nobody returned: without it the model would say so.
 
         Raises:
             MisuseError: a stressor has made the cohort larger than the one that is accounted.
@@ -484,7 +492,7 @@ class PrivateAggregation(Meter, Stressor):
 
     def _empty_message(self, method: SummingServer) -> dict[str, Addend]:
         """Return zeros for each sum of :meth:`SummingServer.addends`."""
-        empty = {"weights": Addend(torch.zeros(method.server["weights"].numel()))}
+        empty = {"weights": Addend(torch.zeros(len(method.starts()["weights"])))}
         return empty | ({COUNT: Addend(torch.zeros(1))} if self.settings.is_adaptive else {})
 
     def deviation(self, name: str) -> float:

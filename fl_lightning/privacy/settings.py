@@ -33,7 +33,7 @@ class ClientPrivacy:
             changes nothing.
         target_quantile: share of the clients whose norm is below C, in [0, 1]; C follows it from
             round to round. Null: C is fixed.
-        clip_learning_rate: how fast C follows, above 0: C <- C exp(-rate (share below C -
+        clip_learning_rate: how fast C follows, in (0, 10]: C <- C exp(-rate (share below C -
             quantile)).
         count_noise: standard deviation of the noise on the number of clients below C, above z / 2.
             Null: a twentieth of the cohort, or z where that is more.
@@ -46,7 +46,7 @@ class ClientPrivacy:
     where: Literal["central", "distributed"] = "central"
     min_returned: Annotated[float, within("(0, 1]", "it is in (0, 1]", "0.67")] = 0.67
     target_quantile: Annotated[float | None, within("[0, 1]", "it is in [0, 1]", "0.5")] = None
-    clip_learning_rate: Annotated[float, within("(0, inf)", "it is above 0", "0.2")] = 0.2
+    clip_learning_rate: Annotated[float, within("(0, 10]", "it is in (0, 10]", "0.2")] = 0.2
     count_noise: float | None = None
 
     settings_alone: ClassVar[bool] = True
@@ -61,7 +61,7 @@ class ClientPrivacy:
             self.count_noise is None or z / 2 < self.count_noise < math.inf,
             f"--trainer.privacy.count_noise {self.count_noise}",
             "it is above noise_multiplier / 2",
-            f"write --trainer.privacy.count_noise {z:g}",
+            f"write --trainer.privacy.count_noise {f'{z:g}' if z else 'null'}",
         )
         if self.max_epsilon is not None:
             require(

@@ -38,7 +38,8 @@ class Progress:
         history: one row of metrics per round.
         saved: round of the newest checkpoint; 0 if there is none.
         changed: whether the run is continued with another configuration than before.
-        taken_back: whether rounds that were there are made anew with it.
+        there: rounds in the tables of the run that is continued.
+        taken_back: whether some of them are made anew with another configuration.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Progress:
         self.done = Snapshot()
         self.history: list[dict[str, float]] = []
         self.saved = 0
-        self.taken_back = False
+        self.there, self.taken_back = 0, False
         self.changed = False
         self._unsaved_best: Snapshot | None = None
         self._next_save = 0.0  # on the clock of time.monotonic
@@ -80,20 +81,21 @@ class Progress:
         if start.run is None:
             return
         self.changed = check_same(start, self.settings, self.identity, allow_changed)
+        table = RunDirectory(start.run).tables["metrics"]
+        lines = table.path.read_bytes().count(b"\n") if table.path.exists() else 0
+        self.there = max(lines - 1, 0)
         if start.checkpoint is not None:
             self.done = restore(fed, start.checkpoint)
             start.checkpoint.tensors.clear()  # a rank need not keep the states of all clients
             self.saved = self.done.round
-            table = RunDirectory(start.run).tables["metrics"]
             self.history = numbers(table.until(self.done.tables["metrics"]))
-            lines = table.path.read_bytes().count(b"\n") if table.path.exists() else 0
-            self.taken_back = self.changed and lines > len(self.history) + 1
-            if self.taken_back:
-                log.warning(
-                    "rounds after %d are made anew with other settings: metrics.csv will have these alone; "
-                    "in MLflow the run has a new record, and that of before a tag taken_back",
-                    self.done.round,
-                )
+        self.taken_back = self.changed and self.there > len(self.history)
+        if self.taken_back:
+            log.warning(
+                "rounds after %d are made anew with other settings: metrics.csv will have these alone; "
+                "in MLflow the run has a new record, and that of before a tag taken_back",
+                self.done.round,
+            )
 
     def add(self, fed: Federation, record: RoundRecord, run: RunDirectory) -> None:
         """Add a round that is done: append its rows to the tables, and save a checkpoint if one is

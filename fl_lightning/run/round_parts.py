@@ -21,6 +21,7 @@ from fl_lightning.methods import Method
 from fl_lightning.privacy import ClientPrivacy
 from fl_lightning.privacy.secure import SecureSum
 from fl_lightning.run.places import check_place
+from fl_lightning.run.progress import Progress
 from fl_lightning.run.resume import Start
 from fl_lightning.sampling import Sampler, Uniform
 from fl_lightning.topology import Star, Topology
@@ -145,12 +146,16 @@ class RoundParts:
                 type(fed.method).__name__,
             )
 
-    def continue_in(self, run_dir: Path | None, done: int, taken_back: bool) -> None:
+    def continue_in(self, run_dir: Path | None, progress: Progress) -> None:
         """Go on with the budget of a run, as :meth:`PrivateAggregation.continue_in` has it."""
         if self.privacy is not None:
-            self.privacy.continue_in(run_dir, done, taken_back)
+            self.privacy.continue_in(
+                run_dir, progress.done.round, there=progress.there, changed=progress.changed
+            )
         elif (
-            done and run_dir is not None and "privacy/epsilon" in _columns(run_dir / "metrics.csv")
+            progress.done.round
+            and run_dir is not None
+            and "privacy/epsilon" in _columns(run_dir / "metrics.csv")
         ):
             log.warning(
                 "earlier rounds of this run were private, later ones are not: it has no epsilon any more"

@@ -20,6 +20,7 @@ from fl_lightning.aggregation.adapters.moving_base import BaseChange
 from fl_lightning.aggregation.exact_sum import ExactSum
 from fl_lightning.compatibility import Run, check_run
 from fl_lightning.conformance.bench import prepare_data
+from fl_lightning.hooks import Stressor
 from fl_lightning.methods import (
     MOON,
     SCAFFOLD,
@@ -447,6 +448,13 @@ def test_a_server_optimiser_steps_with_what_the_rule_makes(rule, tmp_path):
         assert all(float(row["average/factor_error"]) < 1e-6 for row in rows)
 
 
+class Nobody(Stressor):
+    """Returns in the first round, to which noise is added all the same."""
+
+    def change_upload(self, upload, *, round, **_):
+        return None if round == 1 else upload
+
+
 @pytest.mark.parametrize("rule", ["alternate", "stack"])
 def test_privacy(rule, tmp_path):
     pytest.importorskip("dp_accounting")
@@ -460,6 +468,10 @@ def test_privacy(rule, tmp_path):
     torch.testing.assert_close(
         private.server["weights"], plain.server["weights"], rtol=1e-4, atol=1e-5
     )
+    alone = {"privacy": ClientPrivacy(noise_multiplier=1.0, clip_norm=1.0), "max_rounds": 2}
+    alone["callbacks"] = [Nobody()]
+    moved, _ = fitted(tmp_path, rule, settings={"weigh_by": "clients"}, **alone)
+    assert moved.server["weights"].isfinite().all()
 
 
 @pytest.mark.parametrize("alike", [True, False])

@@ -380,7 +380,7 @@ def test_nothing_is_asked_of_nodes_before_the_line_is_on_the_disk(tmp_path):
     with pytest.raises(
         InputError, match="it says how much of the budget is spent, and cannot be read"
     ):
-        prepared(tmp_path, CENTRAL).aggregation.privacy.continue_in(run, 0, taken_back=False)
+        prepared(tmp_path, CENTRAL).aggregation.privacy.continue_in(run, 0, there=0, changed=False)
 
 
 @pytest.mark.parametrize("rounds", [1, 2])

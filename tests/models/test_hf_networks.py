@@ -91,7 +91,7 @@ def test_a_folder_of_adapters_is_no_base(folder: Path, tmp_path: Path):
     peft = pytest.importorskip("peft")
     build_network(f"hf:{folder}", 50, (7,), **tokens(7)).model.save_pretrained(tmp_path)
     assert peft.PeftConfig.from_pretrained(tmp_path).base_model_name_or_path == str(folder)
-    with pytest.raises(InputError, match="holds adapters.*by export --format transformers"):
+    with pytest.raises(InputError, match=r"holds adapters.*by export --format transformers"):
         build_network(f"hf:{tmp_path}", 50, (7,), **tokens(7))
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,7 @@ from fl_lightning.errors import MisuseError
 from fl_lightning.hooks import Meter, Stressor
 from fl_lightning.methods import CoordinateMedian
 from fl_lightning.privacy import ClientPrivacy, RoundAccountant
+from fl_lightning.run.progress import Progress
 from fl_lightning.sampling import Uniform
 
 dp_accounting = pytest.importorskip("dp_accounting")
@@ -253,15 +255,43 @@ class Pull(Meter):
             raise KeyboardInterrupt
 
 
-def test_no_two_sums_get_one_noise(tmp_path):
+def interrupted(monkeypatch, round: int, *arguments, **settings) -> None:
+    """A run of the same configuration that ends with a round."""
+    add = Progress.add
+
+    def add_and_end(self, fed, record, run):
+        add(self, fed, record, run)
+        if record.round == round:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Progress, "add", add_and_end)
+        with pytest.raises(KeyboardInterrupt):
+            fit(*arguments, **settings)
+
+
+def test_no_two_sums_get_one_noise(tmp_path, monkeypatch):
     """Rounds that are there are not made anew with other settings, whose models are others."""
     whole = fit(tmp_path, run_name="run", checkpoint_every=1, keep_checkpoints=3)
     back = {"ckpt_path": str(whole.run_dir / "checkpoints/round_000001"), "run_name": "run"}
     with refused("trainer.privacy, changed after round 1", "from the last checkpoint"):
         fit(tmp_path, local_epochs=2, allow_changed=True, **back)
-    assert result(fit(tmp_path, checkpoint_every=1, keep_checkpoints=3, **back).run_dir) == result(
-        whole.run_dir
-    )
+    interrupted(monkeypatch, 2, tmp_path, checkpoint_every=1, keep_checkpoints=3, **back)
+    assert len(rows_of(whole.run_dir)) == 2  # its tables do not say any more how far it had been
+    with refused("trainer.privacy, changed after round 1", "from the last checkpoint"):
+        fit(tmp_path, local_epochs=2, allow_changed=True, **back)
+    again = fit(tmp_path, checkpoint_every=1, keep_checkpoints=3, **back)
+    assert result(again.run_dir) == result(whole.run_dir)
+
+
+def test_no_noise_is_drawn_again_before_the_first_checkpoint(tmp_path, monkeypatch):
+    """As of a run that is killed before it has one."""
+    interrupted(monkeypatch, 2, tmp_path, run_name="run")
+    (folder,) = tmp_path.glob("*/run")
+    shutil.rmtree(folder / "checkpoints")
+    back = {"ckpt_path": str(folder), "run_name": "run"}
+    with refused("trainer.privacy, changed after round 0", "from the last checkpoint"):
+        fit(tmp_path, local_epochs=2, allow_changed=True, **back)
 
 
 def test_a_run_that_is_private_no_more_says_so(tmp_path, caplog):
