@@ -8,7 +8,8 @@ training of a small client. Neither keeps hidden randomness: draw from
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -18,6 +19,7 @@ from torch import Tensor
 from fl_lightning.client import Assignment, Client
 from fl_lightning.config.overriding import overrides
 from fl_lightning.config.recorded import Recorded
+from fl_lightning.errors import MisuseError
 from fl_lightning.metrics.declared import Emitter
 from fl_lightning.wire import Payload
 
@@ -68,12 +70,30 @@ class RoundRecord:
         clients: metrics of each client on its own validation examples, by name and by the client's
             id; empty where the round was not evaluated.
         named: ids of clients that sent wrong shares in the round's secure sum.
+        writers: who has written a metric, where that is not the run.
     """
 
     round: int
     metrics: dict[str, float] = field(default_factory=dict)
     clients: dict[str, dict[int, float]] = field(default_factory=dict)
     named: set[int] = field(default_factory=set)
+    writers: dict[str, object] = field(default_factory=dict)
+
+    @contextmanager
+    def written_by(self, writer: object) -> Iterator[None]:
+        """Return a context in which a method or a callback adds metrics.
+
+        Raises:
+            MisuseError: it has replaced one that it had not written.
+        """
+        before = dict(self.metrics)
+        yield
+        for name, value in before.items():
+            found = self.metrics.get(name)
+            if repr(found) != repr(value) and self.writers.get(name) is not writer:
+                rule = f"{type(writer).__name__} makes it {found}, and it is {value} already"
+                raise MisuseError(f"the metric {name}", rule, "write another name")
+        self.writers |= dict.fromkeys(self.metrics.keys() - before.keys(), writer)
 
 
 class Callback(Recorded, Emitter):
@@ -261,4 +281,6 @@ def tell(callbacks: Iterable[object], hook: str, *details: Any) -> None:
     for callback in callbacks:
         method = getattr(callback, hook, None)
         if method is not None:
-            method(*details)
+            record = next((each for each in details if isinstance(each, RoundRecord)), None)
+            with record.written_by(callback) if record else nullcontext():
+                method(*details)

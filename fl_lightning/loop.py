@@ -77,6 +77,8 @@ def train_round(fed: Federation, engine: Engine, record: RoundRecord) -> None:
     for entry in (*entries, *links):
         fed.ledger.add(entry)
     record.metrics |= summarise(fed, entries, losses, links)
+    with record.written_by(fed.method):
+        record.metrics |= fed.method.server_metrics()
 
 
 def train_cohort(fed: Federation, engine: Engine, round: int, ids: Iterable[int]) -> Trained:
@@ -200,11 +202,9 @@ def summarise(
     losses: Mapping[str, Mean],
     links: Sequence[LedgerEntry] = (),
 ) -> dict[str, float]:
-    """Return a round's counts, bytes, losses and what the server says of its state. Bytes are those
-    of the clients, and of links that are no client's."""
-    asked = sum(entry.status == "asked" for entry in entries)
-    counted = sum(entry.status == "trained" for entry in entries)
-    rejected = sum(entry.status == "rejected" for entry in entries)
+    """Return a round's counts, bytes, of clients and of links that are no client's, and losses."""
+    status = [entry.status for entry in entries]
+    asked, counted, rejected = map(status.count, ("asked", "trained", "rejected"))
     return {
         **{f"train/{name}": mean.value for name, mean in losses.items()},
         **Ledger.totals([*entries, *links]),
@@ -213,7 +213,6 @@ def summarise(
         "clients/dropped": len(entries) - asked - counted - rejected,
         "clients/rejected": rejected,
         "clients/trained": counted,
-        **fed.method.server_metrics(),
     }
 
 

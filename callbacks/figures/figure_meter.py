@@ -8,6 +8,7 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from callbacks.figures.drawing import Every, draw, log
+from fl_lightning.errors import require
 from fl_lightning.hooks import Context, Meter, RoundRecord
 
 if TYPE_CHECKING:
@@ -57,6 +58,10 @@ class FigureMeter(Meter, ABC):
         return True
 
     def on_check(self, context: Context) -> None:
+        own = [each for each in context.callbacks if isinstance(each, FigureMeter)]
+        alike = sorted({type(each).__name__ for each in own if each.name == self.name})
+        rule = f"both draw figures/{self.name}"
+        require(len(alike) <= 1, " and ".join(alike), rule, "give one another name")
         self.seen = deepcopy(self.empty)
         self.applies = self.applies_to(context)
         if not self.applies:

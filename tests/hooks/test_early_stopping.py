@@ -45,6 +45,7 @@ class Scripted(Meter):
 
     def on_validate(self, accuracies, record, context):
         record.metrics["val/accuracy"] = self.values[record.round - 1]
+        record.writers["val/accuracy"] = self
 
 
 class Pull(Meter):

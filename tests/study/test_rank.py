@@ -105,10 +105,13 @@ def test_a_third_method_alone_is_ranked_as_in_one_sweep_of_all_and_nothing_is_tr
     assert "trained with another" not in shown.err
     code = Path(sys.modules["ranked_method"].__file__)
     code.write_text(METHOD.replace("one's own", "another"))
-    assert ranked() == 0
+    assert ranked() == 2
     code.write_text(METHOD)
-    said = "Third-setting=iid-seed3: trained with another ranked_method, as 4 finished cells were"
+    said = "trained with another ranked_method, and ranked as if it were this one"
     assert said in capsys.readouterr().err
+    for key in ("trainer.fast_dev_run", "seed_everything", "ckpt_path"):
+        assert ranked("--settings", f"{{{key}: 7}}") == 2
+        assert f"{key}; the command sets it; leave it out" in capsys.readouterr().err
     of_rank, of_sweep = report_of(Path("reports/two-Third")), report_of(Path("swept"))
     assert of_rank["levels"] == of_sweep["levels"]  # to the last digit
     assert [(one["a"], one["b"]) for one in of_rank["levels"][0]["differences"]] == [

@@ -190,7 +190,7 @@ class StudyCells:
         if stale:
             changed = ", ".join(sorted({name for state in stale for name in state.changed}))
             problems.append(
-                f"{stale[0].cell.name}: trained with another {changed}, as {len(stale)} finished cells were; "
+                f"{', '.join(state.cell.name for state in stale)}: trained with another {changed}; "
                 "move their runs away, or take another label, to train them again"
             )
         return problems

@@ -112,13 +112,22 @@ def rank(
     published_rows(published)
     label = label or model.rpartition(".")[2]
     files = [] if method_config is None else [_file(method_config)]
-    own = Variation(tuple(files), {"model.class_path": model, **(settings or {})})
+    more = SpecFile(Path("rank")).settings(settings or {}, "--settings")
+    own = Variation(tuple(files), {"model.class_path": model, **more})
     study = study_of(published, label, own, setting, seeds)
     out = out or Path("reports") / study.name
     check_out(out, overwrite=read_json(out / REPORT).get("study") == study.name)
     slots, cells = (
         slots_for(jobs, devices),
         planned(StudyCells.plan(study, Path(root), resolve), jobs),
+    )
+    stale = [state for state in cells if state.changed and state.status == "finished"]
+    require(
+        not stale,
+        f"{', '.join(state.cell.name for state in stale)}",
+        f"trained with another {', '.join({name: None for one in stale for name in one.changed})}, "
+        "and ranked as if it were this one",
+        "move these runs away, or write another --label",
     )
     for state in cells:
         check_protocol(published, state.cell.name, state.cell.levels, protocol_of(state.config))

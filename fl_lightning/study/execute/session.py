@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from fl_lightning.errors import InputError
 from fl_lightning.study.execute import mlflow_page
@@ -116,6 +118,8 @@ class SweepSession:
                 f"other shards   {left} of their {len(cells.others)} cells are not finished in this folder"
             )
         compare = f"python -m fl_lightning compare --study {study.name} --out reports/{study.name}"
+        if cells.folder.parent != Path("runs"):
+            compare += f" --root {shlex.quote(str(cells.folder.parent))}"
         self.display.line(f"what holds     {compare}")
 
     def learn_task(self, task: TaskMetrics) -> None:

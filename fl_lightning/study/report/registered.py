@@ -83,7 +83,7 @@ def registration_report(results: Results, folder: Path) -> RegistrationReport:
     mark = f"SHA-256 {first.sha256[:TAG_LENGTH]}"
     if found:
         comparison, why = _registered(results, registration, folder)
-        line = f"**Not as registered** on {_day(first.date)} ({mark}): {'; '.join(found)}. {why}"
+        line = f"**Not as registered** on {_day(first.date)} ({mark}): {'; '.join(found)}. {why}".rstrip()
         return RegistrationReport("not as registered", line, found, first.sha256, dates, comparison)
     if first.runs:
         were = f"{first.runs} run{'s were' if first.runs > 1 else ' was'}"
@@ -126,7 +126,8 @@ def _registered(
         found = add_published(counted(gather_registered(results, registration.first.plan, folder)))
         check_comparable(found)
         check_task(found.study)
-        return Comparison(found), "The verdicts of both are below."
+        judged = found.study.criteria or results.study.criteria
+        return Comparison(found), "The verdicts of both are below." if judged else ""
     except InputError as error:
         return None, f"The registered criteria cannot be judged: {error}."
 
