@@ -394,6 +394,19 @@ def test_settings_that_are_no_methods_own_and_differ_are_named(tmp_path):
     assert "drop-outs and noise, but for the settings named above. The 95 %" in text
 
 
+def test_runs_of_two_versions_of_a_class_are_said_to_be(tmp_path, capsys):
+    folder = make_study(tmp_path, {"A": A, "B": B})
+    for label, seed, sha in (("A", 0, "1"), ("A", 1, "1"), ("B", 0, "1"), ("B", 2, "2")):
+        file = folder / f"{label}-seed{seed}" / "metadata.json"
+        code = {"code": {"mine": sha, "helper": "0"}}
+        file.write_text(json.dumps(json.loads(file.read_text()) | code))
+    out = ["--out", str(tmp_path / "out")]
+    assert main(["compare", "--study", "study", "--root", str(tmp_path), *out]) == 0
+    said = "The runs of B were trained by several versions of mine."
+    assert (tmp_path / "out" / "report.md").read_text().count("several versions") == 1
+    assert said in capsys.readouterr().out
+
+
 def test_means_over_other_seeds_are_said_to_be(tmp_path, capsys):
     folder = make_study(tmp_path, {"A": A, "B": B, "C": C})
     shutil.rmtree(folder / "B-seed1")

@@ -22,7 +22,12 @@ from fl_lightning.study.report.places import places_table
 from fl_lightning.study.report.registered import NOT_REGISTERED, RegistrationReport
 from fl_lightning.study.report.transfer_tables import how_to_read as how_to_read_transfer
 from fl_lightning.study.report.transfer_tables import transfer_tables
-from fl_lightning.study.report.unequal import missing_seeds, unequal_methods, unequal_seeds
+from fl_lightning.study.report.unequal import (
+    missing_seeds,
+    unequal_code,
+    unequal_methods,
+    unequal_seeds,
+)
 from fl_lightning.study.report.verdicts import verdicts
 from fl_lightning.study.statistics import POWER
 
@@ -180,8 +185,8 @@ def answers(comparison: Comparison) -> Iterator[str]:
         winner = f"winner: {ranking.winner}" if ranking.winner else "no winner"
         parts = _sentence(ranking.reason), comparison.nobody_learnt(levels), _gap(ranking.gap)
         yield " ".join(filter(None, (f"**{where}{winner}.**", *parts)))
-    unequal = unequal_methods(comparison), *unequal_seeds(comparison), missing_seeds(comparison)
-    yield from filter(None, (_unlike(comparison), *unequal))
+    unequal = unequal_methods(comparison), *unequal_seeds(comparison), *unequal_code(comparison)
+    yield from filter(None, (_unlike(comparison), *unequal, missing_seeds(comparison)))
     counted = [
         verdict.decision for verdict in verdicts(comparison) if not verdict.criterion.is_timing
     ]

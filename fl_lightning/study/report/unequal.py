@@ -47,6 +47,20 @@ def unequal_seeds(comparison: Comparison) -> Iterator[str]:
             yield _sentence(f"The runs of {label} differ in more than the seed", differing)
 
 
+def unequal_code(comparison: Comparison) -> Iterator[str]:
+    """Yield of each method whose runs were trained by several versions of a user's files, which
+    these are."""
+    for label in comparison.study.methods:
+        runs = [run for run in comparison.results.runs if run.label == label]
+        versions: dict[str, set[str]] = {}
+        for module, sha in (
+            item for run in runs for item in (run.record.metadata.get("code") or {}).items()
+        ):
+            versions.setdefault(module, set()).add(sha)
+        if several := [module for module, found in versions.items() if len(found) > 1]:
+            yield f"The runs of {label} were trained by several versions of {', '.join(several)}."
+
+
 def missing_seeds(comparison: Comparison) -> str:
     """Return which methods lack seeds that others have at the same combination of levels; empty
     where none does."""
