@@ -55,7 +55,7 @@ MKDOCS = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 
 OF_A_RUN = {
     "config.yaml", "metadata.json", "metrics.csv", "ledger.csv", "clients.csv", "run.log", "partition.json", "registration.json", "test.json", "transfer.csv",
-    "noisy_sums.csv", "devices.csv", "cells.json", "until.json", "report.md", "report.json", "runs.csv", "study.yaml", "differences.csv", "timings.csv",
+    "noisy_sums.csv", "noise_taken_back.csv", "devices.csv", "cells.json", "until.json", "report.md", "report.json", "runs.csv", "study.yaml", "differences.csv", "timings.csv",
     "timing_differences.csv", "confusion_matrix.csv",
 }  # fmt: skip
 OF_AN_EXPORT = {"load.py", "export.json", "config.json", "adapter_config.json"}

@@ -96,14 +96,14 @@ def json_records(
         for name, entries in by_client.items():
             for number, entry in enumerate(entries, 1):
                 place = f"{path}, record {number}" + ("" if name is None else f" of {name}")
-                owned = entry if name is None else {"client": name} | entry
+                own = entry.get("client", name)
                 require(
-                    name is None or owned["client"] == name,
+                    name is None or own == name,
                     place,
-                    f"its client is {owned['client']!r}",
+                    f"its client is {own!r}",
                     "leave client out, or put it into that client's list",
                 )
-                yield owned, place
+                yield (entry if name is None else {"client": name} | entry), place
         return
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
