@@ -394,9 +394,8 @@ def bad_value(
         instead = f"{path}: [{instead}]" if setting.is_list else f"{path}: {instead}"
     else:
         instead = f"--{path}+={instead}" if setting.is_list else f"--{path} {instead}"
-    if (
-        near == value and not setting.is_list
-    ):  # the value is right, and something else was set inside it
+    # the value is right, and something else was set inside it
+    if near == value and not setting.is_list:
         rule, instead = "a short name has its defaults", "the name of a class to change them"
     return InputError(shown, f"{reason}, and {rule}" if reason else rule, f"write {instead}")
 

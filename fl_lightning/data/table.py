@@ -32,7 +32,7 @@ from fl_lightning.data.table_file import (
     block_of,
     check_column,
     check_file,
-    check_names,
+    check_spellings,
     moments,
     numbers_of,
     place_of,
@@ -176,8 +176,8 @@ class TableData(ArrayData):
         ]
         table, self._columns, self._mended = read_table(self.train_path, texts), {}, {}
         self._check_columns(table)
-        for name in filter(None, (self.group, self.client_column)):
-            check_names(self.train_path, table, name)
+        names = filter(None, (self.group, self.client_column))
+        check_spellings(self.train_path, table, names)
         test_table = None
         # "01" beside "0A" is no number, nor is it where it stands alone
         if self.test_path is not None:

@@ -55,7 +55,7 @@ def read_table(path: Path, texts: Iterable[str] = ()) -> pd.DataFrame:
         if path.name.endswith(PARQUET_SUFFIXES):
             table = pd.read_parquet(path)
         else:
-            separator = "\t" if path.name.endswith(".tsv") else ","
+            separator = _separator(path)
             with warnings.catch_warnings():  # of rows that are longer than the names above them
                 warnings.simplefilter("error", pd.errors.ParserWarning)
                 types = dict.fromkeys(texts, str)
@@ -147,27 +147,32 @@ def check_column(table: pd.DataFrame, name: str, path: Path) -> None:
     raise InputError(f"{path}", f"there is no column {name}", instead)
 
 
-def check_names(path: Path, table: pd.DataFrame, name: str) -> None:
+def _separator(path: Path) -> str:
+    return "\t" if path.name.endswith(".tsv") else ","
+
+
+def check_spellings(path: Path, table: pd.DataFrame, names: Iterable[str]) -> None:
     """Refuse numbers by which two clients, or groups, would be one.
 
     Raises:
-        InputError: a CSV file has, say, both ``7`` and ``007`` in a column of names.
+        InputError: a CSV file has, say, both ``7`` and ``007`` in one of these columns.
     """
     import pandas as pd
 
-    if path.name.endswith(PARQUET_SUFFIXES) or table[name].dtype.kind not in "iuf":
+    numeric = [name for name in names if table[name].dtype.kind in "iuf"]
+    if not numeric or path.name.endswith(PARQUET_SUFFIXES):
         return
-    separator = "\t" if path.name.endswith(".tsv") else ","
-    written = pd.read_csv(path, sep=separator, usecols=[name], dtype=str, index_col=False)[name]
-    forms = pd.DataFrame({"number": table[name].to_numpy(), "text": written.to_numpy()})
-    by_number = forms[forms["text"].str.match(r"0\d", na=False)]["number"]
-    for number, texts in forms[forms["number"].isin(by_number)].groupby("number")["text"]:
-        require(
-            texts.nunique() == 1,
-            f"{path}, column {name}",
-            f"one number is written as {' and '.join(sorted(texts.unique())[:2])}",
-            f"write {number} in one way, or with a letter if these are two",
-        )
+    written = pd.read_csv(path, sep=_separator(path), usecols=numeric, dtype=str, index_col=False)
+    for name in numeric:
+        padded = table[name][written[name].str.match(r"0\d", na=False)]
+        same = table[name].isin(padded)
+        for number, texts in written[name][same].groupby(table[name][same]):
+            require(
+                texts.nunique() == 1,
+                f"{path}, column {name}",
+                f"one number is written as {' and '.join(sorted(texts.unique())[:2])}",
+                f"write {number} in one way, or with a letter if these are two",
+            )
 
 
 def place_of(table: pd.DataFrame, position: int, name: str, path: Path) -> str:

@@ -183,14 +183,20 @@ class StudyCells:
     def count(self, status: Status) -> int:
         return sum(state.status == status for state in self.states)
 
+    def stale(self) -> tuple[list[str], list[str]] | None:
+        """Return the finished cells, by name, that other versions of a user's modules have trained,
+        and these modules; None where there are none."""
+        stale = [state for state in self.states if state.changed and state.status == "finished"]
+        modules = sorted({name for state in stale for name in state.changed})
+        return ([state.cell.name for state in stale], modules) if stale else None
+
     def problems(self) -> list[str]:
         """Return what the user must do before some cells can be run, or run again."""
         problems = [f"{state.cell.name}: {state.problem}" for state in self.states if state.problem]
-        stale = [state for state in self.states if state.changed and state.status == "finished"]
-        if stale:
-            changed = ", ".join(sorted({name for state in stale for name in state.changed}))
+        if stale := self.stale():
+            cells, modules = map(", ".join, stale)
             problems.append(
-                f"{', '.join(state.cell.name for state in stale)}: trained with another {changed}; "
+                f"{cells}: trained with another {modules}; "
                 "move their runs away, or take another label, to train them again"
             )
         return problems

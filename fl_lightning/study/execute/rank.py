@@ -121,14 +121,10 @@ def rank(
         slots_for(jobs, devices),
         planned(StudyCells.plan(study, Path(root), resolve), jobs),
     )
-    stale = [state for state in cells if state.changed and state.status == "finished"]
-    require(
-        not stale,
-        f"{', '.join(state.cell.name for state in stale)}",
-        f"trained with another {', '.join({name: None for one in stale for name in one.changed})}, "
-        "and ranked as if it were this one",
-        "move these runs away, or write another --label",
-    )
+    if stale := cells.stale():
+        names, modules = map(", ".join, stale)
+        rule = f"trained with another {modules}, and ranked as if it were this one"
+        raise InputError(names, rule, "move these runs away, or write another --label")
     for state in cells:
         check_protocol(published, state.cell.name, state.cell.levels, protocol_of(state.config))
     if dry_run:

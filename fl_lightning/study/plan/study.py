@@ -518,7 +518,8 @@ def _check(file: SpecFile, study: Study) -> None:
             label: method_hash(one.configs, one.settings) for label, one in study.methods.items()
         }
         runs = {label: study.runs_hash(label) for label in hashes} if file.find_configs else None
-        study.tuned.check(f"{file.path}: ", hashes, study.seeds, runs)
+        for _, record in study.tuned.parts:
+            record.check(f"{file.path}: ", hashes, study.seeds, runs)
     rule, instead = (
         "each is compared with it, and clients hold other examples in a control",
         "leave it out",

@@ -215,17 +215,6 @@ class TunedByLevel:
         """Return the records as they are written in a study file."""
         return {self.axis: {level: record.document() for level, record in self.records.items()}}
 
-    def check(
-        self,
-        where: str,
-        methods: Mapping[str, str],
-        seeds: Sequence[int],
-        runs: Mapping[str, str] | None = None,
-    ) -> None:
-        """Check every record, as :meth:`TunedRecord.check` does."""
-        for record in self.records.values():
-            record.check(where, methods, seeds, runs)
-
 
 Tuned = TunedRecord | TunedByLevel
 
