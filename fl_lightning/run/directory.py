@@ -207,7 +207,7 @@ class RunDirectory:
             data = BytesIO()
             figure.savefig(data, dpi=150, format=path.suffix[1:])
             replace(path, data.getvalue())
-            figure.set_layout_engine("none")  # the second file has the first one's layout
+            figure.set_layout_engine(None)  # the second file has the first one's layout
         figure.set_layout_engine(layout)
         return paths
 

@@ -108,6 +108,7 @@ def test_every_config_runs_two_rounds(config):
     short = ["--trainer.eval_every", "2", "--trainer.max_local_steps", "2"]
     if config.stem in OF_TEXTS:
         short += ["--data.tests_per_task", "4", "--data.examples_per_client", "100"]
+        short += ["--trainer.participation", "0.25"]
     run = fit(*short, config=config)
     validates = config.name != "private.yaml"  # its clients have one or two examples each
     assert {path.name for path in run.iterdir()} == RUN_FILES - (

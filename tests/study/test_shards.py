@@ -294,7 +294,6 @@ selection: last
 
 
 @pytest.mark.slow
-@pytest.mark.essential
 def test_a_study_under_a_scheduler_is_the_sweep_of_one_machine(sbatch, tmp_path):
     """Two tasks at once in one folder, three cells: the weights of each are those of the run
     alone."""
