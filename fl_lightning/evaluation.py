@@ -135,7 +135,7 @@ def on_test_set(
         metrics |= {
             f"test/{one.name}": one.value(found["", one.name]) for one in task.named if found
         }
-    metrics = logged(method, logged_here) | metrics
+    metrics = with_logs(metrics, method, logged_here)
     if columns is None:
         return metrics, None
     outputs, target = gather_columns(columns)
@@ -205,12 +205,12 @@ def states_for(data: FederatedData) -> MetricStates | None:
     return MetricStates() if data.task.named else None
 
 
-def logged(method: Method, logs: ModuleLogs | None) -> dict[str, float]:
-    """Return what a LightningModule's own step has logged on all ranks; nothing where there are no
-    logs."""
+def with_logs(found: dict[str, float], method: Method, logs: ModuleLogs | None) -> dict[str, float]:
+    """Return metrics of a split, and beside them what a LightningModule's own step has logged on
+    all ranks."""
     if logs is None:
-        return {}
-    return logs.metrics(collectives.gather_parts(logs.states.tensors), method.network)
+        return found
+    return logs.beside(found, collectives.gather_parts(logs.states.tensors), method)
 
 
 def add_states(

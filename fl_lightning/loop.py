@@ -232,8 +232,8 @@ def evaluate(fed: Federation, engine: Engine, record: RoundRecord) -> None:
     record.metrics |= metrics
     logs = evaluation.logs_for(fed.method, "val", fed.seed, elsewhere.val_logs)
     record.clients = validated = evaluation.validate(*subject, sums=elsewhere.validation, logs=logs)
-    record.metrics |= evaluation.logged(fed.method, logs)
-    record.metrics |= evaluation.spread_over_clients(fed.data, validated)
+    spread = evaluation.spread_over_clients(fed.data, validated)
+    record.metrics |= evaluation.with_logs(spread, fed.method, logs)
     if answers:
         tell(fed.callbacks, "on_evaluate", *answers, record, fed)
     tell(fed.callbacks, "on_validate", validated.get(task.primary, {}), record, fed)

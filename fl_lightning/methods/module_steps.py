@@ -16,6 +16,7 @@ from copy import deepcopy
 from inspect import Parameter, signature
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
@@ -42,6 +43,8 @@ REDUCTIONS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "min": lambda values, weights: values.min(),
 }
 """What is made of the numbers of all batches ``[n]`` and their sizes ``[n]``, by ``reduce_fx``."""
+SAME = 1e-4
+"""Difference, relative or absolute, up to which two means of the same numbers are one."""
 ODD = re.compile(r"[^\w\-./: ]", re.ASCII)
 """What names of metrics have no place for."""
 
@@ -75,7 +78,7 @@ class NoTrainer:
 def try_steps(module: LightningModule, batch: Any) -> None:
     """Try out the steps that log on a batch. One that fails is left out of the run, and the log
     says why."""
-    module.left_out_steps = ()  # type: ignore[assignment]
+    module.left_out_steps, module.names_left_out = (), set()  # type: ignore[assignment]
     for split, step in STEPS.items():
         if not has_step(module, split):
             continue
@@ -168,6 +171,31 @@ class ModuleLogs:
         if it does not begin so."""
         name = ODD.sub("_", name)
         return name if name.startswith(f"{self.split}/") else f"{self.split}/{name}"
+
+    def beside(
+        self, measured: dict[str, float], tensors: Mapping[str, Tensor], method: Any
+    ) -> dict[str, float]:
+        """Return the metrics that the run has measured, and those that were logged under other
+        names. Where one of the same name has another value, the log says so once in a run.
+
+        Args:
+            measured: the run's metrics of the split, by their full names.
+            tensors: the states of all ranks.
+            method: the method of whose network the metrics are.
+        """
+        found, module = self.metrics(tensors, method.network), method.module
+        for name in found.keys() & measured.keys() - module.names_left_out:
+            if not np.isclose(found[name], measured[name], rtol=SAME, atol=SAME, equal_nan=True):
+                module.names_left_out |= {name}
+                log.warning(
+                    "%s.%s logs %s as %.6g; the run measures %.6g and keeps that: log it under another name",
+                    type(module).__name__,
+                    STEPS[self.split],
+                    name,
+                    found[name],
+                    measured[name],
+                )
+        return found | measured
 
     def metrics(self, tensors: Mapping[str, Tensor], module: Any) -> dict[str, float]:
         """Return the metrics by their full names.

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from fl_lightning.errors import InputError
 from fl_lightning.evaluation import (
     evaluation_mode,
-    logged,
     logs_for,
     on_test_set,
     spread_over_clients,
     validate,
+    with_logs,
 )
 from fl_lightning.metrics import brier_score, expected_calibration_error
 from fl_lightning.probing.attacks import EPS, STEPS, fgsm, pgd
@@ -195,7 +195,7 @@ def clients(subject: ProbedModel) -> Finding:
     if len(each) < subject.data.num_clients:
         few = f"{len(each)} of {subject.data.num_clients} clients"
         skipped.append(f"metrics of clients are of {few}; the others have no validation examples")
-    metrics = logged(subject.method, logs) | spread_over_clients(subject.data, found)
+    metrics = with_logs(spread_over_clients(subject.data, found), subject.method, logs)
     return Finding(metrics, details={"clients": each}, skipped=skipped)
 
 

@@ -417,7 +417,10 @@ def test_a_module_logs_what_lightning_would_log(small_batches, tmp_path):
                 assert row[full] == pytest.approx(value, rel=1e-5), name
     assert row["test/f1"] == row["test/f1_score"]
     # the run's own, and not the -1 that the module logs under this name
-    assert row["test/accuracy"] <= 1
+    assert 0 <= row["test/accuracy"] <= 1
+    log = (trainer.run_dir / "run.log").read_text()
+    assert log.count("LoggingLit.test_step logs test/accuracy as -1; the run measures") == 1
+    assert log.count("keeps that") == 1
 
 
 def list_loader(batches):

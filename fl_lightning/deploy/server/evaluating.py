@@ -25,10 +25,10 @@ from fl_lightning.deploy.server.roster import Roster
 from fl_lightning.engines.base import ClientSums
 from fl_lightning.evaluation import (
     MAX_PARTS,
-    logged,
     logs_for,
     on_test_set,
     validate,
+    with_logs,
 )
 from fl_lightning.federation import Federation
 
@@ -130,7 +130,7 @@ def try_sums(fed: Federation, sums: Mapping[str, Mapping[str, Tensor]]) -> None:
         on_test_set(*subject, answers=False, sums=sums["test"], named=named, logs=logged_there)
     if sums.get("validation"):
         validate(*subject, sums=sums["validation"])
-    logged(fed.method, logs)
+    with_logs({}, fed.method, logs)
 
 
 def alike(
