@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -34,6 +35,25 @@ def assignments(fed: Federation, ids: Iterable[int]) -> list[Assignment]:
     ]
 
 
+def make_cohort(fed: Federation, ids: Iterable[int], round: int) -> list[Assignment]:
+    """Ask clients to do all their work, as far as stressors let them.
+
+    Raises:
+        MisuseError: a stressor makes of it what is no cohort.
+    """
+    cohort = stress(fed.callbacks, "change_cohort", assignments(fed, ids), round=round, context=fed)
+    given = f"change_cohort of a stressor, which gave {reprlib.repr(cohort)}"
+    if not (isinstance(cohort, list) and all(isinstance(one, Assignment) for one in cohort)):
+        raise MisuseError(given, "a cohort is a list of assignments", "return the list, or a part")
+    if len({one.client.id for one in cohort}) < len(cohort):
+        raise MisuseError(given, "a client has one assignment in a round", "leave the second out")
+    for one in cohort:
+        if not 0 < one.work <= 1:
+            rule = f"client {one.client.id} has work {one.work}, which is a share in (0, 1]"
+            raise MisuseError(given, rule, "write trains=False for a client that makes no step")
+    return cohort
+
+
 def make_tasks(fed: Federation, round: int, assignments: Sequence[Assignment]) -> list[ClientTask]:
     """Say what each client is to do: with which labels, from which broadcast, for how many
     steps."""
@@ -52,7 +72,7 @@ def make_tasks(fed: Federation, round: int, assignments: Sequence[Assignment]) -
             )
         steps = max(1, math.ceil(assignment.work * asked_steps(fed, client)))
         message = encode_broadcast(fed, client)
-        tell(fed.callbacks, "on_client_start", client, message, labels, round, fed)
+        tell(fed.callbacks, "on_client_start", client, message, labels.clone(), round, fed)
         tasks.append(ClientTask(client, round, message, labels, epochs, steps, assignment.returns))
     return tasks
 

@@ -21,9 +21,9 @@ from fl_lightning.clock.trained import Trained
 from fl_lightning.distributed.collectives import world_size
 from fl_lightning.engines import ClientTask, Engine, exchange_receipts
 from fl_lightning.engines.base import one_thread
-from fl_lightning.exchange import assignments, change_uploads, deliver, intake, make_tasks, receive
+from fl_lightning.exchange import change_uploads, deliver, intake, make_cohort, make_tasks, receive
 from fl_lightning.federation import Federation
-from fl_lightning.hooks import RoundRecord, reads_probabilities, sees_uploads, stress, tell
+from fl_lightning.hooks import RoundRecord, reads_probabilities, sees_uploads, tell
 from fl_lightning.methods.terms import require_terms
 from fl_lightning.metrics import Mean
 from fl_lightning.sampling import ServerView
@@ -83,9 +83,9 @@ def train_round(fed: Federation, engine: Engine, record: RoundRecord) -> None:
 
 def train_cohort(fed: Federation, engine: Engine, round: int, ids: Iterable[int]) -> Trained:
     """Train clients from the server's present state, as far as stressors let them."""
-    cohort = stress(fed.callbacks, "change_cohort", assignments(fed, ids), round=round, context=fed)
+    cohort = make_cohort(fed, ids, round)
     fed.method.cohort = len(cohort)
-    tell(fed.callbacks, "on_cohort", cohort, round, fed)
+    tell(fed.callbacks, "on_cohort", [*cohort], round, fed)
     at_work = [assignment for assignment in cohort if assignment.trains]
     tasks = make_tasks(fed, round, at_work)
     declared = not tasks or declares_shapes(fed.method, tasks[0].client)
@@ -184,7 +184,7 @@ def draw(fed: Federation, round: int, among: Any, count: int, number: int = 0) -
     """Draw clients among these ids, in a round's draw of this number, counted from 0."""
     way, asking = fed.aggregation, partial(ask, fed, round)
     view = ServerView(fed.seed, round, number, fed.data.sizes, way.randomness, asking)
-    return fed.sampler.draw(view, among, count)
+    return fed.sampler.checked_draw(view, among, count)
 
 
 def mean_losses(receipts: Sequence[Receipt]) -> dict[str, Mean]:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from fl_lightning.config.recorded import Recorded
+from fl_lightning.errors import MisuseError
 
 
 class NoAverageError(Exception):
@@ -21,7 +22,7 @@ class NoAverageError(Exception):
 
 
 class Average(Recorded, ABC):
-    """K vectors into one."""
+    """K vectors into one, by them and its arguments alone: it keeps nothing from round to round."""
 
     settings_shown = ("{cls}({name}={value})", "{name}: {value}")
 
@@ -35,9 +36,31 @@ class Average(Recorded, ABC):
     that the server makes in ``root_steps`` steps on its root set."""
     root_steps: int = 0
 
+    def __init_subclass__(cls, **settings: Any) -> None:
+        """A rule of its own is no weighted mean, unless the class says so."""
+        super().__init_subclass__(**settings)
+        if "__call__" in vars(cls):
+            cls.is_sum = vars(cls).get("is_sum", False)
+
     def bounded(self, vector: Tensor, start: Tensor) -> Tensor:
         """Return what enters the mean for one client's vector, ``[P]``."""
         return vector
+
+    def checked(self, found: Any, start: Tensor) -> Tensor:
+        """Return an average of its own.
+
+        Raises:
+            MisuseError: it is no vector of real numbers of the shape of ``start``.
+        """
+        is_vector = isinstance(found, Tensor) and found.is_floating_point()
+        if is_vector and found.shape == start.shape:
+            return found
+        form = f"{found.dtype} {[*found.shape]}" if isinstance(found, Tensor) else f"{found!r:.40}"
+        raise MisuseError(
+            f"{type(self).__name__}, which gave {form}",
+            f"an average is float32 {[*start.shape]}, as the vectors are",
+            "return one",
+        )
 
     @abstractmethod
     def __call__(self, vectors: Sequence[Tensor], shares: Sequence[float], start: Tensor) -> Tensor:

@@ -94,14 +94,14 @@ class Sums:
     ) -> Tensor:
         average = self.average
         if not (isinstance(average, GuidedAverage) and average.guide):
-            return average(vectors, shares, start)
+            return average.checked(average(vectors, shares, start), start)
         if name not in self.guides:
             raise MisuseError(
                 f"addends {name!r} with a start, which starts() does not have",
                 f"{type(average).__name__} goes by an update of each",
                 "override starts, as addends is",
             )
-        return average.guided(vectors, shares, start, self.guides[name])
+        return average.checked(average.guided(vectors, shares, start, self.guides[name]), start)
 
     def add_merged(self, name: str, total: ExactSum, weight: int, most: int) -> None:
         """Add one sum over clients that was added up elsewhere.

@@ -162,7 +162,7 @@ class FedBuff(Asynchronous):
     def present(
         self, upload: Tensor, start: Tensor, now: Tensor, versions: int, trained: int
     ) -> Tensor:
-        weight = self.staleness.weight(versions)
+        weight = self.staleness.checked(versions)
         if versions == 0 and weight == 1:
             return upload
         moved = _float64(upload).sub_(start).mul_(weight).add_(now)
@@ -194,7 +194,7 @@ class FedAsync(Asynchronous):
     def present(
         self, upload: Tensor, start: Tensor, now: Tensor, versions: int, trained: int
     ) -> Tensor:
-        share = self.alpha * self.staleness.weight(versions)
+        share = self.alpha * self.staleness.checked(versions)
         return _float64(now).mul_(1 - share).add_(_float64(upload).mul_(share)).to(upload.dtype)
 
 

@@ -4,10 +4,12 @@ FedAsync, 2019."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from numbers import Real
 from typing import Annotated
 
 from fl_lightning.config.constraints import at_least, within
 from fl_lightning.config.recorded import Recorded
+from fl_lightning.errors import MisuseError
 
 EXPONENT = within("[0, inf)", "an exponent is 0 or more", 0.5)
 SLOPE = within("[0, inf)", "a slope is 0 or more", 10.0)
@@ -22,6 +24,21 @@ class Staleness(Recorded, ABC):
     @abstractmethod
     def weight(self, versions: int) -> float:
         """Return the weight; 1 where ``versions`` is 0."""
+
+    def checked(self, versions: int) -> float:
+        """Return the weight.
+
+        Raises:
+            MisuseError: it is none.
+        """
+        weight = self.weight(versions)
+        if not (isinstance(weight, Real) and (0 < weight <= 1 if versions else weight == 1)):
+            raise MisuseError(
+                f"{type(self).__name__}.weight({versions}), which returned {weight!r}",
+                "a weight lies in (0, 1], and is 1 for an update that is not stale",
+                "return such a number",
+            )
+        return float(weight)
 
 
 class Constant(Staleness):

@@ -214,8 +214,9 @@ def make_holdings(
         isinstance(partition, IndexPartition)
         and type(partition).__call__ is IndexPartition.__call__
     ):
-        return partition.holdings(labels, num_clients, seed)
-    given, found = f"partition {type(partition).__name__}", partition(labels, num_clients, seed)
+        return partition.holdings(labels.copy(), num_clients, seed)
+    given = f"partition {type(partition).__name__}"
+    found = partition(labels.copy(), num_clients, seed)  # theirs to change: they may be the targets
     form = "return a sorted array of int64 for each"
     require(
         len(found) == num_clients,

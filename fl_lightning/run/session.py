@@ -12,7 +12,7 @@ from fl_lightning.config.recorded import arguments_of
 from fl_lightning.distributed.launch import start_others, stop_others
 from fl_lightning.engines import Engine, spread_states
 from fl_lightning.federation import Federation, weights_hash
-from fl_lightning.hooks import Meter, Stressor, tell
+from fl_lightning.hooks import Meter, RoundRecord, Stressor, tell
 from fl_lightning.loop import run_round
 from fl_lightning.run.clients import clients_csv
 from fl_lightning.run.interrupts import Interrupts
@@ -20,6 +20,7 @@ from fl_lightning.run.journal import Journal
 from fl_lightning.run.log import RunLog
 from fl_lightning.run.paths import short_path
 from fl_lightning.run.progress import Progress
+from fl_lightning.run.unsaved import unsaved_state, warn_of_changes
 
 log = logging.getLogger("fl_lightning")
 
@@ -83,8 +84,11 @@ class RunSession:
                 finally:
                     # not before: opening a store takes seconds, which the callbacks need not share
                     self.journal.track()
+                before = unsaved_state(fed)
                 while self.progress.done.round < max_rounds and not self.stop_reason():
                     self._run_round(engine)
+                    warn_of_changes(before, fed)
+                    before = {}  # once is enough
                 return self._finish()
             except BaseException as error:
                 stop_others()
@@ -128,7 +132,10 @@ class RunSession:
         fed, summary = self.fed, self.progress.summary
         with self.interrupts.held(), self.journal.writing():
             self.progress.save(self.journal.run)
-        tell(fed.callbacks, "on_fit_end", summary, fed)
+        record = RoundRecord(self.progress.done.round, summary)
+        for callback in fed.callbacks:
+            with record.written_by(callback):
+                tell([callback], "on_fit_end", summary, fed)
         self.progress.check_learned()
         early = self.progress.done.round < fed.max_rounds
         reason = self.stop_reason() if early else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from fl_lightning.errors import MisuseError
 from fl_lightning.hooks import Meter
 from fl_lightning.wire import LedgerEntry
 
@@ -53,13 +55,33 @@ class Sampler(Meter, ABC):
 
     @abstractmethod
     def draw(self, view: ServerView, among: np.ndarray, count: int) -> list[int]:
-        """Return the ids of at most ``count`` clients.
+        """Return the ids of at most ``count`` clients, as a list of integers, each once.
 
         Args:
             view: what the server knows.
             among: sorted ids of the clients that can be reached, at least ``count``.
             count: how many are wanted.
         """
+
+    def checked_draw(self, view: ServerView, among: Any, count: int) -> list[int]:
+        """Return what :meth:`draw` returns.
+
+        Raises:
+            MisuseError: it is no such list.
+        """
+        if type(self).draw is Uniform.draw:  # of a sequence of ids, which need not be in memory
+            return self.draw(view, among, count)
+        found, reached = self.draw(view, np.array(among), count), np.asarray(among)
+        ids = np.asarray(found)
+        if ids.ndim == 1 and (ids.dtype.kind in "iu" or not len(ids)):
+            places = np.searchsorted(reached, ids).clip(max=len(reached) - 1)
+            if len(np.unique(ids)) == len(ids) <= count and (reached[places] == ids).all():
+                return ids.tolist()
+        raise MisuseError(
+            f"{type(self).__name__}.draw, which returned {reprlib.repr(found)}",
+            f"it returns at most {count} ids of clients that can be reached, each once",
+            "take them from among",
+        )
 
     def learn(
         self, round: int, entries: Sequence[LedgerEntry], losses: Mapping[int, float]

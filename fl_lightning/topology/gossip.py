@@ -75,7 +75,7 @@ class Gossip(Topology):
         self.graph.check(len(ids))
 
         def mixing(averaging: int, present: list[int]) -> Mixing:
-            whole = self.graph.mixing(len(ids), method.seed, averaging + 1)
+            whole = self.graph.checked(len(ids), method.seed, averaging + 1)
             return self.graph.among(whole, present, self.push_sum)
 
         push = self.push_sum and not self.graph.symmetric

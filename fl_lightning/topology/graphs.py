@@ -13,12 +13,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from fractions import Fraction
 from hashlib import sha256
+from numbers import Rational
 from pathlib import Path
 from typing import Annotated
 
 from fl_lightning.config.constraints import at_least
 from fl_lightning.config.recorded import Recorded
-from fl_lightning.errors import as_bad_input, require
+from fl_lightning.errors import MisuseError, as_bad_input, require
 from fl_lightning.rng import stream
 
 Mixing = dict[int, dict[int, Fraction]]
@@ -35,7 +36,8 @@ class Graph(Recorded, ABC):
     stays: bool = False
     """Whether it is the same in every round."""
     symmetric: bool = True
-    """Whether W is symmetric: who hears is heard."""
+    """Whether W is symmetric: who hears is heard. Of another W the mean of all models moves, unless
+    peers push their masses too."""
     content_sha256: str = ""
     """SHA-256 of what :meth:`check` has read from a file; empty where there is none."""
 
@@ -55,6 +57,41 @@ class Graph(Recorded, ABC):
             seed: of the run.
             round: its number, from 1.
         """
+
+    def checked(self, peers: int, seed: int, round: int) -> Mixing:
+        """Return W as :meth:`mixing` does.
+
+        Raises:
+            MisuseError: it is none, or not symmetric where ``symmetric`` says so.
+        """
+        mixing, name = self.mixing(peers, seed, round), type(self).__name__
+        given = f"{name}.mixing of {peers} peers in round {round}"
+        try:
+            rows = {id(row): row for row in mixing.values()}  # peers of a group share theirs
+            valid = (
+                mixing.keys() == {*range(peers)}
+                and all(row.keys() <= mixing.keys() for row in rows.values())
+                and all(isinstance(w, Rational) for row in rows.values() for w in row.values())
+                and all(sum(row.values()) == 1 and min(row.values()) > 0 for row in rows.values())
+            )
+        except (AttributeError, TypeError):
+            valid = False
+        if not valid:
+            rule = (
+                "W has a row for each peer, of weights above 0 by peer, fractions that add up to 1"
+            )
+            raise MisuseError(
+                given, rule, "return {i: {j: Fraction(..)}}, as graphs.metropolis does"
+            )
+        if self.symmetric:
+            odd = [
+                (i, j) for i, row in mixing.items() for j, w in row.items() if mixing[j].get(i) != w
+            ]
+            if odd:
+                i, j = odd[0]
+                rule = f"peer {i} takes of peer {j} what {j} does not take of {i}, and W is not symmetric"
+                raise MisuseError(given, rule, f"write symmetric = False in {name}")
+        return mixing
 
     def among(self, mixing: Mixing, present: Collection[int], push: bool) -> Mixing:
         """Return W among those who are there, see :func:`of_present`.

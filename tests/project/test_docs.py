@@ -12,6 +12,7 @@ import math
 import re
 import shlex
 import shutil
+from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
@@ -42,6 +43,7 @@ from fl_lightning.hooks import Meter, Stressor
 from fl_lightning.methods import Method
 from fl_lightning.models import SmallCNN
 from fl_lightning.study.plan.study import Study
+from fl_lightning.topology import Gossip
 
 DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(DOCS)): path for path in sorted(DOCS.rglob("*.md"))}
@@ -63,6 +65,7 @@ OF_A_USER = {
     "my_methods.py",
     "my_stressors.py",
     "my_meters.py",
+    "my_parts.py",
     "own_dataset.py",
     "own_tasks.py",
     "own_module.py",
@@ -391,6 +394,24 @@ def test_the_figure_of_the_page(tmp_path, forgotten):
     again = type(meter)()
     again.load_state_dict(json.loads(json.dumps(meter.state_dict())))
     assert again.state_dict() == meter.state_dict()
+
+
+def test_the_parts_of_the_page(tmp_path, forgotten):
+    """Everybody trains once before anybody trains twice, also in a run that is continued; the
+    average withstands one vector of many; the graph is symmetric."""
+    parts = code("howto/parts.md")
+    settings = {"participation": 0.5, "sampler": parts["LeastHeard"]()}
+    whole = run(on_images(methods.FedAvg()), images(), tmp_path / "a", max_rounds=2, **settings)
+    with (whole.run_dir / "ledger.csv").open() as file:
+        trained = [int(row["client"]) for row in csv.DictReader(file)]
+    assert sorted(trained) == sorted({*trained})
+    average, start = parts["MeanOfMedians"](), torch.zeros(2)
+    vectors = [torch.ones(2) * value for value in (1, 1, 1, 1, 1e6, 1)]
+    assert average(vectors, [1 / 6] * 6, start).tolist() == [1.0, 1.0]
+    assert Gossip(parts["Star"]()).graph.checked(5, 0, 1)[3] == {
+        0: Fraction(1, 5),
+        3: Fraction(4, 5),
+    }
 
 
 def test_the_partition_of_the_page(forgotten):

@@ -408,7 +408,7 @@ def test_a_cell_is_tested_as_the_study_now_asks_and_with_its_present_weights(tmp
     assert not record.is_tested({"probes": "clean"})
 
 
-@pytest.mark.parametrize("metrics", [None, "", "round,loss\n1,0.5,7\n"])
+@pytest.mark.parametrize("metrics", [None, "", "round,loss\n1,0.5,7\n", "round,loss\n1,0.5\n"])
 def test_a_run_without_its_metrics_is_not_finished_and_one_that_cannot_be_read_stops_nothing(
     tmp_path, caplog, metrics
 ):
@@ -417,10 +417,11 @@ def test_a_run_without_its_metrics_is_not_finished_and_one_that_cannot_be_read_s
         (tmp_path / name / "config.yaml").write_text(config)
     run = tmp_path / "A-seed0"
     (run / "metadata.json").write_text('{"status": "finished"}')
+    (run / "checkpoints" / "round_000002").mkdir(parents=True)
     if metrics is not None:
         (run / "metrics.csv").write_text(metrics)
     record = CellState(
-        Cell("A", 0, {}, []), {"trainer.max_rounds": 1}, settings_hash({"model.alpha": 1})
+        Cell("A", 0, {}, []), {"trainer.max_rounds": 2}, settings_hash({"model.alpha": 1})
     )
     record.find_run(tmp_path)
     assert (record.run, record.status) == (run, "failed")
@@ -429,10 +430,11 @@ def test_a_run_without_its_metrics_is_not_finished_and_one_that_cannot_be_read_s
     show_plan(StudyCells(SimpleNamespace(name="small"), tmp_path, [record]), 1, console=plan)  # type: ignore[arg-type]
     said = plan.export_text()
     assert (
-        "its metrics.csv is missing or cannot be read; put it back, or move the folder away" in said
+        "its metrics.csv is missing, cut or cannot be read; put it back (checkpoints/ has a copy), or move the folder away"
+        in said
     )
     assert "1 to run" in said
-    (run / "metrics.csv").write_text("round,loss\n1,0.5\n")
+    (run / "metrics.csv").write_text("round,loss\n1,0.5\n2,0.4\n")
     record.find_run(tmp_path)
     assert (record.status, record.problem) == ("finished", "")
 

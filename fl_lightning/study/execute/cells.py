@@ -14,6 +14,7 @@ from fl_lightning.config.settings import flatten, settings_hash
 from fl_lightning.errors import InputError
 from fl_lightning.probing import select_probes
 from fl_lightning.run.directory import read_json, to_json
+from fl_lightning.run.paths import rounds_kept
 from fl_lightning.study.execute.lock import one_writer
 from fl_lightning.study.execute.shards import WHOLE, Shard
 from fl_lightning.study.plan.study import Cell, Study
@@ -67,11 +68,12 @@ class CellState:
                 self.threads = threads
             self.status = status if status in ("finished", "failed") else "interrupted"
             self.problem, self.changed = "", changed_code(metadata.get("code") or {})
-            if status == "finished" and not self.metrics():
+            least = max(rounds_kept(self.run), default=1)
+            if status == "finished" and len(self.metrics()) < least:
                 self.status = "failed"
                 self.problem = (
-                    f"{self.run}; it is finished, but its metrics.csv is missing or cannot be read; "
-                    "put it back, or move the folder away and the cell is run again"
+                    f"{self.run}; it is finished, but its metrics.csv is missing, cut or cannot be read; "
+                    "put it back (checkpoints/ has a copy), or move the folder away and the cell is run again"
                 )
 
     def is_tested(self, flags: Mapping[str, Any]) -> bool:

@@ -1,0 +1,58 @@
+"""What parts of a run keep from round to round beside their checkpoints, and lose in a resume."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from hashlib import sha256
+
+import numpy as np
+from torch import Tensor
+
+from fl_lightning.config.overriding import overrides
+from fl_lightning.federation import Federation
+from fl_lightning.sampling import Sampler
+
+log = logging.getLogger("fl_lightning")
+
+
+def unsaved_state(fed: Federation) -> dict[tuple[str, str], str]:
+    """Return what is seen of each attribute that no checkpoint has, by the class of its owner and its
+    name: of the sampler, unless it says what it keeps, of the average, and of the devices of a
+    clock."""
+    owners: list[object] = [fed.method.average]
+    if not overrides(fed.sampler, Sampler, "state_dict"):
+        owners.append(fed.sampler)
+    if fed.timing is not None:
+        owners += [fed.timing.clock.devices, fed.timing.clock.reached]
+    found: dict[tuple[str, str], str] = {}
+    for owner in owners:
+        found |= {(type(owner).__name__, name): _seen(value) for name, value in vars(owner).items()}
+    return found
+
+
+def warn_of_changes(before: Mapping[tuple[str, str], str], fed: Federation) -> None:
+    """Say which attributes have changed: a run that is interrupted and continued would end with
+    other weights.
+
+    Args:
+        before: what :func:`unsaved_state` gave; empty: nothing is looked at.
+    """
+    now = unsaved_state(fed) if before else {}
+    for owner, name in sorted(key for key in now if now[key] != before.get(key)):
+        log.warning(
+            "%s.%s has changed in a round and is in no checkpoint: a continued run lacks it; %s",
+            owner,
+            name,
+            "let it follow from the arguments, or keep it in a sampler's state_dict",
+        )
+
+
+def _seen(value: object) -> str:
+    """Return a text of a value, another one where the value has changed: of arrays and generators
+    by what is in them, of all else as they show themselves."""
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().numpy()
+    if isinstance(value, np.ndarray):
+        return sha256(value.tobytes()).hexdigest()
+    return repr(getattr(getattr(value, "bit_generator", None), "state", value))

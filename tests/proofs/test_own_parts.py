@@ -1,0 +1,252 @@
+"""Parts of a user's own: what they return is checked where it comes in, and what they are given is
+theirs to change."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from clocked import Fixed
+from refusals import refused
+from ten import SMALL
+from toy import run, sgd
+
+from fl_lightning.aggregation.averages import NormClipping, WeightedMean
+from fl_lightning.clock import Clock, FedBuff
+from fl_lightning.clock.staleness import Staleness
+from fl_lightning.conformance.toy import images
+from fl_lightning.data import Partition
+from fl_lightning.errors import MisuseError
+from fl_lightning.hooks import Meter, Stressor
+from fl_lightning.methods import FedAvg
+from fl_lightning.sampling import Sampler, Uniform
+from fl_lightning.topology import Gossip
+from fl_lightning.topology.graphs import Exponential, Graph
+
+
+def fit(folder, *, method=None, max_rounds=2, **settings):
+    settings = {"participation": 0.5, **settings}
+    method = method or FedAvg(network=SMALL, optimizer=sgd(0.05))
+    return run(method, images(), folder, max_rounds=max_rounds, **settings)
+
+
+def weights(trainer) -> str:
+    return json.loads((trainer.run_dir / "metadata.json").read_text())["weights_sha256"]
+
+
+class Draws(Sampler):
+    def __init__(self, make):
+        self.make = make
+
+    def draw(self, view, among, count):
+        return self.make(view, among, count)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda view, among, count: among.tolist(),
+        lambda view, among, count: [int(among[0])] * 2,
+        lambda view, among, count: among < 3,
+        lambda view, among, count: [0.0, 1.0],
+        lambda view, among, count: [999],
+        lambda view, among, count: None,
+    ],
+    ids=["too many", "twice", "mask", "floats", "unknown", "nothing"],
+)
+def test_a_sampler_returns_ids_of_those_who_can_be_reached(make, tmp_path):
+    with refused("Draws.draw, which returned", "take them from among", MisuseError):
+        fit(tmp_path, sampler=Draws(make))
+
+
+def test_what_a_sampler_does_with_the_ids_leaves_the_federation_as_it_is(tmp_path):
+    def spoils(view, among, count):
+        chosen = Uniform().draw(view, among, count)
+        among[:] = among[0]
+        return chosen
+
+    assert weights(fit(tmp_path / "a", sampler=Draws(spoils))) == weights(fit(tmp_path / "b"))
+
+
+def test_a_partition_changes_no_target():
+    class Sorts(Partition):
+        def __call__(self, labels, num_clients, seed):
+            parts = np.array_split(np.argsort(labels, kind="stable"), num_clients)
+            labels.sort()
+            return [np.sort(part) for part in parts]
+
+    data = images()
+    data.partition = Sorts()
+    data.setup()
+    before = data.train_target.clone()
+    data.distribute(0, "cpu")
+    assert torch.equal(data.train_target, before)
+
+
+class Median(WeightedMean):
+    def __call__(self, vectors, shares, start):
+        return torch.stack([*vectors]).median(0).values
+
+
+class Never(NormClipping):
+    def __call__(self, vectors, shares, start):
+        raise ArithmeticError("called")
+
+
+def test_a_rule_of_its_own_is_called_though_it_is_derived_from_a_sum(tmp_path):
+    averaged = FedAvg(network=SMALL, optimizer=sgd(0.05), average=Median())
+    assert weights(fit(tmp_path / "a", method=averaged)) != weights(fit(tmp_path / "b"))
+    with pytest.raises(ArithmeticError, match="called"):
+        fit(tmp_path / "c", method=FedAvg(network=SMALL, optimizer=sgd(0.05), average=Never(1.0)))
+
+
+@pytest.mark.parametrize(
+    "result", [None, torch.zeros(()), torch.zeros(3)], ids=["nothing", "number", "short"]
+)
+def test_an_average_is_a_vector_of_the_models_length(result, tmp_path):
+    class Gives(WeightedMean):
+        def __call__(self, vectors, shares, start):
+            return result
+
+    with refused("Gives, which gave", "return one", MisuseError):
+        fit(tmp_path, method=FedAvg(network=SMALL, optimizer=sgd(0.05), average=Gives()))
+
+
+class OneWay(Graph):
+    def mixing(self, peers, seed, round):
+        return Exponential().mixing(peers, seed, round)
+
+
+class Says(OneWay):
+    symmetric = False
+
+
+class Half(Graph):
+    def mixing(self, peers, seed, round):
+        return {i: {i: Fraction(1, 2)} for i in range(peers)}
+
+
+class Floats(Graph):
+    def mixing(self, peers, seed, round):
+        return {i: {i: 1.0} for i in range(peers)}
+
+
+def test_a_graph_is_symmetric_as_it_says_and_its_rows_add_up_to_one(tmp_path):
+    def gossip(graph):
+        method = FedAvg(network=SMALL, optimizer=sgd(0.05), weigh_by="clients")
+        return fit(tmp_path / type(graph).__name__, method=method, topology=Gossip(graph))
+
+    with refused("OneWay.mixing", "symmetric = False in OneWay", MisuseError):
+        gossip(OneWay())
+    for graph in (Half(), Floats()):
+        with refused(type(graph).__name__ + ".mixing", "Fraction", MisuseError):
+            gossip(graph)
+    assert weights(gossip(Says())) == weights(gossip(Exponential()))
+
+
+@pytest.mark.parametrize("weight", [-1.0, 0.0, 2.0, float("nan"), 0.5, None])
+def test_an_update_that_is_not_stale_weighs_one_and_none_more(weight, tmp_path):
+    class Own(Staleness):
+        def weight(self, versions):
+            return weight
+
+    rounds = FedBuff(concurrency=4, buffer=2, staleness=Own())
+    with refused("Own.weight(", "return such a number", MisuseError):
+        fit(
+            tmp_path,
+            rounds=rounds,
+            clock=Clock(devices=Fixed(1.0, 3.0)),
+            participation=1.0,
+            max_rounds=4,
+        )
+
+
+class Cohort(Stressor):
+    def __init__(self, make):
+        self.make = make
+
+    def change_cohort(self, cohort, *, round, context):
+        return self.make(cohort)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda cohort: cohort + cohort,
+        lambda cohort: iter(cohort),
+        lambda cohort: [one.client.id for one in cohort],
+        lambda cohort: [replace(one, work=0.0) for one in cohort],
+        lambda cohort: [replace(one, work=2.0) for one in cohort],
+    ],
+    ids=["twice", "iterator", "ids", "no work", "more work"],
+)
+def test_a_cohort_is_a_list_of_clients_with_one_assignment_each(make, tmp_path):
+    with refused("change_cohort of a stressor, which gave", "", MisuseError):
+        fit(tmp_path, callbacks=[Cohort(make)])
+
+
+class Meddles(Meter):
+    def on_cohort(self, cohort, round, context):
+        cohort.clear()
+
+    def on_client_start(self, client, message, labels, round, context):
+        labels.zero_()
+
+
+def test_a_meter_changes_no_training(tmp_path):
+    meddled = fit(tmp_path / "a", callbacks=[Meddles()])
+    assert weights(meddled) == weights(fit(tmp_path / "b"))
+
+
+def test_a_meter_replaces_nothing_of_the_summary(tmp_path):
+    class Praises(Meter):
+        def on_fit_end(self, summary, context):
+            summary["final/accuracy"] = 1.0
+
+    with refused("the metric final/accuracy", "another name", MisuseError):
+        fit(tmp_path, callbacks=[Praises()])
+
+
+class Momentum(WeightedMean):
+    def __init__(self):
+        self.before = torch.zeros(1)
+
+    def __call__(self, vectors, shares, start):
+        self.before = self.before + torch.stack([*vectors]).mean(0)
+        return self.before
+
+
+class Counts(Uniform):
+    def __init__(self):
+        self.drawn = 0
+
+    def draw(self, view, among, count):
+        self.drawn += count
+        return super().draw(view, among, count)
+
+
+class Keeps(Counts):
+    def state_dict(self):
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state):
+        self.drawn = state["drawn"]
+
+
+def test_state_that_no_checkpoint_has_is_said_once(tmp_path):
+    method = FedAvg(network=SMALL, optimizer=sgd(0.05), average=Momentum())
+    for sampler, names in (
+        (Counts(), {"Momentum.before", "Counts.drawn"}),
+        (Keeps(), {"Momentum.before"}),
+    ):
+        trainer = fit(
+            tmp_path / type(sampler).__name__, method=method, sampler=sampler, max_rounds=3
+        )
+        lines = (trainer.run_dir / "run.log").read_text().splitlines()
+        told = [line for line in lines if "is in no checkpoint" in line]
+        assert len(told) == len(names)
+        assert all(any(name in line for line in told) for name in names)
