@@ -41,9 +41,10 @@ def make_cohort(fed: Federation, ids: Iterable[int], round: int) -> list[Assignm
     Raises:
         MisuseError: a stressor makes of it what is no cohort.
     """
-    cohort = stress(fed.callbacks, "change_cohort", assignments(fed, ids), round=round, context=fed)
+    asked = assignments(fed, ids)
+    cohort = [*stress(fed.callbacks, "change_cohort", asked, round=round, context=fed)]
     given = f"change_cohort of a stressor, which gave {reprlib.repr(cohort)}"
-    if not (isinstance(cohort, list) and all(isinstance(one, Assignment) for one in cohort)):
+    if not all(isinstance(one, Assignment) for one in cohort):
         raise MisuseError(given, "a cohort is a list of assignments", "return the list, or a part")
     if len({one.client.id for one in cohort}) < len(cohort):
         raise MisuseError(given, "a client has one assignment in a round", "leave the second out")

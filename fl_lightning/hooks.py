@@ -8,7 +8,7 @@ training of a small client. Neither keeps hidden randomness: draw from
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 T = TypeVar("T")
+RETURNS: Mapping[str, Any] = {
+    "change_cohort": (list, tuple),
+    "change_labels": Tensor,
+    "change_bytes": (bytes, bytearray),
+    "change_upload": Payload,
+    "change_uploads": Mapping,
+}
 MAY_LOSE = ("change_bytes", "change_upload")  # of these hooks None means that the upload is lost
 
 
@@ -260,19 +267,22 @@ def stress(callbacks: Iterable[object], hook: str, value: T, **details: Any) -> 
     """Pass ``value`` through ``hook`` of every stressor, in the order of the configuration.
 
     Raises:
-        TypeError: a hook that may not lose its value returned None, as one without a ``return``
-            does.
+        TypeError: a hook returned what is no such value, or None where nothing may be lost, as one
+            without a ``return`` does.
     """
     for callback in callbacks:
         if isinstance(callback, Stressor):
             value = getattr(callback, hook)(value, **details)
-            if value is None:
-                if hook not in MAY_LOSE:
-                    name = type(callback).__name__
-                    raise TypeError(
-                        f"{name}.{hook} returned None; a stressor returns the value to use instead; return it"
-                    )
+            if value is None and hook in MAY_LOSE:
                 break
+            if not isinstance(value, RETURNS[hook]):
+                name, found = (
+                    type(callback).__name__,
+                    "None" if value is None else type(value).__name__,
+                )
+                raise TypeError(
+                    f"{name}.{hook} returned {found}; a stressor returns the value to use instead; return it"
+                )
     return value
 
 

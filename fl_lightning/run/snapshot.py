@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fl_lightning.config.recorded import import_path
 from fl_lightning.config.settings import flatten
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, MisuseError
 from fl_lightning.federation import Federation
 from fl_lightning.hooks import RoundRecord
 from fl_lightning.models.constants import is_pairs
@@ -69,8 +69,7 @@ class Snapshot:
             server=dict(fed.method.server),
             states={id: dict(state) for id, state in fed.states.items() if state},
             callbacks=tuple(
-                (import_path(type(callback)), json.dumps(callback.state_dict()))
-                for callback in fed.callbacks
+                (import_path(type(callback)), _json_of(callback)) for callback in fed.callbacks
             ),
             tables=tables,
             best_round=best_round,
@@ -108,6 +107,17 @@ class Snapshot:
         run.save_checkpoint(
             self.round, {"server": self.server, "clients": clients}, {"progress": progress}
         )
+
+
+def _json_of(callback: Any) -> str:
+    try:
+        return json.dumps(callback.state_dict())
+    except TypeError as error:
+        raise MisuseError(
+            f"{type(callback).__name__}.state_dict",
+            f"it returns numbers, texts, lists and dictionaries of them ({error})",
+            "write tensors and arrays as lists",
+        ) from error
 
 
 def best_value(progress: Mapping[str, Any]) -> Any:

@@ -177,16 +177,40 @@ class Cohort(Stressor):
     "make",
     [
         lambda cohort: cohort + cohort,
-        lambda cohort: iter(cohort),
         lambda cohort: [one.client.id for one in cohort],
         lambda cohort: [replace(one, work=0.0) for one in cohort],
         lambda cohort: [replace(one, work=2.0) for one in cohort],
     ],
-    ids=["twice", "iterator", "ids", "no work", "more work"],
+    ids=["twice", "ids", "no work", "more work"],
 )
 def test_a_cohort_is_a_list_of_clients_with_one_assignment_each(make, tmp_path):
     with refused("change_cohort of a stressor, which gave", "", MisuseError):
         fit(tmp_path, callbacks=[Cohort(make)])
+
+
+@pytest.mark.parametrize(
+    ("hook", "value"),
+    [
+        ("change_cohort", iter(())),
+        ("change_labels", [0, 1]),
+        ("change_upload", {}),
+        ("change_uploads", []),
+        ("change_bytes", "text"),
+    ],
+)
+def test_a_hook_of_a_stressor_returns_a_value_of_its_kind(hook, value, tmp_path):
+    wrong = type("Wrong", (Stressor,), {hook: lambda self, given, **details: value})
+    with pytest.raises(TypeError, match=f"Wrong.{hook} returned {type(value).__name__}; "):
+        fit(tmp_path, callbacks=[wrong()])
+
+
+def test_a_state_that_is_no_json_is_named(tmp_path):
+    class Remembers(Meter):
+        def state_dict(self):
+            return {"seen": torch.zeros(2)}
+
+    with refused("Remembers.state_dict", "as lists", MisuseError):
+        fit(tmp_path, callbacks=[Remembers()])
 
 
 class Meddles(Meter):
