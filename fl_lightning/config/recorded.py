@@ -25,10 +25,11 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_lightning.config.constraints import check_arguments, own_constraints
 from fl_lightning.config.near_names import nearest_or_list
+from fl_lightning.errors import InputError
 from fl_lightning.support.tensor_bytes import raw_bytes
 
 NOT_RECORDED = "not recorded: "
@@ -80,6 +81,8 @@ def _recording(cls: type, constructor: Callable[..., None]) -> Callable[..., Non
         for name in lists:
             if bound.get(name) is not None and not isinstance(bound[name], Iterable):
                 bound[name] = [bound[name]]
+        for name, value in bound.items():
+            _require_made(name, value)
         # the subclass's constructor is called first, and its arguments count
         if self not in _ARGUMENTS:
             _ARGUMENTS[self] = dict(list(bound.items())[1:])
@@ -87,6 +90,15 @@ def _recording(cls: type, constructor: Callable[..., None]) -> Callable[..., Non
         constructor(*given.args, **given.kwargs)
 
     return record
+
+
+def _require_made(name: str, value: Any) -> None:
+    """Refuse a class where one of its objects is meant; a network's makes one for each run."""
+    for one in value if isinstance(value, list | tuple) else (value,):
+        is_part = isinstance(one, type) and (issubclass(one, Recorded) or is_dataclass(one))
+        if is_part and not issubclass(one, nn.Module):
+            rule = "it is a class, and an object of it is asked for"
+            raise InputError(f"{name}={one.__name__}", rule, f"write {name}={one.__name__}(...)")
 
 
 def _is_list(annotation: Any) -> bool:

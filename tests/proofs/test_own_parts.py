@@ -235,6 +235,19 @@ def test_a_meter_replaces_nothing_of_the_summary(tmp_path):
         fit(tmp_path, callbacks=[Praises()])
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("sampler", Uniform), ("clock", Clock), ("rounds", FedBuff), ("callbacks", [Meter])],
+)
+def test_a_class_in_the_place_of_its_object_is_refused(name, value, tmp_path):
+    with refused(f"{name}=", "(...)"):
+        fit(tmp_path, **{name: value})
+    with refused("average=WeightedMean", "average=WeightedMean(...)"):
+        FedAvg(network=SMALL, average=WeightedMean)
+    with refused("graph=Exponential", "graph=Exponential(...)"):
+        Gossip(Exponential)
+
+
 class Momentum(WeightedMean):
     def __init__(self):
         self.before = torch.zeros(1)
