@@ -1,18 +1,17 @@
-"""Seconds and modelled joules of an answer: HEST, TABS and no controller on a budget, and a merged
-adapter.
+"""Seconds and modelled joules of an answer of HESTLadder: a ladder, a controller and gates that
+read states under a budget, and all branches.
 
-    OMP_NUM_THREADS=1 python benchmarks/hest_latency.py [--budget 0.6] [--rounds 10] [--answers 100]
-    OMP_NUM_THREADS=1 python benchmarks/hest_latency.py --run hest=DIR --run tabs=DIR --run none=DIR
+    OMP_NUM_THREADS=1 python benchmarks/hest_latency.py [--budget 0.8] [--rounds 17] [--answers 100]
+    OMP_NUM_THREADS=1 python benchmarks/hest_latency.py --run ladder=DIR --run step=DIR --run all_on=DIR
 
-Each contender is trained for some rounds of configs/hest_tokens.yaml, or comes from a run
+Each contender is trained for some rounds of configs/hest_default.yaml, or comes from a run
 directory. Then prompts of the test set are answered one at a time, by each contender in turn and in
-rotating order, on one thread: the switched layers compute the option of each token, and leave out
-what is off. ``none`` is LoRA with all layers at *high*, as in the study; ``merged`` is the same
-network with W + dW as plain weights, without switches.
+rotating order, on one thread. All have their adapters merged before the first prompt; ``plain`` is
+the network of the last contender without a ledger.
 
 All answers have ``--tokens`` tokens, so that all contenders have the same work; with
 ``--stop_at_eos`` they end where they end. Seconds are by the clock on the wall: use an idle
-machine. Joules are those of the tables of costs, of the switched layers and of the whole network.
+machine. Joules are those of the table of costs, of the whole network.
 """
 
 from __future__ import annotations
@@ -32,24 +31,19 @@ import yaml
 from torch import Tensor
 
 from fl_lightning.cli.parser import FederatedCLI
-from fl_lightning.energy import shipped_table
-from fl_lightning.energy.budgets.device import Device
-from fl_lightning.energy.switched import narrow_kept
 from fl_lightning.metrics.text import prompts_and_answers
-from fl_lightning.models import LlamaTiny
 from fl_lightning.models.adapters import merged_lora
 from fl_lightning.probing.command import choose_checkpoint, load_model
 
-CONFIG = Path(__file__).resolve().parents[1] / "configs" / "hest_tokens.yaml"
-LORA = [
-    "--model.network=LlamaTiny", "--model.network.rank=8", "--model.network.adapter=lora",
-    "--model.costs=llama_tiny_lora", "--model.optimizer.init_args.lr=0.004",
-]  # fmt: skip
+CONFIG = Path(__file__).resolve().parents[1] / "configs" / "hest_default.yaml"
 SETTINGS = {
-    "hest": ["--model.controller=hest"],
-    "tabs": ["--model.controller=tabs"],
-    "none": ["--model.controller=none", *LORA],
+    "ladder": [],
+    "step": ["--model.controller=step"],
+    "tabs": ["--model.search=tabs"],
+    "all_on": ["--model.budget=1.0"],
 }
+SEARCH = 5
+"""Rounds in which a ladder of four levels is found."""
 QUICK = [
     "--trainer.max_local_steps=1", "--data.num_clients=2", "--data.examples_per_client=16",
     "--data.tests_per_task=1", "--data.batch_size=2",
@@ -64,15 +58,15 @@ class Contender:
 
     Args:
         answer: returns the new tokens ``[1, n]`` of a prompt ``[1, P]``.
-        joules: returns those of the switched layers and of the whole network, for the last answer,
-            by the tokens of its prompt and those that were read after it.
+        joules: returns those of the last answer, by the tokens of its prompt and those that were
+            read after it.
     """
 
     answer: Callable[[Tensor], Tensor]
-    joules: Callable[[int, int], tuple[float, float]]
+    joules: Callable[[int, int], float]
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    spent: list[tuple[float, float]] = field(default_factory=list)
+    spent: list[float] = field(default_factory=list)
 
     def turn(self, prompt: Tensor, eos: int | None, counts: bool) -> None:
         """Answer a prompt."""
@@ -90,17 +84,19 @@ class Contender:
 
 def trained(name: str, options: argparse.Namespace, root: Path) -> Path:
     """Train a contender and return its run directory."""
+    rounds = options.rounds
     arguments = [
-        "--config", str(CONFIG), f"--trainer.max_rounds={options.rounds}",
-        f"--trainer.eval_every={options.rounds}",
+        "--config", str(CONFIG), f"--trainer.max_rounds={rounds}",
+        f"--trainer.eval_every={rounds}", f"--model.all_on_rounds={(rounds - SEARCH) // 2}",
+        f"--model.subset_rounds={SEARCH}", f"--model.budget={options.budget}",
         "--trainer.logger=false", "--trainer.callbacks=[]", f"--trainer.default_root_dir={root}",
-        f"--trainer.run_name={name}", f"--model.budget={options.budget}",
+        f"--trainer.run_name={name}", "--trainer.experiment=latency",
         *SETTINGS[name],
         *(QUICK if options.quick else []),
     ]  # fmt: skip
-    print(f"training {name} for {options.rounds} rounds", flush=True)
+    print(f"training {name} for {rounds} rounds", flush=True)
     FederatedCLI("fit", arguments).start()
-    return root / "hest_tokens" / name
+    return root / "latency" / name
 
 
 def loaded(run: Path) -> Any:
@@ -112,31 +108,25 @@ def loaded(run: Path) -> Any:
     return load_model(fed, checkpoint, yaml.safe_load(cli.config_text), allow_changed=True)
 
 
-def of_run(subject: Any, generate: dict[str, Any]) -> Contender:
-    """Return what answers as the first client of a run does."""
-    network: Any = subject.method.deploy(subject.data.client(0, subject.states.get(0))).eval()
+def of_run(network: Any, generate: dict[str, Any]) -> Contender:
+    """Return what answers as a client of a run does."""
 
     def answer(prompt: Tensor) -> Tensor:
         network.expect(None)
         return network.generate(prompt, None, **generate)
 
-    def joules(prompt: int, new: int) -> tuple[float, float]:
-        found, device = float(network.measured()["energy/joules_generated"].sum()), network.on
-        rest = device.rest(prompt, new)
-        return (found - rest, found) if device.whole else (found, found + rest)
+    def joules(prompt: int, new: int) -> float:
+        return float(network.measured()["energy/joules_generated"].sum())
 
     return Contender(answer, joules)
 
 
-def merged(network: LlamaTiny, generate: dict[str, Any]) -> Contender:
-    """Return what answers with plain weights; its adapters are merged by the caller."""
-    device = Device(shipped_table("llama_tiny_merged"), 1.0)
-
-    def joules(prompt: int, new: int) -> tuple[float, float]:
-        found = device.all_high(prompt, new, "mean")
-        return found, found + device.rest(prompt, new)
-
-    return Contender(lambda prompt: network.generate(prompt, None, **generate), joules)
+def plain(network: Any, generate: dict[str, Any]) -> Contender:
+    """Return what answers with all branches of a run's network, and without a ledger."""
+    return Contender(
+        lambda prompt: network.network.generate(prompt, None, **generate),
+        lambda prompt, new: network.on.all_high(prompt, new, "mean"),
+    )
 
 
 def prompts_of(data: Any, count: int) -> list[Tensor]:
@@ -161,14 +151,14 @@ def compete(contenders: dict[str, Contender], prompts: list[Tensor], eos: int | 
 def print_results(contenders: dict[str, Contender]) -> None:
     """Print one row for each contender, and what the first takes of the time of the others."""
     print(
-        "| contender | answers | tokens | mean ms | p50 ms | p99 ms | mJ of layers | mJ of the network |\n"
-        "|---|---|---|---|---|---|---|---|"
+        "| contender | answers | tokens | mean ms | p50 ms | p99 ms | mJ |\n"
+        "|---|---|---|---|---|---|---|"
     )
     for name, one in contenders.items():
-        ms, joules = 1e3 * np.array(one.seconds), 1e3 * np.array(one.spent).mean(0)
+        ms = 1e3 * np.array(one.seconds)
         print(
             f"| {name} | {len(ms)} | {np.mean(one.tokens):.1f} | {ms.mean():.1f} | {np.median(ms):.1f} |"
-            f" {np.quantile(ms, 0.99):.1f} | {joules[0]:.0f} | {joules[1]:.0f} |"
+            f" {np.quantile(ms, 0.99):.1f} | {1e3 * np.mean(one.spent):.0f} |"
         )
     first, *others = contenders
     own = np.array(contenders[first].seconds)
@@ -185,10 +175,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Contender]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--run", action="append", default=[], metavar="NAME=DIR", help="hest, tabs or none"
+        "--run", action="append", default=[], metavar="NAME=DIR", help="a finished run"
     )
-    parser.add_argument("--budget", type=float, default=0.6, help="share of the energy at high")
-    parser.add_argument("--rounds", type=int, default=10, help="of training")
+    parser.add_argument("--budget", type=float, default=0.8, help="share of all branches' energy")
+    parser.add_argument("--rounds", type=int, default=17, help="of training")
     parser.add_argument(
         "--answers", type=int, default=100, help="prompts that each contender answers"
     )
@@ -199,7 +189,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Contender]:
     )
     options = parser.parse_args(arguments)
     if options.quick:
-        options.rounds, options.answers, options.tokens = 1, 3, 4
+        options.rounds, options.answers, options.tokens = SEARCH + 2, 3, 4
     torch.set_num_threads(1)
     with ExitStack() as open_:
         root = Path(open_.enter_context(tempfile.TemporaryDirectory()))
@@ -211,18 +201,14 @@ def main(arguments: list[str] | None = None) -> dict[str, Contender]:
         data = subjects[names[0]].data
         eos = data.task.decoder.eos if options.stop_at_eos else None
         generate = {"max_new_tokens": options.tokens, "eos": eos, "pad": data.task.decoder.pad}
-        contenders = {name: of_run(subject, generate) for name, subject in subjects.items()}
-        for subject in subjects.values():
-            open_.enter_context(narrow_kept(subject.method.network))
-        if "none" in names:
-            network = LlamaTiny(data.num_classes, rank=8).eval()
-            copied = {
-                name.replace("network.", "", 1).replace(".adapted.", "."): value
-                for name, value in subjects["none"].method.network.state_dict().items()
-            }
-            network.load_state_dict(copied)
+        networks = {
+            name: subject.method.deploy(subject.data.client(0, subject.states.get(0))).eval()
+            for name, subject in subjects.items()
+        }
+        for network in networks.values():
             open_.enter_context(merged_lora(network))
-            contenders["merged"] = merged(network, generate)
+        contenders = {name: of_run(network, generate) for name, network in networks.items()}
+        contenders["plain"] = plain(networks[names[-1]], generate)
         compete(contenders, prompts_of(data, options.answers), eos)
     print_results(contenders)
     return contenders
