@@ -7,7 +7,8 @@ read states under a budget, and all branches.
 Each contender is trained for some rounds of configs/hest_default.yaml, or comes from a run
 directory. Then prompts of the test set are answered one at a time, by each contender in turn and in
 rotating order, on one thread. All have their adapters merged before the first prompt; ``plain`` is
-the network of the last contender without a ledger.
+the network of ``all_on``, or else of the last contender, without a ledger. ``tabs`` pays for a pass
+over the prompt in which its gates are read, which a device would make once.
 
 All answers have ``--tokens`` tokens, so that all contenders have the same work; with
 ``--stop_at_eos`` they end where they end. Seconds are by the clock on the wall: use an idle
@@ -59,7 +60,7 @@ class Contender:
     Args:
         answer: returns the new tokens ``[1, n]`` of a prompt ``[1, P]``.
         joules: returns those of the last answer, by the tokens of its prompt and those that were
-            read after it.
+            read after it; 0 where it was refused.
     """
 
     answer: Callable[[Tensor], Tensor]
@@ -80,6 +81,11 @@ class Contender:
             self.seconds.append(took)
             self.tokens.append(length)
             self.spent.append(spent)
+
+    @property
+    def refused(self) -> int:
+        """Prompts that were not answered."""
+        return sum(joules == 0 for joules in self.spent)
 
 
 def trained(name: str, options: argparse.Namespace, root: Path) -> Path:
@@ -149,18 +155,19 @@ def compete(contenders: dict[str, Contender], prompts: list[Tensor], eos: int | 
 
 
 def print_results(contenders: dict[str, Contender]) -> None:
-    """Print one row for each contender, and what the first takes of the time of the others."""
+    """Print one row for each contender, and what the first takes of the time of the others, of
+    those that have answered every prompt."""
     print(
-        "| contender | answers | tokens | mean ms | p50 ms | p99 ms | mJ |\n"
-        "|---|---|---|---|---|---|---|"
+        "| contender | prompts | refused | tokens | mean ms | p50 ms | p99 ms | mJ |\n"
+        "|---|---|---|---|---|---|---|---|"
     )
     for name, one in contenders.items():
         ms = 1e3 * np.array(one.seconds)
         print(
-            f"| {name} | {len(ms)} | {np.mean(one.tokens):.1f} | {ms.mean():.1f} | {np.median(ms):.1f} |"
+            f"| {name} | {len(ms)} | {one.refused} | {np.mean(one.tokens):.1f} | {ms.mean():.1f} | {np.median(ms):.1f} |"
             f" {np.quantile(ms, 0.99):.1f} | {1e3 * np.mean(one.spent):.0f} |"
         )
-    first, *others = contenders
+    first, *others = [name for name, one in contenders.items() if not one.refused]
     own = np.array(contenders[first].seconds)
     for name in others:
         theirs = np.array(contenders[name].seconds)
@@ -188,6 +195,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Contender]:
         "--quick", type=lambda text: text == "true", default=False, help="true: a tiny one"
     )
     options = parser.parse_args(arguments)
+    if options.run and {options.budget, options.rounds} != {0.8, 17}:
+        parser.error("--budget and --rounds are of training; a finished run has its own")
     if options.quick:
         options.rounds, options.answers, options.tokens = SEARCH + 2, 3, 4
     torch.set_num_threads(1)
@@ -208,7 +217,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Contender]:
         for network in networks.values():
             open_.enter_context(merged_lora(network))
         contenders = {name: of_run(network, generate) for name, network in networks.items()}
-        contenders["plain"] = plain(networks[names[-1]], generate)
+        contenders["plain"] = plain(networks.get("all_on", networks[names[-1]]), generate)
         compete(contenders, prompts_of(data, options.answers), eos)
     print_results(contenders)
     return contenders

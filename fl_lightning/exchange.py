@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import math
-import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -43,13 +42,15 @@ def make_cohort(fed: Federation, ids: Iterable[int], round: int) -> list[Assignm
     """
     asked = assignments(fed, ids)
     cohort = [*stress(fed.callbacks, "change_cohort", asked, round=round, context=fed)]
-    given = f"change_cohort of a stressor, which gave {reprlib.repr(cohort)}"
+    given, those = "change_cohort of a stressor", {one.client.id for one in asked}
     if not all(isinstance(one, Assignment) for one in cohort):
         raise MisuseError(given, "a cohort is a list of assignments", "return the list, or a part")
-    if len({one.client.id for one in cohort}) < len(cohort):
-        raise MisuseError(given, "a client has one assignment in a round", "leave the second out")
+    found = [one.client.id for one in cohort]
+    if len({*found} & those) < len(found):
+        rule = f"it gave the clients {found}, of {sorted(those)}, who were drawn"
+        raise MisuseError(given, rule, "give each of them one assignment, or none")
     for one in cohort:
-        if not 0 < one.work <= 1:
+        if one.trains and not 0 < one.work <= 1:
             rule = f"client {one.client.id} has work {one.work}, which is a share in (0, 1]"
             raise MisuseError(given, rule, "write trains=False for a client that makes no step")
     return cohort

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 T = TypeVar("T")
-RETURNS: Mapping[str, Any] = {
+RETURNS: Mapping[str, tuple[Any, ...]] = {
     "change_cohort": (list, tuple),
-    "change_labels": Tensor,
+    "change_labels": (Tensor,),
     "change_bytes": (bytes, bytearray),
-    "change_upload": Payload,
-    "change_uploads": Mapping,
+    "change_upload": (Payload,),
+    "change_uploads": (dict, Mapping),
 }
 MAY_LOSE = ("change_bytes", "change_upload")  # of these hooks None means that the upload is lost
 
@@ -275,13 +275,12 @@ def stress(callbacks: Iterable[object], hook: str, value: T, **details: Any) -> 
             value = getattr(callback, hook)(value, **details)
             if value is None and hook in MAY_LOSE:
                 break
-            if not isinstance(value, RETURNS[hook]):
-                name, found = (
-                    type(callback).__name__,
-                    "None" if value is None else type(value).__name__,
-                )
+            kinds = RETURNS[hook]
+            if not isinstance(value, kinds):
+                name, found = type(callback).__name__, type(value).__name__.removesuffix("Type")
                 raise TypeError(
-                    f"{name}.{hook} returned {found}; a stressor returns the value to use instead; return it"
+                    f"{name}.{hook} returned {found}; a stressor returns the value to use instead, a "
+                    f"{kinds[0].__name__}; return it"
                 )
     return value
 

@@ -37,10 +37,13 @@ class Average(Recorded, ABC):
     root_steps: int = 0
 
     def __init_subclass__(cls, **settings: Any) -> None:
-        """A rule of its own is no weighted mean, unless the class says so."""
+        """A rule of its own is no weighted mean, unless its class says so."""
         super().__init_subclass__(**settings)
-        if "__call__" in vars(cls):
-            cls.is_sum = vars(cls).get("is_sum", False)
+        rules, says = (
+            [base for base in cls.__mro__ if name in vars(base)] for name in ("__call__", "is_sum")
+        )
+        if cls.__mro__.index(rules[0]) < cls.__mro__.index(says[0]):
+            cls.is_sum = False
 
     def bounded(self, vector: Tensor, start: Tensor) -> Tensor:
         """Return what enters the mean for one client's vector, ``[P]``."""
@@ -50,16 +53,16 @@ class Average(Recorded, ABC):
         """Return an average of its own.
 
         Raises:
-            MisuseError: it is no vector of real numbers of the shape of ``start``.
+            MisuseError: it is no vector of finite numbers of the shape of ``start``.
         """
         is_vector = isinstance(found, Tensor) and found.is_floating_point()
-        if is_vector and found.shape == start.shape:
+        if is_vector and found.shape == start.shape and bool(found.isfinite().all()):
             return found
         form = f"{found.dtype} {[*found.shape]}" if isinstance(found, Tensor) else f"{found!r:.40}"
         raise MisuseError(
             f"{type(self).__name__}, which gave {form}",
-            f"an average is float32 {[*start.shape]}, as the vectors are",
-            "return one",
+            f"an average is float32 {[*start.shape]}, as the vectors are, and finite",
+            "return one, or raise NoAverageError",
         )
 
     @abstractmethod

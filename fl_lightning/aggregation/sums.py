@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fl_lightning.aggregation.average import Average, GuidedAverage
+from fl_lightning.aggregation.average import Average, GuidedAverage, NoAverageError
 from fl_lightning.aggregation.averages import RefinedMean
 from fl_lightning.aggregation.exact_sum import ExactSum, exact_mean
 from fl_lightning.distributed.collectives import gather_bytes, sum_over_ranks, world_size
@@ -79,9 +79,9 @@ class Sums:
                 shares = [weight / sum(weights) for weight in weights]
                 if isinstance(self.average, RefinedMean):
                     part = Part(vectors, weights, first.most)
-                    self._averaged[name] = self.average.refined(
-                        part.mean(self.cohort), vectors, shares
-                    )
+                    mean = part.mean(self.cohort)
+                    found = self.average.refined(mean, vectors, shares)
+                    self._averaged[name] = self.average.checked(found, mean)
                     return
                 self._averaged[name] = self._average(name, vectors, shares, first.start)
                 return
@@ -93,6 +93,8 @@ class Sums:
         self, name: str, vectors: Sequence[Tensor], shares: Sequence[float], start: Tensor
     ) -> Tensor:
         average = self.average
+        if len(vectors) < average.fewest:
+            raise NoAverageError(f"it needs {average.fewest} uploads, and {len(vectors)} arrived")
         if not (isinstance(average, GuidedAverage) and average.guide):
             return average.checked(average(vectors, shares, start), start)
         if name not in self.guides:

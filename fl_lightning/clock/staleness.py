@@ -36,7 +36,7 @@ class Staleness(Recorded, ABC):
             raise MisuseError(
                 f"{type(self).__name__}.weight({versions}), which returned {weight!r}",
                 "a weight lies in (0, 1], and is 1 for an update that is not stale",
-                "return such a number",
+                "return such a number; max_staleness leaves updates out",
             )
         return float(weight)
 

@@ -82,7 +82,7 @@ def _recording(cls: type, constructor: Callable[..., None]) -> Callable[..., Non
             if bound.get(name) is not None and not isinstance(bound[name], Iterable):
                 bound[name] = [bound[name]]
         for name, value in bound.items():
-            _require_made(name, value)
+            require_made(name, value)
         # the subclass's constructor is called first, and its arguments count
         if self not in _ARGUMENTS:
             _ARGUMENTS[self] = dict(list(bound.items())[1:])
@@ -92,10 +92,15 @@ def _recording(cls: type, constructor: Callable[..., None]) -> Callable[..., Non
     return record
 
 
-def _require_made(name: str, value: Any) -> None:
-    """Refuse a class where one of its objects is meant; a network's makes one for each run."""
+def require_made(name: str, value: Any) -> None:
+    """Refuse a class where one of its objects is meant; a network's makes one for each run.
+
+    Raises:
+        InputError: it is one.
+    """
     for one in value if isinstance(value, list | tuple) else (value,):
-        is_part = isinstance(one, type) and (issubclass(one, Recorded) or is_dataclass(one))
+        ours = is_dataclass(one) and getattr(one, "__module__", "").startswith("fl_lightning.")
+        is_part = isinstance(one, type) and (ours or issubclass(one, Recorded))
         if is_part and not issubclass(one, nn.Module):
             rule = "it is a class, and an object of it is asked for"
             raise InputError(f"{name}={one.__name__}", rule, f"write {name}={one.__name__}(...)")

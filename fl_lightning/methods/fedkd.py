@@ -222,10 +222,9 @@ class FedKD(Method):
     def aggregate(self, uploads: Mapping[int, Payload]) -> None:
         sent = [upload.tensor("soft_labels") for upload in uploads.values()]
         start = self.server["soft_labels"]
-        mean = self.average(
-            [p.flatten() for p in sent], self.shares(uploads.values()), start.flatten()
-        ).view_as(start)
-        mean = normalised(mean)
+        vectors, flat = [p.flatten() for p in sent], start.flatten()
+        found = self.average(vectors, self.shares(uploads.values()), flat)
+        mean = normalised(self.average.checked(found, flat).view_as(start))
         self.server["soft_labels"] = (
             mean if self.sharpen is None else torch.softmax(mean / self.sharpen, dim=1)
         )

@@ -156,5 +156,6 @@ class FedProto(PersonalMethod):
                 shares = self._capped([int(upload.tensor("counts")[c]) for upload in having])
                 means = [upload.tensor("prototypes")[c] for upload in having]
                 with suppress(NoAverageError):
-                    prototypes[c], known[c] = self.average(means, shares, prototypes[c]), 1
+                    found = self.average(means, shares, prototypes[c])
+                    prototypes[c], known[c] = self.average.checked(found, prototypes[c]), 1
         self.server |= {"prototypes": prototypes, "known": known}

@@ -184,7 +184,7 @@ class ModuleLogs:
             method: the method of whose network the metrics are.
         """
         found, module = self.metrics(tensors, method.network), method.module
-        for name in found.keys() & measured.keys() - module.names_left_out:
+        for name in sorted(found.keys() & measured.keys() - module.names_left_out):
             if not np.isclose(found[name], measured[name], rtol=SAME, atol=SAME, equal_nan=True):
                 module.names_left_out |= {name}
                 log.warning(

@@ -110,8 +110,9 @@ class Snapshot:
 
 
 def _json_of(callback: Any) -> str:
+    state = callback.state_dict()
     try:
-        return json.dumps(callback.state_dict())
+        return json.dumps(state)
     except TypeError as error:
         raise MisuseError(
             f"{type(callback).__name__}.state_dict",

@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Mapping
 from hashlib import sha256
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from fl_lightning.config.overriding import overrides
 from fl_lightning.federation import Federation
 from fl_lightning.sampling import Sampler
+from fl_lightning.support.tensor_bytes import raw_bytes
 
 log = logging.getLogger("fl_lightning")
 
 
 def unsaved_state(fed: Federation) -> dict[tuple[str, str], str]:
-    """Return what is seen of each attribute that no checkpoint has, by the class of its owner and its
-    name: of the sampler, unless it says what it keeps, of the average, and of the devices of a
-    clock."""
+    """Return what is seen of each attribute that no checkpoint has, by the class of its owner and
+    its name: of a user's own sampler, unless it says what it keeps, of a user's average, and of a
+    user's parts of a clock."""
     owners: list[object] = [fed.method.average]
     if not overrides(fed.sampler, Sampler, "state_dict"):
         owners.append(fed.sampler)
     if fed.timing is not None:
         owners += [fed.timing.clock.devices, fed.timing.clock.reached]
-    found: dict[tuple[str, str], str] = {}
-    for owner in owners:
-        found |= {(type(owner).__name__, name): _seen(value) for name, value in vars(owner).items()}
-    return found
+    own = [one for one in owners if not type(one).__module__.startswith("fl_lightning.")]
+    return {
+        (type(one).__name__, name): _seen(value) for one in own for name, value in vars(one).items()
+    }
 
 
 def warn_of_changes(before: Mapping[tuple[str, str], str], fed: Federation) -> None:
@@ -48,11 +52,19 @@ def warn_of_changes(before: Mapping[tuple[str, str], str], fed: Federation) -> N
         )
 
 
-def _seen(value: object) -> str:
-    """Return a text of a value, another one where the value has changed: of arrays and generators
-    by what is in them, of all else as they show themselves."""
-    if isinstance(value, Tensor):
-        value = value.detach().cpu().numpy()
-    if isinstance(value, np.ndarray):
+def _seen(value: Any) -> str:
+    """Return a text of a value, another one where the value has changed: of tensors, arrays and
+    generators by what is in them, of all else as they show themselves."""
+    if isinstance(value, Mapping):
+        return repr({repr(key): _seen(each) for key, each in value.items()})
+    if isinstance(value, list | tuple):
+        return repr([_seen(each) for each in value])
+    if isinstance(value, torch.Generator):
+        value = value.get_state()
+    if isinstance(value, random.Random):
+        value = value.getstate()
+    if isinstance(value, np.ndarray) and value.dtype != object:
         return sha256(value.tobytes()).hexdigest()
+    if isinstance(value, Tensor):
+        return sha256(raw_bytes(value.detach().cpu().contiguous()).numpy().tobytes()).hexdigest()
     return repr(getattr(getattr(value, "bit_generator", None), "state", value))

@@ -71,15 +71,16 @@ class Sampler(Meter, ABC):
         """
         if type(self).draw is Uniform.draw:  # of a sequence of ids, which need not be in memory
             return self.draw(view, among, count)
-        found, reached = self.draw(view, np.array(among), count), np.asarray(among)
-        ids = np.asarray(found)
-        if ids.ndim == 1 and (ids.dtype.kind in "iu" or not len(ids)):
+        reached = np.asarray(among)
+        found = self.draw(view, reached.copy(), count)
+        ids = found.tolist() if isinstance(found, np.ndarray) else found
+        if isinstance(ids, list) and all(type(one) in (int, np.int64) for one in ids):
             places = np.searchsorted(reached, ids).clip(max=len(reached) - 1)
-            if len(np.unique(ids)) == len(ids) <= count and (reached[places] == ids).all():
-                return ids.tolist()
+            if len({*ids}) == len(ids) <= count and (reached[places] == ids).all():
+                return [*map(int, ids)]
         raise MisuseError(
             f"{type(self).__name__}.draw, which returned {reprlib.repr(found)}",
-            f"it returns at most {count} ids of clients that can be reached, each once",
+            f"it returns a list of at most {count} whole numbers, ids that can be reached, each once",
             "take them from among",
         )
 

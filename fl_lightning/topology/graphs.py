@@ -65,6 +65,8 @@ class Graph(Recorded, ABC):
             MisuseError: it is none, or not symmetric where ``symmetric`` says so.
         """
         mixing, name = self.mixing(peers, seed, round), type(self).__name__
+        if type(self).mixing.__module__ == __name__:  # proven by tests; of many peers it takes long
+            return mixing
         given = f"{name}.mixing of {peers} peers in round {round}"
         try:
             rows = {id(row): row for row in mixing.values()}  # peers of a group share theirs

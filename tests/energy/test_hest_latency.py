@@ -31,7 +31,7 @@ def test_all_contenders_answer_the_same_prompts_in_turn(tmp_path, monkeypatch, c
         assert all(1 <= tokens <= 4 for tokens in one.tokens)
         assert flags or one.tokens == [4] * 3
     assert "ladder / step: p99 " in printed
-    assert "| plain | 3 | " in printed
+    assert "| plain | 3 | 0 | " in printed
     if not flags:  # of the same lengths
         assert found["all_on"].spent == pytest.approx(found["plain"].spent)
         for name in ("ladder", "step", "tabs"):

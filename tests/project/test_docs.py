@@ -397,8 +397,8 @@ def test_the_figure_of_the_page(tmp_path, forgotten):
 
 
 def test_the_parts_of_the_page(tmp_path, forgotten):
-    """Everybody trains once before anybody trains twice, also in a run that is continued; the
-    average withstands one vector of many; the graph is symmetric."""
+    """Everybody trains once before anybody trains twice; the average withstands one vector of many;
+    the graph is symmetric."""
     parts = code("howto/parts.md")
     settings = {"participation": 0.5, "sampler": parts["LeastHeard"]()}
     whole = run(on_images(methods.FedAvg()), images(), tmp_path / "a", max_rounds=2, **settings)
@@ -408,7 +408,7 @@ def test_the_parts_of_the_page(tmp_path, forgotten):
     average, start = parts["MeanOfMedians"](), torch.zeros(2)
     vectors = [torch.ones(2) * value for value in (1, 1, 1, 1, 1e6, 1)]
     assert average(vectors, [1 / 6] * 6, start).tolist() == [1.0, 1.0]
-    assert Gossip(parts["Star"]()).graph.checked(5, 0, 1)[3] == {
+    assert Gossip(parts["Hub"]()).graph.checked(5, 0, 1)[3] == {
         0: Fraction(1, 5),
         3: Fraction(4, 5),
     }

@@ -16,7 +16,7 @@ from ten import SMALL
 from toy import run, sgd
 
 from fl_lightning.aggregation.averages import NormClipping, WeightedMean
-from fl_lightning.clock import Clock, FedBuff
+from fl_lightning.clock import Clock, Diurnal, FedBuff, SameDevice
 from fl_lightning.clock.staleness import Staleness
 from fl_lightning.conformance.toy import images
 from fl_lightning.data import Partition
@@ -55,8 +55,10 @@ class Draws(Sampler):
         lambda view, among, count: [0.0, 1.0],
         lambda view, among, count: [999],
         lambda view, among, count: None,
+        lambda view, among, count: [[0], [1, 2]],
+        lambda view, among, count: {0, 1},
     ],
-    ids=["too many", "twice", "mask", "floats", "unknown", "nothing"],
+    ids=["too many", "twice", "mask", "floats", "unknown", "nothing", "ragged", "set"],
 )
 def test_a_sampler_returns_ids_of_those_who_can_be_reached(make, tmp_path):
     with refused("Draws.draw, which returned", "take them from among", MisuseError):
@@ -92,25 +94,38 @@ class Median(WeightedMean):
         return torch.stack([*vectors]).median(0).values
 
 
+class Mixed:
+    def __call__(self, vectors, shares, start):
+        return Median()(vectors, shares, start)
+
+
+class Both(Mixed, WeightedMean):
+    pass
+
+
 class Never(NormClipping):
     def __call__(self, vectors, shares, start):
         raise ArithmeticError("called")
 
 
 def test_a_rule_of_its_own_is_called_though_it_is_derived_from_a_sum(tmp_path):
-    averaged = FedAvg(network=SMALL, optimizer=sgd(0.05), average=Median())
-    assert weights(fit(tmp_path / "a", method=averaged)) != weights(fit(tmp_path / "b"))
+    for rule in (Median(), Both()):
+        averaged = FedAvg(network=SMALL, optimizer=sgd(0.05), average=rule)
+        assert weights(fit(tmp_path / "a", method=averaged)) != weights(fit(tmp_path / "b"))
     with pytest.raises(ArithmeticError, match="called"):
         fit(tmp_path / "c", method=FedAvg(network=SMALL, optimizer=sgd(0.05), average=Never(1.0)))
 
 
 @pytest.mark.parametrize(
-    "result", [None, torch.zeros(()), torch.zeros(3)], ids=["nothing", "number", "short"]
+    "result",
+    [None, torch.zeros(()), torch.zeros(3), torch.tensor(float("nan"))],
+    ids=["nothing", "number", "short", "not a number"],
 )
 def test_an_average_is_a_vector_of_the_models_length(result, tmp_path):
     class Gives(WeightedMean):
         def __call__(self, vectors, shares, start):
-            return result
+            spread = result is not None and bool(result.isnan().any())
+            return result.expand(start.shape) if spread else result
 
     with refused("Gives, which gave", "return one", MisuseError):
         fit(tmp_path, method=FedAvg(network=SMALL, optimizer=sgd(0.05), average=Gives()))
@@ -180,12 +195,20 @@ class Cohort(Stressor):
         lambda cohort: [one.client.id for one in cohort],
         lambda cohort: [replace(one, work=0.0) for one in cohort],
         lambda cohort: [replace(one, work=2.0) for one in cohort],
+        lambda cohort: [
+            replace(cohort[0], client=replace(cohort[0].client, id=5 - cohort[-1].client.id))
+        ],
     ],
-    ids=["twice", "ids", "no work", "more work"],
+    ids=["twice", "ids", "no work", "more work", "another"],
 )
 def test_a_cohort_is_a_list_of_clients_with_one_assignment_each(make, tmp_path):
-    with refused("change_cohort of a stressor, which gave", "", MisuseError):
+    with refused("change_cohort of a stressor", "", MisuseError):
         fit(tmp_path, callbacks=[Cohort(make)])
+
+
+def test_who_stays_away_may_have_no_work(tmp_path):
+    absent = Cohort(lambda cohort: [replace(cohort[0], work=0.0, trains=False), *cohort[1:]])
+    assert fit(tmp_path, callbacks=[absent]).progress.history[0]["clients/dropped"] == 1
 
 
 @pytest.mark.parametrize(
@@ -246,15 +269,18 @@ def test_a_class_in_the_place_of_its_object_is_refused(name, value, tmp_path):
         FedAvg(network=SMALL, average=WeightedMean)
     with refused("graph=Exponential", "graph=Exponential(...)"):
         Gossip(Exponential)
+    with refused("devices=SameDevice", "devices=SameDevice(...)"):
+        Clock(devices=SameDevice)
 
 
 class Momentum(WeightedMean):
     def __init__(self):
-        self.before = torch.zeros(1)
+        self.before = {"weights": torch.zeros(1, dtype=torch.bfloat16)}
 
     def __call__(self, vectors, shares, start):
-        self.before = self.before + torch.stack([*vectors]).mean(0)
-        return self.before
+        mean = torch.stack([*vectors]).mean(0)
+        self.before = {"weights": mean.bfloat16()}
+        return mean
 
 
 class Counts(Uniform):
@@ -287,3 +313,27 @@ def test_state_that_no_checkpoint_has_is_said_once(tmp_path):
         told = [line for line in lines if "is in no checkpoint" in line]
         assert len(told) == len(names)
         assert all(any(name in line for line in told) for name in names)
+
+
+def test_what_the_project_remembers_is_no_state(tmp_path):
+    clock = Clock(devices=SameDevice(), availability=Diurnal())
+    trainer = fit(tmp_path, clock=clock, participation=1.0)
+    assert "is in no checkpoint" not in (trainer.run_dir / "run.log").read_text()
+
+
+def test_a_round_with_fewer_uploads_than_an_average_needs_changes_nothing(tmp_path):
+    class OfTwo(WeightedMean):
+        fewest = 2
+
+        def __call__(self, vectors, shares, start):
+            first, second = vectors
+            return (first + second) / 2
+
+    class Alone(Stressor):
+        def change_cohort(self, cohort, *, round, context):
+            return cohort[:1] if round == 1 else cohort[:2]
+
+    method = FedAvg(network=SMALL, optimizer=sgd(0.05), average=OfTwo())
+    trainer = fit(tmp_path, method=method, callbacks=[Alone()])
+    assert "it needs 2 uploads, and 1 arrived" in (trainer.run_dir / "run.log").read_text()
+    assert [row["clients/trained"] for row in trainer.progress.history] == [0, 2]
