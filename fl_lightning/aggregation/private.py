@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import math
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,11 +34,10 @@ from fl_lightning.aggregation.exact_sum import MAX_MAGNITUDE, fraction_bits
 from fl_lightning.aggregation.intake import AddedUploads
 from fl_lightning.aggregation.server import SummingServer
 from fl_lightning.aggregation.sums import Addend, Sums, sums_of
-from fl_lightning.client import Assignment
 from fl_lightning.config.overriding import overrides
 from fl_lightning.distributed.collectives import world_size
 from fl_lightning.errors import InputError, MisuseError, RunStopped, require
-from fl_lightning.hooks import Meter, RoundRecord, Stressor
+from fl_lightning.hooks import Meter, RoundRecord
 from fl_lightning.privacy import (
     ClientPrivacy,
     Generator,
@@ -91,7 +89,7 @@ class ClippedUploads(AddedUploads):
         return self.privacy.private_addends(self.method, addends, client, self.method.round)
 
 
-class PrivateAggregation(Meter, Stressor):
+class PrivateAggregation(Meter):
     """Makes a round's sums private and accounts for them.
 
     The trainer puts it before the callbacks of the configuration, so that C and the number of
@@ -265,28 +263,6 @@ class PrivateAggregation(Meter, Stressor):
 
     def on_round_start(self, round: int, context: Any) -> None:
         self.clipped_at = self.clip_norm
-
-    def change_cohort(
-        self, cohort: list[Assignment], *, round: int, context: Any
-    ) -> list[Assignment]:
-        """Note who was drawn; no stressor comes before."""
-        self.drawn = {assignment.client.id for assignment in cohort}
-        return cohort
-
-    def on_cohort(self, cohort: list[Assignment], round: int, context: Any) -> None:
-        """Refuse a cohort in which a stressor has put a client that was not drawn, or one twice.
-
-        Raises:
-            MisuseError: there is one.
-        """
-        counts = Counter(assignment.client.id for assignment in cohort)
-        strange = [id for id, count in counts.items() if id not in self.drawn or count > 1]
-        if strange:
-            raise MisuseError(
-                f"client {strange[0]} by change_cohort of a stressor, with trainer.privacy",
-                "epsilon is accounted for the clients that were drawn, each of them once",
-                "take clients away alone",
-            )
 
     def on_round_end(self, record: RoundRecord, context: Any) -> None:
         self.rounds = record.round

@@ -52,18 +52,6 @@ class NearestUpdates(Average):
     def fewest(self) -> int:  # type: ignore[override]
         return self.hostile_times * self.f + 3
 
-    def require_uploads(self, count: int) -> None:
-        """Refuse a round with too few uploads.
-
-        Raises:
-            NoAverageError: there are.
-        """
-        if count < self.fewest:
-            raise NoAverageError(
-                f"{count} uploads are too few for {type(self).__name__}, which needs "
-                f"{self.hostile_times}f + 3 = {self.fewest}"
-            )
-
 
 class Krum(NearestUpdates):
     """The one update whose m - f - 2 nearest others are the nearest: argmin_k s_k.
@@ -75,7 +63,6 @@ class Krum(NearestUpdates):
     """
 
     def __call__(self, vectors: Sequence[Tensor], shares: Sequence[float], start: Tensor) -> Tensor:
-        self.require_uploads(len(vectors))
         return vectors[ranked(squared_distances(vectors), self.f)[0]].to(torch.float32, copy=True)
 
 
@@ -100,7 +87,6 @@ class MultiKrum(NearestUpdates):
         self.select = select
 
     def __call__(self, vectors: Sequence[Tensor], shares: Sequence[float], start: Tensor) -> Tensor:
-        self.require_uploads(len(vectors))
         best = ranked(squared_distances(vectors), self.f)[: self.select]
         return plain_mean([vectors[position] for position in best])
 
@@ -119,7 +105,6 @@ class Bulyan(NearestUpdates):
     hostile_times = 4
 
     def __call__(self, vectors: Sequence[Tensor], shares: Sequence[float], start: Tensor) -> Tensor:
-        self.require_uploads(len(vectors))
         chosen = [vectors[position] for position in self.chosen(squared_distances(vectors))]
         kept = len(vectors) - 4 * self.f
         return torch.cat([around_median(chunk, kept) for chunk in chunks(chosen)]).to(torch.float32)

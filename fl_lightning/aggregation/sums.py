@@ -94,7 +94,10 @@ class Sums:
     ) -> Tensor:
         average = self.average
         if len(vectors) < average.fewest:
-            raise NoAverageError(f"it needs {average.fewest} uploads, and {len(vectors)} arrived")
+            name = type(average).__name__
+            raise NoAverageError(
+                f"{len(vectors)} uploads are too few for {name}, which needs {average.fewest}"
+            )
         if not (isinstance(average, GuidedAverage) and average.guide):
             return average.checked(average(vectors, shares, start), start)
         if name not in self.guides:

@@ -172,23 +172,6 @@ def test_damage_on_the_way_of_an_engine_is_found(says, tmp_path, monkeypatch):
     assert {row["status"] for row in rows(run, "ledger.csv")} == {"trained" if says else "rejected"}
 
 
-def test_a_client_counts_once(tmp_path, caplog):
-    class Twice(Stressor):
-        def change_cohort(self, cohort, *, round, context):
-            return [cohort[0], *cohort]
-
-    trainer = fit("FedAvg", tmp_path / "twice", max_rounds=1, callbacks=[Twice()])
-    once = fit("FedAvg", tmp_path / "once", max_rounds=1)
-    assert [row["status"] for row in rows(trainer, "ledger.csv")] == [
-        "trained",
-        "rejected",
-        "trained",
-        "trained",
-    ]
-    assert "second one of this round" in caplog.text
-    assert torch.equal(trainer.method.server["weights"], once.method.server["weights"])
-
-
 @by_method
 def test_clients_without_data_and_with_one_example(name, tmp_path):
     class Poor(Stressor):

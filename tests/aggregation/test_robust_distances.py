@@ -384,8 +384,8 @@ def test_too_few_uploads_change_nothing_and_are_told_once(average, least, tmp_pa
         trainer = run_for_nothing(method, data, tmp_path, max_rounds=3, callbacks=[lost])
     told = [record.message for record in caplog.records if "too few" in record.message]
     assert told == [
-        f"round 1: 7 uploads are too few for {type(average).__name__}, which needs "
-        f"{'4f + 3' if least == 11 else '2f + 3'} = {least}; such a round changes nothing (this is said once)"
+        f"round 1: 7 uploads are too few for {type(average).__name__}, which needs {least}; "
+        "such a round changes nothing (this is said once)"
     ]
     assert all(row["clients/trained"] == 0 for row in trainer.progress.history)
     untrained = on_points(FedAvg())

@@ -319,9 +319,8 @@ class Familiar(Stressor):
 
 @pytest.mark.parametrize("repeated", [False, True])
 def test_a_stressor_takes_clients_away_and_brings_none(repeated, tmp_path):
-    with pytest.raises(
-        MisuseError, match="accounted for the clients that were drawn, each of them once"
-    ):
+    """Epsilon is accounted for the clients that were drawn, each of them once."""
+    with pytest.raises(MisuseError, match="who were drawn; give each of them one assignment"):
         fit(tmp_path, callbacks=[Familiar(repeated)])
 
 

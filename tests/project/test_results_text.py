@@ -88,31 +88,29 @@ def test_every_run_of_fedvemoe_ends_with_four_experts_and_one_for_each_cluster()
     assert by_the_tenth == [3, 2, 2]
 
 
-def test_what_is_said_of_all_runs_under_a_budget_of_energy():
-    runs = json.loads((RESULTS / "hest_embedded" / "report.json").read_text())["runs"]
-    under = {
-        label: {
-            (run["seed"], run["levels"]["budget"]): run["metrics"]
-            for run in runs
-            if run["method"] == label
-        }
-        for label in ("HEST", "TABS", "BHSP")
+def test_what_is_said_of_the_rivals_of_a_ladder():
+    report = json.loads((RESULTS / "hest_ladder_rivals" / "report.json").read_text())
+    found: dict[str, dict[int, dict[str, float]]] = {}
+    for run in report["runs"]:
+        found.setdefault(run["method"], {})[run["seed"]] = run["metrics"]
+    assert {len(runs) for runs in found.values()} == {10}
+    each = [one for runs in found.values() for one in runs.values()]
+    assert all(one["energy/over_budget"] == one["energy/refused"] == 0 for one in each)
+    joules = {
+        label: [round(1000 * one["energy/joules"]) for one in runs.values()]
+        for label, runs in found.items()
     }
-    assert {len(found) for found in under.values()} == {15}
-    for label in ("HEST", "BHSP"):
-        for one in under[label].values():
-            assert one["energy/over_budget"] == one["energy/refused"] == 0
-            assert one["energy/spent"] <= one["energy/granted"]
-    for (_, budget), one in under["HEST"].items():
-        assert (one["energy/clamped"] == 0) == (budget == "0.4")
-    over = [
-        one["energy/over_budget"] for one in under["TABS"].values() if one["energy/over_budget"]
+    assert {*joules["Enumeration"]} == {204}
+    assert sorted(joules["Ladder"]) == [190] * 5 + [204] * 5
+    same = [
+        seed
+        for seed, one in found["Random"].items()
+        if one["test/perplexity"] == found["Ladder"][seed]["test/perplexity"]
     ]
-    assert sorted(over) == [1, 17, 24]
-    assert all(one["test/rouge_l"] < 0.02 for found in under.values() for one in found.values())
-    for key, one in under["HEST"].items():
-        assert one["test/perplexity"] < under["BHSP"][key]["test/perplexity"]
-        assert (under["BHSP"][key]["test/perplexity"] > 259) == (key[1] == "0.4")
+    assert sorted(same) == [8, 10]
+    (controller,) = [one for one in report["criteria"] if one["name"] == "a controller pays"]
+    part = controller["levels"][0]["parts"][0][1]
+    assert (round(part["low"], 3), round(part["high"], 3)) == (-0.005, 0.016)
 
 
 def test_the_page_on_three_budgets_has_the_numbers_of_its_clients():

@@ -335,5 +335,8 @@ def test_a_round_with_fewer_uploads_than_an_average_needs_changes_nothing(tmp_pa
 
     method = FedAvg(network=SMALL, optimizer=sgd(0.05), average=OfTwo())
     trainer = fit(tmp_path, method=method, callbacks=[Alone()])
-    assert "it needs 2 uploads, and 1 arrived" in (trainer.run_dir / "run.log").read_text()
+    assert (
+        "1 uploads are too few for OfTwo, which needs 2"
+        in (trainer.run_dir / "run.log").read_text()
+    )
     assert [row["clients/trained"] for row in trainer.progress.history] == [0, 2]
