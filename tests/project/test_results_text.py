@@ -143,6 +143,38 @@ def test_the_page_on_three_budgets_has_the_numbers_of_its_clients():
     ) == (25, 48)
 
 
+def front(study, quality, sign):
+    """Contenders whose mean joules and quality no other has or betters, by the study's levels."""
+    report = json.loads((RESULTS / study / "report.json").read_text())
+    means = {
+        label
+        + (level["levels"]["budget"] if label == "Ladder" and study == "hest_ladder" else ""): (
+            found["metrics"]["energy/joules"]["mean"],
+            sign * found["metrics"][quality]["mean"],
+        )
+        for level in report["levels"]
+        for label, found in level["methods"].items()
+    }
+    return {
+        label
+        for label, (joules, loss) in means.items()
+        if not any(
+            other != (joules, loss) and other[0] <= joules and other[1] <= loss
+            for other in means.values()
+        )
+    }
+
+
+def test_the_fronts_are_those_that_the_pages_name():
+    ladders = {f"Ladder{budget}" for budget in ("0.5", "0.6", "0.8", "0.9")}
+    assert front("hest_ladder", "test/perplexity", 1) == {"One block", "All on", *ladders}
+    by_answers = {"One block", "Three blocks", "All on", *ladders}
+    assert front("hest_ladder", "test/exact_match", -1) == by_answers
+    rivals = {"Gates", "Ladder", "Enumeration", "All on"}
+    assert front("hest_ladder_rivals", "test/perplexity", 1) == rivals
+    assert front("hest_ladder_rivals", "test/exact_match", -1) == rivals
+
+
 def test_the_page_on_ladders_has_the_differences_of_its_seeds():
     page = (RESULTS / "hest_ladder" / "README.md").read_text()
     runs = json.loads((RESULTS / "hest_ladder" / "report.json").read_text())["runs"]
