@@ -195,7 +195,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Contender]:
         "--quick", type=lambda text: text == "true", default=False, help="true: a tiny one"
     )
     options = parser.parse_args(arguments)
-    if options.run and {options.budget, options.rounds} != {0.8, 17}:
+    training = ("budget", "rounds")
+    if options.run and any(getattr(options, one) != parser.get_default(one) for one in training):
         parser.error("--budget and --rounds are of training; a finished run has its own")
     if options.quick:
         options.rounds, options.answers, options.tokens = SEARCH + 2, 3, 4
