@@ -49,6 +49,32 @@ class Average(Recorded, ABC):
         """Return what enters the mean for one client's vector, ``[P]``."""
         return vector
 
+    def of(
+        self,
+        vectors: Sequence[Tensor],
+        shares: Sequence[float],
+        start: Tensor,
+        guide: Tensor | None = None,
+    ) -> Tensor:
+        """Return the average, as :meth:`__call__` does, where there are enough vectors.
+
+        Args:
+            vectors, shares, start: as there.
+            guide: the update that a guided average goes by, if it has one.
+
+        Raises:
+            NoAverageError: they have none, or are fewer than ``fewest``.
+            MisuseError: as :meth:`checked` says.
+        """
+        if len(vectors) < self.fewest:
+            raise NoAverageError(
+                f"{len(vectors)} uploads are too few for {type(self).__name__}, which needs "
+                f"{self.fewest}"
+            )
+        if guide is not None and isinstance(self, GuidedAverage):
+            return self.checked(self.guided(vectors, shares, start, guide), start)
+        return self.checked(self(vectors, shares, start), start)
+
     def checked(self, found: Any, start: Tensor) -> Tensor:
         """Return an average of its own.
 

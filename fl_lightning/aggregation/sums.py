@@ -92,21 +92,16 @@ class Sums:
     def _average(
         self, name: str, vectors: Sequence[Tensor], shares: Sequence[float], start: Tensor
     ) -> Tensor:
-        average = self.average
-        if len(vectors) < average.fewest:
-            name = type(average).__name__
-            raise NoAverageError(
-                f"{len(vectors)} uploads are too few for {name}, which needs {average.fewest}"
-            )
-        if not (isinstance(average, GuidedAverage) and average.guide):
-            return average.checked(average(vectors, shares, start), start)
-        if name not in self.guides:
-            raise MisuseError(
-                f"addends {name!r} with a start, which starts() does not have",
-                f"{type(average).__name__} goes by an update of each",
-                "override starts, as addends is",
-            )
-        return average.checked(average.guided(vectors, shares, start, self.guides[name]), start)
+        average, guide = self.average, None
+        if isinstance(average, GuidedAverage) and average.guide:
+            guide = self.guides.get(name)
+            if guide is None:
+                raise MisuseError(
+                    f"addends {name!r} with a start, which starts() does not have",
+                    f"{type(average).__name__} goes by an update of each",
+                    "override starts, as addends is",
+                )
+        return average.of(vectors, shares, start, guide)
 
     def add_merged(self, name: str, total: ExactSum, weight: int, most: int) -> None:
         """Add one sum over clients that was added up elsewhere.

@@ -223,8 +223,8 @@ class FedKD(Method):
         sent = [upload.tensor("soft_labels") for upload in uploads.values()]
         start = self.server["soft_labels"]
         vectors, flat = [p.flatten() for p in sent], start.flatten()
-        found = self.average(vectors, self.shares(uploads.values()), flat)
-        mean = normalised(self.average.checked(found, flat).view_as(start))
+        found = self.average.of(vectors, self.shares(uploads.values()), flat)
+        mean = normalised(found.view_as(start))
         self.server["soft_labels"] = (
             mean if self.sharpen is None else torch.softmax(mean / self.sharpen, dim=1)
         )

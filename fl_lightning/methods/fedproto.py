@@ -156,6 +156,6 @@ class FedProto(PersonalMethod):
                 shares = self._capped([int(upload.tensor("counts")[c]) for upload in having])
                 means = [upload.tensor("prototypes")[c] for upload in having]
                 with suppress(NoAverageError):
-                    found = self.average(means, shares, prototypes[c])
-                    prototypes[c], known[c] = self.average.checked(found, prototypes[c]), 1
+                    prototypes[c] = self.average.of(means, shares, prototypes[c])
+                    known[c] = 1
         self.server |= {"prototypes": prototypes, "known": known}
