@@ -50,11 +50,7 @@ class MisuseError(ThreePartError, ValueError):
 
 
 def require(valid: object, given: str, rule: str, instead: str) -> None:
-    """Refuse bad input.
-
-    Raises:
-        InputError: ``valid`` is false.
-    """
+    """Refuse bad input."""
     if not valid:
         raise InputError(given, rule, instead)
 

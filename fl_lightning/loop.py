@@ -73,7 +73,8 @@ def train_round(fed: Federation, engine: Engine, record: RoundRecord) -> None:
     fed.sampler.learn(
         round, entries, {id: loss for id, loss in trained.losses.items() if id in used}
     )
-    entries = with_asked(entries, fed.asked)
+    if fed.asked:
+        entries = with_asked(entries, fed.asked)
     for entry in (*entries, *links):
         fed.ledger.add(entry)
     record.metrics |= summarise(fed, entries, losses, links)

@@ -395,9 +395,6 @@ class FederatedTrainer(RunViews):
 
         Args:
             data: dealt out to the clients; None: they have not been read.
-
-        Raises:
-            InputError: there is something.
         """
         check_settings(self, method, data)
 

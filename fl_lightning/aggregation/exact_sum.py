@@ -205,11 +205,7 @@ def add_block(
 
 
 def _bound(part: Tensor) -> float:
-    """Return a bound on the magnitudes in a block of at most ``BLOCK_VALUES``.
-
-    Raises:
-        MisuseError: one is too large, or no number.
-    """
+    """Return a bound on the magnitudes in a block of at most ``BLOCK_VALUES``."""
     squares = float(part.dot(part)) if part.dtype == torch.float32 else math.inf
     if squares < (MAX_MAGNITUDE / 2) ** 2:
         # at most 2^15 roundings by 2^-24; squares below 2^-149 are 0

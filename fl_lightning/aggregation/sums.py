@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fl_lightning.aggregation.average import Average, GuidedAverage, NoAverageError
+from fl_lightning.aggregation.average import Average, GuidedAverage
 from fl_lightning.aggregation.averages import RefinedMean
 from fl_lightning.aggregation.exact_sum import ExactSum, exact_mean
 from fl_lightning.distributed.collectives import gather_bytes, sum_over_ranks, world_size

@@ -330,9 +330,6 @@ def check_kind(texts: Mapping[str, str], command: str = "fit") -> None:
     Args:
         texts: the text of each configuration file, by its path.
         command: which the files were given to.
-
-    Raises:
-        InputError: one is such a file.
     """
     for path, text in texts.items():
         keys = {*load_yaml(text)}
@@ -360,9 +357,6 @@ def check_environment(settings: Iterable[str]) -> None:
 
     Args:
         settings: dotted names of all settings.
-
-    Raises:
-        InputError: a variable names no setting.
     """
     valid = {variable_of(name) for name in settings}
     for name in sorted(os.environ):

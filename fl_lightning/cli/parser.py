@@ -495,11 +495,7 @@ _load_yaml = get_loader("yaml")
 
 
 def _load_limited_yaml(document: str) -> Any:
-    """Return the value of a YAML text given by a flag, an environment variable or a file.
-
-    Raises:
-        _OversizeError: the text is too large.
-    """
+    """Return the value of a YAML text given by a flag, an environment variable or a file."""
     try:
         check_size(document, "")
     except InputError:

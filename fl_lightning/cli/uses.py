@@ -22,9 +22,6 @@ def check_uses(command: str, values: Mapping[str, Any]) -> None:
     Args:
         command: the command.
         values: what was given, by dotted setting.
-
-    Raises:
-        InputError: the command would refuse it.
     """
     if command in ("fit", "test", "export"):
         _check_run(command, values)

@@ -19,28 +19,3 @@ from fl_lightning.clock.rounds import Deadline, OverSelection, Rounds, Synchrono
 from fl_lightning.clock.staleness import Constant, Hinge, Polynomial, Staleness
 from fl_lightning.clock.timing import Timing
 from fl_lightning.clock.traces import AvailabilityTrace
-
-__all__ = [
-    "Always",
-    "Availability",
-    "AvailabilityTrace",
-    "Clock",
-    "Constant",
-    "Deadline",
-    "DeviceTable",
-    "Devices",
-    "Diurnal",
-    "DrawnDevices",
-    "FedAsync",
-    "FedBuff",
-    "Hinge",
-    "Lines",
-    "LogNormalDevices",
-    "OverSelection",
-    "Polynomial",
-    "Rounds",
-    "SameDevice",
-    "Staleness",
-    "Synchronous",
-    "Timing",
-]

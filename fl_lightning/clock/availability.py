@@ -56,11 +56,7 @@ class Availability(Recorded, ABC):
         return float(start[0]), float(end[0])
 
     def check(self, seed: int, clients: np.ndarray) -> None:
-        """Refuse a federation that this does not fit.
-
-        Raises:
-            InputError: it does not.
-        """
+        """Refuse a federation that this does not fit."""
 
     @property
     def content_sha256(self) -> str:

@@ -253,11 +253,7 @@ class DeviceTable(Devices):
         return self._sha256
 
     def check(self, clients: list[int]) -> None:
-        """Refuse a federation with clients that have no row.
-
-        Raises:
-            InputError: there is one.
-        """
+        """Refuse a federation with clients that have no row."""
         for client in clients:
             self._row(client)
 

@@ -64,9 +64,6 @@ class Rounds(Recorded, ABC):
 
         Args:
             context: the federation.
-
-        Raises:
-            InputError: it cannot.
         """
 
     def end(

@@ -28,24 +28,6 @@ from fl_lightning.compatibility.features import (
 from fl_lightning.compatibility.runs import Refusal, Row, Run
 from fl_lightning.errors import InputError
 
-__all__ = [
-    "FORMER",
-    "ROWS",
-    "SQUARES_UNKNOWN",
-    "Feature",
-    "Refusal",
-    "Row",
-    "Run",
-    "adopt_former",
-    "check_run",
-    "feature_of",
-    "methods_with",
-    "no_personal",
-    "only",
-    "why_not",
-]
-
-
 ROWS = (
     Row(
         "task", "The method can learn it; what compares logits needs classes.", methods.task, TASKS

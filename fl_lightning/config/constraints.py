@@ -95,20 +95,12 @@ class Constraint:
         return InputError(self.given.replace("{value}", str(shown)), rule, instead)
 
     def check(self, value: Any) -> None:
-        """Refuse a value.
-
-        Raises:
-            InputError: it is not allowed.
-        """
+        """Refuse a value."""
         if error := self.refusal(value):
             raise error
 
     def require(self, valid: object, value: Any, rule: str) -> None:
-        """Refuse a value by another rule of what to write instead.
-
-        Raises:
-            InputError: ``valid`` is false.
-        """
+        """Refuse a value by another rule of what to write instead."""
         if not valid:
             raise InputError(str(value), rule, self.instead)
 
@@ -176,11 +168,7 @@ def own_constraints(cls: type) -> dict[str, Constraint]:
 
 
 def check_fields(made: Any) -> None:
-    """Refuse fields of a dataclass that their annotations do not allow.
-
-    Raises:
-        InputError: one is not allowed.
-    """
+    """Refuse fields of a dataclass that their annotations do not allow."""
     check_arguments(type(made), own_constraints(type(made)), vars(made))
 
 
@@ -193,9 +181,6 @@ def check_arguments(
         cls: the class that is made.
         constraints: those of the constructor, by name.
         given: what it got, by name.
-
-    Raises:
-        InputError: one is not allowed.
     """
     for name, constraint in constraints.items():
         if (

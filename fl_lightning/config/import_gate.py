@@ -28,11 +28,7 @@ def may_import(path: str) -> bool:
 
 
 def check_import(path: str) -> None:
-    """Refuse a dotted name that the gate does not let through.
-
-    Raises:
-        InputError: it does not.
-    """
+    """Refuse a dotted name that the gate does not let through."""
     if not may_import(path):
         raise InputError(
             f"import path {path}",

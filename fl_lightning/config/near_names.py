@@ -125,9 +125,6 @@ def require_choice(value: object, choices: Sequence[str], setting: str) -> None:
         value: what was given.
         choices: what is allowed, first the one to propose where none is near.
         setting: its name, as ``--model.rounding``.
-
-    Raises:
-        InputError: it is none of them.
     """
     near = nearest(str(value), choices) or choices[0]
     require(

@@ -93,11 +93,7 @@ def _recording(cls: type, constructor: Callable[..., None]) -> Callable[..., Non
 
 
 def require_made(name: str, value: Any) -> None:
-    """Refuse a class where one of its objects is meant; a network's makes one for each run.
-
-    Raises:
-        InputError: it is one.
-    """
+    """Refuse a class where one of its objects is meant; a network's makes one for each run."""
     for one in value if isinstance(value, list | tuple) else (value,):
         ours = is_dataclass(one) and getattr(one, "__module__", "").startswith("fl_lightning.")
         is_part = isinstance(one, type) and (ours or issubclass(one, Recorded))

@@ -8,14 +8,3 @@ python -m fl_lightning check --model my_methods.MyMethod --settings '{beta: 0.5}
 from fl_lightning.conformance.command import check, find_method
 from fl_lightning.conformance.kit import CHECKS, CheckResult, run_checks
 from fl_lightning.conformance.known_methods import KNOWN_METHODS, MethodUnderTest, method_under_test
-
-__all__ = [
-    "CHECKS",
-    "KNOWN_METHODS",
-    "CheckResult",
-    "MethodUnderTest",
-    "check",
-    "find_method",
-    "method_under_test",
-    "run_checks",
-]

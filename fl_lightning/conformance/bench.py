@@ -229,11 +229,7 @@ class Bench:
 
     @cached_property
     def _why_unknown(self) -> str:
-        """The reason why the path on the quadratic is not known; an empty text if it is known.
-
-        Raises:
-            Exception: any error of the method's first step on the quadratic.
-        """
+        """The reason why the path on the quadratic is not known; an empty text if it is known."""
         method, data = self._on_points(), prepare_data(Points((3, 1), public=5))
         build_method(method, data)
         quadratic, batch = method.task_loss, first_batch(method, data)

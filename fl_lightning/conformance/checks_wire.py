@@ -103,9 +103,6 @@ def _forge(bench: Bench, what: str, forge: Callable[[Value], Sequence[Value | No
 
     Returns:
         How many were refused, and how many were not.
-
-    Raises:
-        Violation: one is not refused and ends the run.
     """
     run, refused, harmless = bench.everyone, 0, 0
     cohort, uploads = run.log.cohorts[0], run.log.uploads_of(1)

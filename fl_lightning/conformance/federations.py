@@ -85,12 +85,14 @@ def small_adalora(vocab_size: int) -> nn.Module:
     return add_adapter(network, "adalora", rank=3, targets=["self_attn.o_proj"])
 
 
+def measured(a: float, b: float) -> MeasuredCost:
+    """Return a cost of a + b n millijoules."""
+    return MeasuredCost(CostLine(1e-3 * a, 1e-3 * b), CostLine(1.5e-3 * a, 1.5e-3 * b))
+
+
 def small_costs() -> CostTable:
     """Return costs of the layers of :func:`small_llama`, as a + b n millijoules: off 1 + 2 n, int8
     8 + n, high 2 + 6 n, and everything else 10 + n."""
-
-    def measured(a: float, b: float) -> MeasuredCost:
-        return MeasuredCost(CostLine(1e-3 * a, 1e-3 * b), CostLine(1.5e-3 * a, 1.5e-3 * b))
 
     options = {"off": measured(1, 2), "int8": measured(8, 1), "high": measured(2, 6)}
     groups = dict.fromkeys((f"layers.0.{name}" for name in GROUPS), options)
@@ -102,9 +104,6 @@ def small_costs() -> CostTable:
 def small_branch_costs() -> CostTable:
     """Return costs of the branches of :func:`small_llama`, as a + b n millijoules: 4 + 2 n, and
     everything else 1 + n."""
-
-    def measured(a: float, b: float) -> MeasuredCost:
-        return MeasuredCost(CostLine(1e-3 * a, 1e-3 * b), CostLine(1.5e-3 * a, 1.5e-3 * b))
 
     options = {"off": measured(0, 0), "int8": measured(4, 2), "high": measured(4, 2)}
     groups = dict.fromkeys(("layers.0.self_attn", "layers.0.mlp"), options)

@@ -306,11 +306,7 @@ def default_partition(natural: bool) -> Partition:
 
 
 def check_test_fraction(has_test: bool, test_fraction: float) -> None:
-    """Refuse a share of the training examples that is none, where there is no test set.
-
-    Raises:
-        InputError: it lies outside (0, 1).
-    """
+    """Refuse a share of the training examples that is none, where there is no test set."""
     require(
         has_test or 0 < test_fraction < 1,
         f"test_fraction={test_fraction}",

@@ -316,9 +316,6 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
     def _draw_public(self, seed: int) -> np.ndarray:
         """Return the sorted indices of the public set in the data set from which it is drawn,
         int64.
-
-        Raises:
-            InputError: the data set has too few examples.
         """
         pool, size = self.public_pool(), self.public_examples
         if self.public_dataset:

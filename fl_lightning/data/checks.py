@@ -38,11 +38,7 @@ def check_training_set(data: FederatedData) -> None:
 
 def check_test_set(data: FederatedData) -> None:
     """Refuse a test set that is empty or of wrong targets; call it after ``distribute``, which may
-    set it.
-
-    Raises:
-        InputError: it is.
-    """
+    set it."""
     _check_target(data, "test_target")
     if data.run_form is None:  # a node of a deployment has none
         given = f"data {type(data).__name__} without a test example"
@@ -50,11 +46,7 @@ def check_test_set(data: FederatedData) -> None:
 
 
 def _check_groups(data: FederatedData) -> None:
-    """Refuse groups of the training examples that no partition can go by.
-
-    Raises:
-        InputError: there are some.
-    """
+    """Refuse groups of the training examples that no partition can go by."""
     group = data.train_group
     if not isinstance(group, Tensor):
         kind = f"{type(group).__module__}.{type(group).__name__}"
@@ -111,11 +103,7 @@ def _check_classes(target: Tensor, num_classes: int, given: str) -> None:
 
 def check_inputs(data: FederatedData) -> None:
     """Refuse inputs that are no tensors or of another shape than ``example_shape`` says; call it
-    after ``distribute``. Two training examples are looked at.
-
-    Raises:
-        InputError: they are.
-    """
+    after ``distribute``. Two training examples are looked at."""
     inputs, given = _two_inputs(data)
     if isinstance(inputs, Tensor):
         form = f"{given} are {list(inputs.shape)} where example_shape={data.example_shape}"
@@ -139,9 +127,6 @@ def check_values(
         data: dealt out.
         network: in its place on the device.
         autocast: what a step is made in.
-
-    Raises:
-        InputError: it fails.
     """
     inputs, given = _two_inputs(data)
     for tensor in inputs.values() if isinstance(inputs, dict) else [inputs]:

@@ -89,11 +89,7 @@ def _path_in(folder: Path, name: str) -> Path | None:
 
 
 def _read_idx(folder: Path, name: str) -> np.ndarray:
-    """Return the numbers of a file of the idx format, uint8 in the shape that it declares.
-
-    Raises:
-        InputError: the file cannot be read, or is not the published one.
-    """
+    """Return the numbers of a file of the idx format, uint8 in the shape that it declares."""
     path = _path_in(folder, name)
     assert path is not None, f"{name} is not in {folder}: prepare() comes first"
     mend = "delete it and write --data.download true, or run " + DEBIAN_COMMAND

@@ -138,12 +138,7 @@ class ImageData(FederatedData):
         self.example_shape = (self.channels, self.view_side, self.view_side)
 
     def _check_local_test(self) -> None:
-        """Refuse what does not go with test sets of the clients' own.
-
-        Raises:
-            InputError: the partition says whose the training images are, or nobody holds some of
-                them.
-        """
+        """Refuse what does not go with test sets of the clients' own."""
         given, of_training = f"local_test_fraction={self.local_test_fraction}", (FromFile, Natural)
         require(
             not (self.local_test_fraction and isinstance(self.partition, of_training)),

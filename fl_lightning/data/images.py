@@ -166,12 +166,7 @@ class FederatedImages(ImageData):
         self.num_classes = DATASETS[dataset].num_classes(self.settings)
 
     def _check_public(self) -> None:
-        """Refuse a public data set whose images do not fit.
-
-        Raises:
-            InputError: there is no such data set, it is the clients' own, or its images have
-                another size.
-        """
+        """Refuse a public data set whose images do not fit."""
         name, dataset, seen = self.public_dataset, self.dataset, self.view_side
         if name is None:
             return
@@ -196,11 +191,7 @@ class FederatedImages(ImageData):
         )
 
     def _check_channels(self) -> None:
-        """Refuse one channel of images that have three.
-
-        Raises:
-            InputError: the clients' or the public images are no grey ones.
-        """
+        """Refuse one channel of images that have three."""
         for name in filter(None, (self.dataset, self.public_dataset)):
             require(
                 self.channels == 3 or name in GREY,

@@ -32,9 +32,6 @@ def check_memory(given: str, size: int) -> None:
     Args:
         given: the setting, for the message.
         size: lower bound of the memory that it needs, in bytes.
-
-    Raises:
-        InputError: the machine has less memory.
     """
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     require(
@@ -57,11 +54,7 @@ MIN_SIZE = within(
 
 
 def check_clients(num_clients: int) -> None:
-    """Refuse a federation without clients.
-
-    Raises:
-        InputError: there is no client.
-    """
+    """Refuse a federation without clients."""
     require(
         num_clients >= 1,
         f"num_clients={num_clients}",

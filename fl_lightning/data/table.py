@@ -284,11 +284,7 @@ class TableData(ArrayData):
         )
 
     def _check_values(self, table: pd.DataFrame, test_table: pd.DataFrame | None) -> None:
-        """Refuse all columns of a file that nothing says how to read, in one message.
-
-        Raises:
-            InputError: values are missing, or columns are neither numbers nor categories.
-        """
+        """Refuse all columns of a file that nothing says how to read, in one message."""
         features, others = self._seen(table), self._others
         common: dict[str, Any] = {"features": features, "missing": self.missing}
         check_values(
@@ -311,11 +307,7 @@ class TableData(ArrayData):
     def _complete(
         self, train: pd.DataFrame, test: pd.DataFrame, test_file: Path
     ) -> tuple[pd.DataFrame, pd.DataFrame]:
-        """Return both splits without missing values.
-
-        Raises:
-            InputError: no row is left.
-        """
+        """Return both splits without missing values."""
         if self.text is not None:
             self._mended["text"] = dict(self._encodings)
         names = [*self._categorical, *(name for name in self._others if self._is_name(name))]
@@ -411,11 +403,7 @@ class TableData(ArrayData):
         return list(numbers), (found[0], found[1])
 
     def _check_target(self, table: pd.DataFrame) -> None:
-        """Refuse classes that are numbers to be learnt.
-
-        Raises:
-            InputError: they are.
-        """
+        """Refuse classes that are numbers to be learnt."""
         import pandas as pd
 
         if not self.task.has_classes:

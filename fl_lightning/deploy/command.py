@@ -347,11 +347,7 @@ def _several(given: list[str] | str | None) -> list[str]:
 
 
 def _overlays(given: list[str] | str | None) -> list[Path]:
-    """Return the files of ``--overlays``.
-
-    Raises:
-        InputError: one of them is not there.
-    """
+    """Return the files of ``--overlays``."""
     for entry in (entries := _several(given)):
         require(
             entry and find_config(entry),
@@ -363,11 +359,7 @@ def _overlays(given: list[str] | str | None) -> list[Path]:
 
 
 def _packages(given: list[str] | str | None) -> tuple[str, ...]:
-    """Return the packages of ``--allow``.
-
-    Raises:
-        InputError: one of them is no name of a package.
-    """
+    """Return the packages of ``--allow``."""
     for entry in (entries := _several(given)):
         require(
             all(part.isidentifier() for part in entry.split(".")),

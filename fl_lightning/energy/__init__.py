@@ -20,33 +20,3 @@ from fl_lightning.energy.gating import (
 )
 from fl_lightning.energy.options import OPTIONS, SCOPES
 from fl_lightning.energy.table_files import from_json, read_table, shipped_table, to_json
-
-__all__ = [
-    "OPTIONS",
-    "REFUSED",
-    "SCOPES",
-    "BHSPController",
-    "BatchedEnergyLedger",
-    "CostCurve",
-    "CostLine",
-    "CostTable",
-    "EnergyLedger",
-    "HESTController",
-    "JouleMeter",
-    "MeasuredCost",
-    "ModelledMeter",
-    "NVMLMeter",
-    "RAPLMeter",
-    "Removal",
-    "TABSController",
-    "best_meter",
-    "bounded",
-    "expected_energy",
-    "from_json",
-    "gumbel_choices",
-    "one_label",
-    "probabilities",
-    "read_table",
-    "shipped_table",
-    "to_json",
-]

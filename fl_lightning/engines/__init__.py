@@ -6,20 +6,3 @@ from fl_lightning.engines.pool import PoolEngine
 from fl_lightning.engines.ranks import RankedEngine, exchange_receipts
 from fl_lightning.engines.sequential import SequentialEngine
 from fl_lightning.engines.stacked.batched import BatchedEngine
-
-__all__ = [
-    "BatchedEngine",
-    "ClientResult",
-    "ClientTask",
-    "Engine",
-    "EngineName",
-    "Holders",
-    "PoolEngine",
-    "RankedEngine",
-    "SequentialEngine",
-    "check_optimizer",
-    "check_workers",
-    "exchange_receipts",
-    "make_engine",
-    "spread_states",
-]

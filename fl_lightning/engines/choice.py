@@ -96,11 +96,7 @@ def _engine(
 
 
 def check_workers(fabric: Fabric, workers: int | Literal["auto"]) -> None:
-    """Refuse several workers where a process cannot be forked while it trains.
-
-    Raises:
-        InputError: they are asked for there.
-    """
+    """Refuse several workers where a process cannot be forked while it trains."""
     if workers != "auto" and workers > 1 and not _can_fork(fabric):
         raise InputError(
             f"--trainer.workers {workers} on {fabric.device} ({sys.platform})",

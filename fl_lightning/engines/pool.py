@@ -209,12 +209,7 @@ class PoolEngine(Engine):
         return portions
 
     def _answering(self, busy: dict[Worker, Units], wait_for_it: bool) -> list[Worker]:
-        """Return the workers that have answered; wait until one has if ``wait_for_it``.
-
-        Raises:
-            RankLost: none had for ``timeout`` seconds. Time in which this process was stopped
-                itself does not count.
-        """
+        """Return the workers that have answered; wait until one has if ``wait_for_it``."""
         pipes, waited = [worker.pipe for worker in busy], 0.0
         ready = wait(pipes, 0)
         while wait_for_it and busy and not ready:

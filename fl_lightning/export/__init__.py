@@ -14,5 +14,3 @@ Beside them stand ``load.py``, ``README.md`` and ``export.json``.
 from fl_lightning.export.command import Target, export_checkpoint
 from fl_lightning.export.formats import FORMATS, FormatName
 from fl_lightning.export.trained_model import TrainedModel
-
-__all__ = ["FORMATS", "FormatName", "Target", "TrainedModel", "export_checkpoint"]

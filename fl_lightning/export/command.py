@@ -127,11 +127,7 @@ def unfinished(saved: Checkpoint, rounds: int) -> dict[str, int]:
 
 
 def _client(probed: ProbedModel, id: int | None) -> Client | None:
-    """Return the client whose model is asked for; None for the global model.
-
-    Raises:
-        InputError: the method has no such model, or the checkpoint does not hold it.
-    """
+    """Return the client whose model is asked for; None for the global model."""
     name, count = type(probed.method).__name__, probed.data.num_clients
     if not probed.method.personalised:
         require(

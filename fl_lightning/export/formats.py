@@ -63,11 +63,7 @@ def write(model: TrainedModel, format: FormatName, folder: Path) -> str:
 
 
 def check_extras(format: FormatName) -> None:
-    """Refuse a format whose libraries are not installed.
-
-    Raises:
-        InputError: an optional extra is missing.
-    """
+    """Refuse a format whose libraries are not installed."""
     packages, extra = {
         "onnx": (("onnx", "onnxscript"), "export"),
         "peft": (("transformers", "peft"), "language"),

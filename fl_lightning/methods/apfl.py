@@ -33,7 +33,6 @@ class APFL(BesideMethod):
     Args:
         alpha: A before a client's first round, in [0, 1]: the share of v.
         adaptive: whether each client learns A.
-        settings: those of every method.
     """
 
     stackable = True

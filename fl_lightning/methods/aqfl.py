@@ -34,7 +34,6 @@ class AQFL(QuantizedMethod):
         activation_bits: magnitude bits of the inputs of quantised layers, 1 to 8, or null for full
             precision.
         quantise_shortcuts: whether 1x1 convolutions on shortcuts are quantised too.
-        settings: those of every method.
     """
 
     kind = "quantised"

@@ -24,9 +24,6 @@ class PersonalMethod(Method, ABC):
     first round.
 
     What a client keeps counts where its upload counted. A part that has diverged is not kept.
-
-    Args:
-        settings: those of every method.
     """
 
     kind = "personal models"

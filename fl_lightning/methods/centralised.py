@@ -31,9 +31,6 @@ class Centralised(Method):
     A round has as many steps as the clients that returned would have made, with the clients'
     optimiser, schedule, clipping and batch size. Labels are those of the data: label noise, which
     stressors put on clients, does not reach it.
-
-    Args:
-        settings: those of every method.
     """
 
     kind = "references"

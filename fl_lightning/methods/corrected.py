@@ -30,7 +30,6 @@ class CorrectedMethod(Method, ABC):
 
     Args:
         weigh_by: ``clients``, each of which counts once; another value where nothing is corrected.
-        settings: those of every method.
     """
 
     uniform_clients = True

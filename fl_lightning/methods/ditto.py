@@ -43,7 +43,6 @@ class Ditto(BesideMethod):
             makes one beside each step of the global model.
         personal_lr: learning rate of v, which ``scheduler`` scales too; null: that of
             ``optimizer``.
-        settings: those of every method.
     """
 
     stackable = True

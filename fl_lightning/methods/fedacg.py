@@ -21,7 +21,6 @@ class FedACG(Method):
     Args:
         lam: share of the momentum M that is kept, in [0, 1).
         beta: weight of the proximal term, 0 or more; 0.001 to 0.1 in the paper.
-        settings: those of every method.
     """
 
     kind = "server optimisers"

@@ -23,7 +23,6 @@ class FedAdagrad(Method):
             to 0.3.
         beta1: share of m that is kept, in [0, 1); 0 in the paper.
         tau: what keeps the divisor from 0, above 0; the larger, the less adaptive.
-        settings: those of every method.
     """
 
     kind = "server optimisers"

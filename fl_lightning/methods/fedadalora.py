@@ -48,7 +48,6 @@ class FedAdaLoRA(Method):
         fall: rounds in which it falls, as a cubic.
         orthogonality: gamma, weight of the regulariser that keeps directions apart; 0.1 in the
             paper.
-        settings: those of every method.
 
     Raises:
         InputError: a setting is out of its range; or, by ``build``, the network has no AdaLoRA.

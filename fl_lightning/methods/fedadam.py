@@ -30,7 +30,6 @@ class FedAdam(Method):
         beta1: share of m that is kept, in [0, 1).
         beta2: share of v that is kept, in [0, 1].
         tau: what keeps the divisor from 0, above 0; the larger, the less adaptive.
-        settings: those of every method.
     """
 
     kind = "server optimisers"

@@ -36,7 +36,6 @@ class FedALA(PersonalMethod):
         ala_epochs: passes over the client's examples in which W is learnt, each round; 0: the
             global model is FedAvg's, bit for bit.
         ala_lr: learning rate of W, above 0; 1 in the paper.
-        settings: those of every method.
     """
 
     stackable = True

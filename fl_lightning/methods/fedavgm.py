@@ -20,7 +20,6 @@ class FedAvgM(Method):
             paper.
         server_lr: length of the server's step, above 0.
         nesterov: whether the step looks ahead.
-        settings: those of every method.
     """
 
     kind = "server optimisers"

@@ -34,7 +34,6 @@ class FedCM(CorrectedMethod):
         A: share of a client's own gradient in its steps, in (0, 1]; 0.1 in the paper. 1 is FedAvg,
             bit for bit where ``weigh_by`` is the same.
         server_lr: eta_g, the length of the server's step.
-        settings: those of every method.
     """
 
     kind = "drift correction"

@@ -35,7 +35,6 @@ class FedDyn(CorrectedMethod):
             where ``weigh_by`` is the same.
         alpha_by: ``clients``: a_i is alpha; ``examples``: a_i is alpha sum_k n_k / (N n_i), as the
             authors have it where clients differ in size.
-        settings: those of every method.
     """
 
     kind = "drift correction"

@@ -22,7 +22,6 @@ class FedExP(Method):
         eps: what keeps the divisor from 0, above 0; 0.001 in the paper, 0.1 on EMNIST.
         eps_decay: factor of eps from round to round, in (0, 1].
         mean_of_two: whether the mean of the last two x is evaluated; else x is.
-        settings: those of every method.
     """
 
     kind = "server optimisers"

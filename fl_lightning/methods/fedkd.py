@@ -56,7 +56,6 @@ class FedKD(Method):
             DS-FL; null: they stay as they are.
         average_weights: whether weights travel and are averaged as in FedAvg too; clients then keep
             nothing, and the server's student starts each round from the average.
-        settings: those of every method.
     """
 
     kind = "exchange of logits"

@@ -21,7 +21,6 @@ class FedLC(Method):
 
     Args:
         tau: weight of the shift, 0 or more; 1 in most public code.
-        settings: those of every method.
     """
 
     kind = "labels and features"

@@ -83,7 +83,6 @@ class FedMosaic(Method):
         sigma: standard deviation of the noise on each value of the sketch, 0 or more.
         loss: L_task: ``cross_entropy``, or ``squared_error``, || outputs - one-hot target ||^2, as
             in the paper's example of two clients.
-        settings: those of every method.
     """
 
     kind = "personal models"

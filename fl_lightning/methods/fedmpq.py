@@ -84,7 +84,6 @@ class FedMPQ(QuantizedMethod):
         supernet: whether each step also trains three narrower allocations, taught by the client's
             own, so that the one model serves every budget below; of FedMPQ with ``representation:
             latent`` alone.
-        settings: those of every method.
     """
 
     kind = "quantised"

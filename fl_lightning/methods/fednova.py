@@ -43,7 +43,6 @@ class FedNova(Method):
         server_momentum: share of the last steps that the server makes again, in [0, 1).
         normalize: whether updates are normalised; False, without the others, is FedAvg, bit for
             bit.
-        settings: those of every method.
     """
 
     kind = "drift correction"

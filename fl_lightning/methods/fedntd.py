@@ -22,7 +22,6 @@ class FedNTD(Method):
     Args:
         beta: weight of the distillation term, 0 or more; 1 in the paper.
         tau: temperature of both distributions, above 0; 1 in the paper.
-        settings: those of every method.
     """
 
     stackable = True

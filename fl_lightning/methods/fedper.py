@@ -15,11 +15,7 @@ from fl_lightning.methods.base import Method
 
 
 class FedPer(Method):
-    """FedAvg whose last linear layer stays on its client; all parameters train together.
-
-    Args:
-        settings: those of every method.
-    """
+    """FedAvg whose last linear layer stays on its client; all parameters train together."""
 
     kind = "personal models"
     stackable = True

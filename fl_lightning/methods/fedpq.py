@@ -33,7 +33,6 @@ class FedPQ(CodedUpdates):
         dim: d, values in a sub-vector, 1 or more.
         centroids: K at most, 2 to 65 536; a tensor uses no more than a quarter of its sub-vectors.
         iterations: of k-means, 1 or more.
-        settings: those of every method.
     """
 
     kind = "quantised"

@@ -40,7 +40,6 @@ class FedProto(PersonalMethod):
     Args:
         lam: weight of the pull, 0 or more; 1 in the paper. 0: the clients' models are those of
             LocalOnly.
-        settings: those of every method.
     """
 
     stackable = True

@@ -18,7 +18,6 @@ class FedProx(Method):
     Args:
         mu: weight of the proximal term, 0 or more; 0.001 to 1 in the paper. Above 1 / lr the local
             steps overshoot.
-        settings: those of every method.
     """
 
     kind = "drift correction"

@@ -31,7 +31,6 @@ class FedRep(Method):
         head_steps: local steps on the head, at least 1; ten epochs in the paper.
         head_lr: their learning rate, above 0, which the schedule scales as the other; null: that of
             the body.
-        settings: those of every method.
     """
 
     kind = "personal models"

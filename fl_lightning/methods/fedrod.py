@@ -34,7 +34,6 @@ class FedRoD(PersonalMethod):
     Args:
         gamma: weight of the shift, 0 or more; 1 in the paper. 0: the global model is FedAvg's, bit
             for bit.
-        settings: those of every method.
     """
 
     stackable = True

@@ -30,7 +30,6 @@ class FedSAM(Method):
 
     Args:
         rho: how far uphill, 0 or more; 0.05 or 0.1 in the paper.
-        settings: those of every method.
     """
 
     kind = "flat minima"

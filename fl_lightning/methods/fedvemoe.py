@@ -123,7 +123,6 @@ class FedVEMoE(Method):
             + d]``.
         mass_scale: c, the factor of a client's shares and votes beside its updates in the one
             message that is clipped, where ``wire`` is private.
-        settings: those of every method.
     """
 
     kind = "language models"

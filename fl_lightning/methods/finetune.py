@@ -24,7 +24,6 @@ class FineTune(Method):
         finetune_steps: local steps on the copy, 0 or more.
         finetune_lr: their learning rate, above 0; null: that of the round.
         finetune_part: ``full``, or ``head``, the last linear layer alone.
-        settings: those of every method.
     """
 
     kind = "personal models"

@@ -77,7 +77,6 @@ class HEST(Method):
             whole ``network``, most of which no option may change.
         price_lr: eta, the step of the dual ascent.
         temperature: tau of the Gumbel softmax.
-        settings: those of every method.
     """
 
     kind = "language models"

@@ -101,7 +101,6 @@ class HESTLadder(Method):
             to the weights. Default: 1.
         gates_lr: learning rate of the gates of ``search: gates`` or ``tabs``; null: that of the
             adapter.
-        settings: those of every method.
     """
 
     kind = "language models"

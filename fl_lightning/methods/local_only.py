@@ -26,9 +26,6 @@ class LocalOnly(Method):
     A client starts from the initial weights, which follow from the seed, when it is first sampled.
     Where not all clients take part in every round, each trains in the rounds for which it was
     sampled.
-
-    Args:
-        settings: those of every method.
     """
 
     kind = "references"

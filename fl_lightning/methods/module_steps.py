@@ -218,11 +218,7 @@ class ModuleLogs:
 
 
 def _numbers(name: str, value: Any) -> dict[str, float]:
-    """Return the value of a metric as one number, or several where it is a dictionary.
-
-    Raises:
-        InputError: it is neither.
-    """
+    """Return the value of a metric as one number, or several where it is a dictionary."""
     if isinstance(value, Mapping):
         return {
             key: number

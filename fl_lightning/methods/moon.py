@@ -23,7 +23,6 @@ class MOON(Method):
     Args:
         mu: weight of the contrastive term, 0 or more; 1, 5 or 10 in the paper.
         temperature: T, above 0; 0.5 in the paper.
-        settings: those of every method.
     """
 
     kind = "labels and features"

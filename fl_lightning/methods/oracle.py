@@ -22,11 +22,7 @@ from fl_lightning.wire import Payload
 
 
 class Oracle(Method):
-    """One global model for each group of clients, known to the server from the data.
-
-    Args:
-        settings: those of every method.
-    """
+    """One global model for each group of clients, known to the server from the data."""
 
     kind = "references"
     stackable = True

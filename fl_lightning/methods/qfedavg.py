@@ -34,7 +34,6 @@ class QFedAvg(CodedUpdates):
         bits: b of a coded value, its sign included: 2 to 16, or 32 for full precision.
         bucket: values that share one norm, 1 to 512; null: all of a tensor. Fewer make less noise
             and cost 32 / bucket bits a value.
-        settings: those of every method.
     """
 
     kind = "quantised"

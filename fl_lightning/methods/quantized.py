@@ -39,7 +39,6 @@ class QuantizedMethod(Method, ABC):
         activation_bits: magnitude bits of the inputs of quantised layers, 1 to 8, or null for full
             precision.
         quantise_shortcuts: whether 1x1 convolutions on shortcuts are quantised too.
-        settings: those of every method.
 
     Raises:
         InputError: ``bits`` or ``activation_bits`` out of range, or a ``download`` that there is

@@ -37,7 +37,6 @@ class SCAFFOLD(CorrectedMethod):
         server_lr: eta_g, the length of the server's step.
         control: whether there are control variates; False is FedAvg, bit for bit where ``weigh_by``
             is the same.
-        settings: those of every method.
     """
 
     kind = "drift correction"

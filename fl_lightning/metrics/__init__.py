@@ -8,15 +8,3 @@ from fl_lightning.metrics.declared import Metric
 from fl_lightning.metrics.mean import Mean
 from fl_lightning.metrics.spread import client_spread
 from fl_lightning.metrics.summary import auc_accuracy, final_summary
-
-__all__ = [
-    "CalibrationBins",
-    "Mean",
-    "Metric",
-    "auc_accuracy",
-    "brier_score",
-    "calibration_bins",
-    "client_spread",
-    "expected_calibration_error",
-    "final_summary",
-]

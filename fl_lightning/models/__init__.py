@@ -32,28 +32,6 @@ from fl_lightning.models.resnet import ResNet20
 from fl_lightning.models.small_cnn import SmallCNN
 from fl_lightning.tasks import Classification, Task
 
-__all__ = [
-    "KNOWN_NETWORK",
-    "LANGUAGE_NETWORKS",
-    "MLP",
-    "NETWORKS",
-    "FedAvgCNN",
-    "FirstInputs",
-    "LlamaPretrained",
-    "LlamaTiny",
-    "LlamaTinyDeep",
-    "MeasuredNetwork",
-    "NIIDBenchCNN",
-    "NetworkName",
-    "Recipe",
-    "ResNet20",
-    "ResidualMLP",
-    "SmallCNN",
-    "build_network",
-    "lay_out",
-    "recipe_of",
-]
-
 _IMAGE_NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "small_cnn": SmallCNN,
     "resnet20": ResNet20,

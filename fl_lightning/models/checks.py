@@ -21,9 +21,6 @@ def check_maker(make: Any, given: object) -> None:
     subclass of ``nn.Module``. A function must not come from Python's standard library or from
     torch, which have no functions that return networks, unless its annotation says that it returns
     one.
-
-    Raises:
-        InputError: the callable is refused.
     """
     make = innermost(make)
     if isclass(make):
@@ -49,9 +46,6 @@ def check_outputs(
 
     Args:
         given: how a message names it.
-
-    Raises:
-        InputError: the network is refused.
     """
     if getattr(made, "reads_tokens", False) and not task.of_tokens:
         raise InputError(

@@ -7,17 +7,3 @@ from fl_lightning.privacy.clipping import clip_together, rounding_length
 from fl_lightning.privacy.noise import discrete_gaussian, rounded_gaussian
 from fl_lightning.privacy.randomness import Generator, Randomness, SystemGenerator, from_system
 from fl_lightning.privacy.settings import ClientPrivacy
-
-__all__ = [
-    "ClientPrivacy",
-    "Generator",
-    "NoisySums",
-    "Randomness",
-    "RoundAccountant",
-    "SystemGenerator",
-    "clip_together",
-    "discrete_gaussian",
-    "from_system",
-    "rounded_gaussian",
-    "rounding_length",
-]

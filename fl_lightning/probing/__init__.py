@@ -2,5 +2,3 @@
 
 from fl_lightning.probing.probed_model import Finding, ProbedModel
 from fl_lightning.probing.probes import PROBES, probe, select_probes
-
-__all__ = ["PROBES", "Finding", "ProbedModel", "probe", "select_probes"]

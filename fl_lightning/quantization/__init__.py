@@ -8,13 +8,3 @@ from fl_lightning.quantization.uniform import (
     quantize,
     quantize_and_prune,
 )
-
-__all__ = [
-    "Quantized",
-    "allocate_bits",
-    "average_bits",
-    "dequantize_codes",
-    "prune",
-    "quantize",
-    "quantize_and_prune",
-]

@@ -112,11 +112,7 @@ def load_document(folder: Path, name: str) -> Any:
 
 
 def _intact_files(folder: Path, only: str = "") -> dict[str, bytes]:
-    """Return the files of a checkpoint, or one of them, by name.
-
-    Raises:
-        CheckpointError: a file is missing, or does not match the manifest.
-    """
+    """Return the files of a checkpoint, or one of them, by name."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         if not isinstance(manifest, dict) or any(Path(name).name != name for name in manifest):

@@ -107,9 +107,6 @@ def check_settings(
         settings: the trainer's.
         method: what is run.
         data: dealt out to the clients; None: they have not been read.
-
-    Raises:
-        InputError: there is something.
     """
     run = settings.parts.combined(method, settings.callbacks, deployed=settings.remote is not None)
     check_run(run if data is None else replace(run, task=data.task, own_data=data.apart))
@@ -117,11 +114,7 @@ def check_settings(
 
 
 def _check_uploads(fed: Federation) -> None:
-    """Refuse rounds that would all be void.
-
-    Raises:
-        InputError: the average needs more uploads than a round has where nobody is lost.
-    """
+    """Refuse rounds that would all be void."""
     average, count, instead = fed.method.average, fed.cohort_size, "raise --trainer.participation"
     if fed.timing is not None and fed.timing.rounds.has_versions:
         count = fed.timing.rounds.exchanges(count)

@@ -4,5 +4,3 @@ else."""
 from fl_lightning.sampling.base import Sampler, ServerView, Uniform
 from fl_lightning.sampling.oort import Oort
 from fl_lightning.sampling.power_of_choice import PowerOfChoice
-
-__all__ = ["Oort", "PowerOfChoice", "Sampler", "ServerView", "Uniform"]

@@ -8,13 +8,3 @@ from fl_lightning.tasks.classification import Classification
 from fl_lightning.tasks.language_modelling import LanguageModelling
 from fl_lightning.tasks.preference import Preference
 from fl_lightning.tasks.regression import Regression
-
-__all__ = [
-    "ClassRows",
-    "Classification",
-    "LanguageModelling",
-    "Preference",
-    "Regression",
-    "Sums",
-    "Task",
-]

@@ -19,19 +19,3 @@ from fl_lightning.topology.graphs import (
 )
 from fl_lightning.topology.hierarchy import Hierarchy
 from fl_lightning.topology.moshpit import Moshpit
-
-__all__ = [
-    "Complete",
-    "Exponential",
-    "Gossip",
-    "Graph",
-    "GraphFile",
-    "Hierarchy",
-    "Moshpit",
-    "RandomGraph",
-    "RandomGroups",
-    "Ring",
-    "Star",
-    "Topology",
-    "Torus",
-]

@@ -42,11 +42,7 @@ class Graph(Recorded, ABC):
     """SHA-256 of what :meth:`check` has read from a file; empty where there is none."""
 
     def check(self, peers: int) -> None:
-        """Refuse a number of peers that there is no such graph of.
-
-        Raises:
-            InputError: there is none.
-        """
+        """Refuse a number of peers that there is no such graph of."""
 
     @abstractmethod
     def mixing(self, peers: int, seed: int, round: int) -> Mixing:

@@ -5,16 +5,3 @@ from fl_lightning.wire.layout import Layout
 from fl_lightning.wire.ledger import Ledger, LedgerEntry
 from fl_lightning.wire.payload import Axis, Limit, OptionalShape, Payload, PayloadError
 from fl_lightning.wire.rows import encode_rows
-
-__all__ = [
-    "Axis",
-    "Codes",
-    "Layout",
-    "Ledger",
-    "LedgerEntry",
-    "Limit",
-    "OptionalShape",
-    "Payload",
-    "PayloadError",
-    "encode_rows",
-]

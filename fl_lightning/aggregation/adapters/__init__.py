@@ -21,24 +21,6 @@ from fl_lightning.aggregation.adapters.share_a import ShareA
 from fl_lightning.aggregation.adapters.solve import Solve
 from fl_lightning.aggregation.adapters.stack import Stack
 
-__all__ = [
-    "AS_THEY_ARE",
-    "RULES",
-    "AdapterAverage",
-    "AdapterAverageName",
-    "Alternate",
-    "Factors",
-    "FrozenA",
-    "Padded",
-    "PlainWeights",
-    "Product",
-    "Residual",
-    "ShareA",
-    "Solve",
-    "Stack",
-    "chosen_rule",
-]
-
 AdapterAverageName: TypeAlias = Literal[
     "factors", "frozen_a", "residual", "stack", "product", "padded", "share_a", "alternate", "solve"
 ]

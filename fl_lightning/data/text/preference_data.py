@@ -243,11 +243,7 @@ class PreferenceFiles(PreferenceData):
         return self._examples(lines, names, held_out), self._examples(held, names, None)
 
     def _lines(self, path: Path) -> list[tuple[AnswerPair, str, str]]:
-        """Return pair, place and client of each line.
-
-        Raises:
-            InputError: the file cannot be read, or a line is no pair.
-        """
+        """Return pair, place and client of each line."""
         found = []
         for entry, place in json_records(path, read_text(path)):
             for name in [*AnswerPair._fields, *([self.client_key] if self.client_key else [])]:

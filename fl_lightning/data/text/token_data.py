@@ -263,11 +263,7 @@ class DataModuleTokens(TokenData):
 def _tokenizer_of(
     vocab_size: int | None, eos: int | None, tokenizer: TokenizerSetting, generate: bool
 ) -> Tokenizer:
-    """Return the tokeniser of ids, or what stands in its place.
-
-    Raises:
-        InputError: two things say how many tokens there are, or the end of an answer is no token.
-    """
+    """Return the tokeniser of ids, or what stands in its place."""
     if vocab_size is None:
         require(
             eos is None,
@@ -305,11 +301,7 @@ def _digest(item: TokenItem) -> bytes:
 
 
 def _split(items: list[TokenItem], fraction: float) -> dict[str, list[TokenItem]]:
-    """Take the share of the test by a hash of the items, the same ones in every run.
-
-    Raises:
-        InputError: there is a single different item.
-    """
+    """Take the share of the test by a hash of the items, the same ones in every run."""
     digests = [_digest(item) for item in items]
     different = sorted(set(digests))
     require(
@@ -329,11 +321,7 @@ def _split(items: list[TokenItem], fraction: float) -> dict[str, list[TokenItem]
 
 
 def _check_answers(items: list[TokenItem], target: torch.Tensor, eos: int) -> None:
-    """Refuse items that have no answer which could be generated.
-
-    Raises:
-        InputError: labelled tokens do not follow each other, or an answer does not end.
-    """
+    """Refuse items that have no answer which could be generated."""
     labelled = target != IGNORED
     starts = (labelled & ~torch.nn.functional.pad(labelled, (1, 0))[:, :-1]).sum(1)
     for number, item in enumerate(items):

@@ -71,11 +71,7 @@ def not_found(address: str) -> str:
 
 
 def require_host(address: str, flag: str) -> None:
-    """Refuse an address whose host nobody knows.
-
-    Raises:
-        InputError: it is not found.
-    """
+    """Refuse an address whose host nobody knows."""
     if reason := not_found(address):
         raise InputError(
             f"{flag} {address}", f"its host is not found ({reason})", f"write e.g. {SUPERLINK}"

@@ -135,11 +135,7 @@ def _connector(
 
 
 def _refuse(code: int, message: str = "", **details: Any) -> NoReturn:
-    """Stand in for Flower's exit, which five seconds later ends the process, whoever catches it.
-
-    Raises:
-        NotLetInError: always.
-    """
+    """Stand in for Flower's exit, which five seconds later ends the process, whoever catches it."""
     raise NotLetInError(" ".join(f"{message} exit code {code} of Flower".split()))
 
 
@@ -147,9 +143,6 @@ def _forgotten(pid: int, number: int) -> NoReturn:
     """Stand in for the signal with which Flower ends a process that its SuperLink does not know any
     more, so that the node connects anew: a SuperLink that was started without its database knows no
     node.
-
-    Raises:
-        NotLetInError: always.
     """
     raise NotLetInError("the SuperLink does not know this node any more")
 
@@ -161,11 +154,7 @@ def _end_heartbeats(pid: int, number: int) -> NoReturn:
 
 
 def _keys(path: Path) -> tuple[Any, Any]:
-    """Return a private key and its public one.
-
-    Raises:
-        InputError: the file has none that Flower takes.
-    """
+    """Return a private key and its public one."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key

@@ -138,11 +138,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def require_flower() -> None:
-    """Refuse to go on without Flower.
-
-    Raises:
-        InputError: it is not installed.
-    """
+    """Refuse to go on without Flower."""
     install = "pip install 'fl_lightning[deploy]'"
     with as_bad_input(
         "deployment", "it needs Flower, the package flwr", install, PackageNotFoundError

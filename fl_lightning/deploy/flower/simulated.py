@@ -30,11 +30,7 @@ EPOCH = "0" * 32  # of all workers, any of which may answer for a node
 
 
 def require_ray() -> None:
-    """Refuse to go on without Ray.
-
-    Raises:
-        InputError: it is not installed.
-    """
+    """Refuse to go on without Ray."""
     require(
         find_spec("ray") is not None,
         "--deploy.simulation",

@@ -88,9 +88,6 @@ def _names_of_owner(overlays: Sequence[Path], own: OwnData | None) -> set[str]:
 def _parsed(path: Path, overlays: Sequence[Path], own: OwnData | None) -> Any:
     """Return the trainer, the method and the data that a configuration describes, with the node's
     own data.
-
-    Raises:
-        InputError: the run deals out its data and the node has its own, or the other way round.
     """
     run = yaml.safe_load(path.read_text())
     entry = run.pop(KEY, None)
@@ -130,9 +127,6 @@ def _require_same_results(run: Any, own: Any, has_own_data: bool) -> None:
         run: the configuration that was sent.
         own: the same with the node's own files over it.
         has_own_data: whether the node's data are its own, which it describes itself.
-
-    Raises:
-        InputError: they do.
     """
     before, after = flatten(run.as_dict()), flatten(own.as_dict())
     for key in [*{**before, **after}]:

@@ -188,12 +188,7 @@ class Node:
         return Message({**counted, **self.about}).to_bytes()
 
     def _keep(self, config: bytes) -> str:
-        """Write a run's configuration to the disk, if it is one, and return its SHA-256.
-
-        Raises:
-            InputError: it is none, or names code that this node does not import. Nothing is written
-                then.
-        """
+        """Write a run's configuration to the disk, if it is one, and return its SHA-256."""
         check_config(config, self.settings.allow)
         digest = sha256(config).hexdigest()
         path = self._config(digest)
@@ -263,11 +258,6 @@ class Node:
     ) -> ClientResult:
         """Train one client from the state that the server names, and write what it keeps before it
         answers.
-
-        Raises:
-            InputError: the client is not here, or what it kept is not, or cannot be read or
-                written.
-            PayloadError: the broadcast was damaged on the way.
         """
         run, round = str(message.header["run"]), int(message.header["round"])
         id, since, name = int(order["client"]), int(order["since"]), self.settings.name
@@ -315,11 +305,7 @@ class Node:
         return self.built[1:]
 
     def _checked(self, digest: str) -> frozenset[str]:
-        """Check a configuration on the disk, and return what may be imported for it.
-
-        Raises:
-            InputError: it is not there, was changed, or is none that this node builds.
-        """
+        """Check a configuration on the disk, and return what may be imported for it."""
         path = self._config(digest)
         config = path.read_bytes() if len(digest) == 64 and path.exists() else b""
         if sha256(config).hexdigest() != digest:

@@ -190,10 +190,6 @@ class SecureRounds:
     def _check_unmasked(self, run: str, kept: KeptRound, requests: Mapping[int, bytes]) -> None:
         """Write in whose company vectors are about to be unmasked, and refuse another company than
         before, and of a private round any second sum.
-
-        Raises:
-            InputError: they were unmasked with others, or in private.
-            OSError: it cannot be written.
         """
         path = self.folder / run / f"round_{kept.round:06d}.json"
         known: dict[str, dict[str, list[int]]] = (
@@ -218,13 +214,7 @@ class SecureRounds:
 
 
 def _answer(kept: KeptRound, phase: str, id: int, message: bytes) -> bytes:
-    """Return one client's message of a phase.
-
-    Raises:
-        ProtocolError: the server's message is one that no honest server sends, or the client has no
-            vector.
-        PayloadError: it is damaged.
-    """
+    """Return one client's message of a phase."""
     client = kept.clients[id]
     if phase == "keys":
         return client.keys()

@@ -147,10 +147,6 @@ class StateFolder:
 def _unpacked(path: Path) -> tuple[dict[str, Tensor], str]:
     """Return the tensors of a file, and the SHA-256 of the node's own data, empty where none was
     noted.
-
-    Raises:
-        OSError: it cannot be read.
-        SafetensorError: a byte of it has changed, or it is no such file.
     """
     state = load(path.read_bytes())
     with safe_open(path, "pt") as file:

@@ -52,11 +52,7 @@ def reading() -> Iterator[None]:
 
 
 def whole(value: object, what: str, most: int, least: int = 0) -> int:
-    """Return a whole number of ``least`` to ``most``.
-
-    Raises:
-        MessageError: it is none.
-    """
+    """Return a whole number of ``least`` to ``most``."""
     if type(value) is not int or not least <= value <= most:
         raise MessageError(
             f"{what}: {printable(value)}, and not a whole number from {least} to {most}"
@@ -65,11 +61,7 @@ def whole(value: object, what: str, most: int, least: int = 0) -> int:
 
 
 def collection(value: object, what: str, kind: type[T], most: int | None = None) -> T:
-    """Return a list or a mapping of at most so many entries.
-
-    Raises:
-        MessageError: it is none.
-    """
+    """Return a list or a mapping of at most so many entries."""
     if not isinstance(value, kind):
         raise MessageError(f"{what}: {printable(value)}, and not a {kind.__name__}")
     if most is not None and len(value) > most:
@@ -78,11 +70,7 @@ def collection(value: object, what: str, kind: type[T], most: int | None = None)
 
 
 def ids(value: object, what: str) -> list[int]:
-    """Return ids of clients, each of which is there once.
-
-    Raises:
-        MessageError: they are none.
-    """
+    """Return ids of clients, each of which is there once."""
     found = [whole(id, what, MAX_ID) for id in collection(value, what, list)]
     if len(set(found)) != len(found):
         raise MessageError(f"{what}: a client is there twice")
@@ -134,11 +122,7 @@ class Checked:
 
     @classmethod
     def from_answer(cls, answer: Message) -> Checked:
-        """Read the answer to a check.
-
-        Raises:
-            MessageError: it cannot be read.
-        """
+        """Read the answer to a check."""
         with reading():
             header = answer.header
             identity = collection(header.get("identity"), "identity", dict)
@@ -163,11 +147,7 @@ class Counted:
 
     @classmethod
     def from_answer(cls, answer: Message) -> Counted:
-        """Read the answer to a census.
-
-        Raises:
-            MessageError: it cannot be read.
-        """
+        """Read the answer to a census."""
         with reading():
             clients = {}
             for id, counts in collection(answer.header.get("clients"), "clients", dict).items():
@@ -213,9 +193,6 @@ class Trained:
             entry: one of :func:`results_of`.
             parts: of the answer.
             secure: whether the client has kept its upload for a secure sum.
-
-        Raises:
-            MessageError: it cannot be read.
         """
         with reading():
             header = collection(entry, "a result", dict)
@@ -273,18 +250,10 @@ def _form(value: object) -> SumForm:
 
 
 def left_out_of(answer: Message) -> set[int]:
-    """Return the clients that a node could not evaluate.
-
-    Raises:
-        MessageError: they cannot be read.
-    """
+    """Return the clients that a node could not evaluate."""
     return set(ids(answer.header.get("left_out", []), "left_out"))
 
 
 def phase_parts(answer: Message) -> dict[int, bytes]:
-    """Return the messages of clients in the answer to a phase of a secure sum, by id.
-
-    Raises:
-        MessageError: they cannot be read.
-    """
+    """Return the messages of clients in the answer to a phase of a secure sum, by id."""
     return dict(zip(ids(answer.header.get("clients"), "clients"), answer.parts, strict=False))

@@ -106,11 +106,7 @@ class Census:
         data.distribute_apart(holdings_apart(self.counts), seed, device)
 
     def _take(self, node: str, answer: Message, known: Mapping[str, Any]) -> None:
-        """Take the clients of a node.
-
-        Raises:
-            InputError: it does not fit the run.
-        """
+        """Take the clients of a node."""
         name = name_of(answer, node)
         given, instead = f"node {name} ({node})", "put that right, or leave the node out"
         if answer.kind != "counted":

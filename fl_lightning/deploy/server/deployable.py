@@ -16,11 +16,7 @@ log = logging.getLogger("fl_lightning")
 
 
 def check_deployable(fed: Federation) -> None:
-    """Refuse what nodes cannot do, and warn where metrics are not those of a simulation.
-
-    Raises:
-        InputError: the run has it.
-    """
+    """Refuse what nodes cannot do, and warn where metrics are not those of a simulation."""
     run = Run.of(fed, deployed=True)
     check_run(run)
     require(

@@ -217,11 +217,7 @@ class Roster:
         return ""
 
     def _misfit(self, found: Checked) -> str:
-        """Return why a node cannot take part, empty where it can.
-
-        Raises:
-            MessageError: what it has built cannot be compared.
-        """
+        """Return why a node cannot take part, empty where it can."""
         wrong = [id for id in found.clients if id >= self.fed.data.num_clients]
         if wrong:
             return f"it has client {wrong[0]}, and the federation has {self.fed.data.num_clients}"

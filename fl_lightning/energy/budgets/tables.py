@@ -204,11 +204,7 @@ def default_table(switches: Sequence[SwitchedLinear], advice: str) -> str:
 
 
 def require_reachable(device: Device, lengths: Lengths) -> None:
-    """Refuse a budget that no sequence of these lengths can keep.
-
-    Raises:
-        InputError: the cheapest options cost more.
-    """
+    """Refuse a budget that no sequence of these lengths can keep."""
     each = set(zip(lengths.prompts.tolist(), lengths.new.tolist(), strict=True))
     least = min((device.least_share(*one, "q99") for one in each), default=0.0)
     require(

@@ -175,11 +175,7 @@ def _steps(
 
 
 def _require_same_groups(shapes: Mapping[str, Mapping[str, LinearShape]]) -> None:
-    """Refuse networks whose groups differ: they have no common rest.
-
-    Raises:
-        InputError: they differ.
-    """
+    """Refuse networks whose groups differ: they have no common rest."""
     first, *others = shapes
     for name in others:
         require(

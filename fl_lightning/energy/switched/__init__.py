@@ -11,19 +11,3 @@ from fl_lightning.energy.switched.integers import (
 from fl_lightning.energy.switched.merged import MergedLinear, merge_adapters
 from fl_lightning.energy.switched.plan import Plan, Switchboard, TokenPlan
 from fl_lightning.energy.switched.switched import SwitchedLinear
-
-__all__ = [
-    "Int8Rows",
-    "MergedLinear",
-    "Plan",
-    "Switchboard",
-    "SwitchedLinear",
-    "TokenPlan",
-    "add_switches",
-    "integer_linear",
-    "integer_product",
-    "merge_adapters",
-    "narrow_kept",
-    "quantised_rows",
-    "switches",
-]

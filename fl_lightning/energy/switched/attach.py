@@ -102,11 +102,7 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def _require_switchable(name: str, adapted: Any) -> None:
-    """Refuse a layer whose options cannot be computed.
-
-    Raises:
-        InputError: the base has no whole weights, or too many inputs.
-    """
+    """Refuse a layer whose options cannot be computed."""
     base = adapted.base_layer
     require(
         base.weight.is_floating_point()

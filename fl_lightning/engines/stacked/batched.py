@@ -270,9 +270,6 @@ class BatchedEngine(Engine):
     ) -> tuple[Any, dict[str, Tensor]]:
         """Call a hook of the method with these tensors in place of its own; return what it returns
         and the tensors after it, but for the shared ones.
-
-        Raises:
-            CannotStackError: a shared one is another one now.
         """
         tensors = {
             f"method.{name}": tensor for name, tensor in {**trained, **others, **shared}.items()
@@ -333,9 +330,6 @@ class _Caller(nn.Module):
 def _has_tied_weights(method: Method) -> bool:
     """Return whether two modules share a parameter. One module under two names is no such case, and
     ``functional_call`` mistakes it for one.
-
-    Raises:
-        CannotStackError: both occur.
     """
     modules = list(method.modules())
     parameters = [id(p) for module in modules for p in module._parameters.values() if p is not None]

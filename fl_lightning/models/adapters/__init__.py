@@ -54,38 +54,6 @@ from fl_lightning.models.adapters.spectral import SpectralLinear
 from fl_lightning.models.adapters.svd import require_directions, signed_svd
 from fl_lightning.models.adapters.svft import DEFAULT_BAND, SVFTLinear
 
-__all__ = [
-    "ADAPTERS",
-    "ALL_LINEAR",
-    "DEFAULT_ALPHA",
-    "DEFAULT_BAND",
-    "DEFAULT_RANK",
-    "OF_SINGULAR_DIRECTIONS",
-    "AdaLoRALinear",
-    "AdaptedLinear",
-    "AdapterKind",
-    "Importance",
-    "LoRALinear",
-    "PiSSALinear",
-    "SVFTLinear",
-    "SpectralLinear",
-    "adalora_layers",
-    "adapter_layers",
-    "add_adapter",
-    "add_chosen",
-    "add_lora",
-    "budget_at",
-    "choose_masks",
-    "factor_names",
-    "kind_of",
-    "largest_rank",
-    "lora_layers",
-    "merged_lora",
-    "orthogonality",
-    "plain_weights",
-    "signed_svd",
-]
-
 AdapterKind: TypeAlias = Literal["lora", "ffa", "pissa", "adalora", "svft", "spectral"]
 ADAPTERS: tuple[AdapterKind, ...] = get_args(AdapterKind)
 OF_SINGULAR_DIRECTIONS = ("pissa", "svft", "spectral")

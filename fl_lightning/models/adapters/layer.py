@@ -119,11 +119,7 @@ def adapt_linears(
 
 
 def _targeted(network: nn.Module, targets: str | Sequence[str]) -> list[str]:
-    """Return the names of the linear layers that ``targets`` means, in the order of the network.
-
-    Raises:
-        InputError: a target names no linear layer.
-    """
+    """Return the names of the linear layers that ``targets`` means, in the order of the network."""
     linear = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
     wanted = [targets] if isinstance(targets, str) else list(targets)
     if wanted == [ALL_LINEAR] and linear:

@@ -92,11 +92,7 @@ def add_lora(
 
 
 def require_rank(rank: int, alpha: float) -> None:
-    """Refuse a rank or an alpha that is not positive.
-
-    Raises:
-        InputError: one of them is not.
-    """
+    """Refuse a rank or an alpha that is not positive."""
     require(
         rank >= 1 and alpha > 0,
         f"rank={rank}, alpha={alpha}",

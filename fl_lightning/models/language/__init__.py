@@ -5,16 +5,3 @@ from fl_lightning.models.adapters import LoRALinear, add_lora, lora_layers, merg
 from fl_lightning.models.language.llama import Llama, TokenInputs
 from fl_lightning.models.language.llama_pretrained import LlamaPretrained
 from fl_lightning.models.language.tiny import BYTE_VOCABULARY, LlamaTiny, LlamaTinyDeep
-
-__all__ = [
-    "BYTE_VOCABULARY",
-    "Llama",
-    "LlamaPretrained",
-    "LlamaTiny",
-    "LlamaTinyDeep",
-    "LoRALinear",
-    "TokenInputs",
-    "add_lora",
-    "lora_layers",
-    "merged_lora",
-]

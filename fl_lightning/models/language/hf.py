@@ -253,12 +253,7 @@ def _require_extra(wanted: str) -> None:
 
 
 def _require_4bit(name: str, rank: int, kind: AdapterKind = "lora") -> None:
-    """Refuse 4-bit weights where they do not work.
-
-    Raises:
-        InputError: bitsandbytes is missing, there would be nothing to train, or the adapter needs
-            the singular directions of whole weights.
-    """
+    """Refuse 4-bit weights where they do not work."""
     require(
         find_spec("bitsandbytes") is not None,
         f"load_in_4bit of {HF_PREFIX}{name} without bitsandbytes",
@@ -300,9 +295,6 @@ def check_vocabulary(given: str, config: Any, num_classes: int) -> None:
 
     A model's table is filled up to a round number; twice as many tokens are those of another
     tokeniser.
-
-    Raises:
-        InputError: it has.
     """
     require(
         num_classes <= config.vocab_size,
@@ -488,9 +480,6 @@ def _adapt_with_ours(
 ) -> nn.Module:
     """Return the model with adapters of our own; as with peft's, all linear layers are all but the
     head.
-
-    Raises:
-        InputError: no linear layer has a name of ``targets``, or the rank is too high for one.
     """
     head = model.get_output_embeddings()
     if targets == ALL_LINEAR:

@@ -109,11 +109,7 @@ class LlamaPretrained(Llama):
 
 
 def _check_family(name: str, config: Any) -> None:
-    """Refuse a model whose logits these blocks would not have.
-
-    Raises:
-        InputError: it is of another architecture, or differs in something from what they compute.
-    """
+    """Refuse a model whose logits these blocks would not have."""
     given = f"network LlamaPretrained of {name}"
     use = f"write --model.network {HF_PREFIX}{name}, which any architecture can be given by"
     require(

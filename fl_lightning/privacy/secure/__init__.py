@@ -17,5 +17,3 @@ This package is the interface that needs no optional package; ``client``, ``serv
 """
 
 from fl_lightning.privacy.secure.settings import PHASES, SecureSum
-
-__all__ = ["PHASES", "SecureSum"]

@@ -243,9 +243,6 @@ class SecureServer:
     def _reconstructed(self, id: int, shares: Mapping[int, bytes]) -> bytes | None:
         """Return the seed of a client's own mask, or of its mask key where it dropped out; None
         where no shares that were tried give what it advertised.
-
-        Raises:
-            RoundVoid: there are too few shares.
         """
         holders = self._holders(id)
         if len(shares) < self.least_shares:
@@ -371,11 +368,7 @@ def _readable(
 
 
 def _checked(message: bytes, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Payload:
-    """Return a decoded message.
-
-    Raises:
-        PayloadError: it is damaged, or its entries have other shapes or another type.
-    """
+    """Return a decoded message."""
     given = Payload.from_bytes(
         message, limits={name: math.prod(shape) for name, shape in shapes.items()}
     )

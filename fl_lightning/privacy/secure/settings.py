@@ -102,20 +102,12 @@ class SecureSum:
         }
 
     def check_usable(self, cohort: int) -> None:
-        """Refuse a secure sum that cannot be made: of one client, or without the cryptography.
-
-        Raises:
-            InputError: it is one.
-        """
+        """Refuse a secure sum that cannot be made: of one client, or without the cryptography."""
         require_extra()
         self.check_cohort(cohort)
 
     def check_cohort(self, cohort: int) -> None:
-        """Refuse a cohort of one client.
-
-        Raises:
-            InputError: it is one.
-        """
+        """Refuse a cohort of one client."""
         require(
             cohort >= 2,
             f"--trainer.secure_sum with {cohort} client in a round",
@@ -125,11 +117,7 @@ class SecureSum:
 
 
 def require_extra() -> None:
-    """Refuse a secure sum where the cryptography is not installed.
-
-    Raises:
-        InputError: a package is missing.
-    """
+    """Refuse a secure sum where the cryptography is not installed."""
     packages = {"cryptography": "cryptography", "pycryptodome": "Crypto"}
     missing = [name for name, module in packages.items() if find_spec(module) is None]
     require(

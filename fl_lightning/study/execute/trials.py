@@ -326,11 +326,7 @@ class SearchSession(SearchRun):
         return self.next_job()
 
     def _require_metric(self, run: Path) -> None:
-        """Refuse a metric of rounds that the first trials to finish have not.
-
-        Raises:
-            InputError: it has not.
-        """
+        """Refuse a metric of rounds that the first trials to finish have not."""
         prefix, _, _ = self.metric.partition("/")
         known = sorted(
             {name for row in read_metrics(run) for name in row if name.startswith(f"{prefix}/")}

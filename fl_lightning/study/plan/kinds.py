@@ -20,9 +20,6 @@ def check_kind(path: Path, keys: Collection[str], kind: str) -> None:
         path: the file.
         keys: its keys.
         kind: what it should be.
-
-    Raises:
-        InputError: it is for another command.
     """
     own = COMMAND_OF_KIND[kind]
     other = next((command for key, command in COMMAND_OF_KEY.items() if key in keys), own)

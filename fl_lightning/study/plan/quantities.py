@@ -201,11 +201,7 @@ def require_levels(
     quantities: Sequence[Quantity], grid: Mapping[str, Collection[str]], wrong: Wrong
 ) -> None:
     """Refuse a level that the grid does not have, and an axis that only some of the quantities
-    name: the others would have no level of it.
-
-    Raises:
-        InputError: one of them.
-    """
+    name: the others would have no level of it."""
     axes = list(dict.fromkeys(axis for quantity in quantities for axis, _ in quantity.at))
     for axis in axes:
         if axis not in grid:
