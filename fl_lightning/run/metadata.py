@@ -22,6 +22,7 @@ from fl_lightning.data import FederatedData
 from fl_lightning.federation import Federation
 from fl_lightning.methods import Method
 from fl_lightning.metrics.declared import Emitter, declared_by
+from fl_lightning.models.recipe import recipe_of
 from fl_lightning.run.directory import RunName, read_json
 from fl_lightning.support.redaction import redact_arguments
 from fl_lightning.support.user_code import code_of
@@ -55,6 +56,7 @@ def describe_run(
         identity: SHA-256 of what the results rest on beside the configuration, by name.
         command_line: the words of the command that started the run; secrets in it are hidden.
     """
+    recipe = recipe_of(fed.method.network)
     return {
         "seed": fed.seed,
         "method": type(fed.method).__name__,
@@ -63,7 +65,7 @@ def describe_run(
         "constant_guess": fed.data.task.constant_guess(fed.data.test_target),
         "git": git_state(),
         "versions": versions(),
-        "code": code_of(fed.method, fed.method.network, fed.data, *fed.callbacks),
+        "code": code_of(fed, fed.method, fed.data, *fed.callbacks, recipe and recipe.function),
         "command_line": redact_arguments(list(command_line)),
         "device": str(fed.fabric.device),
         "engine": engine,
@@ -112,10 +114,9 @@ def continued_metadata(
                 before[name],
                 here[name],
             )
-    if changed := [
-        name for name, sha in here["code"].items() if before.get("code", {}).get(name, sha) != sha
-    ]:
-        log.warning("the file of %s has changed since the run began", ", ".join(changed))
+    code = before.get("code") or {}
+    if changed := [name for name, sha in here["code"].items() if code.get(name, sha) != sha]:
+        log.warning("the code of %s has changed since the run began", ", ".join(changed))
     resumed, deployment = before.get("resumed"), before.get("deployment")
     return {
         **here,
@@ -132,7 +133,7 @@ def continued_metadata(
         },
         "resumed": [
             *(resumed if isinstance(resumed, list) else []),
-            {"after_round": round, "at": now()},
+            {"after_round": round, "at": now(), **({"code_before": code} if changed else {})},
         ],
     }
 

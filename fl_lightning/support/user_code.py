@@ -3,6 +3,7 @@ changed."""
 
 from __future__ import annotations
 
+import ast
 import linecache
 import re
 import sys
@@ -10,9 +11,14 @@ import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from hashlib import sha256
-from importlib.util import find_spec
+from importlib.util import find_spec, resolve_name
+from inspect import getsource, isclass, isfunction
+from itertools import islice
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from fl_lightning.errors import InputError, MisuseError
 
@@ -66,15 +72,75 @@ def _users_place(error: BaseException) -> str:
 
 
 def code_of(*objects: object) -> dict[str, str]:
-    """Return the SHA-256 of the user's files that have the classes of these objects, by the names
-    of their modules; a script's and a notebook's own classes are in none."""
-    modules = {cls.__module__ for one in objects for cls in type(one).__mro__} - {"__main__"}
-    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in sorted(modules)}
-    return {
-        name: sha256(Path(file).read_bytes()).hexdigest()
-        for name, file in files.items()
-        if file and _is_users(Path(file)) and Path(file).is_file()
-    }
+    """Return the SHA-256 of the user's code that these objects, and what they have as attributes, are
+    made of, by name.
+
+    It is of the files of their classes and functions and of all modules of the user that those
+    import, by their names; and of what a script or a notebook defines itself, by ``__main__`` and
+    its name.
+    """
+    kinds = [kind for one in objects for kind in _kinds(one)]
+    own = {f"__main__.{kind.__qualname__}": _source(kind) for kind in kinds if _is_main(kind)}
+    left = {kind.__module__ for kind in kinds}
+    found: dict[str, str] = {}
+    while left:
+        name = left.pop()
+        file = Path(getattr(sys.modules.get(name), "__file__", None) or "")
+        if name not in found and _is_users(file) and file.is_file():
+            text = file.read_bytes()
+            found[name] = sha256(text).hexdigest()
+            left |= _imports(sys.modules[name], text)
+    found.pop("__main__", None)
+    own = {name: sha256(text.encode()).hexdigest() for name, text in own.items() if text}
+    return dict(sorted((found | own).items()))
+
+
+def _kinds(one: object) -> Iterator[Any]:
+    """Yield the classes and functions that an object and its attributes are of or are."""
+    for value in (one, *_values(getattr(one, "__dict__", {}))):
+        while isinstance(value, partial):
+            value = next((each for each in value.args if isclass(each)), value.func)
+        yield from (value.__mro__ if isclass(value) else type(value).__mro__)
+        if isfunction(value):
+            yield value
+
+
+def _values(held: Any) -> Iterator[Any]:
+    """Yield the values of a mapping, the first hundred of its lists and mappings one by one."""
+    for value in held.values():
+        if isinstance(value, dict):
+            yield from islice(value.values(), 100)
+        elif isinstance(value, list | tuple):
+            yield from value[:100]
+        else:
+            yield value
+
+
+def _is_main(kind: Any) -> bool:
+    return kind.__module__ == "__main__"
+
+
+def _source(kind: Any) -> str:
+    """Return the text of a function, or of a class's functions; empty where nobody knows it."""
+    texts = []
+    for part in [kind] if isfunction(kind) else filter(isfunction, vars(kind).values()):
+        with suppress(OSError, TypeError):
+            texts.append(getsource(part))
+    return "".join(texts)
+
+
+def _imports(module: ModuleType, text: bytes) -> set[str]:
+    """Return the names of modules that the text of a module imports."""
+    names: set[str] = set()
+    with suppress(SyntaxError, ValueError, ImportError):
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                names.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                origin = "." * node.level + (node.module or "")
+                origin = resolve_name(origin, module.__package__) if node.level else origin
+                names.update({origin, *(f"{origin}.{alias.name}" for alias in node.names)})
+    return names
 
 
 def changed_code(code: Mapping[str, str]) -> list[str]:

@@ -394,16 +394,32 @@ def test_settings_that_are_no_methods_own_and_differ_are_named(tmp_path):
     assert "drop-outs and noise, but for the settings named above. The 95 %" in text
 
 
-def test_runs_of_two_versions_of_a_class_are_said_to_be(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("codes", "said"),
+    [
+        (
+            ["1", "1", "2", "3"],
+            "The runs of A, B were trained by several versions of mine: they differ in",
+        ),
+        (["", "", "1", "2"], "The runs of B were trained by several versions of mine."),
+        (["", "", "1", "1 after 2"], "The runs of B were trained by several versions of mine."),
+        (["1", "1", "1", "1"], ""),
+    ],
+)
+def test_runs_of_two_versions_of_a_file_are_said_to_be(codes, said, tmp_path, capsys):
     folder = make_study(tmp_path, {"A": A, "B": B})
-    for label, seed, sha in (("A", 0, "1"), ("A", 1, "1"), ("B", 0, "1"), ("B", 2, "2")):
-        file = folder / f"{label}-seed{seed}" / "metadata.json"
-        code = {"code": {"mine": sha, "helper": "0"}}
-        file.write_text(json.dumps(json.loads(file.read_text()) | code))
+    for place, code in zip(("A-seed0", "A-seed1", "B-seed0", "B-seed1"), codes, strict=True):
+        now, _, before = code.partition(" after ")
+        about = {"code": {"mine": now, "helper": "0"} if now else {"helper": "0"}}
+        if before:
+            about["resumed"] = [{"after_round": 1, "code_before": {"mine": before}}]
+        file = folder / place / "metadata.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | about))
     out = ["--out", str(tmp_path / "out")]
     assert main(["compare", "--study", "study", "--root", str(tmp_path), *out]) == 0
-    said = "The runs of B were trained by several versions of mine."
-    assert (tmp_path / "out" / "report.md").read_text().count("several versions") == 1
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert text.count("several versions") == bool(said)
+    assert said in text
     assert said in capsys.readouterr().out
 
 

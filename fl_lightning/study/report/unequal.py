@@ -48,17 +48,26 @@ def unequal_seeds(comparison: Comparison) -> Iterator[str]:
 
 
 def unequal_code(comparison: Comparison) -> Iterator[str]:
-    """Yield of each method whose runs were trained by several versions of a user's files, which
-    these are."""
-    for label in comparison.study.methods:
-        runs = [run for run in comparison.results.runs if run.label == label]
-        versions: dict[str, set[str]] = {}
-        for module, sha in (
-            item for run in runs for item in (run.record.metadata.get("code") or {}).items()
-        ):
-            versions.setdefault(module, set()).add(sha)
-        if several := [module for module, found in versions.items() if len(found) > 1]:
-            yield f"The runs of {label} were trained by several versions of {', '.join(several)}."
+    """Yield of each of a user's files of which several versions trained the runs, whose these
+    are."""
+    versions: dict[str, dict[str, set[str]]] = {}
+    for run in comparison.results.runs:
+        about = run.record.metadata
+        for code in (about, *(about.get("resumed") or [])):
+            for module, sha in {
+                **(code.get("code_before") or {}),
+                **(code.get("code") or {}),
+            }.items():
+                versions.setdefault(module, {}).setdefault(sha, set()).add(run.label)
+    for module, found in versions.items():
+        labels = sorted(set().union(*found.values()))
+        if len(found) > 1 and len(labels) == 1:
+            yield f"The runs of {labels[0]} were trained by several versions of {module}."
+        elif len(found) > 1:
+            yield (
+                f"The runs of {', '.join(labels)} were trained by several versions of {module}: they differ "
+                "in more than the method and the seed."
+            )
 
 
 def missing_seeds(comparison: Comparison) -> str:
