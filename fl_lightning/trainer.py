@@ -26,6 +26,7 @@ from fl_lightning.methods import Method
 from fl_lightning.privacy import ClientPrivacy
 from fl_lightning.privacy.secure import SecureSum
 from fl_lightning.probing import command as probing
+from fl_lightning.rng import generators_kept
 from fl_lightning.run.directory import RunName, check_name
 from fl_lightning.run.dry_run import forecast, show
 from fl_lightning.run.given import check_given
@@ -239,6 +240,7 @@ class FederatedTrainer(RunViews):
             return self._forecast(method, data)
         with (
             deterministic(self.deterministic),
+            generators_kept(),
             self.interrupts,
             self.log_file,
             trial_run(self, ckpt_path),

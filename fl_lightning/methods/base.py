@@ -17,7 +17,6 @@ engine can run it under ``torch.func.vmap``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -47,6 +46,7 @@ from fl_lightning.methods.terms import Term, check_terms
 from fl_lightning.methods.with_terms import WithTerms
 from fl_lightning.metrics.declared import Emitter
 from fl_lightning.models import KNOWN_NETWORK, NetworkName, build_network
+from fl_lightning.models.recipe import copied
 from fl_lightning.models.tensors import UnsentBuffers
 from fl_lightning.tasks import Classification, Task
 from fl_lightning.wire import Layout, Limit, Payload
@@ -217,7 +217,7 @@ class Method(Recorded, Emitter, SummingServer, WithLocalWork, WithPersonal, With
                 inputs=example,
             )
         else:
-            self.module = deepcopy(untrained)
+            self.module = copied(untrained)
             self.network = adopt(self, self.module, data)
         data.see_network(self.network)
         self.adapters.prepare(self.network)

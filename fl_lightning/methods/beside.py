@@ -6,7 +6,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from fl_lightning.compatibility import no_personal
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import require
 from fl_lightning.methods.base import Method
+from fl_lightning.models.recipe import copied
 from fl_lightning.wire import Layout, Payload
 
 
@@ -71,7 +71,7 @@ class BesideMethod(PersonalMethod):
 
     def build(self, data: FederatedData) -> None:
         super().build(data)
-        self.beside = deepcopy(self.network)
+        self.beside = copied(self.network)
         self.trained = Layout.of(self.network, include={*self.trained_names}.__contains__)
         self.first["v"] = self.server["weights"].float()
 

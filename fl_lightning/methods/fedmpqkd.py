@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from copy import deepcopy
 from typing import Any, Literal
 
 import torch
@@ -28,6 +27,7 @@ from fl_lightning.methods.fedmpq import FedMPQ
 from fl_lightning.methods.lit_module import module_loss
 from fl_lightning.methods.losses import distillation
 from fl_lightning.methods.schedules import CosineSchedule, LinearSchedule, at, ends
+from fl_lightning.models.recipe import copied
 from fl_lightning.tasks import Classification
 from fl_lightning.wire import Payload
 
@@ -94,7 +94,7 @@ class FedMPQKD(FedMPQ):
 
     def build(self, data: FederatedData) -> None:
         super().build(data)
-        self.teacher = deepcopy(self.network).requires_grad_(self.teacher_mode == "joint")
+        self.teacher = copied(self.network).requires_grad_(self.teacher_mode == "joint")
         for module in self.teacher.modules():
             module._forward_pre_hooks.clear()  # activations stay full precision
         self.alpha = self.temperature = 0.0

@@ -25,7 +25,6 @@ of the examples.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
@@ -62,6 +61,7 @@ from fl_lightning.methods.experts.sums import (
 from fl_lightning.methods.experts.wire import ExpertWire, Received, Trained
 from fl_lightning.metrics.text import IGNORED
 from fl_lightning.models.language.experts import Seats
+from fl_lightning.models.recipe import copied
 from fl_lightning.models.tensors import tensors_of
 from fl_lightning.rng import stream
 from fl_lightning.wire import Limit, Payload
@@ -206,7 +206,7 @@ class FedVEMoE(Method):
         self.learns_own = False
         if self.keeps_own:
             frozen = {id(p): p for p in self.network.parameters() if not p.requires_grad}
-            self.own_network = deepcopy(self.network, frozen)
+            self.own_network = copied(self.network, frozen)
         self.features = 0
         if self.k_max:
             plain = tensors_of(self.network)

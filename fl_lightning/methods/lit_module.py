@@ -6,7 +6,6 @@ import inspect
 import logging
 import math
 from collections.abc import Mapping
-from copy import deepcopy
 from types import MethodType
 from typing import Any, Protocol
 
@@ -24,7 +23,7 @@ from fl_lightning.errors import InputError, MisuseError, require
 from fl_lightning.methods.module_steps import EPOCH_HOOKS, NoTrainer, call_step, try_steps
 from fl_lightning.metrics.states import clear, parts_of
 from fl_lightning.models.checks import check_outputs
-from fl_lightning.models.recipe import innermost
+from fl_lightning.models.recipe import copied, innermost
 from fl_lightning.models.tensors import constant_buffers
 
 log = logging.getLogger("fl_lightning")
@@ -80,7 +79,7 @@ def own_copy(module: LightningModule | None) -> LightningModule | None:
             "it is a LightningModule that is built, and each run trains a copy",
             f"write module={name}(...)",
         )
-    return deepcopy(module)
+    return None if module is None else copied(module)
 
 
 def check_module(method: Host, module: LightningModule) -> None:
@@ -156,7 +155,7 @@ def adopt(method: Host, module: LightningModule, data: FederatedData) -> Lightni
     module.gave_loss = False  # type: ignore[assignment]
     batch = tree_map(lambda tensor: tensor.cpu(), batch)
     try:
-        loss = module_loss(deepcopy(module).train(), batch, 0)
+        loss = module_loss(copied(module).train(), batch, 0)
         if not loss.requires_grad:
             given = f"{name}.training_step returned a loss without a gradient"
             raise MisuseError(

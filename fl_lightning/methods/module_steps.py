@@ -12,7 +12,6 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from inspect import Parameter, signature
 from typing import Any, Literal
 
@@ -27,6 +26,7 @@ from fl_lightning.config.not_called import overridden
 from fl_lightning.config.overriding import overrides
 from fl_lightning.errors import InputError
 from fl_lightning.metrics.states import MetricStates, State, clear, parts_of, state_of, value_of
+from fl_lightning.models.recipe import copied
 
 log = logging.getLogger("fl_lightning")
 
@@ -83,7 +83,7 @@ def try_steps(module: LightningModule, batch: Any) -> None:
         if not has_step(module, split):
             continue
         try:
-            ModuleLogs(split).add(0, deepcopy(module), batch, 1)
+            ModuleLogs(split).add(0, copied(module), batch, 1)
         except InputError as error:
             log.warning("%s.%s is left out: %s", type(module).__name__, step, error)
         except Exception as error:

@@ -7,7 +7,6 @@ import logging
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from itertools import repeat
 from typing import Annotated, Any, Literal
 
@@ -20,6 +19,7 @@ from fl_lightning.config.constraints import within
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import InputError, require
 from fl_lightning.methods.base import Method
+from fl_lightning.models.recipe import copied
 from fl_lightning.quantization import Quantized, average_bits, dequantize_codes, quantize
 from fl_lightning.quantization.activations import quantize_activations
 from fl_lightning.quantization.allocation import MAX_BITS
@@ -232,7 +232,7 @@ class LayerCodec:
     def full_precision(self, network: nn.Module, vector: Tensor) -> nn.Module:
         """Return a copy of ``network`` with these weights as they are, and activations that nobody
         quantises."""
-        copy = deepcopy(network)
+        copy = copied(network)
         for module in copy.modules():
             module._forward_pre_hooks.clear()
         self.layout.write(copy, vector)

@@ -4,7 +4,6 @@ and of the networks, made ready before its steps and kept after them."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from fl_lightning.data import FederatedData
 from fl_lightning.errors import MisuseError
 from fl_lightning.methods.terms import LocalStep, Term
 from fl_lightning.models.features import FeatureTap
+from fl_lightning.models.recipe import copied
 from fl_lightning.models.tensors import tensors_of
 from fl_lightning.tasks import Task
 from fl_lightning.wire import Layout
@@ -67,9 +67,9 @@ class WithTerms(LightningModule):
         if self.terms_read("class_counts"):
             self.register_buffer("class_counts", torch.zeros(data.num_classes), persistent=False)
         if self.terms_read("received_logits", "received_features"):
-            self.received_network = deepcopy(self.network).requires_grad_(False)
+            self.received_network = copied(self.network).requires_grad_(False)
         if self.terms_read("previous_features"):
-            self.previous_network = deepcopy(self.network).requires_grad_(False)
+            self.previous_network = copied(self.network).requires_grad_(False)
         self.feature_taps = {}
         if self.terms_read("features", "received_features", "previous_features"):
             names = [name for name in ("network", *FROZEN) if name in self._modules]

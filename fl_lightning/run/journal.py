@@ -13,7 +13,7 @@ from lightning.fabric.loggers import Logger
 
 from fl_lightning.config.settings import changed_settings, config_of, flatten
 from fl_lightning.distributed import collectives
-from fl_lightning.errors import InputError, RunStopped
+from fl_lightning.errors import InputError, RunStopped, require
 from fl_lightning.federation import Federation
 from fl_lightning.run.clients import FILE as CLIENTS
 from fl_lightning.run.directory import RunDirectory, to_json
@@ -83,13 +83,23 @@ class Journal:
             self.run = RunDirectory(start.run)
 
     def is_finished(self, max_rounds: int, stopped_early: str) -> bool:
-        """Return whether the run that is to be continued is complete, and log that it is."""
+        """Return whether the run that is to be continued is complete, and log that it is.
+
+        Raises:
+            InputError: it is finished, and without a checkpoint its rounds would be made anew.
+        """
         done = self.progress.done.round
         if (
             self.start.run is None
             or self.run.read_json("metadata.json").get("status") != "finished"
         ):
             return False
+        require(
+            self.start.checkpoint is not None,
+            f"the run {self.run.path}",
+            "it is finished, and its checkpoints are gone: there is nothing to go on from",
+            "leave it as it is, or start another with another --trainer.run_name",
+        )
         if done < max_rounds and not stopped_early:
             return False
         why = "" if done >= max_rounds else f" (stopped early: {stopped_early})"

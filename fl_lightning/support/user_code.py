@@ -72,8 +72,8 @@ def _users_place(error: BaseException) -> str:
 
 
 def code_of(*objects: object) -> dict[str, str]:
-    """Return the SHA-256 of the user's code that these objects, and what they have as attributes, are
-    made of, by name.
+    """Return the SHA-256 of the user's code that these objects and their attributes are made of, by
+    name.
 
     It is of the files of their classes and functions and of all modules of the user that those
     import, by their names; and of what a script or a notebook defines itself, by ``__main__`` and

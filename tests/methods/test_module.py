@@ -3,11 +3,13 @@ the task loss and other terms."""
 
 from __future__ import annotations
 
+import random
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -24,7 +26,7 @@ from fl_lightning.__main__ import main
 from fl_lightning.conformance.toy import images
 from fl_lightning.errors import InputError, MisuseError
 from fl_lightning.hooks import Meter
-from fl_lightning.methods import FedAvg, FedMPQ, Method
+from fl_lightning.methods import FedAvg, FedMPQ, FedNTD, Method
 
 PLAIN = """
 import torch
@@ -83,6 +85,63 @@ def test_it_is_fedavg_of_the_same_network(tmp_path):
     for method in (wrapped, plain):
         run(method, ready(), tmp_path, max_rounds=3, participation=0.5)
     assert torch.equal(wrapped.server["weights"], plain.server["weights"])
+
+
+class Referring(Lit):
+    """The same by itself, and by a function, a hook or an attribute that refers to the module."""
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        self.scale, self.how = nn.Parameter(torch.ones(10)), how
+        self.side = nn.Linear(3 * 32 * 32, 10)
+        if how == "function":
+            self.scaled = lambda z: z * self.scale
+        elif how == "hook":
+            self.net[1].register_forward_hook(lambda layer, x, y: y + self.side(x[0]))
+        elif how == "attribute":
+            self.scale.rate = 0.5
+
+    def forward(self, x):
+        if self.how == "function":
+            return self.scaled(self.net(x) + self.side(x.flatten(1)))
+        y = self.net(x)
+        return (y if self.how == "hook" else y + self.side(x.flatten(1))) * self.scale
+
+    def configure_optimizers(self):
+        rest = [each for each in self.parameters() if each is not self.scale]
+        slow = {"params": [self.scale], "lr": getattr(self.scale, "rate", 0.5)}
+        return torch.optim.SGD([slow, {"params": rest}], lr=0.05)
+
+
+@pytest.mark.parametrize("how", ["function", "hook", "attribute"])
+def test_a_copy_is_trained_as_the_module_would_be(how, tmp_path):
+    methods = [FedNTD(module=seeded(Referring, each)) for each in ("", how)]
+    for method in methods:
+        run(method, ready(), tmp_path, max_rounds=2, participation=0.5)
+    assert torch.equal(methods[0].server["weights"], methods[1].server["weights"])
+
+
+def test_a_hook_of_a_tensor_is_refused_since_a_copy_has_none():
+    module = Lit()
+    module.net[1].weight.register_hook(lambda gradient: gradient * 0)
+    with pytest.raises(InputError, match=r"hook of its parameter net\.1\.weight"):
+        FedAvg(module=module)
+
+
+class Mixed(Lit):
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self(x * np.random.beta(2, 2) + random.random()), y)  # noqa: NPY002
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_a_step_draws_from_numpy_and_python_is_that_of_the_client_and_round(workers, tmp_path):
+    ends = [FedAvg(module=seeded(Mixed)) for _ in range(2)]
+    state = np.random.get_state()[1].copy()  # noqa: NPY002
+    for method, number in zip(ends, (1, workers), strict=True):
+        run(method, ready(), tmp_path, max_rounds=2, participation=0.5, workers=number)
+    assert torch.equal(ends[0].server["weights"], ends[1].server["weights"])
+    assert (np.random.get_state()[1] == state).all()  # noqa: NPY002
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ WHY = {
     "metrics/spread.py": "mean and spread over clients",
 }
 """The package's files in which at least one function runs, and what for."""
-MOST_LINES = 7320
+MOST_LINES = 7336
 LENGTHS = {"trainer.py": 450, "loop.py": 241, "methods/base.py": 405}
 
 

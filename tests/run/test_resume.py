@@ -7,6 +7,7 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -260,6 +261,16 @@ def test_a_finished_run_is_left_alone(tmp_path, caplog):
     fit(tmp_path, ckpt_path="last")
     assert f"{run.path} is finished: 5 rounds, nothing to do" in caplog.text
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize("how", [{"ckpt_path": "last"}, {"auto_resume": True}, {"max_rounds": 9}])
+def test_a_finished_run_without_its_checkpoints_keeps_its_results(how, tmp_path):
+    run = fit(tmp_path, auto_resume="auto_resume" in how).run
+    shutil.rmtree(run.path / "checkpoints")
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    with pytest.raises(InputError, match="its checkpoints are gone"):
+        fit(tmp_path, **({} if "auto_resume" in how else {"ckpt_path": "last"}) | how)
+    assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
 
 
 def test_auto_resume_continues_this_run_or_starts_it(wanted, tmp_path):

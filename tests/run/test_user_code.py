@@ -13,7 +13,7 @@ from torch import nn
 from fl_lightning.support.user_code import code_of
 
 FILES = {
-    "uc_network": "from torch import nn\nfrom uc_sizes import WIDTH\ndef make():\n    return nn.Linear(WIDTH, 1)\n",
+    "uc_network": "from torch.nn import Linear\nfrom uc_sizes import WIDTH\nmake = lambda: Linear(WIDTH, 1)\n",
     "uc_sizes": "WIDTH = 3\n",
     "uc_optimizer": "import torch\nclass Mine(torch.optim.SGD):\n    pass\n",
     "uc_other": "WIDTH = 4\n",

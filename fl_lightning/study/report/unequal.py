@@ -65,8 +65,8 @@ def unequal_code(comparison: Comparison) -> Iterator[str]:
             yield f"The runs of {labels[0]} were trained by several versions of {module}."
         elif len(found) > 1:
             yield (
-                f"The runs of {', '.join(labels)} were trained by several versions of {module}: they differ "
-                "in more than the method and the seed."
+                f"The runs of {', '.join(labels)} were trained by several versions of "
+                f"{module}: they differ in more than the method and the seed."
             )
 
 
