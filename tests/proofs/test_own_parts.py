@@ -4,6 +4,7 @@ theirs to change."""
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from fractions import Fraction
 
@@ -11,10 +12,14 @@ import numpy as np
 import pytest
 import torch
 from clocked import Fixed
+from lightning.pytorch import LightningModule
 from refusals import refused
 from ten import SMALL
+from torch import nn
+from torch.nn.functional import cross_entropy
 from toy import run, sgd
 
+from callbacks import StragglerDropout
 from fl_lightning.aggregation.averages import NormClipping, WeightedMean
 from fl_lightning.clock import Clock, Diurnal, FedBuff, SameDevice
 from fl_lightning.clock.staleness import Staleness
@@ -313,6 +318,43 @@ def test_state_that_no_checkpoint_has_is_said_once(tmp_path):
         told = [line for line in lines if "is in no checkpoint" in line]
         assert len(told) == len(names)
         assert all(any(name in line for line in told) for name in names)
+
+
+class Forgetful(StragglerDropout):
+    def __init__(self):
+        super().__init__(0.1)
+        self.seen = 0
+
+    def on_round_start(self, round, fed):
+        self.seen += round
+
+
+class Decaying(LightningModule):
+    """Its rate and what of it is trained change in its steps; its features are those of a step."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(images().example_inputs()[0].numel(), 4), nn.Linear(4, 4)
+        self.rate = 0.1
+
+    def forward(self, x):
+        self.features = self.first(x.flatten(1))
+        return self.last(self.features)
+
+    def training_step(self, batch, batch_idx):
+        self.rate *= 0.9
+        self.first.requires_grad_(False)
+        return cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.rate)
+
+
+def test_state_of_callbacks_and_modules_that_no_checkpoint_has_is_said(tmp_path):
+    trainer = fit(tmp_path, method=FedAvg(module=Decaying()), callbacks=[Forgetful()])
+    told = re.findall(r"(\S+) has changed in a round", (trainer.run_dir / "run.log").read_text())
+    flags = ["Decaying.first.bias.requires_grad", "Decaying.first.weight.requires_grad"]
+    assert told == [*flags, "Decaying.rate", "Forgetful.seen"]
 
 
 def test_what_the_project_remembers_is_no_state(tmp_path):
