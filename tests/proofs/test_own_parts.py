@@ -16,7 +16,7 @@ from ten import SMALL
 from toy import run, sgd
 
 from fl_lightning.aggregation.averages import NormClipping, WeightedMean
-from fl_lightning.clock import Clock, Diurnal, FedBuff, SameDevice
+from fl_lightning.clock import Availability, Clock, Diurnal, FedBuff, SameDevice
 from fl_lightning.clock.staleness import Staleness
 from fl_lightning.conformance.toy import images
 from fl_lightning.data import Partition
@@ -178,6 +178,34 @@ def test_an_update_that_is_not_stale_weighs_one_and_none_more(weight, tmp_path):
             participation=1.0,
             max_rounds=4,
         )
+
+
+class Comes(Availability):
+    def __init__(self, make):
+        self.make = make
+
+    def spans(self, seed, clients, at):
+        return self.make(clients * 0.0, at)
+
+
+SPANS = {
+    "ends before it starts": lambda zero, at: (zero + at + 9, zero + at + 3),
+    "over": lambda zero, at: (zero - 2, zero - 1),
+    "no number": lambda zero, at: (zero + np.nan, zero + np.inf),
+    "short": lambda zero, at: (zero[:1], zero[:1] + np.inf),
+    "lists": lambda zero, at: (zero.tolist(), (zero + np.inf).tolist()),
+    "pairs": lambda zero, at: [(0.0, np.inf) for _ in zero],
+    "nothing": lambda zero, at: None,
+    "integers": lambda zero, at: (zero.astype(int), zero.astype(int) + 10**6),
+    "tomorrow": lambda zero, at: (zero + at + 1, zero + at + 2),
+}
+
+
+@pytest.mark.parametrize("name", SPANS)
+def test_an_availability_returns_spans_that_are_still_to_end(name, tmp_path):
+    clock = Clock(devices=SameDevice(0.01), availability=Comes(SPANS[name]))
+    with refused("Comes.spans(at=", "", MisuseError):
+        fit(tmp_path, clock=clock)
 
 
 class Cohort(Stressor):
