@@ -76,8 +76,8 @@ class Availability(Recorded, ABC):
                     return start, end
         raise MisuseError(
             f"{type(self).__name__}.spans(at={at:g}), which returned {reprlib.repr(found)}",
-            f"it returns starts and ends, two float64 arrays [{len(clients)}]; a span begins before "
-            f"it ends, and ends after {at:g}",
+            f"it returns starts and ends, two float64 arrays [{len(clients)}], of spans that begin "
+            f"before they end, and end after {at:g}",
             "write np.inf as start and end of who never comes back",
         )
 

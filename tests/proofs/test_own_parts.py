@@ -208,6 +208,31 @@ def test_an_availability_returns_spans_that_are_still_to_end(name, tmp_path):
         fit(tmp_path, clock=clock)
 
 
+class Labels(Stressor):
+    def __init__(self, make):
+        self.make = make
+
+    def change_labels(self, labels, *, client, round, context):
+        return self.make(labels)
+
+
+LABELS = {
+    "floats": lambda labels: labels.float(),
+    "above": lambda labels: labels + 1,
+    "ignored": lambda labels: labels.zero_().sub_(100),
+    "short": lambda labels: labels[:2],
+    "a column": lambda labels: labels[:, None],
+    "int32": lambda labels: labels.int(),
+    "shares of no number": lambda labels: torch.full((len(labels), 4), torch.nan),
+}
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_labels_are_those_of_the_clients_examples(name, tmp_path):
+    with refused("Labels.change_labels, which returned", "like the one given", MisuseError):
+        fit(tmp_path, callbacks=[Labels(LABELS[name])])
+
+
 class Cohort(Stressor):
     def __init__(self, make):
         self.make = make
