@@ -25,7 +25,7 @@ from fl_lightning.engines.base import (
     start_client,
 )
 from fl_lightning.methods import Method
-from fl_lightning.methods.lit_module import end_steps
+from fl_lightning.methods.lit_module import end_steps, no_descent
 from fl_lightning.methods.local_work import LocalWork
 from fl_lightning.methods.optimizing import clip_gradients, local_optimizer
 from fl_lightning.support.hook_values import check_kept, check_outputs, check_returned
@@ -93,6 +93,8 @@ def local_step(
 
 def descend(fabric: Fabric, method: Method, optimizer: Optimizer, loss: Tensor) -> None:
     """Step along the gradient of a loss, clipped as the method says."""
+    if loss.numel() != 1 or not loss.requires_grad:
+        raise no_descent(method, loss)
     optimizer.zero_grad()
     fabric.backward(loss)
     if method.gradient_clip_val is not None:
