@@ -117,10 +117,8 @@ def receive(
     if data is not None:
         try:
             decoded = decode_upload(fed.method, data, client, verified=data is result.verified)
-            size, upload = (
-                len(data),
-                stress_upload(fed, task.round, client, "change_upload", decoded),
-            )
+            upload = stress_upload(fed, task.round, client, "change_upload", decoded)
+            size = len(data)
             if upload is not None:
                 if upload is not decoded:
                     size = upload.nbytes

@@ -1,4 +1,4 @@
-"""Labels as a stressor of one's own changes them, checked where they come in."""
+"""Labels and uploads of a form that a hook of one's own must not give them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from fl_lightning.errors import MisuseError
 
 
-def check_labels(stressor: object, found: Tensor, before: Tensor, client: Any, data: Any) -> None:
+def check_labels(stressor: object, found: Tensor, before: Any, client: Any, data: Any) -> None:
     """Refuse labels that the task of the data cannot train on.
 
     Args:
@@ -40,3 +40,17 @@ def check_labels(stressor: object, found: Tensor, before: Tensor, client: Any, d
             f"each of its {examples} training examples has one: {form}",
             "return a new tensor like the one given",
         )
+
+
+def wrong_types(method: object, types: set[Any]) -> MisuseError:
+    """Return what is wrong with an upload that a method has made.
+
+    Args:
+        types: of its entries, but of ``examples``; None of codes.
+    """
+    names = ", ".join(sorted(map(str, types - {None, torch.float32})))
+    return MisuseError(
+        f"{type(method).__name__}.upload, which returned entries of {names}",
+        "values travel as float32, as the network's own type, or as codes, and others are rejected",
+        "write .float(), or fl_lightning.wire.Codes for integers of few bits",
+    )
