@@ -66,12 +66,6 @@ def make_tasks(fed: Federation, round: int, assignments: Sequence[Assignment]) -
         labels = stress(
             fed.callbacks, "change_labels", labels, client=client, round=round, context=fed
         )
-        if len(labels) != len(client.train):
-            raise MisuseError(
-                f"change_labels of a stressor gave {len(labels)} labels for client {client.id}",
-                f"each of its {len(client.train)} training examples has one",
-                "return a new tensor as long as the one given",
-            )
         steps = max(1, math.ceil(assignment.work * asked_steps(fed, client)))
         message = encode_broadcast(fed, client)
         tell(fed.callbacks, "on_client_start", client, message, labels.clone(), round, fed)
@@ -123,10 +117,8 @@ def receive(
     if data is not None:
         try:
             decoded = decode_upload(fed.method, data, client, verified=data is result.verified)
-            size, upload = (
-                len(data),
-                stress_upload(fed, task.round, client, "change_upload", decoded),
-            )
+            upload = stress_upload(fed, task.round, client, "change_upload", decoded)
+            size = len(data)
             if upload is not None:
                 if upload is not decoded:
                     size = upload.nbytes

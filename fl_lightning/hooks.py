@@ -21,6 +21,7 @@ from fl_lightning.config.overriding import overrides
 from fl_lightning.config.recorded import Recorded
 from fl_lightning.errors import MisuseError
 from fl_lightning.metrics.declared import Emitter
+from fl_lightning.support.hook_forms import check_labels
 from fl_lightning.wire import Payload
 
 if TYPE_CHECKING:
@@ -267,12 +268,12 @@ def stress(callbacks: Iterable[object], hook: str, value: T, **details: Any) -> 
     """Pass ``value`` through ``hook`` of every stressor, in the order of the configuration.
 
     Raises:
-        TypeError: a hook returned what is no such value, or None where nothing may be lost, as one
-            without a ``return`` does.
+        TypeError: a hook returned what is no such value, or None where nothing may be lost.
+        MisuseError: labels are none that the task can train on.
     """
     for callback in callbacks:
         if isinstance(callback, Stressor):
-            value = getattr(callback, hook)(value, **details)
+            before, value = value, getattr(callback, hook)(value, **details)
             if value is None and hook in MAY_LOSE:
                 break
             kinds = RETURNS[hook]
@@ -282,6 +283,8 @@ def stress(callbacks: Iterable[object], hook: str, value: T, **details: Any) -> 
                     f"{name}.{hook} returned {found}; a stressor returns the value to use instead, a "
                     f"{kinds[0].__name__}; return it"
                 )
+            if isinstance(value, Tensor) and overrides(callback, Stressor, hook):
+                check_labels(callback, value, before, details["client"], details["context"].data)
     return value
 
 

@@ -335,7 +335,7 @@ class SummingServer:
             self.server, mean, self.trained_values, self.round, squares
         )
         weights = entries.pop("weights")
-        self.server |= entries
+        self.server = {**optimizer.without_own(self.server), **entries}
         return weights
 
     @property

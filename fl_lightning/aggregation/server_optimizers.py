@@ -17,16 +17,16 @@ every checkpoint.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from fl_lightning.config.constraints import within
 from fl_lightning.config.recorded import Recorded
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, MisuseError
 
 OWN = "optimizer/"
 """What the names of an optimiser's entries of ``method.server`` begin with."""
@@ -35,6 +35,8 @@ EVALUATED = f"{OWN}evaluated"
 the next round starts from."""
 SQUARES = "squares"
 """The sum of p_i ||D_i||^2, for an optimiser that asks for it."""
+
+WRITE = "write return Step(weights, state)"
 
 Rate = Annotated[float, within("(0, inf)", "a rate is above 0 and finite", 1.0)]
 Share = Annotated[float, within("[0, 1)", "a share of what was before lies in [0, 1)", 0.9)]
@@ -72,8 +74,9 @@ class Step:
 
     Args:
         weights: what the next round starts from, ``[P]``.
-        state: what the optimiser remembers, by name.
-        evaluated: the weights that are evaluated, ``[P]``; None: ``weights``.
+        state: what the optimiser remembers, by name, of any shape; kept as float32. No name is
+            ``evaluated``.
+        evaluated: the weights that are evaluated until the next step, ``[P]``; None: ``weights``.
     """
 
     weights: Tensor
@@ -105,7 +108,9 @@ class ServerOptimizer(Recorded, ABC):
             weights: the initial vector of the method's layout, float32 ``[size]``.
             trained: P, its values that are trained parameters, which come first.
         """
-        entries = _entries(self.start(weights[:trained].double()), weights[trained:])
+        given = weights[:trained].double()
+        step = self._checked("start", self.start, (given,), len(given))
+        entries = _entries(step, weights[trained:])
         del entries["weights"]
         return entries
 
@@ -130,12 +135,74 @@ class ServerOptimizer(Recorded, ABC):
             for name, tensor in server.items()
             if name.startswith(OWN)
         }
-        return _entries(self.step(found, state), mean[trained:])
+        step = self._checked("step", self.step, (found, state), len(found.mean))
+        return _entries(step, mean[trained:])
+
+    def _checked(
+        self, name: str, hook: Callable[..., Any], arguments: tuple[Any, ...], size: int
+    ) -> Step:
+        """Return the step that a hook makes of its arguments, the last of which is the state, if
+        it has two.
+
+        Raises:
+            MisuseError: it makes none of ``size`` finite weights, takes no such arguments, or reads
+                what is not remembered.
+        """
+        name, known = f"{type(self).__name__}.{name}", arguments[-1] if arguments[1:] else {}
+        try:
+            found = hook(*arguments)
+        except TypeError as error:
+            if getattr(error.__traceback__, "tb_next", None):  # of its own code
+                raise
+            rule = f"it is called with {len(arguments)} of them ({error})"
+            instead = "write def start(self, weights), and def step(self, found, state)"
+            raise MisuseError(f"the arguments of {name}", rule, instead) from error
+        except KeyError as error:
+            if error.args[:1] and error.args[0] in known:
+                raise
+            raise MisuseError(
+                f"{name}, which asked for {error}",
+                f"remembered is {', '.join(known) or 'nothing'}",
+                "return it in the state of start, and of each step",
+            ) from error
+        if not isinstance(found, Step):
+            raise MisuseError(f"{name}, which returned {_form(found)}", "it returns a Step", WRITE)
+        vectors: dict[str, Any] = {"weights": found.weights, "evaluated": found.evaluated}
+        for what, vector in vectors.items():
+            if vector is None and what == "evaluated":
+                continue
+            if not (_is_finite(vector) and vector.is_floating_point() and vector.shape == (size,)):
+                given = f"{name}, whose Step has {_form(vector)} as {what}"
+                raise MisuseError(given, f"they are float64 [{size}], and finite", WRITE)
+        if not isinstance(found.state, Mapping):
+            given = f"{name}, whose Step has {_form(found.state)} as state"
+            raise MisuseError(given, "it is a dictionary of tensors by name", WRITE)
+        for key, value in found.state.items():
+            if not (isinstance(key, str) and key and OWN + key != EVALUATED and _is_finite(value)):
+                raise MisuseError(
+                    f"{name}, whose state has {key!r}: {_form(value)}",
+                    "what is remembered is finite tensors by name, and none is called evaluated",
+                    "write torch.tensor(...), or another name",
+                )
+        return found
 
     @staticmethod
     def without_own(server: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the entries of ``method.server`` that are not the optimiser's."""
         return {name: tensor for name, tensor in server.items() if not name.startswith(OWN)}
+
+
+def _is_finite(value: Any) -> bool:
+    is_real = isinstance(value, Tensor) and not value.is_complex()
+    return is_real and bool(value.isfinite().all())
+
+
+def _form(value: Any) -> str:
+    """Return what a value is, for a message."""
+    if not isinstance(value, Tensor):
+        return f"{value!r:.40}"
+    finite = "" if _is_finite(value) else " that is not finite"
+    return f"{value.dtype} {[*value.shape]}{finite}"
 
 
 def _entries(step: Step, statistics: Tensor) -> dict[str, Tensor]:

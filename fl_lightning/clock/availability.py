@@ -8,13 +8,15 @@ intervals ``[start, end)``.
 from __future__ import annotations
 
 import math
+import reprlib
 from abc import ABC, abstractmethod
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 
 from fl_lightning.config.constraints import at_least, within
 from fl_lightning.config.recorded import Recorded
+from fl_lightning.errors import MisuseError
 from fl_lightning.rng import stream
 
 MEAN = within("(0, inf)", "a mean time is above 0 seconds, and finite", 3600)
@@ -52,8 +54,32 @@ class Availability(Recorded, ABC):
 
     def span(self, seed: int, client: int, at: float) -> tuple[float, float]:
         """Return one client's first time online that ends after ``at``."""
-        start, end = self.spans(seed, np.array([client]), at)
+        start, end = self.checked(seed, np.array([client]), at)
         return float(start[0]), float(end[0])
+
+    def checked(self, seed: int, clients: np.ndarray, at: float) -> Spans:
+        """Return what :meth:`spans` returns.
+
+        Raises:
+            MisuseError: it is no such pair of arrays.
+        """
+        if type(self).spans.__module__.startswith("fl_lightning."):
+            return self.spans(seed, clients, at)
+        found: Any = self.spans(seed, clients.copy(), at)
+        is_pair = isinstance(found, tuple) and len(found) == 2
+        if is_pair and all(isinstance(one, np.ndarray) for one in found):
+            start, end = found
+            is_right = start.shape == end.shape == clients.shape
+            if is_right and {start.dtype.kind, end.dtype.kind} == {"f"}:
+                still = (end > at) & ((start < end) | (start == np.inf))
+                if bool(still.all()):
+                    return start, end
+        raise MisuseError(
+            f"{type(self).__name__}.spans(at={at:g}), which returned {reprlib.repr(found)}",
+            f"it returns starts and ends, two float64 arrays [{len(clients)}], of spans that begin "
+            f"before they end, and end after {at:g}",
+            "write np.inf as start and end of who never comes back",
+        )
 
     def check(self, seed: int, clients: np.ndarray) -> None:
         """Refuse a federation that this does not fit."""

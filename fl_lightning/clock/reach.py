@@ -12,7 +12,7 @@ import numpy as np
 
 from fl_lightning.clock.clock import Clock
 from fl_lightning.clock.trained import Draw
-from fl_lightning.errors import RunStopped
+from fl_lightning.errors import MisuseError, RunStopped
 from fl_lightning.wire import LedgerEntry
 
 MANY, FEW, TRIES = 1000, 4, 32
@@ -106,7 +106,7 @@ class Reach:
         clients = np.asarray(clients)
         if self.clock.reached.is_always:
             return clients, math.inf
-        start, _ = self.clock.reached.spans(self.seed, clients, at)
+        start, _ = self.clock.reached.checked(self.seed, clients, at)
         there = start <= at
         return clients[there], float(start[~there].min(initial=math.inf))
 
@@ -153,18 +153,26 @@ class Reach:
 
         Raises:
             RunStopped: there is none.
+            MisuseError: a class of one's own says that one is, and then that it is not.
         """
         there, later = self.online(clients, at)
         if len(there):
             return there, at
+        name = type(self.clock.reached).__name__
         if math.isinf(later):
-            name = type(self.clock.reached).__name__
             raise RunStopped(
                 f"after {at:g} virtual seconds nobody is online any more",
                 f"a round needs a client, and {name} has none that comes back",
                 "take other devices, or fewer rounds",
             )
-        return self.first_online(clients, later)
+        there, _ = self.online(clients, later)
+        if len(there):
+            return there, later
+        raise MisuseError(
+            f"{name}.spans(at={later:g}), by which nobody is online",
+            f"at {at:g} it said that one comes online then, and it is a function of its arguments",
+            "return the same times whenever they are asked for",
+        )
 
     def lost(self, entry: LedgerEntry) -> LedgerEntry | None:
         """Return the entry of a client that goes offline before its upload has arrived; None if it

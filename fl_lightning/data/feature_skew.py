@@ -11,7 +11,7 @@ features. Images of the public set, which nobody holds, stay as they are.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fl_lightning.config.constraints import within
 from fl_lightning.config.recorded import Recorded
-from fl_lightning.errors import require
+from fl_lightning.errors import MisuseError, require
 from fl_lightning.rng import stream
 
 
@@ -42,7 +42,8 @@ class FeatureSkew(Recorded, ABC):
             rng: random numbers of this client's images.
 
         Returns:
-            images in the same shape, whose white is 255.
+            images in the same shape, of ``dtype``, whose white is 255: uint8, or where ``dtype`` is
+            a floating-point type any finite numbers.
         """
 
     def __repr__(self) -> str:
@@ -66,8 +67,27 @@ class FeatureSkew(Recorded, ABC):
         for client in np.flatnonzero(np.diff(starts)).tolist():
             index = torch.from_numpy(order[starts[client] : starts[client + 1]])
             rng = stream(seed, f"feature_skew/{part}", client=client)
-            changed[index] = self.change(images[index], client, num_clients, rng).to(self.dtype)
+            found = self.change(images[index], client, num_clients, rng)
+            changed[index] = self._checked(found, images[index])
         return changed
+
+    def _checked(self, found: Any, images: Tensor) -> Tensor:
+        """Return changed images in ``dtype``.
+
+        Raises:
+            MisuseError: they are none, or casting would make others of them.
+        """
+        fits = isinstance(found, Tensor) and found.shape == images.shape
+        if fits and (found.dtype == self.dtype or self.dtype != torch.uint8):
+            cast = found.to(self.dtype)
+            if bool(cast.isfinite().all()):
+                return cast
+        form = f"{found.dtype} {[*found.shape]}" if isinstance(found, Tensor) else f"{found!r:.40}"
+        raise MisuseError(
+            f"{type(self).__name__}.change, which returned {form}",
+            f"it returns a {self.dtype} tensor {[*images.shape]}, finite, whose white is 255",
+            "write .clamp(0, 255).round().to(torch.uint8), or dtype = torch.float16 in the class",
+        )
 
 
 class FeatureNoise(FeatureSkew):

@@ -25,9 +25,10 @@ from fl_lightning.engines.base import (
     start_client,
 )
 from fl_lightning.methods import Method
-from fl_lightning.methods.lit_module import end_steps
+from fl_lightning.methods.lit_module import end_steps, no_descent
 from fl_lightning.methods.local_work import LocalWork
 from fl_lightning.methods.optimizing import clip_gradients, local_optimizer
+from fl_lightning.support.hook_forms import wrong_types
 from fl_lightning.support.hook_values import check_kept, check_outputs, check_returned
 from fl_lightning.wire import Payload
 
@@ -93,6 +94,8 @@ def local_step(
 
 def descend(fabric: Fabric, method: Method, optimizer: Optimizer, loss: Tensor) -> None:
     """Step along the gradient of a loss, clipped as the method says."""
+    if loss.numel() != 1 or not loss.requires_grad:
+        raise no_descent(method, loss)
     optimizer.zero_grad()
     fabric.backward(loss)
     if method.gradient_clip_val is not None:
@@ -103,8 +106,7 @@ def descend(fabric: Fabric, method: Method, optimizer: Optimizer, loss: Tensor) 
 
 @torch.no_grad()
 def upload_of(method: Method, client: Client, steps: int, optimizer: Optimizer) -> Payload:
-    """Return what the client sends after ``steps`` local steps of ``optimizer``, which ``upload``
-    may ask for."""
+    """Return what the client sends after ``steps`` local steps of ``optimizer``."""
     if steps and method.module is not None:
         end_steps(method)
     method.local_work = LocalWork(steps, optimizer)
@@ -116,6 +118,9 @@ def upload_of(method: Method, client: Client, steps: int, optimizer: Optimizer) 
     check_returned(
         method, "upload", upload, Payload, 'write return Payload({"weights": ..., "examples": ...})'
     )
+    types = {getattr(one, "dtype", None) for name, one in upload.items() if name != "examples"}
+    if types - {None, torch.float32, method.layout.dtype}:
+        raise wrong_types(method, types)
     check_kept("client.state", client.state)
     # copies: what a method goes on to write into, such as its network, serves the next client too
     client.state.update({name: tensor.detach().clone() for name, tensor in client.state.items()})

@@ -157,10 +157,7 @@ def adopt(method: Host, module: LightningModule, data: FederatedData) -> Lightni
     try:
         loss = module_loss(copied(module).train(), batch, 0)
         if not loss.requires_grad:
-            given = f"{name}.training_step returned a loss without a gradient"
-            raise MisuseError(
-                given, "a local step descends along it", "compute it with trained weights"
-            )
+            raise no_descent(method, loss, module)
     except MisuseError as error:
         raise InputError(error.given, error.rule, error.instead) from error
     try_steps(module, batch)
@@ -202,8 +199,8 @@ def module_loss(
     if not isinstance(loss, Tensor):
         raise MisuseError(
             f"{type(module).__name__}.training_step returned {type(loss).__name__} as loss",
-            "a local step needs a loss",
-            "return one",
+            "a local step needs a loss, and no batch is skipped",
+            "return one for each batch",
         )
     if loss.numel() != 1:
         raise MisuseError(
@@ -212,6 +209,18 @@ def module_loss(
             "return its mean",
         )
     return loss.reshape(())
+
+
+def no_descent(method: Any, loss: Tensor, module: Any = None) -> MisuseError:
+    """Return what is wrong with a loss that no step descends along: it is no number, or has no
+    gradient."""
+    module, task = module or method.module, getattr(method, "task", None)
+    name = type(method if module is None else module).__name__
+    by = f" with {type(task).__name__}.loss" if module is None and task is not None else ""
+    what = "without a gradient" if loss.numel() == 1 else f"of shape {tuple(loss.shape)}"
+    rule = "a local step descends along one number"
+    instead = "compute it with trained weights" if loss.numel() == 1 else "return its mean"
+    return MisuseError(f"{name}.training_step{by} returned a loss {what}", rule, instead)
 
 
 def end_steps(method: Host) -> None:

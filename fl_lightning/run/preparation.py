@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from lightning.fabric import Fabric
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_lightning import rng
 from fl_lightning.compatibility import Run, check_run
@@ -21,7 +21,7 @@ from fl_lightning.engines import check_optimizer, check_workers
 from fl_lightning.engines.finetuning import prepare_finetuning
 from fl_lightning.engines.root_set import prepare_guides
 from fl_lightning.errors import require
-from fl_lightning.evaluation import evaluation_mode
+from fl_lightning.evaluation import evaluate_batch, evaluation_mode
 from fl_lightning.federation import Federation
 from fl_lightning.hooks import tell
 from fl_lightning.methods import Method
@@ -31,6 +31,7 @@ from fl_lightning.models.tensors import UnsentBuffers
 from fl_lightning.run.round_parts import RoundParts
 from fl_lightning.support.user_code import errors_as_refusals
 from fl_lightning.tasks.base import in_float32
+from fl_lightning.tasks.checks import check_loss, check_sums
 
 TRIED_EXAMPLES = 16
 """Examples that metrics are tried out on before a run begins."""
@@ -156,12 +157,15 @@ def _build(settings: FederationSettings, method: Method, data: FederatedData, se
 
 
 def check_named(fabric: Fabric, method: Method, data: FederatedData) -> None:
-    """Try the metrics that the user has named out on a few examples, before anything is created.
+    """Try a task of the user's, and the metrics that the user has named, out on a few examples,
+    before anything is created.
 
     Raises:
-        InputError: one does not take what the task gives.
+        InputError: a metric does not take what the task gives.
+        MisuseError: the task gives no loss, or no sums of its metrics.
     """
-    if not data.task.named:
+    is_own = not type(data.task).__module__.startswith("fl_lightning.")
+    if not data.task.named and not is_own:
         return
     split: Split = "test" if len(data.test_target) else "train"
     every = data.test_target if split == "test" else data.train_target
@@ -175,6 +179,18 @@ def check_named(fabric: Fabric, method: Method, data: FederatedData) -> None:
     # what is not finite is NaN in the rounds, and no reason to refuse
     if isinstance(outputs, Tensor):
         outputs = outputs.nan_to_num()
-    forms = data.task.metric_inputs(outputs, every[index])
+    if is_own and len(index):
+        _check_task(fabric, network, data, split, index, outputs)
+    forms = data.task.metric_inputs(outputs, every[index]) if data.task.named else ()
     for one in data.task.named:
         one.choose_form(forms, type(data.task).__name__, data.task.metric_form)
+
+
+def _check_task(
+    fabric: Fabric, network: nn.Module, data: FederatedData, split: Split, index: Tensor, seen: Any
+) -> None:
+    target = (data.test_target if split == "test" else data.train_target)[index]
+    with rng.torch_stream(data.seed, "task tried out"):
+        check_loss(data.task, seen, target)
+        found = evaluate_batch(fabric, data.task, network, data.inputs(split, index), target)[1]
+    check_sums(data.task, found, len(index))

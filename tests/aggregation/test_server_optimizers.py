@@ -9,14 +9,16 @@ import pytest
 import torch
 from golden_adapters import ADAPTERS
 from golden_cases import cases_of, differences, make_method, run_case
-from ten import fit, make, same
-from toy import run
+from refusals import refused
+from ten import SMALL, fit, make, same
+from toy import run, sgd
 
 from fl_lightning.aggregation.server_optimizers import (
     Extrapolation,
     Lookahead,
     ServerAdagrad,
     ServerAdam,
+    ServerOptimizer,
     ServerSGD,
     ServerYogi,
     Step,
@@ -24,7 +26,7 @@ from fl_lightning.aggregation.server_optimizers import (
 from fl_lightning.conformance.server_steps import momentum, next_weights
 from fl_lightning.conformance.toy import images
 from fl_lightning.conformance.watch import RunRecorder
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, MisuseError
 from fl_lightning.methods import (
     CoordinateMedian,
     FedAvg,
@@ -295,3 +297,87 @@ def test_an_extrapolation_is_refused_where_no_length_can_be_added(tmp_path):
     method = make("AQFL", download="quantised", server_optimizer=Extrapolation())
     with pytest.raises(InputError, match=r"secure_sum and --model\.download quantised"):
         run(method, images(), tmp_path, max_rounds=1, secure_sum=SecureSum())
+
+
+# Rules of a user's own
+
+
+class Own(ServerOptimizer):
+    """The mean, unless a test says otherwise."""
+
+    def __init__(self, make=None, first=None):
+        self.make, self.first = make, first
+
+    def start(self, weights):
+        return Step(weights) if self.first is None else self.first(weights)
+
+    def step(self, found, state):
+        return Step(found.mean) if self.make is None else self.make(found, state)
+
+
+class TakesNothing(Own):
+    def start(self):
+        return Step(torch.zeros(1))
+
+
+def own(folder, optimizer, **settings):
+    method = FedAvg(network=SMALL, optimizer=sgd(0.05), server_optimizer=optimizer)
+    return run(method, images(), folder, max_rounds=2, participation=0.5, **settings)
+
+
+MAKES = {
+    "short": lambda found, state: Step(found.mean[:-1]),
+    "scalar": lambda found, state: Step(found.mean.mean()),
+    "integers": lambda found, state: Step(found.mean.long()),
+    "no numbers": lambda found, state: Step(found.mean * torch.nan),
+    "a tensor": lambda found, state: found.mean,
+    "nothing": lambda found, state: None,
+    "short evaluated": lambda found, state: Step(found.mean, {}, found.mean[1:]),
+    "a number remembered": lambda found, state: Step(found.mean, {"t": 1}),
+    "NaN remembered": lambda found, state: Step(found.mean, {"t": found.mean * torch.nan}),
+    "a list remembered": lambda found, state: Step(found.mean, [found.mean]),
+    "evaluated remembered": lambda found, state: Step(found.mean, {"evaluated": found.mean}),
+    "unknown": lambda found, state: Step(found.mean, {"v": state["velocity"]}),
+}
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_a_step_of_the_wrong_form_is_named_with_its_class(name, tmp_path):
+    with refused("Own.step, wh", "", MisuseError):
+        own(tmp_path, Own(MAKES[name]))
+
+
+def test_so_is_a_start(tmp_path):
+    for first in (lambda weights: None, lambda weights: Step(weights, {"t": 0})):
+        with refused("Own.start, wh", "", MisuseError):
+            own(tmp_path, Own(first=first))
+    with refused("the arguments of TakesNothing.start", "def start(self, weights)", MisuseError):
+        own(tmp_path, TakesNothing())
+
+
+@pytest.mark.parametrize("error", [TypeError("mine"), KeyError("m")])
+def test_an_exception_of_its_own_code_stays_what_it_is(error, tmp_path):
+    def fails(found, state):
+        raise error
+
+    first = lambda weights: Step(weights, {"m": weights})  # noqa: E731
+    with pytest.raises(type(error), match=error.args[0]):
+        own(tmp_path, Own(fails, first))
+
+
+def test_nothing_of_a_step_outlives_the_next(tmp_path):
+    """Zeros are evaluated after the first round alone, and a name that is not returned is gone."""
+    first = lambda weights: Step(weights, {"a": weights, "b": weights})  # noqa: E731
+
+    def make(found, state):
+        evaluated = None if found.round == 2 else found.mean * 0
+        return Step(found.mean, {"b": state["b"]}, evaluated)
+
+    optimizer = Own(make, first)
+    method = FedAvg(network=SMALL, optimizer=sgd(0.05), server_optimizer=optimizer)
+    trainer = run(method, images(), tmp_path / "a", max_rounds=2, participation=0.5)
+    plain = own(tmp_path / "b", Own())
+    losses = [each.history["test/loss"].tolist() for each in (trainer, plain)]
+    assert losses[0][1] == losses[1][1]
+    assert losses[0][0] != losses[1][0]
+    assert method.server.keys() == {"weights", "optimizer/b"}

@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 from toy import ready, run, sgd
 
 from fl_lightning.__main__ import main
 from fl_lightning.data import IID, FeatureNoise, FeatureSkew, FederatedImages, RotatedClients
 from fl_lightning.data.test_owners import deal_test_set
+from fl_lightning.errors import MisuseError
 from fl_lightning.methods import FedAvg
 from fl_lightning.probing.corruptions.recipes import corrupt
 from fl_lightning.probing.corruptions.skew import CorruptedClients
@@ -98,6 +100,43 @@ def test_each_client_has_a_fault_of_its_own() -> None:
         else:
             colours = before.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).numpy()
             assert np.array_equal(after[:, 0].numpy(), corrupt("contrast", colours, 0)[..., 0])
+
+
+class Own(FeatureSkew):
+    def __init__(self, make):
+        self.make = make
+
+    def change(self, images, client, num_clients, rng):
+        return self.make(images)
+
+
+class Unclipped(Own):
+    dtype = torch.float16
+
+
+MAKES = {
+    "floats": lambda images: images.float() + 60,
+    "in [0, 1]": lambda images: images / 255,
+    "no numbers": lambda images: images * torch.nan,
+    "one channel": lambda images: images[:, :1],
+    "one image": lambda images: images[:1],
+    "nothing": lambda images: None,
+    "an array": lambda images: images.numpy(),
+}
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_a_skew_returns_images_like_those_that_it_is_given(name: str) -> None:
+    with refused("Own.change, which returned", "clamp(0, 255)", MisuseError):
+        skewed(Own(MAKES[name]))
+
+
+def test_one_that_is_not_clipped_says_so_and_is_finite() -> None:
+    plain, found = skewed(None), skewed(Unclipped(lambda images: images + 300.0))
+    assert torch.equal(found.train_images, plain.train_images.half() + 300)
+    for value in (torch.nan, 1e6):
+        with refused("Unclipped.change", "", MisuseError):
+            skewed(Unclipped(lambda images, value=value: images + value))
 
 
 def test_it_is_drawn_once_and_anew_for_another_seed() -> None:

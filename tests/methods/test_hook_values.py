@@ -9,6 +9,7 @@ from toy import ready, run, sgd
 
 from fl_lightning.errors import MisuseError
 from fl_lightning.methods import FedAvg
+from fl_lightning.wire import Payload
 
 
 class ReturnsState(FedAvg):
@@ -59,6 +60,25 @@ class UploadsDictionary(FedAvg):
         return {"weights": torch.zeros(1)}
 
 
+class UploadsHalf(FedAvg):
+    """Its server could read it, if it came."""
+
+    def upload(self, client):
+        return Payload({**super().upload(client), "weights": self.layout.read(self.network).half()})
+
+    def decode(self, upload):
+        return upload.tensor("weights").float()
+
+
+class UploadsSigns(FedAvg):
+    def upload(self, client):
+        signs = self.layout.read(self.network).sign().to(torch.int8)
+        return Payload({**super().upload(client), "signs": signs})
+
+    def upload_limits(self, client):
+        return {**super().upload_limits(client), "signs": (self.layout.size,)}
+
+
 @pytest.mark.parametrize(
     ("method", "says"),
     [
@@ -77,6 +97,8 @@ class UploadsDictionary(FedAvg):
         ),
         (ReturnsNothing, r"ReturnsNothing.training_step returned nothing"),
         (UploadsDictionary, r"UploadsDictionary.upload returned dict; it returns a Payload"),
+        (UploadsHalf, r"UploadsHalf.upload, .* of torch.float16; values travel as float32"),
+        (UploadsSigns, r"UploadsSigns.upload, .* of torch.int8; values travel as float32"),
     ],
 )
 @pytest.mark.parametrize("settings", [{"engine": "sequential", "workers": 1}, {"workers": 2}])

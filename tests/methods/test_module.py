@@ -625,3 +625,28 @@ def test_a_module_without_arguments_goes_on_and_one_that_keeps_none_is_told_what
             else pytest.raises(InputError, match=r"call save_hyperparameters\(\)")
         ):
             run(FedAvg(module=seeded(cls)), ready(), tmp_path, max_rounds=1, ckpt_path=path)
+
+
+class Sometimes(Lit):
+    """From the second batch on, its loss is without a gradient, or there is none."""
+
+    def __init__(self, later):
+        super().__init__()
+        self.later = later
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)["loss"]
+        return self.later(loss) if batch_idx else loss
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("later", "says"),
+    [
+        (lambda loss: loss.detach(), "Sometimes.training_step returned a loss without a gradient"),
+        (lambda loss: None, "Sometimes.training_step returned NoneType as loss.* no batch is skip"),
+    ],
+)
+def test_a_later_step_without_a_loss_is_named_as_the_first_is(later, says, workers, tmp_path):
+    with pytest.raises(MisuseError, match=says):
+        run(FedAvg(module=Sometimes(later)), ready(), tmp_path, max_rounds=1, workers=workers)

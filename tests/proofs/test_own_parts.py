@@ -21,7 +21,7 @@ from toy import run, sgd
 
 from callbacks import StragglerDropout
 from fl_lightning.aggregation.averages import NormClipping, WeightedMean
-from fl_lightning.clock import Clock, Diurnal, FedBuff, SameDevice
+from fl_lightning.clock import Availability, Clock, Diurnal, FedBuff, SameDevice
 from fl_lightning.clock.staleness import Staleness
 from fl_lightning.conformance.toy import images
 from fl_lightning.data import Partition
@@ -183,6 +183,59 @@ def test_an_update_that_is_not_stale_weighs_one_and_none_more(weight, tmp_path):
             participation=1.0,
             max_rounds=4,
         )
+
+
+class Comes(Availability):
+    def __init__(self, make):
+        self.make = make
+
+    def spans(self, seed, clients, at):
+        return self.make(clients * 0.0, at)
+
+
+SPANS = {
+    "ends before it starts": lambda zero, at: (zero + at + 9, zero + at + 3),
+    "over": lambda zero, at: (zero - 2, zero - 1),
+    "no number": lambda zero, at: (zero + np.nan, zero + np.inf),
+    "short": lambda zero, at: (zero[:1], zero[:1] + np.inf),
+    "lists": lambda zero, at: (zero.tolist(), (zero + np.inf).tolist()),
+    "pairs": lambda zero, at: [(0.0, np.inf) for _ in zero],
+    "nothing": lambda zero, at: None,
+    "integers": lambda zero, at: (zero.astype(int), zero.astype(int) + 10**6),
+    "tomorrow": lambda zero, at: (zero + at + 1, zero + at + 2),
+}
+
+
+@pytest.mark.parametrize("name", SPANS)
+def test_an_availability_returns_spans_that_are_still_to_end(name, tmp_path):
+    clock = Clock(devices=SameDevice(0.01), availability=Comes(SPANS[name]))
+    with refused("Comes.spans(at=", "", MisuseError):
+        fit(tmp_path, clock=clock)
+
+
+class Labels(Stressor):
+    def __init__(self, make):
+        self.make = make
+
+    def change_labels(self, labels, *, client, round, context):
+        return self.make(labels)
+
+
+LABELS = {
+    "floats": lambda labels: labels.float(),
+    "above": lambda labels: labels + 1,
+    "ignored": lambda labels: labels.zero_().sub_(100),
+    "short": lambda labels: labels[:2],
+    "a column": lambda labels: labels[:, None],
+    "int32": lambda labels: labels.int(),
+    "shares of no number": lambda labels: torch.full((len(labels), 4), torch.nan),
+}
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_labels_are_those_of_the_clients_examples(name, tmp_path):
+    with refused("Labels.change_labels, which returned", "like the one given", MisuseError):
+        fit(tmp_path, callbacks=[Labels(LABELS[name])])
 
 
 class Cohort(Stressor):

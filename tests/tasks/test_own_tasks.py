@@ -4,6 +4,7 @@ trained."""
 from __future__ import annotations
 
 import gc
+import json
 from functools import partial
 from pathlib import Path
 
@@ -11,13 +12,17 @@ import numpy as np
 import pytest
 import torch
 from page_commands import PAGE
+from refusals import refused
 from sklearn.metrics import f1_score, mean_pinball_loss
 from torch import Tensor, nn
+from toy_tasks import Line
 
 from fl_lightning import Task
 from fl_lightning.__main__ import main
 from fl_lightning.conformance.toy import run, sgd
+from fl_lightning.errors import MisuseError
 from fl_lightning.methods import FedAvg
+from fl_lightning.tasks import Regression
 
 
 @pytest.fixture
@@ -111,3 +116,55 @@ def test_the_page_is_trained_from_the_command_line(tmp_path, monkeypatch, page, 
     err = capsys.readouterr().err
     assert "final/f1" in err
     assert float(err.partition("final/f1")[2].split()[0]) > 0.7
+
+
+class Weighed(Regression):
+    """A regression, unless a test says otherwise."""
+
+
+def sums(make):
+    def examplewise(self, outputs, target):
+        found = Regression.examplewise(self, outputs, target)
+        return make(found, self.weight(target))
+
+    return {"examplewise": examplewise}
+
+
+def loss(make):
+    return {"loss": lambda self, outputs, target: make((outputs[:, 0] - target).square())}
+
+
+WRONG = {
+    "no primary": sums(lambda found, weight: {"loss": found["loss"]}),
+    "unknown per client": {"per_client": ("mse", "zzz")},
+    "primary of no client": {"per_client": ("mae",)},
+    "batch": sums(lambda found, weight: {**found, "mse": (found["mse"][0].sum(), weight.sum())}),
+    "short": sums(lambda found, weight: {**found, "mse": (found["mse"][0][1:], weight[1:])}),
+    "no weight": sums(lambda found, weight: {name: pair[0] for name, pair in found.items()}),
+    "nothing": sums(lambda found, weight: None),
+    "weights of 0": sums(lambda found, weight: {n: (s, 0 * w) for n, (s, w) in found.items()}),
+    "below 0": sums(lambda found, weight: {**found, "mse": (found["mse"][0], -weight)}),
+    "vector loss": loss(lambda squares: squares),
+    "number": loss(lambda squares: squares.mean().item()),
+    "detached": loss(lambda squares: squares.mean().detach()),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_task_that_cannot_be_learnt_is_named_before_anything_is_made(name, tmp_path):
+    data = Line()
+    data.task = type("Wrong", (Weighed,), WRONG[name])()
+    with refused("Wrong", "", MisuseError):
+        run(FedAvg(network=lambda count: nn.Linear(3, count)), data, tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_trying_a_task_out_changes_nothing(tmp_path):
+    hashes = set()
+    for task in (Regression(), Weighed()):
+        data = Line()
+        data.task = task
+        method = FedAvg(network=lambda count: nn.Linear(3, count), optimizer=sgd(0.05))
+        trainer = run(method, data, tmp_path / type(task).__name__, max_rounds=1)
+        hashes.add(json.loads((trainer.run_dir / "metadata.json").read_text())["weights_sha256"])
+    assert len(hashes) == 1

@@ -213,7 +213,7 @@ def test_corrupted_targets_are_wrong_where_they_are_asked_to_be(task):
 
 
 class Unfit(Task):
-    primary = "loss"
+    primary, per_client = "loss", ("loss",)
 
     def loss(self, outputs, target):
         return outputs.sum()
