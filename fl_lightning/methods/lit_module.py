@@ -154,12 +154,14 @@ def adopt(method: Host, module: LightningModule, data: FederatedData) -> Lightni
     batch = next(iter(data.train_batches(client, round=1, epochs=1, steps=1)))
     module.gave_loss = False  # type: ignore[assignment]
     batch = tree_map(lambda tensor: tensor.cpu(), batch)
+    trial = copied(module).train()
     try:
-        loss = module_loss(copied(module).train(), batch, 0)
+        loss = module_loss(trial, batch, 0)
         if not loss.requires_grad:
             raise no_descent(method, loss, module)
     except MisuseError as error:
         raise InputError(error.given, error.rule, error.instead) from error
+    _say_what_stays(module, trial)
     try_steps(module, batch)
     frozen = [
         one for one in module.parameters() if one.is_floating_point() and not one.requires_grad
@@ -284,16 +286,29 @@ def _say_what_is_ignored(module: LightningModule) -> None:
         "not called; steps are the engine's: use __init__, training_step or configure_optimizers"
     )
     warn_of_ignored(overridden(module, LightningModule, NOT_CALLED), module, steps)
-    constants = constant_buffers(module)
-    counts = [
+
+
+def _say_what_stays(module: LightningModule, trial: LightningModule) -> None:
+    """Say which buffers no client passes on, given a copy that has made a step."""
+    constants, moved = constant_buffers(module), dict(trial.named_buffers())
+    counted = {
+        f"{name}.num_batches_tracked"
+        for name, part in module.named_modules()
+        if getattr(part, "momentum", None) is not None  # else its averages go by the count
+    }
+    left = [
         name
         for name, values in module.named_buffers()
-        if not (
-            values.is_floating_point() or name in constants or name.endswith("num_batches_tracked")
+        if (
+            (name in constants and not torch.equal(values, moved[name]))
+            or not (values.is_floating_point() or name in constants or name in counted)
         )
     ]
-    start = "whole numbers do not travel, and each client begins each round with those of __init__"
-    warn_of_ignored(counts, module, start)
+    start = (
+        "persistent buffers of floating point travel, others do not, and each client begins each round with "
+        "those of __init__"
+    )
+    warn_of_ignored(left, module, start)
 
 
 class _Stepper(nn.Module):

@@ -472,7 +472,32 @@ def test_hooks_and_counts_that_do_nothing_are_named(tmp_path, caplog):
     assert any(
         text.startswith("on_train_epoch_start, setup of Counting: not called") for text in said
     )
-    assert any(text.startswith("steps of Counting: whole numbers do not travel") for text in said)
+    assert any(text.startswith("steps of Counting: persistent buffers of") for text in said)
+
+
+class Buffered(Lit):
+    """Of its buffers only ``mean`` travels, and ``table`` never changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.BatchNorm2d(3, momentum=m) for m in (0.1, None))
+        self.register_buffer("mean", torch.zeros(1))
+        self.register_buffer("table", torch.ones(1), persistent=False)
+        self.register_buffer("apart", torch.zeros(1), persistent=False)
+        self.register_buffer("phase", torch.zeros(1, dtype=torch.complex64))
+
+    def training_step(self, batch, batch_idx):
+        for buffer in (self.mean, self.apart, self.phase):
+            buffer += 1
+        self.norms[1](self.norms[0](batch[0]))
+        return super().training_step(batch, batch_idx)
+
+
+def test_buffers_that_do_not_travel_are_named(tmp_path, caplog):
+    run(FedAvg(module=Buffered()), ready(), tmp_path, max_rounds=1, workers=1)
+    told = [each.message for each in caplog.records if "persistent buffers" in each.message]
+    assert len(told) == 1
+    assert told[0].startswith("apart, phase, norms.1.num_batches_tracked of Buffered: persistent")
 
 
 def test_a_callback_of_lightning_is_told_what_it_is_not(tmp_path):
