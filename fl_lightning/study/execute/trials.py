@@ -206,7 +206,8 @@ class SearchSession(SearchRun):
                 not several,
                 f"{self.name_of(other)} and {job.name} of {self.folder}",
                 f"they were made with two versions of {', '.join(several)}, and cannot be compared",
-                f"remove {self.folder} to search anew, or restore the first version and remove {run}",
+                f"remove {self.folder} to search anew, or restore the first version "
+                f"and remove {run}",
             )
         self.study._storage.set_trial_user_attr(trial._trial_id, MADE, made)
 

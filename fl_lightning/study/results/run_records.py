@@ -258,8 +258,9 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _changed_metrics(run: Path, history: Sequence[Mapping[str, float]]) -> str:
-    """Return that the rounds in ``metrics.csv`` are not those that the run wrote, by the hash in its
-    newest checkpoint that can be read; empty where they are, and for a run without checkpoints."""
+    """Return that the rounds in ``metrics.csv`` are not those that the run wrote, by the hash in
+    its newest checkpoint that can be read; empty where they are, and for a run without
+    checkpoints."""
     table = CsvTable(run / "metrics.csv", run / "metrics.csv")
     for checkpoint in checkpoints_in(run / "checkpoints"):
         with suppress(CheckpointError, KeyError, TypeError, OSError):
