@@ -19,6 +19,8 @@ from fl_lightning.support.imports import import_quickly
 
 INTERRUPTED = (130, 143)
 """Exit codes after Ctrl-C and SIGTERM."""
+CONTINUED = ("fit", "deploy")
+"""Commands that ``--ckpt_path`` continues."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     describe = argv is None and "torch" not in sys.modules
     argv = sys.argv[1:] if argv is None else argv
     try:
-        code = answer_quickly(argv)
+        code = _answer_quickly(argv)
         if code is None:
             # imports yaml, which --help does without
             from fl_lightning.cli.early import refuse_early
@@ -47,10 +49,9 @@ def main(argv: list[str] | None = None) -> int:
             return _bug(error)
         if error.errno not in (ENOSPC, EDQUOT, EROFS):
             raise
+        again = "continue with --ckpt_path" if argv[0] in CONTINUED else "give the command again"
         return _one_line(
-            error,
-            f"{error}; a run needs room to write; make some and continue with --ckpt_path",
-            code=1,
+            error, f"{error}; {argv[0]} needs room to write; make some and {again}", code=1
         )
     except KeyboardInterrupt:
         return 130
@@ -61,6 +62,19 @@ def main(argv: list[str] | None = None) -> int:
             raise
         return _bug(error)
     return code or 0
+
+
+def _answer_quickly(argv: list[str]) -> int | None:
+    """Answer what needs no torch, as far as somebody reads it; return the exit code, or None if a
+    command has to be run."""
+    try:
+        code = answer_quickly(argv)
+        if code is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:  # what is left in the buffer has to go somewhere when Python ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code
 
 
 def _bug(error: Exception) -> int:

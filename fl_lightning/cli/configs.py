@@ -364,7 +364,10 @@ def check_environment(settings: Iterable[str]) -> None:
             continue
         group, _, setting = name.removeprefix(ENV_PREFIX).partition("__")
         if setting and group in ("MODEL", "DATA"):
-            instead = f"write {ENV_PREFIX}{group}='{{{setting.lower()}: {os.environ[name]}}}'"
+            path, value = setting.lower().replace("__", "."), os.environ[name]
+            instead = f"write {ENV_PREFIX}{group}='{{{path}: {value}}}'"
+            if "." in path:  # an argument of a class, whose class would have to be named too
+                instead = f"unset it and write --{group.lower()}.{path} {value}"
             raise InputError(
                 f"environment variable {name}",
                 f"settings of {group.lower()} are given together",

@@ -7,7 +7,7 @@ is known.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -97,6 +97,7 @@ def read_items(dataset: Any, keys: Keys, place: str) -> Items:
         InputError: it is not map-style, has no items, or they have not all the same form and shape.
     """
     count = count_items(dataset, place)
+    _check_pairs(dataset, count, place)
     inputs: Any = None
     known: dict[str, list[Any]] = {"target": [], "group": [], "client": []}
     with torch_stream(0, "data/read"):
@@ -137,6 +138,20 @@ def read_items(dataset: Any, keys: Keys, place: str) -> Items:
         known["group"] if keys.group is not None else None,
         known["client"] if keys.client is not None else None,
     )
+
+
+def _check_pairs(dataset: Any, count: int, place: str) -> None:
+    """Refuse a dataset of torchvision whose files have another number of labels than of images: it
+    pairs them from the beginning, and looks at no rest."""
+    if any(one.__module__.startswith("torchvision.") for one in type(dataset).__mro__):
+        images, labels = (getattr(dataset, name, None) for name in ("data", "targets"))
+        if isinstance(images, Sized) and isinstance(labels, Sized) and len(images) == count:
+            require(
+                len(labels) == count,
+                place,
+                f"its files have {count} images and {len(labels)} labels",
+                "delete them and get them again",
+            )
 
 
 def to_examples(

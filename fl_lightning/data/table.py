@@ -176,8 +176,6 @@ class TableData(ArrayData):
         ]
         table, self._columns, self._mended = read_table(self.train_path, texts), {}, {}
         self._check_columns(table)
-        names = filter(None, (self.group, self.client_column))
-        check_spellings(self.train_path, table, names)
         test_table = None
         # "01" beside "0A" is no number, nor is it where it stands alone
         if self.test_path is not None:
@@ -188,6 +186,10 @@ class TableData(ArrayData):
             test_table = read_table(self.test_path, [*texts, *words])
         test_file = self.test_path or self.train_path
         self._check_target(table[table[self.target].notna()])
+        for path, some in ((self.train_path, table), (test_file, test_table)):
+            if some is not None:
+                there = [name for name in self._others if self._is_name(name) and name in some]
+                check_spellings(path, some, there)
         if test_table is not None:
             train, test = table, test_table
         else:

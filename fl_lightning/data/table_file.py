@@ -152,26 +152,31 @@ def _separator(path: Path) -> str:
 
 
 def check_spellings(path: Path, table: pd.DataFrame, names: Iterable[str]) -> None:
-    """Refuse numbers by which two clients, or groups, would be one.
+    """Refuse values that are no text, by which two classes, groups or clients would be one.
 
     Raises:
-        InputError: a CSV file has, say, both ``7`` and ``007`` in one of these columns.
+        InputError: a CSV file has, say, both ``7`` and ``007``, ``1.1`` and ``1.10``, or ``True``
+            and ``true`` in one of these columns.
     """
     import pandas as pd
 
-    numeric = [name for name in names if table[name].dtype.kind in "iuf"]
-    if not numeric or path.name.endswith(PARQUET_SUFFIXES):
+    read = [
+        name
+        for name in dict.fromkeys(names)
+        if pd.api.types.infer_dtype(table[name], skipna=True) != "string"
+    ]
+    if not read or path.name.endswith(PARQUET_SUFFIXES):
         return
-    written = pd.read_csv(path, sep=_separator(path), usecols=numeric, dtype=str, index_col=False)
-    for name in numeric:
-        padded = table[name][written[name].str.match(r"0\d", na=False)]
-        same = table[name].isin(padded)
-        for number, texts in written[name][same].groupby(table[name][same]):
-            require(
-                texts.nunique() == 1,
+    written = pd.read_csv(path, sep=_separator(path), usecols=read, dtype=str, index_col=False)
+    for name in read:
+        spellings = pd.DataFrame({"text": written[name].str.strip(), "value": table[name]})
+        double = spellings.dropna().drop_duplicates().groupby("value")["text"].agg(sorted)
+        double = double[double.map(len) > 1]
+        if len(double):
+            raise InputError(
                 f"{path}, column {name}",
-                f"one number is written as {' and '.join(sorted(texts.unique())[:2])}",
-                f"write {number} in one way, or with a letter if these are two",
+                f"one value is written as {' and '.join(double.iloc[0][:2])}",
+                "write it in one way, or with a letter if these are two",
             )
 
 

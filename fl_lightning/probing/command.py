@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fl_lightning.config.settings import changed_settings, flatten, is_under, settings_hash
-from fl_lightning.errors import InputError, as_bad_input
+from fl_lightning.errors import InputError, RunStopped, as_bad_input, error_reason
 from fl_lightning.federation import Federation, weights_hash
 from fl_lightning.probing import Finding, ProbedModel, probe, select_probes
 from fl_lightning.probing.probed_model import Protection
@@ -72,6 +72,7 @@ def examine(
 
     Raises:
         InputError: a request cannot be met; nothing was written.
+        RunStopped: the run's folder cannot be written; the results were printed all the same.
     """
     names = select_probes(probes)
     place, which = parse_request(ckpt_path, checkpoint)
@@ -81,17 +82,26 @@ def examine(
     try:
         fed = prepare()
         found = probe(load_model(fed, saved, settings, allow_changed), names)
-        results = write_results(
-            run,
-            {
-                "chosen": which,
-                "settings_sha256": settings_hash(relevant_settings(settings)),
-                **make_report(fed, saved, found),
-            },
-        )
+        results = {
+            "chosen": which,
+            "settings_sha256": settings_hash(relevant_settings(settings)),
+            **make_report(fed, saved, found),
+        }
+        try:
+            results = write_results(run, results)
+        except OSError as error:
+            print_results(results, found)
+            file, reason = run.path / RESULTS_FILE, error_reason(error)
+            raise RunStopped(
+                f"test of {run.path}",
+                f"the results above could not be kept in {file} ({reason})",
+                "make room, or the folder writable, and test it again",
+            ) from error
     finally:
         run.unlock()
-    print_results(run, results, found)
+    print_results(results, found)
+    written = f"written to {run.path / RESULTS_FILE}"
+    Console().print(written, markup=False, highlight=False, soft_wrap=True)
     tracked = run.read_json("metadata.json").get("tracking_run_id")
     if tracked and logger:
         add_to_run(
@@ -353,7 +363,7 @@ def write_results(run: RunDirectory, new: dict[str, Any]) -> dict[str, Any]:
     return new
 
 
-def print_results(run: RunDirectory, new: Mapping[str, Any], found: Mapping[str, Finding]) -> None:
+def print_results(new: Mapping[str, Any], found: Mapping[str, Finding]) -> None:
     """Print the results as a table, and below it what was left out."""
     grid = Table()
     for column, justify in (("probe", "left"), ("metric", "left"), ("value", "right")):
@@ -377,9 +387,6 @@ def print_results(run: RunDirectory, new: Mapping[str, Any], found: Mapping[str,
             console.print(f"{name}: {sentence}", style="yellow", markup=False, highlight=False)
     console.print(
         f"timings and memory are of this machine: {new['machine']}", markup=False, highlight=False
-    )
-    console.print(
-        f"written to {run.path / RESULTS_FILE}", markup=False, highlight=False, soft_wrap=True
     )
 
 

@@ -3,8 +3,10 @@ trained."""
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -493,3 +495,56 @@ def test_an_unreadable_file(
 
     monkeypatch.setattr(Path, "open", denied)
     assert "it cannot be read (Permission denied)" in refuse("fit --config base.yaml", capsys)
+
+
+@pytest.mark.parametrize("command", ["configs", "--help", "configs --help", "--version"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_closed_pipe_ends_a_quick_answer_quietly(command, unbuffered):
+    read, write = os.pipe()
+    os.close(read)
+    ended = subprocess.run(
+        [sys.executable, "-m", "fl_lightning", *command.split()],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        check=False,
+    )
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize(
+    ("command", "instead"),
+    [("compare --study a", "give the command again"), ("fit", "continue with --ckpt_path")],
+)
+def test_a_full_disk_is_answered_with_what_the_command_has(monkeypatch, capsys, command, instead):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("fl_lightning.cli.early.refuse_early", full)
+    assert main(command.split()) == 1
+    said = capsys.readouterr().err
+    assert said.endswith(f"; {command.split()[0]} needs room to write; make some and {instead}\n")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "expected"),
+    [("MODEL__OPTIMIZER__LR", "0.5", "lr: 0.5"), ("MODEL__NETWORK", "mlp", "network: mlp")],
+)
+def test_the_advice_for_a_variable_that_sets_nothing_works(
+    monkeypatch, capsys, variable, value, expected
+):
+    """Whoever follows it has the setting."""
+    fit = ["fit", "--model", "FedAvg", "--model.optimizer", "torch.optim.SGD", "--print_config"]
+    monkeypatch.setenv(f"FL_LIGHTNING_{variable}", value)
+    assert main(fit) == 2
+    advice = capsys.readouterr().err.rpartition("write ")[2].strip()
+    monkeypatch.delenv(f"FL_LIGHTNING_{variable}")
+    if advice.startswith("--"):
+        fit[-1:-1] = advice.split()
+    else:
+        name, _, settings = advice.partition("=")
+        monkeypatch.setenv(name, settings.strip("'"))
+        del fit[1:5]
+    assert main(fit) == 0
+    assert expected in capsys.readouterr().out

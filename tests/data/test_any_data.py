@@ -396,6 +396,15 @@ def test_mnist_in_its_true_format(tmp_path):
     assert data.train_target.tolist() == [*range(10)] * 30
 
 
+@pytest.mark.parametrize("labels", [80, 130])
+def test_mnist_with_another_number_of_labels_is_refused(tmp_path, labels):
+    write_mnist(tmp_path, (100, 60))
+    file = tmp_path / "MNIST" / "raw" / "train-labels-idx1-ubyte"
+    file.write_bytes(struct.pack(">II", 2049, labels) + bytes(labels))
+    with pytest.raises(InputError, match=f"data.train MNIST; .* 100 images and {labels} labels"):
+        ready(partial(MNIST, str(tmp_path)), test=partial(MNIST, str(tmp_path), train=False))
+
+
 @pytest.mark.slow
 @pytest.mark.essential
 def test_mnist_is_trained_by_the_documented_command(tmp_path, monkeypatch):

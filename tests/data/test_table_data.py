@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import re
 from pathlib import Path
 
 import numpy as np
@@ -203,8 +204,51 @@ def test_numbers_of_clients_are_written_in_one_way(tmp_path):
     data = ready(written(tmp_path, table), client="hospital", num_clients=0, partition=None)
     assert data.num_clients == 4
     table.loc[9, "hospital"] = "1"
-    with pytest.raises(InputError, match="one number is written as 001 and 1; write 1 in one way"):
+    with pytest.raises(InputError, match="one value is written as 001 and 1; write it in one way"):
         ready(written(tmp_path, table), client="hospital", num_clients=0, partition=None)
+
+
+@pytest.mark.parametrize(
+    "spellings",
+    [
+        ("1.1", "1.10"),
+        ("1e3", "1000"),
+        ("9007199254740992", "9007199254740993", ""),
+        ("123456789012345678901234567890", "123456789012345678901234567891"),
+        ("True", "true"),
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("column", ["hospital", "kind"])
+def test_two_spellings_are_never_read_as_one_name(tmp_path, column, spellings):
+    """Neither of clients nor of classes, of which numbers are whole."""
+    if column == "kind":
+        spellings = ("1", "01") if "1.1" in spellings else spellings
+    table = rows()
+    table[column] = [
+        *spellings[2:],
+        *(spellings[row % 2] for row in range(60 - len(spellings[2:]))),
+    ]
+    said = f"column {column}; one value is written as {' and '.join(sorted(spellings[:2]))}"
+    own = {"client": "hospital", "missing": "drop", "num_clients": 0, "partition": None}
+    with pytest.raises(InputError, match=re.escape(said)):
+        ready(written(tmp_path, table), **own)
+    table[column] = [f"no {name}" if name else None for name in table[column]]
+    assert ready(written(tmp_path, table), **own).num_clients == (2 if column == "hospital" else 4)
+
+
+def test_a_test_file_may_write_a_class_as_a_whole_number_or_not(tmp_path):
+    """A table with a missing class is written with fractions, and 01 is no second way in one
+    file."""
+    table = rows().assign(kind=np.arange(60) % 2)
+    train = written(tmp_path, table.assign(kind=table["kind"].map("{}.0".format)))
+    data = ready(train, test=str(written(tmp_path, table, "test.csv")))
+    assert data.test_target.tolist() == table["kind"].tolist()
+    table["kind"] = ["01", *table["kind"].map(str)[1:]]
+    with pytest.raises(
+        InputError, match=r"test\.csv, column kind; one value is written as 01 and 1"
+    ):
+        ready(train, test=str(written(tmp_path, table, "test.csv")))
 
 
 def _test_rows(data: TableData, table: pd.DataFrame) -> np.ndarray:

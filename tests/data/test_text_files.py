@@ -191,6 +191,30 @@ MISTAKES = {
 }
 
 
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ("NaN", "line 1; the value of user is NaN; a name is a text"),
+        ('["a"]', 'line 1; the value of user is ["a"]; a name is a text'),
+        ('1 "1"', 'line 2; the value of user is "1" and 1 on a line before'),
+        ("1 1.0", "line 2; the value of user is 1.0 and 1 on a line before"),
+        ('true "True"', 'line 2; the value of user is "True" and true on a line before'),
+    ],
+)
+def test_two_values_are_never_read_as_one_client(tmp_path, names, said):
+    lines = [line(n)[:-1] + f', "user": {name}}}' for n, name in enumerate(names.split())]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    with pytest.raises(InputError) as refused:
+        data(tmp_path / "a.jsonl", client="user")
+    assert said in str(refused.value)
+
+
+def test_numbers_are_names_of_clients_as_they_are_written(tmp_path):
+    lines = [line(n, user=(7, 2.5, "b")[n % 3]) for n in range(60)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    assert data(tmp_path / "a.jsonl", client="user").client_names == ["2.5", "7", "b"]
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_in_a_file_is_one_line_that_names_it(tmp_path, mistake):
     wrong, said = MISTAKES[mistake]

@@ -90,6 +90,21 @@ def files(run: Path) -> dict[str, str]:
     }
 
 
+def test_results_that_cannot_be_kept_are_printed_all_the_same(run, capsys, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(probing.RunDirectory, "write_json", refuse)
+    before = files(run)
+    assert main(["test", "--ckpt_path", str(run), "--probes", "clean"]) == 1
+    said = capsys.readouterr()
+    assert "test/accuracy" in said.out
+    assert "written to" not in said.out
+    (line,) = (one for one in said.err.splitlines() if "error" in one)
+    assert f"could not be kept in {run.absolute()}/test.json (Permission denied)" in line
+    assert files(run) == before
+
+
 def test_everything_about_a_run(run, capsys):
     before = files(run)
     found = run_test(run)

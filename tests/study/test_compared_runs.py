@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -13,8 +14,10 @@ from synthetic_runs import history_of, make_run, make_study
 
 from fl_lightning.__main__ import main
 from fl_lightning.config.settings import config_of, settings_hash
+from fl_lightning.errors import InputError
+from fl_lightning.metrics import final_summary
 from fl_lightning.run.checkpoint import save_checkpoint
-from fl_lightning.run.tables import CsvTable
+from fl_lightning.run.tables import CsvTable, numbers
 from fl_lightning.study.report.compare import compare
 from fl_lightning.study.report.comparison import Comparison
 from fl_lightning.study.results import gather as gathering
@@ -70,7 +73,8 @@ def with_checkpoint(run: Path, round: int) -> None:
 
 
 def test_a_number_that_was_edited_by_hand_is_told_by_the_hash_in_the_checkpoint(tmp_path):
-    """A run without a checkpoint, or with none that can be read, has no hash to tell by."""
+    """A run without a checkpoint, or with none that can be read, has no hash to tell by, and nothing
+    else says what a loss of training was."""
     folder = make_study(tmp_path / "runs", {"A": A, "B": B})
     for seed in (0, 1):
         with_checkpoint(folder / f"A-seed{seed}", 5)
@@ -80,7 +84,7 @@ def test_a_number_that_was_edited_by_hand_is_told_by_the_hash_in_the_checkpoint(
         path = folder / name / "metrics.csv"
         head, _, last = path.read_text().rstrip("\n").rpartition("\n")
         cells = last.split(",")
-        cells[head.splitlines()[0].split(",").index("test/accuracy")] = "0.99"
+        cells[head.splitlines()[0].split(",").index("train/loss")] = "0.99"
         path.write_text(f"{head}\n{','.join(cells)}\n")
     results = gather("study", tmp_path / "runs")
     assert [entry.name for entry in results.excluded] == ["A-seed0"]
@@ -95,6 +99,120 @@ def test_a_number_that_was_edited_by_hand_is_told_by_the_hash_in_the_checkpoint(
     # damaged: it tells nothing
     (folder / "A-seed0/checkpoints/round_000005/progress.json").write_text("{")
     assert gather("study", tmp_path / "runs").excluded == []
+
+
+def _number(run: Path, name: str, value: float) -> None:
+    file = run / "metadata.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
+
+
+def _cut(run: Path, end: str) -> None:
+    """Leave out the last row of ``metrics.csv``, or what is behind some text of it."""
+    text = (run / "metrics.csv").read_text()
+    start = text[:-1].rindex("\n") + 1
+    (run / "metrics.csv").write_text(text[: text.rindex(end) + len(end)] if end else text[:start])
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda run: _cut(run, ""), "metrics.csv has 4 rounds of 5"),
+        (lambda run: _cut(run, ",0.1"), "metrics.csv is cut: it ends within the values of round 5"),
+        (
+            lambda run: _cut(run, "5,0.4,"),
+            "metrics.csv is cut: it ends within the values of round 5",
+        ),
+        (lambda run: _number(run, "final/accuracy", 0.99), "metadata.json has final/accuracy 0.99"),
+        (lambda run: _number(run, "final/last5_accuracy", 0.99), "has final/last5_accuracy 0.99"),
+        (lambda run: _number(run, "final/best_val_round", 2), "has final/best_val_round 2"),
+        (lambda run: _number(run, "seed", 7), "metadata.json has seed 7, and config.yaml 0"),
+    ],
+)
+def test_a_run_without_checkpoints_whose_files_do_not_fit_is_named(tmp_path, damage, said):
+    config = {"trainer.max_rounds": 5}
+    folder = make_study(tmp_path, {"A": A, "B": B}, run={"config": config})
+    (folder / "study.yaml").unlink()  # a plain folder of runs, in which any seed may be
+    assert gather("study", tmp_path).excluded == []
+    damage(folder / "A-seed0")
+    results = gather("study", tmp_path)
+    assert [entry.name for entry in results.excluded] == ["A-seed0"]
+    assert said in results.excluded[0].reason
+    assert len(results.runs) == 5
+
+
+def test_a_run_that_was_stopped_early_has_fewer_rounds(tmp_path):
+    folder = make_study(tmp_path, {"A": A, "B": B}, run={"config": {"trainer.max_rounds": 9}})
+    with pytest.raises(InputError, match=r"metrics\.csv has 5 rounds of 9"):
+        gather("study", tmp_path)
+    for run in folder.glob("*-seed*"):
+        _number(run, "stopped_early", "val/accuracy has not improved")
+    assert len(gather("study", tmp_path).runs) == 6
+    _cut(folder / "B-seed1", "")
+    assert "metrics.csv gives" in gather("study", tmp_path).excluded[0].reason
+
+
+@pytest.mark.parametrize("file", ["metadata.json", "config.yaml", "metrics.csv", "test.json"])
+def test_a_folder_in_the_place_of_a_file_is_named_and_the_other_runs_count(tmp_path, file):
+    folder = make_study(tmp_path, {"A": A, "B": B}, run={"tested": {"fgsm/accuracy": 0.5}})
+    (folder / "A-seed0" / file).unlink()
+    (folder / "A-seed0" / file).mkdir()
+    results = gather("study", tmp_path)
+    assert f"{file} cannot be read: " in results.excluded[0].reason
+    assert len(results.runs) == 5
+
+
+def test_a_closed_run_folder_is_named_and_the_other_runs_count(tmp_path, monkeypatch):
+    """Who may not look into a folder cannot even ask whether it holds a run."""
+    folder = make_study(tmp_path, {"A": A, "B": B})
+
+    def closed(ask):
+        def asked(path, *more):
+            if Path(path).parent == folder / "A-seed0":
+                raise PermissionError(13, "Permission denied", str(path))
+            return ask(path, *more) and Path(path) != folder / "A-seed0"
+
+        return asked
+
+    for owner, name in ((Path, "exists"), (os, "access")):
+        monkeypatch.setattr(owner, name, closed(getattr(owner, name)))
+    read = Path.read_bytes
+    monkeypatch.setattr(
+        Path, "read_bytes", lambda path: closed(lambda path: True)(path) and read(path)
+    )
+    results = gather("study", tmp_path)
+    assert results.excluded[0].reason == "metadata.json cannot be read: Permission denied"
+    assert len(results.runs) == 5
+
+
+def test_a_test_of_rounds_that_were_made_anew_is_left_out_and_named(tmp_path):
+    """The last round is told by its weights, and another one by what training had measured."""
+    for selection, recorded, weights, counts in (
+        ("last", {}, 0, True),
+        ("last", {}, 7, False),
+        ("best_val", {"test/accuracy": 0.45}, 7, True),
+        ("best_val", {"test/accuracy": 0.46}, 7, False),
+    ):
+        root = tmp_path / f"{selection}-{counts}"
+        folder = make_study(root, {"A": A, "B": B}, selection=selection)
+        round = 5 if selection == "last" else 3
+        test = {
+            "metrics": {"fgsm/accuracy": 0.5},
+            "round": round,
+            "weights_sha256": f"{weights:064x}",
+        }
+        (folder / "A-seed0/test.json").write_text(json.dumps(test | {"recorded": recorded}))
+        rows = numbers((folder / "A-seed0/metrics.csv").read_bytes())
+        rows[2] |= {"test/accuracy": 0.45, "val/accuracy": 0.99}
+        lines = [",".join(map(str, some)) for some in (rows[0], *(row.values() for row in rows))]
+        (folder / "A-seed0/metrics.csv").write_text("\n".join([*lines, ""]))
+        for name, value in final_summary(rows).items():
+            _number(folder / "A-seed0", name, value)
+        results = gather("study", root)
+        assert results.excluded == []
+        assert ("fgsm/accuracy" in results.runs[0].metrics) == counts
+        why = f"it is of other weights: round {round} was made anew since; test it again"
+        found = [(entry.name, entry.reason) for entry in results.not_counted]
+        assert found == ([] if counts else [("test.json of A-seed0", why)])
 
 
 def test_files_of_a_run_that_are_nested_too_deeply_are_named(tmp_path):

@@ -12,6 +12,8 @@ from synthetic_runs import make_run, make_study
 
 from fl_lightning.__main__ import main
 from fl_lightning.errors import InputError
+from fl_lightning.metrics import final_summary
+from fl_lightning.run.tables import numbers
 from fl_lightning.study.metric_names import direction
 from fl_lightning.study.plan.criteria import parse
 from fl_lightning.study.plan.study import Study
@@ -94,13 +96,17 @@ def test_epsilon_is_that_of_the_whole_run_and_needs_no_spread(selection, tmp_pat
     texts = ['metric("privacy/epsilon", A) < 2.5', 'max("privacy/epsilon", A) <= 2.5']
     folder = make_study(tmp_path, {"A": A, "B": B}, criteria=texts, selection=selection)
     for path in folder.glob("A-*/metrics.csv"):
-        header, *rows = path.read_text().splitlines()
-        rows = [f"{row},{0.5 * number}" for number, row in enumerate(rows, start=1)]
-        path.write_text("\n".join([f"{header},privacy/epsilon", *rows, ""]))
+        rows = numbers(path.read_bytes())
+        rows = [
+            {**row, "privacy/epsilon": 0.5 * number} for number, row in enumerate(rows, start=1)
+        ]
+        rows[1]["val/accuracy"] = 0.95
+        lines = [",".join(map(str, some)) for some in (rows[0], *(row.values() for row in rows))]
+        path.write_text("\n".join([*lines, ""]))
         metadata = json.loads((path.parent / "metadata.json").read_text())
-        (path.parent / "metadata.json").write_text(
-            json.dumps({**metadata, "final/best_val_round": 2})
-        )
+        metadata |= final_summary(rows)
+        assert metadata["final/best_val_round"] == 2
+        (path.parent / "metadata.json").write_text(json.dumps(metadata))
     comparison = comparison_of(tmp_path)
     assert [verdict.decision for verdict in verdicts(comparison)] == ["fails", "holds"]
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import optuna
 import pytest
 import yaml
+from optuna.trial import TrialState
 from places import CONFIGS
 
 from fl_lightning.__main__ import main
@@ -41,6 +43,9 @@ class Runs:
     def __init__(self, folder: Path, lives: int = 1000, task: Task | None = None) -> None:
         self.slots, self.running, self.folder, self.lives, self.task = [{}], [], folder, lives, task
         self.jobs: list[Job] = []
+        self.made: list[dict] = [{}]
+        """What ``metadata.json`` says of data and files, of one run after the other; the last says
+        it of all others."""
 
     def run(self, jobs, ended, look=lambda running: None):
         waiting = list(jobs)
@@ -66,7 +71,8 @@ class Runs:
                 lines = [f"{round},{good + 5 - round}\n" for round in range(1, 6)]
                 metadata = {f"final/best_val_{name}": good, "task": task_of(self.task)}
             (run / "metrics.csv").write_text(f"round,val/{name}\n" + "".join(lines))
-            (run / "metadata.json").write_text(json.dumps(metadata))
+            made = self.made.pop(0) if len(self.made) > 1 else self.made[0]
+            (run / "metadata.json").write_text(json.dumps(metadata | made))
             process = Process()
             look([RunningJob(job, process, 0)])
             following = ended(RunningJob(job, process, 0), 143 if process.stopped else 0)
@@ -252,6 +258,30 @@ def test_a_search_is_not_continued_when_the_contents_of_its_configuration_have_c
     assert tried(tmp_path) == before
     (tmp_path / "base.yaml").write_text("lr: 1\n")
     session(tmp_path, text=text)[0].run()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "several"),
+    [
+        ({"content_sha256": "a"}, {"content_sha256": "b"}, "the data"),
+        ({"content_sha256": "a", "code": {"net": "c"}}, {"code": {"net": "d"}}, "net"),
+        ({"code": {"net": "c"}}, {"code": {"average": "d"}}, None),  # the search may vary the class
+    ],
+)
+def test_trials_of_other_data_or_files_are_not_compared(tmp_path, first, second, several):
+    one, runs = session(tmp_path)
+    runs.made = [first, second]
+    if several is None:
+        one.run()
+        return
+    said = rf"trial-0000 and trial-0001 of .*two versions of {several}, .*remove .*/trial-0001$"
+    with pytest.raises(InputError, match=said):
+        one.run()
+    shutil.rmtree(tmp_path / "small-tune/trial-0001")
+    again, runs = session(tmp_path)
+    runs.made = [first]
+    again.run()
+    assert len(again.trials(TrialState.COMPLETE)) == 8
 
 
 def test_a_trial_is_credited_with_its_own_run_and_not_with_one_that_has_its_name(tmp_path):

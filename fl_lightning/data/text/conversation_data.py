@@ -146,7 +146,7 @@ class ConversationFiles(TextData):
         return parts
 
     def _talks(self, path: Path) -> list[Talk]:
-        found = []
+        found, seen = [], dict[str, Any]()
         for entry, place in json_records(path, read_text(path), LISTS):
             key = self.client_key
             require(
@@ -155,7 +155,7 @@ class ConversationFiles(TextData):
                 f"the key {key} is missing",
                 f'add "{key}": "..."',
             )
-            who = name_under(key, entry, place) if key else "all"
+            who = name_under(key, entry, place, seen) if key else "all"
             found.append(Talk(turns_of(entry, place), place, who))
         return found
 

@@ -244,7 +244,7 @@ class PreferenceFiles(PreferenceData):
 
     def _lines(self, path: Path) -> list[tuple[AnswerPair, str, str]]:
         """Return pair, place and client of each line."""
-        found = []
+        found, seen = [], dict[str, Any]()
         for entry, place in json_records(path, read_text(path)):
             for name in [*AnswerPair._fields, *([self.client_key] if self.client_key else [])]:
                 require(name in entry, place, f"the key {name} is missing", f'add "{name}": "..."')
@@ -258,7 +258,7 @@ class PreferenceFiles(PreferenceData):
                 "chosen and rejected are two different answers, and none is empty",
                 "remove the line",
             )
-            who = name_under(self.client_key, entry, place) if self.client_key else "all"
+            who = name_under(self.client_key, entry, place, seen) if self.client_key else "all"
             found.append((pair, place, who))
         return found
 

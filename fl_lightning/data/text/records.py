@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -132,22 +133,32 @@ def _whole_document(text: str) -> dict[str, list[Any]] | list[Any] | None:
     return found if objects and any(lists) else None
 
 
-def name_under(key: str, entry: Mapping[str, Any], place: str) -> str:
+def name_under(key: str, entry: Mapping[str, Any], place: str, seen: dict[str, Any]) -> str:
     """Return the client or group that a line names.
 
     Args:
         key: under which.
         entry: values by name; it has the key.
         place: where it stands, for messages.
+        seen: what the lines before have under the key, by text; the value is put into it.
 
     Raises:
-        InputError: it is null, or holds half a character, which no file of a run can.
+        InputError: it is null, no text and no number, or holds half a character, which no file of a
+            run can; or a line before has, say, ``1`` where this one has ``"1"`` or ``1.0``.
     """
-    require(entry[key] is not None, place, f"the value of {key} is null", "say whose it is")
-    name = str(entry[key])
+    value = entry[key]
+    require(value is not None, place, f"the value of {key} is null", "say whose it is")
+    name, given = str(value), f"the value of {key} is {json.dumps(value)[:40]}"
+    finite = isinstance(value, (str, bool, int)) or (isinstance(value, float) and isfinite(value))
+    require(finite, place, given, f'a name is a text: write "{key}": "..."')
     require(
         not SURROGATE.search(name), place, f"the value of {key} is no text", "write another name"
     )
+    whole = isinstance(value, float) and value.is_integer()
+    first = seen.setdefault(str(int(value)) if whole else name, value)
+    before = f"and {json.dumps(first)} on a line before"
+    say = "write one client in one way, or two with different texts"
+    require(type(first) is type(value), place, f"{given} {before}", say)
     return name
 
 

@@ -290,11 +290,13 @@ def record_lines(
     Raises:
         InputError: a line is not JSON, no object, lacks a key, or a value is no text.
     """
+    seen: dict[str, dict[str, Any]] = {key: {} for key in (client_key, group_key) if key}
     for entry, place in json_records(path, text):
         record = fields.checked(entry, place, *filter(None, (client_key, group_key)))
         known = fields.of(entry)
         names = [
-            name_under(key, known, place) if key else path.name for key in (client_key, group_key)
+            name_under(key, known, place, seen[key]) if key else path.name
+            for key in (client_key, group_key)
         ]
         yield Line(record, place, *names)
 

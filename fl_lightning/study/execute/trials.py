@@ -17,7 +17,13 @@ import yaml
 from optuna.trial import FrozenTrial, TrialState
 
 from fl_lightning.config.near_names import nearest_or_list
-from fl_lightning.config.settings import changed_settings, flatten, is_free, settings_hash
+from fl_lightning.config.settings import (
+    changed_settings,
+    flatten,
+    is_free,
+    is_under,
+    settings_hash,
+)
 from fl_lightning.errors import InputError, require
 from fl_lightning.run.directory import read_json
 from fl_lightning.study.execute.cells import resolved_settings
@@ -37,6 +43,8 @@ REPEATED = "repeated"
 """The mark of a trial with the values of an earlier one, which is not made."""
 TASK = "task"
 """What ``metadata.json`` calls the task of a run; the search keeps it."""
+MADE = "made"
+"""Of what a trial was made: the SHA-256 of its examples and of the user's files that it ran."""
 MAX_CHANGES_SHOWN = 4
 
 
@@ -176,6 +184,33 @@ class SearchSession(SearchRun):
         self.study.set_user_attr(TASK, document[TASK])
         self.task, self.knows_task = task, True
 
+    def learn_made(self, job: Job, run: Path | None) -> None:
+        """Note of what a trial was made; it is the same for all, except what the search itself
+        varies.
+
+        Raises:
+            InputError: an earlier trial was made with other examples, or another version of a file.
+        """
+        document = read_json(run / "metadata.json") if run else {}
+        trial = self.study.get_trials()[number_of(job)]
+        own = [
+            f" with {key} {value}" for key, value in trial.params.items() if is_under(key, ["data"])
+        ]
+        made = {f"the data{''.join(own)}": document.get("content_sha256")}
+        made |= document.get("code") or {}
+        made = {what: sha for what, sha in made.items() if sha}
+        for other in self.study.get_trials():
+            before = other.user_attrs.get(MADE, {})
+            several = [what for what in made if made[what] != before.get(what, made[what])]
+            require(
+                not several,
+                f"{self.name_of(other)} and {job.name} of {self.folder}",
+                f"they were made with two versions of {', '.join(several)}, and cannot be compared",
+                f"remove {self.folder} to search anew, or restore the first version "
+                f"and remove {run}",
+            )
+        self.study._storage.set_trial_user_attr(trial._trial_id, MADE, made)
+
     @property
     def metric(self) -> str:
         """The metric that is optimised."""
@@ -306,6 +341,7 @@ class SearchSession(SearchRun):
         self.at_work.discard(number)
         run = self.run_of(job)
         self.learn_task(run)
+        self.learn_made(job, run)
         value = metric_of(run, self.metric) if run and code == 0 else None
         if (
             run

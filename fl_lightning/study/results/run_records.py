@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from math import isclose, isnan
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fl_lightning.config.recorded import not_recorded
 from fl_lightning.config.settings import config_of, is_free, settings_hash
 from fl_lightning.errors import InputError
+from fl_lightning.metrics.summary import final_summary
 from fl_lightning.run.checkpoint import CheckpointError, load_document
 from fl_lightning.run.clients import FILE as CLIENTS
 from fl_lightning.run.directory import numbered, read_json
 from fl_lightning.run.paths import checkpoints_in
 from fl_lightning.run.tables import CsvTable, numbers
+from fl_lightning.study.metric_names import TaskMetrics
 
 log = logging.getLogger("fl_lightning")
 
@@ -37,6 +43,8 @@ PROBED = (
     *("membership/", "inversion/"),
 )
 """The beginnings of metrics that ``test`` alone measures."""
+ROUNDING = 1e-9
+"""By which share a number of ``metadata.json`` may differ from the same one computed again."""
 
 
 class Tested(NamedTuple):
@@ -46,17 +54,23 @@ class Tested(NamedTuple):
         metrics: by name.
         checkpoint: the one that it was told to take: ``last``, ``best`` or a name.
         round: the round of that checkpoint.
+        weights: SHA-256 of its weights; None: not known.
+        recorded: what training had measured of that round, by name.
     """
 
     metrics: Mapping[str, float]
     checkpoint: str = "last"
     round: Any = None
+    weights: str | None = None
+    recorded: Mapping[str, float] = MappingProxyType({})
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Tested:
         """Return the content of a ``test.json``."""
         metrics = _numbers({**document.get("metrics", {}), **document.get("timings", {})})
-        return cls(metrics, str(document.get("chosen", "last")), document.get("round"))
+        chosen, recorded = str(document.get("chosen", "last")), document.get("recorded", {})
+        known = document.get("weights_sha256")
+        return cls(metrics, chosen, document.get("round"), known, _numbers(recorded))
 
 
 @dataclass(frozen=True)
@@ -75,6 +89,8 @@ class RunRecord:
             and have no hash.
         checkpoint: the one that ``test`` was told to take: ``last``, ``best`` or a name.
         tested_round: the round of that checkpoint.
+        tested_weights: SHA-256 of its weights; None: not known.
+        tested_before: what training had measured of that round, by name, as ``test`` found it.
         clients: the text of ``clients.csv``; empty where there is none.
         older_tests: what ``test`` has measured of other checkpoints.
     """
@@ -89,6 +105,8 @@ class RunRecord:
     typed: bool = True
     checkpoint: str = "last"
     tested_round: Any = None
+    tested_weights: str | None = None
+    tested_before: Mapping[str, float] = field(default_factory=dict)
     clients: str = ""
     older_tests: Sequence[Tested] = ()
 
@@ -98,9 +116,27 @@ class RunRecord:
         older = next((one for one in self.older_tests if one.round == round), None)
         if self.tested_round == round or older is None:
             return self
-        return replace(
-            self, tested=older.metrics, checkpoint=older.checkpoint, tested_round=older.round
-        )
+        return replace(self, **_as_tested(older))
+
+    @property
+    def is_test_of_others(self) -> bool:
+        """Whether the round that ``test`` took has been made anew since, with other weights."""
+        row = next((row for row in self.history if row["round"] == self.tested_round), {})
+        known = self.metadata.get("weights_sha256")
+        if self.tested_weights and known and row and row is self.history[-1]:
+            return bool(self.tested_weights != known)
+        return any(row.get(name, value) != value for name, value in self.tested_before.items())
+
+
+def _as_tested(test: Tested) -> dict[str, Any]:
+    """Return what a record has of a test."""
+    return {
+        "tested": test.metrics,
+        "checkpoint": test.checkpoint,
+        "tested_round": test.round,
+        "tested_weights": test.weights,
+        "tested_before": test.recorded,
+    }
 
 
 def read_folder(folder: Path) -> list[RunRecord]:
@@ -115,12 +151,14 @@ def runs_in(folder: Path) -> int:
 
 
 def _run_directories(folder: Path) -> list[Path]:
-    paths = sorted(
+    paths = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    # one that cannot be looked into may be a run, and is named then
+    return sorted(
         path
-        for path in folder.iterdir()
-        if (path / "metadata.json").exists() or (path / "config.yaml").exists()
+        for path in paths
+        if not os.access(path, os.X_OK)
+        or any((path / name).exists() for name in ("metadata.json", "config.yaml"))
     )
-    return [path for path in paths if path.is_dir() and not path.name.startswith(".")]
 
 
 def read_directory(path: Path) -> RunRecord:
@@ -131,7 +169,8 @@ def read_directory(path: Path) -> RunRecord:
     try:
         metadata = _mapping(path / file)
         file = "metrics.csv"
-        history = numbers((path / file).read_bytes()) if (path / file).exists() else []
+        table = (path / file).read_bytes() if (path / file).exists() else b""
+        history = numbers(table)
         file = "test.json"
         tested = Tested.of(_mapping(path / file) if (path / file).exists() else {})
         older = [Tested.of(read_json(other)) for other in sorted(path.glob("test_round_*.json"))]
@@ -142,19 +181,23 @@ def read_directory(path: Path) -> RunRecord:
     except (OSError, ValueError, AttributeError, TypeError, RecursionError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         return RunRecord(path.name, str(path), metadata, [], {}, f"{file} cannot be read: {reason}")
-    wrong = problem(metadata, history) or _changed_metrics(path, metadata, history) or unknown
+    wrong = (
+        problem(metadata, history)
+        or _changed_metrics(path, history)
+        or _cut_metrics(table, metadata, settings)
+        or _changed_metadata(metadata, history, settings)
+        or unknown
+    )
     return RunRecord(
         path.name,
         str(path),
         metadata,
         history,
-        tested.metrics,
-        wrong,
-        settings,
-        checkpoint=tested.checkpoint,
-        tested_round=tested.round,
+        problem=wrong,
+        settings=settings,
         clients=clients,
         older_tests=older,
+        **_as_tested(tested),
     )
 
 
@@ -214,15 +257,13 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items() if is_number(value)}
 
 
-def _changed_metrics(
-    run: Path, metadata: Mapping[str, Any], history: Sequence[Mapping[str, float]]
-) -> str:
-    """Return that the rounds in ``metrics.csv``, or the ``final/*`` of ``metadata.json``, are not
-    those that the run wrote, by the hash in its newest checkpoint that can be read; empty where
-    they are, and for a run without checkpoints."""
+def _changed_metrics(run: Path, history: Sequence[Mapping[str, float]]) -> str:
+    """Return that the rounds in ``metrics.csv`` are not those that the run wrote, by the hash in
+    its newest checkpoint that can be read; empty where they are, and for a run without
+    checkpoints."""
     table = CsvTable(run / "metrics.csv", run / "metrics.csv")
     for checkpoint in checkpoints_in(run / "checkpoints"):
-        with suppress(CheckpointError, KeyError, TypeError):
+        with suppress(CheckpointError, KeyError, TypeError, OSError):
             mark = load_document(checkpoint, "progress")["tables"]["metrics"]
             if table.holds(mark):
                 if mark["rows"] != len(history):
@@ -230,7 +271,7 @@ def _changed_metrics(
                         f"its newest checkpoint, {checkpoint.name}, is of {mark['rows']} rounds, and "
                         f"metrics.csv has {len(history)}: nothing says that the others are the run's"
                     )
-                return _changed_summary(metadata, history)
+                return ""
             return (
                 f"metrics.csv was changed since the run wrote it, by its SHA-256 in checkpoints/"
                 f"{checkpoint.name}; checkpoints/metrics.csv is its copy"
@@ -238,13 +279,47 @@ def _changed_metrics(
     return ""
 
 
-def _changed_summary(metadata: Mapping[str, Any], history: Sequence[Mapping[str, float]]) -> str:
-    """Return which ``final/*`` of ``metadata.json`` is not what the rounds say; empty where none
-    is."""
-    for name, value in metadata.items():
-        of_test = [row[f"test/{name[6:]}"] for row in history if f"test/{name[6:]}" in row]
-        if name.startswith("final/") and of_test and is_number(value) and value != of_test[-1]:
-            return f"metadata.json has {name} {value:.6g}, and its last round has {of_test[-1]:.6g}"
+def _cut_metrics(table: bytes, metadata: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """Return that ``metrics.csv`` lacks rounds or values at its end; empty where it does not.
+
+    A run has all its rounds, unless ``metadata.json`` says why it was stopped early.
+    """
+    rows = list(csv.reader(io.StringIO(table.decode())))
+    short = next((row for row in rows if len(row) != len(rows[0])), None)
+    if short or not table.endswith(b"\n"):
+        number = (short or rows[-1])[0]
+        return f"metrics.csv is cut: it ends within the values of round {number}"
+    asked, made = settings.get("trainer.max_rounds"), len(rows) - 1
+    if isinstance(asked, int) and made < asked and not metadata.get("stopped_early"):
+        return (
+            f"metrics.csv has {made} rounds of {asked}, and metadata.json says that it is finished"
+        )
+    return ""
+
+
+def _changed_metadata(
+    metadata: Mapping[str, Any],
+    history: Sequence[Mapping[str, float]],
+    settings: Mapping[str, Any],
+) -> str:
+    """Return what ``metadata.json`` has that is not what the rounds, or ``config.yaml``, say; empty
+    where nothing is."""
+    seed = settings.get("seed_everything")
+    if type(seed) is int and seed != metadata["seed"]:
+        return f"metadata.json has seed {metadata['seed']}, and config.yaml {seed}"
+    task = TaskMetrics.of_run(metadata)
+    measured = {name: value for row in history for name, value in row.items()}
+    found = {f"final/{name[5:]}": value for name, value in measured.items() if name[:5] == "test/"}
+    found |= final_summary(
+        history,
+        task.primary,
+        higher_is_better=task.higher_is_better,
+        is_share=task.primary in task.shares,
+    )
+    for name in found.keys() & metadata.keys():
+        both = float(metadata[name]), float(found[name])
+        if not isclose(*both, rel_tol=ROUNDING) and not all(map(isnan, both)):
+            return f"metadata.json has {name} {both[0]:.6g}, and metrics.csv gives {both[1]:.6g}"
     return ""
 
 

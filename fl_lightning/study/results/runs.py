@@ -195,7 +195,8 @@ class Results:
             compared at every level of the grid stands there once for each.
         excluded: all others.
         stopping: where a study that adds seeds has stopped; None: its seeds are fixed.
-        other_tests: results of ``test`` that are of another round than the study's tables.
+        other_tests: results of ``test`` that are of another round than the study's tables, or of
+            other weights.
         records: everything that was read, finished or not.
     """
 
@@ -357,7 +358,8 @@ def selected(results: Results) -> Results:
     """Give every run the metrics of the model that the study selects, and the study the task of its
     runs.
 
-    What ``test`` measured of another round is left out, and listed in ``other_tests``.
+    What ``test`` measured of another round, or of other weights, is left out, and listed in
+    ``other_tests``.
     """
     study, runs, others = results.study, [], []
     if results.runs:
@@ -369,10 +371,15 @@ def selected(results: Results) -> Results:
         chosen = selected_round(run.record, study.selection)
         record = run.record.tested_at(chosen)
         run = replace(run, record=record)
+        why = ""
         if record.tested and record.tested_round != chosen:
-            others.append(
-                ExcludedRun(f"test.json of {run.name}", _why_other(run, chosen, study.selection))
-            )
+            why = _why_other(run, chosen, study.selection)
+        elif record.tested and record.is_test_of_others:
+            why = f"it is of other weights: round {chosen:.0f} was made anew since; test it again"
+            record = replace(record, tested={})
+            run = replace(run, record=record)
+        if why:
+            others.append(ExcludedRun(f"test.json of {run.name}", why))
         metrics = run_metrics(record, study.target_value, study.selection, study.task)
         runs.append(replace(run, metrics=metrics))
     return replace(results, study=study, runs=runs, other_tests=others)
