@@ -3,9 +3,11 @@
 python docs/published_figures.py                    # from the tables in docs/results/published
 python docs/published_figures.py --runs runs        # after it has added the runs of
 configs/published there
+python docs/published_figures.py --runs runs --theirs theirs.csv    # and what PFLlib's own code had
+in as many rounds, from benchmarks/peers/pfllib.py
 
 ``figures.csv`` has what was published, ``ours.csv`` the runs, ``costs.csv`` the CPU seconds of a
-round.
+round, ``side_by_side.csv`` the accuracy after each round of PFLlib's own code and of ours.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ POINTS = 2.0
 """A disagreement beyond so many points is named."""
 Row = Mapping[str, str]
 RUN = ("study", "level", "method", "seed", "rounds", "best", "last")
+SIDE_BY_SIDE = ("level", "method", "round", "theirs", "ours")
 SOURCES = {
     "niid_bench": (
         "NIID-Bench",
@@ -58,11 +61,30 @@ there, so that these figures are no estimate of how good a method is; they are h
 published ones alone. What was run with fewer rounds says how many, and agrees or disagrees with nothing.
 *N minutes* are what a run of all rounds takes on two cores, by CPU seconds of a round on a machine in use.
 """
+BESIDE = """\
+### PFLlib's own code beside ours
+
+`benchmarks/peers/pfllib.py` runs a method of a checkout of PFLlib at d832e76, on the partition that its own
+generator makes. Ours are the first rounds of the study above, setting `practical`, seed 0. Each figure is the
+accuracy (%) on the clients' test sets after a round: of FedAvg and FedProx the global model's, of the others
+the clients' own. Both sides have network, partition, optimizer, rate, batch, epochs and mu (FedProx 0.001,
+Ditto 0.1) in common. Initial weights, the order of examples and which quarter of a client's images is its
+test set are each side's own, and PFLlib leaves out a client's last batch of fewer than ten images. PFLlib
+tests a client of FedALA when it has mixed its model with the global one, and ours when it has trained, which
+the first rounds show. There is one run of each, so that no interval stands beside a difference.
+"""
 
 
 def read(name: str) -> list[dict[str, str]]:
     with (TABLES / f"{name}.csv").open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
+
+
+def write(name: str, columns: Sequence[str], rows: Iterable[Row]) -> None:
+    with (TABLES / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def rows_of_runs(root: Path) -> Iterator[dict[str, str]]:
@@ -85,6 +107,33 @@ def rows_of_runs(root: Path) -> Iterator[dict[str, str]]:
                     "best": f"{max(found):.6f}",
                     "last": f"{found[-1]:.6f}",
                 }
+
+
+def side_by_side(root: Path, theirs: Path) -> list[dict[str, str]]:
+    """Return a row for each round that both PFLlib's code and a run of ours have made."""
+    with theirs.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.reader(file))
+    personal = {method for method, kind, *_ in rows if kind == "personal"}
+    found = {
+        (method.replace("FedROD", "FedRoD"), int(round)): accuracy
+        for method, kind, round, accuracy in rows
+        if kind == "personal" or method not in personal
+    }
+    both = []
+    for record in read_folder(root / "pfllib_short"):
+        method = str(record.metadata["tags"]["label"])
+        for row in record.history if record.metadata["status"] == "finished" else ():
+            if (method, round := int(row["round"])) in found and "test/accuracy" in row:
+                both.append(
+                    {
+                        "level": str(record.metadata["tags"]["skew"]),
+                        "method": method,
+                        "round": str(round),
+                        "theirs": found[method, round],
+                        "ours": f"{row['test/accuracy']:.6f}",
+                    }
+                )
+    return both
 
 
 def with_runs(rows: Iterable[Row], found: Iterable[Row]) -> list[Row]:
@@ -132,6 +181,33 @@ def ours(study: str, runs: Sequence[Row], method: str, published: float | None) 
     return shown, f"{seeds}; {mean - published:+.1f} points{unexplained}"
 
 
+def beside_their_code() -> str:
+    """Return the section of PFLlib's own code beside ours."""
+    accuracy: dict[str, dict[int, tuple[float, float]]] = {}
+    for row in read("side_by_side"):
+        both = 100 * float(row["theirs"]), 100 * float(row["ours"])
+        accuracy.setdefault(row["method"], {})[int(row["round"])] = both
+    last = min(map(max, accuracy.values()))  # which all have made
+    shown = sorted({1, (last + 1) // 2, last})
+    heads = [f"round {round}, {who}" for round in shown for who in ("PFLlib", "ours")]
+    lines = ["| method | " + " | ".join(heads) + " | difference |"]
+    lines.append("|---" + "|---:" * (len(heads) + 1) + "|")
+    apart = {}
+    for method, found in accuracy.items():
+        theirs, mine = found[last]
+        apart[method] = mine - theirs
+        cells = [f"{value:.2f}" for round in shown for value in found[round]]
+        lines.append(f"| {method} | {' | '.join(cells)} | {apart[method]:+.1f} |")
+    most = max(apart, key=lambda method: abs(apart[method]))
+    far = [method for method in apart if abs(apart[method]) > POINTS]
+    said = (
+        f"After {last} rounds the largest difference is {apart[most]:+.1f} points, of {most}; "
+        + (f"{', '.join(far)}: more than two points" if far else "none is more than two points")
+        + "."
+    )
+    return "\n\n".join([BESIDE.strip(), "\n".join(lines), said])
+
+
 def page() -> str:
     """Return the page."""
     figures, runs, parts = read("figures"), read("ours"), [HEAD]
@@ -152,19 +228,21 @@ def page() -> str:
             )
             lines.append(f"| {row['level']} | {row['method']} | {published} | {number} | {said} |")
         parts.append("\n".join(lines))
+        if study == "pfllib":
+            parts.append(beside_their_code())
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=Path, help="folder of runs that are added to ours.csv")
+    parser.add_argument("--theirs", type=Path, help="what PFLlib's own code had, beside --runs")
     given = parser.parse_args()
+    if given.theirs is not None:
+        write("side_by_side", SIDE_BY_SIDE, side_by_side(given.runs, given.theirs))
     if given.runs is not None:
         merged = with_runs(read("ours"), rows_of_runs(given.runs))
-        with (TABLES / "ours.csv").open("w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, RUN, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(merged)
+        write("ours", RUN, merged)
     PAGE.write_text(page(), encoding="utf-8")
 
 

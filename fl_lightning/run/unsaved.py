@@ -42,9 +42,10 @@ def unsaved_state(fed: Federation) -> dict[tuple[str, str], str]:
     seen = {
         (type(one).__name__, name): _seen(value) for one in own for name, value in vars(one).items()
     }
-    if (module := method.module) is None:
+    module, untrained = method.module, method.untrained[0]
+    if module is None or untrained is None:
         return seen
-    as_given = dict(method.untrained[0].named_modules())
+    as_given = dict(untrained.named_modules())
     for path, part in module.named_modules():
         # what a step or an evaluation leaves behind, such as features, is made anew in the next
         first = vars(as_given[path]) if path in as_given else {}

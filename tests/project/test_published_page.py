@@ -65,7 +65,7 @@ def test_ours_are_the_best_rounds_of_finished_runs_with_their_interval(
         ["50", "0.910000", "0.910000"],
         ["50", "0.950000", "0.920000"],
     ]
-    for name in ("figures", "costs"):
+    for name in ("figures", "costs", "side_by_side"):
         (tmp_path / f"{name}.csv").write_text((published.TABLES / f"{name}.csv").read_text())
     with (tmp_path / "ours.csv").open("w", newline="") as file:
         csv.writer(file).writerows(rows)
@@ -83,6 +83,27 @@ def test_ours_are_the_best_rounds_of_finished_runs_with_their_interval(
     assert "| 3 of 50 rounds, 3 seeds; all take" in lines[1]
     assert "points" not in lines[1]
     assert "not run, " in published.page()
+
+
+def test_pfllibs_own_code_is_compared_in_rounds_that_both_have_made(published, tmp_path):
+    """Of Ditto the clients' own models count, and a round that ours has not made is left out."""
+    for method, found in (("Ditto", [0.5, 0.6]), ("FedRoD", [0.7])):
+        run = tmp_path / "runs/pfllib_short" / method
+        run.mkdir(parents=True)
+        about = {"seed": 0, "status": "finished", "tags": {"label": method, "skew": "practical"}}
+        (run / "metadata.json").write_text(json.dumps(about))
+        (run / "config.yaml").write_text("{}")
+        rows = "".join(f"{number},{value}\n" for number, value in enumerate(found, 1))
+        (run / "metrics.csv").write_text(f"round,test/accuracy\n{rows}")
+    theirs = tmp_path / "theirs.csv"
+    theirs.write_text(
+        "Ditto,own,1,0.1\nDitto,personal,1,0.4\nFedROD,own,0,0\nFedROD,own,1,0.8\nFedROD,own,2,1\n"
+    )
+    found = published.side_by_side(tmp_path / "runs", theirs)
+    assert [(row["method"], row["round"], row["theirs"], row["ours"]) for row in found] == [
+        ("Ditto", "1", "0.4", "0.500000"),
+        ("FedRoD", "1", "0.8", "0.700000"),
+    ]
 
 
 def test_runs_of_another_machine_are_added_and_of_one_run_that_of_most_rounds_counts(published):

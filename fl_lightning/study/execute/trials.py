@@ -44,7 +44,7 @@ REPEATED = "repeated"
 TASK = "task"
 """What ``metadata.json`` calls the task of a run; the search keeps it."""
 MADE = "made"
-"""Of what a trial was made: the SHA-256 of its examples and of the user's files that it ran."""
+"""Of what each trial was made: the SHA-256 of its examples and of the user's files that it ran."""
 MAX_CHANGES_SHOWN = 4
 
 
@@ -199,17 +199,17 @@ class SearchSession(SearchRun):
         made = {f"the data{''.join(own)}": document.get("content_sha256")}
         made |= document.get("code") or {}
         made = {what: sha for what, sha in made.items() if sha}
-        for other in self.study.get_trials():
-            before = other.user_attrs.get(MADE, {})
+        known: dict[str, dict[str, str]] = self.study.user_attrs.get(MADE, {})
+        for other, before in known.items():
             several = [what for what in made if made[what] != before.get(what, made[what])]
             require(
                 not several,
-                f"{self.name_of(other)} and {job.name} of {self.folder}",
+                f"{other} and {job.name} of {self.folder}",
                 f"they were made with two versions of {', '.join(several)}, and cannot be compared",
                 f"remove {self.folder} to search anew, or restore the first version "
                 f"and remove {run}",
             )
-        self.study._storage.set_trial_user_attr(trial._trial_id, MADE, made)
+        self.study.set_user_attr(MADE, {**known, job.name: made})
 
     @property
     def metric(self) -> str:
