@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from fl_lightning.errors import require
+from fl_lightning.errors import InputError, require
 
 Network = TypeVar("Network", bound=nn.Module)
 _RECIPES: WeakKeyDictionary[nn.Module, Recipe] = WeakKeyDictionary()
@@ -63,7 +63,7 @@ def copied(network: Network, shared: dict[int, Any] | None = None) -> Network:
         shared: what the copy has in common with it, by ``id``.
 
     Raises:
-        InputError: a parameter has a hook, which cannot be copied.
+        InputError: it cannot be copied, or a parameter has a hook, which a copy would lack.
     """
     for name, parameter in network.named_parameters():
         require(
@@ -73,7 +73,14 @@ def copied(network: Network, shared: dict[int, Any] | None = None) -> Network:
             "write what it does into forward or training_step, or hook a layer",
         )
     memo = dict(shared or {})
-    another = deepcopy(network, memo)
+    try:
+        another = deepcopy(network, memo)
+    except (RuntimeError, TypeError) as error:  # such as a tensor with a history, a lock or a file
+        raise InputError(
+            f"{type(network).__name__}, which cannot be copied",
+            str(error).partition("\n")[0],
+            "make what it has anew in its forward, or use torch.nn.utils.parametrizations for weight_norm",
+        ) from error
     for old, new in zip(network.parameters(), another.parameters(), strict=True):
         vars(new).update(deepcopy(vars(old), memo))
     for part in another.modules():

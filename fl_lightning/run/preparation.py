@@ -109,6 +109,12 @@ def check_settings(
         method: what is run.
         data: dealt out to the clients; None: they have not been read.
     """
+    require(
+        torch.get_default_dtype() == torch.float32,
+        f"torch.set_default_dtype({torch.get_default_dtype()}) around a run",
+        "its networks and messages are made in float32, and --trainer.precision says what else",
+        "write torch.set_default_dtype(torch.float32) before it",
+    )
     run = settings.parts.combined(method, settings.callbacks, deployed=settings.remote is not None)
     check_run(run if data is None else replace(run, task=data.task, own_data=data.apart))
     declared_by((method, *settings.callbacks))

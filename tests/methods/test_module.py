@@ -121,11 +121,23 @@ def test_a_copy_is_trained_as_the_module_would_be(how, tmp_path):
     assert torch.equal(methods[0].server["weights"], methods[1].server["weights"])
 
 
-def test_a_hook_of_a_tensor_is_refused_since_a_copy_has_none():
-    module = Lit()
-    module.net[1].weight.register_hook(lambda gradient: gradient * 0)
+def test_what_a_copy_would_lack_is_refused():
+    hooked, computed = Lit(), Lit()
+    hooked.net[1].weight.register_hook(lambda gradient: gradient * 0)
     with pytest.raises(InputError, match=r"hook of its parameter net\.1\.weight"):
-        FedAvg(module=module)
+        FedAvg(module=hooked)
+    computed.gain = torch.ones(1, requires_grad=True) * 2
+    with pytest.raises(InputError, match="Lit, which cannot be copied"):
+        FedAvg(module=computed)
+
+
+def test_another_default_type_is_refused(tmp_path):
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(InputError, match=r"set_default_dtype\(torch\.float64\)"):
+            run(FedAvg(module=Lit()), ready(), tmp_path, max_rounds=1)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 class Mixed(Lit):
