@@ -305,8 +305,8 @@ def _say_what_stays(module: LightningModule, trial: LightningModule) -> None:
         )
     ]
     start = (
-        "persistent buffers of floating point travel, others do not, and each client begins each round with "
-        "those of __init__"
+        "persistent buffers of floating point travel, others do not, and each client begins each "
+        "round with those of __init__"
     )
     warn_of_ignored(left, module, start)
 

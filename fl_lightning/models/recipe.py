@@ -79,7 +79,7 @@ def copied(network: Network, shared: dict[int, Any] | None = None) -> Network:
         raise InputError(
             f"{type(network).__name__}, which cannot be copied",
             str(error).partition("\n")[0],
-            "make what it has anew in its forward, or use torch.nn.utils.parametrizations for weight_norm",
+            "compute tensors in forward, and take weight_norm of torch.nn.utils.parametrizations",
         ) from error
     for old, new in zip(network.parameters(), another.parameters(), strict=True):
         vars(new).update(deepcopy(vars(old), memo))
