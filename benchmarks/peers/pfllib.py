@@ -40,13 +40,14 @@ def main() -> None:
     parser.add_argument("method")
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--own_head", action="store_true", help="FedProto: not by prototypes")
     given = parser.parse_args()
     out = given.out.absolute()
     os.chdir(given.checkout / "system")
     sys.path.insert(0, os.getcwd())
     for name in ABSENT:
         sys.modules.setdefault(name, MagicMock(__spec__=None))
-    record(given.method, given.rounds, out)
+    record(given.method, given.rounds, out, own_head=given.own_head)
     torch.manual_seed(0)
     sys.argv = ["main.py", "-dev", "cpu", "-data", "FashionMNIST", "-m", "CNN"]
     sys.argv += ["-algo", given.method, "-gr", str(given.rounds), *OPTIONS.get(given.method, [])]
@@ -54,15 +55,25 @@ def main() -> None:
         runpy.run_path("main.py", run_name="__main__")
 
 
-def record(method: str, rounds: int, out: Path) -> None:
-    """Make PFLlib's server write what each evaluation finds."""
+def record(method: str, rounds: int, out: Path, *, own_head: bool) -> None:
+    """Make PFLlib's server write what each evaluation finds.
+
+    Args:
+        own_head: whether clients of FedProto are tested by their last layer and not by the nearest
+            prototype.
+    """
     import utils.data_utils as data
 
     data.read_client_data = cache(data.read_client_data)  # before anybody imports it
+    from flcore.clients.clientbase import Client
+    from flcore.clients.clientproto import clientProto
     from flcore.servers.serverbase import Server
     from flcore.servers.serverditto import Ditto
     from flcore.servers.serverproto import FedProto
 
+    label = method
+    if own_head:
+        clientProto.test_metrics, label = Client.test_metrics, f"{method} (own head)"
     for owner in (Server, FedProto):
         owner.train_metrics = lambda self: ([0], [1], [0.0])
     Ditto.train_metrics_personalized = lambda self: ([0], [1], [0.0])
@@ -75,7 +86,7 @@ def record(method: str, rounds: int, out: Path) -> None:
             done = self.__dict__.setdefault("evaluated", {})
             round = done[kind] = done.get(kind, -1) + 1
             with out.open("a", newline="") as file:
-                csv.writer(file).writerow([method, kind, round, f"{self.rs_test_acc[-1]:.6f}"])
+                csv.writer(file).writerow([label, kind, round, f"{self.rs_test_acc[-1]:.6f}"])
             if round == rounds and (kind == "personal" or method != "Ditto"):
                 raise Done
 
