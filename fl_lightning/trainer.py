@@ -322,7 +322,7 @@ class FederatedTrainer(RunViews):
             InputError: there is no such checkpoint, or it was trained with another method, other
                 data or another seed.
         """
-        with deterministic(self.deterministic), self.interrupts:
+        with deterministic(self.deterministic), generators_kept(), self.interrupts:
             self._take(method, data, seed, alone="test")
             data.continued = True
             found = probing.examine(

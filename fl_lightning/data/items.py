@@ -143,7 +143,7 @@ def read_items(dataset: Any, keys: Keys, place: str) -> Items:
 def _check_pairs(dataset: Any, count: int, place: str) -> None:
     """Refuse a dataset of torchvision whose files have another number of labels than of images: it
     pairs them from the beginning, and looks at no rest."""
-    if any(one.__module__.startswith("torchvision.") for one in type(dataset).__mro__):
+    if type(dataset).__module__.startswith("torchvision."):
         images, labels = (getattr(dataset, name, None) for name in ("data", "targets"))
         if isinstance(images, Sized) and isinstance(labels, Sized) and len(images) == count:
             require(

@@ -288,6 +288,10 @@ def _say_what_is_ignored(module: LightningModule) -> None:
     warn_of_ignored(overridden(module, LightningModule, NOT_CALLED), module, steps)
 
 
+def _is_same(values: Tensor, other: Tensor | None) -> bool:
+    return other is not None and torch.equal(values.nan_to_num(), other.nan_to_num())
+
+
 def _say_what_stays(module: LightningModule, trial: LightningModule) -> None:
     """Say which buffers no client passes on, given a copy that has made a step."""
     constants, moved = constant_buffers(module), dict(trial.named_buffers())
@@ -300,7 +304,7 @@ def _say_what_stays(module: LightningModule, trial: LightningModule) -> None:
         name
         for name, values in module.named_buffers()
         if (
-            (name in constants and not torch.equal(values, moved[name]))
+            (name in constants and not _is_same(values, moved.get(name)))
             or not (values.is_floating_point() or name in constants or name in counted)
         )
     ]

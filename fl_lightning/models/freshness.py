@@ -6,11 +6,7 @@ a run has learnt into the next one, silently.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from functools import partial
-from inspect import getclosurevars, isbuiltin, isfunction, ismethod
-from itertools import chain
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -44,14 +40,10 @@ def of_its_own(make: Callable[[], Any], given: object) -> Any:
         return made
     again = f"network={name_of(given)}, which returns tensors again that it has returned before"
     try:
-        copy = copied(made)
+        return copied(made)
     except Exception as error:
         rule = f"they take what a run has learnt into the next one, and a copy failed: {error_text(error)}"
         raise InputError(again, rule, "make new ones in it") from error
-    if _holds(copy, parts_of=made):
-        rule = "a copy of it holds a function, such as a hook, that goes on using these"
-        raise InputError(again, rule, "make new ones in it")
-    return copy
 
 
 def _places(module: nn.Module) -> set[object]:
@@ -65,43 +57,3 @@ def _places(module: nn.Module) -> set[object]:
         and tensor.numel()
     )
     return {*map(id, tensors), *((tensor.device, tensor.data_ptr()) for tensor in placed)}
-
-
-def _holds(copy: nn.Module, *, parts_of: nn.Module) -> bool:
-    """Return whether functions that a copied network holds lead to parts of the one that it was
-    copied from: by a variable, a default or what they are bound to, which no copy changes."""
-    wanted: set[int] = {*map(id, parts_of.modules()), *map(id, parts_of.parameters())}
-    wanted |= set(map(id, parts_of.buffers()))
-    found: list[Any] = [value for module in copy.modules() for value in vars(module).values()]
-    known = dict[int, Any]()  # they stay alive, so that no other one has an id of theirs
-    while found:
-        value = found.pop()
-        if id(value) in wanted:
-            return True
-        if id(value) not in known:
-            known[id(value)] = value
-            found += _held_by(value)
-    return False
-
-
-def _held_by(value: Any) -> list[Any]:
-    """Return what a function or a container leads to."""
-    if isfunction(value):
-        more = [
-            value.__defaults__ or (),
-            (value.__kwdefaults__ or {}).values(),
-            vars(value).values(),
-        ]
-        with suppress(ValueError):  # a variable that has no value yet
-            names = getclosurevars(value)
-            more += [names.nonlocals.values(), names.globals.values()]
-        return [*chain(*more)]
-    if ismethod(value):
-        return [value.__self__, value.__func__]
-    if isbuiltin(value):
-        return [value.__self__]
-    if isinstance(value, partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, Mapping):
-        return [*value.values()]
-    return [*value] if isinstance(value, (list, tuple, set, frozenset)) else []

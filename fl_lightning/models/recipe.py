@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import partial, update_wrapper
-from inspect import isclass, isfunction
-from types import CellType, FunctionType
+from functools import partial
+from inspect import getclosurevars, isbuiltin, isclass, isfunction, ismethod
+from itertools import chain
+from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -63,7 +65,8 @@ def copied(network: Network, shared: dict[int, Any] | None = None) -> Network:
         shared: what the copy has in common with it, by ``id``.
 
     Raises:
-        InputError: it cannot be copied, or a parameter has a hook, which a copy would lack.
+        InputError: it cannot be copied, a parameter has a hook, which a copy would lack, or a
+            function of it goes on using the original.
     """
     for name, parameter in network.named_parameters():
         require(
@@ -82,32 +85,106 @@ def copied(network: Network, shared: dict[int, Any] | None = None) -> Network:
             "compute tensors in forward, and take weight_norm of torch.nn.utils.parametrizations",
         ) from error
     for old, new in zip(network.parameters(), another.parameters(), strict=True):
-        vars(new).update(deepcopy(vars(old), memo))
+        if new is not old:
+            vars(new).update(deepcopy(vars(old), memo))
     for part in another.modules():
-        for held in (vars(part), *(each for each in vars(part).values() if isinstance(each, dict))):
-            held.update({key: _rebound(each, memo) for key, each in held.items()})
+        _rebind(vars(part), memo)
+        for held in vars(part).values():
+            if isinstance(held, dict):
+                _rebind(held, memo)
+    require(
+        not _holds(another, network, shared or {}),
+        f"{type(network).__name__} with a function, such as a hook, that uses parts of it",
+        "a copy is trained, and the function of the copy would go on using these",
+        "reach them through self in a method, or make a new network each time",
+    )
     recipe = recipe_of(network)
     if recipe is not None:
         _RECIPES[another] = recipe
     return another
 
 
-def _rebound(value: Any, memo: Mapping[int, Any]) -> Any:
-    """Return a function that refers to copies of what it refers to; anything else as it is."""
-    if not isfunction(value) or not value.__closure__:
+def _rebind(held: dict[Any, Any], memo: dict[int, Any]) -> None:
+    for key, value in held.items():
+        if (made := _rebound(value, memo)) is not value:
+            held[key] = made
+
+
+def _rebound(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a function, or a list, tuple or partial with functions, that refers to copies of what
+    it refers to; anything else as it is."""
+    if id(value) in memo:
+        return memo[id(value)]
+    if type(value) in (list, tuple):
+        parts = [_rebound(each, memo) for each in value]
+        same = all(new is old for new, old in zip(parts, value, strict=True))
+        return value if same else type(value)(parts)
+    if type(value) is partial:
+        inner = _rebound(value.func, memo)
+        return value if inner is value.func else partial(inner, *value.args, **value.keywords)
+    if ismethod(value):
+        owner = memo.get(id(value.__self__), value.__self__)
+        return value if owner is value.__self__ else MethodType(value.__func__, owner)
+    if not isfunction(value):
         return value
-    try:
-        seen = [cell.cell_contents for cell in value.__closure__]
-    except ValueError:  # one is not set yet
-        return value
-    if not any(id(each) in memo for each in seen):
-        return value
-    cells = tuple(CellType(memo.get(id(each), each)) for each in seen)
-    made = FunctionType(
-        value.__code__, value.__globals__, value.__name__, value.__defaults__, cells
-    )
+    held, defaults = value.__closure__ or (), value.__defaults__ or ()
+    cells = tuple(CellType() for _ in held)
+    made = FunctionType(value.__code__, value.__globals__, value.__name__, None, cells)
+    memo[id(value)] = made  # it may refer to itself
+    made.__defaults__ = tuple(_rebound(each, memo) for each in defaults)
     made.__kwdefaults__ = value.__kwdefaults__
-    return update_wrapper(made, value)
+    made.__dict__.update({name: _rebound(each, memo) for name, each in vars(value).items()})
+    both = [*zip(made.__defaults__, defaults, strict=True)]
+    both += zip(vars(made).values(), vars(value).values(), strict=True)
+    is_other = any(new is not old for new, old in both)
+    for new, old in zip(cells, held, strict=True):
+        with suppress(ValueError):  # one is not set yet
+            new.cell_contents = _rebound(old.cell_contents, memo)
+            is_other |= new.cell_contents is not old.cell_contents
+    if not is_other:
+        memo[id(value)] = value
+    return memo[id(value)]
+
+
+def _holds(copy: nn.Module, parts_of: nn.Module, but: Collection[int]) -> bool:
+    """Return whether functions that a copied network holds lead to parts of the one that it was
+    copied from, but for some: by a variable, a default or what they are bound to."""
+    wanted = {*map(id, parts_of.modules()), *map(id, parts_of.parameters())}
+    wanted |= set(map(id, parts_of.buffers()))
+    wanted -= {*but, *map(id, copy.parameters())}
+    found: list[Any] = [value for module in copy.modules() for value in vars(module).values()]
+    known = dict[int, Any]()  # they stay alive, so that no other one has an id of theirs
+    while found:
+        value = found.pop()
+        if id(value) in wanted:
+            return True
+        if id(value) not in known:
+            known[id(value)] = value
+            found += _held_by(value)
+    return False
+
+
+def _held_by(value: Any) -> list[Any]:
+    """Return what a function or a container leads to."""
+    if isfunction(value):
+        more = [
+            value.__defaults__ or (),
+            (value.__kwdefaults__ or {}).values(),
+            vars(value).values(),
+        ]
+        with suppress(ValueError):  # a variable that has no value yet
+            names = getclosurevars(value)
+            more += [names.nonlocals.values(), names.globals.values()]
+        return [*chain(*more)]
+    if ismethod(value):
+        return [value.__self__, value.__func__]
+    if isbuiltin(value):
+        return [value.__self__]
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, Mapping):
+        return [*value.values()]
+    return [*value] if isinstance(value, (list, tuple, set, frozenset)) else []
 
 
 def innermost(make: Any) -> Any:

@@ -57,6 +57,7 @@ def describe_run(
         command_line: the words of the command that started the run; secrets in it are hidden.
     """
     recipe = recipe_of(fed.method.network)
+    network = {type(part) for part in fed.method.modules()} | {recipe and recipe.function}
     return {
         "seed": fed.seed,
         "method": type(fed.method).__name__,
@@ -65,7 +66,7 @@ def describe_run(
         "constant_guess": fed.data.task.constant_guess(fed.data.test_target),
         "git": git_state(),
         "versions": versions(),
-        "code": code_of(fed, fed.method, fed.data, *fed.callbacks, recipe and recipe.function),
+        "code": code_of(fed, fed.method, fed.data, *fed.callbacks, *network),
         "command_line": redact_arguments(list(command_line)),
         "device": str(fed.fabric.device),
         "engine": engine,

@@ -38,7 +38,7 @@ def unsaved_state(fed: Federation) -> dict[tuple[str, str], str]:
     owners += [one for one in fed.callbacks if not overrides(one, Callback, "state_dict")]
     if fed.timing is not None:
         owners += [fed.timing.clock.devices, fed.timing.clock.reached]
-    own = [one for one in owners if one and not type(one).__module__.startswith(OURS)]
+    own = [one for one in owners if one is not None and not type(one).__module__.startswith(OURS)]
     seen = {
         (type(one).__name__, name): _seen(value) for one in own for name, value in vars(one).items()
     }
@@ -47,6 +47,8 @@ def unsaved_state(fed: Federation) -> dict[tuple[str, str], str]:
         return seen
     as_given = dict(untrained.named_modules())
     for path, part in module.named_modules():
+        if any(cls.__module__.startswith("torchmetrics.") for cls in type(part).__mro__):
+            continue  # cleared after each client
         # what a step or an evaluation leaves behind, such as features, is made anew in the next
         first = vars(as_given[path]) if path in as_given else {}
         names = {name for name in vars(part) if first.get(name) is not None} - LIBRARY
@@ -83,11 +85,19 @@ def warn_of_changes(before: Mapping[tuple[str, str], str], fed: Federation) -> N
 
 def _seen(value: Any) -> str:
     """Return a text of a value, another one where the value has changed: of tensors, arrays and
-    generators by what is in them, of all else as they show themselves."""
+    generators by what is in them, of all else as they show themselves. Of what cannot be looked
+    into, such as a tensor without data, it is empty."""
+    try:
+        return _text(value)
+    except (RuntimeError, NotImplementedError, RecursionError):
+        return ""
+
+
+def _text(value: Any) -> str:
     if isinstance(value, Mapping):
-        return repr({repr(key): _seen(each) for key, each in value.items()})
+        return repr({repr(key): _text(each) for key, each in value.items()})
     if isinstance(value, list | tuple):
-        return repr([_seen(each) for each in value])
+        return repr([_text(each) for each in value])
     if isinstance(value, torch.Generator):
         value = value.get_state()
     if isinstance(value, random.Random):

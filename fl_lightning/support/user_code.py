@@ -28,6 +28,8 @@ _LIBRARIES = tuple(
     Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
 
+INSTALLED = {"site-packages", "dist-packages"}
+
 
 def is_bug_of_user(error: BaseException) -> bool:
     """Return whether ``error`` is a bug in code of the user, which is neither the project's nor a
@@ -166,7 +168,8 @@ def first_cause(error: BaseException) -> BaseException:
 
 def _is_users(file: Path) -> bool:
     """Return whether a file belongs to the user and not to the project or an installed library."""
-    return file.suffix == ".py" and not _is_in(file, _OURS) and not _is_in(file, _LIBRARIES)
+    installed = _is_in(file, _LIBRARIES) or not INSTALLED.isdisjoint(file.parts)
+    return file.suffix == ".py" and not _is_in(file, _OURS) and not installed
 
 
 def _is_raised_by_its_last_frame(error: BaseException) -> bool:

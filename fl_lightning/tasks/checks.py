@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fl_lightning.errors import MisuseError
 from fl_lightning.tasks.base import Task
@@ -23,8 +23,10 @@ def check_loss(task: Task, outputs: Any, target: Tensor) -> None:
     Raises:
         MisuseError: it is no tensor of one number with a gradient.
     """
-    loss: Any = task.loss(tree_map(_with_gradient, outputs), target)
-    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+    marked = tree_map(_with_gradient, outputs)
+    loss: Any = task.loss(marked, target)
+    is_marked = any(isinstance(one, Tensor) and one.requires_grad for one in tree_leaves(marked))
+    if isinstance(loss, Tensor) and loss.numel() == 1 and (loss.requires_grad or not is_marked):
         return
     form = f"{loss!r:.40}"
     if isinstance(loss, Tensor):

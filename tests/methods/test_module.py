@@ -96,6 +96,9 @@ class Referring(Lit):
         self.side = nn.Linear(3 * 32 * 32, 10)
         if how == "function":
             self.scaled = lambda z: z * self.scale
+        elif how == "list":
+            inner = lambda z: z * self.scale  # noqa: E731
+            self.steps = [lambda z, net=self.net: net(z), partial(lambda z: inner(z))]
         elif how == "hook":
             self.net[1].register_forward_hook(lambda layer, x, y: y + self.side(x[0]))
         elif how == "attribute":
@@ -104,6 +107,8 @@ class Referring(Lit):
     def forward(self, x):
         if self.how == "function":
             return self.scaled(self.net(x) + self.side(x.flatten(1)))
+        if self.how == "list":
+            return self.steps[1](self.steps[0](x) + self.side(x.flatten(1)))
         y = self.net(x)
         return (y if self.how == "hook" else y + self.side(x.flatten(1))) * self.scale
 
@@ -113,7 +118,7 @@ class Referring(Lit):
         return torch.optim.SGD([slow, {"params": rest}], lr=0.05)
 
 
-@pytest.mark.parametrize("how", ["function", "hook", "attribute"])
+@pytest.mark.parametrize("how", ["function", "list", "hook", "attribute"])
 def test_a_copy_is_trained_as_the_module_would_be(how, tmp_path):
     methods = [FedNTD(module=seeded(Referring, each)) for each in ("", how)]
     for method in methods:
@@ -129,6 +134,21 @@ def test_what_a_copy_would_lack_is_refused():
     computed.gain = torch.ones(1, requires_grad=True) * 2
     with pytest.raises(InputError, match="Lit, which cannot be copied"):
         FedAvg(module=computed)
+
+
+class Elsewhere(Lit):
+    def __init__(self):
+        super().__init__()
+        made = {"net": self.net}
+        self.compute = lambda x: made["net"](x)
+
+    def forward(self, x):
+        return self.compute(x)
+
+
+def test_a_module_that_computes_with_weights_of_another_is_refused(tmp_path):
+    with pytest.raises(InputError, match="a function, such as a hook, that uses parts of it"):
+        run(FedAvg(module=Elsewhere()), ready(), tmp_path, max_rounds=1)
 
 
 def test_another_default_type_is_refused(tmp_path):

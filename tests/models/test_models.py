@@ -261,16 +261,27 @@ def _wrapped(body: nn.Module) -> None:
     ],
     ids=["hook", "attribute", "default", "partial", "list", "wrapped"],
 )
-def test_functions_that_refer_to_what_would_be_copied_are_refused(
-    hold: Callable[[nn.Module], None],
-) -> None:
-    """A copy would compute with the weights of the original."""
+def test_functions_of_a_copy_refer_to_the_copy(hold: Callable[[nn.Module], None]) -> None:
     body = nn.Sequential(nn.Flatten(), nn.Linear(12, 5))
     hold(body)
-    with pytest.raises(
-        InputError, match=r"a copy of it holds a function.* that goes on using these; make new"
-    ):
-        build_network(lambda num_classes: body, 5, (3, 2, 2))
+    made, x = build_network(lambda num_classes: body, 5, (3, 2, 2)), torch.ones(2, 3, 2, 2)
+    before = made(x)
+    with torch.no_grad():
+        body[1].weight.zero_()
+    assert torch.equal(made(x), before)
+    with torch.no_grad():
+        made[1].weight.zero_()
+    assert not torch.equal(made(x), before)
+
+
+OUTSIDE = nn.Sequential(nn.Flatten(), nn.Linear(12, 5))
+
+
+def test_a_function_that_goes_on_using_the_original_is_refused() -> None:
+    """A copy would compute with the weights of the original."""
+    OUTSIDE[1].register_forward_hook(lambda module, x, y: y * OUTSIDE[1].weight.norm())
+    with pytest.raises(InputError, match=r"a function, such as a hook, that uses parts of it"):
+        build_network(lambda num_classes: OUTSIDE, 5, (3, 2, 2))
 
 
 def test_functions_that_a_copy_takes_over_are_no_reason() -> None:

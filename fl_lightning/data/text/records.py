@@ -155,7 +155,8 @@ def name_under(key: str, entry: Mapping[str, Any], place: str, seen: dict[str, A
         not SURROGATE.search(name), place, f"the value of {key} is no text", "write another name"
     )
     whole = isinstance(value, float) and value.is_integer()
-    first = seen.setdefault(str(int(value)) if whole else name, value)
+    same = [seen.setdefault(each, value) for each in {name, str(int(value)) if whole else name}]
+    first = next((each for each in same if type(each) is not type(value)), value)
     before = f"and {json.dumps(first)} on a line before"
     say = "write one client in one way, or two with different texts"
     require(type(first) is type(value), place, f"{given} {before}", say)

@@ -341,7 +341,6 @@ class SearchSession(SearchRun):
         self.at_work.discard(number)
         run = self.run_of(job)
         self.learn_task(run)
-        self.learn_made(job, run)
         value = metric_of(run, self.metric) if run and code == 0 else None
         if (
             run
@@ -358,6 +357,7 @@ class SearchSession(SearchRun):
             self.display.failed(job.name, job, code)
         else:
             self.study.tell(number, self.sign * value)
+            self.learn_made(job, run)
             self.display.line(f"{job.name} finished: {self.metric} {value:.4g}; {self.summary()}")
         return self.next_job()
 

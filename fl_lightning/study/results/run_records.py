@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from fl_lightning.config.recorded import not_recorded
 from fl_lightning.config.settings import config_of, is_free, settings_hash
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, MisuseError
 from fl_lightning.metrics.summary import final_summary
 from fl_lightning.run.checkpoint import CheckpointError, load_document
 from fl_lightning.run.clients import FILE as CLIENTS
@@ -125,7 +125,10 @@ class RunRecord:
         known = self.metadata.get("weights_sha256")
         if self.tested_weights and known and row and row is self.history[-1]:
             return bool(self.tested_weights != known)
-        return any(row.get(name, value) != value for name, value in self.tested_before.items())
+        return any(
+            row.get(name, value) != value and not (isnan(value) and isnan(row[name]))
+            for name, value in self.tested_before.items()
+        )
 
 
 def _as_tested(test: Tested) -> dict[str, Any]:
@@ -310,12 +313,15 @@ def _changed_metadata(
     task = TaskMetrics.of_run(metadata)
     measured = {name: value for row in history for name, value in row.items()}
     found = {f"final/{name[5:]}": value for name, value in measured.items() if name[:5] == "test/"}
-    found |= final_summary(
-        history,
-        task.primary,
-        higher_is_better=task.higher_is_better,
-        is_share=task.primary in task.shares,
-    )
+    try:
+        found |= final_summary(
+            history,
+            task.primary,
+            higher_is_better=task.higher_is_better,
+            is_share=task.primary in task.shares,
+        )
+    except MisuseError as error:
+        return f"metrics.csv: {error.given}"
     for name in found.keys() & metadata.keys():
         both = float(metadata[name]), float(found[name])
         if not isclose(*both, rel_tol=ROUNDING) and not all(map(isnan, both)):
