@@ -197,6 +197,7 @@ MISTAKES = {
         ("NaN", "line 1; the value of user is NaN; a name is a text"),
         ('["a"]', 'line 1; the value of user is ["a"]; a name is a text'),
         ('1 "1"', 'line 2; the value of user is "1" and 1 on a line before'),
+        ('1.0 "1.0"', 'line 2; the value of user is "1.0" and 1.0 on a line before'),
         ("1 1.0", "line 2; the value of user is 1.0 and 1 on a line before"),
         ('true "True"', 'line 2; the value of user is "True" and true on a line before'),
     ],

@@ -27,12 +27,17 @@ def test_all_files_that_a_run_is_made_of_are_known(tmp_path, monkeypatch):
     for name, text in FILES.items():
         (tmp_path / f"{name}.py").write_text(text)
         monkeypatch.delitem(sys.modules, name, raising=False)
+    installed = tmp_path / "elsewhere" / "site-packages"
+    installed.mkdir(parents=True)
+    (installed / "uc_installed.py").write_text("class Part: pass\n")
+    monkeypatch.syspath_prepend(installed)
+    import uc_installed
     import uc_network
     import uc_optimizer
     import uc_other  # noqa: F401
 
     method = SimpleNamespace(optimizer=partial(uc_optimizer.Mine, lr=0.1), network=nn.Linear(1, 1))
-    known = code_of(method, uc_network.make, torch.optim.SGD)
+    known = code_of(method, uc_network.make, torch.optim.SGD, uc_installed.Part())
     assert known == {
         name: sha256(FILES[name].encode()).hexdigest()
         for name in ("uc_network", "uc_optimizer", "uc_sizes")
