@@ -69,11 +69,17 @@ generator makes. Ours are the first rounds of the study above, setting `practica
 accuracy (%) on the clients' test sets after a round: of FedAvg and FedProx the global model's, of the others
 the clients' own. Both sides have network, partition, optimizer, rate, batch, epochs and mu (FedProx 0.001,
 Ditto 0.1) in common. Initial weights, the order of examples and which quarter of a client's images is its
-test set are each side's own, and PFLlib leaves out a client's last batch of fewer than ten images. PFLlib
-tests a client of FedALA when it has mixed its model with the global one, and ours when it has trained, which
-the first rounds show. PFLlib tells an example of FedProto by the nearest prototype, and ours by the client's
-last layer; *own head* is PFLlib's code with its clients tested by that. There is one run of each, so that no
-interval stands beside a difference.
+test set are each side's own, and PFLlib leaves out a client's last batch of fewer than ten images. There is
+one run of each, so that no interval stands beside a difference.
+
+Some of PFLlib's rules are others, and were left so. FedRep's head is trained for an epoch of each client
+there, for 262 steps of each here. FedALA learns its mixture there on four fifths of a client's examples, in
+its first round until the loss settles, and tests a client when it has mixed, here on all examples once and
+when it has trained, which may be why its first rounds differ. APFL's own model descends there along its own
+loss, here along the mixture's. FedProto's prototypes are means over the local steps there, over the
+examples after them here; clients weigh the same there, by their examples here; and an example is told there
+by the nearest prototype, here by the client's last layer. *Own head* is PFLlib's FedProto with its clients
+tested by their last layer.
 """
 
 

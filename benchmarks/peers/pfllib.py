@@ -3,9 +3,10 @@ the clients' test sets after each round, a row of a CSV file each.
 
     python benchmarks/peers/pfllib.py CHECKOUT FedPer --rounds 6 --out theirs.csv
 
-``benchmarks/peers/README.md`` says what a checkout needs. Nothing of PFLlib is changed but what is
-slow or absent and changes no number: the training loss of an evaluation is not computed, clients' files
-are read once, libraries of other methods are stood in for, and training stops after the last evaluation.
+``benchmarks/peers/README.md`` says what a checkout needs. Four things are other than in PFLlib: the
+training loss of an evaluation is not computed (it draws orders of examples, so that those of training are
+others, as with another seed), clients' files are read once, libraries of other methods are stood in for,
+and training stops after the last evaluation.
 """
 
 from __future__ import annotations

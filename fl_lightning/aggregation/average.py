@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fl_lightning.config.recorded import Recorded
 from fl_lightning.errors import MisuseError
+from fl_lightning.support.hook_forms import form_of
 
 
 class NoAverageError(Exception):
@@ -84,9 +85,8 @@ class Average(Recorded, ABC):
         is_vector = isinstance(found, Tensor) and found.is_floating_point()
         if is_vector and found.shape == start.shape and bool(found.isfinite().all()):
             return found
-        form = f"{found.dtype} {[*found.shape]}" if isinstance(found, Tensor) else f"{found!r:.40}"
         raise MisuseError(
-            f"{type(self).__name__}, which gave {form}",
+            f"{type(self).__name__}, which gave {form_of(found)}",
             f"an average is float32 {[*start.shape]}, as the vectors are, and finite",
             "return one, or raise NoAverageError",
         )

@@ -27,6 +27,7 @@ from torch import Tensor
 from fl_lightning.config.constraints import within
 from fl_lightning.config.recorded import Recorded
 from fl_lightning.errors import InputError, MisuseError
+from fl_lightning.support.hook_forms import form_of
 
 OWN = "optimizer/"
 """What the names of an optimiser's entries of ``method.server`` begin with."""
@@ -166,21 +167,23 @@ class ServerOptimizer(Recorded, ABC):
                 "return it in the state of start, and of each step",
             ) from error
         if not isinstance(found, Step):
-            raise MisuseError(f"{name}, which returned {_form(found)}", "it returns a Step", WRITE)
+            raise MisuseError(
+                f"{name}, which returned {form_of(found)}", "it returns a Step", WRITE
+            )
         vectors: dict[str, Any] = {"weights": found.weights, "evaluated": found.evaluated}
         for what, vector in vectors.items():
             if vector is None and what == "evaluated":
                 continue
             if not (_is_finite(vector) and vector.is_floating_point() and vector.shape == (size,)):
-                given = f"{name}, whose Step has {_form(vector)} as {what}"
+                given = f"{name}, whose Step has {form_of(vector)} as {what}"
                 raise MisuseError(given, f"they are float64 [{size}], and finite", WRITE)
         if not isinstance(found.state, Mapping):
-            given = f"{name}, whose Step has {_form(found.state)} as state"
+            given = f"{name}, whose Step has {form_of(found.state)} as state"
             raise MisuseError(given, "it is a dictionary of tensors by name", WRITE)
         for key, value in found.state.items():
             if not (isinstance(key, str) and key and OWN + key != EVALUATED and _is_finite(value)):
                 raise MisuseError(
-                    f"{name}, whose state has {key!r}: {_form(value)}",
+                    f"{name}, whose state has {key!r}: {form_of(value)}",
                     "what is remembered is finite tensors by name, and none is called evaluated",
                     "write torch.tensor(...), or another name",
                 )
@@ -195,14 +198,6 @@ class ServerOptimizer(Recorded, ABC):
 def _is_finite(value: Any) -> bool:
     is_real = isinstance(value, Tensor) and not value.is_complex()
     return is_real and bool(value.isfinite().all())
-
-
-def _form(value: Any) -> str:
-    """Return what a value is, for a message."""
-    if not isinstance(value, Tensor):
-        return f"{value!r:.40}"
-    finite = "" if _is_finite(value) else " that is not finite"
-    return f"{value.dtype} {[*value.shape]}{finite}"
 
 
 def _entries(step: Step, statistics: Tensor) -> dict[str, Tensor]:

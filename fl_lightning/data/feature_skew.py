@@ -21,6 +21,7 @@ from fl_lightning.config.constraints import within
 from fl_lightning.config.recorded import Recorded
 from fl_lightning.errors import MisuseError, require
 from fl_lightning.rng import stream
+from fl_lightning.support.hook_forms import form_of
 
 
 class FeatureSkew(Recorded, ABC):
@@ -82,9 +83,8 @@ class FeatureSkew(Recorded, ABC):
             cast = found.to(self.dtype)
             if bool(cast.isfinite().all()):
                 return cast
-        form = f"{found.dtype} {[*found.shape]}" if isinstance(found, Tensor) else f"{found!r:.40}"
         raise MisuseError(
-            f"{type(self).__name__}.change, which returned {form}",
+            f"{type(self).__name__}.change, which returned {form_of(found)}",
             f"it returns a {self.dtype} tensor {[*images.shape]}, finite, whose white is 255",
             "write .clamp(0, 255).round().to(torch.uint8), or dtype = torch.float16 in the class",
         )

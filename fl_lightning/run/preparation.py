@@ -93,7 +93,7 @@ def prepare_federation(
     prepare_finetuning(settings.fabric, method, data, fed.labels_of)
     with errors_as_refusals():
         check_run(Run.of(fed, deployed=settings.remote is not None))  # now with the network
-        check_named(settings.fabric, method, data)
+        try_metrics(settings.fabric, method, data)
         _check_uploads(fed)
         tell(settings.callbacks, "on_check", fed)
     return fed
@@ -162,7 +162,7 @@ def _build(settings: FederationSettings, method: Method, data: FederatedData, se
     check_workers(fabric, settings.workers)
 
 
-def check_named(fabric: Fabric, method: Method, data: FederatedData) -> None:
+def try_metrics(fabric: Fabric, method: Method, data: FederatedData) -> None:
     """Try a task of the user's, and the metrics that the user has named, out on a few examples,
     before anything is created.
 

@@ -1,4 +1,4 @@
-"""Labels and uploads of a form that a hook of one's own must not give them."""
+"""The form of what a hook of one's own returns, and labels and uploads of a wrong one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ import torch
 from torch import Tensor
 
 from fl_lightning.errors import MisuseError
+
+
+def form_of(value: object) -> str:
+    """Return what a value is, for a message: type and shape of a tensor, and whether all of it is
+    finite; of anything else the beginning of how it shows itself."""
+    if not isinstance(value, Tensor):
+        return f"{value!r:.40}"
+    finite = "" if bool(value.isfinite().all()) else " that is not finite"
+    return f"{value.dtype} {[*value.shape]}{finite}"
 
 
 def check_labels(stressor: object, found: Tensor, before: Any, client: Any, data: Any) -> None:

@@ -44,7 +44,8 @@ REPEATED = "repeated"
 TASK = "task"
 """What ``metadata.json`` calls the task of a run; the search keeps it."""
 MADE = "made"
-"""Of what each trial was made: the SHA-256 of its examples and of the user's files that it ran."""
+"""The attribute of a search that keeps, by trial, the SHA-256 of its examples and of the user's
+files that it ran."""
 MAX_CHANGES_SHOWN = 4
 
 
@@ -342,6 +343,8 @@ class SearchSession(SearchRun):
         run = self.run_of(job)
         self.learn_task(run)
         value = metric_of(run, self.metric) if run and code == 0 else None
+        if value is not None:  # before it is told, so that a search that goes on asks again
+            self.learn_made(job, run)
         if (
             run
             and code == 0
@@ -357,7 +360,6 @@ class SearchSession(SearchRun):
             self.display.failed(job.name, job, code)
         else:
             self.study.tell(number, self.sign * value)
-            self.learn_made(job, run)
             self.display.line(f"{job.name} finished: {self.metric} {value:.4g}; {self.summary()}")
         return self.next_job()
 

@@ -44,7 +44,8 @@ PROBED = (
 )
 """The beginnings of metrics that ``test`` alone measures."""
 ROUNDING = 1e-9
-"""By which share a number of ``metadata.json`` may differ from the same one computed again."""
+"""The largest relative difference between a number in ``metadata.json`` and the same one computed
+anew from ``metrics.csv`` that is taken for rounding."""
 
 
 class Tested(NamedTuple):
