@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -46,8 +46,8 @@ class Examples:
         inputs: what the network sees, ``[N, ...]``: a tensor or a dictionary of tensors.
         target: classes int64 ``[N]``, or numbers float32 ``[N]`` or ``[N, D]``.
         group: the group of each example, int64 ``[N]``; None: its class.
-        owner: the client that each example belongs to, int64 ``[N]``; None: the data say nothing of
-            clients.
+        owner: the client that each example belongs to, int64 ``[N]``, of a test example -1 if that
+            client has no training examples; None: the data say nothing of clients.
     """
 
     inputs: Any
@@ -185,7 +185,7 @@ class ArrayData(FederatedData):
                 "train": torch.from_numpy(train.group),
                 "test": torch.from_numpy(test.group),
             }
-        self._owner = train.owner
+        self._owner, self._test_owner = train.owner, test.owner
         self.example_shape = tuple(tree_leaves(train.inputs)[0].shape[1:])
         numbers = train.target.shape[1] if train.target.ndim == 2 else 1
         self.num_classes = len(self.names.classes) or numbers
@@ -229,6 +229,12 @@ class ArrayData(FederatedData):
     def train_owner(self) -> np.ndarray | None:
         """The client that each training example belongs to by itself, int64 ``[N]``."""
         return self._owner
+
+    @property
+    def test_owner(self) -> np.ndarray | None:
+        """The client that each test example belongs to by itself, int64 ``[M]``; -1: it has no
+        training examples."""
+        return self._test_owner
 
     def example_inputs(self) -> Any:
         """Return the first training example twice, on the CPU."""
@@ -345,11 +351,26 @@ def number_names(values: Iterable[Hashable]) -> dict[Any, int]:
     >>> number_names(["b", "a", "b"])
     {'a': 0, 'b': 1}
     """
+    found = cast("set[Any]", set(values))
     try:
-        names = sorted(cast("set[Any]", set(values)))
+        names = sorted(found)
     except TypeError:  # numbers and texts side by side
-        names = sorted(set(values), key=str)
+        names = sorted(found, key=str)
     return {name: number for number, name in enumerate(names)}
+
+
+def numbers_by_name(
+    names: Iterable[Hashable] | None, numbers: Mapping[Any, int]
+) -> np.ndarray | None:
+    """Return the number of each example's name, int64 ``[N]``, -1 for one that is not among
+    ``numbers``; None where examples have no names, or there are no numbers.
+
+    >>> numbers_by_name(["b", "c"], {"a": 0, "b": 1}).tolist()
+    [1, -1]
+    """
+    if names is None or not numbers:
+        return None
+    return np.array([numbers.get(name, -1) for name in names], np.int64)
 
 
 def check_classes(names: Sequence[Any], place: str) -> None:

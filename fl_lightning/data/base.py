@@ -166,6 +166,12 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
         return None
 
     @property
+    def test_owner(self) -> np.ndarray | None:
+        """The client that each test example belongs to by itself, int64 ``[n]``, -1 where it is none
+        that trains; None where the data say nothing of clients."""
+        return None
+
+    @property
     def train_held_out(self) -> np.ndarray | None:
         """Whether each training example is for validation, bool ``[N]``; None: ``val_fraction`` of
         each client's are drawn."""

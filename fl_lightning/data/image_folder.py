@@ -24,6 +24,7 @@ from fl_lightning.data.arrays import (
     in_test,
     name_from,
     number_names,
+    numbers_by_name,
 )
 from fl_lightning.data.base import ValFraction
 from fl_lightning.data.form import Form
@@ -100,6 +101,7 @@ class ImageFolder(ImageData):
         )
         self.test_fraction, self.client_folders = test_fraction, client_folders
         self._owner: np.ndarray | None = None
+        self._test_owner: np.ndarray | None = None
 
     def prepare_data(self) -> None:
         """Check that the folders hold images.
@@ -146,8 +148,8 @@ class ImageFolder(ImageData):
                 some,
             )
         clients = number_names(file.client for file in train) if self.client_folders else {}
-        self._owner = (
-            np.array([clients[file.client] for file in train], np.int64) if clients else None
+        self._owner, self._test_owner = (
+            numbers_by_name([file.client for file in files], clients) for files in (train, test)
         )
         self.names = Names(classes=list(classes), clients=list(clients))
         self.num_classes = len(classes)
@@ -173,6 +175,12 @@ class ImageFolder(ImageData):
         """The client in whose folder each training image lies, int64 ``[N]``; None without such
         folders."""
         return self._owner
+
+    @property
+    def test_owner(self) -> np.ndarray | None:
+        """The client in whose folder each test image lies, int64 ``[M]``; -1: it has no training
+        images."""
+        return self._test_owner
 
     def partition_summary(self) -> dict[str, Any]:
         """Return the content of ``partition.json``, with the names of classes and clients and the

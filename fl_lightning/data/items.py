@@ -24,6 +24,7 @@ from fl_lightning.data.arrays import (
     check_classes,
     in_test,
     number_names,
+    numbers_by_name,
 )
 from fl_lightning.data.form import Form
 from fl_lightning.data.partition import check_memory
@@ -211,10 +212,15 @@ def to_examples(
         Examples(
             train.inputs,
             targets[0],
-            _numbered(train.group, groups),
-            _numbered(train.client, clients),
+            numbers_by_name(train.group, groups),
+            numbers_by_name(train.client, clients),
         ),
-        Examples(test.inputs, targets[1], _numbered(test.group, groups)),
+        Examples(
+            test.inputs,
+            targets[1],
+            numbers_by_name(test.group, groups),
+            numbers_by_name(test.client, clients),
+        ),
         Names(list(classes), list(groups), list(clients)),
     )
 
@@ -296,7 +302,11 @@ def _parts(item: Any, keys: Keys, where: str) -> dict[str, Any]:
                 f"write a position from 0 to {len(item) - 1}",
             )
         found[name] = item[place]
-    names = {name: _name(found[name], name, where) for name in ("group", "client") if name in found}
+    names = {
+        name: checked_name(found[name], name, where)
+        for name in ("group", "client")
+        if name in found
+    }
     return found | names
 
 
@@ -312,7 +322,7 @@ def _parts_of_dictionary(item: Mapping[Any, Any], keys: Keys, where: str) -> dic
     for name, key in named.items():
         if key is not None:
             _require_key(key, item, name, where)
-            found[name] = item[key] if name == "target" else _name(item[key], name, where)
+            found[name] = item[key] if name == "target" else checked_name(item[key], name, where)
     if isinstance(keys.input, (int, str)):
         wanted: list[Any] = [keys.input]
     else:
@@ -334,8 +344,17 @@ def _require_key(key: Any, item: Mapping[Any, Any], name: str, where: str) -> No
         raise InputError(f"{name}={key}", f"{where} has no such name", instead)
 
 
-def _name(value: Any, name: str, where: str) -> Any:
-    """Return whose an item is, or its group."""
+def checked_name(value: Any, name: str, where: str) -> Any:
+    """Return whose an item is, or its group.
+
+    Args:
+        value: what the item says.
+        name: ``client`` or ``group``.
+        where: name of the dataset and the item, for messages.
+
+    Raises:
+        InputError: it is no number or text.
+    """
     found = plain(value)
     require(
         isinstance(found, Hashable) and found is not None and found == found,
@@ -454,7 +473,3 @@ def _check_same_form(train: Items, test: Items) -> None:
 
 def _form(items: Items) -> str:
     return ", ".join(f"{leaf.dtype} {list(leaf.shape[1:])}" for leaf in tree_leaves(items.inputs))
-
-
-def _numbered(names: list[Any] | None, numbers: Mapping[Any, int]) -> np.ndarray | None:
-    return None if names is None else np.array([numbers[name] for name in names], np.int64)

@@ -23,6 +23,7 @@ from fl_lightning.data.arrays import (
     in_test,
     name_from,
     number_names,
+    numbers_by_name,
 )
 from fl_lightning.data.form import Form
 from fl_lightning.data.partition import check_memory
@@ -210,12 +211,12 @@ class TableData(ArrayData):
         self._check_values(table, test_table)
         train, test = self._complete(train, test, test_file)
         classes, targets = self._targets(train, test, test_file)
-        groups, numbers = self._numbered(self.group, train, test)
-        clients, owners = self._numbered(self.client_column, train, None)
+        groups, numbers = self._numbered(self.group, train, test, [train, test])
+        clients, owners = self._numbered(self.client_column, train, test, [train])
         inputs = self._inputs_of(train, test, test_file)
         return (
             Examples(inputs[0], targets[0], numbers[0], owners[0]),
-            Examples(inputs[1], targets[1], numbers[1]),
+            Examples(inputs[1], targets[1], numbers[1], owners[1]),
             Names(classes=classes, groups=groups, clients=clients),
         )
 
@@ -439,18 +440,16 @@ class TableData(ArrayData):
         return numbers_of(train, name, self.train_path), numbers_of(test, name, test_file)
 
     def _numbered(
-        self, name: str | None, train: pd.DataFrame, test: pd.DataFrame | None
-    ) -> tuple[list[Any], tuple[np.ndarray | None, np.ndarray | None]]:
-        """Return the names in a column, and the number of each row's in both splits."""
+        self, name: str | None, train: pd.DataFrame, test: pd.DataFrame, naming: list[pd.DataFrame]
+    ) -> tuple[list[Any], list[np.ndarray | None]]:
+        """Return the names that a column has in the rows that are ``naming``, and the number of each
+        row's name in both splits."""
         if name is None:
-            return [], (None, None)
-        values = train[name].tolist() + ([] if test is None else test[name].tolist())
-        numbers = number_names(values)
-        found = [
-            None if some is None else some[name].map(numbers).to_numpy(np.int64, copy=True)
-            for some in (train, test)
+            return [], [None, None]
+        numbers = number_names(value for some in naming for value in some[name].tolist())
+        return list(numbers), [
+            numbers_by_name(some[name].tolist(), numbers) for some in (train, test)
         ]
-        return list(numbers), (found[0], found[1])
 
     def _inputs_of(
         self, train: pd.DataFrame, test: pd.DataFrame, test_file: Path

@@ -5,14 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 from fl_lightning.data.base import FederatedData
+from fl_lightning.data.partition import Natural
 from fl_lightning.rng import stream
 
 
 def deal_test_set(data: FederatedData) -> np.ndarray:
     """Return the client that each test example is dealt to, int64 ``[n]``: the one whose test set
-    it is in, where clients have some; else drawn in proportion to the examples of its group (its
-    class, where the data have no other) that clients hold, evenly where nobody holds any. It is the
-    same in every round and for every method."""
+    it is in, where clients have some; with the natural partition the one whose it is, where the
+    data say so; else drawn in proportion to the examples of its group (its class, where the data
+    have no other) that clients hold, evenly where nobody holds any. It is the same in every round
+    and for every method."""
     if data.test_holdings is not None:
         return np.repeat(np.arange(data.num_clients), data.test_holdings.sizes)
     group, held = data.test_group.cpu().numpy(), data.group_counts().astype(np.float64)
@@ -22,4 +24,5 @@ def deal_test_set(data: FederatedData) -> np.ndarray:
         owner[group == value] = rng.choice(
             len(held), size=int((group == value).sum()), p=share / share.sum()
         )
-    return owner
+    its_own = data.test_owner if isinstance(data.partition, Natural) and not data.apart else None
+    return owner if its_own is None else np.where(its_own < 0, owner, its_own)

@@ -181,7 +181,7 @@ class ConversationFiles(TextData):
         return TextExamples(
             token_sequences(items, self.tokenizer.pad, self.context, self.too_long),
             np.array([groups[talk.client] for talk in talks], np.int64),
-            np.array([clients.get(talk.client, 0) for talk in talks], np.int64),
+            np.array([clients.get(talk.client, -1) for talk in talks], np.int64),
             held_out=None
             if share is None
             else np.array([talk.hash < share for talk in talks], bool),

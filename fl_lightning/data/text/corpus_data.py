@@ -117,7 +117,7 @@ class CorpusData(TextData):
     def _named(self, test: TextExamples) -> TextExamples:
         """Return the test windows with their domain as the kind by which ``test`` reports them."""
         names = np.array(self.groups)[test.group].tolist()
-        return TextExamples(test.sequences, test.group, test.owner, names)
+        return TextExamples(test.sequences, test.group, None, names)
 
     @property
     def text_summary(self) -> dict[str, Any]:

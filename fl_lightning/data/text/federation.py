@@ -55,8 +55,8 @@ class TextExamples:
     Args:
         sequences: tokens and targets.
         group: group of each example, int64 ``[N]``, an index into the names of groups.
-        owner: client that wrote each example, int64 ``[N]``; of test examples it is not used. None:
-            the data do not say.
+        owner: client that wrote each example, int64 ``[N]``, of a test example -1 if that client has
+            no training examples; None: the data do not say.
         task: name of each example's task; empty where examples have none.
         held_out: whether each example is for validation, bool ``[N]``; None: validation examples
             are drawn.
@@ -186,7 +186,8 @@ class TextData(FederatedData):
                     split,
                     self.context,
                 )
-        self._owner, self._held_out = train.owner, train.held_out
+        self._owner, self._test_owner = train.owner, test.owner
+        self._held_out = train.held_out
         self._length = train.sequences.length.numpy()
         self._sequences = {"train": train.sequences, "test": test.sequences}
         self.test_task = list(test.task)
@@ -227,6 +228,12 @@ class TextData(FederatedData):
     def train_owner(self) -> np.ndarray | None:
         """The client that wrote each training example, int64 ``[N]``."""
         return self._owner
+
+    @property
+    def test_owner(self) -> np.ndarray | None:
+        """The client that wrote each test example, int64 ``[M]``; -1: it has no training
+        examples."""
+        return self._test_owner
 
     @property
     def train_held_out(self) -> np.ndarray | None:
@@ -405,7 +412,7 @@ class InstructionData(TextData):
         test_group = np.array([group for group, _ in tests], np.int64)
         return (
             self._examples(self.train_records, owner % len(instructions.CLUSTERS), owner, held_out),
-            self._examples(self.test_records, test_group, test_group, None),
+            self._examples(self.test_records, test_group, None, None),
         )
 
     def _tasks(self, cluster: str) -> list[instructions.InstructionTask]:
@@ -417,7 +424,7 @@ class InstructionData(TextData):
         self,
         records: list[Record],
         group: np.ndarray,
-        owner: np.ndarray,
+        owner: np.ndarray | None,
         held_out: np.ndarray | None,
     ) -> TextExamples:
         sequences = encode_records(records, self.tokenizer, self.context, can_cut=False)

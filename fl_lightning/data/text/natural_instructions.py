@@ -169,7 +169,7 @@ class NaturalInstructions(TextData):
         )
         return (
             self._examples(records, group, self._owners(group, place), place < share),
-            self._examples(test, test_group, test_group, None),
+            self._examples(test, test_group, None, None),
         )
 
     def category(self, record: Record) -> str | None:
@@ -240,7 +240,7 @@ class NaturalInstructions(TextData):
         self,
         records: list[Record],
         group: np.ndarray,
-        owner: np.ndarray,
+        owner: np.ndarray | None,
         held_out: np.ndarray | None,
     ) -> TextExamples:
         sequences = encode_records(

@@ -160,14 +160,14 @@ class PreferencePairs(PreferenceData):
         group = np.array([group for group, _ in tests], np.int64)
         return (
             self._examples(self.pairs[0], owner % clusters, owner, held_out),
-            self._examples(self.pairs[1], group, group, None),
+            self._examples(self.pairs[1], group, None, None),
         )
 
     def _examples(
         self,
         pairs: Sequence[preferences.RulePair],
         group: np.ndarray,
-        owner: np.ndarray,
+        owner: np.ndarray | None,
         held_out: np.ndarray | None,
     ) -> TextExamples:
         answers = [AnswerPair(*pair[1:]) for pair in pairs]
@@ -272,7 +272,7 @@ class PreferenceFiles(PreferenceData):
         sequences = encode_pairs(pairs, self.tokenizer, self.context, self.too_long, places)
         group = np.array([self.groups.index(name) for *_, name in lines], np.int64)
         owner = np.array(
-            [names.index(name) if name in names else 0 for *_, name in lines], np.int64
+            [names.index(name) if name in names else -1 for *_, name in lines], np.int64
         )
         return TextExamples(sequences, group, owner, held_out=held_out)
 

@@ -186,7 +186,7 @@ class TextFiles(TextData):
             return TextExamples(
                 sequences,
                 np.array([groups[line.group] for line in some], np.int64),
-                np.array([clients.get(line.client, 0) for line in some], np.int64),
+                np.array([clients.get(line.client, -1) for line in some], np.int64),
                 [line.record.task_name for line in some],
             )
 
@@ -215,7 +215,7 @@ class TextFiles(TextData):
                 (numbers[path.name], encode_windows(self._text(path), self.tokenizer, self.context))
                 for path in tests
             ]
-        return joined_windows(train), joined_windows(test)
+        return joined_windows(train), replace(joined_windows(test), owner=None)  # files are groups
 
     def _name_clients(self, names: list[str]) -> dict[str, int]:
         """Number the clients that write in the files, and return the numbers by name."""

@@ -17,6 +17,7 @@ from fl_lightning.data.arrays import (
     check_count,
     check_test_fraction,
     number_names,
+    numbers_by_name,
     sha256_of,
 )
 from fl_lightning.data.items import Key
@@ -207,9 +208,7 @@ class TokenData(TextData):
         if self.generate:
             _check_answers(items, sequences.target, self.tokenizer.eos)
         group = np.array([groups.get(item.group, 0) for item in items], np.int64)
-        owner = (
-            np.array([clients.get(item.client, 0) for item in items], np.int64) if clients else None
-        )
+        owner = numbers_by_name([item.client for item in items], clients)
         return TextExamples(sequences, group, owner)
 
     @property

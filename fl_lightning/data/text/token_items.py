@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fl_lightning.config.near_names import nearest_or_list
-from fl_lightning.data.items import Key, count_items, item_at, plain
+from fl_lightning.data.items import Key, checked_name, count_items, item_at
 from fl_lightning.data.partition import check_memory
 from fl_lightning.data.text.records import json_records, read_text
 from fl_lightning.data.text.tokens import Sequences, TooLong
@@ -165,7 +165,8 @@ def _token_item(
     )
     labelled[0] = False  # nothing stands before it, from which it could be predicted
     owner, kind = (
-        None if key is None else plain(_value(item, key, where)) for key in (client, group)
+        None if key is None else checked_name(_value(item, key, where), name, where)
+        for name, key in (("client", client), ("group", group))
     )
     return ids, labelled, owner, kind
 
@@ -199,9 +200,7 @@ def _value(item: Any, key: Key, where: str) -> Any:
     else:
         there = isinstance(item, tuple) and isinstance(key, int) and 0 <= key < len(item)
         require(there, f"{key}", f"{where} has no such position", "write the position in the tuple")
-    value = item[key]
-    require(value is not None, where, f"its value of {key} is null", "say whose it is")
-    return value
+    return item[key]
 
 
 def _whole_numbers(values: Any, name: str, where: str) -> np.ndarray:

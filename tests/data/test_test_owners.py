@@ -1,0 +1,106 @@
+"""With the natural partition a client's own model is tested on the examples that are its own."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from PIL import Image
+
+from fl_lightning.data import (
+    IID,
+    ImageFolder,
+    LeafData,
+    Natural,
+    TableData,
+    TextFiles,
+    TokenData,
+    TokenFile,
+)
+from fl_lightning.data.test_owners import deal_test_set
+
+SITES = ["a", "b", "c", "d"]
+WHO = np.array([0, 1, 2, 3] * 10)
+"""Whose each example is, in the order of the files."""
+
+
+def table(folder):
+    for split, who in (("train", WHO), ("test", [*WHO, 4])):
+        names = [[*SITES, "new"][client] for client in who]
+        pd.DataFrame(
+            {"x": np.arange(len(who)), "y": np.arange(len(who)) % 2, "site": names}
+        ).to_csv(folder / f"{split}.csv", index=False)
+    train, test = (str(folder / f"{split}.csv") for split in ("train", "test"))
+    return TableData(train, test=test, target="y", client="site", num_clients=0), [*WHO, None]
+
+
+def leaf(folder):
+    for split, users in (("train", SITES), ("test", [*SITES[::-1], "new"])):
+        data = {user: {"x": [[number, 1.0]] * 2, "y": [0, 1]} for number, user in enumerate(users)}
+        (folder / split).mkdir()
+        (folder / split / "all.json").write_text(
+            json.dumps({"users": users, "num_samples": [2] * len(users), "user_data": data})
+        )
+    train, test = (str(folder / split) for split in ("train", "test"))
+    return LeafData(train, test=test), [3, 3, 2, 2, 1, 1, 0, 0, None, None]
+
+
+def images(folder):
+    for split, names in (("train", SITES), ("test", [*SITES, "new"])):
+        for name in names:
+            for label in ("cat", "dog"):
+                place = folder / split / name / label
+                place.mkdir(parents=True)
+                Image.new("RGB", (4, 4), (len(name), 0, 0)).save(place / "1.png")
+    train, test = (str(folder / split) for split in ("train", "test"))
+    data = ImageFolder(train, test=test, client_folders=True, size=4)
+    return data, [0, 0, 1, 1, 2, 2, 3, 3, None, None]
+
+
+def tokens(folder):
+    for split, who, first in (("train", WHO, 0), ("test", [*WHO[:8], 4], 100)):
+        lines = [
+            {"input_ids": [first + number, 5, 6], "who": [*SITES[:2], 3, 4, 7][client]}
+            for number, client in enumerate(who)
+        ]
+        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    train, test = (TokenFile(str(folder / f"{split}.jsonl")) for split in ("train", "test"))
+    data = TokenData(train, test=test, client="who", context=4, num_clients=0, vocab_size=200)
+    return data, [*map([2, 3, 0, 1].__getitem__, WHO[:8]), None]  # 3, 4, "a", "b"
+
+
+def texts(folder):
+    for split, who in (("train", WHO), ("test", [*WHO[:8], 4])):
+        lines = [
+            {
+                "definition": split,
+                "inputs": str(number),
+                "targets": "yes",
+                "task_name": "t",
+                "who": who,
+            }
+            for number, who in enumerate([*SITES, "new"][client] for client in who)
+        ]
+        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    train, test = (str(folder / f"{split}.jsonl") for split in ("train", "test"))
+    return TextFiles(train, test=test, client="who", context=32, num_clients=0), [*WHO[:8], None]
+
+
+@pytest.mark.parametrize("make", [table, leaf, images, tokens, texts])
+def test_an_example_that_names_its_client_is_dealt_to_it(make, tmp_path):
+    """One whose client does not train turns up anywhere, as all do with another partition."""
+    data, expected = make(tmp_path)
+    data.prepare_data()
+    data.setup()
+    data.distribute(0, torch.device("cpu"))
+    dealt = deal_test_set(data)
+    known = [place for place, client in enumerate(expected) if client is not None]
+    assert isinstance(data.partition, Natural)
+    assert dealt[known].tolist() == [expected[place] for place in known]
+    assert set(dealt.tolist()) <= {0, 1, 2, 3}
+    data.partition = IID()
+    data.distribute(0, torch.device("cpu"))
+    assert (deal_test_set(data)[known] != dealt[known]).any()
