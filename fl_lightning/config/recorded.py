@@ -135,12 +135,14 @@ def arguments_of(made: Recorded) -> dict[str, Any]:
 
 
 def _parameters(cls: type) -> Iterator[inspect.Parameter]:
-    """Yield the parameters of a constructor, and of its base's if it takes ``**settings``."""
+    """Yield the parameters of a constructor, and of its base's if it takes ``**settings``, but those
+    that the class fixes (``owns``), which nobody can set."""
+    fixed: frozenset[str] = getattr(cls, "owns", frozenset())
     for base in cls.__mro__:
         if "__init__" not in vars(base) or base is object:
             continue
         _, *own = inspect.signature(base.__init__).parameters.values()  # type: ignore[misc]
-        yield from own
+        yield from (parameter for parameter in own if parameter.name not in fixed)
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in own):
             return
 
@@ -264,7 +266,7 @@ def _ignored(module: Any, hyperparameters: Mapping[str, Any]) -> dict[str, str]:
 def _described_callable(value: Any) -> Any:
     """Return the path of a class or function, with a hash of its code if the path is not enough."""
     path = import_path(value)
-    importable = "<" not in path and _imported(path) is value
+    importable = "<" not in path and imported(path) is value
     if isinstance(value, FunctionType):
         if importable and not _globals_of(value):
             return path
@@ -274,7 +276,8 @@ def _described_callable(value: Any) -> Any:
     return {"class": path, "code_sha256": _hash_of_class(value)}  # it was made in a function
 
 
-def _imported(path: str) -> Any:
+def imported(path: str) -> Any:
+    """Return what a path of a module and a name stands for; None where there is no such thing."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(import_module(module), name, None)

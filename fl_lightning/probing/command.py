@@ -7,9 +7,8 @@ import logging
 import os
 import platform
 from collections.abc import Callable, Mapping
-from inspect import signature
+from inspect import isclass, signature
 from pathlib import Path
-from pydoc import locate
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from lightning.fabric.loggers import Logger
 from rich.console import Console
 from rich.table import Table
 
+from fl_lightning.config.recorded import imported
 from fl_lightning.config.settings import changed_settings, flatten, is_under, settings_hash
 from fl_lightning.errors import InputError, RunStopped, as_bad_input, error_reason
 from fl_lightning.federation import Federation, weights_hash
@@ -206,7 +206,9 @@ def load_model(
             f"{instead} or write --trainer.allow_changed true",
         )
     if changed:
-        log.warning("testing with a changed configuration: %s", ", ".join(changed))
+        log.warning(
+            "this is not the configuration that it was trained with: %s", ", ".join(changed)
+        )
     fed.callbacks = ()  # callbacks are for training only
     done = restore(fed, checkpoint)
     fed.method.round = done.round
@@ -248,18 +250,32 @@ def relevant_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _written_out(before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with each class that was given by itself as a configuration file has it: with
-    its defaults."""
+    """Return settings of a run that was made from Python with each class as a configuration file
+    has it: under the path that is ``asked`` for, with its defaults."""
     found = dict(before)
-    for key, path in before.items():
-        if key in asked or asked.get(f"{key}.class_path") != path or not isinstance(path, str):
+    for key, path in asked.items():
+        name = key.removesuffix(".class_path")
+        given = before.get(key, before.get(name))  # it may have been given by itself
+        if name == key or not isinstance(given, str) or not _is_same_class(given, path):
             continue
-        parameters = signature(locate(path)).parameters.values()  # type: ignore[arg-type]
-        defaults = {f"{key}.init_args.{one.name}": one.default for one in parameters}
-        del found[key]
-        found |= {f"{key}.class_path": path}
-        found |= {one: value for one, value in flatten(defaults).items() if one in asked}
+        found.pop(name, None)
+        found[key] = path
+        parameters = signature(imported(path)).parameters.values()
+        defaults = {
+            f"{name}.init_args.{one.name}": one.default
+            for one in parameters
+            if one.default is not one.empty
+        }
+        found |= {
+            one: asked[one] if value == asked[one] else value  # 0 is 0.0
+            for one, value in flatten(defaults).items()
+            if one in asked and one not in found
+        }
     return found
+
+
+def _is_same_class(path: str, other: str) -> bool:
+    return path == other or (isclass(found := imported(path)) and found is imported(other))
 
 
 def _entries_until(run: RunDirectory, round: int) -> list[LedgerEntry]:
@@ -385,9 +401,8 @@ def print_results(new: Mapping[str, Any], found: Mapping[str, Finding]) -> None:
     for name, finding in found.items():
         for sentence in finding.skipped:
             console.print(f"{name}: {sentence}", style="yellow", markup=False, highlight=False)
-    console.print(
-        f"timings and memory are of this machine: {new['machine']}", markup=False, highlight=False
-    )
+    machine = ", ".join(f"{name} {value}" for name, value in new["machine"].items())
+    console.print(f"timings and memory are of: {machine}", markup=False, highlight=False)
 
 
 def _format_value(name: str, value: float) -> str:

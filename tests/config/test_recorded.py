@@ -19,6 +19,8 @@ from torch.optim import SGD, Adam
 from toy import run
 
 from callbacks import LabelNoise
+from fl_lightning import methods
+from fl_lightning.cli.parser import resolve
 from fl_lightning.config.recorded import NOT_RECORDED, describe, not_recorded
 from fl_lightning.config.settings import config_of
 from fl_lightning.data import Dirichlet
@@ -51,6 +53,19 @@ def fit(root, mu: float = 0.1, seed: int = 0, *, make=FedProx, **settings):
         local_epochs=1,
         **settings,
     )
+
+
+FIXING = [make for name in methods.__all__ if getattr(make := getattr(methods, name), "owns", None)]
+
+
+@pytest.mark.parametrize("make", FIXING)
+def test_a_method_that_fixes_a_setting_is_read_back_from_its_configuration(make, tmp_path):
+    """Nobody can set it, so that a configuration that names it is refused."""
+    path = tmp_path / "own.yaml"
+    path.write_text(yaml.safe_dump({"model": describe(make(network="mlp"))}))
+    found = yaml.safe_load(resolve(["--config", "configs/plain.yaml", "--config", str(path)]))
+    assert found["model"]["class_path"].endswith(f".{make.__name__}")
+    assert not make.owns & found["model"]["init_args"].keys()
 
 
 def test_the_configuration_of_a_run_from_python_has_every_setting(tmp_path):

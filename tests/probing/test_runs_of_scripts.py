@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from functools import partial
 
 import pytest
 import torch
 
 from fl_lightning.__main__ import main
 from fl_lightning.conformance.toy import trainer_in
-from fl_lightning.data import DataModuleData
+from fl_lightning.data import IID, DataModuleData, FederatedImages
 from fl_lightning.methods import FedAvg
 
 OWN = """
@@ -80,6 +81,21 @@ def test_the_class_of_a_data_module_is_itself_with_its_defaults(train, capsys):
     capsys.readouterr()
     assert main(["test", run, "--probes", "clean", "--data.module.size", "50"]) == 2
     assert "data.init_args.module.init_args.size: 60 -> 50" in capsys.readouterr().err
+
+
+def test_an_optimizer_is_itself_by_either_path_and_with_its_defaults(tmp_path, monkeypatch, capsys):
+    """A script's is ``torch.optim.sgd.SGD`` and what it was given, the command line's
+    ``torch.optim.SGD`` and all that it takes."""
+    monkeypatch.chdir(tmp_path)
+    trainer, optimizer = trainer_in("runs", max_rounds=1), partial(torch.optim.SGD, lr=0.1)
+    data = FederatedImages("digits", num_clients=3, partition=IID(), batch_size=32)
+    trainer.fit(FedAvg(network="mlp", optimizer=optimizer), data, seed=0)
+    run = str(trainer.run_dir)
+    assert main(["test", run, "--probes", "clean"]) == 0
+    assert main(["export", run, "--to", "out"]) == 0
+    capsys.readouterr()
+    assert main(["test", run, "--probes", "clean", "--model.optimizer.momentum", "0.5"]) == 2
+    assert "model.init_args.optimizer.init_args.momentum: 0 -> 0.5" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
