@@ -16,7 +16,6 @@ take sums that were made elsewhere.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
@@ -364,23 +363,21 @@ def validate(
     found = by_metric(collectives.gather_parts(sums))
     if not found:
         return {}
-    means = {}
+    means, weighed = {}, {}
     for name, rows in found.items():
         ids, index = np.unique(rows[:, 0].astype(np.int64), return_inverse=True)
         total, weight = (np.bincount(index, weights=part) for part in rows[:, 1:].T)
-        means[name] = total / np.where(weight > 0, weight, np.nan)
+        weighed[name] = weight > 0
+        means[name] = total / np.where(weighed[name], weight, np.nan)
     metrics = task.finish(means)
     measured = [name for name in metrics if "/" in name]
     wanted = dict.fromkeys((*task.per_client, *({"loss"} & metrics.keys()), *measured))
-    values = {
-        name: dict(zip(ids.tolist(), of.tolist(), strict=True)) for name, of in metrics.items()
-    }
+    values: dict[str, dict[int, float]] = {one.name: {} for one in task.named}
+    for name, of in metrics.items():
+        has_one = weighed.get(name, weighed["loss"])  # a function of the loss has one where it has
+        values[name] = dict(zip(ids[has_one].tolist(), of[has_one].tolist(), strict=True))
     if named is not None:
         values |= values_of_clients(task, collectives.gather_parts(named.tensors))
-    for one in task.named:  # clients of other machines that have no value say NaN
-        values[one.name] = {
-            id: v for id, v in values.get(one.name, {}).items() if not math.isnan(v)
-        }
     return {name: values[name] for name in wanted}
 
 

@@ -34,8 +34,8 @@ def client_spread(
     :func:`corrected_std`.
 
     Args:
-        values: the metric of each client ``[K]``; clients without validation examples are given as
-            NaN and left out; with none left, the result is empty.
+        values: the metric of each client ``[K]`` that has one; of none, the result is empty. One
+            that is NaN, since outputs were not finite, makes all of them NaN.
         examples: validation examples of each client ``[K]``.
         metric: its name.
         higher_is_better: whether the worst clients are those with the lowest values.
@@ -45,18 +45,17 @@ def client_spread(
     {'val/accuracy': 0.75, 'val/accuracy_std': 0.25, 'val/accuracy_worst_decile': 0.5}
     """
     a, name = np.asarray(values, np.float64), f"val/{metric}"
-    known = ~np.isnan(a)
-    if not known.any():
+    if not len(a):
         return {}
     spread = {
-        name: float(np.sort(a[known]).mean()),
-        f"{name}_std": float(np.sort(a[known]).std()),
-        f"{name}_worst_decile": worst_decile(a[known], higher_is_better),
+        name: float(np.sort(a).mean()),
+        f"{name}_std": float(np.sort(a).std()),
+        f"{name}_worst_decile": worst_decile(a, higher_is_better),
     }
     if examples is None:
         return spread
     n = np.asarray(examples, np.int64)
-    enough = known & (n >= MIN_CLIENT_EXAMPLES)
+    enough = n >= MIN_CLIENT_EXAMPLES
     spread["val/clients_min5"] = int(enough.sum())
     if enough.any():
         spread[f"{name}_worst_decile_min5"] = worst_decile(a[enough], higher_is_better)
@@ -69,6 +68,8 @@ def worst_decile(values: np.ndarray, higher_is_better: bool = True) -> float:
     """Return the mean over the worst 10 % of the values ``[K]``, rounded up, so at least one."""
     a = np.sort(values)
     worst = -(-a.size // 10)
+    if np.isnan(a[-1]):
+        return math.nan
     return float((a[:worst] if higher_is_better else a[-worst:]).mean())
 
 
@@ -89,4 +90,5 @@ def corrected_std(accuracies: np.ndarray, examples: np.ndarray) -> float:
     0.3354
     """
     noise = float((accuracies * (1 - accuracies) / (examples - 1)).mean())
-    return math.sqrt(max(0.0, float(accuracies.var(ddof=1)) - noise))
+    variance = float(accuracies.var(ddof=1)) - noise
+    return 0.0 if variance < 0 else math.sqrt(variance)

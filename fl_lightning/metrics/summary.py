@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -98,10 +99,14 @@ def final_summary(
     if validated:
         sign = 1 if higher_is_better else -1
         # max keeps the first of equals
-        best_round, best = max(validated, key=lambda pair: sign * pair[1])
+        best_round, best = max(validated, key=lambda pair: _or_worst(sign * pair[1]))
         summary["final/best_val_round"] = int(best_round)
         summary[f"final/best_val_{primary}"] = float(best)
         summary[f"final/last5_val_{primary}"] = float(
             np.mean([value for _, value in validated[-5:]])
         )
     return summary
+
+
+def _or_worst(value: float) -> float:
+    return -math.inf if math.isnan(value) else value

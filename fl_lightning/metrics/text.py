@@ -112,7 +112,7 @@ def token_sums(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     nats = cross_entropy(
         logits.flatten(0, 1).float(), target.flatten(), reduction="none", ignore_index=IGNORED
     ).view_as(target)
-    right = logits.argmax(-1) == target
+    right = (logits.argmax(-1) == target) & logits.isfinite().all(-1)
     return nats.double().sum(1), right.double().sum(1), labelled.double().sum(1)
 
 

@@ -29,7 +29,8 @@ class Place:
 
     Args:
         label: the method.
-        place: its place by the mean over seeds, 1 for the best; equal means share the better place.
+        place: 1 for the best, one more for each method that is ahead in the mean of their paired
+            differences; who is level shares the better place.
         mean_rank: the mean over seeds of its rank among the methods; NaN where no seed has all
             methods.
         first, last: the interval of its rank, from 1 to the number of methods.
@@ -72,7 +73,7 @@ def places(
     for (a, b), found, corrected in zip(pairs, differences, p, strict=True):
         if corrected < LEVEL:
             better[(a, b) if mean_std(found)[0] > 0 else (b, a)] = True
-    means = [mean_std(column[np.isfinite(column)])[0] for column in good.T]
+    ahead = times_behind(good)
     whole = good[np.isfinite(good).all(axis=1)]
     mean_ranks = (
         [float(one) for one in stats.rankdata(-whole, axis=1).mean(axis=0)] if len(whole) else []
@@ -81,7 +82,7 @@ def places(
     found_places = [
         Place(
             label=label,
-            place=1 + sum(round(other - means[i], 12) > 0 for other in means),
+            place=1 + int(ahead[i]),
             mean_rank=mean_ranks[i] if mean_ranks else float("nan"),
             first=1 + int(better[:, i].sum()),
             last=len(labels) - int(better[i].sum()),
@@ -90,6 +91,24 @@ def places(
         for i, label in enumerate(labels)
     ]
     return sorted(found_places, key=lambda one: (one.place, one.mean_rank))
+
+
+def times_behind(values: np.ndarray) -> np.ndarray:
+    """Return how many others are ahead of each method in the mean of their paired differences, over
+    the seeds that both have, int64 ``[k]``.
+
+    Where all methods have all seeds it is the order of their means.
+
+    Args:
+        values: their numbers ``[seeds, k]``, the higher the better, NaN where there is none.
+
+    >>> times_behind(np.array([[0.9, 0.8], [0.1, np.nan]])).tolist()
+    [0, 1]
+    """
+    gaps = values[:, None, :] - values[:, :, None]
+    known = np.isfinite(gaps)
+    means = np.where(known, gaps, 0.0).sum(axis=0) / np.maximum(known.sum(axis=0), 1)
+    return (means.round(12) > 0).sum(axis=1)
 
 
 def p_of(differences: np.ndarray, sequential: bool = False, least_std: float = 0.0) -> float:

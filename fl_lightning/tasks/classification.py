@@ -43,8 +43,10 @@ class Classification(Task):
             multidim_average="samplewise",
             validate_args=False,
         )
+        # the likeliest class of outputs that are not numbers would be class 0
+        right = right.double() * outputs.isfinite().all(1)
         return {
-            "accuracy": (right.double(), weight),
+            "accuracy": (right, weight),
             "loss": (F.cross_entropy(outputs.double(), target, reduction="none"), weight),
         }
 

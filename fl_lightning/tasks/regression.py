@@ -51,9 +51,11 @@ class Regression(Task):
     metric_form = "predictions and targets [n], or [n, D]"
 
     def metric_inputs(self, outputs: Tensor, target: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
-        """Predictions and targets ``[B]``, or ``[B, D]`` where there are several numbers."""
+        """Predictions and targets float64 ``[B]``, or ``[B, D]`` where there are several numbers: a
+        mean that is large beside the spread leaves R2 no digits in float32."""
         shape = target.shape[:1] if target[:1].numel() == 1 else target.shape
-        return [(outputs.reshape(shape).cpu(), target.reshape(shape).cpu())]
+        y, true = (part.reshape(shape).cpu().double() for part in (outputs, target))
+        return [(y, true)]
 
     def corrupt(
         self, target: Tensor, where: np.ndarray, rng: np.random.Generator, num_outputs: int

@@ -96,11 +96,12 @@ def test_auc_bridges_rounds_without_evaluation() -> None:
 
 def test_client_spread_weighs_clients_equally() -> None:
     accuracies = np.linspace(0, 1, 21)
-    spread = client_spread(np.random.default_rng(0).permutation([*accuracies, np.nan]))
+    spread = client_spread(np.random.default_rng(0).permutation(accuracies))
     assert spread["val/accuracy"] == pytest.approx(0.5)
     assert spread["val/accuracy_std"] == pytest.approx(accuracies.std())
     assert spread["val/accuracy_worst_decile"] == pytest.approx(0.05)  # three of 21: 0, 0.05, 0.1
     assert client_spread([]) == {}
+    assert all(map(np.isnan, client_spread([*accuracies, np.nan]).values()))  # of a broken model
 
 
 def test_the_corrected_spread_is_that_of_the_clients_and_not_of_their_few_examples() -> None:

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ from fl_lightning.study.report.compare import compare
 from fl_lightning.study.report.comparison import Comparison
 from fl_lightning.study.results import gather as gathering
 from fl_lightning.study.results.gather import gather
+from fl_lightning.study.results.run_records import read_directory
+from fl_lightning.study.results.runs import run_metrics
 
 pytestmark = pytest.mark.usefixtures("figures_only_where_looked_at")
 
@@ -550,9 +553,38 @@ def test_means_over_other_seeds_are_said_to_be(tmp_path, capsys):
         )
         == 0
     )
-    said = "Means and places are over each method's own seeds: B has none of seed 1."
+    said = (
+        "Means are over each method's own seeds, places over those that both of a pair have: "
+        "B has none of seed 1."
+    )
     assert said in (tmp_path / "out" / "report.md").read_text()
     assert said in capsys.readouterr().out
+
+
+def test_a_seed_that_a_method_lacks_tells_nothing_of_it(tmp_path):
+    """It is a hard one, so that B has the higher mean; in every seed that both have, A is better."""
+    a = {seed: 0.8 + 0.01 * seed for seed in range(6)}
+    b = {seed: value - 0.1 - 0.001 * seed for seed, value in a.items()}
+    c = {seed: value - 0.3 + 0.001 * seed for seed, value in a.items()}
+    make_study(tmp_path / "runs", {"A": a | {6: 0.1}, "B": b, "C": c | {6: 0.0}}, proposed=["B"])
+    compare("study", tmp_path / "out", tmp_path / "runs")
+    report = report_of(tmp_path / "out")
+    assert (report["best_proposed"]["method"], report["best_baseline"]["method"]) == ("B", "A")
+    mean_a, mean_b = (sum(some.values()) / 6 for some in (a, b))
+    assert report["aggregated"]["gap"] == pytest.approx(100 * (mean_b / mean_a - 1))
+    places = [(one["label"], one["place"], one["first"]) for one in report["levels"][0]["places"]]
+    assert places == [("A", 1, 1), ("B", 2, 2), ("C", 3, 3)]
+
+
+def test_costs_of_a_run_are_of_all_its_rounds(tmp_path):
+    """Whichever round is selected; an upload's bytes are those of one that was used."""
+    record = read_directory(make_run(tmp_path, "A", 0, 0.8, **{"comm/wasted_bytes": 200}))
+    rows = [{**row, "clock/seconds": 2.0 * row["round"]} for row in record.history]
+    best = {**record.metadata, "final/best_val_round": 2}
+    found = run_metrics(replace(record, history=rows, metadata=best), selection="best_val")
+    assert found["test/accuracy"] == pytest.approx(0.8 * 2 / 5)
+    assert found["clock/seconds"] == 10
+    assert found["client/upload_bytes"] == 5 * (1000 - 200) / (5 * 4)
 
 
 def test_a_file_of_the_clock_that_has_changed_between_methods_is_refused(tmp_path, capsys):

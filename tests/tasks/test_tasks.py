@@ -8,10 +8,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import sklearn.metrics
 import torch
 from lightning.fabric import Fabric
 from torch import nn
 from torch.nn import functional as F
+from torchmetrics.functional import r2_score
 from toy_tasks import TRUE, Bigrams, Counting, Line
 
 from callbacks import (
@@ -37,6 +39,7 @@ from fl_lightning.methods import (
     QFedAvg,
 )
 from fl_lightning.methods.terms import LabelSmoothing
+from fl_lightning.metrics.text import token_sums
 from fl_lightning.probing.outputs import predict, predict_validation
 from fl_lightning.rng import stream
 from fl_lightning.tasks import Classification, LanguageModelling, Regression, Task
@@ -334,3 +337,25 @@ def test_streamed_metrics_are_those_of_all_outputs():
         nats = F.cross_entropy(outputs[mine].transpose(1, 2), target[mine]).item()
         assert found["perplexity"][id] == pytest.approx(math.exp(nats), rel=1e-5)
     assert sorted(found["perplexity"]) == data.validating.tolist()
+
+
+def test_outputs_that_are_no_numbers_are_of_no_class():
+    """The likeliest class of NaN would be class 0."""
+    outputs = torch.tensor([[math.nan, math.nan], [1.0, 0.0], [math.inf, 0.0]])
+    right, weight = Classification().examplewise(outputs, torch.zeros(3, dtype=torch.int64))[
+        "accuracy"
+    ]
+    assert (right.tolist(), weight.tolist()) == ([0, 1, 0], [1, 1, 1])
+    _, right, labelled = token_sums(outputs[None], torch.zeros(1, 3, dtype=torch.int64))
+    assert (right.tolist(), labelled.tolist()) == ([1], [3])
+
+
+def test_named_metrics_of_targets_far_from_zero_keep_their_digits():
+    """As a year, or a day's number."""
+    rng = np.random.default_rng(0)
+    target = torch.tensor(rng.normal(20_000, 3, (500, 1)), dtype=torch.float32)
+    outputs = target + torch.tensor(rng.normal(0, 0.5, (500, 1)), dtype=torch.float32)
+    ((y, true),) = Regression().metric_inputs(outputs, target)
+    expected = sklearn.metrics.r2_score(target.double().numpy(), outputs.double().numpy())
+    assert float(r2_score(y, true)) == pytest.approx(expected, abs=1e-9)
+    assert abs(float(r2_score(y.float(), true.float())) - expected) > 1e-3

@@ -4,7 +4,6 @@ leaves."""
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -40,16 +39,16 @@ def _sums_of_clients(
     logs: ModuleLogs | None = None,
 ) -> dict[str, Tensor]:
     """Return the sums of validation, and of metrics that the user has named the value of each
-    client: its examples are all here, and what such a metric keeps of them stays."""
+    client, of weight 0 where it has none: its examples are all here, and what such a metric keeps
+    of them stays."""
     named, subject = states_for(fed.data), (fed.fabric, fed.method, fed.data)
     sums = sums_of_validation(*subject, states, holders, clients=clients, named=named, logs=logs)
     values = {} if named is None else values_of_clients(fed.data.task, named.tensors)
     for one in fed.data.task.named:
         for id in clients:
-            value = values.get(one.name, {}).get(id, math.nan)
-            sums[f"{id * MAX_PARTS}/{one.name}"] = torch.tensor(
-                [[id, value, 1.0]], dtype=torch.float64
-            )
+            value = values.get(one.name, {}).get(id)
+            row = [id, 0.0, 0.0] if value is None else [id, value, 1.0]
+            sums[f"{id * MAX_PARTS}/{one.name}"] = torch.tensor([row], dtype=torch.float64)
     return sums
 
 

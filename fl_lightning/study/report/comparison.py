@@ -28,6 +28,7 @@ from fl_lightning.study.metric_names import (
 from fl_lightning.study.plan.quantities import TRANSFER
 from fl_lightning.study.plan.registration import level_key
 from fl_lightning.study.plan.selection import Selection, selected_metric
+from fl_lightning.study.ranks import times_behind
 from fl_lightning.study.report.judging import NO_SPREAD
 from fl_lightning.study.report.transfer import NegativeTransfer
 from fl_lightning.study.results.runs import ExcludedRun, FinishedRun, Results, selected
@@ -349,11 +350,18 @@ class Comparison:
         means = {label: mean_std(self.values(metric, label, levels))[0] for label in self.labels}
         return {label: mean for label, mean in means.items() if not isnan(mean)}
 
+    def order(self, metric: str, levels: Levels) -> list[str]:
+        """Return the methods that have a number, the best first: by paired differences, of which
+        seeds that a method lacks are no part, and then by means."""
+        sign, means = 1 if self.higher_is_better(metric) else -1, self.means(metric, levels)
+        table = sign * self.table(metric, levels)[list(means)].to_numpy(float)
+        behind = dict(zip(means, times_behind(table).tolist(), strict=True))
+        return sorted(means, key=lambda label: (behind[label], -sign * means[label]))
+
     def ranking(self, levels: Levels) -> Ranking:
         """Return which methods lead in the primary metric."""
         metric = self.study.metric
-        means = self.means(metric, levels)
-        ranked = sorted(means, key=means.__getitem__, reverse=self.higher_is_better(metric))
+        ranked = self.order(metric, levels)
         proposed = [label for label in ranked if label in self.proposed]
         others = [label for label in ranked if label not in self.proposed]
         if 0 < len({*self.study.proposed} & {*self.study.methods}) < len(self.study.methods):

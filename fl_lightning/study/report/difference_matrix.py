@@ -35,10 +35,7 @@ def difference_matrix(
     metric = comparison.study.metric
     written, up = comparison.column(metric), comparison.higher_is_better(metric)
     paired = {label for one in found for label in (one.a, one.b)}
-    means = {
-        label: mean for label, mean in comparison.means(metric, levels).items() if label in paired
-    }
-    labels = sorted(means, key=means.__getitem__, reverse=up)
+    labels = [label for label in comparison.order(metric, levels) if label in paired]
     place = {label: position for position, label in enumerate(labels)}
     width = CELL * len(labels) + 0.09 * max(map(len, labels))
     figure = Figure(figsize=(width + 1.2, width + 1.6), layout="constrained")

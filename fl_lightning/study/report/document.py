@@ -116,12 +116,13 @@ def aggregated(comparison: Comparison, levels: Levels) -> dict[str, Any]:
     """Return the short form of a report at one combination of levels, in means over seeds.
 
     ``gap`` is how much better the best proposed method is than the best baseline in the primary
-    metric, in percent of the baseline's mean; negative where it is worse.
+    metric, in percent of the baseline's mean, over the seeds that both have; negative where it is
+    worse.
     """
     ranking, metric = comparison.ranking(levels), comparison.study.metric
-    means, gap = comparison.means(metric, levels), None
-    if ranking.best_proposed is not None and ranking.best_baseline is not None:
-        proposed, baseline = means[ranking.best_proposed], means[ranking.best_baseline]
+    pair, gap = [ranking.best_proposed, ranking.best_baseline], None
+    if None not in pair and len(both := comparison.table(metric, levels)[pair].dropna()):
+        proposed, baseline = (mean_std(both[label])[0] for label in pair)
         sign = 1 if comparison.higher_is_better(metric) else -1
         gap = 100 * sign * (proposed - baseline) / abs(baseline) if baseline else None
     methods = _methods(comparison, levels, lambda metric: not is_timing(metric))

@@ -53,6 +53,8 @@ def front(points: Points, higher_is_better: bool = True) -> list[str]:
 
     >>> front({"A": (1.0, 0.8), "B": (2.0, 0.9), "C": (2.0, 0.7), "D": (3.0, 0.9)})
     ['A', 'B']
+    >>> front({"A": (1.0, 0.8), "B": (1.0, 0.8)})
+    ['A', 'B']
     """
     sign = 1 if higher_is_better else -1
     found: list[str] = []
@@ -60,7 +62,7 @@ def front(points: Points, higher_is_better: bool = True) -> list[str]:
     for label, (_, quality) in sorted(
         points.items(), key=lambda one: (one[1][0], -sign * one[1][1])
     ):
-        if sign * quality > best:
+        if sign * quality > best or (found and points[label] == points[found[-1]]):
             found.append(label)
             best = sign * quality
     return found

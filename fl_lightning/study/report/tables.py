@@ -254,9 +254,8 @@ def means_of(
     counts = {label: len(comparison.runs(label, levels)) for label in comparison.labels}
     labels = [label for label in comparison.labels if counts[label]]
     if best_first:
-        means = comparison.means(comparison.study.metric, levels)
-        sign = -1 if comparison.higher_is_better(comparison.study.metric) else 1
-        labels.sort(key=lambda label: sign * means[label] if label in means else float("inf"))
+        ordered = comparison.order(comparison.study.metric, levels)
+        labels.sort(key=lambda label: ordered.index(label) if label in ordered else len(ordered))
     cells = {one.title: comparison.table(one.metric, levels) for one in columns}
 
     def written(label: str, one: Column) -> str:

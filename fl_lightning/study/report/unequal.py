@@ -86,7 +86,8 @@ def missing_seeds(comparison: Comparison) -> str:
         f"{label} has {what} of seed {', '.join(map(str, sorted(seeds)))}"
         for (label, what), seeds in missing.items()
     ]
-    return f"Means and places are over each method's own seeds: {'; '.join(each)}." if each else ""
+    of_which = "Means are over each method's own seeds, places over those that both of a pair have"
+    return f"{of_which}: {'; '.join(each)}." if each else ""
 
 
 def _differing(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:

@@ -236,7 +236,8 @@ def run_metrics(
       another primary metric, is its value on the test set in the round that validation chose.
     - ``total/*`` is the bytes over all rounds, ``total/bits_pruned`` and ``total/bits_moved`` the
       sums of ``bits/pruned`` and ``bits/moved``, and ``client/*`` the bytes per client that trained
-      and round.
+      and round, without wasted ones; the broadcasts of clients whose upload was lost are counted.
+    - ``clock/seconds`` are those of all rounds.
     - ``privacy/epsilon`` is that of all rounds, whichever is selected: all models were to be seen;
       of a deployment also of rounds that were taken back.
     - ``time/round`` and ``time/train`` are the median seconds of a round without the first three;
@@ -280,9 +281,12 @@ def run_metrics(
         metrics["privacy/epsilon"] = max(
             history[-1]["privacy/epsilon"], _epsilon_spent(record.metadata)
         )
+    if "clock/seconds" in columns:
+        metrics["clock/seconds"] = columns["clock/seconds"][-1]
     trained = sum(columns.get("clients/trained", []))
-    for name in ("upload", "download") if trained else ():
-        metrics[f"client/{name}_bytes"] = sum(columns.get(f"comm/{name}_bytes", [])) / trained
+    for name, unused in (("upload", "wasted"), ("download", "wasted_download")) if trained else ():
+        sent, wasted = (sum(columns.get(f"comm/{one}_bytes", [])) for one in (name, unused))
+        metrics[f"client/{name}_bytes"] = (sent - wasted) / trained
     for name in ("time/round", "time/train"):
         if name in columns:
             metrics[name] = median(columns[name][WARM_UP_ROUNDS:] or columns[name])
