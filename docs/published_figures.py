@@ -3,11 +3,11 @@
 python docs/published_figures.py                    # from the tables in docs/results/published
 python docs/published_figures.py --runs runs        # after it has added the runs of
 configs/published there
-python docs/published_figures.py --runs runs --theirs theirs.csv    # and what PFLlib's own code had
-in as many rounds, from benchmarks/peers/pfllib.py
+python docs/published_figures.py --runs runs --theirs pfllib=theirs.csv    # and what the
+benchmark's own code had in as many rounds, from benchmarks/peers
 
 ``figures.csv`` has what was published, ``ours.csv`` the runs, ``costs.csv`` the CPU seconds of a
-round, ``side_by_side.csv`` the accuracy after each round of PFLlib's own code and of ours.
+round, ``side_by_side.csv`` the accuracy after each round of the benchmarks' own code and of ours.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ POINTS = 2.0
 """A disagreement beyond so many points is named."""
 Row = Mapping[str, str]
 RUN = ("study", "level", "method", "seed", "rounds", "best", "last")
-SIDE_BY_SIDE = ("level", "method", "round", "theirs", "ours")
+SIDE_BY_SIDE = ("study", "level", "method", "round", "theirs", "ours")
+RUNS_BESIDE = {"niid_bench": "niid_bench_brief", "pfllib": "pfllib_short"}
+"""The study of ours that a benchmark's own code stands beside; ``benchmarks/peers/README.md`` makes
+it of the whole one."""
 SOURCES = {
     "niid_bench": (
         "NIID-Bench",
@@ -61,7 +64,25 @@ there, so that these figures are no estimate of how good a method is; they are h
 published ones alone. What was run with fewer rounds says how many, and agrees or disagrees with nothing.
 *N minutes* are what a run of all rounds takes on two cores, by CPU seconds of a round on a machine in use.
 """
-BESIDE = """\
+BESIDE = {
+    "niid_bench": """\
+### NIID-Bench's own code beside ours
+
+`benchmarks/peers/niid_bench.py` runs a method of a checkout of NIID-Bench at 61b901a. Each figure is the
+global model's accuracy (%) on the test set after a round of **two epochs**, a fifth of the protocol's ten,
+on both sides; ours are of the study above otherwise, seed 0. Both sides have partition, network, optimizer,
+rate, batch and mu (FedProx 0.01) in common. Initial weights and the order of examples are each side's own.
+There is one run of each, so that no interval stands beside a difference, and where clients have two or three
+labels, accuracy changes by ten points and more from one round to the next, on both sides.
+
+Some of NIID-Bench's rules are others, and were left so. SCAFFOLD's clients have momentum there, so that its
+control variates are some ten times a gradient; here they have none, and ten times the rate. Its clients count
+by their examples there, once each here, as in its paper, which matters where they have unlike numbers of
+them (`quantity`). Of the setting `noise`, each client's noise is drawn anew whenever an image is read there,
+once here, and the model is tested there on ten copies of the test set, each as a client sees it, here on one
+copy, a tenth of it for each client.
+""",
+    "pfllib": """\
 ### PFLlib's own code beside ours
 
 `benchmarks/peers/pfllib.py` runs a method of a checkout of PFLlib at d832e76, on the partition that its own
@@ -80,7 +101,8 @@ loss, here along the mixture's. FedProto's prototypes are means over the local s
 examples after them here; clients weigh the same there, by their examples here; and an example is told there
 by the nearest prototype, here by the client's last layer. *Own head* is PFLlib's FedProto with its clients
 tested by their last layer.
-"""
+""",
+}
 
 
 def read(name: str) -> list[dict[str, str]]:
@@ -117,29 +139,39 @@ def rows_of_runs(root: Path) -> Iterator[dict[str, str]]:
                 }
 
 
-def side_by_side(root: Path, theirs: Path) -> list[dict[str, str]]:
-    """Return a row for each round that both PFLlib's code and a run of ours have made, of each way
-    in which PFLlib's models were tested."""
-    with theirs.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.reader(file))
+def accuracies_of_pfllib(theirs: Path) -> Iterator[tuple[str, str, str, str]]:
+    """Yield setting, method, round and accuracy: of the clients' own models where there are some."""
+    rows = [*rows_of(theirs)]
     personal = {method for method, kind, *_ in rows if kind == "personal"}
-    found = {
-        (method.replace("FedROD", "FedRoD"), round): accuracy
-        for method, kind, round, accuracy in rows
-        if kind == "personal" or method not in personal
-    }
+    for method, kind, round, accuracy in rows:
+        if kind == "personal" or method not in personal:
+            yield "practical", method.replace("FedROD", "FedRoD"), round, accuracy
+
+
+def rows_of(theirs: Path) -> Iterator[list[str]]:
+    with theirs.open(encoding="utf-8", newline="") as file:
+        yield from csv.reader(file)
+
+
+def side_by_side(study: str, root: Path, theirs: Path) -> list[dict[str, str]]:
+    """Return a row for each round that both a benchmark's own code and a run of ours have made, of
+    each way in which PFLlib's models were tested."""
+    found = [*(accuracies_of_pfllib if study == "pfllib" else rows_of)(theirs)]
+    (axis,) = Study.read(CONFIGS / f"{study}.yaml").grid
     both = []
-    for record in read_folder(root / "pfllib_short"):
-        label, level = (str(record.metadata["tags"][name]) for name in ("label", "skew"))
+    for record in read_folder(root / RUNS_BESIDE[study]):
+        label, its_level = (str(record.metadata["tags"][name]) for name in ("label", axis))
         made = {
             str(int(row["round"])): f"{row['test/accuracy']:.6f}"
             for row in record.history
             if record.metadata["status"] == "finished" and "test/accuracy" in row
         }
         both += [
-            dict(zip(SIDE_BY_SIDE, (level, method, round, accuracy, made[round]), strict=True))
-            for (method, round), accuracy in found.items()
-            if method.partition(" ")[0] == label and round in made
+            dict(
+                zip(SIDE_BY_SIDE, (study, level, method, round, accuracy, made[round]), strict=True)
+            )
+            for level, method, round, accuracy in found
+            if level == its_level and method.partition(" ")[0] == label and round in made
         ]
     return both
 
@@ -189,29 +221,39 @@ def ours(study: str, runs: Sequence[Row], method: str, published: float | None) 
     return shown, f"{seeds}; {mean - published:+.1f} points{unexplained}"
 
 
-def beside_their_code() -> str:
-    """Return the section of PFLlib's own code beside ours."""
-    accuracy: dict[str, dict[int, tuple[float, float]]] = {}
+def beside_their_code(study: str) -> str:
+    """Return the section of a benchmark's own code beside ours."""
+    accuracy: dict[tuple[str, str], dict[int, tuple[float, float]]] = {}
     for row in read("side_by_side"):
-        both = 100 * float(row["theirs"]), 100 * float(row["ours"])
-        accuracy.setdefault(row["method"], {})[int(row["round"])] = both
+        if row["study"] == study:
+            both = 100 * float(row["theirs"]), 100 * float(row["ours"])
+            accuracy.setdefault((row["level"], row["method"]), {})[int(row["round"])] = both
     last = min(map(max, accuracy.values()))  # which all have made
     shown = sorted({1, (last + 1) // 2, last})
-    heads = [f"round {round}, {who}" for round in shown for who in ("PFLlib", "ours")]
-    lines = ["| method | " + " | ".join(heads) + " | difference |"]
-    lines.append("|---" + "|---:" * (len(heads) + 1) + "|")
-    apart = {}
-    for method, found in accuracy.items():
+    heads = [f"round {round}, {who}" for round in shown for who in (SOURCES[study][0], "ours")]
+    lines = ["| setting | method | " + " | ".join(heads) + " | difference |"]
+    lines.append("|---|---" + "|---:" * (len(heads) + 1) + "|")
+    apart: dict[tuple[str, str], float] = {}
+    ((_, levels),) = Study.read(CONFIGS / f"{study}.yaml").grid.items()
+    for key, found in sorted(accuracy.items(), key=lambda one: [*levels].index(one[0][0])):
         theirs, mine = found[last]
-        apart[method] = mine - theirs
+        apart[key] = mine - theirs
         cells = [f"{value:.2f}" for round in shown for value in found[round]]
-        lines.append(f"| {method} | {' | '.join(cells)} | {apart[method]:+.1f} |")
-    first, second = sorted(apart, key=lambda method: -abs(apart[method]))[:2]
-    said = (
-        f"After {last} rounds the largest difference is {apart[first]:+.1f} points, of {first}, and the next "
-        f"{apart[second]:+.1f}, of {second}."
+        lines.append(f"| {' | '.join([*key, *cells])} | {apart[key]:+.1f} |")
+    first, second = sorted(apart, key=lambda key: -abs(apart[key]))[:2]
+    largest, next_one = (
+        f"{apart[key]:+.1f}{' points' * (key == first)}, of {key[1]} ({key[0]})"
+        for key in (first, second)
     )
-    return "\n\n".join([BESIDE.strip(), "\n".join(lines), said])
+    said = f"After {last} rounds the largest difference is {largest}, and the next {next_one}."
+    most = {
+        level: max(abs(gap) for key, gap in apart.items() if key[0] == level) for level, _ in apart
+    }
+    if len(most) > 1:
+        said += (
+            f" The largest of each setting: {', '.join(f'{one} {most[one]:.1f}' for one in most)}."
+        )
+    return "\n\n".join([BESIDE[study].strip(), "\n".join(lines), said])
 
 
 def page() -> str:
@@ -234,18 +276,23 @@ def page() -> str:
             )
             lines.append(f"| {row['level']} | {row['method']} | {published} | {number} | {said} |")
         parts.append("\n".join(lines))
-        if study == "pfllib":
-            parts.append(beside_their_code())
+        parts.append(beside_their_code(study))
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=Path, help="folder of runs that are added to ours.csv")
-    parser.add_argument("--theirs", type=Path, help="what PFLlib's own code had, beside --runs")
+    parser.add_argument(
+        "--theirs",
+        metavar="STUDY=FILE",
+        help=f"what the own code of {' or '.join(RUNS_BESIDE)} had, beside --runs",
+    )
     given = parser.parse_args()
     if given.theirs is not None:
-        write("side_by_side", SIDE_BY_SIDE, side_by_side(given.runs, given.theirs))
+        study, _, theirs = given.theirs.partition("=")
+        kept = [row for row in read("side_by_side") if row["study"] != study]
+        write("side_by_side", SIDE_BY_SIDE, kept + side_by_side(study, given.runs, Path(theirs)))
     if given.runs is not None:
         merged = with_runs(read("ours"), rows_of_runs(given.runs))
         write("ours", RUN, merged)

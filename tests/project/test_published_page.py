@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import json
+from itertools import pairwise
 
 import pytest
 from places import ROOT
@@ -99,11 +100,39 @@ def test_pfllibs_own_code_is_compared_in_rounds_that_both_have_made(published, t
     theirs.write_text(
         "Ditto,own,1,0.1\nDitto,personal,1,0.4\nFedROD,own,0,0\nFedROD,own,1,0.8\nFedROD,own,2,1\n"
     )
-    found = published.side_by_side(tmp_path / "runs", theirs)
+    found = published.side_by_side("pfllib", tmp_path / "runs", theirs)
     assert [(row["method"], row["round"], row["theirs"], row["ours"]) for row in found] == [
         ("Ditto", "1", "0.4", "0.500000"),
         ("FedRoD", "1", "0.8", "0.700000"),
     ]
+
+
+def test_niid_benchs_own_code_is_compared_by_setting(published, tmp_path):
+    run = tmp_path / "runs/niid_bench_brief/FedAvg"
+    run.mkdir(parents=True)
+    about = {"seed": 0, "status": "finished", "tags": {"label": "FedAvg", "partition": "labels2"}}
+    (run / "metadata.json").write_text(json.dumps(about))
+    (run / "config.yaml").write_text("{}")
+    (run / "metrics.csv").write_text("round,test/accuracy\n1,0.5\n")
+    theirs = tmp_path / "theirs.csv"
+    theirs.write_text("iid,FedAvg,1,0.8\nlabels2,FedAvg,1,0.4\nlabels2,FedProx,1,0.3\n")
+    found = published.side_by_side("niid_bench", tmp_path / "runs", theirs)
+    assert [(*row.values(),) for row in found] == [
+        ("niid_bench", "labels2", "FedAvg", "1", "0.4", "0.500000")
+    ]
+
+
+def test_accuracy_with_two_or_three_labels_changes_as_the_page_says(published):
+    rows = [row for row in published.read("side_by_side") if row["level"] in ("labels2", "labels3")]
+    for level in ("labels2", "labels3"):
+        for side in ("theirs", "ours"):
+            found = [
+                float(row[side])
+                for row in rows
+                if (row["level"], row["method"]) == (level, "FedAvg")
+            ]
+            assert len(found) == 5
+            assert max(abs(after - before) for before, after in pairwise(found)) >= 0.1
 
 
 def test_runs_of_another_machine_are_added_and_of_one_run_that_of_most_rounds_counts(published):
