@@ -1,9 +1,8 @@
 """Evaluation of what a method deploys: the global test set, and each client's validation examples.
 
 Of a personalised method every client's own model is evaluated. The global test set is then dealt to
-the clients, each class in proportion to the training examples of it that they hold: one pass over
-the test set whatever their number, and ``test/accuracy`` is the accuracy where the examples would
-turn up.
+the clients (:func:`fl_lightning.data.test_owners.deal_test_set`): one pass over the test set
+whatever their number, and ``test/accuracy`` is the accuracy where the examples would turn up.
 
 Metrics are sums over batches (:class:`fl_lightning.tasks.Task`), added in the order of the batches
 whichever rank made them. Metrics that the user has named are states of each batch, merged in the
@@ -278,14 +277,23 @@ def _totals(sums: Mapping[str, Tensor]) -> dict[str, tuple[np.ndarray, np.ndarra
 
 def _personal(task: Task, sums: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the mean over clients of the task's metrics of each client's own model, on the test
-    examples that are dealt to it: every client counts once, however many they are."""
+    examples that are dealt to it: every client counts once, however many they are, but for one
+    whose examples have no weight in a metric."""
     of_clients: dict[int, dict[str, Tensor]] = {}
     for key, pair in sums.items():
         number, _, name = key.partition("/")
         of_clients.setdefault(int(number) // MAX_PARTS, {})[f"{number}/{name}"] = pair
-    each = [task.finish(averages(_totals(own))) for _, own in sorted(of_clients.items())]
-    names = [name for name in task.per_client if each and name in each[0]]
-    return {f"personal/{name}": float(np.mean([found[name] for found in each])) for name in names}
+    found: dict[str, list[float]] = {}
+    for _, own in sorted(of_clients.items()):
+        totals = _totals(own)
+        empty = {name for name, (_, weight) in totals.items() if not weight and "/" not in name}
+        for name, value in task.finish(averages(totals)).items():
+            # a function of other metrics has a value where they have
+            if name in task.per_client and not (empty if name not in totals else {name} & empty):
+                found.setdefault(name, []).append(float(value))
+    return {
+        f"personal/{name}": float(np.mean(found[name])) for name in task.per_client if name in found
+    }
 
 
 def _global(fabric: Fabric, method: Method, data: FederatedData) -> dict[str, float]:
@@ -369,12 +377,14 @@ def validate(
         total, weight = (np.bincount(index, weights=part) for part in rows[:, 1:].T)
         weighed[name] = weight > 0
         means[name] = total / np.where(weighed[name], weight, np.nan)
-    metrics = task.finish(means)
+    metrics, of_user = task.finish(means), {one.name for one in task.named}
     measured = [name for name in metrics if "/" in name]
+    of_task = weighed.keys() - of_user - {*measured}
+    has_all = np.logical_and.reduce([weighed[name] for name in of_task])
     wanted = dict.fromkeys((*task.per_client, *({"loss"} & metrics.keys()), *measured))
     values: dict[str, dict[int, float]] = {one.name: {} for one in task.named}
     for name, of in metrics.items():
-        has_one = weighed.get(name, weighed["loss"])  # a function of the loss has one where it has
+        has_one = weighed.get(name, has_all)  # a function of other metrics has one where they have
         values[name] = dict(zip(ids[has_one].tolist(), of[has_one].tolist(), strict=True))
     if named is not None:
         values |= values_of_clients(task, collectives.gather_parts(named.tensors))

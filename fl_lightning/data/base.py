@@ -97,8 +97,7 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
 
     test_holdings: Holdings | None = None
     """The examples that each client is tested on, where clients have test sets of their own, which
-    together are the test set; None: the data have one test set, of which nobody knows whose it
-    is."""
+    together are the test set; None: the data have one test set."""
 
     apart: bool = False
     """Whether clients are on other machines, with their examples."""

@@ -448,7 +448,8 @@ class TableData(ArrayData):
             return [], [None, None]
         numbers = number_names(value for some in naming for value in some[name].tolist())
         return list(numbers), [
-            numbers_by_name(some[name].tolist(), numbers) for some in (train, test)
+            numbers_by_name(some[name].tolist() if name in some else None, numbers)
+            for some in (train, test)  # a test file need not say whose an example is
         ]
 
     def _inputs_of(

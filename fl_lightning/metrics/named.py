@@ -151,18 +151,22 @@ class NamedMetric:
 
     def value(self, states: Sequence[State]) -> float:
         """Return the metric over all batches; NaN where outputs are not finite."""
-        if any(NOT_FINITE.keys() == state.keys() for state in states):
-            return math.nan
-        return float(value_of(self.metric, states))
+        return float(value_of(self.metric, states)) if _are_finite(states) else math.nan
 
     def value_if_defined(self, states: Sequence[State]) -> float | None:
-        """Return the metric of one client's batches; None where it refuses so few examples."""
+        """Return the metric of one client's batches; None where it refuses so few examples, or is
+        no number of them."""
         try:
-            return self.value(states)
+            value = self.value(states)
         except ValueError as error:
             if is_bug_of_user(error):
                 raise
             return None
+        return None if math.isnan(value) and _are_finite(states) else value
+
+
+def _are_finite(states: Sequence[State]) -> bool:
+    return all(NOT_FINITE.keys() != state.keys() for state in states)
 
 
 def _is_open(name: str, given: Mapping[str, Any], takes: Mapping[str, inspect.Parameter]) -> bool:

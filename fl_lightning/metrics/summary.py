@@ -96,17 +96,14 @@ def final_summary(
                 if is_share
                 else _area(np.array(values), np.array(rounds))
             )
-    if validated:
+    if numbers := [pair for pair in validated if not math.isnan(pair[1])]:
         sign = 1 if higher_is_better else -1
         # max keeps the first of equals
-        best_round, best = max(validated, key=lambda pair: _or_worst(sign * pair[1]))
+        best_round, best = max(numbers, key=lambda pair: sign * pair[1])
         summary["final/best_val_round"] = int(best_round)
         summary[f"final/best_val_{primary}"] = float(best)
+    if validated:
         summary[f"final/last5_val_{primary}"] = float(
             np.mean([value for _, value in validated[-5:]])
         )
     return summary
-
-
-def _or_worst(value: float) -> float:
-    return -math.inf if math.isnan(value) else value

@@ -260,7 +260,10 @@ def _written_out(before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[st
             continue
         found.pop(name, None)
         found[key] = path
-        parameters = signature(imported(path)).parameters.values()
+        try:
+            parameters = signature(imported(path)).parameters.values()
+        except (TypeError, ValueError):  # a class within a class, or one that does not say
+            continue
         defaults = {
             f"{name}.init_args.{one.name}": one.default
             for one in parameters

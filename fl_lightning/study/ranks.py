@@ -29,8 +29,8 @@ class Place:
 
     Args:
         label: the method.
-        place: 1 for the best, one more for each method that is ahead in the mean of their paired
-            differences; who is level shares the better place.
+        place: 1 for the best, one more for each further method that is ahead in the mean of their
+            paired differences; who is level shares the better place.
         mean_rank: the mean over seeds of its rank among the methods; NaN where no seed has all
             methods.
         first, last: the interval of its rank, from 1 to the number of methods.
@@ -82,7 +82,7 @@ def places(
     found_places = [
         Place(
             label=label,
-            place=1 + int(ahead[i]),
+            place=1 + int(ahead[i] - ahead.min()),
             mean_rank=mean_ranks[i] if mean_ranks else float("nan"),
             first=1 + int(better[:, i].sum()),
             last=len(labels) - int(better[i].sum()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from fl_lightning import evaluation
@@ -48,6 +49,6 @@ class NodeMeter(Meter):
                 if f"{asked[id]}/{name}" in every
             ]
             if of_nodes:
-                worst = max if name == "loss" or name in task.lower_is_better else min
+                worst = np.max if name == "loss" or name in task.lower_is_better else np.min
                 record.metrics[f"{self.family}/{name}"] = sum(of_nodes) / len(of_nodes)
-                record.metrics[f"{self.family}/{name}_worst"] = worst(of_nodes)
+                record.metrics[f"{self.family}/{name}_worst"] = float(worst(of_nodes))

@@ -104,3 +104,14 @@ def test_an_example_that_names_its_client_is_dealt_to_it(make, tmp_path):
     data.partition = IID()
     data.distribute(0, torch.device("cpu"))
     assert (deal_test_set(data)[known] != dealt[known]).any()
+
+
+def test_a_test_file_need_not_say_whose_an_example_is(tmp_path):
+    data, _ = table(tmp_path)
+    pd.read_csv(tmp_path / "test.csv").drop(columns="site").to_csv(
+        tmp_path / "test.csv", index=False
+    )
+    data.setup()
+    data.distribute(0, torch.device("cpu"))
+    assert data.test_owner is None
+    assert {*deal_test_set(data)} <= {0, 1, 2, 3}

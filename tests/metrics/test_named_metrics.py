@@ -45,6 +45,7 @@ from fl_lightning.errors import InputError
 from fl_lightning.hooks import Meter
 from fl_lightning.methods import FedAvg, LocalOnly
 from fl_lightning.metrics import expected_calibration_error
+from fl_lightning.metrics.named import NamedMetric
 from fl_lightning.probing.outputs import predict_validation
 from fl_lightning.study.metric_names import TaskMetrics, direction
 from fl_lightning.tasks import Classification
@@ -345,6 +346,20 @@ def test_a_client_with_too_few_examples_has_no_value(tmp_path):
     trainer = run(method, data, tmp_path / "one", max_rounds=1)
     assert "val/mse" in rows_of(trainer)[-1]
     assert "val/r2_score" not in rows_of(trainer)[-1]
+
+
+def test_a_metric_that_is_no_number_of_a_client_leaves_it_out():
+    """As the correlation of one example, or of equal outputs; NaN of its outputs is another thing."""
+    metric = NamedMetric(PearsonCorrCoef, {})
+    forms = [(torch.tensor([0.0, 1.0, 2.0]), torch.tensor([0.1, 1.2, 1.9]))]
+    metric.choose_form(forms, "regression", "numbers")
+    defined, constant, broken = (
+        metric.value_if_defined([metric.state([(outputs, forms[0][1])])])
+        for outputs in (forms[0][0], torch.zeros(3), torch.full((3,), math.nan))
+    )
+    assert defined > 0.9
+    assert constant is None
+    assert math.isnan(broken)
 
 
 def test_outputs_that_are_not_finite_are_nan(tmp_path):

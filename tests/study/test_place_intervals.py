@@ -36,6 +36,13 @@ def test_where_less_is_better_places_turn_round_and_the_order_of_methods_does_no
     assert {one.label: one for one in places("CBA", values[:, ::-1])}["A"].last == up["A"].last
 
 
+def test_somebody_has_the_first_place_where_pairs_go_round():
+    """A is behind B, B behind C and C behind A, each in the one seed that both have."""
+    nan = float("nan")
+    values = np.array([[0.0, 1.0, nan], [nan, 0.0, 1.0], [1.0, nan, 0.0]])
+    assert [one.place for one in places("ABC", values)] == [1, 1, 1]
+
+
 def test_planted_ties_leave_the_interval_in_few_of_many_studies():
     """With three equal methods, no interval may be shorter than 1 to 3 but in 5 % of the
     studies."""

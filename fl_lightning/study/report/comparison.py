@@ -116,7 +116,7 @@ class Ranking:
     """The ranking of the methods at one level.
 
     Args:
-        best_proposed: the one with the best mean; None when the study has none with finished runs.
+        best_proposed: the best one, by paired differences; None when the study has none with finished runs.
         best_baseline: the best of the others; without proposed methods, the second best of all.
         gap: best proposed - best baseline.
         leader: the method that is significantly better than every other method, or None.
@@ -185,8 +185,7 @@ class Comparison:
     @cached_property
     def with_own_models(self) -> tuple[list[str], list[str]]:
         """The methods whose clients have models of their own, and the others."""
-        metric = f"personal/{self.study.task.primary}"
-        own = {*self.frame.label[self.frame.metric == metric]}
+        own = {*self.frame.label[self.frame.metric.str.startswith("personal/")]}
         return [one for one in self.labels if one in own], [
             one for one in self.labels if one not in own
         ]

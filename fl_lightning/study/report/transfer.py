@@ -156,11 +156,10 @@ class NegativeTransfer:
             for (name, metric), value in values.items():
                 sign = direction(f"test/{metric}", self.study.task)
                 other = alone.get((name, metric), nan)
-                if (
-                    sign is None
-                    or not isfinite(value)
-                    or (not is_reference and not isfinite(other))
-                ):
+                if sign is None or not (is_reference or isfinite(other)):
+                    continue
+                if not isfinite(value):
+                    self._leave_out(f"{of} {name} of {run.name}", f"its {metric} is not finite")
                     continue
                 found = (
                     (value, nan, nan) if is_reference else (value, other, sign * (value - other))

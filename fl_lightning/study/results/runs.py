@@ -284,9 +284,12 @@ def run_metrics(
     if "clock/seconds" in columns:
         metrics["clock/seconds"] = columns["clock/seconds"][-1]
     trained = sum(columns.get("clients/trained", []))
-    for name, unused in (("upload", "wasted"), ("download", "wasted_download")) if trained else ():
-        sent, wasted = (sum(columns.get(f"comm/{one}_bytes", [])) for one in (name, unused))
-        metrics[f"client/{name}_bytes"] = (sent - wasted) / trained
+    if trained:
+        up, wasted, down = (
+            sum(columns.get(f"comm/{name}_bytes", [])) for name in ("upload", "wasted", "download")
+        )
+        metrics["client/upload_bytes"] = (up - wasted) / trained
+        metrics["client/download_bytes"] = down / trained
     for name in ("time/round", "time/train"):
         if name in columns:
             metrics[name] = median(columns[name][WARM_UP_ROUNDS:] or columns[name])
