@@ -379,12 +379,11 @@ def validate(
         means[name] = total / np.where(weighed[name], weight, np.nan)
     metrics, of_user = task.finish(means), {one.name for one in task.named}
     measured = [name for name in metrics if "/" in name]
-    of_task = weighed.keys() - of_user - {*measured}
-    has_all = np.logical_and.reduce([weighed[name] for name in of_task])
+    of_task = [of for name, of in weighed.items() if name not in {*of_user, *measured}]
     wanted = dict.fromkeys((*task.per_client, *({"loss"} & metrics.keys()), *measured))
     values: dict[str, dict[int, float]] = {one.name: {} for one in task.named}
     for name, of in metrics.items():
-        has_one = weighed.get(name, has_all)  # a function of other metrics has one where they have
+        has_one = weighed.get(name, np.logical_and.reduce(of_task))  # it may be a function of them
         values[name] = dict(zip(ids[has_one].tolist(), of[has_one].tolist(), strict=True))
     if named is not None:
         values |= values_of_clients(task, collectives.gather_parts(named.tensors))

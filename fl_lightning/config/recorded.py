@@ -135,8 +135,8 @@ def arguments_of(made: Recorded) -> dict[str, Any]:
 
 
 def _parameters(cls: type) -> Iterator[inspect.Parameter]:
-    """Yield the parameters of a constructor, and of its base's if it takes ``**settings``, but those
-    that the class fixes (``owns``), which nobody can set."""
+    """Yield the parameters of a constructor, and of its base's if it takes ``**settings``, but not
+    those that the class fixes (``owns``), which nobody can set."""
     fixed: frozenset[str] = getattr(cls, "owns", frozenset())
     for base in cls.__mro__:
         if "__init__" not in vars(base) or base is object:

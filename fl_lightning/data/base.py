@@ -166,8 +166,8 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
 
     @property
     def test_owner(self) -> np.ndarray | None:
-        """The client that each test example belongs to by itself, int64 ``[n]``, -1 where it is none
-        that trains; None where the data say nothing of clients."""
+        """The client that each test example belongs to by itself, int64 ``[n]``, -1 where that
+        client does not train; None where the data say nothing of clients."""
         return None
 
     @property

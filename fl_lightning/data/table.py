@@ -442,8 +442,8 @@ class TableData(ArrayData):
     def _numbered(
         self, name: str | None, train: pd.DataFrame, test: pd.DataFrame, naming: list[pd.DataFrame]
     ) -> tuple[list[Any], list[np.ndarray | None]]:
-        """Return the names that a column has in the rows that are ``naming``, and the number of each
-        row's name in both splits."""
+        """Return the names that a column has in the rows that are ``naming``, and the number of
+        each row's name in both splits."""
         if name is None:
             return [], [None, None]
         numbers = number_names(value for some in naming for value in some[name].tolist())

@@ -405,7 +405,8 @@ def print_results(new: Mapping[str, Any], found: Mapping[str, Finding]) -> None:
         for sentence in finding.skipped:
             console.print(f"{name}: {sentence}", style="yellow", markup=False, highlight=False)
     machine = ", ".join(f"{name} {value}" for name, value in new["machine"].items())
-    console.print(f"timings and memory are of: {machine}", markup=False, highlight=False)
+    said = f"timings and memory are of this machine: {machine}"
+    console.print(said, markup=False, highlight=False)
 
 
 def _format_value(name: str, value: float) -> str:

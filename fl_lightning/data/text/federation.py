@@ -55,8 +55,8 @@ class TextExamples:
     Args:
         sequences: tokens and targets.
         group: group of each example, int64 ``[N]``, an index into the names of groups.
-        owner: client that wrote each example, int64 ``[N]``, of a test example -1 if that client has
-            no training examples; None: the data do not say.
+        owner: client that wrote each example, int64 ``[N]``, of a test example -1 if that client
+            has no training examples; None: the data do not say.
         task: name of each example's task; empty where examples have none.
         held_out: whether each example is for validation, bool ``[N]``; None: validation examples
             are drawn.

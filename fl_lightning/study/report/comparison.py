@@ -116,7 +116,8 @@ class Ranking:
     """The ranking of the methods at one level.
 
     Args:
-        best_proposed: the best one, by paired differences; None when the study has none with finished runs.
+        best_proposed: the best one, by paired differences; None when the study has none with
+            finished runs.
         best_baseline: the best of the others; without proposed methods, the second best of all.
         gap: best proposed - best baseline.
         leader: the method that is significantly better than every other method, or None.
