@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 
-IMAGES = Path("/usr/share/datasets/fashion-mnist")  # of Debian's package
+from fl_lightning.data.fashion_mnist import DEBIAN_FOLDER
+
 SETTINGS = {  # as in configs/published/niid_bench.yaml
     "iid": ["--partition", "homo"],
     "dirichlet05": ["--partition", "noniid-labeldir", "--beta", "0.5"],
@@ -69,7 +70,7 @@ def main() -> None:
 def unpack(folder: Path) -> None:
     """Write the images where torchvision looks for them."""
     folder.mkdir(parents=True)
-    for packed in IMAGES.glob("*.gz"):
+    for packed in DEBIAN_FOLDER.glob("*.gz"):
         (folder / packed.stem).write_bytes(gzip.decompress(packed.read_bytes()))
 
 

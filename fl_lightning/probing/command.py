@@ -9,6 +9,7 @@ import platform
 from collections.abc import Callable, Mapping
 from inspect import isclass, signature
 from pathlib import Path
+from pydoc import locate
 from typing import Any
 
 import torch
@@ -261,8 +262,8 @@ def _written_out(before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[st
         found.pop(name, None)
         found[key] = path
         try:
-            parameters = signature(imported(path)).parameters.values()
-        except (TypeError, ValueError):  # a class within a class, or one that does not say
+            parameters = signature(locate(path)).parameters.values()  # type: ignore[arg-type]
+        except (TypeError, ValueError):  # it cannot be imported, or does not say
             continue
         defaults = {
             f"{name}.init_args.{one.name}": one.default

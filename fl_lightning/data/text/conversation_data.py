@@ -10,6 +10,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 
 from fl_lightning.config.constraints import path_to, within
+from fl_lightning.data.arrays import numbers_by_name
 from fl_lightning.data.text.conversations import (
     LISTS,
     Turn,
@@ -181,7 +182,7 @@ class ConversationFiles(TextData):
         return TextExamples(
             token_sequences(items, self.tokenizer.pad, self.context, self.too_long),
             np.array([groups[talk.client] for talk in talks], np.int64),
-            np.array([clients.get(talk.client, -1) for talk in talks], np.int64),
+            numbers_by_name([talk.client for talk in talks], clients),
             held_out=None
             if share is None
             else np.array([talk.hash < share for talk in talks], bool),

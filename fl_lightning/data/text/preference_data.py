@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.config.constraints import path_to, within
+from fl_lightning.data.arrays import numbers_by_name
 from fl_lightning.data.base import NumClients
 from fl_lightning.data.text import preferences
 from fl_lightning.data.text.federation import TextData, TextExamples
@@ -271,9 +272,8 @@ class PreferenceFiles(PreferenceData):
         pairs, places = [pair for pair, *_ in lines], [place for _, place, _ in lines]
         sequences = encode_pairs(pairs, self.tokenizer, self.context, self.too_long, places)
         group = np.array([self.groups.index(name) for *_, name in lines], np.int64)
-        owner = np.array(
-            [names.index(name) if name in names else -1 for *_, name in lines], np.int64
-        )
+        clients = {name: number for number, name in enumerate(names)}
+        owner = numbers_by_name([name for *_, name in lines], clients)
         return TextExamples(sequences, group, owner, held_out=held_out)
 
     @property

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fl_lightning.config.constraints import path_to, within
-from fl_lightning.data.arrays import check_test_fraction
+from fl_lightning.data.arrays import check_test_fraction, numbers_by_name
 from fl_lightning.data.partition import check_memory
 from fl_lightning.data.text.federation import TextData, TextExamples
 from fl_lightning.data.text.prompts import PLAIN, Prompt
@@ -186,7 +186,7 @@ class TextFiles(TextData):
             return TextExamples(
                 sequences,
                 np.array([groups[line.group] for line in some], np.int64),
-                np.array([clients.get(line.client, -1) for line in some], np.int64),
+                numbers_by_name([line.client for line in some], clients),
                 [line.record.task_name for line in some],
             )
 
