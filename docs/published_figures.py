@@ -70,17 +70,18 @@ BESIDE = {
 
 `benchmarks/peers/niid_bench.py` runs a method of a checkout of NIID-Bench at 61b901a. Each figure is the
 global model's accuracy (%) on the test set after a round of **two epochs**, a fifth of the protocol's ten,
-on both sides; ours are of the study above otherwise, seed 0. Both sides have partition, network, optimizer,
-rate, batch and mu (FedProx 0.01) in common. Initial weights and the order of examples are each side's own.
-There is one run of each, so that no interval stands beside a difference, and where clients have two or three
-labels, accuracy changes by ten points and more from one round to the next, on both sides.
+on both sides; ours are of the study above otherwise, seed 0. Both sides have partition, network, batch and,
+but for SCAFFOLD, optimizer and rate in common, and FedProx's mu, 0.01. Initial weights and the order of
+examples are each side's own. There is one run of each, so that no interval stands beside a difference, and
+where clients have two or three labels, accuracy changes by ten points and more from one round to the next,
+on both sides.
 
 Some of NIID-Bench's rules are others, and were left so. SCAFFOLD's clients have momentum there, so that its
-control variates are some ten times a gradient; here they have none, and ten times the rate. Its clients count
-by their examples there, once each here, as in its paper, which matters where they have unlike numbers of
-them (`quantity`). Of the setting `noise`, each client's noise is drawn anew whenever an image is read there,
-once here, and the model is tested there on ten copies of the test set, each as a client sees it, here on one
-copy, a tenth of it for each client.
+control variates are some ten times a gradient, and a weight decay of 1e-5; here they have neither, and ten
+times the rate. Its clients count by their examples there, once each here, as in its paper, which matters
+where they have unlike numbers of them (`quantity`). Of the setting `noise`, each client's noise is drawn anew
+whenever an image is read there, once here, and the model is tested there on ten copies of the test set, each
+as a client sees it, here on one copy, a tenth of it for each client.
 """,
     "pfllib": """\
 ### PFLlib's own code beside ours
