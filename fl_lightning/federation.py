@@ -9,7 +9,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from lightning.fabric import Fabric
 from torch import Tensor
 
@@ -123,10 +122,7 @@ class Federation:
 
 def weights_hash(fed: Federation) -> str:
     """SHA-256 of the server's state as one float64 vector, its tensors in order of name."""
-    weights = torch.cat(
-        [
-            torch.empty(0),
-            *(fed.method.server[name].reshape(-1).double() for name in sorted(fed.method.server)),
-        ]
-    )
-    return sha256(weights.numpy().tobytes()).hexdigest()
+    digest = sha256()
+    for _, tensor in sorted(fed.method.server.items()):
+        digest.update(tensor.reshape(-1).double().numpy().data)
+    return digest.hexdigest()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -48,6 +48,8 @@ class Sums:
         guides: the updates that ``average`` goes by, where it does, by the name of the sum.
     """
 
+    empty: Callable[[int, int], ExactSum] = ExactSum
+    """Makes a sum of so many values over so many clients at most, before any is added."""
     deviation: float = 0.0
     """Standard deviation of the noise on each value of a sum; 0 where sums are exact."""
 
@@ -78,8 +80,7 @@ class Sums:
             if not self.average.is_sum:
                 shares = [weight / sum(weights) for weight in weights]
                 if isinstance(self.average, RefinedMean):
-                    part = Part(vectors, weights, first.most)
-                    mean = part.mean(self.cohort)
+                    mean = Part(vectors, weights, first.most).mean(self.cohort)
                     found = self.average.refined(mean, vectors, shares)
                     self._averaged[name] = self.average.checked(found, mean)
                     return
@@ -87,7 +88,7 @@ class Sums:
                 return
             vectors = [self.average.bounded(vector, first.start) for vector in vectors]
         part = Part(vectors, weights, first.most)
-        self._parts[name] = part if before is None else before.plus(part, self.cohort)
+        self._parts[name] = part if before is None else self._plus(before, part)
 
     def _average(
         self, name: str, vectors: Sequence[Tensor], shares: Sequence[float], start: Tensor
@@ -113,7 +114,7 @@ class Sums:
             most: largest weight of one client.
         """
         part, before = Part([], [weight], most, total), self._parts.get(name)
-        self._parts[name] = part if before is None else before.plus(part, self.cohort)
+        self._parts[name] = part if before is None else self._plus(before, part)
 
     def merged(self) -> Iterator[tuple[str, ExactSum, int, int]]:
         """Yield what :meth:`add_merged` takes of each sum."""
@@ -130,8 +131,23 @@ class Sums:
         """Add up what has been given, where several readers follow: each would add it up anew."""
         for name, part in self._parts.items():
             if part.merged is None:
-                total = part.exact_sum(self.cohort)
-                self._parts[name] = Part([], [sum(part.weights)], part.most, total)
+                self._parts[name] = Part([], [sum(part.weights)], part.most, self._exact_sum(part))
+
+    def _exact_sum(self, part: Part) -> ExactSum:
+        if part.merged is not None:
+            return part.merged
+        total = self.empty(part.size, self.cohort)
+        total.add(part.vectors, part.shares)
+        return total
+
+    def _plus(self, part: Part, other: Part) -> Part:
+        """Return a sum with that of other clients, added up; neither is of use then."""
+        total = self._exact_sum(part)
+        if other.merged is None:
+            total.add(other.vectors, other.shares)
+        else:
+            total.merge(other.merged)
+        return Part([], [*part.weights, *other.weights], part.most, total)
 
     def __iter__(self) -> Iterator[str]:
         """Yield the names of the sums."""
@@ -146,8 +162,7 @@ class Sums:
         """
         if name in self._averaged:
             return self._averaged[name]
-        part = self._parts[name]
-        return part.mean(self.cohort)
+        return self._parts[name].mean(self.cohort)
 
     def total(self, name: str) -> Tensor:
         """Return sum w x over the clients; float64 ``[P]``.
@@ -155,7 +170,7 @@ class Sums:
         Raises:
             MisuseError: as :meth:`mean`.
         """
-        return self._parts[name].exact_sum(self.cohort).total()
+        return self._exact_sum(self._parts[name]).total()
 
     def merge_ranks(self) -> None:
         """Add what the other processes of the run added to sums of the same names.
@@ -175,7 +190,7 @@ class Sums:
             found = [of_rank[name] for of_rank in of_ranks if name in of_rank]
             size, most = found[0][:2]
             part = self._parts.get(name) or Part([], [], most, ExactSum(size, self.cohort))
-            total = part.exact_sum(self.cohort)
+            total = self._exact_sum(part)
             total.integers = sum_over_ranks(total.integers)
             self._parts[name] = Part([], [sum(weight for *_, weight in found)], most, total)
 
@@ -205,22 +220,6 @@ class Part:
         if self.merged is not None:
             return self.merged.mean(self.total_weight)
         return exact_mean(self.vectors, self.shares, self.total_weight, cohort)
-
-    def plus(self, other: Part, cohort: int) -> Part:
-        """Return the sum with that of other clients, added up; this one is of no use then."""
-        total = self.exact_sum(cohort)
-        if other.merged is None:
-            total.add(other.vectors, other.shares)
-        else:
-            total.merge(other.merged)
-        return Part([], [*self.weights, *other.weights], self.most, total)
-
-    def exact_sum(self, cohort: int) -> ExactSum:
-        if self.merged is not None:
-            return self.merged
-        total = ExactSum(self.size, cohort)
-        total.add(self.vectors, self.shares)
-        return total
 
 
 def sums_of(

@@ -38,7 +38,7 @@ class ClientTask:
     Args:
         client: who does it.
         round: the number of the round, counted from 1.
-        message: the broadcast as bytes.
+        message: the broadcast as bytes; in a worker a view of its parent's.
         labels: int64 ``[n_k]``, the labels it trains on.
         epochs, steps: at most so many passes over its data and optimiser steps.
         returns: whether its upload reaches the server.
@@ -46,7 +46,7 @@ class ClientTask:
 
     client: Client
     round: int
-    message: bytes
+    message: bytes | memoryview
     labels: Tensor
     epochs: int
     steps: int
@@ -171,6 +171,9 @@ class Engine(ABC):
     def notes(self) -> dict[str, Any]:
         """Return entries of ``metadata.json`` about where clients are trained, as they are now."""
         return {}
+
+    def rest(self) -> None:  # noqa: B027
+        """Learn that no more clients are to be trained, before the run is finished."""
 
     def close(self) -> None:  # noqa: B027
         """Release what :meth:`start` took; it can be called twice."""

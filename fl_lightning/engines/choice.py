@@ -63,7 +63,7 @@ def make_engine(
         holders: which rank holds which client's state; the engine keeps it up to date.
     """
     if fabric.device.type == "cpu":
-        keep_freed_memory()
+        keep_freed_memory(large=False)
     size = min(cohort, most_workers(fabric) if workers == "auto" else workers)
     if workers != "auto" and workers > size:
         log.info("workers: %d of %d, since a round has no more clients", size, workers)

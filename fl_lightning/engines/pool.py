@@ -36,7 +36,6 @@ from fl_lightning.engines.worker import (
     Answer,
     Opening,
     Portion,
-    bytes_of,
     joined,
     pack,
     read,
@@ -95,8 +94,9 @@ class PoolEngine(Engine):
 
     def start(self) -> None:
         self.forked = dict(vars(self.method))
+        self.board = mmap(-1, shared_bytes(self.method))
         for _ in range(self.size):
-            self.workers.append(Worker(self.engine, self.method, self.workers))
+            self.workers.append(Worker(self.engine, self.method, self.board, self.workers))
 
     def units(self, tasks: Sequence[ClientTask]) -> Units:
         return self.engine.units(tasks)
@@ -151,7 +151,7 @@ class PoolEngine(Engine):
             adds: whether they are to add up the uploads of their clients.
         """
         try:
-            return Opening.of(self.method, self.forked, adds)
+            return Opening.of(self.method, self.forked, self.board if adds else None)
         except Exception as error:  # whatever an attribute raises that somebody has set
             if not self.told_unsendable:
                 log.info("what was set on the method cannot be sent to workers: %s", error)
@@ -225,6 +225,9 @@ class PoolEngine(Engine):
             waited += pause
         return [worker for worker in busy if worker.pipe in ready]
 
+    def rest(self) -> None:
+        self.close()
+
     def close(self) -> None:
         for worker in self.workers:
             worker.end()
@@ -236,19 +239,22 @@ class Worker:
 
     Args:
         engine: trains what it is given.
+        board: memory that all workers read the server's state from.
         others: forks that exist already; this one lets go of their pipes, so that each notices when
             this process is gone.
     """
 
-    def __init__(self, engine: Engine, method: Method, others: Sequence[Worker]) -> None:
+    def __init__(
+        self, engine: Engine, method: Method, board: mmap, others: Sequence[Worker]
+    ) -> None:
         context = multiprocessing.get_context("fork")
         self.pipe, there = context.Pipe()
         room = shared_bytes(method)
         self.down, self.ups = mmap(-1, room), (mmap(-1, room), mmap(-1, room))
-        self.message = b""
+        self.message: bytes | memoryview = b""
         self.opening: Opening | None = None
         pipes = [self.pipe, *(other.pipe for other in others)]
-        arguments = (engine, method, there, self.down, self.ups, pipes, os.getpid())
+        arguments = (engine, method, there, board, self.down, self.ups, pipes, os.getpid())
         self.process = context.Process(target=serve, args=arguments, daemon=True)
         with warnings.catch_warnings():
             # Python 3.12 warns of threads that hold locks; torch's, the only ones by now, are not
@@ -291,16 +297,8 @@ class Worker:
         ]
         begins = opening is not None and opening is not self.opening
         self.opening = opening
-        state = (
-            [bytes_of(tensor) for tensor in opening.places]
-            if opening is not None and begins
-            else []
-        )
-        sent: Sequence[bytes] = [] if same else messages
-        places = write(self.down, [*sent, *state])
-        if opening is not None:
-            opening = opening._replace(places=places[len(sent) :]) if begins else None
-        self._say(Portion(None if same else places[: len(sent)], packed, opening))
+        places = None if same else write(self.down, messages)
+        self._say(Portion(places, packed, opening if begins else None))
 
     def ask_for_sums(self) -> None:
         """Have it end the round, and answer with the sums of the uploads that it was to add up."""
@@ -308,7 +306,8 @@ class Worker:
         self._say(None)
 
     def take_sums(self, cohort: int) -> Iterator[tuple[str, ExactSum, int, int]]:
-        """Yield the sums that were asked for, as :meth:`Sums.merged` does.
+        """Yield the sums that were asked for, as :meth:`Sums.merged` does, in memory that the next
+        round is added up in.
 
         Args:
             cohort: clients that were asked in the round.

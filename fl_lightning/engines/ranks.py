@@ -51,6 +51,9 @@ class RankedEngine(Engine):
         require_same_data(self.data)
         self.engine.start()
 
+    def rest(self) -> None:
+        self.engine.rest()
+
     def close(self) -> None:
         self.engine.close()
 

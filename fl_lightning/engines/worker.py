@@ -3,7 +3,7 @@ gave.
 
 Where the server needs sums alone, it also receives their uploads as the server would, and adds them
 up until its parent asks for the sums. Messages down, uploads and sums up lie in memory that both
-processes share.
+processes share, the server's state in memory that all of them share, and nobody copies it.
 """
 
 from __future__ import annotations
@@ -25,17 +25,20 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from fl_lightning.aggregation.elsewhere import Received, receive_here
+from fl_lightning.aggregation.exact_sum import ExactSum
 from fl_lightning.aggregation.intake import AddedUploads
 from fl_lightning.data import FederatedData
 from fl_lightning.engines.base import ClientResult, ClientTask, Engine
 from fl_lightning.methods import Method
 from fl_lightning.metrics import Mean
+from fl_lightning.support.memory import keep_freed_memory
 from fl_lightning.support.tensor_bytes import raw_bytes, separate
 
 MIN_SHARED_BYTES = 2**26
 """Bytes of each of a worker's shared memories (one down, two up), at least; only what is used is
 taken. What is larger is piped."""
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+ALIGNMENT = 64  # bytes, at which blobs begin in a shared memory: tensors of any type can lie there
 
 
 Place: TypeAlias = "tuple[int, int] | bytes"
@@ -50,7 +53,7 @@ class ByValue(ForkingPickler):
         if not isinstance(value, Tensor):
             return NotImplemented
         flat = value.detach().cpu().contiguous()
-        return tensor_of, (bytes(bytes_of(flat)), flat.dtype, flat.shape)
+        return tensor_of, (bytearray(bytes_of(flat)), flat.dtype, flat.shape)
 
 
 class Opening(NamedTuple):
@@ -61,20 +64,21 @@ class Opening(NamedTuple):
         attributes: those of the method, less ``server``, that were set since the workers were
             forked, such as ``cohort``: by name, as a pipe between processes takes them.
         entries: of the server's state, if it adds: name, type and shape of each.
-        places: of their values; they are tensors while they are in the parent's process.
+        places: of their values, in the memory that all workers share.
     """
 
     adds: bool
     attributes: bytes
     entries: list[tuple[str, torch.dtype, torch.Size]]
-    places: list[Any]
+    places: list[Place]
 
     @classmethod
-    def of(cls, method: Method, forked: Mapping[str, Any], adds: bool) -> Opening:
+    def of(cls, method: Method, forked: Mapping[str, Any], board: mmap | None) -> Opening:
         """Return it for the present round of the server's half of a method.
 
         Args:
             forked: the method's attributes as the workers have them.
+            board: what all workers read the server's state from, if they add; it is written there.
 
         Raises:
             Exception: an attribute that was set since cannot be sent.
@@ -83,9 +87,13 @@ class Opening(NamedTuple):
             name: value for name, value in vars(method).items() if forked.get(name) is not value
         }
         found.pop("server", None)
-        server = {name: tensor.contiguous() for name, tensor in method.server.items() if adds}
+        attributes = bytes(ByValue.dumps(found))
+        if board is None:
+            return cls(False, attributes, [], [])
+        server = {name: tensor.contiguous() for name, tensor in method.server.items()}
         entries = [(name, tensor.dtype, tensor.shape) for name, tensor in server.items()]
-        return cls(adds, bytes(ByValue.dumps(found)), entries, [*server.values()])
+        places = write(board, [bytes_of(tensor) for tensor in server.values()])
+        return cls(True, attributes, entries, places)
 
 
 class Portion(NamedTuple):
@@ -133,13 +141,16 @@ class Receiver:
 
     Args:
         method: the worker's own, whose server's state is brought up to date.
+        board: the server's state is read there.
+        up: the sums are made there, for the parent to read.
     """
 
-    def __init__(self, method: Method) -> None:
-        self.method = method
+    def __init__(self, method: Method, board: mmap, up: mmap) -> None:
+        self.method, self.board, self.up = method, board, up
         self.uploads: AddedUploads | None = None
+        self.places: dict[int, tuple[int, int]] = {}  # of sums, by address
 
-    def open(self, opening: Opening, down: mmap) -> None:
+    def open(self, opening: Opening) -> None:
         """Begin a round."""
         for name, value in ByValue.loads(opening.attributes).items():
             setattr(self.method, name, value)
@@ -148,11 +159,23 @@ class Receiver:
             return
         found = zip(opening.entries, opening.places, strict=True)
         self.method.server = {
-            name: tensor_at(down, place, dtype, shape) for (name, dtype, shape), place in found
+            name: tensor_at(self.board, place, dtype, shape)
+            for (name, dtype, shape), place in found
         }
         uploads = self.method.intake()
         assert isinstance(uploads, AddedUploads), "it is one in the parent's process"
-        self.uploads = uploads
+        self.uploads, self.places = uploads, {}
+        uploads.added().empty = self._empty
+
+    def _empty(self, size: int, cohort: int) -> ExactSum:
+        """Return a sum that nothing has been added to, in the shared memory if there is room."""
+        begin = _aligned(max([0, *(end for _, end in self.places.values())]))
+        place = begin, begin + 8 * size
+        if place[1] > len(self.up):
+            return ExactSum(size, cohort)
+        integers = tensor_at(self.up, place, torch.int64).zero_()
+        self.places[integers.data_ptr()] = place
+        return ExactSum.of(integers, cohort)
 
     def receive(self, result: ClientResult, returns: bool) -> Received:
         """Take one client's upload."""
@@ -161,21 +184,23 @@ class Receiver:
             return Received(len(result.upload))
         return receive_here(self.method, result.upload, result.client, self.uploads)
 
-    def close(self, up: mmap) -> AddedHere:
+    def close(self) -> AddedHere:
         """End the round, and return its sums."""
         uploads, self.uploads = self.uploads, None
         assert uploads is not None, "open comes first"
-        parts, integers = [], []
+        parts, places = [], []
         for name, total, weight, most in uploads.added().merged():
             parts.append((name, total.count, weight, most))
-            integers.append(total.integers)
-        return AddedHere(parts, write(up, [bytes_of(each) for each in integers]))
+            place: Place | None = self.places.get(total.integers.data_ptr())
+            places.append(bytes(bytes_of(total.integers)) if place is None else place)
+        return AddedHere(parts, places)
 
 
 def serve(
     engine: Engine,
     method: Method,
     pipe: Connection,
+    board: mmap,
     down: mmap,
     ups: Sequence[mmap],
     pipes: Sequence[Connection],
@@ -187,13 +212,14 @@ def serve(
     """
     end_with(parent)
     torch.set_num_threads(1)
+    keep_freed_memory()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL if number == signal.SIGCHLD else signal.SIG_IGN)
     for other in pipes:
         other.close()
     data: FederatedData = engine.data  # type: ignore[attr-defined]
-    messages: list[bytes] = []
-    memory, receiver = 0, Receiver(method)
+    messages: list[bytes | memoryview] = []
+    memory, receiver = 0, Receiver(method, board, ups[0])
     answer: Answer | AddedHere | tuple[Exception, str]
     while True:
         try:
@@ -202,11 +228,12 @@ def serve(
             os._exit(0)
         try:
             if portion is None:
-                answer = receiver.close(ups[0])
+                answer = receiver.close()
             else:
-                messages = messages if portion.messages is None else read(down, portion.messages)
+                if portion.messages is not None:
+                    messages = [view(down, place) for place in portion.messages]
                 if portion.opening is not None:
-                    receiver.open(portion.opening, down)
+                    receiver.open(portion.opening)
                 memory = 1 - memory
                 answer = _trained(engine, data, portion, messages, receiver, memory, ups[memory])
         except Exception as error:
@@ -222,7 +249,7 @@ def _trained(
     engine: Engine,
     data: FederatedData,
     portion: Portion,
-    messages: Sequence[bytes],
+    messages: Sequence[bytes | memoryview],
     receiver: Receiver,
     memory: int,
     up: mmap,
@@ -239,12 +266,15 @@ def _trained(
                 unit, each, strict=True
             )
         ]
-        for task, result in zip(tasks, engine.train(tasks, [list(range(len(tasks)))]), strict=True):
+        results = engine.train(tasks, [list(range(len(tasks)))])
+        for task in tasks:
+            result = next(results)
             received = (
                 receiver.receive(result, task.returns) if receiver.uploads is not None else None
             )
             uploads += [result.upload] if received is None else []
             kept.append((pack(result.state), result.losses, result.steps, received))
+            del result  # its upload, before the next client makes one
     return Answer(memory, write(up, uploads), kept)
 
 
@@ -284,12 +314,22 @@ def write(memory: mmap, blobs: Sequence[bytes | memoryview]) -> list[Place]:
             continue
         memory[offset : offset + len(blob)] = blob
         places.append((offset, offset + len(blob)))
-        offset += len(blob)
+        offset += _aligned(len(blob))
     return places
 
 
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
 def read(memory: mmap, places: Sequence[Place]) -> list[bytes]:
-    return [place if isinstance(place, bytes) else memory[place[0] : place[1]] for place in places]
+    """Return copies of what lies at these places."""
+    return [bytes(view(memory, place)) for place in places]
+
+
+def view(memory: mmap, place: Place) -> bytes | memoryview:
+    """Return what lies at a place, where it is."""
+    return place if isinstance(place, bytes) else memoryview(memory)[place[0] : place[1]]
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -297,22 +337,20 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return raw_bytes(tensor).numpy().data if tensor.numel() else memoryview(b"")
 
 
-def tensor_of(data: bytes | memoryview, dtype: torch.dtype, shape: Sequence[int] = (-1,)) -> Tensor:
-    """Return a tensor of its own with these bytes."""
-    flat = (
-        torch.frombuffer(bytearray(data), dtype=dtype) if len(data) else torch.empty(0, dtype=dtype)
-    )
+def tensor_of(
+    data: bytearray | memoryview, dtype: torch.dtype, shape: Sequence[int] = (-1,)
+) -> Tensor:
+    """Return a tensor of these bytes, where they are."""
+    flat = torch.frombuffer(data, dtype=dtype) if len(data) else torch.empty(0, dtype=dtype)
     return flat.view(shape)
 
 
 def tensor_at(
     memory: mmap, place: Place, dtype: torch.dtype, shape: Sequence[int] = (-1,)
 ) -> Tensor:
-    """Return a copy of the tensor that lies there."""
-    if isinstance(place, bytes):
-        return tensor_of(place, dtype, shape)
-    with memoryview(memory) as whole, whole[place[0] : place[1]] as part:
-        return tensor_of(part, dtype, shape)
+    """Return the tensor that lies there, where it is."""
+    found = view(memory, place)
+    return tensor_of(bytearray(found) if isinstance(found, bytes) else found, dtype, shape)
 
 
 def pack(state: dict[str, Tensor]) -> bytes:

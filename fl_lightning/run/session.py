@@ -89,6 +89,7 @@ class RunSession:
                     self._run_round(engine)
                     warn_of_changes(before, fed)
                     before = {}  # once is enough
+                engine.rest()
                 return self._finish()
             except BaseException as error:
                 stop_others()

@@ -193,7 +193,7 @@ class Payload(Mapping[str, "Tensor | Codes"]):
     @classmethod
     def from_bytes(
         cls,
-        data: bytes,
+        data: bytes | memoryview,
         *,
         verified: bool = False,
         limits: Mapping[str, Limit] | None = None,

@@ -213,6 +213,21 @@ def test_large_messages_go_through_the_pipe(tmp_path, monkeypatch):
     assert same(expected, fit(FedAvg(network=SMALL), tmp_path, workers=2)[0])
 
 
+def test_sums_are_read_where_workers_made_them(tmp_path, monkeypatch):
+    take, found = pool.Worker.take_sums, []
+
+    def taken(worker, cohort):
+        shared = torch.frombuffer(worker.ups[0], dtype=torch.uint8)
+        for name, total, *more in take(worker, cohort):
+            found.append(0 <= total.integers.data_ptr() - shared.data_ptr() < len(shared))
+            yield name, total, *more
+
+    monkeypatch.setattr(pool.Worker, "take_sums", taken)
+    fit(make("FedDyn"), tmp_path, workers=2, engine="sequential")
+    assert len(found) >= 4  # FedDyn has two sums
+    assert all(found)
+
+
 class Wide(nn.Sequential):
     def __init__(self, classes: int) -> None:
         super().__init__(nn.Flatten(), nn.Linear(768, 16), nn.ReLU(), nn.Linear(16, classes))

@@ -266,11 +266,12 @@ class RemoteEngine(Engine):
                 "steps": task.steps,
                 "since": self.since.get(id, 0),
             }
-            order["message"] = mine.setdefault(task.message, len(mine))
+            message = bytes(task.message)  # itself, where it is no view
+            order["message"] = mine.setdefault(message, len(mine))
             if self.fed.aggregation.masks is not None:
-                if task.message not in states:
-                    states[task.message] = beside_broadcast(self.fed.method, task.message)
-                order["state"] = mine.setdefault(states[task.message], len(mine))
+                if message not in states:
+                    states[message] = beside_broadcast(self.fed.method, message)
+                order["state"] = mine.setdefault(states[message], len(mine))
             orders.setdefault(node, []).append(order)
         privacy = self.fed.aggregation.privacy
         about = {
