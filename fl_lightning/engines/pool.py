@@ -35,6 +35,7 @@ from fl_lightning.engines.worker import (
     AddedHere,
     Answer,
     Opening,
+    Place,
     Portion,
     joined,
     pack,
@@ -94,9 +95,10 @@ class PoolEngine(Engine):
 
     def start(self) -> None:
         self.forked = dict(vars(self.method))
-        self.board = mmap(-1, shared_bytes(self.method))
+        room = shared_bytes(self.method)
+        self.boards = mmap(-1, room), mmap(-1, room)  # a message to all; the server's state
         for _ in range(self.size):
-            self.workers.append(Worker(self.engine, self.method, self.board, self.workers))
+            self.workers.append(Worker(self.engine, self.method, self.boards, self.workers))
 
     def units(self, tasks: Sequence[ClientTask]) -> Units:
         return self.engine.units(tasks)
@@ -110,6 +112,7 @@ class PoolEngine(Engine):
         self, tasks: Sequence[ClientTask], units: Units | None = None, into: Uploads | None = None
     ) -> Iterator[tuple[int, ClientResult]]:
         opening = self._opening(isinstance(into, AddedUploads) and into.adds_anywhere)
+        common = self._common(tasks)
         ahead = self._ahead(tasks)
         waiting = self._portions(tasks, self.units(tasks) if units is None else units, ahead)
         done: dict[int, ClientResult] = {}
@@ -120,7 +123,7 @@ class PoolEngine(Engine):
                 "the worker processes have ended, or were never started; a round needs them; call start()"
             )
         try:
-            self._hand_out(waiting, tasks, busy, 2 * ahead, opening)
+            self._hand_out(waiting, tasks, busy, 2 * ahead, common, opening)
             while given < len(tasks):
                 # who asks for results may take long with each
                 if given not in done or monotonic() - looked > POLL_SECONDS:
@@ -128,7 +131,7 @@ class PoolEngine(Engine):
                         portion = [at for unit in busy.pop(worker) for at in unit]
                         answer = worker.hear()
                         # and then read
-                        self._hand_out(waiting, tasks, busy, given + 2 * ahead, opening)
+                        self._hand_out(waiting, tasks, busy, given + 2 * ahead, common, opening)
                         done |= zip(
                             portion, worker.take(answer, [tasks[at] for at in portion]), strict=True
                         )
@@ -136,7 +139,7 @@ class PoolEngine(Engine):
                 if given in done:
                     yield given, done.pop(given)
                     given += 1
-                    self._hand_out(waiting, tasks, busy, given + 2 * ahead, opening)
+                    self._hand_out(waiting, tasks, busy, given + 2 * ahead, common, opening)
             if isinstance(into, AddedUploads) and opening is not None and opening.adds:
                 self._add_up(into)
         finally:
@@ -151,12 +154,19 @@ class PoolEngine(Engine):
             adds: whether they are to add up the uploads of their clients.
         """
         try:
-            return Opening.of(self.method, self.forked, self.board if adds else None)
+            return Opening.of(self.method, self.forked, self.boards[1] if adds else None)
         except Exception as error:  # whatever an attribute raises that somebody has set
             if not self.told_unsendable:
                 log.info("what was set on the method cannot be sent to workers: %s", error)
             self.told_unsendable = True
             return None
+
+    def _common(self, tasks: Sequence[ClientTask]) -> Place | None:
+        """Write the message of all tasks where all workers read it; return None where they have
+        several."""
+        if len({id(task.message) for task in tasks}) != 1:
+            return None
+        return write(self.boards[0], [tasks[0].message])[0]
 
     def _hand_out(
         self,
@@ -164,13 +174,15 @@ class PoolEngine(Engine):
         tasks: Sequence[ClientTask],
         busy: dict[Worker, Units],
         end: int,
+        common: Place | None,
         opening: Opening | None,
     ) -> None:
         """Give portions that begin before the task at ``end`` to workers that have none."""
         for worker in self.workers:
             if waiting and worker not in busy and min(map(min, waiting[0])) < end:
                 busy[worker] = waiting.pop(0)
-                worker.give([[tasks[at] for at in unit] for unit in busy[worker]], opening)
+                units = [[tasks[at] for at in unit] for unit in busy[worker]]
+                worker.give(units, common, opening)
 
     def _add_up(self, into: AddedUploads) -> None:
         """Give ``into`` what the workers have added up in this round."""
@@ -239,22 +251,25 @@ class Worker:
 
     Args:
         engine: trains what it is given.
-        board: memory that all workers read the server's state from.
+        boards: memories that all workers read: a message to all clients, and the server's state.
         others: forks that exist already; this one lets go of their pipes, so that each notices when
             this process is gone.
     """
 
     def __init__(
-        self, engine: Engine, method: Method, board: mmap, others: Sequence[Worker]
+        self,
+        engine: Engine,
+        method: Method,
+        boards: tuple[mmap, mmap],
+        others: Sequence[Worker],
     ) -> None:
         context = multiprocessing.get_context("fork")
         self.pipe, there = context.Pipe()
         room = shared_bytes(method)
         self.down, self.ups = mmap(-1, room), (mmap(-1, room), mmap(-1, room))
-        self.message: bytes | memoryview = b""
         self.opening: Opening | None = None
         pipes = [self.pipe, *(other.pipe for other in others)]
-        arguments = (engine, method, there, board, self.down, self.ups, pipes, os.getpid())
+        arguments = (engine, method, there, boards, self.down, self.ups, pipes, os.getpid())
         self.process = context.Process(target=serve, args=arguments, daemon=True)
         with warnings.catch_warnings():
             # Python 3.12 warns of threads that hold locks; torch's, the only ones by now, are not
@@ -263,19 +278,23 @@ class Worker:
             self.process.start()
         there.close()
 
-    def give(self, units: Sequence[Sequence[ClientTask]], opening: Opening | None = None) -> None:
+    def give(
+        self,
+        units: Sequence[Sequence[ClientTask]],
+        common: Place | None = None,
+        opening: Opening | None = None,
+    ) -> None:
         """Hand clients out.
 
         Args:
             units: their tasks.
+            common: of the message to all clients, which all workers read; None: there are several.
             opening: of the round; None: it cannot be sent.
         """
         messages = list(
             {id(task.message): task.message for unit in units for task in unit}.values()
         )
         index = {id(message): at for at, message in enumerate(messages)}
-        same = len(messages) == 1 and messages[0] is self.message
-        self.message = messages[0] if len(messages) == 1 else b""
         packed = [
             (
                 [
@@ -297,8 +316,8 @@ class Worker:
         ]
         begins = opening is not None and opening is not self.opening
         self.opening = opening
-        places = None if same else write(self.down, messages)
-        self._say(Portion(places, packed, opening if begins else None))
+        places = write(self.down, messages) if common is None else [common]
+        self._say(Portion(places, common is not None, packed, opening if begins else None))
 
     def ask_for_sums(self) -> None:
         """Have it end the round, and answer with the sums of the uploads that it was to add up."""

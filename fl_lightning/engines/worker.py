@@ -3,7 +3,8 @@ gave.
 
 Where the server needs sums alone, it also receives their uploads as the server would, and adds them
 up until its parent asks for the sums. Messages down, uploads and sums up lie in memory that both
-processes share, the server's state in memory that all of them share, and nobody copies it.
+processes share. A message to all clients and the server's state lie in memory that all workers
+share.
 """
 
 from __future__ import annotations
@@ -100,12 +101,14 @@ class Portion(NamedTuple):
     """Clients that are trained one after another, in units.
 
     Args:
-        messages: the broadcasts; None: the same as in the portion before.
+        messages: the broadcasts.
+        shared: whether they lie where all workers read them.
         units: of each unit its tasks, less the labels, and these as a few arrays.
         opening: of the round, if this is its first portion here.
     """
 
-    messages: list[Place] | None
+    messages: list[Place]
+    shared: bool
     units: list[tuple[list[tuple[Any, ...]], list[np.ndarray]]]
     opening: Opening | None = None
 
@@ -200,7 +203,7 @@ def serve(
     engine: Engine,
     method: Method,
     pipe: Connection,
-    board: mmap,
+    boards: tuple[mmap, mmap],
     down: mmap,
     ups: Sequence[mmap],
     pipes: Sequence[Connection],
@@ -218,7 +221,7 @@ def serve(
     for other in pipes:
         other.close()
     data: FederatedData = engine.data  # type: ignore[attr-defined]
-    messages: list[bytes | memoryview] = []
+    common, board = boards
     memory, receiver = 0, Receiver(method, board, ups[0])
     answer: Answer | AddedHere | tuple[Exception, str]
     while True:
@@ -230,11 +233,11 @@ def serve(
             if portion is None:
                 answer = receiver.close()
             else:
-                if portion.messages is not None:
-                    messages = [view(down, place) for place in portion.messages]
                 if portion.opening is not None:
                     receiver.open(portion.opening)
                 memory = 1 - memory
+                source = common if portion.shared else down
+                messages = [view(source, place) for place in portion.messages]
                 answer = _trained(engine, data, portion, messages, receiver, memory, ups[memory])
         except Exception as error:
             answer = sendable(error), "".join(traceback.format_exception(error))
