@@ -184,7 +184,15 @@ class ByzantineClients(Stressor):
     ) -> dict[int, Payload]:
         hostile = sorted(self.attackers(context) & uploads.keys()) if round >= self.round else []
         honest = sorted(uploads.keys() - {*hostile})
-        if not (hostile and honest):
+        if not hostile:
+            return uploads
+        if not honest:
+            log.warning(
+                "round %d: all %d uploads are hostile, and %s follows honest ones: nobody attacks",
+                round,
+                len(hostile),
+                self.attack,
+            )
             return uploads
         starts = {id: self._starts(uploads[id], context, id) for id in uploads}
         updates = torch.stack(

@@ -193,7 +193,8 @@ def result_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 def settings_hash(settings: Mapping[str, Any]) -> str:
     """Return the SHA-256 of the settings that can change a result.
 
-    Two hashes are equal if and only if :func:`changed_settings` finds no difference.
+    Two hashes are equal if :func:`changed_settings` finds no difference and numbers are written
+    alike, 4 or 4.0.
 
     Args:
         settings: the settings with dotted keys, as :func:`config_of` and :func:`flatten` give them.
@@ -216,4 +217,10 @@ def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> lis
         f"{key}: {shown(before, key)} -> {shown(after, key)}"
         for key in {**before, **after}
         if shown(before, key) != shown(after, key)
+        and not (_is_number(before.get(key)) and before.get(key) == after.get(key))
     ]
+
+
+def _is_number(value: object) -> bool:
+    """4 from Python is 4.0 where the command line has read it for a float."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -6,6 +6,7 @@ is known.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Hashable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
@@ -32,6 +33,8 @@ from fl_lightning.data.pixels import is_deep
 from fl_lightning.errors import InputError, require
 from fl_lightning.rng import torch_stream
 from fl_lightning.support.user_code import is_bug_of_user
+
+log = logging.getLogger("fl_lightning")
 
 Key = int | str
 
@@ -104,7 +107,10 @@ def read_items(dataset: Any, keys: Keys, place: str) -> Items:
     with torch_stream(0, "data/read"):
         for number in range(count):
             where = f"{place}, item {number}"
-            parts = _parts(item_at(dataset, number, where), keys, where)
+            item = item_at(dataset, number, where)
+            parts = _parts(item, keys, where)
+            if number == 0:
+                _warn_of_unread(item, keys, place)
             given = parts.pop("input")  # no tree_map here: it would take a list of numbers apart
             leaves = (
                 {str(key): _tensor(value, where) for key, value in given.items()}
@@ -273,6 +279,22 @@ def count_items(dataset: Any, place: str) -> int:
         )
     require(count, place, "it has no items", "give some")
     return count
+
+
+def _warn_of_unread(item: Any, keys: Keys, place: str) -> None:
+    """Say which positions of items that are tuples nobody reads."""
+    read = {keys.input or 0, 1 if keys.target is None else keys.target, keys.group, keys.client}
+    unread = [
+        str(at) for at in range(0 if isinstance(item, Mapping) else len(item)) if at not in read
+    ]
+    if unread:
+        log.warning(
+            "%s: items are tuples of %d, and what is at position %s is left out; a batch is (input, target), "
+            "and an input may be a dictionary of tensors",
+            place,
+            len(item),
+            ", ".join(unread),
+        )
 
 
 def _parts(item: Any, keys: Keys, where: str) -> dict[str, Any]:

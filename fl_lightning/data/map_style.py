@@ -9,7 +9,14 @@ from inspect import isclass
 from typing import Any
 
 from lightning import LightningDataModule
-from torch.utils.data import Dataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+    default_convert,
+)
 
 from fl_lightning.config.not_called import overridden, warn_of_ignored
 from fl_lightning.data.arrays import ArrayData, Examples, Names
@@ -227,7 +234,23 @@ def _dataset_of(module: LightningDataModule, split: str) -> Any:
             f"its {name} gives {given}",
             "let it return a torch.utils.data.DataLoader",
         )
+    warn_of_ignored(
+        _unread(loaders[0]), loaders[0], f"not used of {name}; items are read one by one"
+    )
     return found[0]
+
+
+def _unread(loader: object) -> list[str]:
+    """Return what a loader would do to its dataset beside batches and their order."""
+    if not isinstance(loader, DataLoader):
+        return []
+    unread = {
+        "collate_fn": loader.collate_fn not in (default_collate, default_convert),
+        "batch_sampler": loader.batch_size is None and loader.batch_sampler is not None,
+        "sampler": not isinstance(loader.sampler, (SequentialSampler, RandomSampler)),
+        "drop_last": loader.drop_last,
+    }
+    return [name for name, is_set in unread.items() if is_set]
 
 
 def made(make: Any, setting: str) -> Any:

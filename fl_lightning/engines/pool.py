@@ -90,7 +90,7 @@ class PoolEngine(Engine):
         )
         self.name = engine.name
         self.workers: list[Worker] = []
-        self.forked: dict[str, Any] = {}  # the method's attributes as the workers have them
+        self.forked: dict[str, Any] = {}  # the method's attributes as all workers have them
         self.told_unsendable = False
 
     def start(self) -> None:

@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from mmap import mmap
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
@@ -39,6 +39,8 @@ MIN_SHARED_BYTES = 2**26
 """Bytes of each of a worker's shared memories (one down, two up), at least; only what is used is
 taken. What is larger is piped."""
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+DIFFERS = object()
+"""The value of an attribute that workers may have in different ways."""
 ALIGNMENT = 64  # bytes, at which blobs begin in a shared memory: tensors of any type can lie there
 
 
@@ -64,37 +66,44 @@ class Opening(NamedTuple):
         adds: whether it adds up the uploads of its clients, as the server's half would.
         attributes: those of the method, less ``server``, that were set since the workers were
             forked, such as ``cohort``: by name, as a pipe between processes takes them.
+        removed: names of attributes that the method had then and has no more.
         entries: of the server's state, if it adds: name, type and shape of each.
         places: of their values, in the memory that all workers share.
     """
 
     adds: bool
     attributes: bytes
+    removed: list[str]
     entries: list[tuple[str, torch.dtype, torch.Size]]
     places: list[Place]
 
     @classmethod
-    def of(cls, method: Method, forked: Mapping[str, Any], board: mmap | None) -> Opening:
+    def of(cls, method: Method, forked: dict[str, Any], board: mmap | None) -> Opening:
         """Return it for the present round of the server's half of a method.
 
         Args:
-            forked: the method's attributes as the workers have them.
+            forked: the method's attributes as all workers have them. Those that are found to differ
+                are marked, and sent in every round from then on: one that is set back has to
+                arrive too, and a worker without clients hears nothing of a round.
             board: what all workers read the server's state from, if they add; it is written there.
 
         Raises:
             Exception: an attribute that was set since cannot be sent.
         """
         found = {
-            name: value for name, value in vars(method).items() if forked.get(name) is not value
+            name: value
+            for name, value in vars(method).items()
+            if name != "server" and forked.get(name, DIFFERS) is not value
         }
-        found.pop("server", None)
+        removed = [name for name in forked if name not in vars(method)]
+        forked |= dict.fromkeys([*found, *removed], DIFFERS)
         attributes = bytes(ByValue.dumps(found))
         if board is None:
-            return cls(False, attributes, [], [])
+            return cls(False, attributes, removed, [], [])
         server = {name: tensor.contiguous() for name, tensor in method.server.items()}
         entries = [(name, tensor.dtype, tensor.shape) for name, tensor in server.items()]
         places = write(board, [bytes_of(tensor) for tensor in server.values()])
-        return cls(True, attributes, entries, places)
+        return cls(True, attributes, removed, entries, places)
 
 
 class Portion(NamedTuple):
@@ -157,6 +166,8 @@ class Receiver:
         """Begin a round."""
         for name, value in ByValue.loads(opening.attributes).items():
             setattr(self.method, name, value)
+        for name in opening.removed:
+            vars(self.method).pop(name, None)
         self.uploads = None
         if not opening.adds:
             return
@@ -223,7 +234,7 @@ def serve(
     data: FederatedData = engine.data  # type: ignore[attr-defined]
     common, board = boards
     memory, receiver = 0, Receiver(method, board, ups[0])
-    answer: Answer | AddedHere | tuple[Exception, str]
+    answer: Answer | AddedHere | tuple[BaseException, str]
     while True:
         try:
             portion: Portion | None = pipe.recv()
@@ -239,7 +250,9 @@ def serve(
                 source = common if portion.shared else down
                 messages = [view(source, place) for place in portion.messages]
                 answer = _trained(engine, data, portion, messages, receiver, memory, ups[memory])
-        except Exception as error:
+        except (
+            BaseException
+        ) as error:  # sys.exit in a client's work ends the run, as in one process
             answer = sendable(error), "".join(traceback.format_exception(error))
         sys.stdout.flush()
         try:
@@ -364,7 +377,7 @@ def unpack(packed: bytes) -> dict[str, Tensor]:
     return load(packed) if packed else {}
 
 
-def sendable(error: Exception) -> Exception:
+def sendable(error: BaseException) -> BaseException:
     """Return the error if it survives the pipe, else one that says the same."""
     try:
         ForkingPickler.loads(ForkingPickler.dumps(error))

@@ -12,6 +12,7 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from fl_lightning import rng
+from fl_lightning.aggregation.exact_sum import MAX_MAGNITUDE, largest
 from fl_lightning.compatibility import Run, check_run
 from fl_lightning.data import FederatedData
 from fl_lightning.data.checks import check_inputs, check_test_set, check_training_set, check_values
@@ -27,7 +28,7 @@ from fl_lightning.hooks import tell
 from fl_lightning.methods import Method
 from fl_lightning.metrics.declared import declared_by
 from fl_lightning.models import MeasuredNetwork
-from fl_lightning.models.tensors import UnsentBuffers
+from fl_lightning.models.tensors import UnsentBuffers, tensors_of
 from fl_lightning.run.round_parts import RoundParts
 from fl_lightning.support.user_code import errors_as_refusals
 from fl_lightning.tasks.base import in_float32
@@ -152,6 +153,7 @@ def _build(settings: FederationSettings, method: Method, data: FederatedData, se
     method.gradient_clip_algorithm = settings.gradient_clip_algorithm
     with rng.torch_stream(seed, "weights"):
         method.build(data)
+    _check_first_state(method)
     method.keep_server()
     prepare_guides(fabric, method, data)
     method.has_said_no_average = False
@@ -160,6 +162,19 @@ def _build(settings: FederationSettings, method: Method, data: FederatedData, se
     check_values(data, method.network, fabric.autocast())
     check_optimizer(method, settings.max_rounds)
     check_workers(fabric, settings.workers)
+
+
+def _check_first_state(method: Method) -> None:
+    """Refuse a network that begins with values which no upload may have."""
+    tensors = tensors_of(method.network) if method.layout.shapes else {}
+    for name in method.layout.shapes.keys() & tensors.keys():
+        size = largest(tensors[name].detach())
+        require(
+            size < MAX_MAGNITUDE,
+            f"{name!r} of the network holds values up to {size:g}",
+            f"what travels is finite and below {MAX_MAGNITUDE:.1e}",
+            "scale it, or write register_buffer(..., persistent=False) for a constant, which does not travel",
+        )
 
 
 def try_metrics(fabric: Fabric, method: Method, data: FederatedData) -> None:

@@ -76,7 +76,9 @@ def places(
     ahead = times_behind(good)
     whole = good[np.isfinite(good).all(axis=1)]
     mean_ranks = (
-        [float(one) for one in stats.rankdata(-whole, axis=1).mean(axis=0)] if len(whole) else []
+        [float(one) for one in stats.rankdata(-whole.round(12), axis=1).mean(axis=0)]
+        if len(whole)
+        else []
     )
     told = better | better.T
     found_places = [

@@ -56,6 +56,16 @@ def attacked(attack: str, rows: Tensor, start: Tensor, **settings) -> tuple[Tens
     )
 
 
+def test_where_nobody_is_honest_it_is_said_that_nobody_attacks(caplog):
+    rows = torch.arange(4.0).expand(CLIENTS, 4)
+    byzantine = ByzantineClients(clients=1.0, attack="alie")
+    uploads = {
+        id: Payload({"examples": torch.tensor(2), "weights": row}) for id, row in enumerate(rows)
+    }
+    assert byzantine.change_uploads(uploads, round=1, context=context(rows[0])) == uploads
+    assert "all 10 uploads are hostile, and alie follows honest ones: nobody attacks" in caplog.text
+
+
 @pytest.mark.parametrize("attack", JOINT)
 def test_attackers_send_one_update_made_of_the_honest_ones(attack):
     generator = torch.Generator().manual_seed(1)

@@ -76,6 +76,12 @@ def test_a_configuration_of_then_and_one_of_now_are_the_same():
     assert changed_settings(before, before | {"model.init_args.max_share": 0.5})
 
 
+def test_a_whole_number_is_one_from_python_and_from_the_command_line():
+    assert changed_settings({"model.init_args.bits": 4}, {"model.init_args.bits": 4.0}) == []
+    assert changed_settings({"model.init_args.bits": 4}, {"model.init_args.bits": 4.5})
+    assert changed_settings({"trainer.deterministic": True}, {"trainer.deterministic": 1})
+
+
 def test_a_default_that_follows_the_task_has_the_hash_of_the_former_one():
     key = "trainer.callbacks.0.init_args.monitor"
     follows, former, other = ({key: value} for value in (None, "val/accuracy", "train/loss"))

@@ -211,6 +211,15 @@ def test_what_of_a_module_is_not_read_is_named(caplog):
     assert said[0].startswith("val_dataloader, on_after_batch_transfer of WithMore")
 
 
+def test_what_of_a_tuple_is_not_read_is_named(caplog):
+    items = [(*pair, index) for index, pair in enumerate(pairs())]
+    dealt(DatasetData(items, num_clients=2, partition=IID()))
+    assert "items are tuples of 3, and what is at position 2 is left out" in caplog.text
+    caplog.clear()
+    dealt(DatasetData(items, num_clients=2, partition=IID(), group=2))
+    assert "left out" not in caplog.text
+
+
 WRONG = {
     "no items": ([], {}, "it has no items"),
     "a stream": (Stream(), {}, "Stream has no length or no items by position"),
@@ -340,8 +349,12 @@ class WithTestLoader(Module):
         return DataLoader(TensorDataset(self.x[:6], self.y[:6]), batch_size=4)
 
 
-def test_the_datasets_behind_the_loaders_are_taken():
+def test_the_datasets_behind_the_loaders_are_taken(caplog):
     data = dealt(DataModuleData(WithTestLoader, num_clients=3, partition=IID()))
+    said = [one for one in caplog.messages if "not used" in one]
+    assert said == [
+        "collate_fn, drop_last of DataLoader: not used of train_dataloader; items are read one by one"
+    ]
     assert Module.prepared
     assert torch.equal(all_inputs(data), torch.arange(80.0).reshape(40, 2))
     assert torch.equal(all_inputs(data, "test"), torch.arange(12.0).reshape(6, 2))

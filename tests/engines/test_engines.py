@@ -228,6 +228,39 @@ def test_sums_are_read_where_workers_made_them(tmp_path, monkeypatch):
     assert all(found)
 
 
+class Alternating(FedAvg):
+    """What it set in one round it takes back in the next: the length of its steps, and a name."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.scale = self.extra = 0.0
+
+    def training_step(self, batch, batch_idx):
+        outputs = super().training_step(batch, batch_idx)
+        return outputs | {"loss": outputs["loss"] * (1 + self.scale + hasattr(self, "extra"))}
+
+    def aggregate(self, uploads):
+        super().aggregate(uploads)
+        self.scale = 0.0 if self.scale else 1.0
+        vars(self).pop("extra", None)
+
+
+def test_workers_hear_of_what_is_set_back_and_removed(tmp_path):
+    expected, _ = fit(Alternating(network=SMALL), tmp_path, workers=1, max_rounds=4)
+    assert same(expected, fit(Alternating(network=SMALL), tmp_path, workers=2, max_rounds=4)[0])
+
+
+class Leaves(FedAvg):
+    def training_step(self, batch, batch_idx):
+        raise SystemExit(3)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_client_that_calls_exit_ends_the_run_in_a_line(tmp_path, workers):
+    with pytest.raises(RuntimeError, match=r"code of this run called sys.exit\(3\)"):
+        fit(Leaves(network=SMALL), tmp_path, workers=workers, engine="sequential")
+
+
 class Wide(nn.Sequential):
     def __init__(self, classes: int) -> None:
         super().__init__(nn.Flatten(), nn.Linear(768, 16), nn.ReLU(), nn.Linear(16, classes))

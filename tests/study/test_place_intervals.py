@@ -65,6 +65,12 @@ def test_methods_without_spread_or_without_common_seeds_have_every_place():
     assert all(np.isnan(one.mean_rank) for one in apart)
 
 
+def test_equal_means_that_rounding_tells_apart_share_their_ranks():
+    values = np.array([[np.mean([0.1, 0.2, 0.3]), np.mean([0.3, 0.2, 0.1])], [0.5, 0.5]])
+    assert values[0, 0] != values[0, 1]
+    assert {(one.place, one.mean_rank) for one in places("AB", values)} == {(1, 1.5)}
+
+
 def test_a_bar_joins_neighbours_of_whom_no_two_are_told_apart():
     values = np.random.default_rng(3).normal([0.9, 0.9, 0.9, 0.2], 0.05, (8, 4))
     ordered = sorted(places("ABCD", values), key=lambda one: one.mean_rank)

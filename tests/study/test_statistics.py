@@ -55,11 +55,26 @@ def test_wilcoxon_by_counting_signs(differences, p):
         [1, 1, -1],
         [-2, 1, 2, 0, 0, 3],
         [0.1, -0.1, 0.2, 0.2, -0.4, 0, 0.3, 0.3],
-        [*range(-3, 9), 2, 2],
     ],
 )
 def test_wilcoxon_of_ties_and_zeros_is_scipys(differences):
+    """With so few it counts all signs."""
     assert statistics.wilcoxon(differences) == scipy.stats.wilcoxon(differences).pvalue
+
+
+def test_wilcoxon_of_twenty_is_exact_with_ties_and_without():
+    all_of_one_sign = [1, 1, 2, 3, 5, *range(6, 21)]
+    assert statistics.wilcoxon(all_of_one_sign) == 2 * 2.0**-20
+    distinct = [-5, -11, *(n for n in range(1, 21) if n not in (5, 11))]
+    expected = scipy.stats.wilcoxon(distinct, method="exact").pvalue
+    assert statistics.wilcoxon(distinct) == pytest.approx(expected, rel=1e-12)
+
+
+def test_differences_that_rounding_tells_apart_have_one_rank():
+    a, b = [0.3, 0.6, 0.7, 0.5, 0.1], [0.6, 0.1, 0.4, 0.2, 0.2]
+    found = [x - y for x, y in zip(a, b, strict=True)]  # -3, 5, 3, 3 and -1 tenths, or nearly
+    assert len({abs(x) for x in found}) > 3
+    assert statistics.wilcoxon(found) == statistics.wilcoxon([-3, 5, 3, 3, -1]) == 0.5
 
 
 def test_holm_by_hand():

@@ -51,7 +51,7 @@ def make(name: str, **settings) -> Method:
 def fit(method: Method, folder, **settings):
     """Two rounds of six unequal clients, one with a single example; the server's tensors and the
     run directory."""
-    trainer = run(method, images(), folder, max_rounds=2, **settings)
+    trainer = run(method, images(), folder, **{"max_rounds": 2} | settings)
     return method.server, trainer.run_dir
 
 

@@ -64,7 +64,7 @@ def mean_ranks(comparison: Comparison) -> tuple[list[str], np.ndarray]:
         [sign * comparison.table(metric, at)[labels].to_numpy(float) for at in levels]
     )
     whole = np.isfinite(tables).all(axis=(0, 2))
-    return labels, stats.rankdata(tables[:, whole], axis=2).mean(axis=0)
+    return labels, stats.rankdata(tables[:, whole].round(12), axis=2).mean(axis=0)
 
 
 def _rounding(comparison: Comparison) -> float:

@@ -430,7 +430,7 @@ def _measured(comparison: Comparison, name: str, label: str, levels: Levels) -> 
             f"{one.mean(comparison.values(one.metric, label, levels).tolist())} {way}"
             for way, one in columns.items()
         ]
-        return f"{', '.join(means)}, per client and round"
+        return f"{', '.join(means)}, per counted upload"
     if name in ("time", "seconds per round") or is_timing(name):
         return "see Time"
     if name == "drop" or name.endswith(" drop"):
