@@ -76,6 +76,16 @@ def test_what_the_results_say_is_in_the_report(study):
     assert wrong_claims(text, json.loads((RESULTS / study / "report.json").read_text())) == []
 
 
+def test_distillation_is_ahead_in_each_seed_of_the_second_experiment_on_fashion():
+    runs = json.loads((RESULTS / "exp2_fashion_brief" / "report.json").read_text())["runs"]
+    found: dict[tuple[str, int], dict[str, float]] = {}
+    for run in runs:
+        cell = found.setdefault((run["levels"]["noise"], run["seed"]), {})
+        cell[run["method"]] = run["metrics"]["final/last5_accuracy"]
+    assert len(found) == 10
+    assert all(cell["FedMPQKD"] > cell["FedMPQ"] for cell in found.values())
+
+
 def test_every_run_of_fedvemoe_ends_with_four_experts_and_one_for_each_cluster():
     runs = json.loads((RESULTS / "vemoe_embedded" / "report.json").read_text())["runs"]
     found = [run["metrics"] for run in runs if run["method"] == "FedVEMoE"]
