@@ -11,6 +11,7 @@ Numbers in code, in links and in tables of code need none.
 import csv
 import json
 import re
+import tarfile
 
 import pytest
 from outcomes import rows_of
@@ -74,6 +75,25 @@ def test_what_the_results_say_is_in_the_report(study):
     text = (RESULTS / study / "README.md").read_text().partition("\n")[2]
     assert CLAIM.search(text)
     assert wrong_claims(text, json.loads((RESULTS / study / "report.json").read_text())) == []
+
+
+@pytest.mark.parametrize("study", [path.parent.name for path in RESULTS.glob("*/runs.tar.xz")])
+def test_archived_runs_are_those_of_the_report(study):
+    """Whoever unpacks them can add seeds: they are finished, and of what was registered."""
+    report = json.loads((RESULTS / study / "report.json").read_text())
+    with tarfile.open(RESULTS / study / "runs.tar.xz") as archive:
+        texts = {one.name: archive.extractfile(one).read().decode() for one in archive}
+    found = {
+        name.split("/")[1]: json.loads(text)
+        for name, text in texts.items()
+        if name.endswith("/metadata.json")
+    }
+    weights = {name: one["weights_sha256"] for name, one in found.items()}
+    assert weights == {run["name"]: run["weights_sha256"] for run in report["runs"]}
+    assert {one["status"] for one in found.values()} == {"finished"}
+    (entry,) = json.loads(texts[f"{study}/registration.json"])["entries"]
+    assert {one["tags"]["registration"] for one in found.values()} == {entry["sha256"][:16]}
+    assert not any(re.search(r"/(work|tmp|home|root)/", text) for text in texts.values())
 
 
 def test_distillation_is_ahead_in_each_seed_of_the_second_experiment_on_fashion():
