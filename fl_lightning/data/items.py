@@ -283,14 +283,15 @@ def count_items(dataset: Any, place: str) -> int:
 
 def _warn_of_unread(item: Any, keys: Keys, place: str) -> None:
     """Say which positions of items that are tuples nobody reads."""
-    read = {keys.input or 0, 1 if keys.target is None else keys.target, keys.group, keys.client}
-    unread = [
-        str(at) for at in range(0 if isinstance(item, Mapping) else len(item)) if at not in read
-    ]
-    if unread:
+    if isinstance(item, Mapping):
+        return
+    named = keys.input, keys.target, keys.group, keys.client
+    first, second = 0 if named[0] is None else named[0], 1 if named[1] is None else named[1]
+    read = first, second, *named[2:]
+    if unread := [str(at) for at in range(len(item)) if at not in read]:
         log.warning(
-            "%s: items are tuples of %d, and what is at position %s is left out; a batch is (input, target), "
-            "and an input may be a dictionary of tensors",
+            "%s: items are tuples of %d, and what is at position %s is left out; a batch is "
+            "(input, target), and an input may be a dictionary of tensors",
             place,
             len(item),
             ", ".join(unread),

@@ -173,7 +173,8 @@ def _check_first_state(method: Method) -> None:
             size < MAX_MAGNITUDE,
             f"{name!r} of the network holds values up to {size:g}",
             f"what travels is finite and below {MAX_MAGNITUDE:.1e}",
-            "scale it, or write register_buffer(..., persistent=False) for a constant, which does not travel",
+            "scale it, or write register_buffer(..., persistent=False) for a constant, which does "
+            "not travel",
         )
 
 

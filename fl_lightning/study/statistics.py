@@ -54,7 +54,7 @@ before the first seed."""
 MOST_SEEDS = 10_000
 """More seeds than these are not counted, but called ``inf``."""
 MOST_EXACT = 50
-"""More differences have the normal approximation of Wilcoxon's p; of fewer all signs are counted."""
+"""More differences have the normal approximation of Wilcoxon's p; of fewer all signs count."""
 ROUNDING = 1e-12
 """Differences that are closer are equal, up to the rounding of the subtraction that they come
 from, in units of the largest, or of 1."""
