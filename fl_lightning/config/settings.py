@@ -7,7 +7,7 @@ import json
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import yaml
 
@@ -217,10 +217,11 @@ def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> lis
         f"{key}: {shown(before, key)} -> {shown(after, key)}"
         for key in {**before, **after}
         if shown(before, key) != shown(after, key)
-        and not (_is_number(before.get(key)) and before.get(key) == after.get(key))
+        # 4 from Python is 4.0 where the command line has read it for a float
+        and not (is_number(before.get(key)) and before.get(key) == after.get(key))
     ]
 
 
-def _is_number(value: object) -> bool:
-    """4 from Python is 4.0 where the command line has read it for a float."""
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Return whether a setting or a metric is a number; True and False are none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -281,13 +281,21 @@ def count_items(dataset: Any, place: str) -> int:
     return count
 
 
+def _positions(keys: Keys) -> dict[str, Any]:
+    """Return the positions in a tuple of what is read of it."""
+    return {
+        "input": 0 if keys.input is None else keys.input,
+        "target": 1 if keys.target is None else keys.target,
+        "group": keys.group,
+        "client": keys.client,
+    }
+
+
 def _warn_of_unread(item: Any, keys: Keys, place: str) -> None:
     """Say which positions of items that are tuples nobody reads."""
     if isinstance(item, Mapping):
         return
-    named = keys.input, keys.target, keys.group, keys.client
-    first, second = 0 if named[0] is None else named[0], 1 if named[1] is None else named[1]
-    read = first, second, *named[2:]
+    read = [*_positions(keys).values()]
     if unread := [str(at) for at in range(len(item)) if at not in read]:
         log.warning(
             "%s: items are tuples of %d, and what is at position %s is left out; a batch is "
@@ -308,14 +316,8 @@ def _parts(item: Any, keys: Keys, where: str) -> dict[str, Any]:
             f"an item is (input, target) or a dictionary, and this is a {type(item).__name__}",
             "return both from __getitem__",
         )
-    places = {
-        "input": 0 if keys.input is None else keys.input,
-        "target": 1 if keys.target is None else keys.target,
-        "group": keys.group,
-        "client": keys.client,
-    }
     found = {}
-    for name, place in places.items():
+    for name, place in _positions(keys).items():
         if place is None:
             continue
         if not (isinstance(place, int) and 0 <= place < len(item)):

@@ -62,9 +62,9 @@ def make_engine(
         timeout: seconds after which worker processes that do not answer are given up.
         holders: which rank holds which client's state; the engine keeps it up to date.
     """
-    if fabric.device.type == "cpu":
-        keep_freed_memory(large=False)
     size = min(cohort, most_workers(fabric) if workers == "auto" else workers)
+    if fabric.device.type == "cpu":
+        keep_freed_memory(large=size == 1)  # this process trains; workers call it themselves
     if workers != "auto" and workers > size:
         log.info("workers: %d of %d, since a round has no more clients", size, workers)
     if engine != "auto":

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from mmap import mmap
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -111,19 +112,19 @@ class PoolEngine(Engine):
     def train_own(
         self, tasks: Sequence[ClientTask], units: Units | None = None, into: Uploads | None = None
     ) -> Iterator[tuple[int, ClientResult]]:
-        opening = self._opening(isinstance(into, AddedUploads) and into.adds_anywhere)
-        common = self._common(tasks)
-        ahead = self._ahead(tasks)
-        waiting = self._portions(tasks, self.units(tasks) if units is None else units, ahead)
-        done: dict[int, ClientResult] = {}
-        busy: dict[Worker, Units] = {}
-        given, looked = 0, 0.0
         if not self.workers:
             raise RuntimeError(
                 "the worker processes have ended, or were never started; a round needs them; call start()"
             )
+        opening = self._opening(isinstance(into, AddedUploads) and into.adds_anywhere)
+        ahead = self._ahead(tasks)
+        waiting = self._portions(tasks, self.units(tasks) if units is None else units, ahead)
+        done: dict[int, ClientResult] = {}
+        busy: dict[Worker, Units] = {}
+        hand_out = partial(self._hand_out, waiting, tasks, busy, self._common(tasks), opening)
+        given, looked = 0, 0.0
         try:
-            self._hand_out(waiting, tasks, busy, 2 * ahead, common, opening)
+            hand_out(2 * ahead)
             while given < len(tasks):
                 # who asks for results may take long with each
                 if given not in done or monotonic() - looked > POLL_SECONDS:
@@ -131,7 +132,7 @@ class PoolEngine(Engine):
                         portion = [at for unit in busy.pop(worker) for at in unit]
                         answer = worker.hear()
                         # and then read
-                        self._hand_out(waiting, tasks, busy, given + 2 * ahead, common, opening)
+                        hand_out(given + 2 * ahead)
                         done |= zip(
                             portion, worker.take(answer, [tasks[at] for at in portion]), strict=True
                         )
@@ -139,7 +140,7 @@ class PoolEngine(Engine):
                 if given in done:
                     yield given, done.pop(given)
                     given += 1
-                    self._hand_out(waiting, tasks, busy, given + 2 * ahead, common, opening)
+                    hand_out(given + 2 * ahead)
             if isinstance(into, AddedUploads) and opening is not None and opening.adds:
                 self._add_up(into)
         finally:
@@ -173,9 +174,9 @@ class PoolEngine(Engine):
         waiting: list[Units],
         tasks: Sequence[ClientTask],
         busy: dict[Worker, Units],
-        end: int,
         common: Place | None,
         opening: Opening | None,
+        end: int,
     ) -> None:
         """Give portions that begin before the task at ``end`` to workers that have none."""
         for worker in self.workers:

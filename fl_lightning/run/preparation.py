@@ -166,9 +166,11 @@ def _build(settings: FederationSettings, method: Method, data: FederatedData, se
 
 def _check_first_state(method: Method) -> None:
     """Refuse a network that begins with values which no upload may have."""
-    tensors = tensors_of(method.network) if method.layout.shapes else {}
-    for name in method.layout.shapes.keys() & tensors.keys():
-        size = largest(tensors[name].detach())
+    travels = method.layout.shapes
+    for name, tensor in (tensors_of(method.network) if travels else {}).items():
+        if name not in travels:
+            continue
+        size = largest(tensor.detach())
         require(
             size < MAX_MAGNITUDE,
             f"{name!r} of the network holds values up to {size:g}",

@@ -75,11 +75,7 @@ def places(
             better[(a, b) if mean_std(found)[0] > 0 else (b, a)] = True
     ahead = times_behind(good)
     whole = good[np.isfinite(good).all(axis=1)]
-    mean_ranks = (
-        [float(one) for one in stats.rankdata(-whole.round(12), axis=1).mean(axis=0)]
-        if len(whole)
-        else []
-    )
+    mean_ranks = [float(one) for one in ranks_within(-whole).mean(axis=0)] if len(whole) else []
     told = better | better.T
     found_places = [
         Place(
@@ -93,6 +89,16 @@ def places(
         for i, label in enumerate(labels)
     ]
     return sorted(found_places, key=lambda one: (one.place, one.mean_rank))
+
+
+def ranks_within(values: np.ndarray) -> np.ndarray:
+    """Return the ranks along the last axis, 1 for the smallest. Values that are equal up to
+    rounding share theirs.
+
+    >>> ranks_within(np.array([0.1 + 0.2, 0.3, 0.1])).tolist()
+    [2.5, 2.5, 1.0]
+    """
+    return np.asarray(stats.rankdata(values.round(12), axis=-1))
 
 
 def times_behind(values: np.ndarray) -> np.ndarray:

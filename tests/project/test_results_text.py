@@ -96,6 +96,26 @@ def test_archived_runs_are_those_of_the_report(study):
     assert not any(re.search(r"/(work|tmp|home|root)/", text) for text in texts.values())
 
 
+def test_where_uploads_of_the_leaderboard_were_refused():
+    with tarfile.open(RESULTS / "leaderboard_brief" / "runs.tar.xz") as archive:
+        tables = {
+            one.name.split("/")[1]: archive.extractfile(one).read().decode().splitlines()
+            for one in archive
+            if one.name.endswith("/metrics.csv")
+        }
+    refused = {
+        name
+        for name, lines in tables.items()
+        if any(float(row["clients/rejected"]) for row in csv.DictReader(lines))
+    }
+    assert (len(refused), len(tables)) == (22, 198)
+    settings = [re.search(r"setting=(\w+)", name)[1] for name in refused]
+    assert {*settings} == {"dirichlet01", "labels2", "attackers", "stress"}
+    assert settings.count("stress") == 1
+    kin = ("FedAvg", "FedProx", "QFedAvg")
+    assert sum(name.startswith(kin) for name in refused) == 15
+
+
 def test_distillation_is_ahead_in_each_seed_of_the_second_experiment_on_fashion():
     runs = json.loads((RESULTS / "exp2_fashion_brief" / "report.json").read_text())["runs"]
     found: dict[tuple[str, int], dict[str, float]] = {}

@@ -3,6 +3,7 @@ function that it tests."""
 
 from __future__ import annotations
 
+import itertools
 from math import inf, isnan, pi, sqrt
 
 import numpy as np
@@ -60,6 +61,15 @@ def test_wilcoxon_by_counting_signs(differences, p):
 def test_wilcoxon_of_ties_and_zeros_is_scipys(differences):
     """With so few it counts all signs."""
     assert statistics.wilcoxon(differences) == scipy.stats.wilcoxon(differences).pvalue
+
+
+def test_wilcoxon_of_fourteen_with_ties_counts_all_signs():
+    differences = [*range(-3, 9), 2, 2]
+    ranks = scipy.stats.rankdata([abs(one) for one in differences if one])
+    signs = [one > 0 for one in differences if one]
+    sums = [sum(ranks * chosen) for chosen in itertools.product([0, 1], repeat=len(ranks))]
+    above = sum(one >= sum(ranks * signs) for one in sums) / len(sums)
+    assert statistics.wilcoxon(differences) == 2 * above
 
 
 def test_wilcoxon_of_twenty_is_exact_with_ties_and_without():

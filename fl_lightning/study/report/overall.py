@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy import stats
 
 from fl_lightning.study.plan.registration import level_key
-from fl_lightning.study.ranks import Place, p_of
+from fl_lightning.study.ranks import Place, p_of, ranks_within
 from fl_lightning.study.ranks import places as places_of
 from fl_lightning.study.report.comparison import Comparison
 from fl_lightning.study.report.places import MIN_METHODS, diagram, ends_of, named, places
@@ -64,7 +63,7 @@ def mean_ranks(comparison: Comparison) -> tuple[list[str], np.ndarray]:
         [sign * comparison.table(metric, at)[labels].to_numpy(float) for at in levels]
     )
     whole = np.isfinite(tables).all(axis=(0, 2))
-    return labels, stats.rankdata(tables[:, whole].round(12), axis=2).mean(axis=0)
+    return labels, ranks_within(tables[:, whole]).mean(axis=0)
 
 
 def _rounding(comparison: Comparison) -> float:

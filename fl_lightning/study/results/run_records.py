@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fl_lightning.config.recorded import not_recorded
-from fl_lightning.config.settings import config_of, is_free, settings_hash
+from fl_lightning.config.settings import config_of, is_free, is_number, settings_hash
 from fl_lightning.errors import InputError, MisuseError
 from fl_lightning.metrics.summary import final_summary
 from fl_lightning.run.checkpoint import CheckpointError, load_document
@@ -337,10 +337,6 @@ def _not_recorded(settings: Mapping[str, Any]) -> str:
         return "its settings were not recorded: config.yaml is empty"
     unknown = [key for key in not_recorded(settings) if not is_free(key)]
     return f"{unknown[0]} cannot be recorded ({settings[unknown[0]]})" if unknown else ""
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def problem(metadata: Mapping[str, Any], history: list[dict[str, float]]) -> str:

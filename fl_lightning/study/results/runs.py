@@ -11,11 +11,12 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from fl_lightning.config.documents import document_hash
+from fl_lightning.config.settings import is_number
 from fl_lightning.metrics.declared import Metric
 from fl_lightning.study.metric_names import CLASSIFICATION, TaskMetrics
 from fl_lightning.study.plan.protocol import protocol_of
 from fl_lightning.study.plan.quantities import OVER
-from fl_lightning.study.results.run_records import RunRecord, is_number
+from fl_lightning.study.results.run_records import RunRecord
 
 if TYPE_CHECKING:
     from fl_lightning.study.plan.selection import Selection
