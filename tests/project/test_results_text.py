@@ -12,6 +12,7 @@ import csv
 import json
 import re
 import tarfile
+from statistics import fmean
 
 import pytest
 from outcomes import rows_of
@@ -75,6 +76,39 @@ def test_what_the_results_say_is_in_the_report(study):
     text = (RESULTS / study / "README.md").read_text().partition("\n")[2]
     assert CLAIM.search(text)
     assert wrong_claims(text, json.loads((RESULTS / study / "report.json").read_text())) == []
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_published_mean_ranks_are_those_of_the_runs(study):
+    report = json.loads((RESULTS / study / "report.json").read_text())
+    sign = -1 if report["higher_is_better"] else 1
+    over_settings = []
+    for level in report["levels"]:
+        cells: dict[str, dict[int, float]] = {}
+        for run in report["runs"]:
+            if run["levels"] == level["levels"]:
+                cell = cells.setdefault(run["method"], {})
+                cell[run["seed"]] = round(sign * run["metrics"][report["metric"]], 12)
+        ranks = ranks_of_all(cells)
+        over_settings.append(ranks)
+        said = {one["label"]: one["mean_rank"] for one in level.get("places", [])}
+        means = {label: fmean(ranks[label].values()) for label in said}
+        assert said == pytest.approx(means, abs=1e-9)
+    for label, said in (report.get("overall") or {}).items():
+        means = [fmean(ranks[label].values()) for ranks in over_settings]
+        assert said["mean_rank"] == pytest.approx(fmean(means), abs=1e-9)
+
+
+def ranks_of_all(cells):
+    """The rank of each method in each seed that all have, those that tie at their mean place."""
+    seeds = set.intersection(*({*cell} for cell in cells.values()))
+    found = {label: {} for label in cells}
+    for seed in seeds:
+        values = [cell[seed] for cell in cells.values()]
+        for label, cell in cells.items():
+            before = sum(one < cell[seed] for one in values)
+            found[label][seed] = before + (1 + values.count(cell[seed])) / 2
+    return found
 
 
 @pytest.mark.parametrize("study", [path.parent.name for path in RESULTS.glob("*/runs.tar.xz")])
