@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -522,6 +523,45 @@ def test_the_view_is_saved_for_the_mlflow_that_reads_it_alone(monkeypatch, insta
     sections = {section["uuid"] for section in view["compareRunSections"]}
     assert {chart["metricSectionId"] for chart in view["compareRunCharts"]} == sections
     assert link.startswith(f"{plain}?viewStateShareKey={mlflow_page.TAG.rpartition('.')[2]}&")
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+@pytest.mark.usefixtures("write")
+def test_a_sweep_ends_at_the_first_run_on_other_examples(capsys):
+    """Before, it ran all the rest, and ``compare`` refused them all."""
+    study = """
+study: table
+config: data.yaml
+settings: {trainer.max_rounds: 1, trainer.callbacks: []}
+seeds: [1]
+methods:
+  A: {}
+"""
+    data = {"train": "rows.csv", "test": "rows.csv", "target": "kind", "num_clients": 2}
+    model = {"class_path": "FedAvg", "init_args": {"network": "mlp"}}
+    config = {"model": model, "data": {"class_path": "TableData", "init_args": data}}
+    Path("data.yaml").write_text(json.dumps(config))
+    lines = [f"{i},{i % 2}" for i in range(40)]
+
+    def sweep(first: str, *more: str) -> str:
+        Path("rows.csv").write_text("\n".join(["size,kind", first, *lines]))
+        methods = "".join(f"  {label}: {{}}\n" for label in more)
+        Path("study.yaml").write_text(study + methods)
+        with suppress(SystemExit):
+            main(["sweep", "--config", "study.yaml", "--logger", "false"])
+        return capsys.readouterr().err
+
+    assert "what holds" in sweep("1,1")
+    mixed = sweep("2,1", "B", "C")
+    assert "A-seed1 and B-seed1 in runs/table" in mixed
+    assert "they were trained on different examples" in mixed
+    assert not Path("runs/table/C-seed1").exists()
+    again = sweep("1,1", "B", "C")
+    assert "A-seed1 and B-seed1" in again
+    assert "C-seed1 starts" not in again
+    shutil.rmtree("runs/table/B-seed1")
+    assert "what holds" in sweep("1,1", "B", "C")
 
 
 @pytest.mark.parametrize("name", [".sweep.lock", ".cells.lock"])

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import yaml
 
 from fl_lightning.config.settings import flatten, settings_hash
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, require
 from fl_lightning.probing import select_probes
 from fl_lightning.run.directory import read_json, to_json
 from fl_lightning.run.paths import rounds_kept
@@ -40,6 +40,7 @@ class CellState:
             are rounded.
         problem: what keeps a run that has ended from being counted, and what to do; or empty.
         changed: modules of the user whose files are others now than when the run was trained.
+        content: the hash of the examples on which a finished run was trained, where it has one.
     """
 
     cell: Cell
@@ -50,6 +51,7 @@ class CellState:
     threads: int = 0
     problem: str = ""
     changed: Sequence[str] = ()
+    content: str = ""
 
     @property
     def rounds(self) -> int:
@@ -68,6 +70,7 @@ class CellState:
                 self.threads = threads
             self.status = status if status in ("finished", "failed") else "interrupted"
             self.problem, self.changed = "", changed_code(metadata.get("code") or {})
+            self.content = metadata.get("content_sha256") or "" if status == "finished" else ""
             least = max(rounds_kept(self.run), default=1)
             if status == "finished" and len(self.metrics()) < least:
                 self.status = "failed"
@@ -191,6 +194,25 @@ class StudyCells:
         stale = [state for state in self.states if state.changed and state.status == "finished"]
         modules = sorted({name for state in stale for name in state.changed})
         return ([state.cell.name for state in stale], modules) if stale else None
+
+    def check_content(self) -> None:
+        """Check that the finished cells of each combination of levels were trained on the same
+        examples, as ``compare`` demands.
+
+        Raises:
+            InputError: two were not.
+        """
+        first: dict[tuple[str, ...], CellState] = {}
+        for state in self.every:
+            if not state.content:  # not finished, or of images known by a name, in runs of before
+                continue
+            other = first.setdefault(tuple(state.cell.levels.values()), state)
+            require(
+                state.content == other.content,
+                f"{other.cell.name} and {state.cell.name} in {self.folder}",
+                "they were trained on different examples, and cannot be compared",
+                "restore the data of before, move the runs on other examples away and start again",
+            )
 
     def problems(self) -> list[str]:
         """Return what the user must do before some cells can be run, or run again."""

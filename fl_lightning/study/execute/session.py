@@ -57,9 +57,11 @@ class SweepSession:
         """Run until all cells are finished or failed.
 
         Raises:
+            InputError: finished cells were trained on different examples.
             SystemExit: 1 when one failed.
         """
         cells, study = self.cells, self.cells.study
+        cells.check_content()
         plan = plan_of(
             study, ((one.cell.method, one.cell.levels, one.config) for one in cells.every)
         )
@@ -243,4 +245,5 @@ class SweepSession:
             took = f"{len(rows)} rounds in {clock(sum(row.get('time/round', 0.0) for row in rows))}"
             self.display.line(f"{job.name} finished: {value}{took}; {self.summary()}")
         self.cells.write()
+        self.cells.check_content()
         return self.next_job(state) if state.status == "finished" else None
