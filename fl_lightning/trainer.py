@@ -293,6 +293,7 @@ class FederatedTrainer(RunViews):
             rounds=self.max_rounds,
             secure_sum=self.parts.masks,
             kind=self.parts.rounds,
+            topology=self.parts.topology,
         )
         show(found, method, data, str(self.fabric.strategy.precision.precision))
         return Results(found.metrics())

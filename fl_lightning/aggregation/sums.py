@@ -86,7 +86,10 @@ class Sums:
                     return
                 self._averaged[name] = self._average(name, vectors, shares, first.start)
                 return
-            vectors = [self.average.bounded(vector, first.start) for vector in vectors]
+            vectors = [
+                one.values if one.start is None else self.average.bounded(one.values, one.start)
+                for one in addends
+            ]
         part = Part(vectors, weights, first.most)
         self._parts[name] = part if before is None else self._plus(before, part)
 

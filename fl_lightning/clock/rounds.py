@@ -108,7 +108,11 @@ class OverSelection(Rounds):
         self,
         factor: Annotated[
             float,
-            within("[1, inf)", "no fewer are asked than are wanted, and not infinitely many", 1.3),
+            within(
+                "[1, 1e6]",
+                "no fewer are asked than are wanted, and not a million times as many",
+                1.3,
+            ),
         ] = 1.3,
         ties: Literal["id", "drawn"] = "id",
     ) -> None:

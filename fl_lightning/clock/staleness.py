@@ -11,8 +11,8 @@ from fl_lightning.config.constraints import at_least, within
 from fl_lightning.config.recorded import Recorded
 from fl_lightning.errors import MisuseError
 
-EXPONENT = within("[0, inf)", "an exponent is 0 or more", 0.5)
-SLOPE = within("[0, inf)", "a slope is 0 or more", 10.0)
+EXPONENT = within("[0, 30]", "an exponent is 0 to 30, beyond which nothing stale counts", 0.5)
+SLOPE = within("[0, 1e9]", "a slope is 0 to 10^9, beyond which nothing stale counts", 10.0)
 
 
 class Staleness(Recorded, ABC):
@@ -52,7 +52,7 @@ class Polynomial(Staleness):
     """(1 + d)^-exponent.
 
     Args:
-        exponent: 0 or more; 0.5 in FedAsync and in FedBuff (Nguyen et al., AISTATS 2022).
+        exponent: 0 to 30; 0.5 in FedAsync and in FedBuff (Nguyen et al., AISTATS 2022).
 
     >>> Polynomial(0.5).weight(0), Polynomial(0.5).weight(3)
     (1.0, 0.5)
@@ -69,7 +69,7 @@ class Hinge(Staleness):
     """1 up to ``free`` versions, and 1 / (1 + slope (d - free)) beyond.
 
     Args:
-        slope: 0 or more.
+        slope: 0 to 10^9.
         free: versions that cost nothing, 0 or more.
 
     >>> Hinge().weight(4), Hinge().weight(5) == 1 / 11

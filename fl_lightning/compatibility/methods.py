@@ -133,8 +133,12 @@ def adapter_average(run: Run) -> Iterator[Refusal]:
             else "it weighs single clients by what their adapters add, and under noise all weigh the same"
         )
         yield f"{given} trainer.privacy", why, linear
-    if run.rounds is not None and run.rounds.has_versions and rule.own_messages:
-        why = "what a client has depends on the round that it took part in last, and uploads are of any round"
+    if run.rounds is not None and run.rounds.has_versions and rule.sends_parts:
+        why = (
+            "what a client has depends on the round that it took part in last, and uploads are of any round"
+            if rule.own_messages
+            else "clients of several ranks send parts of the weights, and a stale update is weighed whole"
+        )
         yield f"{given} --trainer.rounds {type(run.rounds).__name__}", why, "leave rounds out"
     has_nodes = run.topology is not None and run.topology.has_nodes
     if has_nodes and (rule.refines or rule.own_messages or rule.ranks or not rule.is_linear):

@@ -21,6 +21,7 @@ from fl_lightning.models import build_network
 from fl_lightning.models.adapters.low_rank import factor_sides
 from fl_lightning.models.step_memory import StepMemory, batch_of, shapes_alone, step_memory
 from fl_lightning.privacy.secure.settings import SecureSum
+from fl_lightning.topology import Star, Topology
 from fl_lightning.wire import Layout, Payload
 
 MESSAGE_VECTORS = 4
@@ -42,6 +43,7 @@ class Forecast:
         up: bytes that it sends.
         cohort: clients of a round; 0: it is known once the data are read.
         rounds: rounds of the run.
+        topology: who talks to whom. How many messages a peer sends is not forecast.
     """
 
     memory: StepMemory
@@ -52,6 +54,7 @@ class Forecast:
     up: int
     cohort: int
     rounds: int
+    topology: Topology
 
     def metrics(self) -> dict[str, float]:
         """Return the forecast by name, in bytes."""
@@ -63,6 +66,8 @@ class Forecast:
             found["memory/checkpointed_activations_bytes"] = float(self.again.activations)
         taken = self.again if self.again is not None and self.computes_again else self.memory
         found["memory/total_bytes"] = float(taken.total + self.messages)
+        if self.topology.has_peers:
+            return found
         found |= {
             "comm/client_download_bytes": float(self.down),
             "comm/client_upload_bytes": float(self.up),
@@ -80,6 +85,7 @@ def forecast(
     rounds: int,
     secure_sum: SecureSum | None = None,
     kind: Rounds | None = None,
+    topology: Topology | None = None,
 ) -> Forecast:
     """Return what a run will take, from the configuration of its network alone.
 
@@ -90,6 +96,7 @@ def forecast(
         rounds: rounds of the run.
         secure_sum: with which uploads are masked, where nobody drops out; None: they are not.
         kind: what a round is; None: everybody that is asked returns.
+        topology: who talks to whom; None: clients and a server.
 
     Raises:
         InputError: what the network sees is known only once the data are read, or the network
@@ -139,6 +146,7 @@ def forecast(
         up_bytes,
         cohort,
         rounds,
+        topology or Star(),
     )
 
 
@@ -170,14 +178,24 @@ def _lines(found: Forecast, method: Method, data: FederatedData, precision: str)
         yield f"With precision {precision} activations take less than that."
     if own := own_messages_of(method):
         yield f"{name} has a {own[0]} of its own; what travels is said as if it were weights."
-    yield f"A client is sent {size_of(found.down)} in a round and sends {size_of(found.up)}."
-    if found.cohort:
-        each = (found.down + found.up) * found.cohort
-        total = f"{size_of(each * found.rounds)} in {found.rounds} rounds"
-        yield f"{found.cohort} clients a round: {size_of(each)}, and {total}."
-    else:
-        yield "How many clients there are is known once the data are read."
+    yield from _traffic(found)
     yield "Clients that are stacked (--trainer.engine batched) have activations each. Nothing was loaded."
+
+
+def _traffic(found: Forecast) -> Iterator[str]:
+    topology = type(found.topology).__name__
+    if found.topology.has_peers:
+        yield f"A message of a peer has {size_of(found.up)}; how many it sends follows from {topology}."
+        return
+    yield f"A client is sent {size_of(found.down)} in a round and sends {size_of(found.up)}."
+    if not found.cohort:
+        yield "How many clients there are is known once the data are read."
+        return
+    each = (found.down + found.up) * found.cohort
+    total = f"{size_of(each * found.rounds)} in {found.rounds} rounds"
+    yield f"{found.cohort} clients a round: {size_of(each)}, and {total}."
+    if found.topology.has_nodes:
+        yield f"What the nodes of {topology} send each other is not in it."
 
 
 def size_of(count: float) -> str:

@@ -25,6 +25,7 @@ from fl_lightning.topology.graphs import (
     RandomGraph,
     Ring,
     Torus,
+    shares_given,
 )
 from fl_lightning.topology.meter import NodeMeter
 
@@ -74,11 +75,12 @@ class Gossip(Topology):
         )
         self.graph.check(len(ids))
 
+        push = self.push_sum and not self.graph.symmetric
+
         def mixing(averaging: int, present: list[int]) -> Mixing:
             whole = self.graph.checked(len(ids), method.seed, averaging + 1)
-            return self.graph.among(whole, present, self.push_sum)
+            return self.graph.among(shares_given(whole) if push else whole, present, push)
 
-        push = self.push_sum and not self.graph.symmetric
         peers = Peers(method, ids, mixing, push=push)
         peers.content_sha256 = self.graph.content_sha256
         return peers

@@ -324,6 +324,30 @@ def in_groups(groups: Iterable[Collection[int]]) -> Mixing:
     return mixing
 
 
+def shares_given(mixing: Mapping[int, Mapping[int, Fraction]]) -> Mixing:
+    """Return P of push-sum, whose column j says how peer j divides its mass among those who hear it:
+    the columns of W divided by their sums. Of a W whose columns add up to 1 it is W.
+
+    Raises:
+        MisuseError: a peer keeps nothing, so that it would be left without a model when those it
+            hears are away.
+
+    >>> shares_given({0: {0: Fraction(1)}, 1: {0: Fraction(1, 2), 1: Fraction(1, 2)}})[1]
+    {0: Fraction(1, 3), 1: Fraction(1, 1)}
+    """
+    sums = dict.fromkeys(mixing, Fraction(0))
+    for i, row in mixing.items():
+        if i not in row:
+            raise MisuseError(
+                f"a directed graph in which peer {i} takes nothing of itself, with push_sum",
+                "each peer keeps a share of its mass (Assran et al., ICML 2019)",
+                "give it a weight of its own in W, or write --trainer.topology.push_sum false",
+            )
+        for j, weight in row.items():
+            sums[j] += weight
+    return {i: {j: weight / sums[j] for j, weight in row.items()} for i, row in mixing.items()}
+
+
 def of_present(
     mixing: Mapping[int, Mapping[int, Fraction]], present: Collection[int], push: bool
 ) -> Mixing:
@@ -333,7 +357,8 @@ def of_present(
     Args:
         mixing: of all peers.
         present: those who are there.
-        push: what a peer would have given to one who is away it keeps (columns add up to 1); else
+        push: what a peer would have given to one who is away it keeps (columns add up to 1, as
+            they do in ``mixing``); else
             what a peer would have taken from one who is away it takes from itself (rows do). Of a
             symmetric W both are the same.
     """

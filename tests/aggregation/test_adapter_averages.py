@@ -18,6 +18,7 @@ from fl_lightning import methods
 from fl_lightning.aggregation.adapters import RULES, Residual, Stack, algebra, chosen_rule
 from fl_lightning.aggregation.adapters.moving_base import BaseChange
 from fl_lightning.aggregation.exact_sum import ExactSum
+from fl_lightning.clock import Clock, FedBuff, SameDevice
 from fl_lightning.compatibility import Run, check_run
 from fl_lightning.conformance.bench import prepare_data
 from fl_lightning.hooks import Stressor
@@ -380,6 +381,14 @@ def weights_of(method) -> torch.Tensor:
 def test_other_rules_refuse_ranks_of_their_own(rule, tmp_path):
     with refused("--model.network.rank [1, 3]", "product, stack or padded"):
         fitted(tmp_path, rule, rank=[1, 3])
+
+
+@pytest.mark.parametrize("rule", ["product", "padded"])
+def test_stale_updates_of_several_ranks_are_refused(rule, tmp_path):
+    """They end in the middle of a run: a part of the weights has no difference to all of them."""
+    timed = {"clock": Clock(devices=SameDevice()), "rounds": FedBuff(2, 2)}
+    with refused(f"adapter_average {rule} with --trainer.rounds FedBuff", "leave rounds out"):
+        fitted(tmp_path, rule, rank=[1, 3], **timed)
 
 
 # Every path of a run

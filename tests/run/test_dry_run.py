@@ -28,7 +28,8 @@ from fl_lightning.methods import FedAvg
 from fl_lightning.models.adapters import ADAPTERS, AdapterKind, add_adapter
 from fl_lightning.models.language import Llama
 from fl_lightning.privacy.secure.settings import SecureSum
-from fl_lightning.run.dry_run import forecast
+from fl_lightning.run.dry_run import forecast, show
+from fl_lightning.topology import Gossip, Hierarchy
 
 RULES = [
     None,
@@ -138,6 +139,21 @@ def test_a_forecast_is_of_the_clients_that_a_round_exchanges_messages_with(
     data = FederatedImages(dataset="synthetic", num_clients=10)
     found = forecast(FedAvg(network="mlp"), data, participation=0.5, rounds=4, kind=kind)
     assert found.cohort == clients
+
+
+def test_no_total_is_forecast_where_peers_talk_to_each_other(capsys):
+    """Ten peers of which each hears the nine others send ninety messages, and not ten."""
+    data, method = FederatedImages(dataset="synthetic", num_clients=10), FedAvg(network="mlp")
+    given = {"participation": 1.0, "rounds": 2}
+    usual, peers, edges = (
+        forecast(method, data, topology=topology, **given)
+        for topology in (None, Gossip("complete"), Hierarchy())
+    )
+    assert peers.metrics().items() < usual.metrics().items() == edges.metrics().items()
+    assert not any(name.startswith("comm/") for name in peers.metrics())
+    for found, said in ((peers, "A message of a peer has"), (edges, "What the nodes of Hierarchy")):
+        show(found, method, data, "32-true")
+        assert said in capsys.readouterr().out
 
 
 def test_nothing_is_loaded_or_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):

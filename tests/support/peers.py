@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from toy import Points, trainer_in
 
+from fl_lightning.aggregation.average import Average
+from fl_lightning.aggregation.averages import WeightedMean
 from fl_lightning.aggregation.base import Receipt, Round
 from fl_lightning.aggregation.client_weights import Weighing
 from fl_lightning.methods import FedAvg
@@ -37,14 +39,21 @@ class Exchange:
         examples: n_k of the clients, by which they weigh; by default they are the nodes, and weigh
             alike.
         seed: of the run.
+        average: the method's.
     """
 
     def __init__(
-        self, topology: Topology, vectors: Tensor, examples: tuple[int, ...] = (), seed: int = 0
+        self,
+        topology: Topology,
+        vectors: Tensor,
+        examples: tuple[int, ...] = (),
+        seed: int = 0,
+        average: Average | None = None,
     ) -> None:
         size = vectors.shape[1]
         weigh_by: Weighing = "examples" if examples else "clients"
-        method = FedAvg(network=partial(Vector, size=size), weigh_by=weigh_by)
+        network, average = partial(Vector, size=size), average or WeightedMean()
+        method = FedAvg(network=network, weigh_by=weigh_by, average=average)
         self.examples = examples or (1,) * len(vectors)
         count = len(self.examples)
         data = Points(self.examples, labels=(0,) * count)

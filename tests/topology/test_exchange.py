@@ -4,16 +4,23 @@ changes."""
 from __future__ import annotations
 
 import math
+from collections import Counter
+from fractions import Fraction
 
 import pytest
 import torch
 from peers import Exchange, normal, spread
+from refusals import refused
 
+from fl_lightning.aggregation.averages import NormClipping
+from fl_lightning.errors import MisuseError
 from fl_lightning.topology import (
     Complete,
     Exponential,
     Gossip,
+    Graph,
     GraphFile,
+    Hierarchy,
     Moshpit,
     RandomGraph,
     RandomGroups,
@@ -98,11 +105,25 @@ def test_the_exponential_graph_of_2_to_the_k_is_exact_after_k_rounds(hops):
     assert min([1.0, *distances[:-1]]) > 1e-2
 
 
+class Uneven(Graph):
+    """Rows add up to 1, and columns do not: the first peers are heard by more than the last."""
+
+    symmetric = False
+
+    def mixing(self, peers, seed, round):
+        rows = {}
+        for i in range(peers):
+            heard = Counter([i, i, (i + 1) % peers, i // 2])
+            rows[i] = {j: Fraction(times, 4) for j, times in heard.items()}
+        return rows
+
+
 GRAPHS = [
     Ring(),
     Torus(),
     Complete(),
     Exponential(),
+    Uneven(),
     RandomGraph(3),
     RandomGroups(3),
     GraphFile("star.txt"),
@@ -129,6 +150,36 @@ def test_no_drop_out_changes_the_total(graph, tmp_path, monkeypatch):
     assert sum(masses) == pytest.approx(12)
     assert (min(masses) < 0.9) == (not graph.symmetric)
     assert metrics["consensus/distance"] < 0.5 * spread(before)
+
+
+class Shift(Graph):
+    """Each takes the model of the one after it, and nothing of its own."""
+
+    symmetric = False
+
+    def mixing(self, peers, seed, round):
+        return {i: {(i + 1) % peers: Fraction(1)} for i in range(peers)}
+
+
+def test_with_push_sum_each_peer_keeps_a_share_of_its_mass():
+    with refused("peer 0 takes nothing of itself", "push_sum false", MisuseError):
+        Exchange(Gossip(Shift()), normal(4)).exchange()
+    peers = Exchange(Gossip(Shift(), push_sum=False), before := normal(4))
+    peers.exchange()
+    torch.testing.assert_close(peers.vectors, before.roll(-1, 0))
+
+
+@pytest.mark.parametrize(("topology", "apart"), [(Gossip("complete"), 0), (Hierarchy(6, 2), 1)])
+def test_each_update_is_cut_from_what_its_own_client_started_from(topology, apart):
+    """Sun et al. (2019): u_k = v_k - w_k, however far the models of nodes are apart."""
+    before, learnt = 10 * normal(6), normal(6, seed=1)
+    peers = Exchange(topology, before, average=NormClipping(0.5))
+    for _ in range(apart):
+        peers.exchange()
+    cut = learnt * (0.5 / learnt.norm(dim=1, keepdim=True)).clamp(max=1)
+    peers.exchange(local=before + learnt)
+    wanted = (before + cut).mean(0).expand(6, -1)
+    torch.testing.assert_close(peers.vectors, wanted, rtol=0, atol=1e-5)
 
 
 def test_without_push_sum_a_directed_graph_loses_the_mean():
