@@ -136,7 +136,7 @@ class PrivateAggregation(Meter):
             run_dir: the run that is continued; None: it is a new one.
             done: rounds that it has done.
             there: rounds that it had done, of which later ones are taken back.
-            changed: whether it goes on with other settings.
+            changed: whether it goes on with other settings or code than those had.
 
         Raises:
             InputError: the file that says so cannot be read, some of the rounds were without
@@ -144,10 +144,7 @@ class PrivateAggregation(Meter):
                 of another sum.
         """
         if run_dir is not None and self.randomness is rng.stream:
-            drawn = NoisySums(run_dir / TAKEN_BACK_FILE)
-            there = max(there, drawn.count)
-            if there > max(done, drawn.count):  # the tables will not have them any more
-                drawn.add(there, there)
+            there = max(there, NoisySums(run_dir / TAKEN_BACK_FILE).count)
         require(
             not (changed and there > done and self.randomness is rng.stream),
             f"--ckpt_path with trainer.privacy, changed after round {done}",

@@ -137,7 +137,7 @@ def adapter_average(run: Run) -> Iterator[Refusal]:
         why = (
             "what a client has depends on the round that it took part in last, and uploads are of any round"
             if rule.own_messages
-            else "clients of several ranks send parts of the weights, and a stale update is weighed whole"
+            else "clients of several ranks send parts, and a stale update is weighed whole"
         )
         yield f"{given} --trainer.rounds {type(run.rounds).__name__}", why, "leave rounds out"
     has_nodes = run.topology is not None and run.topology.has_nodes

@@ -185,7 +185,7 @@ def _lines(found: Forecast, method: Method, data: FederatedData, precision: str)
 def _traffic(found: Forecast) -> Iterator[str]:
     topology = type(found.topology).__name__
     if found.topology.has_peers:
-        yield f"A message of a peer has {size_of(found.up)}; how many it sends follows from {topology}."
+        yield f"A message of a peer has {size_of(found.up)}; {topology} says how many it sends."
         return
     yield f"A client is sent {size_of(found.down)} in a round and sends {size_of(found.up)}."
     if not found.cohort:

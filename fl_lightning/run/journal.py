@@ -32,6 +32,7 @@ from fl_lightning.run.metadata import (
 from fl_lightning.run.paths import short_path
 from fl_lightning.run.progress import Progress
 from fl_lightning.run.resume import Start
+from fl_lightning.run.taken_back import note_drawn_noise
 from fl_lightning.support.redaction import redact_settings
 from fl_lightning.tracking.loggers import Tracking
 from fl_lightning.tracking.mlflow_store import Status
@@ -191,7 +192,7 @@ class Journal:
         self.run.lock()
         log.info("continuing %s after round %d", short_path(self.run.path), done.round)
         self.metadata = continued_metadata(
-            self.run.read_json("metadata.json"), self.metadata, done.round
+            self.run.read_json("metadata.json"), self.metadata, done.round, changed=changed
         )
         if is_tracked_elsewhere(self.metadata, self.run.path):
             log.info(
@@ -203,6 +204,7 @@ class Journal:
         if self.progress.taken_back:
             # before the rounds go, which say that it is so
             self.note(**tracked_anew(self.metadata))
+        note_drawn_noise(self.run.path, done.round, self.progress.there)
         self.run.rewind(done.round, done.tables, changed=changed)
         self._restore_partition(fed)
         self.progress.prune(self.run)  # the process may have been killed before it pruned

@@ -96,7 +96,7 @@ def task_of(task: Task, emitters: Iterable[Emitter] = ()) -> dict[str, Any]:
 
 
 def continued_metadata(
-    before: Mapping[str, Any], here: Mapping[str, Any], round: int
+    before: Mapping[str, Any], here: Mapping[str, Any], round: int, *, changed: bool
 ) -> dict[str, Any]:
     """Return the metadata of a run that is continued after ``round``.
 
@@ -106,6 +106,7 @@ def continued_metadata(
         before: the metadata in the run's file.
         here: the metadata that :func:`describe_run` gives now.
         round: the last round that is done.
+        changed: whether it is continued with other settings or data.
     """
     for name in ("device", "threads", "versions"):  # the number of ranks changes no sum
         if name in before and before[name] != here[name]:
@@ -116,8 +117,8 @@ def continued_metadata(
                 here[name],
             )
     code = before.get("code") or {}
-    if changed := [name for name, sha in here["code"].items() if code.get(name, sha) != sha]:
-        log.warning("the code of %s has changed since the run began", ", ".join(changed))
+    if other := [name for name, sha in here["code"].items() if code.get(name, sha) != sha]:
+        log.warning("the code of %s has changed since the run began", ", ".join(other))
     resumed, deployment = before.get("resumed"), before.get("deployment")
     return {
         **here,
@@ -134,7 +135,12 @@ def continued_metadata(
         },
         "resumed": [
             *(resumed if isinstance(resumed, list) else []),
-            {"after_round": round, "at": now(), **({"code_before": code} if changed else {})},
+            {
+                "after_round": round,
+                "at": now(),
+                **({"changed": True} if changed else {}),
+                **({"code_before": code} if other else {}),
+            },
         ],
     }
 

@@ -14,6 +14,7 @@ from fl_lightning.aggregation.private import PrivateAggregation
 from fl_lightning.aggregation.server import RECEIVING, receives_anywhere
 from fl_lightning.clock import Clock, Rounds, Synchronous, Timing
 from fl_lightning.compatibility import Run
+from fl_lightning.config.settings import flatten
 from fl_lightning.data import FederatedData
 from fl_lightning.federation import Federation
 from fl_lightning.hooks import Callback, sees_uploads
@@ -23,6 +24,7 @@ from fl_lightning.privacy.secure import SecureSum
 from fl_lightning.run.places import check_place
 from fl_lightning.run.progress import Progress
 from fl_lightning.run.resume import Start
+from fl_lightning.run.taken_back import made_otherwise, was_private
 from fl_lightning.sampling import Sampler, Uniform
 from fl_lightning.topology import Star, Topology
 
@@ -148,23 +150,13 @@ class RoundParts:
 
     def continue_in(self, run_dir: Path | None, progress: Progress) -> None:
         """Go on with the budget of a run, as :meth:`PrivateAggregation.continue_in` has it."""
+        done = progress.done.round
         if self.privacy is not None:
-            self.privacy.continue_in(
-                run_dir, progress.done.round, there=progress.there, changed=progress.changed
+            changed = progress.changed or (
+                run_dir is not None and made_otherwise(run_dir, done, flatten(progress.settings))
             )
-        elif (
-            progress.done.round
-            and run_dir is not None
-            and "privacy/epsilon" in _columns(run_dir / "metrics.csv")
-        ):
+            self.privacy.continue_in(run_dir, done, there=progress.there, changed=changed)
+        elif done and run_dir is not None and was_private(run_dir):
             log.warning(
                 "earlier rounds of this run were private, later ones are not: it has no epsilon any more"
             )
-
-
-def _columns(path: Path) -> str:
-    """Return the first line of a table; empty where it is gone, to be restored."""
-    if not path.is_file():
-        return ""
-    with path.open(errors="replace") as file:
-        return file.readline()

@@ -325,7 +325,7 @@ def in_groups(groups: Iterable[Collection[int]]) -> Mixing:
 
 
 def shares_given(mixing: Mapping[int, Mapping[int, Fraction]]) -> Mixing:
-    """Return P of push-sum, whose column j says how peer j divides its mass among those who hear it:
+    """Return P of push-sum, whose column j is how peer j divides its mass among those who hear it:
     the columns of W divided by their sums. Of a W whose columns add up to 1 it is W.
 
     Raises:

@@ -7,6 +7,7 @@ import csv
 import json
 import math
 import shutil
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ from fl_lightning.errors import MisuseError
 from fl_lightning.hooks import Meter, Stressor
 from fl_lightning.methods import CoordinateMedian
 from fl_lightning.privacy import ClientPrivacy, RoundAccountant
+from fl_lightning.run import metadata
 from fl_lightning.run.progress import Progress
 from fl_lightning.sampling import Uniform
 
@@ -255,6 +257,13 @@ class Pull(Meter):
             raise KeyboardInterrupt
 
 
+class PullAtOnce(Meter):
+    """Presses Ctrl-C as the first round begins."""
+
+    def on_round_start(self, round, context):
+        raise KeyboardInterrupt
+
+
 def interrupted(monkeypatch, round: int, *arguments, **settings) -> None:
     """A run of the same configuration that ends with a round."""
     add = Progress.add
@@ -282,6 +291,59 @@ def test_no_two_sums_get_one_noise(tmp_path, monkeypatch):
         fit(tmp_path, local_epochs=2, allow_changed=True, **back)
     again = fit(tmp_path, checkpoint_every=1, keep_checkpoints=3, **back)
     assert result(again.run_dir) == result(whole.run_dir)
+
+
+def test_what_was_drawn_is_remembered_by_a_start_without_privacy(tmp_path):
+    """It takes the tables back, and ends before a round of its own."""
+    whole = fit(tmp_path, run_name="run", checkpoint_every=1, keep_checkpoints=3)
+    back = {"ckpt_path": str(whole.run_dir / "checkpoints/round_000001"), "run_name": "run"}
+    with refused("trainer.privacy, changed after round 1", "from the last checkpoint"):
+        fit(tmp_path, local_epochs=2, allow_changed=True, **back)
+    assert not (whole.run_dir / "noise_taken_back.csv").exists()  # a refusal writes nothing
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, privacy=None, allow_changed=True, callbacks=[PullAtOnce()], **back)
+    assert len(rows_of(whole.run_dir)) == 1
+    with refused("trainer.privacy, changed after round 1", "from the last checkpoint"):
+        fit(tmp_path, local_epochs=2, allow_changed=True, **back)
+
+
+EVERY = {"run_name": "run", "checkpoint_every": 1, "keep_checkpoints": 9, "max_rounds": 5}
+
+
+def test_no_noise_is_drawn_again_where_settings_went_to_and_fro(tmp_path, monkeypatch):
+    """The checkpoint that is gone back to has the settings of now, and rounds after it others."""
+    interrupted(monkeypatch, 2, tmp_path, **EVERY)
+    (folder,) = tmp_path.glob("*/run")
+    again = {"ckpt_path": str(folder), "allow_changed": True, **EVERY}
+    interrupted(monkeypatch, 3, tmp_path, local_epochs=2, **again)
+    back = again | {"ckpt_path": str(folder / "checkpoints/round_000001")}
+    with refused("trainer.privacy, changed after round 1", "from the last checkpoint"):
+        fit(tmp_path, **back)
+    interrupted(monkeypatch, 4, tmp_path, **again)
+    with refused("trainer.privacy, changed after round 1", "from the last checkpoint"):
+        fit(tmp_path, **back)
+    fit(tmp_path, **again)
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_no_noise_is_drawn_again_by_other_code(goes_on, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    code = tmp_path / "drawn_network.py"
+
+    def code_of(*parts: object) -> dict[str, str]:
+        return {code.stem: sha256(code.read_bytes()).hexdigest()}
+
+    monkeypatch.setattr(metadata, "code_of", code_of)
+    code.write_text("VERSION = 1")
+    interrupted(monkeypatch, 2, tmp_path, **EVERY)
+    (folder,) = tmp_path.glob("*/run")
+    code.write_text("VERSION = 2")
+    if goes_on:  # from the last checkpoint, which is allowed
+        interrupted(monkeypatch, 3, tmp_path, ckpt_path=str(folder), **EVERY)
+    back = EVERY | {"ckpt_path": str(folder / "checkpoints/round_000001")}
+    with refused("trainer.privacy, changed after round 1", "from the last checkpoint"):
+        fit(tmp_path, **back)
+    fit(tmp_path, ckpt_path=str(folder), **EVERY)
 
 
 def test_no_noise_is_drawn_again_before_the_first_checkpoint(tmp_path, monkeypatch):
