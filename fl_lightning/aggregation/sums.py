@@ -76,7 +76,8 @@ class Sums:
             )
         weights = [addend.weight for addend in addends]
         vectors = [addend.values for addend in addends]
-        if first.start is not None:
+        starts = [addend.start for addend in addends if addend.start is not None]
+        if starts:
             if not self.average.is_sum:
                 shares = [weight / sum(weights) for weight in weights]
                 if isinstance(self.average, RefinedMean):
@@ -84,12 +85,9 @@ class Sums:
                     found = self.average.refined(mean, vectors, shares)
                     self._averaged[name] = self.average.checked(found, mean)
                     return
-                self._averaged[name] = self._average(name, vectors, shares, first.start)
+                self._averaged[name] = self._average(name, vectors, shares, starts[0])
                 return
-            vectors = [
-                one.values if one.start is None else self.average.bounded(one.values, one.start)
-                for one in addends
-            ]
+            vectors = [self.average.bounded(*one) for one in zip(vectors, starts, strict=True)]
         part = Part(vectors, weights, first.most)
         self._parts[name] = part if before is None else self._plus(before, part)
 
