@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Iterator
 from typing import Any
 
 from fl_lightning import __version__
@@ -15,7 +16,7 @@ from fl_lightning.export.loader import LOADER
 from fl_lightning.export.trained_model import TrainedModel
 from fl_lightning.run.snapshot import Checkpoint
 
-OF_EVALUATION = ("test/", "val/", "personal/")
+OF_EVALUATION = ("test/", "val/", "personal/", "global/")
 """What the metrics of an evaluation begin with."""
 
 
@@ -113,13 +114,26 @@ def _facts(model: TrainedModel) -> list[str]:
         lines.append(
             "\n".join(["| level | share of a step | leaves out |", "|---|---|---|", *rows])
         )
-    if evaluation := dict(about.get("evaluation", {})):
-        round = evaluation.pop("round")
-        table = [f"| {name} | {value:.6g} |" for name, value in evaluation.items()]
-        lines.append(
-            "\n".join([f"**Evaluation** after round {round}:", "", "| | |", "|---|---|", *table])
-        )
-    return lines
+    return [*lines, *_evaluations(about)]
+
+
+def _evaluations(about: dict[str, Any]) -> Iterator[str]:
+    """Yield a table of the last metrics of each kind of model that they are of."""
+    evaluation = dict(about.get("evaluation", {}))
+    round, rest = evaluation.pop("round", 0), evaluation
+    heads = {f"**Evaluation** after round {round}:": rest}
+    if about.get("personalised"):
+        of_one = {name: rest[name] for name in rest if name.startswith("global/")}
+        of_own = {name: rest[name] for name in rest if name not in of_one}
+        heads = {
+            f"**Evaluation** of the one model for all after round {round}:": of_one,
+            f"**Evaluation** of the clients' own models after round {round}, each on its part of the "
+            "examples and all together:": of_own,
+        }
+    for head, found in heads.items():
+        table = [f"| {name} | {value:.6g} |" for name, value in found.items()]
+        if table:
+            yield "\n".join([head, "", "| | |", "|---|---|", *table])
 
 
 def _in_cell(value: object) -> str:

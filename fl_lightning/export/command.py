@@ -93,6 +93,7 @@ def export_checkpoint(
         "checkpoint": saved.path.name,
         "round": saved.progress["round"],
         "client": target.client,
+        "personalised": probed.method.personalised,
         "seed": probed.seed,
         **unfinished(saved, fed.max_rounds),
         **record_of(saved, probed.method.network_spec),

@@ -14,7 +14,13 @@ from torch.utils._pytree import tree_map
 
 from fl_lightning.errors import InputError, require
 from fl_lightning.export import language
-from fl_lightning.export.loader import LOADER, WEIGHTS, source, weights_loader
+from fl_lightning.export.loader import (
+    LOADER,
+    WEIGHTS,
+    shares_of_seats,
+    source,
+    weights_loader,
+)
 from fl_lightning.export.trained_model import TrainedModel
 from fl_lightning.models.language.hf import layers_in_4bit
 
@@ -39,8 +45,9 @@ def choose(model: TrainedModel, format: FormatName) -> FormatName:
     require(
         format in ("safetensors", "onnx", *able),
         f"--format {format} of a {type(model.network).__name__}",
-        "peft takes low-rank adapters, and transformers language models, of llama_tiny and hf:NAME",
-        "write --format safetensors",
+        "peft takes low-rank adapters on weights that are as they were loaded, and transformers language "
+        "models, of llama_tiny and hf:NAME",
+        f"write --format {next(iter(able), 'safetensors')}",
     )
     return format
 
@@ -82,7 +89,10 @@ def _write_safetensors(model: TrainedModel, folder: Path) -> str:
     # tensors that share memory, as tied embeddings do, are written one by one
     weights = {
         name: tensor.contiguous().clone()
-        for name, tensor in model.network.state_dict().items()
+        for name, tensor in {
+            **model.network.state_dict(),
+            **shares_of_seats(model.network),
+        }.items()
         if not name.startswith(layers_in_4bit(model.network))
     }
     save_file(weights, folder / WEIGHTS, {"format": "pt"})

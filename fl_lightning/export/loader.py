@@ -14,6 +14,7 @@ from torch import nn
 from fl_lightning.config.recorded import import_path
 from fl_lightning.export.trained_model import TrainedModel
 from fl_lightning.models import Recipe, recipe_of
+from fl_lightning.models.language.experts import ExpertLoRA, Seats, TokenGate
 from fl_lightning.models.language.hf import layers_in_4bit
 
 LOADER = "load.py"
@@ -42,8 +43,12 @@ def weights_loader(model: TrainedModel, folder: Path) -> tuple[str, str]:
     sentence.
     """
     network = model.network
-    read = f'load_file(Path(__file__).with_name("{WEIGHTS}"))'
-    read += ", strict=False" * bool(layers_in_4bit(network))
+    seats, strict = seats_of(network), ", strict=False" * bool(layers_in_4bit(network))
+    read, shares = f'load_file(Path(__file__).with_name("{WEIGHTS}"))', shares_of_seats(network)
+    given = [f"network.load_state_dict({'weights' if shares else read}{strict})"]
+    if shares:
+        own = [f'network.{name} = weights.pop("{name}")' for name in shares]
+        given = [f"weights = {read}", *own, *given]
     recipe = _of_module(network) or recipe_of(network)
     call = None if recipe is None else _call(recipe)
     if call is not None:
@@ -53,14 +58,16 @@ def weights_loader(model: TrainedModel, folder: Path) -> tuple[str, str]:
             "",
             f"import {name.partition('.')[0] if name.startswith('timm.') else name.rpartition('.')[0]}",
             "from safetensors.torch import load_file",
+            *([f"from {Seats.__module__} import Seats"] if seats else []),
             "",
             f"network = {name}({arguments}).eval()",
-            f"network.load_state_dict({read})",
+            *([seats] if seats else []),
+            *given,
         ]
         text = source(lines, "Load the exported network; ``network`` maps inputs to outputs.")
         if _loads(text, model, folder / LOADER):
             return text, name
-    kind = import_path(type(network))
+    kind = import_path(type(network)) + f" with fl_lightning's {seats}" * bool(seats)
     lines = [
         "from pathlib import Path",
         "",
@@ -69,11 +76,31 @@ def weights_loader(model: TrainedModel, folder: Path) -> tuple[str, str]:
         "",
         "def load(network):",
         f'    """Give weights to a network made as the run made it, a {kind}, and return it."""',
-        f"    network.load_state_dict({read})",
+        *(f"    {line}" for line in given),
         "    return network.eval()",
     ]
     text = source(lines, f"Give the exported weights to a {kind}.")
     return text, f"a network {kind}, made as the run made it"
+
+
+def shares_of_seats(network: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the shares of a client's experts, which no state dict has, by name."""
+    return {
+        f"{name}.log_shares": module.log_shares
+        for name, module in network.named_modules()
+        if isinstance(module, TokenGate) and len(module.router) > 1
+    }
+
+
+def seats_of(network: nn.Module) -> str:
+    """Return how a network without experts gets the seats of this one, as Python; empty where it
+    has none."""
+    gates = [module for module in network.modules() if isinstance(module, TokenGate)]
+    layers = [module for module in network.modules() if isinstance(module, ExpertLoRA)]
+    if not gates:
+        return ""
+    gamma = f'float("{gates[0].gamma}")'
+    return f"Seats(network, {len(gates[0].router)}, {gamma}, {layers[0].shared})"
 
 
 def _of_module(network: nn.Module) -> Recipe | None:

@@ -54,7 +54,8 @@ class LanguageModelling(Task):
     Where answers are generated, each prompt (what stands before the first labelled token) is
     continued greedily by ``network.generate`` until its end or the bound. ``exact_match`` is the
     share of answers that equal the labelled text character by character; ``rouge_l`` is the mean
-    F-measure of their longest common subsequence of words.
+    F-measure of their longest common subsequence of words. Of an answer whose labels were cut and
+    have no end, as many tokens count as it has.
 
     Args:
         decoder: makes text of tokens; None: nothing is generated.
@@ -130,12 +131,16 @@ class LanguageModelling(Task):
                 "--data.generate false",
             )
         prompts, mask, answers = prompts_and_answers(ids, target[:, : ids.shape[1]], decoder.pad)
-        found = network.generate(
+        generated = network.generate(
             prompts, mask, max_new_tokens=self.max_new_tokens, eos=decoder.eos, pad=decoder.pad
         )
+        found = [  # how an answer that was cut goes on, nobody knows
+            row if decoder.eos in answer else row[: len(answer)]
+            for row, answer in zip(generated.tolist(), answers, strict=True)
+        ]
         said, right = (
             [decoder.decode(until_end(row, decoder.eos)) for row in rows]
-            for rows in (found.tolist(), answers)
+            for rows in (found, answers)
         )
         one = torch.ones(len(target), dtype=torch.float64, device=target.device)
         return {

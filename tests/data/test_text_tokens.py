@@ -54,6 +54,22 @@ def test_a_record_by_hand():
     assert sequences.cut == 0
 
 
+class Marked(ByteTokenizer):
+    """It reads the text of a special token as the token, as those of transformers do."""
+
+    def encode(self, text):
+        parts = [super(Marked, self).encode(part) for part in text.split("</s>")]
+        return [id for part in parts for id in (EOS, *part)][1:]
+
+
+def test_answers_that_end_in_their_middle_are_named(caplog):
+    records = [*RECORDS[:2], Record("task_add", "Add.", "1+2", "3</s>4")]
+    encode_records(RECORDS, Marked(), context=40)
+    assert caplog.text == ""
+    encode_records([*records, records[-1]], Marked(), context=40)
+    assert "record 3 and 1 more answers hold the end-of-text token" in caplog.text
+
+
 def test_batches_are_trimmed_to_the_longest():
     sequences = encode_records(RECORDS, BYTES, context=40)
     for index in ([0, 1, 2], [2], [2, 0], []):

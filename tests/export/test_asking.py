@@ -13,11 +13,25 @@ from tiny_language import adam, records
 
 import fl_lightning
 from fl_lightning.conformance.toy import run
+from fl_lightning.data import PreferencePairs
 from fl_lightning.data.text.tokens import HuggingFaceTokenizer
+from fl_lightning.export.asking import NEW_TOKENS
 from fl_lightning.methods import FedAvg
 from fl_lightning.metrics.text import prompts_and_answers, until_end
 from fl_lightning.models import LlamaTiny
 from fl_lightning.models.language import hf
+
+
+@of_peft
+def test_what_has_learnt_preferences_is_asked_too(tmp_path: Path):
+    """Its task generates nothing, and the card asks for as many tokens as without a bound."""
+    pytest.importorskip("peft")
+    data = PreferencePairs(num_clients=2, batch_size=8, context=72, examples_per_client=8)
+    method = FedAvg(network=partial(LlamaTiny, rank=2), optimizer=adam())
+    trainer = run(method, data, tmp_path, max_rounds=1, max_local_steps=1, workers=1)
+    for format in ("peft", "transformers"):
+        out = fl_lightning.export_model(trainer, tmp_path / format, format=format)
+        assert f"max_new_tokens={NEW_TOKENS}," in (out / "README.md").read_text()
 
 
 @of_peft
@@ -45,7 +59,7 @@ def test_the_lines_of_the_card_ask_as_the_run_did(bytes_alone: bool, tmp_path: P
     asking = (out / "README.md").read_text().split("```python\n")[2].partition("```")[0]
     own, tokens, answered = trainer.method.deploy().eval(), data.tokenizer, 0
     most = 64 if data.task.max_new_tokens == 0 else data.task.max_new_tokens
-    assert (most == 64) is not bytes_alone
+    assert (most == NEW_TOKENS) is not bytes_alone
     inputs, target = data.inputs("test", torch.arange(3)), data.test_target[:3]
     prompts, mask, _ = prompts_and_answers(inputs["input_ids"], target, tokens.pad)
     ours = own.generate(prompts, mask, max_new_tokens=most, eos=tokens.eos, pad=tokens.pad).tolist()

@@ -28,7 +28,15 @@ from fl_lightning.data import IID, TokenData
 from fl_lightning.data.text.tokens import HuggingFaceTokenizer
 from fl_lightning.errors import InputError
 from fl_lightning.export import formats
-from fl_lightning.methods import HEST, FedAvg, FedMosaic, FedMPQ, FineTune, LocalOnly
+from fl_lightning.methods import (
+    HEST,
+    FedAvg,
+    FedMosaic,
+    FedMPQ,
+    FedVEMoE,
+    FineTune,
+    LocalOnly,
+)
 from fl_lightning.models import LlamaTiny
 from fl_lightning.models.language import hf
 from fl_lightning.trainer import FederatedTrainer
@@ -187,6 +195,26 @@ def test_a_client_of_a_personalised_method(local: FederatedTrainer, tmp_path: Pa
     assert found[0] != found[1]
 
 
+def test_a_clients_mixture_of_experts_goes_along(tmp_path: Path):
+    """The loader gives the network its seats, and them the client's shares, which no state dict
+    has."""
+    settings = {"k_init": 3, "top_m": 3, "k_max": 4, "birth": "never", "tau": 1.0}
+    method = FedVEMoE(network=LlamaTiny, optimizer=adam(), **settings)
+    data = records(generate=False)
+    trainer = run(method, data, tmp_path / "runs", max_rounds=2, max_local_steps=2, workers=1)
+    folder = fl_lightning.export_model(trainer, tmp_path / "home", client=1)
+    inputs, _ = data.inputs("test", torch.arange(3)), data.test_target
+    client = data.client(1, trainer.progress.done.states[1])
+    network = trainer.method.deploy(client).eval()
+    shares = network.expert_gate.log_shares
+    assert len(shares) == 2
+    assert shares[0] != shares[1]
+    with torch.no_grad():
+        expected = network(inputs["input_ids"])
+        found = loaded(folder)["network"](inputs["input_ids"])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
 def test_the_one_model_for_all_of_a_personalised_method(tmp_path: Path):
     tuned = run(
         FineTune(network=Two, finetune_steps=2),
@@ -201,6 +229,11 @@ def test_the_one_model_for_all_of_a_personalised_method(tmp_path: Path):
             client = None if id is None else tuned.data.client(id)
             expected = tuned.method.deploy(client).eval()(inputs)
             folder = fl_lightning.export_model(tuned, tmp_path / f"of_{id}", client=id)
+            card = (folder / "README.md").read_text()
+            of_one, of_own = card.split("**Evaluation** of ")[1:]
+            assert of_one.startswith("the one model for all")
+            assert "| global/accuracy |" in of_one
+            assert "| test/accuracy |" in of_own
             torch.testing.assert_close(
                 loaded(folder)["network"](inputs), expected, rtol=0, atol=1e-6
             )

@@ -25,6 +25,7 @@ from callbacks import (
 )
 from fl_lightning import FederatedTrainer, evaluation
 from fl_lightning.aggregation.averages import CoordinateMedian
+from fl_lightning.data.text.tokens import ByteTokenizer, Record, encode_records
 from fl_lightning.hooks import RoundRecord
 from fl_lightning.methods import (
     AQFL,
@@ -62,6 +63,36 @@ def trained(method, data, path, **settings):
         },
     )
     return trainer, trainer.fit(method, data, seed=1)
+
+
+class Answers(nn.Module):
+    """It gives these answers to the end, whatever it is asked."""
+
+    def __init__(self, *answers):
+        super().__init__()
+        self.answers = [[*ByteTokenizer().encode(answer), ByteTokenizer.eos] for answer in answers]
+
+    def generate(self, prompts, mask, max_new_tokens, eos, pad):
+        return torch.tensor(
+            [(row + [pad] * max_new_tokens)[:max_new_tokens] for row in self.answers]
+        )
+
+
+def test_a_cut_answer_is_right_as_far_as_it_goes():
+    """Two answers of different lengths that the context cuts, and one that ends."""
+    answers, tokens = ("x" * 30, "y" * 40, "z"), ByteTokenizer()
+    records = [Record("task", "Go on.", "", answer) for answer in answers]
+    cut = encode_records(records, tokens, context=20, too_long="cut")
+    assert cut.cut == 2
+    task = LanguageModelling(tokens, max_new_tokens=41)
+
+    def right(*said):
+        sums = task._of_answers(Answers(*said), cut.input_ids, cut.target)
+        assert torch.equal(sums["exact_match"][0], sums["rouge_l"][0])  # each is one word
+        return sums["exact_match"][0].tolist()
+
+    assert right(*answers) == [1.0, 1.0, 1.0]
+    assert right("x" * 5, "yx" * 20, "zz") == [0.0, 0.0, 0.0]
 
 
 def test_a_regression_finds_its_line_and_selects_by_the_smaller_error(tmp_path):

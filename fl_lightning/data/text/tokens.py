@@ -7,6 +7,7 @@ A target is aligned with the network's outputs: ``target[:, t]`` is the token th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
@@ -23,6 +24,8 @@ from fl_lightning.data.text.prompts import Record as Record
 from fl_lightning.data.text.prompts import prompt_of as prompt_of
 from fl_lightning.errors import InputError, as_bad_input, require
 from fl_lightning.metrics.text import IGNORED
+
+log = logging.getLogger("fl_lightning")
 
 TooLong = Literal["refuse", "cut"]
 
@@ -218,14 +221,16 @@ def encode_records(
         InputError: the context is too small for a record, or for any answer.
     """
     _check_context(context)
-    rows, cut = [], 0
+    rows, cut, ended = [], 0, []
     for number, record in enumerate(records):
+        place = places[number] if places else f"record {number + 1}"
         head, tail, answer = map(tokenizer.encode, template.parts(record))
+        if tokenizer.eos in answer:
+            ended.append(place)
         answer = [*answer, tokenizer.eos]
         start = [] if tokenizer.bos is None else [tokenizer.bos]
         extra = len(start) + len(head) + len(tail) + len(answer) - 1 - context
         if extra > 0:
-            place = places[number] if places else f"record {number + 1}"
             if too_long != "cut":
                 longest = max(_positions(template.parts(one), tokenizer) for one in records)
                 raise InputError(
@@ -245,6 +250,13 @@ def encode_records(
             answer = answer[:room]
         prompt = start + head + tail
         rows.append((prompt + answer, len(prompt)))
+    if ended:
+        log.warning(
+            "%s and %d more answers hold the end-of-text token in their own text: a model learns to "
+            "end there, and what is compared with generated answers ends there too",
+            ended[0],
+            len(ended) - 1,
+        )
     return padded(rows, tokenizer.pad, context, cut)
 
 

@@ -115,7 +115,7 @@ class ExpertLoRA(nn.Module):
         super().__init__()
         base, a, b, self.scaling, _ = factors
         seats = len(gate.router)
-        self.common = adapted if shared else base
+        self.shared, self.common = shared, adapted if shared else base
         self.expert_A = nn.Parameter(a.detach().repeat(seats, 1, 1), requires_grad=a.requires_grad)
         self.expert_B = nn.Parameter(b.detach().repeat(seats, 1, 1))
         self._gate = [gate]  # in a list: it is a module of the network and not of each layer
