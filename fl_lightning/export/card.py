@@ -127,8 +127,8 @@ def _evaluations(about: dict[str, Any]) -> Iterator[str]:
         of_own = {name: rest[name] for name in rest if name not in of_one}
         heads = {
             f"**Evaluation** of the one model for all after round {round}:": of_one,
-            f"**Evaluation** of the clients' own models after round {round}, each on its part of the "
-            "examples and all together:": of_own,
+            f"**Evaluation** of the clients' own models after round {round}, each on its part of "
+            "the examples and all together:": of_own,
         }
     for head, found in heads.items():
         table = [f"| {name} | {value:.6g} |" for name, value in found.items()]

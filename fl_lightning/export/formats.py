@@ -45,8 +45,8 @@ def choose(model: TrainedModel, format: FormatName) -> FormatName:
     require(
         format in ("safetensors", "onnx", *able),
         f"--format {format} of a {type(model.network).__name__}",
-        "peft takes low-rank adapters on weights that are as they were loaded, and transformers language "
-        "models, of llama_tiny and hf:NAME",
+        "peft takes low-rank adapters on weights that are as they were loaded, and transformers "
+        "language models, of llama_tiny and hf:NAME",
         f"write --format {next(iter(able), 'safetensors')}",
     )
     return format

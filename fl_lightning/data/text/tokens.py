@@ -252,8 +252,8 @@ def encode_records(
         rows.append((prompt + answer, len(prompt)))
     if ended:
         log.warning(
-            "%s and %d more answers hold the end-of-text token in their own text: a model learns to "
-            "end there, and what is compared with generated answers ends there too",
+            "%s and %d more answers hold the end-of-text token in their own text: a model learns "
+            "to end there, and what is compared with generated answers ends there too",
             ended[0],
             len(ended) - 1,
         )
