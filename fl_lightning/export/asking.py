@@ -42,9 +42,8 @@ def asking_lines(model: TrainedModel) -> list[str]:
         encode = "tokenizer.encode(part, add_special_tokens=False)"
         decode = "tokenizer.decode(answer, skip_special_tokens=True)"
     places = sorted({*re.findall(PLACES, "".join(asked))})
-    most = (
-        getattr(model.data.task, "max_new_tokens", 0) or NEW_TOKENS
-    )  # a preference generates none
+    bound = getattr(model.data.task, "max_new_tokens", 0)  # of preferences there is none
+    most = bound or NEW_TOKENS
     return [
         *tools,
         *(f'{place[1:-1]} = "..."' for place in places),

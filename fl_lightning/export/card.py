@@ -119,12 +119,12 @@ def _facts(model: TrainedModel) -> list[str]:
 
 def _evaluations(about: dict[str, Any]) -> Iterator[str]:
     """Yield a table of the last metrics of each kind of model that they are of."""
-    evaluation = dict(about.get("evaluation", {}))
-    round, rest = evaluation.pop("round", 0), evaluation
-    heads = {f"**Evaluation** after round {round}:": rest}
+    metrics = dict(about.get("evaluation", {}))
+    round = metrics.pop("round", 0)
+    heads = {f"**Evaluation** after round {round}:": metrics}
     if about.get("personalised"):
-        of_one = {name: rest[name] for name in rest if name.startswith("global/")}
-        of_own = {name: rest[name] for name in rest if name not in of_one}
+        of_one = {name: metrics[name] for name in metrics if name.startswith("global/")}
+        of_own = {name: metrics[name] for name in metrics if name not in of_one}
         heads = {
             f"**Evaluation** of the one model for all after round {round}:": of_one,
             f"**Evaluation** of the clients' own models after round {round}, each on its part of "

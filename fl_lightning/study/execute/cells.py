@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import yaml
 
-from fl_lightning.config.settings import flatten, settings_hash
+from fl_lightning.config.settings import flatten, is_under, settings_hash
 from fl_lightning.errors import InputError, require
 from fl_lightning.probing import select_probes
 from fl_lightning.run.directory import read_json, to_json
@@ -196,17 +196,18 @@ class StudyCells:
         return ([state.cell.name for state in stale], modules) if stale else None
 
     def check_content(self) -> None:
-        """Check that the finished cells of each combination of levels were trained on the same
-        examples, as ``compare`` demands.
+        """Check that the finished cells with the same settings of the data were trained on the same
+        examples; else ``compare`` refuses them.
 
         Raises:
             InputError: two were not.
         """
-        first: dict[tuple[str, ...], CellState] = {}
+        first: dict[str, CellState] = {}
         for state in self.every:
             if not state.content:  # not finished, or of images known by a name, in runs of before
                 continue
-            other = first.setdefault(tuple(state.cell.levels.values()), state)
+            data = [item for item in sorted(state.config.items()) if is_under(item[0], ["data"])]
+            other = first.setdefault(str(data), state)
             require(
                 state.content == other.content,
                 f"{other.cell.name} and {state.cell.name} in {self.folder}",
