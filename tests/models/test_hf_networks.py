@@ -213,7 +213,6 @@ def test_what_does_not_work_is_refused_in_one_line(folder: Path, tmp_path: Path)
             hf.TransformersLM(num_classes, str(name), **settings)
         assert "\n" not in str(error.value)
 
-    refused("4-bit weights are frozen", load_in_4bit=True, rank=0)
     refused("tokens of the model", num_classes=51)
     refused("peft refuses them", targets=["qkv_proj"])
     refused("save_pretrained wrote", name=tmp_path)
