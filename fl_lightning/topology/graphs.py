@@ -358,9 +358,8 @@ def of_present(
         mixing: of all peers.
         present: those who are there.
         push: what a peer would have given to one who is away it keeps (columns add up to 1, as
-            they do in ``mixing``); else
-            what a peer would have taken from one who is away it takes from itself (rows do). Of a
-            symmetric W both are the same.
+            they do in ``mixing``); else what a peer would have taken from one who is away it takes
+            from itself (rows do). Of a symmetric W both are the same.
     """
     there = {*present}
     if len(there) == len(mixing):

@@ -64,10 +64,12 @@ class Marked(ByteTokenizer):
 
 def test_answers_that_end_in_their_middle_are_named(caplog):
     records = [*RECORDS[:2], Record("task_add", "Add.", "1+2", "3</s>4")]
-    encode_records(RECORDS, Marked(), context=40)
+    encode_records([*RECORDS, Record("task_add", "Add.", "1+2", "3</s>")], Marked(), context=40)
     assert caplog.text == ""
     encode_records([*records, records[-1]], Marked(), context=40)
-    assert "record 3 and 1 more answers hold the end-of-text token" in caplog.text
+    assert (
+        "with the end-of-text token in the middle of their text: 2, first record 3;" in caplog.text
+    )
 
 
 def test_batches_are_trimmed_to_the_longest():

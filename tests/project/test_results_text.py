@@ -130,19 +130,33 @@ def test_archived_runs_are_those_of_the_report(study):
     assert not any(re.search(r"/(work|tmp|home|root)/", text) for text in texts.values())
 
 
-def test_where_uploads_of_the_leaderboard_were_refused():
-    with tarfile.open(RESULTS / "leaderboard_brief" / "runs.tar.xz") as archive:
+def refused_uploads(study):
+    """How many uploads of each archived run were refused."""
+    with tarfile.open(RESULTS / study / "runs.tar.xz") as archive:
         tables = {
             one.name.split("/")[1]: archive.extractfile(one).read().decode().splitlines()
             for one in archive
             if one.name.endswith("/metrics.csv")
         }
-    refused = {
-        name
+    return {
+        name: sum(float(row["clients/rejected"]) for row in csv.DictReader(lines))
         for name, lines in tables.items()
-        if any(float(row["clients/rejected"]) for row in csv.DictReader(lines))
     }
-    assert (len(refused), len(tables)) == (22, 198)
+
+
+def test_where_uploads_of_the_second_experiment_on_fashion_were_refused():
+    counts = refused_uploads("exp2_fashion_brief")
+    assert len(counts) == 320
+    assert {name: count for name, count in counts.items() if count} == {
+        "FedMPQ lb=0-noise=on-seed15": 6,
+        "FedMPQ lb=0-noise=off-seed15": 6,
+    }
+
+
+def test_where_uploads_of_the_leaderboard_were_refused():
+    counts = refused_uploads("leaderboard_brief")
+    refused = {name for name, count in counts.items() if count}
+    assert (len(refused), len(counts)) == (22, 198)
     settings = [re.search(r"setting=(\w+)", name)[1] for name in refused]
     assert {*settings} == {"dirichlet01", "labels2", "attackers", "stress"}
     assert settings.count("stress") == 1

@@ -225,7 +225,7 @@ def encode_records(
     for number, record in enumerate(records):
         place = places[number] if places else f"record {number + 1}"
         head, tail, answer = map(tokenizer.encode, template.parts(record))
-        if tokenizer.eos in answer:
+        if tokenizer.eos in answer[:-1]:
             ended.append(place)
         answer = [*answer, tokenizer.eos]
         start = [] if tokenizer.bos is None else [tokenizer.bos]
@@ -252,10 +252,10 @@ def encode_records(
         rows.append((prompt + answer, len(prompt)))
     if ended:
         log.warning(
-            "%s and %d more answers hold the end-of-text token in their own text: a model learns "
-            "to end there, and what is compared with generated answers ends there too",
+            "answers with the end-of-text token in the middle of their text: %d, first %s; a model "
+            "learns to end there, and what generated answers are compared with ends there too",
+            len(ended),
             ended[0],
-            len(ended) - 1,
         )
     return padded(rows, tokenizer.pad, context, cut)
 
