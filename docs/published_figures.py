@@ -29,7 +29,7 @@ POINTS = 2.0
 """A disagreement beyond so many points is named."""
 Row = Mapping[str, str]
 RUN = ("study", "level", "method", "seed", "rounds", "best", "last")
-SIDE_BY_SIDE = ("study", "level", "method", "round", "theirs", "ours")
+SIDE_BY_SIDE = ("study", "level", "method", "seed", "round", "theirs", "ours")
 RUNS_BESIDE = {"niid_bench": "niid_bench_brief", "pfllib": "pfllib_short"}
 """The study of ours that a benchmark's own code stands beside; ``benchmarks/peers/README.md`` makes
 it of the whole one."""
@@ -140,13 +140,14 @@ def rows_of_runs(root: Path) -> Iterator[dict[str, str]]:
                 }
 
 
-def accuracies_of_pfllib(theirs: Path) -> Iterator[tuple[str, str, str, str]]:
-    """Yield setting, method, round and accuracy: of the clients' own models where there are some."""
+def accuracies_of_pfllib(theirs: Path) -> Iterator[tuple[str, ...]]:
+    """Yield setting, method, seed, round and accuracy: of the clients' own models where there are
+    some."""
     rows = [*rows_of(theirs)]
     personal = {method for method, kind, *_ in rows if kind == "personal"}
-    for method, kind, round, accuracy in rows:
+    for method, kind, *found in rows:
         if kind == "personal" or method not in personal:
-            yield "practical", method.replace("FedROD", "FedRoD"), round, accuracy
+            yield "practical", method.replace("FedROD", "FedRoD"), *found
 
 
 def rows_of(theirs: Path) -> Iterator[list[str]]:
@@ -161,7 +162,8 @@ def side_by_side(study: str, root: Path, theirs: Path) -> list[dict[str, str]]:
     (axis,) = Study.read(CONFIGS / f"{study}.yaml").grid
     both = []
     for record in read_folder(root / RUNS_BESIDE[study]):
-        label, its_level = (str(record.metadata["tags"][name]) for name in ("label", axis))
+        tags, its_seed = record.metadata["tags"], str(record.metadata["seed"])
+        cell = str(tags[axis]), str(tags["label"]), its_seed
         made = {
             str(int(row["round"])): f"{row['test/accuracy']:.6f}"
             for row in record.history
@@ -169,10 +171,14 @@ def side_by_side(study: str, root: Path, theirs: Path) -> list[dict[str, str]]:
         }
         both += [
             dict(
-                zip(SIDE_BY_SIDE, (study, level, method, round, accuracy, made[round]), strict=True)
+                zip(
+                    SIDE_BY_SIDE,
+                    (study, level, method, seed, round, accuracy, made[round]),
+                    strict=True,
+                )
             )
-            for level, method, round, accuracy in found
-            if level == its_level and method.partition(" ")[0] == label and round in made
+            for level, method, seed, round, accuracy in found
+            if (level, method.partition(" ")[0], seed) == cell and round in made
         ]
     return both
 
@@ -224,23 +230,31 @@ def ours(study: str, runs: Sequence[Row], method: str, published: float | None) 
 
 def beside_their_code(study: str) -> str:
     """Return the section of a benchmark's own code beside ours."""
-    accuracy: dict[tuple[str, str], dict[int, tuple[float, float]]] = {}
+    accuracy: dict[tuple[str, str], dict[int, list[tuple[float, float]]]] = {}
     for row in read("side_by_side"):
         if row["study"] == study:
             both = 100 * float(row["theirs"]), 100 * float(row["ours"])
-            accuracy.setdefault((row["level"], row["method"]), {})[int(row["round"])] = both
+            of_method = accuracy.setdefault((row["level"], row["method"]), {})
+            of_method.setdefault(int(row["round"]), []).append(both)
     last = min(map(max, accuracy.values()))  # which all have made
     shown = sorted({1, (last + 1) // 2, last})
     heads = [f"round {round}, {who}" for round in shown for who in (SOURCES[study][0], "ours")]
     lines = ["| setting | method | " + " | ".join(heads) + " | difference |"]
     lines.append("|---|---" + "|---:" * (len(heads) + 1) + "|")
     apart: dict[tuple[str, str], float] = {}
+    seen = []
     ((_, levels),) = Study.read(CONFIGS / f"{study}.yaml").grid.items()
     for key, found in sorted(accuracy.items(), key=lambda one: [*levels].index(one[0][0])):
-        theirs, mine = found[last]
-        apart[key] = mine - theirs
-        cells = [f"{value:.2f}" for round in shown for value in found[round]]
-        lines.append(f"| {' | '.join([*key, *cells])} | {apart[key]:+.1f} |")
+        gaps = [mine - theirs for theirs, mine in found[last]]
+        apart[key] = mean_std(gaps)[0]
+        written = f"{apart[key]:+.1f}"
+        if len(gaps) > 1:
+            low, high = t_interval(gaps)
+            written += f" [{low:+.1f}, {high:+.1f}]"
+            seen += [key] * (low > 0 or high < 0)
+        means = [mean_std(side)[0] for round in shown for side in zip(*found[round], strict=True)]
+        cells = [f"{value:.2f}" for value in means]
+        lines.append(f"| {' | '.join([*key, *cells])} | {written} |")
     first, second = sorted(apart, key=lambda key: -abs(apart[key]))[:2]
     largest, next_one = (
         f"{apart[key]:+.1f}{' points' * (key == first)}, of {key[1]} ({key[0]})"
@@ -254,6 +268,9 @@ def beside_their_code(study: str) -> str:
         said += (
             f" The largest of each setting: {', '.join(f'{one} {most[one]:.1f}' for one in most)}."
         )
+    if any(len(found[last]) > 1 for found in accuracy.values()):
+        names = ", ".join(f"{method} ({level})" for level, method in seen)
+        said += f" Zero is outside {len(seen)} of {len(apart)} intervals{': ' * bool(seen)}{names}."
     return "\n\n".join([BESIDE[study].strip(), "\n".join(lines), said])
 
 

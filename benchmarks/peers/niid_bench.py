@@ -56,7 +56,7 @@ def main() -> None:
     given = parser.parse_args()
     out = given.out.absolute()
     sys.path.insert(0, str(given.checkout.absolute()))
-    record([given.setting, given.method], out)
+    record([given.setting, given.method, given.seed], out)
     keep_tensors()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
@@ -74,7 +74,7 @@ def unpack(folder: Path) -> None:
         (folder / packed.stem).write_bytes(gzip.decompress(packed.read_bytes()))
 
 
-def record(label: list[str], out: Path) -> None:
+def record(label: list[str | int], out: Path) -> None:
     """Make NIID-Bench write what the global model's evaluations on the test set find, and skip all
     others."""
     import utils

@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("checkout", type=Path)
     parser.add_argument("method")
     parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--seed", type=int, default=0, help="of torch, not of the partition")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--own_head", action="store_true", help="FedProto: not by prototypes")
     given = parser.parse_args()
@@ -48,15 +49,15 @@ def main() -> None:
     sys.path.insert(0, os.getcwd())
     for name in ABSENT:
         sys.modules.setdefault(name, MagicMock(__spec__=None))
-    record(given.method, given.rounds, out, own_head=given.own_head)
-    torch.manual_seed(0)
+    record(given.method, given.rounds, given.seed, out, own_head=given.own_head)
+    torch.manual_seed(given.seed)
     sys.argv = ["main.py", "-dev", "cpu", "-data", "FashionMNIST", "-m", "CNN"]
     sys.argv += ["-algo", given.method, "-gr", str(given.rounds), *OPTIONS.get(given.method, [])]
     with suppress(Done):
         runpy.run_path("main.py", run_name="__main__")
 
 
-def record(method: str, rounds: int, out: Path, *, own_head: bool) -> None:
+def record(method: str, rounds: int, seed: int, out: Path, *, own_head: bool) -> None:
     """Make PFLlib's server write what each evaluation finds.
 
     Args:
@@ -87,7 +88,8 @@ def record(method: str, rounds: int, out: Path, *, own_head: bool) -> None:
             done = self.__dict__.setdefault("evaluated", {})
             round = done[kind] = done.get(kind, -1) + 1
             with out.open("a", newline="") as file:
-                csv.writer(file).writerow([label, kind, round, f"{self.rs_test_acc[-1]:.6f}"])
+                accuracy = f"{self.rs_test_acc[-1]:.6f}"
+                csv.writer(file).writerow([label, kind, seed, round, accuracy])
             if round == rounds and (kind == "personal" or method != "Ditto"):
                 raise Done
 

@@ -98,7 +98,7 @@ def test_pfllibs_own_code_is_compared_in_rounds_that_both_have_made(published, t
         (run / "metrics.csv").write_text(f"round,test/accuracy\n{rows}")
     theirs = tmp_path / "theirs.csv"
     theirs.write_text(
-        "Ditto,own,1,0.1\nDitto,personal,1,0.4\nFedROD,own,0,0\nFedROD,own,1,0.8\nFedROD,own,2,1\n"
+        "Ditto,own,0,1,0.1\nDitto,personal,0,1,0.4\nFedROD,own,0,0,0\nFedROD,own,0,1,0.8\nFedROD,own,0,2,1\n"
     )
     found = published.side_by_side("pfllib", tmp_path / "runs", theirs)
     assert [(row["method"], row["round"], row["theirs"], row["ours"]) for row in found] == [
@@ -115,10 +115,12 @@ def test_niid_benchs_own_code_is_compared_by_setting(published, tmp_path):
     (run / "config.yaml").write_text("{}")
     (run / "metrics.csv").write_text("round,test/accuracy\n1,0.5\n")
     theirs = tmp_path / "theirs.csv"
-    theirs.write_text("iid,FedAvg,1,0.8\nlabels2,FedAvg,1,0.4\nlabels2,FedProx,1,0.3\n")
+    theirs.write_text(
+        "iid,FedAvg,0,1,0.8\nlabels2,FedAvg,0,1,0.4\nlabels2,FedAvg,1,1,0.6\nlabels2,FedProx,0,1,0.3\n"
+    )
     found = published.side_by_side("niid_bench", tmp_path / "runs", theirs)
     assert [(*row.values(),) for row in found] == [
-        ("niid_bench", "labels2", "FedAvg", "1", "0.4", "0.500000")
+        ("niid_bench", "labels2", "FedAvg", "0", "1", "0.4", "0.500000")
     ]
 
 
