@@ -279,21 +279,13 @@ def _personal(task: Task, sums: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the mean over clients of the task's metrics of each client's own model, on the test
     examples that are dealt to it: every client counts once, however many they are, but for one
     whose examples have no weight in a metric."""
-    of_clients: dict[int, dict[str, Tensor]] = {}
+    rows = {}
     for key, pair in sums.items():
-        number, _, name = key.partition("/")
-        of_clients.setdefault(int(number) // MAX_PARTS, {})[f"{number}/{name}"] = pair
-    found: dict[str, list[float]] = {}
-    for _, own in sorted(of_clients.items()):
-        totals = _totals(own)
-        empty = {name for name, (_, weight) in totals.items() if not weight and "/" not in name}
-        for name, value in task.finish(averages(totals)).items():
-            # a function of other metrics has a value where they have
-            if name in task.per_client and not (empty if name not in totals else {name} & empty):
-                found.setdefault(name, []).append(float(value))
-    return {
-        f"personal/{name}": float(np.mean(found[name])) for name in task.per_client if name in found
-    }
+        number = int(key.partition("/")[0])
+        rows[key] = torch.cat([pair.new_tensor([number // MAX_PARTS]), pair])[None]
+    found = _of_clients(task, by_metric(rows))
+    means = {name: float(np.mean([*found[name].values()])) for name in found if found[name]}
+    return {f"personal/{name}": means[name] for name in task.per_client if name in means}
 
 
 def _global(fabric: Fabric, method: Method, data: FederatedData) -> dict[str, float]:
@@ -371,23 +363,36 @@ def validate(
     found = by_metric(collectives.gather_parts(sums))
     if not found:
         return {}
+    values: dict[str, dict[int, float]] = {one.name: {} for one in task.named}
+    values |= _of_clients(task, found)
+    measured = [name for name in values if "/" in name]
+    wanted = dict.fromkeys((*task.per_client, *({"loss"} & values.keys()), *measured))
+    if named is not None:
+        values |= values_of_clients(task, collectives.gather_parts(named.tensors))
+    return {name: values[name] for name in wanted}
+
+
+def _of_clients(task: Task, sums: Mapping[str, np.ndarray]) -> dict[str, dict[int, float]]:
+    """Return the means over examples of each client, by metric and by the client's id. One whose
+    examples have no weight in a metric has none.
+
+    Args:
+        sums: as :func:`by_metric` gives them.
+    """
     means, weighed = {}, {}
-    for name, rows in found.items():
+    for name, rows in sums.items():
         ids, index = np.unique(rows[:, 0].astype(np.int64), return_inverse=True)
         total, weight = (np.bincount(index, weights=part) for part in rows[:, 1:].T)
         weighed[name] = weight > 0
         means[name] = total / np.where(weighed[name], weight, np.nan)
-    metrics, of_user = task.finish(means), {one.name for one in task.named}
-    measured = [name for name in metrics if "/" in name]
-    of_task = [of for name, of in weighed.items() if name not in {*of_user, *measured}]
-    wanted = dict.fromkeys((*task.per_client, *({"loss"} & metrics.keys()), *measured))
-    values: dict[str, dict[int, float]] = {one.name: {} for one in task.named}
-    for name, of in metrics.items():
-        has_one = weighed.get(name, np.logical_and.reduce(of_task))  # it may be a function of them
+    of_user = {one.name for one in task.named}
+    of_task = [of for name, of in weighed.items() if "/" not in name and name not in of_user]
+    values: dict[str, dict[int, float]] = {}
+    for name, of in task.finish(means).items():
+        # a function of other metrics has a value where they have
+        has_one = weighed.get(name, np.logical_and.reduce(of_task))
         values[name] = dict(zip(ids[has_one].tolist(), of[has_one].tolist(), strict=True))
-    if named is not None:
-        values |= values_of_clients(task, collectives.gather_parts(named.tensors))
-    return {name: values[name] for name in wanted}
+    return values
 
 
 def values_of_clients(task: Task, tensors: Mapping[str, Tensor]) -> dict[str, dict[int, float]]:

@@ -556,6 +556,7 @@ methods:
     mixed = sweep("2,1", "B", "C")
     assert "A-seed1 and B-seed1 in runs/table" in mixed
     assert "they were trained on different examples" in mixed
+    assert "the same command continues" not in mixed  # it would not
     assert not Path("runs/table/C-seed1").exists()
     again = sweep("1,1", "B", "C")
     assert "A-seed1 and B-seed1" in again

@@ -104,7 +104,7 @@ class SweepSession:
                 end_study(self.parent, cells.folder, status)
             self.display.line(f"{self.summary()}, in {self.display.elapsed}")
             self.finish()
-            if not done:
+            if not done and not isinstance(sys.exc_info()[1], InputError):  # it says what to do
                 self.display.line("stopped; the same command continues")
         if failures := self.failures():
             if tried := ", ".join(name for name in failures if not cells[name].problem):
