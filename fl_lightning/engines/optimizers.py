@@ -7,7 +7,8 @@ import math
 import re
 from inspect import Parameter, signature
 
-from torch import optim
+import torch
+from torch import nn, optim
 from torch.optim import Optimizer
 
 from fl_lightning.errors import InputError, require
@@ -86,6 +87,28 @@ def check_schedule(method: Method, rounds: int) -> None:
         method.scheduled_groups.clear()
 
 
+def check_optimizer_settings(method: Method) -> None:
+    """Refuse settings that an optimiser says are invalid, before there is a network.
+
+    Raises:
+        InputError: it says so of one parameter; what else it may refuse, it is asked later.
+    """
+    if method.optimizer_spec is None:
+        return
+    try:
+        method.optimizer_spec([nn.Parameter(torch.zeros(2, 2))])
+    except Exception as error:
+        _refuse_argument(error)
+
+
+def _refuse_argument(error: Exception) -> None:
+    """Raise an :class:`InputError` of the argument that an optimiser's own error names."""
+    name, value = _refused_argument(str(error))
+    if name:
+        given = f"--model.optimizer.{name} {value}"
+        raise InputError(given, "the optimiser refuses it", "write another value") from error
+
+
 def check_optimizer(method: Method, rounds: int = 1) -> None:
     """Refuse a method whose optimiser cannot make a local step, or whose schedule ends before the
     run does.
@@ -99,10 +122,7 @@ def check_optimizer(method: Method, rounds: int = 1) -> None:
     except InputError:
         raise
     except (ValueError, TypeError) as error:
-        name, value = _refused_argument(str(error))
-        if name:
-            given = f"--model.optimizer.{name} {value}"
-            raise InputError(given, "the optimiser refuses it", "write another value") from error
+        _refuse_argument(error)
         raise InputError(
             "--model.optimizer",
             f"it cannot be built ({error})",

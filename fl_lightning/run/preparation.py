@@ -18,7 +18,7 @@ from fl_lightning.data import FederatedData
 from fl_lightning.data.checks import check_inputs, check_test_set, check_training_set, check_values
 from fl_lightning.data.example_batches import Split
 from fl_lightning.distributed.launch import one_first
-from fl_lightning.engines import check_optimizer, check_workers
+from fl_lightning.engines import check_optimizer, check_optimizer_settings, check_workers
 from fl_lightning.engines.finetuning import prepare_finetuning
 from fl_lightning.engines.root_set import prepare_guides
 from fl_lightning.errors import require
@@ -119,6 +119,7 @@ def check_settings(
     run = settings.parts.combined(method, settings.callbacks, deployed=settings.remote is not None)
     check_run(run if data is None else replace(run, task=data.task, own_data=data.apart))
     declared_by((method, *settings.callbacks))
+    check_optimizer_settings(method)
 
 
 def _check_uploads(fed: Federation) -> None:

@@ -327,20 +327,26 @@ def test_a_term_that_compares_logits_needs_classes():
     check_run(Run(FedNTD(beta=0.0), task=Regression()))
 
 
-def test_the_plan_of_a_study_says_what_does_not_fit(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("config", "flags", "said"),
+    [
+        (
+            "fedkd",
+            ("--trainer.secure_sum.threshold", "0.67"),
+            "--trainer.secure_sum with --model FedKD",
+        ),
+        (
+            "fedavg",
+            ("--model.optimizer.lr", "-1"),
+            "--model.optimizer.lr -1.0; the optimiser refuses it",
+        ),
+    ],
+)
+def test_the_plan_of_a_study_says_what_does_not_fit(tmp_path, monkeypatch, config, flags, said):
     monkeypatch.chdir(tmp_path)
-    fedkd = str(ROOT / "configs" / "fedkd.yaml")
-    with refused("--trainer.secure_sum with --model FedKD"):
-        resolve(
-            [
-                "--config",
-                fedkd,
-                "--trainer.secure_sum.threshold",
-                "0.67",
-                "--trainer.logger",
-                "false",
-            ]
-        )
+    file = str(ROOT / "configs" / f"{config}.yaml")
+    with refused(said):
+        resolve(["--config", file, *flags, "--trainer.logger", "false"])
     assert not list(tmp_path.iterdir())
 
 

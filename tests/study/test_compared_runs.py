@@ -154,7 +154,7 @@ def test_a_run_that_was_stopped_early_has_fewer_rounds(tmp_path):
     assert "metrics.csv gives" in gather("study", tmp_path).excluded[0].reason
 
 
-@pytest.mark.parametrize("file", ["metadata.json", "config.yaml", "metrics.csv", "test.json"])
+@pytest.mark.parametrize("file", ["metadata.json", "config.yaml", "metrics.csv"])
 def test_a_folder_in_the_place_of_a_file_is_named_and_the_other_runs_count(tmp_path, file):
     folder = make_study(tmp_path, {"A": A, "B": B}, run={"tested": {"fgsm/accuracy": 0.5}})
     (folder / "A-seed0" / file).unlink()
@@ -162,6 +162,19 @@ def test_a_folder_in_the_place_of_a_file_is_named_and_the_other_runs_count(tmp_p
     results = gather("study", tmp_path)
     assert f"{file} cannot be read: " in results.excluded[0].reason
     assert len(results.runs) == 5
+
+
+@pytest.mark.parametrize("damage", ["{", "[" * 50_000, '{"metrics": 3}'])
+def test_a_test_that_cannot_be_read_is_named_and_its_run_counts(tmp_path, damage):
+    folder = make_study(tmp_path, {"A": A, "B": B}, run={"tested": {"fgsm/accuracy": 0.5}})
+    (folder / "A-seed0/test.json").write_text(damage)
+    results = gather("study", tmp_path)
+    (entry,) = results.not_counted
+    assert (entry.name, entry.reason[:19]) == ("test.json of A-seed0", "it cannot be read: ")
+    assert len(results.runs) == 6
+    has_test = {run.name for run in results.runs if "fgsm/accuracy" in run.metrics}
+    assert "A-seed0" not in has_test
+    assert len(has_test) == 5
 
 
 def test_a_closed_run_folder_is_named_and_the_other_runs_count(tmp_path, monkeypatch):
@@ -221,12 +234,8 @@ def test_a_test_of_rounds_that_were_made_anew_is_left_out_and_named(tmp_path):
 def test_files_of_a_run_that_are_nested_too_deeply_are_named(tmp_path):
     folder = make_study(tmp_path / "runs", {"A": A, "B": B})
     (folder / "A-seed0/metadata.json").write_text("[" * 50_000)
-    (folder / "A-seed1/test.json").write_text("[" * 50_000)
-    results = gather("study", tmp_path / "runs")
-    assert [(entry.name, entry.reason.split(":")[0]) for entry in results.excluded] == [
-        ("A-seed0", "metadata.json cannot be read"),
-        ("A-seed1", "test.json cannot be read"),
-    ]
+    (entry,) = gather("study", tmp_path / "runs").excluded
+    assert (entry.name, entry.reason.split(":")[0]) == ("A-seed0", "metadata.json cannot be read")
 
 
 def test_cells_that_do_not_count_are_listed_with_their_reason(tmp_path, capsys):

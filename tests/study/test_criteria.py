@@ -80,6 +80,27 @@ def test_criteria_by_hand(tmp_path, criterion, decision):
     assert decisions(tmp_path, criterion) == [decision]
 
 
+def test_a_margin_is_of_the_size_of_a_metric_below_zero(tmp_path):
+    """A log-likelihood of -5 is no increase over -4, and a wider margin is easier to keep."""
+    claims = {
+        'no_increase("test/loss", A, B, 0.5)': "holds",
+        'no_increase("test/loss", B, A)': "fails",
+        'no_increase("test/loss", B, A, 0.1)': "fails",
+        'no_increase("test/loss", B, A, 0.5)': "holds",
+    }
+    folder = make_study(tmp_path, {"A": A, "B": B}, criteria=[*claims])
+    for label, loss in (("A", -5.0), ("B", -4.0)):
+        for seed, path in enumerate(sorted(folder.glob(f"{label}-*/metrics.csv"))):
+            rows = numbers(path.read_bytes())
+            rows = [row | {"test/loss": loss + 0.01 * seed * loss} for row in rows]
+            lines = [",".join(map(str, some)) for some in (rows[0], *(r.values() for r in rows))]
+            path.write_text("\n".join([*lines, ""]))
+            metadata = json.loads((path.parent / "metadata.json").read_text())
+            metadata |= final_summary(rows) | {"final/loss": rows[-1]["test/loss"]}
+            (path.parent / "metadata.json").write_text(json.dumps(metadata))
+    assert {one.criterion.text: one.decision for one in verdicts(comparison_of(tmp_path))} == claims
+
+
 def test_numbers_of_a_criterion(tmp_path):
     make_study(tmp_path, {"A": A, "B": B}, criteria=["accuracy(A) - 0.01 >= accuracy(B)"])
     [(_, one)] = verdicts(comparison_of(tmp_path))[0].judgements

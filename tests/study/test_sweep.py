@@ -409,20 +409,31 @@ def test_a_cell_is_tested_as_the_study_now_asks_and_with_its_present_weights(tmp
     assert not record.is_tested({"probes": "clean"})
 
 
-@pytest.mark.parametrize("metrics", [None, "", "round,loss\n1,0.5,7\n", "round,loss\n1,0.5\n"])
+@pytest.mark.parametrize(
+    ("metrics", "why"),
+    [
+        (None, "it has no rounds"),
+        ("", "it has no rounds"),
+        ("round,loss\n1,0.5,7\n", "metrics.csv cannot be read"),
+        ("round,loss\n1,0.5\n", "metrics.csv has 1 rounds of 2"),
+    ],
+)
 def test_a_run_without_its_metrics_is_not_finished_and_one_that_cannot_be_read_stops_nothing(
-    tmp_path, caplog, metrics
+    tmp_path, caplog, metrics, why
 ):
-    for name, config in (("A-seed0-2", "[not: yaml"), ("A-seed0", "model.alpha: 1\n")):
+    settings = "trainer.max_rounds: 2\n"
+    for name, config in (("A-seed0-2", "[not: yaml"), ("A-seed0", settings)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.yaml").write_text(config)
     run = tmp_path / "A-seed0"
-    (run / "metadata.json").write_text('{"status": "finished"}')
-    (run / "checkpoints" / "round_000002").mkdir(parents=True)
+    about = {"status": "finished", "seed": 0, "partition_sha256": "1"}
+    (run / "metadata.json").write_text(json.dumps(about))
     if metrics is not None:
         (run / "metrics.csv").write_text(metrics)
     record = CellState(
-        Cell("A", 0, {}, []), {"trainer.max_rounds": 2}, settings_hash({"model.alpha": 1})
+        Cell("A", 0, {}, []),
+        {"trainer.max_rounds": 2},
+        settings_hash({"trainer.max_rounds": 2}),
     )
     record.find_run(tmp_path)
     assert (record.run, record.status) == (run, "failed")
@@ -430,10 +441,8 @@ def test_a_run_without_its_metrics_is_not_finished_and_one_that_cannot_be_read_s
     plan = Console(record=True, width=300, file=io.StringIO())
     show_plan(StudyCells(SimpleNamespace(name="small"), tmp_path, [record]), 1, console=plan)  # type: ignore[arg-type]
     said = plan.export_text()
-    assert (
-        "its metrics.csv is missing, cut or cannot be read; put it back (checkpoints/ has a copy), or move the folder away"
-        in said
-    )
+    assert f"A-seed0 is finished, but {why}" in said
+    assert "(checkpoints/ has a copy of metrics.csv), or move the folder away" in said
     assert "1 to run" in said
     (run / "metrics.csv").write_text("round,loss\n1,0.5\n2,0.4\n")
     record.find_run(tmp_path)

@@ -14,11 +14,15 @@ from fl_lightning.config.settings import flatten, is_under, settings_hash
 from fl_lightning.errors import InputError, require
 from fl_lightning.probing import select_probes
 from fl_lightning.run.directory import read_json, to_json
-from fl_lightning.run.paths import rounds_kept
 from fl_lightning.study.execute.lock import one_writer
 from fl_lightning.study.execute.shards import WHOLE, Shard
 from fl_lightning.study.plan.study import Cell, Study
-from fl_lightning.study.results.run_records import find_run, read_cells, read_metrics
+from fl_lightning.study.results.run_records import (
+    find_run,
+    read_cells,
+    read_directory,
+    read_metrics,
+)
 from fl_lightning.support.disk import replace
 from fl_lightning.support.redaction import redact_settings
 from fl_lightning.support.user_code import changed_code
@@ -71,12 +75,12 @@ class CellState:
             self.status = status if status in ("finished", "failed") else "interrupted"
             self.problem, self.changed = "", changed_code(metadata.get("code") or {})
             self.content = metadata.get("content_sha256") or "" if status == "finished" else ""
-            least = max(rounds_kept(self.run), default=1)
-            if status == "finished" and len(self.metrics()) < least:
+            problem = read_directory(self.run).problem if status == "finished" else ""
+            if problem:  # for which ``compare`` does not count it
                 self.status = "failed"
                 self.problem = (
-                    f"{self.run}; it is finished, but its metrics.csv is missing, cut or cannot be read; "
-                    "put it back (checkpoints/ has a copy), or move the folder away and the cell is run again"
+                    f"{self.run} is finished, but {problem}; put its files back (checkpoints/ has a copy of "
+                    "metrics.csv), or move the folder away and the cell is run again"
                 )
 
     def is_tested(self, flags: Mapping[str, Any]) -> bool:
@@ -164,7 +168,8 @@ class StudyCells:
                 except InputError as error:
                     raise error.within(f"{self.study.path}, cell {cell.name}") from error
             config = flatten(self._resolved[key] | {"seed_everything": cell.seed})
-            threads = int(self._known.get(cell.name, {}).get("threads", 0))
+            threads = self._known.get(cell.name, {}).get("threads")
+            threads = threads if isinstance(threads, int) else 0
             state = CellState(cell, config, settings_hash(config), threads=threads)
             self.every.append(state)
             if cell.name in own:

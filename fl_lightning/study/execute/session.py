@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fl_lightning.errors import InputError
+from fl_lightning.run.paths import rounds_kept
 from fl_lightning.study.execute import mlflow_page
 from fl_lightning.study.execute.cells import CellState, StudyCells
 from fl_lightning.study.execute.display import Display, clock, shown, task_of
@@ -217,9 +218,9 @@ class SweepSession:
         for one in running:
             state = self.cells[one.job.name]
             if state.status in ("waiting", "interrupted"):
-                rounds = len(state.metrics())
+                kept = max(rounds_kept(state.run), default=0) if state.run else 0
                 self.display.line(
-                    f"{state.cell.name} {f'continues after round {rounds}' if rounds else 'starts'}"
+                    f"{state.cell.name} {f'continues after round {kept}' if kept else 'starts'}"
                 )
                 state.status = "running"
                 self.cells.write()

@@ -86,8 +86,8 @@ class NoIncrease:
     Args:
         text: the statement as it was written.
         quantities: the quantity of A, and that of B.
-        margin: None: A is not significantly greater; a number of 0 or more: A is at most ``1 +
-            margin`` times B.
+        margin: None: A is not significantly greater; a number of 0 or more: A is above B by at most
+            ``margin`` times the size of B.
     """
 
     text: str

@@ -8,7 +8,7 @@
   is undecided when the test says nothing.
 - ``no_increase(upload, A, B)`` is the one-sided paired test at 5 %: it fails when A is
   significantly greater and holds otherwise, which is absence of evidence and not evidence of
-  absence. With a margin it holds when the one-sided 95 % bound of A - (1 + margin) B is not above
+  absence. With a margin it holds when the one-sided 95 % bound of A - B - margin |B| is not above
   0, which is evidence.
 - Where a run has no number of what is compared (a perplexity that is not finite, a target that was
   never reached), nothing is decided by the seeds that are left: they are a choice by the outcome.
@@ -197,11 +197,11 @@ def _decide(
 
 
 def _judge_no_increase(condition: NoIncrease, evidence: Evidence, interval: Interval) -> Judgement:
-    """Decide ``no_increase``: by the one-sided bounds of A - B, or of A - (1 + margin) B."""
+    """Decide ``no_increase``: by the one-sided bounds of A - B, or of A - B - margin |B|."""
     columns, index, missing = _paired(condition.quantities, evidence)
     seeds = tuple(index.tolist())
     a, b = (columns[quantity] for quantity in condition.quantities)
-    limit = b * (1 + (condition.margin or 0.0))
+    limit = b + (condition.margin or 0.0) * b.abs()
     differences = a - limit
     if not seeds:
         return Judgement.without_numbers("undecided", missing)

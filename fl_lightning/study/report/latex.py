@@ -30,7 +30,12 @@ HEAD = "% in the preamble: \\usepackage{booktabs,graphicx}\n"
 ESCAPES = str.maketrans(
     {character: f"\\{character}" for character in "%&_#${}"}
     | {character: f"${character}$" for character in "<>="}
-    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    | {
+        "\\": r"\textbackslash{}",
+        "|": r"\textbar{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+    }
     | {"±": r"$\pm$", "−": "$-$"}
 )
 """How characters that mean something to LaTeX are written."""

@@ -89,7 +89,10 @@ def _with_rule_of_sweep(plan: Study, folder: Path) -> Study:
     swept = folder / "study.yaml"
     if plan.until is not None or not swept.is_file():
         return plan
-    return replace(plan, until=Study.read(swept, find_configs=False).until)
+    try:
+        return replace(plan, until=Study.read(swept, find_configs=False).until)
+    except InputError as error:
+        raise error.within("the copy that a sweep left, and the next one writes anew") from error
 
 
 def locate(study: str, root: Path, must_exist: bool = True) -> tuple[Study | None, Path]:

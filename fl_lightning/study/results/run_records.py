@@ -43,6 +43,8 @@ PROBED = (
     *("membership/", "inversion/"),
 )
 """The beginnings of metrics that ``test`` alone measures."""
+UNREADABLE = (OSError, ValueError, AttributeError, TypeError, RecursionError, csv.Error)
+"""What reading a damaged file raises."""
 ROUNDING = 1e-9
 """The largest relative difference between a number in ``metadata.json`` and the same one computed
 anew from ``metrics.csv`` that is taken for rounding."""
@@ -94,6 +96,7 @@ class RunRecord:
         tested_before: what training had measured of that round, by name, as ``test`` found it.
         clients: the text of ``clients.csv``; empty where there is none.
         older_tests: what ``test`` has measured of other checkpoints.
+        test_problem: why what it measured last cannot be read; or empty.
     """
 
     name: str
@@ -110,6 +113,7 @@ class RunRecord:
     tested_before: Mapping[str, float] = field(default_factory=dict)
     clients: str = ""
     older_tests: Sequence[Tested] = ()
+    test_problem: str = ""
 
     def tested_at(self, round: float) -> RunRecord:
         """Return the record with what ``test`` measured of a round in the place of its last test,
@@ -175,16 +179,14 @@ def read_directory(path: Path) -> RunRecord:
         file = "metrics.csv"
         table = (path / file).read_bytes() if (path / file).exists() else b""
         history = numbers(table)
-        file = "test.json"
-        tested = Tested.of(_mapping(path / file) if (path / file).exists() else {})
         older = [Tested.of(read_json(other)) for other in sorted(path.glob("test_round_*.json"))]
         file = "config.yaml"
         clients = _text(path / CLIENTS)
         settings = config_of(path) if (path / file).exists() else {}
-        unknown = _not_recorded(settings) if (path / file).exists() else ""
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError, csv.Error) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        return RunRecord(path.name, str(path), metadata, [], {}, f"{file} cannot be read: {reason}")
+        unknown = _not_recorded(settings)
+    except UNREADABLE as error:
+        return RunRecord(path.name, str(path), metadata, [], {}, f"{file} {_unreadable(error)}")
+    tested, test_problem = _test_of(path)
     wrong = (
         problem(metadata, history)
         or _changed_metrics(path, history)
@@ -201,8 +203,21 @@ def read_directory(path: Path) -> RunRecord:
         settings=settings,
         clients=clients,
         older_tests=older,
+        test_problem=test_problem,
         **_as_tested(tested),
     )
+
+
+def _test_of(run: Path) -> tuple[Tested, str]:
+    """Return what ``test`` measured last, and why that cannot be read, or empty."""
+    try:
+        return Tested.of(_mapping(run / "test.json") if (run / "test.json").exists() else {}), ""
+    except UNREADABLE as error:
+        return Tested({}), f"it {_unreadable(error)}; test it again"
+
+
+def _unreadable(error: BaseException) -> str:
+    return f"cannot be read: {getattr(error, 'strerror', None) or error}"
 
 
 def from_store(entry: Mapping[str, Any]) -> RunRecord:
@@ -334,7 +349,7 @@ def _not_recorded(settings: Mapping[str, Any]) -> str:
     """Return why runs with these settings cannot be told apart from others; empty where they
     can."""
     if not settings:
-        return "its settings were not recorded: config.yaml is empty"
+        return "its settings were not recorded: config.yaml is missing or empty"
     unknown = [key for key in not_recorded(settings) if not is_free(key)]
     return f"{unknown[0]} cannot be recorded ({settings[unknown[0]]})" if unknown else ""
 

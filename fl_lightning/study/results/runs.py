@@ -379,7 +379,7 @@ def selected(results: Results) -> Results:
         chosen = selected_round(run.record, study.selection)
         record = run.record.tested_at(chosen)
         run = replace(run, record=record)
-        why = ""
+        why = record.test_problem
         if record.tested and record.tested_round != chosen:
             why = _why_other(run, chosen, study.selection)
         elif record.tested and record.is_test_of_others:
