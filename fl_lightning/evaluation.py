@@ -279,13 +279,11 @@ def _personal(task: Task, sums: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the mean over clients of the task's metrics of each client's own model, on the test
     examples that are dealt to it: every client counts once, however many they are, but for one
     whose examples have no weight in a metric."""
-    rows = {}
-    for key, pair in sums.items():
-        number = int(key.partition("/")[0])
-        rows[key] = torch.cat([pair.new_tensor([number // MAX_PARTS]), pair])[None]
-    found = _of_clients(task, by_metric(rows))
-    means = {name: float(np.mean([*found[name].values()])) for name in found if found[name]}
-    return {f"personal/{name}": means[name] for name in task.per_client if name in means}
+    owners = {key: int(key.partition("/")[0]) // MAX_PARTS for key in sums}
+    rows = {key: torch.cat([sums[key].new_tensor([id]), sums[key]]) for key, id in owners.items()}
+    found = _of_clients(task, by_metric({key: row[None] for key, row in rows.items()}))
+    wanted = [name for name in task.per_client if found.get(name)]
+    return {f"personal/{name}": float(np.mean([*found[name].values()])) for name in wanted}
 
 
 def _global(fabric: Fabric, method: Method, data: FederatedData) -> dict[str, float]:
@@ -373,12 +371,8 @@ def validate(
 
 
 def _of_clients(task: Task, sums: Mapping[str, np.ndarray]) -> dict[str, dict[int, float]]:
-    """Return the means over examples of each client, by metric and by the client's id. One whose
-    examples have no weight in a metric has none.
-
-    Args:
-        sums: as :func:`by_metric` gives them.
-    """
+    """Return the mean over examples of each client, by metric and by the client's id, where its
+    examples have a weight in the metric; ``sums`` are those of :func:`by_metric`."""
     means, weighed = {}, {}
     for name, rows in sums.items():
         ids, index = np.unique(rows[:, 0].astype(np.int64), return_inverse=True)

@@ -66,17 +66,18 @@ def make_tasks(fed: Federation, round: int, assignments: Sequence[Assignment]) -
         labels = stress(
             fed.callbacks, "change_labels", labels, client=client, round=round, context=fed
         )
-        steps = max(1, math.ceil(assignment.work * asked_steps(fed, client)))
+        steps = asked_steps(fed, client, assignment.work)
         message = encode_broadcast(fed, client)
         tell(fed.callbacks, "on_client_start", client, message, labels.clone(), round, fed)
         tasks.append(ClientTask(client, round, message, labels, epochs, steps, assignment.returns))
     return tasks
 
 
-def asked_steps(fed: Federation, client: Client) -> int:
-    """Return the local steps of a client that does all its work: its epochs, within the bound."""
+def asked_steps(fed: Federation, client: Client, work: float = 1.0) -> int:
+    """Return the local steps of a client that does this share of its epochs, within the bound."""
     steps = fed.data.num_steps(client, fed.local_epochs)
-    return steps if fed.max_local_steps is None else min(steps, fed.max_local_steps)
+    steps = steps if fed.max_local_steps is None else min(steps, fed.max_local_steps)
+    return max(1, math.ceil(work * steps))
 
 
 def encode_broadcast(fed: Federation, client: Client) -> bytes:

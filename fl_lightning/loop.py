@@ -55,6 +55,8 @@ def train_round(fed: Federation, engine: Engine, record: RoundRecord) -> None:
         trained = train(draw(fed, round, fed.data.active, fed.cohort_size))
     else:
         trained = fed.timing.collect(fed, round, train, partial(draw, fed, round))
+    if any(map(sees_uploads, fed.callbacks)):
+        change_uploads(fed, round, trained.uploads, trained.receipts)
     record.metrics["time/train"] = perf_counter() - started
     losses = mean_losses(trained.started)
     if losses and (terms := fed.method.active_terms()):
@@ -98,8 +100,6 @@ def train_cohort(fed: Federation, engine: Engine, round: int, ids: Iterable[int]
         next(ended) if assignment.trains else dropped(assignment.client, round)
         for assignment in cohort
     ]
-    if any(map(sees_uploads, fed.callbacks)):
-        change_uploads(fed, round, uploads, receipts)
     receipts = [
         replace(one, entry=one.entry.with_upload(told.get(one.client.id))) for one in receipts
     ]

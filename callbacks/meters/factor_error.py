@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ class FactorError(Stressor, Meter):
 
         || sum_k p_k B_k A_k  -  (sum_k p_k B_k) (sum_k p_k A_k) ||  /  || sum_k p_k B_k A_k ||
 
-    in the Frobenius norm over all layers, over the clients that returned; of Fed-VEMoE over the
+    in the Frobenius norm over all layers, over the clients whose upload counts; of Fed-VEMoE over the
     trainers of each expert, and squares are added up over experts. It is 0 where A is frozen. It
     reads single uploads, so that a secure sum cannot have it, and holds them in memory until the
     end of the round. It changes nothing.
@@ -44,6 +46,14 @@ class FactorError(Stressor, Meter):
                 "leave it out",
             )
 
+        rounds = context.timing and context.timing.rounds
+        if rounds and rounds.has_versions:
+            raise InputError(
+                f"callbacks.FactorError with --trainer.rounds {type(rounds).__name__}",
+                "a buffer weighs uploads by their age, and a part of them is of rounds before",
+                "leave it out",
+            )
+
     def on_setup(self, context: Context) -> None:
         self._space = adapter_space(context.method)  # refuses a network without adapters
 
@@ -61,9 +71,14 @@ class FactorError(Stressor, Meter):
     def on_round_end(self, record: RoundRecord, context: Context) -> None:
         everybody = gather_parts(self._uploads)
         self._uploads = {}
+        fed: Any = context
+        entries = (one for one in fed.ledger.entries if one.round == record.round)
+        counted = {str(one.client) for one in entries if one.status == "trained"}
         by_slot: dict[str, list[Tensor]] = {}
         for name in sorted(everybody):  # in one order whatever process trained whom
-            by_slot.setdefault(name.partition("/")[0], []).append(everybody[name])
+            slot, _, id = name.partition("/")
+            if id in counted:
+                by_slot.setdefault(slot, []).append(everybody[name])
         squares = [self._space.factor_error(*_weighted(rows)) for rows in by_slot.values()]
         whole = sum(square for _, square in squares)
         if whole > 0:

@@ -24,6 +24,7 @@ from fl_lightning.client import Client
 from fl_lightning.config.constraints import within
 from fl_lightning.engines.base import one_thread
 from fl_lightning.engines.sequential import local_step, start_optimizer
+from fl_lightning.exchange import asked_steps
 from fl_lightning.figures import (
     COLOURS,
     LINE_STYLES,
@@ -130,12 +131,12 @@ def gradient_norms(
 
 
 def last_gradient_norms(
-    context: Context, client: Client, message: bytes, labels: Tensor
+    context: Any, client: Client, message: bytes, labels: Tensor
 ) -> dict[str, float]:
     """Return the norm of each term at the last local step of the client's round, of the batch that
     it has then."""
     method, data, epochs = own_copy(context), context.data, context.local_epochs
-    steps = data.num_steps(client, epochs)
+    steps = asked_steps(context, client)
     method.start_client(Payload.from_bytes(message), client, labels)
     method.train()
     optimizer = start_optimizer(context.fabric, method)

@@ -25,6 +25,7 @@ from fl_lightning import rng
 from fl_lightning.client import Assignment, Client
 from fl_lightning.engines.base import one_thread
 from fl_lightning.engines.sequential import local_step, upload_of
+from fl_lightning.exchange import asked_steps
 from fl_lightning.hooks import Context, Meter, RoundRecord
 from fl_lightning.methods.optimizing import local_optimizer
 from fl_lightning.models.step_memory import TensorMemory
@@ -98,10 +99,7 @@ class TrainingCost(Meter):
             entries = sorted(Payload.from_bytes(message, verified=True))
             self._entries = message, ",".join(entries)
         kind = f"{context.method.work_kind(client)}|{self._entries[1]}"
-        fed: Any = context
-        steps, examples = steps_and_examples(
-            context, client, self._assigned[client.id], fed.local_epochs
-        )
+        steps, examples = steps_and_examples(context, client, self._assigned[client.id])
         before = Client(client.id, client.train, client.val, dict(client.state))
         self._cohort.setdefault(kind, []).append(Work(before, message, labels, steps, examples))
 
@@ -132,9 +130,7 @@ class TrainingCost(Meter):
         }
 
 
-def steps_and_examples(
-    context: Context, client: Client, work: float, epochs: int
-) -> tuple[int, int]:
+def steps_and_examples(context: Any, client: Client, work: float) -> tuple[int, int]:
     """Return how many local steps a client makes, and on how many of its own examples, each counted
     once an epoch.
 
@@ -142,10 +138,8 @@ def steps_and_examples(
         context: the run.
         client: who trains.
         work: share of its local steps that it makes.
-        epochs: passes over its data.
     """
-    sizes = context.data.epoch_sizes(client)
-    steps = max(1, -int(-work * epochs * len(sizes) // 1))
+    sizes, steps = context.data.epoch_sizes(client), asked_steps(context, client, work)
     whole, part = divmod(steps, max(1, len(sizes)))
     return steps, whole * sum(sizes) + sum(sizes[:part])
 

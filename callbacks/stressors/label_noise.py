@@ -35,7 +35,8 @@ class LabelNoise(Stressor):
             client when positive.
         labels: share of a noisy client's training labels that are flipped, in [0, 1].
         among: the active clients: ``federation``: all that have training data; ``cohort``: those of
-            them that were sampled in round ``round``.
+            them that were sampled in round ``round``; a sampler that asks clients for their loss
+            before it draws that cohort is told of clean labels.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class LabelNoise(Stressor):
     def change_labels(
         self, labels: Tensor, *, client: Client, round: int, context: Context
     ) -> Tensor:
-        if round < self.round or client.id not in self._noisy_clients(context):
+        if round < self.round or client.id not in self._noisy_clients(round, context):
             return labels
         random = stream(
             context.seed, own_stream("label_noise", self, context), self.round, client.id
@@ -124,8 +125,10 @@ class LabelNoise(Stressor):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._noisy = frozenset(state["noisy"]) if "noisy" in state else None
 
-    def _noisy_clients(self, context: Context) -> frozenset[int]:
+    def _noisy_clients(self, round: int, context: Context) -> frozenset[int]:
         if self._noisy is None:
+            if self.among == "cohort" and round == self.round:
+                return frozenset()  # a sampler asks who is not chosen yet
             if self.among == "cohort":
                 raise InputError(
                     f"LabelNoise(among='cohort') joined the run after round {self.round}",

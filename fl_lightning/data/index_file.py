@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fl_lightning.data.holdings import Holdings
+from fl_lightning.data.json_text import load_json
 from fl_lightning.data.partition import IndexPartition, times_held
 from fl_lightning.errors import InputError, as_bad_input, require
 
@@ -56,7 +56,7 @@ class FromFile(IndexPartition):
         with as_bad_input(given, "it cannot be read", "write the path of a JSON file", OSError):
             data = Path(self.path).read_bytes()
         with as_bad_input(given, "it is not JSON", form, ValueError, RecursionError):
-            content = json.loads(data.decode("utf-8-sig"))
+            content = load_json(data.decode("utf-8-sig"), given)
         if isinstance(content, dict) and "left_out" in content:
             raise InputError(
                 given,

@@ -6,7 +6,6 @@ published.
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +16,7 @@ import torch
 from fl_lightning.config.constraints import path_to
 from fl_lightning.data.arrays import ArrayData, Examples, Names, name_from
 from fl_lightning.data.items import Items, to_examples
+from fl_lightning.data.json_text import load_json
 from fl_lightning.data.partition import check_memory
 from fl_lightning.errors import InputError, as_bad_input, require
 
@@ -138,7 +138,7 @@ def _users(file: Path) -> list[tuple[str, list[Any], list[Any]]]:
     with as_bad_input(f"{file}", "it cannot be read", "check the file", OSError):
         data = file.read_bytes()
     with as_bad_input(f"{file}", "it is not JSON", EXPECTED, ValueError, RecursionError):
-        content = json.loads(data.decode("utf-8-sig"))
+        content = load_json(data.decode("utf-8-sig"), f"{file}")
     form = isinstance(content, dict) and isinstance(content.get("users"), list)
     form = form and isinstance(content.get("user_data"), dict)
     require(form, f"{file}", "it is not in LEAF's form", EXPECTED)

@@ -192,21 +192,38 @@ def test_a_device_without_a_time_is_a_bug(tmp_path):
         trained(tmp_path, clock=Clock(devices=Wrong()))
 
 
+class Mixes(Stressor):
+    """Every client sends the sum of all uploads, by how many these are squared."""
+
+    def change_uploads(self, uploads, *, round, context):
+        total = sum(one.tensor("weights") for one in uploads.values()) / len(uploads) ** 2
+        return {id: type(one)({**one, "weights": total}) for id, one in uploads.items()}
+
+
 @pytest.mark.parametrize(
     "rounds", [OverSelection(1.5), Deadline(0.9)], ids=["over-selection", "deadline"]
 )
-@pytest.mark.parametrize("method", [FedAvg, SCAFFOLD])
-def test_late_uploads_are_lost_ones(tmp_path, method, rounds):
+@pytest.mark.parametrize(("method", "knowing"), [(FedAvg, []), (SCAFFOLD, []), (FedAvg, [Mixes()])])
+def test_late_uploads_are_lost_ones(tmp_path, method, knowing, rounds):
     """Weights, what clients keep and bytes are those of a run whose stressor loses just these
-    uploads."""
+    uploads; a stressor that knows all uploads knows those that count."""
     clock = Clock(devices=DrawnDevices("exponential", mean=0.5), network=LINES)
-    timed = trained(tmp_path / "timed", method, clock=clock, rounds=rounds, participation=4 / 6)
+    timed = trained(
+        tmp_path / "timed",
+        method,
+        clock=clock,
+        rounds=rounds,
+        participation=4 / 6,
+        callbacks=knowing,
+    )
     late: dict[int, set[int]] = {}
     for row in rows_lost(timed):
         late.setdefault(int(row["round"]), set()).add(int(row["client"]))
     assert sum(map(len, late.values())) == sum(column(timed, "clients/late")) > 0
     share = timed.parts.timing.rounds.invited(4) / 6
-    lost = trained(tmp_path / "lost", method, participation=share, callbacks=[Loses(late)])
+    lost = trained(
+        tmp_path / "lost", method, participation=share, callbacks=[Loses(late), *knowing]
+    )
     assert same_training(lost, timed)
     for row in rows_lost(timed):
         assert row["wasted"] == row["upload"] != "0"

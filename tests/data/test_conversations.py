@@ -78,7 +78,9 @@ def test_every_answer_is_learnt_and_no_question_is(tmp_path: Path):
         {"conversations": [{"from": "gpt", "value": "Hello."}, *said("c", "d")]},
     ]
     train, test = written(tmp_path, *talks), tmp_path / "test.jsonl"
-    test.write_text(json.dumps({"conversations": said("e", "f")}) + "\n" + json.dumps(talks[0]))
+    longer = {"conversations": said("Hi", "Yo", "1+1?", "2", "2+2?", "4")}  # of one first question
+    tests = {"conversations": said("e", "f")}, talks[0], longer
+    test.write_text("\n".join(map(json.dumps, tests)))
     found = made(train, test=str(test), system="S.")
     assert spelled(found) == {
         ("S. USER: Hi ASSISTANT: Yo$USER: 1+1? ASSISTANT: 2", " Yo$| 2$|"),
@@ -86,7 +88,25 @@ def test_every_answer_is_learnt_and_no_question_is(tmp_path: Path):
         ("S. USER: c ASSISTANT: d", " d$|"),
     }
     assert spelled(found, "test") == {("S. USER: e ASSISTANT: f", " f$|")}
-    assert found.partition_summary()["text"]["test conversations left out"] == 1
+    assert found.partition_summary()["text"]["test conversations left out"] == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "rule"),
+    [
+        ('{"ada": [%s], "ada": [%s]}', "talks.json, key 'ada'", "an object has it twice"),
+        ('%s\n{"client": "a", %s', "line 2", "it is not JSON"),
+        ("%s\n" + json.dumps({"conversations": said("a", "")}), "line 2", "an answer is empty"),
+    ],
+)
+def test_nothing_of_a_file_is_lost_in_silence(tmp_path: Path, text: str, given: str, rule: str):
+    talk = json.dumps({"conversations": said("a", "b")})
+    path = tmp_path / "talks.json"
+    path.write_text(text.replace("%s", talk))
+    with pytest.raises(InputError) as caught:
+        made(str(path))
+    assert given in caught.value.given
+    assert rule in str(caught.value)
 
 
 def test_the_published_dialogues_are_read_as_their_authors_do(tmp_path: Path):

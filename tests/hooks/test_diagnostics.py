@@ -251,18 +251,20 @@ def test_gradient_norms_of_the_loss_terms(tmp_path):
     assert min(one.values()) > 0
 
 
-def test_gradient_norms_at_the_last_step(tmp_path):
+@pytest.mark.parametrize(("bound", "steps"), [(None, 3), (2, 2)])
+def test_gradient_norms_at_the_last_step(tmp_path, bound, steps):
     """Of |w - c|^2 / 2: every step of SGD leaves 1 - lr of w - c, and a round has one step an
-    epoch."""
+    epoch, within the bound."""
     method = on_points(FedAvg())
     settings = {
         "max_rounds": 1,
         "local_epochs": 3,
         "callbacks": [GradientNorms(clients=1, last_step=True)],
+        "max_local_steps": bound,
     }
     (row,) = rows(run(method, Points((1,)), tmp_path, **settings).run_dir)
     lr = method.configure_optimizers().param_groups[0]["lr"]
-    expected = float(row["gradient/task"]) * (1 - lr) ** 2
+    expected = float(row["gradient/task"]) * (1 - lr) ** (steps - 1)
     assert float(row["gradient/last_task"]) == pytest.approx(expected, rel=1e-5)
 
 

@@ -144,6 +144,15 @@ def test_who_drops_out_costs_nothing_and_a_straggler_what_it_does(tmp_path):
     assert {row["cost/train_flops"] for row in csv.DictReader(metrics.splitlines())} == {"0.0"}
 
 
+def test_steps_are_bounded_as_the_engine_bounds_them(tmp_path):
+    """Two steps of 16 of the six of two epochs; a tenth of 30 steps are 3, as of the engine."""
+    assert flops_of(FedAvg(), tmp_path / "two", max_local_steps=2) == 2 * [3 * 32 * STEP]
+    tenth = StragglerDropout(probability=1.0, mode="partial", work=0.1)
+    federation = data(synthetic_examples=PUBLIC + 30, batch_size=1)  # 10 each
+    found = flops_of(FedAvg(), tmp_path, tenth, federation=federation, local_epochs=3)
+    assert found == 2 * [3 * 3 * STEP]
+
+
 def test_families_are_measured_each(tmp_path):
     """Clients of FedMosaic differ in width."""
     costs = TrainingCost()

@@ -26,7 +26,7 @@ from fl_lightning.compatibility import Run, check_run
 from fl_lightning.data import TokenData
 from fl_lightning.engines.base import ClientResult
 from fl_lightning.engines.sequential import SequentialEngine
-from fl_lightning.hooks import Meter
+from fl_lightning.hooks import Meter, Stressor
 from fl_lightning.methods import FedAvg, FedVEMoE, LocalOnly
 from fl_lightning.methods.experts.slots import Rules
 from fl_lightning.models.adapters import add_adapter
@@ -498,13 +498,14 @@ def tiny_with(adapter: torch.Tensor) -> torch.nn.Module:
 @pytest.mark.parametrize("cls", [FedAvg, FedVEMoE])
 def test_the_error_of_averaging_factors_apart(cls, tmp_path):
     """By dense products: the mean of B A against the product of the means, of every layer and
-    expert."""
+    expert, over the clients whose upload is not lost later."""
 
     class Keeper(FactorError):
         def on_round_end(self, record, context):
             self.seen = [
                 (slot, weight, dense(context.method, adapter))
-                for payload in self.payloads
+                for client, payload in self.payloads
+                if client
                 for slot, weight, adapter in context.method.averaged(payload)
             ]
             self.starts = {}
@@ -516,11 +517,16 @@ def test_the_error_of_averaging_factors_apart(cls, tmp_path):
             self.payloads = []
 
         def change_upload(self, upload, *, client, round, context):
-            self.payloads.append(upload)
+            self.payloads.append((client.id, upload))
             return super().change_upload(upload, client=client, round=round, context=context)
 
+    class Loses(Stressor):
+        def change_upload(self, upload, *, client, round, context):
+            return upload if client.id else None
+
     keeper, settings = Keeper(), {"k_init": 2, "k_max": 2} if cls is FedVEMoE else {}
-    fit(method_of(cls, **settings), tmp_path, callbacks=[keeper], max_rounds=1)
+    fit(method_of(cls, **settings), tmp_path, callbacks=[keeper, Loses()], max_rounds=1)
+    assert any(client == 0 for client, _ in keeper.payloads)
     error = whole = 0.0
     for slot in {slot for slot, *_ in keeper.seen}:
         of_slot = [(weight, layers) for other, weight, layers in keeper.seen if other == slot]

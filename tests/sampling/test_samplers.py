@@ -18,6 +18,7 @@ from ten import SMALL, TEN, fit, make, same
 from torch.nn import functional as F
 from toy import run, sgd
 
+from callbacks import LabelNoise
 from fl_lightning import rng
 from fl_lightning.clock import (
     Clock,
@@ -164,6 +165,20 @@ def test_they_are_asked_for_their_loss_at_x_by_an_independent_look(tmp_path):
     for weights, cohort in spies.seen:
         losses = [losses_of(trainer, weights, k).mean().item() for k in range(6)]
         assert sorted(np.argsort(losses)[3:]) == cohort
+
+
+def test_who_is_asked_before_noise_has_chosen_its_clients_tells_of_clean_labels(tmp_path):
+    noise, spies = LabelNoise(round=2, clients=0.5, labels=1.0, among="cohort"), Spies()
+    trained(
+        tmp_path,
+        partial(FedAvg, network=Forgets),
+        sampler=PowerOfChoice(6),
+        callbacks=[noise, spies],
+        max_rounds=3,
+    )
+    (_, cohort) = spies.seen[1]
+    assert len(cohort) == 3
+    assert {*noise.state_dict()["noisy"]} < {*cohort}
 
 
 def test_asking_needs_devices_that_know_what_a_pass_takes(tmp_path):

@@ -115,9 +115,9 @@ class ConversationFiles(TextData):
         talks, left_out = self._talks(train), 0
         first = 0.0 if test or self.run_form else self.test_fraction
         if test:
-            seen = {tuple(talk.turns) for talk in talks}
+            seen = {talk.hash for talk in talks}
             both = self._talks(test)
-            held = [talk for talk in both if tuple(talk.turns) not in seen]
+            held = [talk for talk in both if talk.hash not in seen]
             left_out = len(both) - len(held)
         else:
             held = [talk for talk in talks if talk.hash < first]

@@ -75,6 +75,8 @@ def turns_of(entry: Mapping[str, Any], place: str) -> list[Turn]:
         "user and assistant do not take turns",
         "join what one of them says in a row",
     )
+    silent = any(turn.role == "assistant" and not turn.text for turn in rest)
+    require(not silent, place, "an answer is empty: there is nothing to learn", "remove the line")
     return first + rest
 
 

@@ -10,6 +10,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from fl_lightning.data.json_text import load_json
 from fl_lightning.data.text.tokens import Record
 from fl_lightning.errors import InputError, as_bad_input, require
 from fl_lightning.rng import key
@@ -91,7 +92,7 @@ def json_records(
     Raises:
         InputError: a line is not JSON, or no object; a record of a client's list names another.
     """
-    whole = _whole_document(text)
+    whole = _whole_document(path, text)
     if whole is not None and not (isinstance(whole, dict) and {*lists} & whole.keys()):
         by_client = whole if isinstance(whole, dict) else {None: whole}
         for name, entries in by_client.items():
@@ -112,18 +113,20 @@ def json_records(
         place = f"{path}, line {number}"
         instead = "write one JSON object a line, without line breaks"
         with as_bad_input(place, "it is not JSON", instead, ValueError, RecursionError):
-            entry = json.loads(line)
+            entry = load_json(line, place)
         require(isinstance(entry, dict), place, "it is no JSON object", 'write {"KEY": VALUE, ...}')
         yield entry, place
 
 
-def _whole_document(text: str) -> dict[str, list[Any]] | list[Any] | None:
+def _whole_document(path: Path, text: str) -> dict[str, list[Any]] | list[Any] | None:
     """Return the list of objects, or the object of such lists, that a text is as a whole; None: it
     is something else, such as lines."""
     if text.lstrip()[:1] not in ("[", "{"):
         return None
     try:
-        found = json.loads(text)  # it stops at the second line of JSON lines
+        found = load_json(text, str(path))  # it stops at the second line of JSON lines
+    except InputError:
+        raise
     except (ValueError, RecursionError):
         return None
     lists = [*found.values()] if isinstance(found, dict) else [found]
