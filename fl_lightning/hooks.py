@@ -192,6 +192,9 @@ class Meter(Callback):
     """A callback that observes: its hooks change nothing but ``record.metrics`` and their own
     state."""
 
+    reads_states: str = ""
+    """Which of its metrics come of what clients keep, which nodes do not send to a deployment."""
+
     def on_round_start(self, round: int, context: Context) -> None:
         pass
 
@@ -206,11 +209,9 @@ class Meter(Callback):
 
     def on_client_end(self, client: Client, round: int, context: Context) -> None:
         """One client of the cohort has been trained; its upload is next, others may still be
-        trained.
-
-        Several processes all call it for every client. What the client keeps is in ``client.state``
-        on rank 0, whose metrics count, and on the rank that trained it, and not on the others.
-        """
+        trained. Several processes all call it for every client. What the client keeps is in
+        ``client.state`` on rank 0, whose metrics count, and on the rank that trained it, and not on
+        the others; in a deployment it is on nodes alone."""
 
     def on_evaluate(
         self, probs: Tensor, target: Tensor, record: RoundRecord, context: Context

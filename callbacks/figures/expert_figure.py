@@ -46,6 +46,7 @@ class ExpertFigure(FigureMeter):
     """
 
     name = "experts"
+    reads_states = "router/* and transfer/*"
     rule = "it draws the experts of FedVEMoE, and there are none"
     instead = "write --model FedVEMoE with --model.k_max 1 or more, or leave it out"
     empty: ClassVar = {

@@ -42,6 +42,7 @@ class OptionFigure(FigureMeter):
     """
 
     name = "options"
+    reads_states = "energy/price"
     rule = "it draws the options of HEST under a budget"
     instead = "write --model HEST, or leave it out"
     empty: ClassVar = {"prices": [], "rounds": [], "joules": [], "high": []}

@@ -63,6 +63,8 @@ class GradientNorms(Meter):
             that the last step can be measured. A measured client then costs about twice its round.
     """
 
+    reads_states = "gradient/*"
+
     def __init__(
         self,
         every: Annotated[int, within("[1, inf)", "rounds between measurements, 1 or more", 5)] = 5,

@@ -4,6 +4,7 @@ simulation logs."""
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,14 @@ from outcomes import rows_of
 from safetensors.torch import save
 from test_deploy import command_line, deployed, nodes_in, weights
 
-from callbacks import ConfusionMatrix
+from callbacks import ConfusionMatrix, GradientNorms
 from fl_lightning.deploy.protocol.batch_states import parts_asked, read_states
 from fl_lightning.deploy.protocol.messages import Message, MessageError
 from fl_lightning.deploy.server.deployable import check_deployable
 from fl_lightning.deploy.server.evaluating import read_sums
 from fl_lightning.errors import InputError
 from fl_lightning.evaluation import MAX_PARTS
+from fl_lightning.hooks import Meter
 
 SMALL = ["--trainer.eval_every=1", "--trainer.max_rounds=2", "--data.num_clients=5"]
 IMAGES = [*SMALL, "--data.dataset=synthetic", "--data.synthetic_examples=240"]
@@ -158,6 +160,28 @@ def test_what_reads_outputs_of_personal_models_is_refused(tmp_path: Path):
     fed = named.trainer.prepare(named.model, named.datamodule, seed=0)
     with pytest.raises(
         InputError, match=r"AUROC with LocalOnly in a deployment; it keeps outputs for test"
+    ):
+        check_deployable(fed)
+
+
+class Shows(Meter):
+    reads_states = "router/*"
+
+
+@pytest.mark.parametrize(("config", "keeps"), [("local_only", True), ("fedavg", False)])
+def test_what_reads_states_is_refused_or_named_where_nodes_have_them(
+    tmp_path: Path, caplog, config, keeps
+):
+    cli = command_line(config, tmp_path, *IMAGES)
+    cli.trainer.callbacks.append(Shows())
+    fed = cli.trainer.prepare(cli.model, cli.datamodule, seed=0)
+    check_deployable(fed)
+    assert ("Shows: router/* is left out" in caplog.text) == keeps
+    fed.callbacks.append(GradientNorms())
+    with (
+        pytest.raises(InputError, match=r"callbacks.GradientNorms with LocalOnly in a deployment")
+        if keeps
+        else nullcontext()
     ):
         check_deployable(fed)
 

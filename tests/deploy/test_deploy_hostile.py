@@ -279,6 +279,30 @@ def test_a_node_with_a_key_of_before_cannot_take_the_place_of_another(
     assert roster.clients() == {"n0 (node0)": [0, 2], "n1 (key3)": [1, 3]}
 
 
+def test_a_node_gets_the_place_of_another_when_that_has_gone(built, tmp_path, caplog):
+    """Its machine was lost, and it has a folder of its own; the connection of before is there for
+    a while."""
+    fed, sent, _ = built
+    nodes = nodes_in(tmp_path)
+    transport = InProcess(nodes)
+    roster = Roster(fed, sent, RULES, Mail(transport))
+    roster.gather(first=True)
+    transport.by_key["anew"] = Node(NodeSettings(tmp_path / "anew", 1, 2, name="new"), builder())
+    roster.gather()
+    assert roster.refused["anew"] == ("new", "client 1 is on node n1 (node1) already")
+    roster.gather()
+    assert roster.clients() == {"n0 (node0)": [0, 2], "n1 (node1)": [1, 3]}
+    del transport.by_key["node1"]
+    roster.gather()
+    assert roster.clients() == {"n0 (node0)": [0, 2], "new (anew)": [1, 3]}
+    assert not roster.refused
+    assert "have no node" not in caplog.text
+    del transport.by_key["anew"]
+    roster.gather()
+    roster.gather()
+    assert caplog.text.count("2 clients have no node and count as dropped until one is here") == 1
+
+
 def test_when_nodes_were_registered_is_read_from_flower(monkeypatch):
     monkeypatch.setattr(flower, "_wait_briefly_for_parts", lambda: None)
 

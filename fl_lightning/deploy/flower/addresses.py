@@ -8,7 +8,7 @@ import ssl
 from ipaddress import ip_address
 
 from fl_lightning.config.constraints import path_to
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, as_bad_input
 
 log = logging.getLogger("fl_lightning")
 SUPERLINK = "127.0.0.1:8000"
@@ -92,8 +92,13 @@ def check_handshake(address: str, certificates: str | None, flag: str) -> None:
         return
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
-    try:
+    given, instead = (
+        f"{flag} {certificates}",
+        "name the file of the one that signed the SuperLink's",
+    )
+    with as_bad_input(given, "it holds no certificate", instead, OSError):
         trusted = ssl.create_default_context(cafile=certificates)
+    try:
         trusted.verify_flags &= ~ssl.VERIFY_X509_STRICT  # as lenient as Flower is
         with socket.create_connection((host, int(port)), HANDSHAKE_SECONDS) as plain:
             trusted.wrap_socket(plain, server_hostname=host).close()

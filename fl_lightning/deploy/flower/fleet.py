@@ -79,6 +79,7 @@ def serve(
     os.environ.update(environment(home))
     connect = _connector(address, root_certificates, private_key)
     connected, started, told = False, time.monotonic(), False
+    log.info("node %s looks for the SuperLink at %s", name, address)
     while goes_on():
         if reason := not_found(address):
             if not told:

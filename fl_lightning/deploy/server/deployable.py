@@ -7,9 +7,11 @@ import logging
 from typing import Any
 
 from fl_lightning.compatibility import Run, check_run
+from fl_lightning.config.overriding import overrides
 from fl_lightning.distributed.collectives import world_size
 from fl_lightning.errors import require
 from fl_lightning.federation import Federation
+from fl_lightning.hooks import Meter
 from fl_lightning.metrics.states import keeps_outputs, parts_of
 
 log = logging.getLogger("fl_lightning")
@@ -29,6 +31,8 @@ def check_deployable(fed: Federation) -> None:
         run.masks.check_usable(fed.cohort_size)
     if fed.method.module is not None and run.is_measured_on_nodes:
         _name_left_out(fed.method.network)
+    if fed.method.keeps_state:
+        _check_readers(fed)
     if not fed.method.personalised:
         return
     if run.own_data:
@@ -43,6 +47,21 @@ def check_deployable(fed: Federation) -> None:
             "measure stays on their nodes; val/* and test/* are therefore not those of a simulation",
             run.name,
         )
+
+
+def _check_readers(fed: Federation) -> None:
+    """Refuse meters that would measure a newcomer in the place of a client, and name what others
+    cannot show."""
+    for callback in fed.callbacks:
+        name, read = type(callback).__name__, getattr(callback, "reads_states", "")
+        require(
+            not (read and overrides(callback, Meter, "on_client_start")),
+            f"callbacks.{name} with {type(fed.method).__name__} in a deployment",
+            f"{read} is measured from what clients keep, and that stays on nodes",
+            f"leave {name} out",
+        )
+        if read:
+            log.warning("%s: %s is left out: what clients keep stays on nodes", name, read)
 
 
 def _name_left_out(module: Any) -> None:

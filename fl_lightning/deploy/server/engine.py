@@ -119,13 +119,6 @@ class RemoteEngine(Engine):
         if self.roster.refused:
             name, reason = next(iter(self.roster.refused.values()))
             raise InputError(f"node {name}", reason, "put that right, or leave the node out")
-        missing = sorted({int(id) for id in self.fed.data.active} - self.roster.node_of.keys())
-        if missing:
-            log.warning(
-                "%d clients have no node yet and count as dropped, the first is %d",
-                len(missing),
-                missing[0],
-            )
 
     def train(
         self, tasks: Sequence[ClientTask], units: Units | None = None

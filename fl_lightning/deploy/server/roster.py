@@ -66,6 +66,8 @@ class Roster:
         self.epochs: dict[str, str] = {}  # of the processes that were checked
         self.here: set[str] = set()  # nodes that were connected at the last look
         self.refused: dict[str, tuple[str, str]] = {}  # names and reasons, by key
+        self.displaced: set[str] = set()  # those of them whose place another node has
+        self.homeless: set[int] = set()  # clients that have no node, as was last said
         self.left_out: set[str] = set()  # connections that were replaced, or did not answer a check
         mail.name_of = self.name
 
@@ -89,7 +91,7 @@ class Roster:
         Raises:
             RunStopped: they were not in time.
         """
-        ends, is_said = time.monotonic() + self.rules.wait_seconds, first
+        ends, is_said, before = time.monotonic() + self.rules.wait_seconds, first, {*self.names}
         while True:
             self.here = here = set(self.mail.transport.nodes())
             for node in [node for node in self.names if node not in here]:
@@ -120,6 +122,8 @@ class Roster:
                 )
                 is_said = True
             time.sleep(POLL_SECONDS)
+        if {*self.names} != before:
+            self._name_homeless()
 
     def exchange(
         self, orders: Mapping[str, bytes], seconds: float
@@ -165,11 +169,10 @@ class Roster:
                 reason = reason_of(answer.header) if answer.kind != "checked" else ""
                 found = None if reason else Checked.from_answer(answer)
                 if found is not None:
-                    reason = (
-                        self._not_its_own(node, found)
-                        or self._replaced(found)
-                        or self._misfit(found)
-                    )
+                    reason = self._not_its_own(node, found)
+                    if not reason and (reason := self._replaced(found) or self._taken(found)):
+                        self.displaced.add(node)
+                    reason = reason or self._misfit(found)
                     reason = reason or uncounted(self.fed.aggregation.privacy, found.noisy_sums)
             except MessageError as error:
                 found, reason = None, f"its answer cannot be read: {error}"
@@ -216,15 +219,18 @@ class Roster:
             self.left_out.add(before)
         return ""
 
+    def _taken(self, found: Checked) -> str:
+        """Return which of a node's clients another node has, else an empty text."""
+        for id in found.clients:
+            if other := self.node_of.get(id):
+                return f"client {id} is on node {self.names[other]} ({other}) already"
+        return ""
+
     def _misfit(self, found: Checked) -> str:
         """Return why a node cannot take part, empty where it can."""
         wrong = [id for id in found.clients if id >= self.fed.data.num_clients]
         if wrong:
             return f"it has client {wrong[0]}, and the federation has {self.fed.data.num_clients}"
-        twice = [id for id in found.clients if id in self.node_of]
-        if twice:
-            other = self.node_of[twice[0]]
-            return f"client {twice[0]} is on node {self.names[other]} ({other}) already"
         with reading():
             return "; ".join(mismatches(describe(self.fed, found.clients), found.identity))
 
@@ -237,3 +243,17 @@ class Roster:
         for known in (self.names, self.uids, self.epochs):
             known.pop(node)
         self.node_of = {id: at for id, at in self.node_of.items() if at != node}
+        for other in self.displaced:  # it may have the place now: it is checked again
+            self.refused.pop(other, None)
+        self.displaced.clear()
+
+    def _name_homeless(self) -> None:
+        """Warn of clients that have no node, where there are others than before."""
+        without = {int(id) for id in self.fed.data.active} - self.node_of.keys()
+        if without - self.homeless:
+            log.warning(
+                "%d clients have no node and count as dropped until one is here, the first is %d",
+                len(without),
+                min(without),
+            )
+        self.homeless = without
