@@ -151,13 +151,17 @@ def test_what_cannot_be_recorded_is_refused_by_name(tmp_path):
     assert "trainer.callbacks.0.init_args.source cannot be recorded" in left.reason
 
 
-def test_a_run_of_an_earlier_release_without_settings_is_not_counted(tmp_path):
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_run_without_settings_is_not_counted(tmp_path, is_there):
+    """Earlier releases left the file empty."""
     trainer = fit(tmp_path, experiment="old")
     fit(tmp_path, 0.5, experiment="old")
-    (trainer.run_dir / "config.yaml").write_text("")
+    (trainer.run_dir / "config.yaml").unlink()
+    if is_there:
+        (trainer.run_dir / "config.yaml").write_text("")
     results = gather(str(tmp_path / "old"), tmp_path)
     assert [entry.reason for entry in results.excluded] == [
-        "its settings were not recorded: config.yaml is empty"
+        "its settings were not recorded: config.yaml is missing or empty"
     ]
 
 
