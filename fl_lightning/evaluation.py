@@ -379,8 +379,7 @@ def _of_clients(task: Task, sums: Mapping[str, np.ndarray]) -> dict[str, dict[in
         total, weight = (np.bincount(index, weights=part) for part in rows[:, 1:].T)
         weighed[name] = weight > 0
         means[name] = total / np.where(weighed[name], weight, np.nan)
-    of_user = {one.name for one in task.named}
-    of_task = [of for name, of in weighed.items() if "/" not in name and name not in of_user]
+    of_task = [of for name, of in weighed.items() if "/" not in name]
     values: dict[str, dict[int, float]] = {}
     for name, of in task.finish(means).items():
         # a function of other metrics has a value where they have
@@ -438,7 +437,8 @@ def sums_of_validation(
         if named is not None:
             for id in ids.tolist():
                 mine = (owners == id).to(target.device)
-                own = tree_map(lambda part, mine=mine: part[mine], outputs)
+                # of pairs of answers the outputs are those of all first ones, then the second
+                own = tree_map(lambda part, at=mine: part[at.repeat(len(part) // len(at))], outputs)
                 add_states(named, data.task, number, own, target[mine], str(id))
         if logs is not None:
             with fabric.autocast():

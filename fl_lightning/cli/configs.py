@@ -90,9 +90,11 @@ def check_encoding(args: Iterable[str]) -> None:
             given.encode()
         except UnicodeEncodeError:
             shown = os.fsencode(given).decode(errors="backslashreplace")
-            raise InputError(
-                shown, "it is not UTF-8, and a configuration is", "write it in UTF-8"
-            ) from None
+            rule, instead = "it is not UTF-8, and a configuration is", "write it in UTF-8"
+            if "\\x" not in shown:
+                rule = "it is UTF-8, and the locale is not"
+                instead = "set LC_ALL=C.UTF-8, or PYTHONUTF8=1"
+            raise InputError(shown, rule, instead) from None
 
 
 def with_bare_flags(args: list[str], switches: Iterable[str]) -> list[str]:

@@ -68,6 +68,7 @@ NEUTRAL_VALUES = {
     "model.init_args.branches_per_level": 1,
     "model.init_args.gates_lr": None,
     "model.init_args.loss_scale": None,
+    "model.init_args.importance_scale": 1.0,
     "model.init_args.network.init_args.adapter": "lora",
     "model.init_args.network.init_args.blocks": None,
     "model.init_args.network.init_args.example_shape": None,

@@ -48,6 +48,8 @@ class FedAdaLoRA(Method):
         fall: rounds in which it falls, as a cubic.
         orthogonality: gamma, weight of the regulariser that keeps directions apart; 0.1 in the
             paper.
+        importance_scale: what importance is multiplied by in a sum, beside the updates with which
+            privacy clips it: its norm lies between 1 / sqrt(R) and 1 for R directions.
 
     Raises:
         InputError: a setting is out of its range; or, by ``build``, the network has no AdaLoRA.
@@ -66,11 +68,12 @@ class FedAdaLoRA(Method):
         orthogonality: Annotated[
             float, within("[0, inf)", "it is 0 or more", "leave it out")
         ] = 0.1,
+        importance_scale: Annotated[float, within("(0, 1]", "above 0, at most 1", 0.1)] = 1.0,
         **settings: Any,
     ) -> None:
         super().__init__(network=network, **settings)
         self.final_rank, self.warmup, self.fall = final_rank, warmup, fall
-        self.gamma = orthogonality
+        self.gamma, self.importance_scale = orthogonality, importance_scale
 
     def build(self, data: FederatedData) -> None:
         super().build(data)
@@ -186,12 +189,13 @@ class FedAdaLoRA(Method):
         return self.spread_out(weights, self.server["kept"]) if self.drops else weights
 
     def addends(self, upload: Payload, client_id: int, weight: int) -> dict[str, Addend]:
-        """Return FedAvg's addend, and the importance of all directions, 0 of those that are not
-        kept."""
+        """Return FedAvg's addend, and the scaled importance of all directions, 0 of those that are
+        not kept: the server goes by its order alone."""
         found = super().addends(upload, client_id, weight)
         if self.drops:
             shares = torch.zeros(self.directions)
             shares[self.server["kept"].bool()] = upload.tensor("importance")
+            shares *= self.importance_scale
             found["importance"] = Addend(shares, weight, self.largest_weight)
         return found
 

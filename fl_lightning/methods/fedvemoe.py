@@ -540,12 +540,14 @@ class FedVEMoE(Method):
 
     def server_metrics(self) -> dict[str, float]:
         slots = self.slots
-        use = slots.mass[1:] / slots.mass[1:].sum().clamp_min(1e-300)
-        effective = float((-use * use.clamp_min(1e-300).log()).sum().exp()) if self.k_max else 0.0
+        total = slots.mass[1:].sum()
+        use = slots.mass[1:] / total.clamp_min(1e-300)
+        # nothing is known of it where no use is above a private sum's noise
+        effective = (-use * use.clamp_min(1e-300).log()).sum().exp() if total > 0 else 0.0
         return {
             **super().server_metrics(),
             "experts/active": float(slots.active.sum()),
-            "experts/effective": effective,
+            "experts/effective": float(effective),
             **dict(zip(CHANGES, slots.changes.tolist(), strict=True)),
             "experts/rejecters": float(slots.rejecters),
             **{f"expert/{slot}/mass": float(use[slot - 1]) for slot in range(1, self.k_max + 1)},

@@ -30,6 +30,7 @@ from fl_lightning.run.paths import checkpoints_in
 from fl_lightning.run.resume import changed_identity, find_start, identity_of
 from fl_lightning.run.snapshot import Checkpoint, restore
 from fl_lightning.run.tables import numbers
+from fl_lightning.support.user_code import changed_code
 from fl_lightning.tracking.runs import add_to_run
 from fl_lightning.wire import Ledger, LedgerEntry
 
@@ -190,8 +191,8 @@ def load_model(
     """Restore the federation from the checkpoint and return its model for the probes.
 
     Raises:
-        InputError: it was trained with other data, another method or another seed, and
-            ``allow_changed`` is false.
+        InputError: it was trained with other data, another method, another version of its files
+            or another seed, and ``allow_changed`` is false.
     """
     saved, asked = checkpoint.progress, relevant_settings(settings)
     changed = changed_settings(_written_out(relevant_settings(saved["config"]), asked), asked)
@@ -199,6 +200,11 @@ def load_model(
     if not changed:
         changed = changed_identity(saved, identity_of(fed))
         instead = "give the data and the network of then, as the script that trained it has them,"
+    run = RunDirectory(checkpoint.path.parent.parent)
+    metadata = run.read_json("metadata.json")
+    if not changed:
+        changed = [f"the code of {name}" for name in changed_code(metadata.get("code") or {})]
+        instead = "restore the files of then,"
     if changed and not allow_changed:
         more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
         raise InputError(
@@ -213,9 +219,8 @@ def load_model(
     fed.callbacks = ()  # callbacks are for training only
     done = restore(fed, checkpoint)
     fed.method.round = done.round
-    run = RunDirectory(checkpoint.path.parent.parent)
     entries = _entries_until(run, done.round)
-    deployed = "deployment" in run.read_json("metadata.json")
+    deployed = "deployment" in metadata
     sizes = [entry.upload for entry in entries if entry.round == done.round]
     trained_on = frozenset(entry.client for entry in entries)
     return ProbedModel(

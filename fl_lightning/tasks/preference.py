@@ -124,9 +124,10 @@ class Preference(Task):
         return f"logits [2 {examples}, T, {num_outputs}]"
 
     def metric_inputs(self, outputs: Tensor, target: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
-        """Margins ``[B]``, and 1 for each of them: what a metric of binary decisions takes."""
-        margins = self.margins(outputs, target)
-        return [(margins.cpu(), torch.ones(len(margins), dtype=torch.int64))]
+        """p(chosen) ``[B]``, and 1 for each of them: what a metric of binary decisions takes."""
+        # not margins: torchmetrics takes a batch of values in [0, 1] for probabilities
+        chosen = self.margins(outputs, target).double().sigmoid()
+        return [(chosen.cpu(), torch.ones(len(chosen), dtype=torch.int64))]
 
     def metric_arguments(self, num_outputs: int) -> dict[str, Any]:
         return {"task": "binary"}

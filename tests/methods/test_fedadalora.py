@@ -18,6 +18,7 @@ from fl_lightning.conformance.bench import prepare_data
 from fl_lightning.methods import FedAdaLoRA
 from fl_lightning.models.adapters import add_adapter, budget_at
 from fl_lightning.models.language import Llama
+from fl_lightning.privacy import ClientPrivacy
 from fl_lightning.privacy.secure import SecureSum
 from fl_lightning.wire import Payload, PayloadError
 
@@ -160,6 +161,23 @@ def test_a_secure_sum_keeps_the_same_directions(tmp_path):
         trainer = fit(method(), tmp_path / name, max_rounds=3, secure_sum=sum)
         hashes.add(json.loads((trainer.run_dir / "metadata.json").read_text())["weights_sha256"])
     assert len(hashes) == 1
+
+
+def test_scaled_importance_keeps_the_same_directions_and_leaves_the_clip_to_the_update(tmp_path):
+    """Importance of norm 1/4 or more is cut with an update that alone is far within the clip."""
+    small = {"optimizer": partial(torch.optim.SGD, lr=1e-3), "weigh_by": "clients"}
+    privacy = ClientPrivacy(noise_multiplier=0.0, clip_norm=0.25)
+    ended = {}
+    for scale in (1.0, 2.0**-10):
+        for way in (None, privacy):
+            made = method(importance_scale=scale, **small)
+            fit(made, tmp_path / f"{scale}-{way is None}", max_rounds=3, privacy=way)
+            ended[scale, way is None] = made.server["weights"], made.server["kept"].tolist()
+    plain, kept = ended[1.0, True]
+    assert ended[2.0**-10, True][0].equal(plain)
+    assert [one for _, one in ended.values()].count(kept) == 4
+    torch.testing.assert_close(ended[2.0**-10, False][0], plain, rtol=0, atol=1e-8)
+    assert not torch.allclose(ended[1.0, False][0], plain, rtol=0, atol=1e-8)
 
 
 @pytest.mark.parametrize("shares", [[0.2] * DIRECTIONS, [-0.1] + [0.1] * (DIRECTIONS - 1), [1.0]])

@@ -242,7 +242,7 @@ def test_the_checkpoint_is_the_one_that_is_named(run, caplog):
 @pytest.mark.slow
 @pytest.mark.essential
 def test_bad_input_is_one_line_and_costs_nothing(run, capsys):
-    before = files(run)
+    before, before_metadata = files(run), (run / "metadata.json").read_bytes()
     config = str(run / "config.yaml")
     for arguments, said in (
         ([], "without --ckpt_path"),
@@ -267,6 +267,13 @@ def test_bad_input_is_one_line_and_costs_nothing(run, capsys):
         error = capsys.readouterr().err.strip().splitlines()[-1]
         assert said in error
         assert error.count(";") >= 2
+    assert files(run) == before
+    about = json.loads((run / "metadata.json").read_text())
+    code = {**about.get("code", {}), "callbacks": "0" * 64}
+    (run / "metadata.json").write_text(json.dumps({**about, "code": code}))
+    assert main(["test", "--ckpt_path", str(run)]) == 2
+    assert "(the code of callbacks); restore the files of then," in capsys.readouterr().err
+    (run / "metadata.json").write_bytes(before_metadata)
     assert files(run) == before
     assert set(Path("runs").glob("*/*")) == {run}
     # training's alone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import optuna
@@ -204,6 +205,42 @@ def test_a_trial_below_the_median_is_ended_and_a_failed_one_does_not_stop_the_se
     assert runs.jobs[-1].name == "tuned-seed0"
 
 
+@pytest.mark.parametrize("at", ["terminate", "look", "never looked"])
+def test_a_search_that_was_killed_around_a_pruning_is_the_one_that_was_not(tmp_path, at):
+    """As it ends a trial; before its verdict is noted; and where nobody looks at a trial that is
+    quick."""
+    text = SEARCH + "prune: true\n"
+    session(tmp_path / "whole", text=text)[0].run()
+    whole = tried(tmp_path / "whole")
+    (first, *_) = [number for number, *_, state in whole if state == "PRUNED"]
+    tune, _ = session(tmp_path / "killed", text=text)
+    prune, ended = tune.prune, tune.ended
+
+    def killed(running):
+        if at == "never looked":
+            return
+        (one,) = running
+        if at == "look" and one.job.name.endswith(f"{first:04d}"):
+            tune.should_prune = lambda trial, run: raises()
+        prune(running)
+
+    def raises():
+        raise SystemExit(143)
+
+    def lost(running, code):
+        if at == "terminate" and code:
+            raises()
+        return ended(running, code)
+
+    tune.prune, tune.ended = killed, lost
+    with suppress(SystemExit):
+        tune.run()
+    if at != "never looked":
+        assert tried(tmp_path / "killed")[-1][-1] == "RUNNING"
+        session(tmp_path / "killed", text=text)[0].run()
+    assert tried(tmp_path / "killed") == whole
+
+
 def test_no_combination_is_tried_twice_and_no_more_than_there_are(tmp_path):
     text = SEARCH.replace("{{low: 1.0e-3, high: 1.0e-1, log: true}}", "[0.01, 0.03]")
     text = text.replace("{{low: 1, high: 4}}", "{{low: 2, high: 3}}").replace(
@@ -240,6 +277,12 @@ def test_a_search_is_not_continued_as_another(tmp_path):
         InputError, match=r"another space.*remove that folder.*change 'study: small'"
     ):
         open_search(search_in(tmp_path, SEARCH.replace("high: 4", "high: 5")), trials, resolve)
+    prune = search_in(tmp_path, SEARCH + "prune: true\n")
+    with pytest.raises(InputError, match=r"another configuration \(prune: False -> True\)"):
+        open_search(prune, trials, resolve)
+    fewer = search_in(tmp_path, SEARCH.replace("trials: 8", "trials: 7"))
+    with pytest.raises(InputError, match=r"trials: 7; 8 were begun.*write trials: 8 or more"):
+        open_search(fewer, trials, resolve)
     # more of the same
     open_search(search_in(tmp_path, SEARCH.replace("trials: 8", "trials: 9")), trials, resolve)
 

@@ -20,8 +20,9 @@ from fl_lightning.errors import InputError
 from fl_lightning.study.execute.jobs import RunningJob
 from fl_lightning.study.execute.tune_study import StudySearchSession, check_record
 from fl_lightning.study.plan.search import Search
+from fl_lightning.study.plan.spec_file import SpecFile
 from fl_lightning.study.plan.study import Study
-from fl_lightning.study.plan.tuned import TunedRecord
+from fl_lightning.study.plan.tuned import TunedRecord, file_hash
 from fl_lightning.study.report.compare import compare
 from fl_lightning.study.report.markdown import _how_tuned
 
@@ -214,12 +215,11 @@ def test_a_level_has_a_record_of_its_own(tmp_path):
         tune(tmp_path)
         assert (tmp_path / f"{level}-tune").is_dir()
         written = (tmp_path / "tuned" / f"{level}.yaml").read_text()
-        (tmp_path / "tuned" / f"{level}.yaml").write_text(
-            # values that no other record has
-            written.replace("../search.yaml", f"../{level}.yaml").replace(
-                f"{LR}: 0.", f"{LR}: {trials}."
-            )
-        )
+        written = written.replace("../search.yaml", f"../{level}.yaml")
+        # values that no other record has
+        document = yaml.safe_load(written.replace(f"{LR}: 0.", f"{LR}: {trials}."))
+        del document["sha256"]
+        (tmp_path / "tuned" / f"{level}.yaml").write_text(yaml.safe_dump(document))
     found = Study.read(tmp_path / "study.yaml")
     records = {
         level: TunedRecord.read(tmp_path / f"tuned/{level}.yaml") for level in ("few", "many")
@@ -280,15 +280,39 @@ def test_numbers_of_unknown_origin_are_refused(tmp_path):
         STUDY.replace("lr: 0.5", "lr: 0.6"),
     )
     refused(
-        r"search.yaml; the search was changed after",
+        r"search.yaml; the search, or a configuration that it layers, was changed after",
         search=SEARCH.replace("trials: 6", "trials: 60"),
     )
     write(tmp_path, search=SEARCH + "# a comment\n")
     Study.read(tmp_path / "study.yaml")
     changed = "Low, High; the study's settings or a configuration file were changed after it was"
     refused(changed, STUDY.replace("local_epochs: 2", "local_epochs: 3"))
-    (tmp_path / "tuned" / "small.yaml").write_text("study: small\nchosen: {}\n")
+    record = tmp_path / "tuned" / "small.yaml"
+    document = yaml.safe_load(record.read_text())
+    document["chosen"]["Low"]["settings"][LR] = 0.9
+    record.write_text(yaml.safe_dump(document))
+    refused("it was changed after tune had written it, and nobody knows where its values come from")
+    record.write_text("study: small\nchosen: {}\n")
     refused("it is no record of tune")
+
+
+def test_a_change_in_a_file_of_the_search_is_seen(tmp_path):
+    """A record of before had the hash of the search file alone."""
+    write(tmp_path, search=SEARCH + "config: over.yaml\n")
+    over = tmp_path / "over.yaml"
+    over.write_text("trainer: {participation: 0.5}\n")
+    tune(tmp_path)
+    over.write_text("trainer: {participation: 0.5}  # as it was\n")
+    Study.read(tmp_path / "study.yaml")
+    over.write_text("trainer: {participation: 1.0}\n")
+    with pytest.raises(InputError, match="the search, or a configuration that it layers, was"):
+        Study.read(tmp_path / "study.yaml")
+    record = tmp_path / "tuned" / "small.yaml"
+    of_before = yaml.safe_load(record.read_text())
+    del of_before["sha256"]
+    of_before["search_sha256"] = file_hash(SpecFile(tmp_path / "search.yaml"))
+    record.write_text(yaml.safe_dump(of_before))
+    Study.read(tmp_path / "study.yaml")
 
 
 def test_a_change_in_a_file_of_a_method_is_seen(tmp_path):
@@ -306,6 +330,7 @@ def test_a_change_in_a_file_of_a_method_is_seen(tmp_path):
         Study.read(tmp_path / "study.yaml")
     record = tmp_path / "tuned" / "small.yaml"
     of_before = yaml.safe_load(record.read_text())
+    del of_before["sha256"]
     for method in of_before["chosen"].values():
         del method["runs_sha256"]
     record.write_text(yaml.safe_dump(of_before))

@@ -14,6 +14,7 @@ from outcomes import rows_of
 from refusals import refused
 from tiny_language import adam, tiny
 from torch.nn import functional as F
+from torchmetrics.classification import BinaryAccuracy
 from toy import run
 
 from callbacks import LabelNoise
@@ -23,7 +24,7 @@ from fl_lightning.data import IID, PreferenceFiles, PreferencePairs
 from fl_lightning.data.text import preferences
 from fl_lightning.data.text.pairs import AnswerPair, encode_pairs
 from fl_lightning.data.text.tokens import ByteTokenizer
-from fl_lightning.methods import FedAvg, FedVEMoE, Oracle
+from fl_lightning.methods import FedAvg, FedVEMoE, LocalOnly, Oracle
 from fl_lightning.models.adapters import adapter_layers
 from fl_lightning.tasks.preference import PairTarget, Preference
 
@@ -175,6 +176,14 @@ def test_the_reference_is_the_base_also_where_the_base_moves(tmp_path):
     loss = again.task.loss(fresh.network(inputs).detach(), target)
     assert float(loss) == pytest.approx(np.log(2), abs=1e-5)
     assert float(rows[-1]["test/loss"]) < np.log(2)
+
+
+@pytest.mark.parametrize("method", [FedAvg, LocalOnly])
+def test_a_named_metric_of_pairs_is_that_of_the_task_for_each_client(tmp_path, method):
+    data = pairs(val_fraction=0.3, metrics=[BinaryAccuracy])
+    (row,) = fitted(method(network=network, optimizer=adam(0.1)), tmp_path, data, max_rounds=1)
+    for split in ("val", "test"):
+        assert 0 < float(row[f"{split}/accuracy"]) == float(row[f"{split}/preference_accuracy"])
 
 
 def test_engines_and_noise(tmp_path):

@@ -39,6 +39,8 @@ from fl_lightning.tracking.runs import StudyRun, begin_study, end_study
 TUNED = "tuned"
 """The name of the final run, and its label."""
 TRIAL = "trial-"
+PRUNED = "pruned"
+"""The mark of a trial that was pruned, which is made before its process is ended."""
 REPEATED = "repeated"
 """The mark of a trial with the values of an earlier one, which is not made."""
 TASK = "task"
@@ -132,7 +134,7 @@ class SearchSession(SearchRun):
     Args:
         task: the task of the runs.
         knows_task: whether a trial has told it.
-        at_work, pruned: numbers of trials.
+        at_work: numbers of trials.
         settings: the settings of each run of this session, by its name, with dotted keys.
         runs: the run directories, by name, once they exist.
     """
@@ -140,7 +142,6 @@ class SearchSession(SearchRun):
     task: TaskMetrics = CLASSIFICATION
     knows_task: bool = False
     at_work: set[int] = field(default_factory=set)
-    pruned: set[int] = field(default_factory=set)
     settings: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     runs: dict[str, Path] = field(default_factory=dict)
 
@@ -257,6 +258,9 @@ class SearchSession(SearchRun):
         """Return a trial that a killed session left behind, else a new one, else none."""
         for trial in self.study.get_trials(states=(TrialState.RUNNING,)):
             if trial.number not in self.at_work:
+                if PRUNED in trial.user_attrs:
+                    self.study.tell(trial.number, state=TrialState.PRUNED)
+                    continue
                 if set(trial.params) == set(self.search.space):
                     return self.job(trial)
                 # killed while it was drawn: it does not count
@@ -317,25 +321,27 @@ class SearchSession(SearchRun):
             for one in running:
                 trial = self.study.get_trials()[number_of(one.job)]
                 self.learn_task(self.run_of(one.job))
-                rows = read_metrics(self.run_of(one.job))
-                if trial.number not in self.pruned and self.should_prune(trial, rows):
-                    self.pruned.add(trial.number)
+                if PRUNED not in trial.user_attrs and self.should_prune(
+                    trial, self.run_of(one.job)
+                ):
                     one.process.terminate()
 
-    def should_prune(self, trial: FrozenTrial, rows: list[dict[str, float]]) -> bool:
-        """Return whether Optuna prunes a trial.
+    def should_prune(self, trial: FrozenTrial, run: Path | None) -> bool:
+        """Return whether Optuna prunes a trial, and note it beside the trial.
 
         It is told the rounds one by one, so that it does not matter how many have ended since the
-        last look.
+        last look, or whether a session was killed in between.
         """
         live = optuna.trial.Trial(self.study, trial._trial_id)
         name = f"val/{measure_of(self.metric)}" if self.metric.startswith("final/") else self.metric
-        for row in rows:
-            if name in row and int(row["round"]) not in trial.intermediate_values:
+        pruned = bool(trial.intermediate_values) and live.should_prune()
+        for row in read_metrics(run):
+            if name in row and int(row["round"]) not in trial.intermediate_values and not pruned:
                 live.report(self.sign * row[name], int(row["round"]))
-                if live.should_prune():
-                    return True
-        return False
+                pruned = live.should_prune()
+        if pruned:
+            live.set_user_attr(PRUNED, True)
+        return pruned
 
     def ended(self, running: RunningJob, code: int) -> Job | None:
         job, number = running.job, number_of(running.job)
@@ -352,7 +358,7 @@ class SearchSession(SearchRun):
             and not self.study.get_trials(states=[TrialState.COMPLETE])
         ):
             self._require_metric(run)
-        if number in self.pruned:
+        if self.search.prune and self.is_pruned(number, run if code == 0 else None):
             self.study.tell(number, state=TrialState.PRUNED)
             self.display.line(f"{job.name} pruned; {self.summary()}")
         elif value is None:
@@ -362,6 +368,11 @@ class SearchSession(SearchRun):
             self.study.tell(number, self.sign * value)
             self.display.line(f"{job.name} finished: {self.metric} {value:.4g}; {self.summary()}")
         return self.next_job()
+
+    def is_pruned(self, number: int, run: Path | None) -> bool:
+        """Return whether a trial that has ended was pruned, or its last rounds say that it is."""
+        trial = self.study.get_trials()[number]
+        return PRUNED in trial.user_attrs or (run is not None and self.should_prune(trial, run))
 
     def _require_metric(self, run: Path) -> None:
         """Refuse a metric of rounds that the first trials to finish have not."""
@@ -434,12 +445,13 @@ def open_search(search: Search, folder: Path, resolve: Callable[[list[str]], str
         "space": repr(dict(search.space)),
         "metric": search.metric_of(CLASSIFICATION),
         "direction": optuna_direction(search),
+        "prune": search.prune,
         "settings": {key: value for key, value in settings.items() if not is_free(key)},
     }
     begun = {**asked, **study.user_attrs.get("search", {})}
     changed = [
         f"{key}: {begun[key]} -> {asked[key]}"
-        for key in ("metric", "direction")
+        for key in ("metric", "direction", "prune")
         if begun[key] != asked[key]
     ]
     changed += (
@@ -456,6 +468,15 @@ def open_search(search: Search, folder: Path, resolve: Callable[[list[str]], str
             rename = "move it away"
         rule = f"its trials were made with another configuration ({shown})"
         raise InputError(f"{folder}", rule, f"remove that folder to search anew, or {rename}")
+    made = sum(
+        set(trial.params) == set(search.space) and REPEATED not in trial.user_attrs
+        for trial in study.get_trials()
+    )
+    if made > search.wanted:
+        given = f"{search.path}: trials: {search.wanted}"
+        what = f" of {search.label}" if search.label else ""
+        rule = f"{made}{what} were begun in {folder}, and what is chosen is the best of all"
+        raise InputError(given, rule, f"write trials: {made} or more, or remove that folder")
     study.set_user_attr("search", asked)
     return study
 

@@ -21,7 +21,7 @@ from fl_lightning.study.execute.jobs import Job, RunningJob
 from fl_lightning.study.execute.trials import SearchRun, SearchSession
 from fl_lightning.study.plan.search import MethodSearch, Range, Search
 from fl_lightning.study.plan.spec_file import SpecFile
-from fl_lightning.study.plan.tuned import TunedMethod, TunedRecord, file_hash
+from fl_lightning.study.plan.tuned import TunedMethod, TunedRecord, file_hash, search_hash
 from fl_lightning.support.disk import replace
 
 
@@ -38,7 +38,8 @@ def check_record(search: Search) -> None:
     require(writable, f"{search.record}", "the record cannot be written there", another)
     if search.record.exists():
         try:
-            same = TunedRecord.read(search.record).search_sha256 == file_hash(SpecFile(search.path))
+            file, said = SpecFile(search.path), TunedRecord.read(search.record).search_sha256
+            same = said in (search_hash(file), file_hash(file))
         except InputError:
             same = False
         rule = "another search, or an earlier form of this one, has its record there"
@@ -103,7 +104,7 @@ class StudySearchSession(SearchRun):
             return False
         assert self.search.record is not None
         self.search.record.parent.mkdir(parents=True, exist_ok=True)
-        replace(self.search.record, self.record().to_yaml().encode())
+        replace(self.search.record, self.record().sealed().to_yaml().encode())
         for label, session in self.parts.items():
             best = session.best()
             assert best is not None
@@ -127,7 +128,7 @@ class StudySearchSession(SearchRun):
         return TunedRecord(
             study=search.study,
             search=os.path.relpath(search.path, search.record.parent),
-            search_sha256=file_hash(SpecFile(search.path)),
+            search_sha256=search_hash(SpecFile(search.path)),
             date=max(ends).date().isoformat(),
             version=__version__,
             metric=first.metric,

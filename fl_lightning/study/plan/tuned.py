@@ -14,7 +14,7 @@ whose ``record`` it is.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ class TunedRecord:
     Args:
         study: the name of the study.
         search: the search file, relative to the record.
-        search_sha256: the hash of what the search file says, see :func:`file_hash`.
+        search_sha256: the hash of what the search file says, see :func:`search_hash`.
         date: the day on which the last trial ended.
         version: the version of this program.
         metric, direction, trials, seed: as in the search file; ``trials`` is the number for each
@@ -73,6 +73,7 @@ class TunedRecord:
         space: the values that each setting may have, the same for every method.
         settings: the settings of every trial, beside those of the study.
         chosen: label -> what was chosen.
+        sha256: the hash of all this; empty in a record of before.
         path: the file that it was read from; None: it stands in the study file.
     """
 
@@ -88,6 +89,7 @@ class TunedRecord:
     space: Mapping[str, Any]
     settings: Mapping[str, Any]
     chosen: Mapping[str, TunedMethod]
+    sha256: str = ""
     path: Path | None = field(default=None, compare=False)
 
     @classmethod
@@ -100,7 +102,7 @@ class TunedRecord:
         known = {one.name for one in fields(cls)} - {"path"}
         of_method = {one.name for one in fields(TunedMethod)}
         rule, instead = "it is no record of tune", "write the path of a file that tune has written"
-        right = isinstance(document, Mapping) and {*document} == known
+        right = isinstance(document, Mapping) and {*document, "sha256"} == known
         require(right and isinstance(document["chosen"], Mapping), where, rule, instead)
         for label, method in document["chosen"].items():
             right = isinstance(method, Mapping) and {*method, "runs_sha256"} == of_method
@@ -110,6 +112,12 @@ class TunedRecord:
                 rule,
                 instead,
             )
+        require(
+            document.get("sha256", "") in ("", _own_hash(document)),
+            where,
+            "it was changed after tune had written it, and nobody knows where its values come from",
+            "run tune again, or leave 'tuned' out and write your values under the methods' settings",
+        )
         chosen = {label: TunedMethod(**method) for label, method in document["chosen"].items()}
         return cls(**{**document, "chosen": chosen}, path=path)
 
@@ -133,7 +141,13 @@ class TunedRecord:
         for method in written["chosen"].values():
             if not method["runs_sha256"]:
                 del method["runs_sha256"]
+        if not self.sha256:
+            del written["sha256"]
         return written
+
+    def sealed(self) -> TunedRecord:
+        """Return the record with its own hash."""
+        return replace(self, sha256=_own_hash(redact_settings(self.document())))
 
     def to_yaml(self) -> str:
         text = yaml.safe_dump(
@@ -185,11 +199,11 @@ class TunedRecord:
         require(not changed, f"{given}; {', '.join(changed)}", rule, again)
         search = self.path.parent / self.search if self.path else None
         if search is not None and search.is_file():
-            same = file_hash(SpecFile(search)) == self.search_sha256
+            file = SpecFile(search)
             require(
-                same,
+                self.search_sha256 in (search_hash(file), file_hash(file)),
                 f"{given}; {self.search}",
-                "the search was changed after the record was made",
+                "the search, or a configuration that it layers, was changed after the record was made",
                 again,
             )
 
@@ -270,6 +284,18 @@ def runs_hash(configs: Sequence[Path], settings: Mapping[str, Any]) -> str:
 def file_hash(file: SpecFile) -> str:
     """Return the hash of what a search file says; comments and the order of keys do not count."""
     return document_hash(file.load("search file"))
+
+
+def search_hash(file: SpecFile) -> str:
+    """Return the hash of what a search file says, and of what the configurations say that it layers
+    over its study: where it has none, that of the file."""
+    said = file.load("search file")
+    configs = file.configs(said.get("config"), "config")
+    return runs_hash(configs, said) if configs else document_hash(said)
+
+
+def _own_hash(document: Mapping[str, Any]) -> str:
+    return document_hash({key: value for key, value in document.items() if key != "sha256"})
 
 
 def tuned_record(file: SpecFile, given: str | Mapping[str, Any], key: str) -> Tuned | None:
