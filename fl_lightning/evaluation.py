@@ -277,8 +277,7 @@ def _totals(sums: Mapping[str, Tensor]) -> dict[str, tuple[np.ndarray, np.ndarra
 
 def _personal(task: Task, sums: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the mean over clients of the task's metrics of each client's own model, on the test
-    examples that are dealt to it: every client counts once, however many they are, but for one
-    whose examples have no weight in a metric."""
+    examples that are dealt to it: every client counts once, however many they are."""
     owners = {key: int(key.partition("/")[0]) // MAX_PARTS for key in sums}
     rows = {key: torch.cat([sums[key].new_tensor([id]), sums[key]]) for key, id in owners.items()}
     found = _of_clients(task, by_metric({key: row[None] for key, row in rows.items()}))
@@ -374,9 +373,10 @@ def _of_clients(task: Task, sums: Mapping[str, np.ndarray]) -> dict[str, dict[in
     """Return the mean over examples of each client, by metric and by the client's id, where its
     examples have a weight in the metric; ``sums`` are those of :func:`by_metric`."""
     means, weighed = {}, {}
+    ids = np.unique(np.concatenate([rows[:, 0] for rows in sums.values()]).astype(np.int64))
     for name, rows in sums.items():
-        ids, index = np.unique(rows[:, 0].astype(np.int64), return_inverse=True)
-        total, weight = (np.bincount(index, weights=part) for part in rows[:, 1:].T)
+        at, count = np.searchsorted(ids, rows[:, 0]), len(ids)
+        total, weight = (np.bincount(at, part, minlength=count) for part in rows[:, 1:].T)
         weighed[name] = weight > 0
         means[name] = total / np.where(weighed[name], weight, np.nan)
     of_task = [of for name, of in weighed.items() if "/" not in name]
@@ -437,8 +437,8 @@ def sums_of_validation(
         if named is not None:
             for id in ids.tolist():
                 mine = (owners == id).to(target.device)
-                # of pairs of answers the outputs are those of all first ones, then the second
-                own = tree_map(lambda part, at=mine: part[at.repeat(len(part) // len(at))], outputs)
+                rows_of = mine.repeat(data.task.outputs_per_example)
+                own = tree_map(lambda part, rows_of=rows_of: part[rows_of], outputs)
                 add_states(named, data.task, number, own, target[mine], str(id))
         if logs is not None:
             with fabric.autocast():
@@ -447,11 +447,8 @@ def sums_of_validation(
 
 
 def by_metric(sums: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-    """Return the rows of each metric, float64 ``[n, 3]``, in the order of the batches' numbers.
-
-    Args:
-        sums: as :func:`sums_of_validation` gives them.
-    """
+    """Return the rows of each metric, float64 ``[n, 3]``, in the order of the batches' numbers, of
+    ``sums`` as :func:`sums_of_validation` gives them."""
     found: dict[str, list[tuple[int, Tensor]]] = {}
     for key, rows in sums.items():
         number, _, name = key.partition("/")

@@ -25,7 +25,7 @@ from fl_lightning.probing import Finding, ProbedModel, probe, select_probes
 from fl_lightning.probing.probed_model import Protection
 from fl_lightning.run.checkpoint import CheckpointError
 from fl_lightning.run.directory import RunDirectory, checkpoint_name
-from fl_lightning.run.metadata import git_state, now, versions
+from fl_lightning.run.metadata import code_of_model, git_state, now, versions
 from fl_lightning.run.paths import checkpoints_in
 from fl_lightning.run.resume import changed_identity, find_start, identity_of
 from fl_lightning.run.snapshot import Checkpoint, restore
@@ -203,7 +203,9 @@ def load_model(
     run = RunDirectory(checkpoint.path.parent.parent)
     metadata = run.read_json("metadata.json")
     if not changed:
-        changed = [f"the code of {name}" for name in changed_code(metadata.get("code") or {})]
+        known, own = metadata.get("code") or {}, code_of_model(fed)
+        code = {name: sha for name, sha in known.items() if name in own}  # not of callbacks
+        changed = [f"the code of {name}" for name in changed_code(code)]
         instead = "restore the files of then,"
     if changed and not allow_changed:
         more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""

@@ -56,8 +56,6 @@ def describe_run(
         identity: SHA-256 of what the results rest on beside the configuration, by name.
         command_line: the words of the command that started the run; secrets in it are hidden.
     """
-    recipe = recipe_of(fed.method.network)
-    network = {type(part) for part in fed.method.modules()} | {recipe and recipe.function}
     return {
         "seed": fed.seed,
         "method": type(fed.method).__name__,
@@ -66,7 +64,7 @@ def describe_run(
         "constant_guess": fed.data.task.constant_guess(fed.data.test_target),
         "git": git_state(),
         "versions": versions(),
-        "code": code_of(fed, fed.method, fed.data, *fed.callbacks, *network),
+        "code": code_of(fed, *fed.callbacks) | code_of_model(fed),
         "command_line": redact_arguments(list(command_line)),
         "device": str(fed.fabric.device),
         "engine": engine,
@@ -79,6 +77,14 @@ def describe_run(
         "status": "running",
         "tracking_run_id": None,
     }
+
+
+def code_of_model(fed: Federation) -> dict[str, str]:
+    """Return the user's files of the method, the network and the data, see
+    :func:`fl_lightning.support.user_code.code_of`."""
+    recipe = recipe_of(fed.method.network)
+    network = {type(part) for part in fed.method.modules()} | {recipe and recipe.function}
+    return code_of(fed.method, fed.data, *network)
 
 
 def task_of(task: Task, emitters: Iterable[Emitter] = ()) -> dict[str, Any]:

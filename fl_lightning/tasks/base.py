@@ -69,6 +69,9 @@ class Task(Recorded):
     hits: frozenset[str] = frozenset()
     """The metrics of which an example is right or wrong, 1 or 0, with the weight 1."""
 
+    outputs_per_example: int = 1
+    """Rows of the outputs that an example has: the first ones of all examples, then the second."""
+
     per_client: tuple[str, ...] = ()
     """The metrics of which the validation reports mean and spread over clients; the primary one is
     among them."""

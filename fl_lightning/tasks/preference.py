@@ -73,7 +73,7 @@ class Preference(Task):
     """
 
     shares = frozenset({"preference_accuracy"})
-    of_tokens = True
+    of_tokens, outputs_per_example = True, 2
 
     def __init__(
         self,

@@ -21,6 +21,7 @@ from refusals import know_installed_classes_alone
 
 from fl_lightning.__main__ import main
 from fl_lightning.cli import commands
+from fl_lightning.cli.configs import check_encoding
 from fl_lightning.errors import InputError
 from fl_lightning.support.imports import garbage_collection_off
 from fl_lightning.trainer import FederatedTrainer
@@ -636,3 +637,14 @@ def test_the_program_from_any_directory(here: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert yaml.safe_load(done.stdout)["model"]["init_args"]["network"] == "resnet20"
     assert sorted(path.name for path in here.iterdir()) == ["base.yaml"]
+
+
+def test_bytes_that_the_locale_cannot_read_are_told_from_those_that_nobody_can():
+    utf8, latin = (text.encode(name).decode("ascii", "surrogateescape") for text, name in UMLAUTS)
+    with pytest.raises(InputError, match="ü; it is UTF-8, and the locale is not; set LC_ALL"):
+        check_encoding([utf8])
+    with pytest.raises(InputError, match=r"\\xfc; it is not UTF-8.*write it in UTF-8"):
+        check_encoding([latin])
+
+
+UMLAUTS = ("ü", "utf-8"), ("ü", "latin-1")

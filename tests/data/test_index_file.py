@@ -50,6 +50,7 @@ def test_lists_of_lists_leave_the_validation_to_the_run(tmp_path):
 EVEN, ODD = list(range(0, N, 2)), list(range(1, N, 2))
 WRONG = {
     "no JSON": ("[[1, 2", "it is not JSON"),
+    "a key twice": ('{"clients": [], "clients": [[0]]}', "key 'clients'; an object has it twice"),
     "nothing": ("{}", "it lists no clients"),
     "no lists": ("[]", "it lists no clients"),
     "too many clients": (json.dumps([EVEN, ODD, []]), "lists 3 clients; write num_clients: 3"),

@@ -116,6 +116,9 @@ def test_files_that_are_missing_damaged_or_hold_a_user_twice(tmp_path):
     (tmp_path / "cut.json").write_text('{"users": ["a"')
     with pytest.raises(InputError, match=r"cut\.json; it is not JSON"):
         ready(tmp_path / "cut.json")
+    (tmp_path / "cut.json").write_text('{"users": ["a"], "user_data": {"a": {}, "a": {}}}')
+    with pytest.raises(InputError, match=r"cut\.json, key 'a'; an object has it twice"):
+        ready(tmp_path / "cut.json")
     for name in "ab":
         write(tmp_path / "twice" / f"{name}.json", content({"f01": 3}))
     with pytest.raises(InputError, match=r"b\.json, user f01; the user is in .*a\.json too"):

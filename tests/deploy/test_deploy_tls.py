@@ -71,7 +71,7 @@ def test_a_superlink_without_tls_is_refused_and_one_that_is_not_there_is_waited_
     check_handshake(f"127.0.0.1:{free_port()}", certificates, "--root_certificates")
     (tmp_path / "none.pem").write_text("no certificate")
     for name in ("none.pem", "missing.pem"):
-        with pytest.raises(InputError, match=f"{name}; it holds no certificate"):
+        with pytest.raises(InputError, match=f"{name}; it cannot be read, or holds no certificate"):
             check_handshake("127.0.0.1:1", str(tmp_path / name), "--root_certificates")
     with socket.create_server(("127.0.0.1", 0)) as door:
 

@@ -772,6 +772,7 @@ def test_slots_stand_still_where_noise_hides_whether_anybody_used_them(tmp_path,
     fit(method, tmp_path, privacy=noisy)
     untouched = built(ffa=True, wire="private", weigh_by="clients", k_init=2, k_max=3)[0]
     assert method.slots.mass.tolist() == [0, 0, 0, 0]
+    assert method.server_metrics()["experts/effective"] == 0  # nothing is known of their use
     assert method.slots.active.tolist() == untouched.slots.active.tolist()
     assert float(method.slots.rejecters) == 0
     assert "no adapter ever moves" in caplog.text

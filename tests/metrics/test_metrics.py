@@ -3,6 +3,7 @@ import pytest
 import torch
 from torchmetrics.classification import MulticlassCalibrationError
 
+from fl_lightning.evaluation import _of_clients
 from fl_lightning.metrics import (
     auc_accuracy,
     brier_score,
@@ -11,6 +12,7 @@ from fl_lightning.metrics import (
     expected_calibration_error,
     final_summary,
 )
+from fl_lightning.tasks import Classification
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -161,3 +163,12 @@ def test_final_summary() -> None:
         [{"round": 1}, {"round": 2, "test/mse": 3.0}], "mse", higher_is_better=False, is_share=False
     )
     assert one == {"final/mse": 3.0, "final/last5_mse": 3.0}, "a single evaluation has no area"
+
+
+def test_a_client_without_a_row_of_a_metric_has_no_value_of_it():
+    rows = {
+        "accuracy": np.array([[0.0, 1, 2], [2, 3, 4]]),
+        "loss": np.array([[2.0, 6, 2], [0, 1, 1], [1, 3, 2], [0, 3, 1]]),
+    }
+    found = _of_clients(Classification(), rows)
+    assert found == {"accuracy": {0: 0.5, 2: 0.75}, "loss": {0: 2.0, 1: 1.5, 2: 3.0}}

@@ -6,6 +6,7 @@ import json
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import optuna
 import pytest
@@ -239,6 +240,31 @@ def test_a_search_that_was_killed_around_a_pruning_is_the_one_that_was_not(tmp_p
         assert tried(tmp_path / "killed")[-1][-1] == "RUNNING"
         session(tmp_path / "killed", text=text)[0].run()
     assert tried(tmp_path / "killed") == whole
+
+
+def test_a_round_is_judged_once_however_often_one_looks(tmp_path):
+    """Trials that end later do not prune one that has passed its last round."""
+    tune, _ = session(tmp_path, text=SEARCH + "prune: true\n")
+    tune.open()
+    tune.display = SimpleNamespace(line=lambda text: None)
+
+    def trial(value: float, *, ends: bool):
+        drawn = tune.study.ask(tune.search.distributions())
+        run = new_run(tune.folder, f"own-{drawn.number}")
+        (run / "metrics.csv").write_text(f"round,val/accuracy\n1,{value}\n")
+        pruned = tune.should_prune(tune.study.get_trials()[drawn.number], run)
+        if ends:
+            tune.study.tell(drawn.number, value)
+        return pruned, drawn.number, run
+
+    for _ in range(4):
+        trial(0.1, ends=True)
+    pruned, number, run = trial(0.5, ends=False)
+    assert not pruned
+    for _ in range(6):
+        trial(0.9, ends=True)
+    assert not tune.is_pruned(number, run)
+    assert trial(0.5, ends=False)[0]
 
 
 def test_no_combination_is_tried_twice_and_no_more_than_there_are(tmp_path):

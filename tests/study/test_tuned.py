@@ -307,6 +307,10 @@ def test_a_change_in_a_file_of_the_search_is_seen(tmp_path):
     over.write_text("trainer: {participation: 1.0}\n")
     with pytest.raises(InputError, match="the search, or a configuration that it layers, was"):
         Study.read(tmp_path / "study.yaml")
+    over.unlink()
+    with pytest.raises(InputError, match="the search, or a configuration that it layers, was"):
+        Study.read(tmp_path / "study.yaml")
+    Study.read(tmp_path / "study.yaml", find_configs=False)  # as compare does, elsewhere
     record = tmp_path / "tuned" / "small.yaml"
     of_before = yaml.safe_load(record.read_text())
     del of_before["sha256"]

@@ -96,7 +96,7 @@ def check_handshake(address: str, certificates: str | None, flag: str) -> None:
         f"{flag} {certificates}",
         "name the file of the one that signed the SuperLink's",
     )
-    with as_bad_input(given, "it holds no certificate", instead, OSError):
+    with as_bad_input(given, "it cannot be read, or holds no certificate", instead, OSError):
         trusted = ssl.create_default_context(cafile=certificates)
     try:
         trusted.verify_flags &= ~ssl.VERIFY_X509_STRICT  # as lenient as Flower is

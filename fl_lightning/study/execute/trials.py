@@ -41,6 +41,8 @@ TUNED = "tuned"
 TRIAL = "trial-"
 PRUNED = "pruned"
 """The mark of a trial that was pruned, which is made before its process is ended."""
+JUDGED = "judged"
+"""The last round of a trial that was judged, and did not prune it."""
 REPEATED = "repeated"
 """The mark of a trial with the values of an earlier one, which is not made."""
 TASK = "task"
@@ -330,18 +332,21 @@ class SearchSession(SearchRun):
         """Return whether Optuna prunes a trial, and note it beside the trial.
 
         It is told the rounds one by one, so that it does not matter how many have ended since the
-        last look, or whether a session was killed in between.
+        last look, and judges each of them once, also where a session was killed in between.
         """
         live = optuna.trial.Trial(self.study, trial._trial_id)
         name = f"val/{measure_of(self.metric)}" if self.metric.startswith("final/") else self.metric
-        pruned = bool(trial.intermediate_values) and live.should_prune()
+        judged = trial.user_attrs.get(JUDGED, 0)
         for row in read_metrics(run):
-            if name in row and int(row["round"]) not in trial.intermediate_values and not pruned:
-                live.report(self.sign * row[name], int(row["round"]))
+            round = int(row["round"])
+            if name in row and round > judged:
+                if round not in trial.intermediate_values:
+                    live.report(self.sign * row[name], round)
                 pruned = live.should_prune()
-        if pruned:
-            live.set_user_attr(PRUNED, True)
-        return pruned
+                live.set_user_attr(PRUNED if pruned else JUDGED, round)
+                if pruned:
+                    return True
+        return False
 
     def ended(self, running: RunningJob, code: int) -> Job | None:
         job, number = running.job, number_of(running.job)

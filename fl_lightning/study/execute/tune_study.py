@@ -21,7 +21,7 @@ from fl_lightning.study.execute.jobs import Job, RunningJob
 from fl_lightning.study.execute.trials import SearchRun, SearchSession
 from fl_lightning.study.plan.search import MethodSearch, Range, Search
 from fl_lightning.study.plan.spec_file import SpecFile
-from fl_lightning.study.plan.tuned import TunedMethod, TunedRecord, file_hash, search_hash
+from fl_lightning.study.plan.tuned import TunedMethod, TunedRecord, is_of_search, search_hash
 from fl_lightning.support.disk import replace
 
 
@@ -38,8 +38,7 @@ def check_record(search: Search) -> None:
     require(writable, f"{search.record}", "the record cannot be written there", another)
     if search.record.exists():
         try:
-            file, said = SpecFile(search.path), TunedRecord.read(search.record).search_sha256
-            same = said in (search_hash(file), file_hash(file))
+            same = is_of_search(TunedRecord.read(search.record), SpecFile(search.path))
         except InputError:
             same = False
         rule = "another search, or an earlier form of this one, has its record there"

@@ -199,9 +199,8 @@ class TunedRecord:
         require(not changed, f"{given}; {', '.join(changed)}", rule, again)
         search = self.path.parent / self.search if self.path else None
         if search is not None and search.is_file():
-            file = SpecFile(search)
             require(
-                self.search_sha256 in (search_hash(file), file_hash(file)),
+                is_of_search(self, SpecFile(search, find_configs=runs is not None)),
                 f"{given}; {self.search}",
                 "the search, or a configuration that it layers, was changed after the record was made",
                 again,
@@ -288,10 +287,26 @@ def file_hash(file: SpecFile) -> str:
 
 def search_hash(file: SpecFile) -> str:
     """Return the hash of what a search file says, and of what the configurations say that it layers
-    over its study: where it has none, that of the file."""
+    over its study: where it has none, that of the file.
+
+    Raises:
+        InputError: a configuration is not there, or cannot be read.
+    """
     said = file.load("search file")
-    configs = file.configs(said.get("config"), "config")
+    given = said.get("config") if isinstance(said, Mapping) else None
+    configs = file.configs(given, "config") if isinstance(given, (str, list)) else ()
     return runs_hash(configs, said) if configs else document_hash(said)
+
+
+def is_of_search(record: TunedRecord, file: SpecFile) -> bool:
+    """Return whether a record was made by a search as its file says it now; where its
+    configurations are not there to be read, this is not known, and true."""
+    if record.search_sha256 == file_hash(file):  # without configurations, or a record of before
+        return True
+    try:
+        return record.search_sha256 == search_hash(file)
+    except InputError:
+        return not file.find_configs
 
 
 def _own_hash(document: Mapping[str, Any]) -> str:

@@ -89,8 +89,12 @@ def _with_rule_of_sweep(plan: Study, folder: Path) -> Study:
     swept = folder / "study.yaml"
     if plan.until is not None or not swept.is_file():
         return plan
+    return replace(plan, until=_copy_of_sweep(swept).until)
+
+
+def _copy_of_sweep(file: Path) -> Study:
     try:
-        return replace(plan, until=Study.read(swept, find_configs=False).until)
+        return Study.read(file, find_configs=False)
     except InputError as error:
         raise error.within("the copy that a sweep left, and the next one writes anew") from error
 
@@ -103,7 +107,7 @@ def locate(study: str, root: Path, must_exist: bool = True) -> tuple[Study | Non
         return _with_rule_of_sweep(plan, root / plan.name), root / plan.name
     folder = folder_of(study, root, must_exist)
     file = folder / "study.yaml"
-    return (Study.read(file, find_configs=False) if file.is_file() else None), folder
+    return (_copy_of_sweep(file) if file.is_file() else None), folder
 
 
 def assign(

@@ -21,7 +21,7 @@ from fl_lightning.errors import InputError, MisuseError
 from fl_lightning.metrics.summary import final_summary
 from fl_lightning.run.checkpoint import CheckpointError, load_document
 from fl_lightning.run.clients import FILE as CLIENTS
-from fl_lightning.run.directory import numbered, read_json
+from fl_lightning.run.directory import numbered
 from fl_lightning.run.paths import checkpoints_in
 from fl_lightning.run.tables import CsvTable, numbers
 from fl_lightning.study.metric_names import TaskMetrics
@@ -179,14 +179,14 @@ def read_directory(path: Path) -> RunRecord:
         file = "metrics.csv"
         table = (path / file).read_bytes() if (path / file).exists() else b""
         history = numbers(table)
-        older = [Tested.of(read_json(other)) for other in sorted(path.glob("test_round_*.json"))]
+        older = [_test_in(other)[0] for other in sorted(path.glob("test_round_*.json"))]
         file = "config.yaml"
         clients = _text(path / CLIENTS)
         settings = config_of(path) if (path / file).exists() else {}
         unknown = _not_recorded(settings)
     except UNREADABLE as error:
         return RunRecord(path.name, str(path), metadata, [], {}, f"{file} {_unreadable(error)}")
-    tested, test_problem = _test_of(path)
+    tested, test_problem = _test_in(path / "test.json")
     wrong = (
         problem(metadata, history)
         or _changed_metrics(path, history)
@@ -208,10 +208,10 @@ def read_directory(path: Path) -> RunRecord:
     )
 
 
-def _test_of(run: Path) -> tuple[Tested, str]:
-    """Return what ``test`` measured last, and why that cannot be read, or empty."""
+def _test_in(file: Path) -> tuple[Tested, str]:
+    """Return what ``test`` has measured, and why that cannot be read, or empty."""
     try:
-        return Tested.of(_mapping(run / "test.json") if (run / "test.json").exists() else {}), ""
+        return Tested.of(_mapping(file) if file.exists() else {}), ""
     except UNREADABLE as error:
         return Tested({}), f"it {_unreadable(error)}; test it again"
 
