@@ -24,9 +24,9 @@ class FactorError(Stressor, Meter):
 
         || sum_k p_k B_k A_k  -  (sum_k p_k B_k) (sum_k p_k A_k) ||  /  || sum_k p_k B_k A_k ||
 
-    in the Frobenius norm over all layers, over the clients whose upload counts; of Fed-VEMoE over the
-    trainers of each expert, and squares are added up over experts. It is 0 where A is frozen. It
-    reads single uploads, so that a secure sum cannot have it, and holds them in memory until the
+    in the Frobenius norm over all layers, over the clients whose upload counts; of Fed-VEMoE over
+    the trainers of each expert, and squares are added up over experts. It is 0 where A is frozen.
+    It reads single uploads, so that a secure sum cannot have it, and holds them in memory until the
     end of the round. It changes nothing.
     """
 

@@ -485,7 +485,7 @@ def test_tables_are_escaped(tmp_path):
         claimed={"A|b_c&d": {"accuracy": 0.9}, "elsewhere": "faster"},
     )
     compare("study", tmp_path / "out", tmp_path / "runs")
-    assert r"A|b\_c\&d &" in (tmp_path / "out/tables.tex").read_text()
+    assert r"A\textbar{}b\_c\&d &" in (tmp_path / "out/tables.tex").read_text()
     written = (tmp_path / "out/report.md").read_text()
     assert "| A\\|b_c&d | accuracy | 0.9 | 0.92 ± 0.02 |" in written
     assert "- elsewhere: faster" in written

@@ -440,7 +440,7 @@ def test_a_run_without_its_metrics_is_not_finished_and_one_that_cannot_be_read_s
     assert "A-seed0-2/config.yaml; it cannot be read" in caplog.text
     plan = Console(record=True, width=300, file=io.StringIO())
     show_plan(StudyCells(SimpleNamespace(name="small"), tmp_path, [record]), 1, console=plan)  # type: ignore[arg-type]
-    said = plan.export_text()
+    said = " ".join(plan.export_text().split())
     assert f"A-seed0 is finished, but {why}" in said
     assert "(checkpoints/ has a copy of metrics.csv), or move the folder away" in said
     assert "1 to run" in said

@@ -280,7 +280,7 @@ def test_numbers_of_unknown_origin_are_refused(tmp_path):
         STUDY.replace("lr: 0.5", "lr: 0.6"),
     )
     refused(
-        r"search.yaml; the search, or a configuration that it layers, was changed after",
+        r"search.yaml; the search, or a configuration that it layers, was changed since",
         search=SEARCH.replace("trials: 6", "trials: 60"),
     )
     write(tmp_path, search=SEARCH + "# a comment\n")

@@ -79,8 +79,8 @@ class CellState:
             if problem:  # for which ``compare`` does not count it
                 self.status = "failed"
                 self.problem = (
-                    f"{self.run} is finished, but {problem}; put its files back (checkpoints/ has a copy of "
-                    "metrics.csv), or move the folder away and the cell is run again"
+                    f"{self.run} is finished, but {problem}; put its files back (checkpoints/ has a "
+                    "copy of metrics.csv), or move the folder away and the cell is run again"
                 )
 
     def is_tested(self, flags: Mapping[str, Any]) -> bool:

@@ -116,7 +116,7 @@ class TunedRecord:
             document.get("sha256", "") in ("", _own_hash(document)),
             where,
             "it was changed after tune had written it, and nobody knows where its values come from",
-            "run tune again, or leave 'tuned' out and write your values under the methods' settings",
+            "run tune again, or write your values as settings of the methods and leave 'tuned' out",
         )
         chosen = {label: TunedMethod(**method) for label, method in document["chosen"].items()}
         return cls(**{**document, "chosen": chosen}, path=path)
@@ -202,7 +202,7 @@ class TunedRecord:
             require(
                 is_of_search(self, SpecFile(search, find_configs=runs is not None)),
                 f"{given}; {self.search}",
-                "the search, or a configuration that it layers, was changed after the record was made",
+                "the search, or a configuration that it layers, was changed since",
                 again,
             )
 
