@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import cycle, islice
 from typing import Any
 
+from callbacks.meters.training_cost import steps_and_examples
 from fl_lightning.errors import require
-from fl_lightning.exchange import asked_steps
 from fl_lightning.hooks import Context, Meter, RoundRecord
 
 
@@ -70,7 +69,7 @@ def seconds_of_round(context: Any, id: int) -> float:
         id: the client's.
     """
     client = context.data.client(id)
-    examples = sum(islice(cycle(context.data.epoch_sizes(client)), asked_steps(context, client)))
+    _, examples = steps_and_examples(context, client, work=1.0)
     trained = (one.numel() for one in context.method.network.parameters() if one.requires_grad)
     size = 4 * sum(trained)
     return context.timing.clock.seconds(context.seed, 1, id, examples=examples, down=size, up=size)

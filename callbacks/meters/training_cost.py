@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -139,9 +140,8 @@ def steps_and_examples(context: Any, client: Client, work: float) -> tuple[int, 
         client: who trains.
         work: share of its local steps that it makes.
     """
-    sizes, steps = context.data.epoch_sizes(client), asked_steps(context, client, work)
-    whole, part = divmod(steps, max(1, len(sizes)))
-    return steps, whole * sum(sizes) + sum(sizes[:part])
+    steps = asked_steps(context, client, work)
+    return steps, sum(islice(cycle(context.data.epoch_sizes(client)), steps))
 
 
 def measure(context: Context, work: Work) -> ClientCost:

@@ -127,9 +127,9 @@ class LabelNoise(Stressor):
 
     def _noisy_clients(self, round: int, context: Context) -> frozenset[int]:
         if self._noisy is None:
-            if self.among == "cohort" and round == self.round:
-                return frozenset()  # a sampler asks who is not chosen yet
             if self.among == "cohort":
+                if round == self.round:
+                    return frozenset()  # a sampler asks before the cohort is drawn
                 raise InputError(
                     f"LabelNoise(among='cohort') joined the run after round {self.round}",
                     "it chooses from that round's cohort",

@@ -137,6 +137,11 @@ def test_archived_runs_are_those_of_the_report(study):
 
 def refused_uploads(study):
     """How many uploads of each archived run were refused."""
+    return summed(study, "clients/rejected")
+
+
+def summed(study, metric):
+    """The sum of a metric over the rounds of each archived run."""
     with tarfile.open(RESULTS / study / "runs.tar.xz") as archive:
         tables = {
             one.name.split("/")[1]: archive.extractfile(one).read().decode().splitlines()
@@ -144,7 +149,7 @@ def refused_uploads(study):
             if one.name.endswith("/metrics.csv")
         }
     return {
-        name: sum(float(row["clients/rejected"]) for row in csv.DictReader(lines))
+        name: sum(float(row[metric]) for row in csv.DictReader(lines))
         for name, lines in tables.items()
     }
 
@@ -184,6 +189,20 @@ def test_what_is_said_of_the_leaderboard():
     assert {len(one) for one in pairs.values()} == {55}
     significant = {setting for setting, one in pairs.items() if one["FedMPQ", "FedMPQKD"] < 0.05}
     assert significant == {"labels2"}
+    rivals = {
+        (rival, setting): found[setting]["methods"][rival]["metrics"]["final/accuracy"]["mean"]
+        for rival in ("FedAvg", "FedDyn", "FedLC")
+        for setting in ("dirichlet01", "labels2")
+    }
+    better = {
+        key for key in rivals if key[0] != "FedAvg" and pairs[key[1]]["FedAvg", key[0]] < 0.05
+    }
+    assert better == {("FedDyn", "labels2"), ("FedLC", "dirichlet01")}
+    assert all(value >= rivals["FedAvg", setting] for (_, setting), value in rivals.items())
+    dropped = summed("leaderboard_brief", "clients/dropped")
+    assert {name for name, count in dropped.items() if count} == {
+        name for name in dropped if "setting=stress" in name
+    }
     attacked = sorted(
         run["metrics"]["final/accuracy"]
         for run in report["runs"]

@@ -296,19 +296,26 @@ def test_numbers_of_unknown_origin_are_refused(tmp_path):
     refused("it is no record of tune")
 
 
+def refused_once_changed(file: Path, value: str, other: str, said: str) -> None:
+    """The study beside a file is read where that has a comment more, and refused where a value is
+    another."""
+    text = file.read_text()
+    file.write_text(text + "# as it was\n")
+    Study.read(file.parent / "study.yaml")
+    file.write_text(text.replace(value, other))
+    with pytest.raises(InputError, match=said):
+        Study.read(file.parent / "study.yaml")
+
+
 def test_a_change_in_a_file_of_the_search_is_seen(tmp_path):
     """A record of before had the hash of the search file alone."""
     write(tmp_path, search=SEARCH + "config: over.yaml\n")
-    over = tmp_path / "over.yaml"
+    over, said = tmp_path / "over.yaml", "the search, or a configuration that it layers, was"
     over.write_text("trainer: {participation: 0.5}\n")
     tune(tmp_path)
-    over.write_text("trainer: {participation: 0.5}  # as it was\n")
-    Study.read(tmp_path / "study.yaml")
-    over.write_text("trainer: {participation: 1.0}\n")
-    with pytest.raises(InputError, match="the search, or a configuration that it layers, was"):
-        Study.read(tmp_path / "study.yaml")
+    refused_once_changed(over, "0.5", "1.0", said)
     over.unlink()
-    with pytest.raises(InputError, match="the search, or a configuration that it layers, was"):
+    with pytest.raises(InputError, match=said):
         Study.read(tmp_path / "study.yaml")
     Study.read(tmp_path / "study.yaml", find_configs=False)  # as compare does, elsewhere
     record = tmp_path / "tuned" / "small.yaml"
@@ -327,11 +334,7 @@ def test_a_change_in_a_file_of_a_method_is_seen(tmp_path):
     own.write_text("base: below.yaml\ntrainer: {local_epochs: 2}\n")
     write(tmp_path, study)
     tune(tmp_path)
-    base.write_text("data: {batch_size: 8} # as it was\n")
-    Study.read(tmp_path / "study.yaml")
-    base.write_text("data: {batch_size: 9}\n")
-    with pytest.raises(InputError, match="; High; the study's settings or a configuration file"):
-        Study.read(tmp_path / "study.yaml")
+    refused_once_changed(base, "8", "9", "; High; the study's settings or a configuration file")
     record = tmp_path / "tuned" / "small.yaml"
     of_before = yaml.safe_load(record.read_text())
     del of_before["sha256"]

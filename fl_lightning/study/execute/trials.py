@@ -321,11 +321,9 @@ class SearchSession(SearchRun):
         prunes."""
         if self.search.prune:
             for one in running:
-                trial = self.study.get_trials()[number_of(one.job)]
-                self.learn_task(self.run_of(one.job))
-                if PRUNED not in trial.user_attrs and self.should_prune(
-                    trial, self.run_of(one.job)
-                ):
+                trial, run = self.study.get_trials()[number_of(one.job)], self.run_of(one.job)
+                self.learn_task(run)
+                if PRUNED not in trial.user_attrs and self.should_prune(trial, run):
                     one.process.terminate()
 
     def should_prune(self, trial: FrozenTrial, run: Path | None) -> bool:
