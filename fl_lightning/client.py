@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from torch import Tensor
@@ -28,6 +28,10 @@ class Client:
     train: np.ndarray
     val: np.ndarray
     state: dict[str, Tensor] = field(default_factory=dict)
+
+    def apart(self) -> Client:
+        """Return this client with a copy of its state, for what is measured beside its round."""
+        return replace(self, state={name: tensor.clone() for name, tensor in self.state.items()})
 
 
 @dataclass(frozen=True, slots=True)

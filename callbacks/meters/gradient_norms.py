@@ -34,6 +34,8 @@ from fl_lightning.figures import (
     new_axes,
 )
 from fl_lightning.hooks import Context, Meter, RoundRecord
+from fl_lightning.methods import Method
+from fl_lightning.methods.optimizing import local_optimizer
 from fl_lightning.wire import Payload
 
 if TYPE_CHECKING:
@@ -121,14 +123,14 @@ def gradient_norms(
     """Return the norm of each term on the first batch that has it: the client's own first one, and
     what it learns from before."""
     method, seed = own_copy(context), context.seed
-    method.start_client(Payload.from_bytes(message), client, labels)
+    method.start_client(Payload.from_bytes(message), client.apart(), labels)
     method.train()
     batches = list(method.local_batches(context.data, client, epochs=1, labels=labels, steps=1))
     norms: dict[str, float] = {}
-    for batch in batches if len(batches) < 2 else (batches[0], batches[-1]):
+    for step in dict.fromkeys((0, len(batches) - 1)):
         with rng.torch_stream(seed, "dropout", method.round, client.id):
-            outputs = method.training_step(batch, 0)
-        norms = norms_of(outputs, list(method.trainable())) | norms
+            outputs = method.training_step(batches[step], step)
+        norms = norms_of(outputs, trained(method)) | norms
     return norms
 
 
@@ -139,7 +141,7 @@ def last_gradient_norms(
     it has then."""
     method, data, epochs = own_copy(context), context.data, context.local_epochs
     steps = asked_steps(context, client)
-    method.start_client(Payload.from_bytes(message), client, labels)
+    method.start_client(Payload.from_bytes(message), client.apart(), labels)
     method.train()
     optimizer = start_optimizer(context.fabric, method)
     with (
@@ -151,9 +153,13 @@ def last_gradient_norms(
         )
         for index, batch in enumerate(batches[:-1]):
             local_step(context.fabric, method, optimizer, batch, index)
-        return norms_of(
-            method.training_step(batches[-1], len(batches) - 1), list(method.trainable())
-        )
+        return norms_of(method.training_step(batches[-1], len(batches) - 1), trained(method))
+
+
+def trained(method: Method) -> list[Tensor]:
+    """Return what the local optimiser steps on, of all its groups."""
+    groups = local_optimizer(method).param_groups
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 def with_ratios(norms: dict[str, float]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice
 from typing import Any
 
@@ -101,7 +101,7 @@ class TrainingCost(Meter):
             self._entries = message, ",".join(entries)
         kind = f"{context.method.work_kind(client)}|{self._entries[1]}"
         steps, examples = steps_and_examples(context, client, self._assigned[client.id])
-        before = Client(client.id, client.train, client.val, dict(client.state))
+        before = replace(client, state=dict(client.state))
         self._cohort.setdefault(kind, []).append(Work(before, message, labels, steps, examples))
 
     def on_round_end(self, record: RoundRecord, context: Context) -> None:
@@ -169,9 +169,7 @@ class TrialRound:
     def __init__(self, context: Context, work: Work) -> None:
         self.fed: Any = context
         self.work, self.method = work, own_copy(context)
-        self.client = Client(
-            work.client.id, work.client.train, work.client.val, dict(work.client.state)
-        )
+        self.client = work.client.apart()
         self.method.start_client(Payload.from_bytes(work.message), self.client, work.labels)
         self.method.train()
         self.optimizer = local_optimizer(self.method)

@@ -4,6 +4,7 @@ examples."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -62,7 +63,7 @@ def local_losses(
 @torch.no_grad()
 def _measured(fabric: Fabric, method: Method, data: FederatedData, task: ClientTask) -> Tensor:
     """Return mean and root mean square of a client's losses, float64 ``[2]`` on the CPU."""
-    start_client(method, task)
+    start_client(method, replace(task, client=task.client.apart()))
     method.eval()
     index, sums = (
         torch.from_numpy(task.client.train).to(data.device),

@@ -14,11 +14,12 @@ from refusals import refused
 from tiny_language import adam, fit, method_of, records, tiny
 from torch import nn
 
+from callbacks import GradientNorms
 from fl_lightning import methods
 from fl_lightning.aggregation.adapters import RULES, Residual, Stack, algebra, chosen_rule
 from fl_lightning.aggregation.adapters.moving_base import BaseChange
 from fl_lightning.aggregation.exact_sum import ExactSum
-from fl_lightning.clock import Clock, FedBuff, SameDevice
+from fl_lightning.clock import Clock, FedBuff, LogNormalDevices, SameDevice
 from fl_lightning.compatibility import Run, check_run
 from fl_lightning.conformance.bench import prepare_data
 from fl_lightning.hooks import Stressor
@@ -34,6 +35,7 @@ from fl_lightning.methods import (
 )
 from fl_lightning.models.adapters import adapter_layers, add_lora
 from fl_lightning.privacy import ClientPrivacy
+from fl_lightning.sampling import Oort
 from fl_lightning.wire import Payload
 
 EXACT = ("frozen_a", "residual", "stack", "alternate")
@@ -428,6 +430,20 @@ def test_a_run_that_is_continued_ends_the_same(rule, tmp_path):
     )
     fit(again, tmp_path / "again", ckpt_path=str(middle), **settings)
     assert weights_of(again).equal(weights_of(once))
+
+
+@pytest.mark.parametrize("rule", ["residual", "stack", "alternate"])
+def test_what_is_measured_beside_a_round_leaves_what_clients_keep(rule, tmp_path):
+    """Losses that clients tell before they train, norms of gradients, and a client that is alone in
+    its stack receive the same message once more."""
+    told = {"sampler": Oort(), "clock": Clock(devices=LogNormalDevices()), "max_rounds": 4}
+    asked, _ = fitted(tmp_path, rule, callbacks=[GradientNorms(every=1)], **told)
+    plain, _ = fitted(tmp_path, rule, max_rounds=4)
+    assert weights_of(asked).equal(weights_of(plain))
+    settings = {"participation": 0.25, "max_rounds": 4}
+    alone, _ = fitted(tmp_path, rule, engine="batched", **settings)
+    one, _ = fitted(tmp_path, rule, engine="sequential", **settings)
+    assert weights_of(alone).equal(weights_of(one))
 
 
 @pytest.mark.slow

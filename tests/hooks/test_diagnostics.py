@@ -44,7 +44,7 @@ from callbacks.meters.gradient_norms import gradient_figure
 from fl_lightning.conformance.toy import CENTRES, Points, images, on_images, on_points, run, sgd
 from fl_lightning.federation import weights_hash
 from fl_lightning.hooks import RoundRecord, Stressor
-from fl_lightning.methods import AQFL, FedAvg, FedKD, FedMosaic, FedMPQ, FedMPQKD, FedProx
+from fl_lightning.methods import AQFL, FedAvg, FedKD, FedMosaic, FedMPQ, FedMPQKD, FedProx, FedRep
 from fl_lightning.models import SmallCNN
 
 FIGURES = {
@@ -206,6 +206,14 @@ def test_gradient_norms_of_a_quadratic(tmp_path):
         assert float(found[round - 1]["gradient/prox"]) == 0
     assert found[1]["gradient/task"] == ""
     assert drawn(trainer.run_dir) == {"gradient_norms"}
+
+
+def test_gradient_norms_of_groups_of_parameters(tmp_path):
+    """FedRep steps on head and body as two groups."""
+    trainer = run(
+        on_images(FedRep()), images(), tmp_path, callbacks=[GradientNorms()], max_rounds=1
+    )
+    assert float(rows(trainer.run_dir)[0]["gradient/task"]) > 0
 
 
 def test_gradient_norms_of_the_loss_terms(tmp_path):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -62,11 +62,17 @@ class Row:
         task: what it is to do.
         start: the module that it starts from.
         batches: its batches; None for those of the data module as it is.
+        kept: what the client has kept from its last round, before it received anything.
     """
 
     task: ClientTask
     start: StartState
     batches: list[Any] | None
+    kept: dict[str, Tensor]
+
+    def afresh(self) -> ClientTask:
+        """Return the task with the client as it was, since it receives once more."""
+        return replace(self.task, client=replace(self.task.client, state=self.kept))
 
 
 class BatchedEngine(Engine):
@@ -166,11 +172,11 @@ class BatchedEngine(Engine):
             start_client(method, tasks[0])
             shared = StartState.of(method)
         if shared is not None and gathered:
-            return [Row(task, shared, None) for task in tasks]
+            return [Row(task, shared, None, task.client.state) for task in tasks]
         rows: list[Row] = []
         known: dict[str, Tensor] = {}
         for task in tasks:
-            client, batches = task.client, None
+            client, batches, kept = task.client, None, dict(task.client.state)
             if shared is None:
                 start_client(method, task)
             if not gathered:
@@ -182,13 +188,13 @@ class BatchedEngine(Engine):
             start = shared or StartState.of(method, known)
             if not rows:
                 known = {name: start.tensors[name] for name in self.constants}
-            rows.append(Row(task, start, batches))
+            rows.append(Row(task, start, batches, kept))
         return rows
 
     def _train_stack(self, rows: Sequence[Row]) -> Callable[[], list[ClientResult]]:
         """Train clients of one kind and return a function that makes their results."""
         if len(rows) == 1:
-            return lambda: [self.one_by_one.train_client(rows[0].task)]
+            return lambda: [self.one_by_one.train_client(rows[0].afresh())]
         rows[0].start.restore(self.method, self.names)
         self.tied = _has_tied_weights(self.method)
         stack = Stack(self.method, [row.start.tensors for row in rows], self.constants)
