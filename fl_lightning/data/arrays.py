@@ -225,17 +225,6 @@ class ArrayData(FederatedData):
         """Names of the groups; empty where the data have none."""
         return tuple(map(str, self.names.groups)) if self._groups else ()
 
-    @property
-    def train_owner(self) -> np.ndarray | None:
-        """The client that each training example belongs to by itself, int64 ``[N]``."""
-        return self._owner
-
-    @property
-    def test_owner(self) -> np.ndarray | None:
-        """The client that each test example belongs to by itself, int64 ``[M]``; -1: it has no
-        training examples."""
-        return self._test_owner
-
     def example_inputs(self) -> Any:
         """Return the first training example twice, on the CPU."""
         return tree_map(

@@ -99,6 +99,9 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
     """The examples that each client is tested on, where clients have test sets of their own, which
     together are the test set; None: the data have one test set."""
 
+    _owner: np.ndarray | None = None
+    _test_owner: np.ndarray | None = None
+
     apart: bool = False
     """Whether clients are on other machines, with their examples."""
     continued: bool = False
@@ -162,13 +165,13 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
         """The client that each training example belongs to by itself, int64 ``[N]``, for the
         partition :class:`~fl_lightning.data.Natural`; None where the data say nothing of
         clients."""
-        return None
+        return self._owner
 
     @property
     def test_owner(self) -> np.ndarray | None:
         """The client that each test example belongs to by itself, int64 ``[n]``, -1 where that
         client does not train; None where the data say nothing of clients."""
-        return None
+        return self._test_owner
 
     @property
     def train_held_out(self) -> np.ndarray | None:

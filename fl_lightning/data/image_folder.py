@@ -100,8 +100,6 @@ class ImageFolder(ImageData):
             **settings,
         )
         self.test_fraction, self.client_folders = test_fraction, client_folders
-        self._owner: np.ndarray | None = None
-        self._test_owner: np.ndarray | None = None
 
     def prepare_data(self) -> None:
         """Check that the folders hold images.
@@ -169,18 +167,6 @@ class ImageFolder(ImageData):
 
     def form(self) -> Form:
         return replace(super().form(), classes=list(self.names.classes))
-
-    @property
-    def train_owner(self) -> np.ndarray | None:
-        """The client in whose folder each training image lies, int64 ``[N]``; None without such
-        folders."""
-        return self._owner
-
-    @property
-    def test_owner(self) -> np.ndarray | None:
-        """The client in whose folder each test image lies, int64 ``[M]``; -1: it has no training
-        images."""
-        return self._test_owner
 
     def partition_summary(self) -> dict[str, Any]:
         """Return the content of ``partition.json``, with the names of classes and clients and the

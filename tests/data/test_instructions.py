@@ -8,6 +8,7 @@ import json
 import math
 import re
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from tiny_language import adam, tiny
 
 from fl_lightning.data import IID, Dirichlet, InstructionData
 from fl_lightning.data.text import instructions as made
-from fl_lightning.data.text.federation import records_sha256
+from fl_lightning.data.text.records import texts_sha256
 from fl_lightning.data.text.tokens import IGNORED, ByteTokenizer, prompt_of
 from fl_lightning.engines.stacked.batches import stacked_batches
 from fl_lightning.errors import InputError
@@ -41,11 +42,13 @@ def test_records_are_the_same_on_every_machine():
         made.training_record(0, client, index, 0.25) for client in range(8) for index in range(20)
     )
     assert (
-        records_sha256(first) == "ef07bb1fef9dc8bcae2d5bb9e95dbfd10338019db5cbe003efd68e6966c624f8"
+        texts_sha256(chain.from_iterable(first))
+        == "ef07bb1fef9dc8bcae2d5bb9e95dbfd10338019db5cbe003efd68e6966c624f8"
     )
     tests = (record for task in [*TASKS, *HOUSES] for record in made.test_records(0, task, 24))
     assert (
-        records_sha256(tests) == "872de19595f60969f103df264f53b1a7325dc2d42ef447777093ca535ceca1ac"
+        texts_sha256(chain.from_iterable(tests))
+        == "872de19595f60969f103df264f53b1a7325dc2d42ef447777093ca535ceca1ac"
     )
     words = hashlib.sha256("\n".join(made.words()).encode()).hexdigest()
     assert words == "1a0b7ebd965ea6b46de8416c4c82dd90f8e795c937666eb2760ccad69359323d"
@@ -231,8 +234,8 @@ def test_partitions_see_clusters_and_the_natural_one_sees_clients():
     summary = json.loads(json.dumps(natural.partition_summary()))
     assert summary["groups"] == [*made.CLUSTERS]
     assert summary["classes_per_client"] == counts.tolist()
-    assert summary["text"]["sha256"] == records_sha256(
-        [*natural.train_records, *natural.test_records]
+    assert summary["text"]["sha256"] == texts_sha256(
+        chain.from_iterable([*natural.train_records, *natural.test_records])
     )
     assert data(text_seed=1).partition_summary()["text"]["sha256"] != summary["text"]["sha256"]
     assert natural.train_target.shape == (480, 72)  # the targets are back where they were

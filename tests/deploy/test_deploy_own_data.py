@@ -21,7 +21,14 @@ from PIL import Image
 
 from fl_lightning import __version__
 from fl_lightning.cli.parser import FederatedCLI
-from fl_lightning.data import ImageFolder, TableData
+from fl_lightning.data import (
+    CorpusData,
+    ImageFolder,
+    NaturalInstructions,
+    PreferenceFiles,
+    TableData,
+    TokenData,
+)
 from fl_lightning.data.form import Form
 from fl_lightning.deploy.node import own_data
 from fl_lightning.deploy.node.build import builder
@@ -327,3 +334,38 @@ def test_classes_of_a_hugging_face_data_set_are_matched_by_name(tmp_path):
     other = own_nodes(tmp_path / "other", {0: saved("own2", ["emu", "ape"], [0, 1, 1, 0])}, step=1)
     with pytest.raises(InputError, match="its class emu is none of the run's: ape, zebra"):
         deployed(config(tmp_path, "again", run), other, count=1)
+
+
+class Sequences(torch.utils.data.Dataset[list[int]]):
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> list[int]:
+        return [index + 1, 2, 3, 4]
+
+
+def test_all_text_of_a_node_is_trained_on(tmp_path):
+    """Nothing of a node's own text is kept back for a test set that nobody evaluates, and records
+    of one category are enough."""
+    pair = {"chosen": "a", "rejected": "b"}
+    record = {"task_name": "code", "definition": "write python", "targets": "x"}
+    rows = [{**pair, **record, "prompt": f"{n}", "inputs": f"{n}"} for n in range(20)]
+    path = tmp_path / "own.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    made = [
+        PreferenceFiles(str(path), context=64),
+        NaturalInstructions(str(path), num_clients=1, context=128),
+        TokenData(Sequences(), num_clients=1, vocab_size=100, context=16),
+    ]
+    for data in made:
+        data.run_form = Form()
+        data.setup()
+        data.distribute(0, torch.device("cpu"))
+        assert (len(data.train_target), len(data.test_target)) == (20, 0)
+    assert [data.own_setting for data in made] == ["train", "path", "train"]
+    corpus = CorpusData("packages", packages=["yaml"], context=64)
+    corpus.setup()
+    every = len(corpus.train_target) + len(corpus.test_target)
+    corpus.run_form = Form()
+    corpus.setup()
+    assert (len(corpus.train_target), len(corpus.test_target)) == (every, 0)

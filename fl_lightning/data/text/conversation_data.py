@@ -19,8 +19,14 @@ from fl_lightning.data.text.conversations import (
     turns_of,
 )
 from fl_lightning.data.text.federation import TextData, TextExamples
-from fl_lightning.data.text.preference_data import sha256_of
-from fl_lightning.data.text.records import json_records, name_under, prompt_place, read_text
+from fl_lightning.data.text.records import (
+    json_records,
+    name_under,
+    prompt_place,
+    read_text,
+    split_by_hash,
+    texts_sha256,
+)
 from fl_lightning.data.text.token_items import token_sequences
 from fl_lightning.data.text.tokens import Record, TooLong
 from fl_lightning.errors import require
@@ -112,29 +118,26 @@ class ConversationFiles(TextData):
                 train on.
         """
         train, test = self.paths
-        talks, left_out = self._talks(train), 0
-        first = 0.0 if test or self.run_form else self.test_fraction
-        if test:
-            seen = {talk.hash for talk in talks}
-            both = self._talks(test)
-            held = [talk for talk in both if talk.hash not in seen]
-            left_out = len(both) - len(held)
-        else:
-            held = [talk for talk in talks if talk.hash < first]
-            talks = [talk for talk in talks if talk.hash >= first]
+        both = self._talks(test) if test else None
+        talks, held, held_out = split_by_hash(
+            self._talks(train),
+            both,
+            lambda talk: talk.hash,
+            0.0 if self.run_form else self.test_fraction,
+            self.val_fraction,
+        )
         texts = (text for talk in [*talks, *held] for turn in talk.turns for text in turn)
         self._summary = {
             "files": [path.name for path in self.paths if path],
-            "sha256": sha256_of(texts),
-            "test conversations left out": left_out,
+            "sha256": texts_sha256(texts),
+            "test conversations left out": len(both or held) - len(held),
             "conversations without an answer in the context": 0,
         }
         self._summary["clients"] = names = sorted({talk.client for talk in talks})
         if self.count_clients:
             self.num_clients = max(len(names), 1)
         self.groups = tuple(sorted({talk.client for talk in [*talks, *held]}))
-        share = first + (1 - first) * self.val_fraction
-        parts = self._examples(talks, names, share), self._examples(held, names, None)
+        parts = self._examples(talks, names, held_out), self._examples(held, names, None)
         for path, some in zip((train, test or train), parts, strict=True):
             is_needed = some is parts[0] or not self.run_form
             require(
@@ -161,14 +164,14 @@ class ConversationFiles(TextData):
         return found
 
     def _examples(
-        self, talks: Sequence[Talk], names: Sequence[str], share: float | None
+        self, talks: Sequence[Talk], names: Sequence[str], held_out: np.ndarray | None
     ) -> TextExamples:
         """Return the examples of a split.
 
         Args:
             talks: of the split.
             names: of the clients.
-            share: below which hash a conversation is for validation; None: nothing is.
+            held_out: whether each is for validation; None: none is.
         """
         items = [conversation_item(self.template, talk.turns, talk.place) for talk in talks]
         if self.too_long == "cut":
@@ -176,6 +179,7 @@ class ConversationFiles(TextData):
             self._summary["conversations without an answer in the context"] += len(kept) - sum(kept)
             items = [item for item, stays in zip(items, kept, strict=True) if stays]
             talks = [talk for talk, stays in zip(talks, kept, strict=True) if stays]
+            held_out = None if held_out is None else held_out[kept]
         groups, clients = (
             {name: k for k, name in enumerate(some)} for some in (self.groups, names)
         )
@@ -183,9 +187,7 @@ class ConversationFiles(TextData):
             token_sequences(items, self.tokenizer.pad, self.context, self.too_long),
             np.array([groups[talk.client] for talk in talks], np.int64),
             numbers_by_name([talk.client for talk in talks], clients),
-            held_out=None
-            if share is None
-            else np.array([talk.hash < share for talk in talks], bool),
+            held_out=held_out,
         )
 
     @property

@@ -8,7 +8,6 @@ has seen.
 from __future__ import annotations
 
 import ast
-import hashlib
 import importlib.util
 import platform
 import re
@@ -21,6 +20,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from fl_lightning.data.text.records import texts_sha256
 from fl_lightning.errors import InputError, require
 
 SKIPPED_FOLDERS = frozenset(
@@ -55,10 +55,7 @@ class Corpus:
     def sha256(self) -> str:
         """SHA-256 over the names and texts of all domains in UTF-8, each followed by a zero
         byte."""
-        digest = hashlib.sha256()
-        for part in (part for domain in self.domains.items() for part in domain):
-            digest.update(part.encode() + b"\0")
-        return digest.hexdigest()
+        return texts_sha256(part for domain in self.domains.items() for part in domain)
 
     def summary(self) -> dict[str, Any]:
         """Return what identifies the text, ready for JSON: an entry of ``partition.json``."""

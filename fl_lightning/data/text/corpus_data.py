@@ -102,7 +102,8 @@ class CorpusData(TextData):
         train, test = [], []
         for number, name in enumerate(self.groups):
             windows = encode_windows(self._corpus.domains[name], self.tokenizer, self.context)
-            first = len(windows) - max(1, round(self.test_fraction * len(windows)))
+            tested = 0 if self.run_form else max(1, round(self.test_fraction * len(windows)))
+            first = len(windows) - tested
             require(
                 first >= 1,
                 f"domain {name} with {len(windows)} windows of context={self.context}",

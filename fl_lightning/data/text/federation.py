@@ -26,7 +26,7 @@ from fl_lightning.data.holdings import Holdings
 from fl_lightning.data.partition import Natural, Partition, check_memory
 from fl_lightning.data.text import instructions
 from fl_lightning.data.text.prompts import PLAIN_PROMPT, PROMPT_END
-from fl_lightning.data.text.records import records_sha256
+from fl_lightning.data.text.records import texts_sha256
 from fl_lightning.data.text.token_batches import draw_token_pass, token_batch_sizes
 from fl_lightning.data.text.tokens import (
     Record,
@@ -223,17 +223,6 @@ class TextData(FederatedData):
     def group_names(self) -> Sequence[str]:
         """The names in ``groups``."""
         return self.groups
-
-    @property
-    def train_owner(self) -> np.ndarray | None:
-        """The client that wrote each training example, int64 ``[N]``."""
-        return self._owner
-
-    @property
-    def test_owner(self) -> np.ndarray | None:
-        """The client that wrote each test example, int64 ``[M]``; -1: it has no training
-        examples."""
-        return self._test_owner
 
     @property
     def train_held_out(self) -> np.ndarray | None:
@@ -439,5 +428,7 @@ class InstructionData(TextData):
             "seed": self.text_seed,
             "house": self.house,
             "words_sha256": hashlib.sha256("\n".join(instructions.words()).encode()).hexdigest(),
-            "sha256": records_sha256([*self.train_records, *self.test_records]),
+            "sha256": texts_sha256(
+                text for record in [*self.train_records, *self.test_records] for text in record
+            ),
         }

@@ -22,9 +22,10 @@ from math import prod
 
 import numpy as np
 
+from fl_lightning.data.text.records import unit_hash
 from fl_lightning.data.text.tokens import Record
 from fl_lightning.errors import require
-from fl_lightning.rng import key, stream
+from fl_lightning.rng import stream
 
 CLUSTERS = ("translation", "reasoning", "code", "rewriting")
 HOUSE = "task_house"
@@ -226,8 +227,7 @@ def place_of(seed: int, record: Record) -> float:
 
     Below ``TEST_SHARE`` the inputs are those of test records.
     """
-    digest = key(seed, f"text/place/{record.task_name}/{record.inputs}")
-    return int.from_bytes(digest[:6], "little") / 2**48
+    return unit_hash(seed, f"place/{record.task_name}/{record.inputs}")
 
 
 def is_validation(seed: int, record: Record, val_fraction: float) -> bool:

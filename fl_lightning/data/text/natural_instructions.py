@@ -24,7 +24,8 @@ from fl_lightning.data.text.records import (
     json_records,
     prompt_place,
     read_text,
-    records_sha256,
+    split_by_hash,
+    texts_sha256,
 )
 from fl_lightning.data.text.text_files import RECORD_SUFFIXES
 from fl_lightning.data.text.tokens import Record, TooLong, encode_records
@@ -78,6 +79,7 @@ class NaturalInstructions(TextData):
     """
 
     dataset = "natural_instructions"
+    own_setting = "path"
 
     def __init__(
         self,
@@ -134,33 +136,34 @@ class NaturalInstructions(TextData):
             InputError: the data set cannot be loaded, a record lacks a text, or a category has no
                 record.
         """
+        if self.run_form:  # a node has records of what it has
+            self.groups = tuple(self.categories) or (ALL,)
         train, *tests = self._sources()
         left_out: Counter[str] = Counter()
         records = self._chosen(train, left_out)
-        if tests:
-            seen = {record[:3] for record in records}
-            held = self._chosen(tests[0], left_out)
-            test = [record for record in held if record[:3] not in seen]
-            left_out["test records among the training records"] = len(held) - len(test)
-            first = 0.0
-        else:
-            first = self.test_fraction
-            test = [record for record in records if prompt_place(record) < first]
-            records = [record for record in records if prompt_place(record) >= first]
+        both = self._chosen(tests[0], left_out) if tests else None
+        records, test, held_out = split_by_hash(
+            records,
+            both,
+            prompt_place,
+            0.0 if self.run_form else self.test_fraction,
+            self.val_fraction,
+        )
+        if both is not None:
+            left_out["test records among the training records"] = len(both) - len(test)
         groups = [self.category(record) for record in records]
         for split, some in (("training", records), ("test", test)):
             missing = set(self.groups) - {self.category(record) for record in some}
             require(
-                not missing,
+                not missing or (self.run_form and records),
                 f"{self.path}, category {min(missing, default='')}",
                 f"no {split} record has a definition with one of its keywords",
                 "give other keywords in categories, or more records",
             )
         group = np.array([self.groups.index(str(name)) for name in groups], np.int64)
         place = np.array([prompt_place(record) for record in records])
-        share = first + (1 - first) * self.val_fraction
         self._summary = {
-            "sha256": records_sha256([*records, *test]),
+            "sha256": texts_sha256(text for record in [*records, *test] for text in record),
             "categories": dict(Counter(str(name) for name in groups)),
             "records left out": dict(left_out),
         }
@@ -168,7 +171,7 @@ class NaturalInstructions(TextData):
             [self.groups.index(str(self.category(record))) for record in test], np.int64
         )
         return (
-            self._examples(records, group, self._owners(group, place), place < share),
+            self._examples(records, group, self._owners(group, place), held_out),
             self._examples(test, test_group, None, None),
         )
 
@@ -230,7 +233,7 @@ class NaturalInstructions(TextData):
         hash."""
         owner = np.empty(len(group), np.int64)
         for number in range(len(self.groups)):
-            clients = np.arange(number, self.num_clients, len(self.groups))
+            clients = np.arange(number % self.num_clients, self.num_clients, len(self.groups))
             members = np.flatnonzero(group == number)
             members = members[np.argsort(place[members], kind="stable")]
             owner[members] = clients[np.arange(len(members)) % len(clients)]

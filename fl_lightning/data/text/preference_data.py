@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,10 +21,17 @@ from fl_lightning.data.base import NumClients
 from fl_lightning.data.text import preferences
 from fl_lightning.data.text.federation import TextData, TextExamples
 from fl_lightning.data.text.pairs import AnswerPair, encode_pairs
-from fl_lightning.data.text.records import SURROGATE, json_records, name_under, read_text
+from fl_lightning.data.text.records import (
+    SURROGATE,
+    json_records,
+    name_under,
+    read_text,
+    split_by_hash,
+    texts_sha256,
+    unit_hash,
+)
 from fl_lightning.data.text.tokens import TooLong
 from fl_lightning.errors import require
-from fl_lightning.rng import key
 from fl_lightning.tasks.preference import (
     PairTarget,
     Preference,
@@ -178,7 +184,7 @@ class PreferencePairs(PreferenceData):
     @property
     def text_summary(self) -> dict[str, Any]:
         texts = (text for part in self.pairs for pair in part for text in pair)
-        return {"seed": self.text_seed, "conflict": self.conflict, "sha256": sha256_of(texts)}
+        return {"seed": self.text_seed, "conflict": self.conflict, "sha256": texts_sha256(texts)}
 
 
 PAIRS = path_to("file", "no such file", "write a .jsonl or .json file")
@@ -190,7 +196,7 @@ class PreferenceFiles(PreferenceData):
     under its name, which is then the value of the key ``client``.
 
     Equal prompts are never held apart: a hash of the prompt says whether a pair is for training,
-    validation or test.
+    validation or test, and pairs of ``test`` whose prompt is one of ``train`` are left out.
 
     Args:
         train: the ``.jsonl`` or ``.json`` file.
@@ -226,21 +232,24 @@ class PreferenceFiles(PreferenceData):
     def read(self) -> tuple[TextExamples, TextExamples]:
         train, test = self.paths
         lines = self._lines(train)
-        first = 0.0 if test else self.test_fraction
-        held = self._lines(test) if test else [line for line in lines if _place(line[0]) < first]
-        lines = [line for line in lines if _place(line[0]) >= first]
-        trained = {pair for pair, *_ in lines}
-        self._left_out = sum(pair in trained for pair, *_ in held)
-        held = [line for line in held if line[0] not in trained]
+        both = self._lines(test) if test else None
+        lines, held, held_out = split_by_hash(
+            lines,
+            both,
+            lambda line: unit_hash(0, f"place/{line[0].prompt}"),
+            0.0 if self.run_form else self.test_fraction,
+            self.val_fraction,
+        )
+        self._left_out = len(both or held) - len(held)
         for path, some in ((train, lines), (test or train, held)):
-            require(some, f"{path}", "no pair is left", "give more pairs, or another test_fraction")
-        self._sha256 = sha256_of(text for line in [*lines, *held] for text in line[0])
+            is_needed = some is lines or not self.run_form
+            say = "give more pairs, or another test_fraction"
+            require(some or not is_needed, f"{path}", "no pair is left", say)
+        self._sha256 = texts_sha256(text for line in [*lines, *held] for text in line[0])
         self.groups = tuple(sorted({name for *_, name in [*lines, *held]}))
         names = sorted({name for *_, name in lines})
         if self.count_clients:
             self.num_clients = len(names)
-        share = first + (1 - first) * self.val_fraction
-        held_out = np.array([_place(line[0]) < share for line in lines])
         return self._examples(lines, names, held_out), self._examples(held, names, None)
 
     def _lines(self, path: Path) -> list[tuple[AnswerPair, str, str]]:
@@ -284,16 +293,3 @@ class PreferenceFiles(PreferenceData):
             "sha256": self._sha256,
             **left_out,
         }
-
-
-def sha256_of(texts: Iterable[str]) -> str:
-    """Return the SHA-256 over texts in UTF-8, each followed by a zero byte."""
-    digest = hashlib.sha256()
-    for text in texts:
-        digest.update(text.encode() + b"\0")
-    return digest.hexdigest()
-
-
-def _place(pair: AnswerPair) -> float:
-    """Return a number in [0, 1) that is a hash of a pair's prompt."""
-    return int.from_bytes(key(0, f"text/place/{pair.prompt}")[:6], "little") / 2**48

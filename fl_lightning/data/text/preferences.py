@@ -24,8 +24,9 @@ from fl_lightning.data.text.instructions import (
     is_house,
     tasks,
 )
+from fl_lightning.data.text.records import unit_hash
 from fl_lightning.data.text.tokens import prompt_of
-from fl_lightning.rng import key, stream
+from fl_lightning.rng import stream
 
 CLUSTERS = ("one_name", "reverse")
 HOUSE_OF = ("code", "rewriting")
@@ -79,7 +80,7 @@ def is_validation(seed: int, pair: RulePair, val_fraction: float) -> bool:
 def place_of(seed: int, prompt: str) -> float:
     """Return a number in [0, 1) that is a hash of (seed, prompt); below ``TEST_SHARE`` it is one of
     test pairs."""
-    return int.from_bytes(key(seed, f"text/pair_place/{prompt}")[:6], "little") / 2**48
+    return unit_hash(seed, f"pair_place/{prompt}")
 
 
 def _draw(

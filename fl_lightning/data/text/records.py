@@ -5,15 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from fl_lightning.data.json_text import load_json
 from fl_lightning.data.text.tokens import Record
 from fl_lightning.errors import InputError, as_bad_input, require
 from fl_lightning.rng import key
+
+T = TypeVar("T")
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 """Half a character, which JSON can write and UTF-8 cannot."""
@@ -69,12 +73,35 @@ class FieldSources:
         return other | self.constants | named
 
     def checked(self, row: Mapping[str, Any], place: str, *more: str) -> Record:
-        """Return the record of a line or row, as :func:`checked_record` does.
+        """Return the record with the texts of a line or row.
+
+        Args:
+            row: values by name.
+            place: where it stands, for messages.
+            more: names that it has to have beside those of a record.
 
         Raises:
-            InputError: it lacks a key, a value is no text, or there is no answer.
+            InputError: it lacks a name, a value is no text, or there is no answer.
         """
-        return checked_record(self.of(row), place, *more, columns=self.columns)
+        entry = self.of(row)
+        called = {name: self.columns.get(name, name) for name in [*Record._fields, *more]}
+        missing = [column for name, column in called.items() if name not in entry]
+        if missing:
+            keys = (
+                f"the key {missing[0]} is"
+                if len(missing) == 1
+                else f"the keys {', '.join(missing)} are"
+            )
+            added = ", ".join(f'"{column}": "..."' for column in missing)
+            say = "say with --data.columns which keys they are, or with --data.constants what all lines have"
+            raise InputError(place, f"{keys} missing", f"add {added}, or {say}")
+        for name in Record._fields:
+            is_text = isinstance(entry[name], str) and not SURROGATE.search(entry[name])
+            column = called[name]
+            require(is_text, place, f"the value of {column} is no text", f'write "{column}": "..."')
+        empty = f"{called['targets']} is empty: there is nothing to learn"
+        require(entry["targets"], place, empty, "remove the line")
+        return Record(*(entry[name] for name in Record._fields))
 
 
 def json_records(
@@ -166,51 +193,49 @@ def name_under(key: str, entry: Mapping[str, Any], place: str, seen: dict[str, A
     return name
 
 
-def checked_record(
-    entry: Mapping[str, Any], place: str, *more: str, columns: Mapping[str, str] | None = None
-) -> Record:
-    """Return the record with the texts of a line or row.
-
-    Args:
-        entry: values by name.
-        place: where it stands, for messages.
-        more: names that it has to have beside those of a record.
-        columns: how the file calls the fields, for messages, by field; None: as they are called
-            here.
-
-    Raises:
-        InputError: it lacks a name, a value is no text, or there is no answer.
-    """
-    called = {name: (columns or {}).get(name, name) for name in [*Record._fields, *more]}
-    missing = [column for name, column in called.items() if name not in entry]
-    if missing:
-        keys = (
-            f"the key {missing[0]} is"
-            if len(missing) == 1
-            else f"the keys {', '.join(missing)} are"
-        )
-        added = ", ".join(f'"{column}": "..."' for column in missing)
-        say = "say with --data.columns which keys they are, or with --data.constants what all lines have"
-        raise InputError(place, f"{keys} missing", f"add {added}, or {say}")
-    for name in Record._fields:
-        is_text = isinstance(entry[name], str) and not SURROGATE.search(entry[name])
-        column = called[name]
-        require(is_text, place, f"the value of {column} is no text", f'write "{column}": "..."')
-    empty = f"{called['targets']} is empty: there is nothing to learn"
-    require(entry["targets"], place, empty, "remove the line")
-    return Record(*(entry[name] for name in Record._fields))
+def unit_hash(seed: int, text: str) -> float:
+    """Return a number in [0, 1) that is a hash of seed and text."""
+    return int.from_bytes(key(seed, f"text/{text}")[:6], "little") / 2**48
 
 
 def prompt_place(record: Record, purpose: str = "place") -> float:
     """Return a number in [0, 1) that is a hash of a record's prompt: equal prompts are never held
     apart."""
-    digest = key(0, f"text/{purpose}/" + "\0".join(record[:3]))
-    return int.from_bytes(digest[:6], "little") / 2**48
+    return unit_hash(0, f"{purpose}/" + "\0".join(record[:3]))
 
 
-def records_sha256(records: Iterable[Record]) -> str:
-    """Return the SHA-256 over the fields of all records in UTF-8, each followed by a zero byte."""
+def split_by_hash(
+    entries: Sequence[T],
+    tests: Sequence[T] | None,
+    place: Callable[[T], float],
+    test_fraction: float,
+    val_fraction: float,
+) -> tuple[list[T], list[T], np.ndarray]:
+    """Return entries for training and validation, entries for the test, and whether each of the
+    former is for validation, bool ``[N]``: those of one prompt are never held apart.
+
+    Args:
+        entries: for training, validation and, if ``tests`` is None, the test.
+        tests: entries for the test, of which those with a prompt of ``entries`` are left out.
+        place: a number in [0, 1) that is a hash of an entry's prompt.
+        test_fraction: share of the prompts that is for the test if ``tests`` is None, in [0, 1).
+        val_fraction: share of the other prompts that is for validation, in [0, 1).
+    """
+    places = np.array([place(entry) for entry in entries], np.float64)
+    first = 0.0 if tests is not None else test_fraction
+    if tests is None:
+        test = [entry for entry, at in zip(entries, places, strict=True) if at < first]
+    else:
+        seen = {*places.tolist()}
+        test = [entry for entry in tests if place(entry) not in seen]
+    train = [entry for entry, at in zip(entries, places, strict=True) if at >= first]
+    share = first + (1 - first) * val_fraction
+    return train, test, places[places >= first] < share
+
+
+def texts_sha256(texts: Iterable[str]) -> str:
+    """Return the SHA-256 over texts in UTF-8, each followed by a zero byte."""
     digest = hashlib.sha256()
-    for text in (text for record in records for text in record):
+    for text in texts:
         digest.update(text.encode() + b"\0")
     return digest.hexdigest()

@@ -22,6 +22,7 @@ from fl_lightning.data.text.records import (
     name_under,
     prompt_place,
     read_text,
+    split_by_hash,
 )
 from fl_lightning.data.text.tokens import (
     Record,
@@ -161,15 +162,15 @@ class TextFiles(TextData):
 
     def _records(self, files: list[Path], tests: list[Path]) -> tuple[TextExamples, TextExamples]:
         lines = [line for path in files for line in self._lines(path)]
-        if tests:
-            held = [line for path in tests for line in self._lines(path)]
-            seen = {line.record[:3] for line in lines}
-            test = [line for line in held if line.record[:3] not in seen]
-            self._left_out = len(held) - len(test)
-        else:
-            first = 0.0 if self.run_form else self.test_fraction
-            test = [line for line in lines if prompt_place(line.record) < first]
-            lines = [line for line in lines if prompt_place(line.record) >= first]
+        both = [line for path in tests for line in self._lines(path)] if tests else None
+        lines, test, held_out = split_by_hash(
+            lines,
+            both,
+            lambda line: prompt_place(line.record),
+            0.0 if self.run_form else self.test_fraction,
+            self.val_fraction,
+        )
+        self._left_out = len(both or test) - len(test)
         clients = self._name_clients(sorted({line.client for line in lines}))
         self.groups = tuple(sorted({line.group for line in lines + test}))
         groups = {name: number for number, name in enumerate(self.groups)}
@@ -190,12 +191,7 @@ class TextFiles(TextData):
                 [line.record.task_name for line in some],
             )
 
-        train = examples(lines)
-        first = 0.0 if tests or self.run_form else self.test_fraction
-        share = first + (1 - first) * self.val_fraction
-        return replace(
-            train, held_out=np.array([prompt_place(line.record) < share for line in lines])
-        ), examples(test)
+        return replace(examples(lines), held_out=held_out), examples(test)
 
     def _prose(self, files: list[Path], tests: list[Path]) -> tuple[TextExamples, TextExamples]:
         names = {path.name: number for number, path in enumerate(files)}
@@ -230,9 +226,14 @@ class TextFiles(TextData):
         return text
 
     def _lines(self, path: Path) -> Iterator[Line]:
-        yield from record_lines(
-            path, self._text(path), self.client_key, self.group_key, self.fields
-        )
+        """Yield the records of a file of JSON."""
+        keys = self.client_key, self.group_key
+        seen: dict[str, dict[str, Any]] = {key: {} for key in keys if key}
+        for entry, place in json_records(path, self._text(path)):
+            record = self.fields.checked(entry, place, *filter(None, keys))
+            known = self.fields.of(entry)
+            names = [name_under(key, known, place, seen[key]) if key else path.name for key in keys]
+            yield Line(record, place, *names)
 
     @property
     def text_summary(self) -> dict[str, Any]:
@@ -273,32 +274,6 @@ def text_files(path: Path) -> list[Path]:
         "keep them in two folders",
     )
     return found
-
-
-def record_lines(
-    path: Path, text: str, client_key: str | None, group_key: str | None, fields: FieldSources
-) -> Iterator[Line]:
-    """Yield the records of a file of JSON; empty lines are passed over.
-
-    Args:
-        path: the file, for messages and as the name of a client or group.
-        text: its content.
-        client_key: key that says whose a record is; None: the file's name.
-        group_key: key that says a record's group; None: the file's name.
-        fields: where the texts of a record stand.
-
-    Raises:
-        InputError: a line is not JSON, no object, lacks a key, or a value is no text.
-    """
-    seen: dict[str, dict[str, Any]] = {key: {} for key in (client_key, group_key) if key}
-    for entry, place in json_records(path, text):
-        record = fields.checked(entry, place, *filter(None, (client_key, group_key)))
-        known = fields.of(entry)
-        names = [
-            name_under(key, known, place, seen[key]) if key else path.name
-            for key in (client_key, group_key)
-        ]
-        yield Line(record, place, *names)
 
 
 def _is_prose(files: list[Path]) -> bool:

@@ -160,7 +160,9 @@ class TokenData(TextData):
             left_out[of] = len(parts[split]) - len(kept)
             parts[split] = kept
             seen |= {_digest(item) for item in kept}
-        if "test" not in parts:
+        if self.run_form:
+            parts.setdefault("test", [])
+        elif "test" not in parts:
             parts |= _split(parts["train"], self.test_fraction)
         held_out = np.repeat([False, True], [len(parts["train"]), len(parts.get("val", ()))])
         parts["train"] += parts.pop("val", [])
