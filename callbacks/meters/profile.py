@@ -38,7 +38,7 @@ class Profile(Meter):
         self.start, self.rounds, self.memory = start, rounds, memory
         self._profiler: Any = None
         self._label: Any = None
-        self._first = 0
+        self._first = self._last = 0
 
     def on_round_start(self, round: int, context: Context) -> None:
         if getattr(rank_zero_only, "rank", 0) or not self.start <= round < self.start + self.rounds:
@@ -59,8 +59,14 @@ class Profile(Meter):
         if self._profiler is None:
             return
         self._end_label()
+        self._last = record.round
         if record.round >= min(self.start + self.rounds - 1, context.max_rounds):
             self._write(record.round, context)
+
+    def on_fit_end(self, summary: dict[str, float], context: Context) -> None:
+        """Write what there is of a run that ends before its last round."""
+        if self._profiler is not None:
+            self._write(self._last, context)
 
     def on_exception(self, error: BaseException, context: Context) -> None:
         """Stop without a trace: the round was not finished."""

@@ -39,6 +39,8 @@ class SlowClients(Meter):
             "write --trainer.clock.devices LogNormalDevices",
         )
         require(context.timing is not None, given, rule, f"{instead}, or leave it out")
+        rule = "the seconds of a deployment are measured, and nothing is known of those to come"
+        require(not context.timing.is_measured, given, rule, "leave it out")
         devices = context.timing.clock.devices
         given = f"{given} with --trainer.clock.devices {type(devices).__name__}"
         require(devices.lasting, given, "a client's device is drawn anew in each round", instead)

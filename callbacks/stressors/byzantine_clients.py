@@ -340,9 +340,20 @@ def broadcast_of(name: str, value: Tensor, method: Any, client: Client) -> Tenso
         sent = method.broadcast(client)
         start = sent.tensor(name) if name in sent else None
     if isinstance(layout, Layout) and start is not None:
-        if name == "weights" and value.shape == start.shape:
-            return start
+        if name == "weights":
+            return start if value.shape == start.shape else _part_sent(value, start, method, client)
         rest = getattr(method, "rest", None)
         if name == "rest" and isinstance(rest, Layout) and value.shape == (rest.size,):
             return rest.pack(layout.unpack(start))
     return torch.zeros_like(value)
+
+
+def _part_sent(value: Tensor, start: Tensor, method: Any, client: Client) -> Tensor:
+    """Return the values that the server had where clients send some of them: the half of a round,
+    or those that this client was sent."""
+    moving = method.adapters.moving(method)
+    if moving is not None and int(moving.sum()) == len(value):
+        return start[moving]
+    sent = method.broadcast(client)
+    same = "weights" in sent and sent.tensor("weights").shape == value.shape
+    return sent.tensor("weights") if same else torch.zeros_like(value)

@@ -114,8 +114,8 @@ class Peers(NodeAggregation):
     ) -> list[LedgerEntry]:
         entries, present = [receipt.entry for receipt in receipts], sorted(uploads)
         traffic = self._traffic(round.number, entries, present)
-        if present:
-            self._average(round, uploads, entries, present)
+        if present and not self._average(round, uploads, entries, present):
+            entries = [entry.unused() for entry in entries]
         round.metrics.update(traffic.metrics(len(self.ids)))
         round.metrics["consensus/distance"] = self.nodes.distance()
         if self.push:
@@ -196,8 +196,9 @@ class Peers(NodeAggregation):
         uploads: Mapping[int, Payload],
         entries: Sequence[LedgerEntry],
         present: Sequence[int],
-    ) -> None:
-        """Make the next state of everybody who is there, and of the mean model."""
+    ) -> bool:
+        """Make the next state of everybody who is there, and of the mean model, and return whether
+        they are: all stay where one would not be finite, since what it passes on is not either."""
         method, nodes, first = self.method, self.nodes, (round.number - 1) * self.averagings
         states, sums = {}, dict[tuple[tuple[int, int], ...], Sums]()
         done: dict[tuple[object, ...], State] = {}
@@ -210,7 +211,9 @@ class Peers(NodeAggregation):
             same = units, *(tensor.data_ptr() for tensor in state.values())
             if same not in done:
                 make = partial(method.next_state, sums[units])
-                done[same], _ = nodes.next(state, round.number, entries, make)
+                done[same], made = nodes.next(state, round.number, entries, make)
+                if not made:
+                    return False
             states[id] = dict(done[same])
         if method.reads_public:
             for id in present:
@@ -230,6 +233,7 @@ class Peers(NodeAggregation):
             [nodes.get(id, "weights") for id in self.ids], [masses[id] for id in self.ids]
         )
         nodes.put({"weights": weights}, {})
+        return True
 
     def _average_models(self, averaging: int, present: Sequence[int]) -> None:
         nodes, masses = self.nodes, self._masses()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from all_methods import METHODS
 from outcomes import rows_of
+from refusals import refused
 from test_hostile import Entries
 from toy import run, sgd
 
@@ -189,6 +190,33 @@ def test_work_that_is_nearly_nothing_divides_no_large_update(tmp_path, caplog):
     assert 0 < method.work_of(6) < 0.07
     assert "an update that is too large for work of 0.06" in caplog.text
     assert [row["status"] for row in rows_of(trainer.run_dir / "ledger.csv")].count("trained") == 5
+
+
+def test_a_rate_of_zero_leaves_a_servers_momentum(tmp_path):
+    """In the last rounds of LinearLR clients stay where they are, and what the server has gathered
+    is no step at that rate."""
+    decay = partial(torch.optim.lr_scheduler.LinearLR, start_factor=1.0, end_factor=0.0)
+    method = FedNova(
+        network=small_network,
+        optimizer=sgd(0.1),
+        scheduler=partial(decay, total_iters=2),
+        server_momentum=0.9,
+    )
+    trainer = run(method, images(), tmp_path, max_rounds=4, local_epochs=1)
+    assert [row["clients/trained"] for row in rows_of(trainer.run_dir / "metrics.csv")] == ["6"] * 4
+    assert method.server["momentum"].isfinite().all()
+
+
+def test_a_rate_that_rises_beyond_a_i_says_so(tmp_path):
+    rising = partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.1, end_factor=1.0)
+    method = FedNova(
+        network=small_network,
+        optimizer=sgd(0.5, momentum=0.99),
+        scheduler=partial(rising, total_iters=2),
+        mu=1.0,
+    )
+    with refused("--model.scheduler with mu 1, in round", "write a smaller --model.mu"):
+        run(method, images(), tmp_path, max_rounds=4, max_local_steps=8, local_epochs=9)
 
 
 def test_work_below_nothing_is_refused(tmp_path):

@@ -28,9 +28,11 @@ class Keeps(Stressor):
     def __init__(self) -> None:
         self.sent: dict[int, torch.Tensor] = {}
         self.start: dict[int, torch.Tensor] = {}
+        self.server: dict[str, torch.Tensor] = {}
 
     def change_upload(self, upload, *, client, round, context):
         self.sent[client.id] = upload.tensor("weights").double()
+        self.server = dict(context.method.server)
         self.start[client.id] = context.method.broadcast(client).tensor("weights").double()
         return upload
 
@@ -68,6 +70,32 @@ def test_an_attack_replaces_the_update_of_the_adapters(attack, cls, tmp_path):
         else:
             factor = {"sign_flip": -10, "scale": 10}[attack]
             torch.testing.assert_close(after, factor * before, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("attack", ["sign_flip", "scale"])
+@pytest.mark.parametrize(("rule", "rank"), [("alternate", 2), ("product", [1, 2])])
+def test_of_parts_that_travel_the_update_is_attacked(rule, rank, attack, tmp_path):
+    """The half of a round, or the ranks of a client: u becomes -10 u or 10 u, and no weight."""
+    honest, hostile = Keeps(), Keeps()
+    stressor = ByzantineClients(clients=0.2, attack=attack, strength=10.0)
+    method = method_of(rank=rank, adapter_average=rule)
+    trainer = fit(
+        method,
+        tmp_path,
+        records(num_clients=5, generate=False),
+        callbacks=[honest, stressor, hostile],
+        max_rounds=3,
+    )
+    (attacker,) = stressor._attackers
+    assert len(trainer.progress.history) == 3
+    before, after = honest.sent[attacker], hostile.sent[attacker]
+    factor = {"sign_flip": -10, "scale": 10}[attack]
+    start = (after - factor * before) / (1 - factor)
+    weights = honest.server["weights"].double()
+    moving = method.adapters.moving(method)
+    part = method.adapters.part(trainer.data.client(attacker))
+    kept = next((each for each in (moving, part) if each is not None), slice(None))
+    torch.testing.assert_close(start, weights[kept], rtol=1e-4, atol=1e-5)
 
 
 def test_the_mean_of_adapters_is_moved_and_the_median_is_not(tmp_path):

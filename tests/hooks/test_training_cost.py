@@ -14,7 +14,7 @@ from torch import nn
 from torch.profiler import profile
 from toy import run, sgd
 
-from callbacks import Profile, StragglerDropout, TrainingCost
+from callbacks import EarlyStopping, Profile, StragglerDropout, TrainingCost
 from callbacks.meters import training_cost
 from fl_lightning.data import IID, FederatedImages
 from fl_lightning.methods import (
@@ -290,6 +290,20 @@ def test_a_run_that_fails_in_a_profiled_round_ends_the_profile(tmp_path):
                 callbacks=[Profile(start=1)],
             )
     gc.collect()
+
+
+def test_a_run_that_ends_early_has_its_profile(tmp_path):
+    for folder in ("one", "two"):  # a profile that was left on could not be begun again
+        trainer = run(
+            FedAvg(),
+            data(synthetic_size=16),
+            tmp_path / folder,
+            max_rounds=9,
+            callbacks=[Profile(start=1, rounds=9), EarlyStopping("train/loss", 1, min_delta=9.0)],
+        )
+        last = len(trainer.progress.history)
+        assert last < 9
+        assert (trainer.run_dir / "figures" / f"profile_rounds_0001_{last:04d}.json").is_file()
 
 
 def test_bad_settings_of_profile():

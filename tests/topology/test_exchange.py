@@ -161,6 +161,18 @@ class Shift(Graph):
         return {i: {(i + 1) % peers: Fraction(1)} for i in range(peers)}
 
 
+def test_where_one_next_state_is_not_finite_all_stay(monkeypatch):
+    peers = Exchange(Gossip(Ring()), normal(5))
+    before, make = peers.vectors, peers.method.next_state
+    broken = {"weights": before[0] * math.nan}
+    monkeypatch.setattr(peers.method, "next_state", lambda sums: peers.method.server.update(broken))
+    _, entries = peers.exchange()
+    assert torch.equal(peers.vectors, before)
+    assert Counter(entry.status for entry in entries) == {"lost": 5}
+    monkeypatch.setattr(peers.method, "next_state", make)
+    assert spread(peers.vectors) > spread(peers.exchange() and peers.vectors)
+
+
 def test_with_push_sum_each_peer_keeps_a_share_of_its_mass():
     with refused("peer 0 takes nothing of itself", "push_sum false", MisuseError):
         Exchange(Gossip(Shift()), normal(4)).exchange()
