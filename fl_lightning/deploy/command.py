@@ -177,9 +177,15 @@ def _run(cli: Any, settings: Deployment, rules: RoundRules) -> Mapping[str, Any]
                 Path(cli.trainer.root).absolute() / "nodes",
                 cli.config_init["ckpt_path"],
             )
-            own_data = settings.own_data
             write_job(
-                folder, cli.config_text, rules, ckpt_path, words, nodes=nodes, own_data=own_data
+                folder,
+                cli.config_text,
+                rules,
+                ckpt_path,
+                words,
+                nodes=nodes,
+                own_data=settings.own_data,
+                allow=_own_packages(cli),
             )
             with halves.here(folder, halves.COMMAND), launch.Started() as started:
                 address, more = _reach(cli, settings, started, nodes)
@@ -215,6 +221,13 @@ def require_end(left: bool, address: str) -> None:
         )
 
 
+def _own_packages(cli: Any) -> list[str]:
+    """Return the user's own packages of the configuration, who starts the nodes of this machine
+    too."""
+    packages = names_in(config_for_nodes(yaml.safe_load(cli.config_text))) - PACKAGES
+    return [name for name in sorted(packages) if find_spec(name)]
+
+
 def _reach(
     cli: Any, settings: Deployment, started: launch.Started, nodes: Path
 ) -> tuple[str, list[str]]:
@@ -227,9 +240,7 @@ def _reach(
     if not settings.local_nodes:
         return settings.superlink, []
     address = launch.start_superlink(started, nodes / "superlink")
-    packages = names_in(config_for_nodes(yaml.safe_load(cli.config_text))) - PACKAGES
-    # the user's own, who starts the nodes too
-    allow = [name for name in sorted(packages) if find_spec(name)]
+    allow = _own_packages(cli)
     for number in range(settings.local_nodes):
         launch.start_node(
             started, address, nodes / f"node{number}", number, settings.local_nodes, allow

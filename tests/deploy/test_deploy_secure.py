@@ -15,10 +15,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from deploy_transports import InProcess
 from outcomes import rows_of
 from safetensors.torch import save
 from test_deploy import (
+    RULES,
+    Drop,
     Processes,
     command_line,
     deployed,
@@ -36,6 +39,7 @@ from fl_lightning.deploy.protocol.messages import Message
 from fl_lightning.deploy.protocol.server_state import beside_broadcast, take_over
 from fl_lightning.deploy.server.deployable import check_deployable
 from fl_lightning.deploy.server.roster import RoundRules
+from fl_lightning.deploy.server.server import deploy_over
 from fl_lightning.errors import InputError
 from fl_lightning.hooks import Stressor
 from fl_lightning.privacy.secure import PHASES, SecureSum
@@ -207,6 +211,16 @@ def test_with_too_few_nodes_a_round_is_void_and_the_run_goes_on(phase, tmp_path)
     assert weights(cli) == simulated("fedavg", tmp_path, *IMAGES, drop=Leave(2, [1, 3], phase))
     assert [row["secure/void"] for row in table(cli, "metrics")] == ["0", "1", "0"]
     assert {row["status"] for row in table(cli, "ledger") if row["round"] == "2"} == {"lost"}
+
+
+def test_a_round_in_which_nobody_trains_is_void_and_the_run_goes_on(tmp_path):
+    cli = command_line("fedavg", tmp_path / "deployed", *IMAGES)
+    cli.trainer.callbacks += [Drop(1, [0, 1, 2, 3])]
+    transport = InProcess(nodes_in(tmp_path, 2))
+    deploy_over(cli.trainer, yaml.safe_load(cli.config_text), transport, RULES)
+    cli.start()
+    assert weights(cli) == simulated("fedavg", tmp_path, *IMAGES, drop=Drop(1, [0, 1, 2, 3]))
+    assert [row["secure/void"] for row in table(cli, "metrics")] == ["1", "0", "0"]
 
 
 class Restarted(Mortal):

@@ -79,7 +79,10 @@ def _node(job: Path, partition: int, of: int) -> Node:
 
     written = json.loads((job / "job.json").read_text())
     os.chdir(written["directory"])
+    sys.path.append(written["directory"])
     import_short_names()
     folder = Path(written["nodes"]) / f"node{partition}"
-    settings = NodeSettings(folder, partition, of, name=f"simulated-{partition}")
+    settings = NodeSettings(
+        folder, partition, of, name=f"simulated-{partition}", allow=written["allow"]
+    )
     return Node(settings, builder(), epoch=EPOCH)

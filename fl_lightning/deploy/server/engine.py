@@ -134,6 +134,7 @@ class RemoteEngine(Engine):
             # also where nobody trains: the noise on an empty sum hides that
             terms["noisy_sum"] = privacy.begin_sum(self.fed.method.round, self.fed.run_dir)
         if not tasks:
+            self.mail.traffic.beside_training.append(0.0)
             return
         messages = self._messages(tasks, terms)
         found: dict[int, ClientResult] = {}

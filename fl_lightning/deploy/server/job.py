@@ -40,11 +40,13 @@ def write_job(
     *,
     nodes: Path,
     own_data: bool = False,
+    allow: Sequence[str] = (),
 ) -> None:
     """Write the files of a deployment that begins in the working directory of this process.
 
     Args:
         nodes: folder of the nodes that run on this machine, where some do.
+        allow: further packages of which these nodes take classes.
     """
     job = {
         "directory": os.getcwd(),
@@ -52,6 +54,7 @@ def write_job(
         "ckpt_path": ckpt_path,
         "rules": asdict(rules),
         "own_data": own_data,
+        "allow": list(allow),
         "command_line": list(command_line),
     }
     disk.replace(folder / "run.yaml", config.encode())
