@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from fl_lightning.config.settings import is_number
 from fl_lightning.errors import RunStopped
 from fl_lightning.federation import Federation
 from fl_lightning.hooks import RoundRecord
@@ -105,11 +106,7 @@ class Progress:
             TypeError: a method or a meter gave a metric that is not a number.
             OSError: the run directory cannot be written.
         """
-        odd = {
-            name: value
-            for name, value in record.metrics.items()
-            if not isinstance(value, (int, float))
-        }
+        odd = {name: value for name, value in record.metrics.items() if not is_number(value)}
         if odd:
             raise TypeError(
                 f"metrics {odd} of round {record.round}; a metric of a method or a meter is a "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 import os
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from typing import Any
 import yaml
 
 from fl_lightning.config.documents import read_document
+from fl_lightning.config.settings import is_number
 from fl_lightning.errors import InputError
 from fl_lightning.run.directory import RunDirectory, read_json, to_json
 from fl_lightning.run.metadata import (
@@ -61,6 +63,20 @@ TRACKED_FILES = (
 # any other is KILLED
 MLFLOW_STATUS: Mapping[str, Status] = {"finished": "FINISHED", "failed": "FAILED"}
 
+log = logging.getLogger(__name__)
+
+
+def _tests_in(run: Path) -> list[dict[str, Any]]:
+    """Return what ``test`` has measured; a file that is damaged is named in a warning."""
+    found = []
+    for file in sorted(run.glob("test*.json")):
+        test = read_json(file)
+        if is_number(test.get("round")) and isinstance(test.get("metrics"), Mapping):
+            found.append(test)
+        else:
+            log.warning("%s cannot be read and is left out; test the run again", file)
+    return found
+
 
 @dataclass
 class StoredRun:
@@ -104,9 +120,7 @@ class StoredRun:
             metrics = run.path / "metrics.csv"
             history = numbers(metrics.read_bytes()) if metrics.exists() else []
             tags_of(metadata, run.path)
-            rounds = cls._rounds(
-                metadata, history, [read_json(file) for file in sorted(run.path.glob("test*.json"))]
-            )
+            rounds = cls._rounds(metadata, history, _tests_in(run.path))
         except InputError:
             raise
         except (

@@ -465,6 +465,7 @@ def test_nothing_is_overwritten_or_lost(tmp_path, monkeypatch, capsys):
         (["--study", "empty"], "no finished run"),
         (["--study", "study", "--out", "runs/study/study.yaml"], "it is a file"),
         (["--study", "none.yaml"], "cannot be read"),
+        (["--study", "study", "--out", "x" * 300], "it cannot be looked at"),
     ],
 )
 def test_bad_input_is_one_line_and_creates_nothing(tmp_path, monkeypatch, capsys, args, message):
@@ -546,6 +547,33 @@ def test_many_methods_have_a_panel_each(tmp_path, figures):
     make_study(tmp_path / "runs", dict.fromkeys("ABCDEFGH", A))
     drawn = dict(command.figures(comparison_of(tmp_path / "runs")))["accuracy_over_rounds"]
     assert [axes.get_title() for axes in drawn.axes if axes.get_visible()] == list("BCDEFGH")
+
+
+def test_many_methods_that_are_all_proposed_have_a_panel_each(tmp_path, figures):
+    make_study(tmp_path / "runs", dict.fromkeys("ABCDEFGH", A), proposed=[*"ABCDEFGH"])
+    drawn = dict(command.figures(comparison_of(tmp_path / "runs")))["accuracy_over_rounds"]
+    assert [axes.get_title() for axes in drawn.axes if axes.get_visible()] == list("BCDEFGH")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("git", "main"),
+        ("versions", ["torch"]),
+        ("code", ["a"]),
+        ("resumed", {"a": 1}),
+        ("resumed", [1]),
+        ("command_line", ["fit", 1]),
+        ("task", {"primary": "accuracy", "shares": 1}),
+    ],
+)
+def test_metadata_of_another_form_leave_a_run_out(tmp_path, name, value):
+    make_study(tmp_path / "runs", {"A": A, "B": B})
+    file = next((tmp_path / "runs/study").glob("A*")) / "metadata.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), name: value}))
+    compare("study", tmp_path / "out", tmp_path / "runs")
+    report = (tmp_path / "out/report.md").read_text()
+    assert f"metadata.json has something else as {name} than a run writes" in report
 
 
 def test_figures_of_long_names_and_of_nothing(tmp_path, figures):

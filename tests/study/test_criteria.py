@@ -199,6 +199,7 @@ def test_labels_that_are_no_names(tmp_path):
         "accuracy(A) > \0",
         "(" * 300 + "1" + ")" * 90 + " > accuracy(A)",
         "-" * 5000 + "1 > accuracy(A)",
+        "-" * 400 + "1 > accuracy(A)",
         "accuracy(A) > 0 " + "# " * 300,
         "",
         "import os",

@@ -143,6 +143,22 @@ def test_levels_of_a_grid_have_tables_and_labels_of_their_own(tmp_path):
     tabulars(text)
 
 
+def test_levels_that_share_a_label_or_are_read_as_markup(tmp_path, figures):
+    levels = ["p q", "p+q", "x>0", "a]b"]
+    grid = {"axis": {level: {"settings": {"data.beta": n}} for n, level in enumerate(levels)}}
+    values = {"A": {(("axis", level),): A for level in levels}}
+    make_study(tmp_path / "runs", {**values, "B": values["A"]}, grid=grid)
+    compare("study", tmp_path / "out", tmp_path / "runs", caption="Mine.", label="tab:x")
+    text = (tmp_path / "out/tables.tex").read_text()
+    found = re.findall(r"\\label\{([^}]*)\}", text)
+    assert len(set(found)) == len(found)
+    assert {"tab:x-axis-p-q", "tab:x-axis-p-q-2"} <= {*found}
+    drawn = {path.stem for path in (tmp_path / "out/figures").glob("*.png")}
+    page = (tmp_path / "out/report.html").read_text()
+    assert page.count('src="data:image/svg+xml') == len(drawn)
+    assert "accuracy_over_rounds-axis=x~3e0" in drawn
+
+
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="there is no pdflatex here")
 def test_the_tables_compile_and_none_is_wider_than_the_page(tmp_path):
     compare("study", tmp_path / "out", study(tmp_path / "runs"))

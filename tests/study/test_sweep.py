@@ -365,9 +365,12 @@ def test_what_is_left_is_estimated_from_runs_of_the_same_method(tmp_path):
     unknown = CellState(Cell("B", 0, {}, []), {"trainer.max_rounds": 100}, "")
     done = CellState(Cell("B", 1, {}, []), {"trainer.max_rounds": 100}, "", "finished")
     cells = StudyCells(None, tmp_path, [begun, waiting, unknown, done])  # type: ignore[arg-type]
-    costs = {state.cell.name: find_cost(cells, state) for state in cells}
+    known = {state.cell.name: state.metrics() for state in cells}
+    costs = {state.cell.name: find_cost(cells, state, known) for state in cells}
     assert costs["A-seed1"] == RoundCost(3.0, 8.0, "A-seed0")
-    assert remaining_cost(cells, costs) == RemainingCost(10 + 98 * 3 + 10 + 100 * 3, 198 * 8, ["B"])
+    assert remaining_cost(cells, costs, known) == RemainingCost(
+        10 + 98 * 3 + 10 + 100 * 3, 198 * 8, ["B"]
+    )
 
 
 TESTED = {

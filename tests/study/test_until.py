@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -265,6 +266,15 @@ def test_a_cell_that_fails_ends_it_since_no_seed_after_it_can_count(tmp_path):
     assert (said["ending"], len(said["seeds"])) == ("decided", first_decided())
 
 
+def test_seeds_before_a_cell_that_fails_are_still_looked_at(tmp_path):
+    """A cell of a later seed fails while the one that decides is at work."""
+    count = first_decided()
+    failing = f"A-seed{2 + count}"
+    seen = [sweep(tmp_path / str(n), slots=4, failing=failing, seed=n) for n in range(8)]
+    assert {(said["ending"], len(said["seeds"])) for _, said in seen} == {("decided", count)}
+    assert {getattr(pool, "code", 0) for pool, _ in seen} == {0}
+
+
 def test_a_study_that_cannot_be_decided_so_is_refused(tmp_path):
     def read(old: str, new: str) -> Study:
         (tmp_path / "study.yaml").write_text(STUDY.replace(old, new).format(configs=CONFIGS))
@@ -294,6 +304,11 @@ def test_a_study_that_cannot_be_decided_so_is_refused(tmp_path):
         with_flags(fixed, None, 9, None)
     with pytest.raises(InputError, match=r"--max_seeds 2.*lists 3 seeds"):
         with_flags(fixed, "decided", 2, None)
+    with pytest.raises(InputError, match=r"max_seeds: 1000000000; a study has at most 10000"):
+        with_flags(fixed, "decided", 1_000_000_000, None)
+    many = replace(fixed, methods=dict.fromkeys(map(str, range(201)), fixed.methods["A"]))
+    with pytest.raises(InputError, match="10050 cells"):
+        with_flags(many, "decided", None, None)
     with pytest.raises(InputError, match=r"--max_hours 0.*above 0"):
         with_flags(fixed, "decided", None, 0.0)
     assert with_flags(fixed, None, None, None).until is None

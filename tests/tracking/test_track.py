@@ -323,6 +323,14 @@ def test_a_configuration_that_is_a_bomb_is_refused_by_track(
     assert "config.yaml holds no mapping" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("content", ["", "{}", '{"round": null, "metrics": {}}'])
+def test_a_damaged_test_leaves_the_run_to_be_tracked(content, tmp_path, caplog) -> None:
+    run_dir = fit(tmp_path, experiment="e")
+    (run_dir / "test.json").write_text(content)
+    assert main(["track", str(run_dir)]) == 0
+    assert "test.json cannot be read and is left out" in caplog.text
+
+
 def test_a_run_of_an_older_release_can_be_tracked(tmp_path: Path) -> None:
     run_dir = fit(tmp_path / "e")
     metadata = json.loads((run_dir / "metadata.json").read_text())

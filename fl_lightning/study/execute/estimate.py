@@ -3,7 +3,7 @@ recorded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -31,7 +31,11 @@ class RoundCost:
     source: str
 
 
-def find_cost(cells: StudyCells, state: CellState) -> RoundCost | None:
+Rounds = Mapping[str, Sequence[Mapping[str, float]]]
+"""The rounds that each cell has recorded so far, by its name."""
+
+
+def find_cost(cells: StudyCells, state: CellState, known: Rounds) -> RoundCost | None:
     """Return the mean cost of a round in a cell of the same method: of the same levels if there is
     one, and of these the longest.
 
@@ -40,7 +44,7 @@ def find_cost(cells: StudyCells, state: CellState) -> RoundCost | None:
     same_method = [other for other in cells if other.cell.method == state.cell.method]
     same_levels = [other for other in same_method if other.cell.levels == state.cell.levels]
     for others in (same_levels, same_method):
-        measured = [(other.metrics(), other.cell.name) for other in others]
+        measured = [(known[other.cell.name], other.cell.name) for other in others]
         rows, name = max(measured, key=lambda one: len(one[0]))
         if rows:
             counted = rows[1:] or rows
@@ -68,19 +72,20 @@ class RemainingCost:
 
 
 def remaining_cost(
-    states: Iterable[CellState], costs: dict[str, RoundCost | None]
+    states: Iterable[CellState], costs: dict[str, RoundCost | None], known: Rounds
 ) -> RemainingCost:
     """Add up the rounds that are left, and the start of each process.
 
     Args:
         states: all cells of a study.
         costs: the cost of a round by the name of the cell.
+        known: the rounds that are recorded.
     """
     seconds, size, unknown = 0.0, 0.0, dict[str, None]()
     for state in states:
         if state.status == "finished":
             continue
-        cost, left = costs[state.cell.name], state.rounds - len(state.metrics())
+        cost, left = costs[state.cell.name], state.rounds - len(known[state.cell.name])
         if cost is None:
             unknown[state.cell.method] = None
             continue
@@ -98,7 +103,8 @@ def show_plan(cells: StudyCells, jobs: int, console: Console | None = None) -> N
         console: where to print; default: standard output.
     """
     console = console or Console(highlight=False, soft_wrap=True)
-    costs = {state.cell.name: find_cost(cells, state) for state in cells}
+    known = {state.cell.name: state.metrics() for state in cells}
+    costs = {state.cell.name: find_cost(cells, state, known) for state in cells}
     table = Table("cell", "state", "rounds", "minutes", "MB", "known from")
     for state in cells:
         cost, figures = costs[state.cell.name], ["unknown", "unknown", ""]
@@ -106,12 +112,15 @@ def show_plan(cells: StudyCells, jobs: int, console: Console | None = None) -> N
             minutes, megabytes = state.rounds * cost.seconds / 60, state.rounds * cost.bytes / 1e6
             figures = [f"{minutes:.1f}", f"{megabytes:.1f}", cost.source]
         table.add_row(
-            state.cell.name, state.status, f"{len(state.metrics())}/{state.rounds}", *figures
+            state.cell.name,
+            state.status,
+            f"{len(known[state.cell.name])}/{state.rounds}",
+            *figures,
         )
     console.print(table)
     for line in cells.problems():
         console.print(line, markup=False)
-    rest, count = remaining_cost(cells, costs), len(cells.states)
+    rest, count = remaining_cost(cells, costs, known), len(cells.states)
     about = (
         f"about {clock(rest.seconds / jobs)} (h:mm:ss) with --jobs {jobs} and "
         f"{rest.bytes / 1e6:.1f} MB over the wire"
@@ -123,7 +132,7 @@ def show_plan(cells: StudyCells, jobs: int, console: Console | None = None) -> N
             else "time and bytes unknown"
         )
     left = [state for state in cells if state.status != "finished"]
-    rounds = sum(state.rounds - len(state.metrics()) for state in left)
+    rounds = sum(state.rounds - len(known[state.cell.name]) for state in left)
     part = "" if cells.shard.is_whole else f", shard {cells.shard}"
     console.print(
         f"{cells.study.name}{part}: {count} cells, {len(left)} to run, {rounds} rounds: {about}",

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fl_lightning.errors import InputError, require
+from fl_lightning.errors import InputError, as_bad_input, require
 from fl_lightning.study.execute.shards import WHOLE, Shard
 from fl_lightning.support.disk import NO_FOLLOW
 
@@ -41,7 +41,8 @@ def only_one(folder: Path, shard: Shard = WHOLE) -> Iterator[list[int]]:
     Raises:
         InputError: another process works on this study or shard, or shards of another number do.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    with as_bad_input(f"{folder}", "it cannot be written", "name another --root", OSError):
+        folder.mkdir(parents=True, exist_ok=True)
     held: list[int] = []
     try:
         if shard.is_whole:

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from dataclasses import replace as replaced
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -352,6 +353,7 @@ class SearchSession(SearchRun):
         run = self.run_of(job)
         self.learn_task(run)
         value = metric_of(run, self.metric) if run and code == 0 else None
+        value = None if value is not None and isnan(value) else value
         if value is not None:  # before it is told, so that a search that goes on asks again
             self.learn_made(job, run)
         if (

@@ -19,8 +19,9 @@ from fl_lightning.run.directory import read_json, to_json
 from fl_lightning.study.execute.cells import CellState
 from fl_lightning.study.execute.jobs import Job, RunningJob, threads_per_job
 from fl_lightning.study.execute.session import SweepSession
+from fl_lightning.study.plan.spec_file import SpecFile
 from fl_lightning.study.plan.stopping import Ending, Stopping, StoppingRule, check_rule
-from fl_lightning.study.plan.study import Study
+from fl_lightning.study.plan.study import Study, check_cells
 from fl_lightning.study.report.looks import counted, looks
 from fl_lightning.study.report.verdicts import check_task
 from fl_lightning.study.results.gather import gather_registered
@@ -63,7 +64,9 @@ def with_flags(
     require(max_hours is None or max_hours > 0, hours, "it is above 0", f"write {where}max_hours 6")
     rule = replace(study.until or StoppingRule(), **given)  # type: ignore[arg-type]
     check_rule(rule, study.seeds, study.criteria, where if given or until else f"{study.path}: ")
-    return replace(study, until=rule)
+    found = replace(study, until=rule)
+    check_cells(SpecFile(study.path), found)
+    return found
 
 
 @dataclass
@@ -121,9 +124,9 @@ class UntilSession(SweepSession):
         for seed in self.cells.study.seed_order:
             self.take_look()  # what earlier sessions left may decide everything
             self.check_budget()
-            if self.ending is None and self.failures():
-                self.ending = "failed"  # the seeds that are begun go on
-            states = [] if self.ending is not None else self.cells.of_seed(seed) or self.added(seed)
+            if self.ending is not None or self.failures():  # the seeds that are begun go on
+                break
+            states = self.cells.of_seed(seed) or self.added(seed)
             for state in states:
                 if self.ending is None and (job := self.next_job(state)):
                     yield job
@@ -252,12 +255,16 @@ class UntilSession(SweepSession):
         )
         return f"{self.cells.study.name}: {len(stopping.seeds)} complete seeds; {said}"
 
+    @property
+    def stands(self) -> Ending:
+        """What has ended it, or how it stands."""
+        return self.ending or ("failed" if self.failures() else self.stopping.ending)
+
     def document(self) -> dict[str, Any]:
-        ending = self.ending or self.stopping.ending
         return {
             "seconds": round(self.hours * 3600, 1),
             "seeds": list(self.stopping.seeds),
-            "ending": ending,
+            "ending": self.stands,
             "undecided": list(self.stopping.undecided),
         }
 
@@ -267,5 +274,5 @@ class UntilSession(SweepSession):
 
     def finish(self) -> None:
         self.save()
-        shown = replace(self.stopping, ending=self.ending or self.stopping.ending)
+        shown = replace(self.stopping, ending=self.stands)
         self.display.line(f"{self.cells.study.name}: {shown.sentence()}")

@@ -62,6 +62,8 @@ class PublishedStudy:
                 found.name,
                 found.labels,
                 found.seeds,
+                found.report["selection"],
+                found.levels[0],
                 [one["levels"].items() for one in found.levels],
             )
         return found

@@ -203,7 +203,7 @@ class Search:
     @property
     def wanted(self) -> int:
         """The trials that are to be made: no more than there are combinations of values."""
-        sizes = [len(_values(allowed)) or inf for allowed in self.space.values()]
+        sizes = [len(set(map(repr, _values(allowed)))) or inf for allowed in self.space.values()]
         return int(min(self.trials, prod(sizes)))
 
     def untried(self, tried: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any] | None:
@@ -231,8 +231,9 @@ def _values(allowed: Range | list[Any]) -> Sequence[Any]:
     end."""
     if not isinstance(allowed, Range):
         return allowed
-    values = range(int(allowed.low), int(allowed.high) + 1) if allowed.is_whole else ()
-    return values if len(values) <= MOST_VALUES else ()
+    if not allowed.is_whole or allowed.high - allowed.low >= MOST_VALUES:
+        return ()
+    return range(int(allowed.low), int(allowed.high) + 1)
 
 
 def _distribution(allowed: Range | list[Any]) -> BaseDistribution:

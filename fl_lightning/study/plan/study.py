@@ -507,9 +507,6 @@ def _check(file: SpecFile, study: Study) -> None:
         not (study.published and study.until), "until with published", rule, "leave one of them out"
     )
     if study.until is not None:
-        rule = f"a study has at most {MAX_CELLS} cells"
-        given = f"until: max_seeds: {study.until.max_seeds}"
-        file.require(study.until.max_seeds <= MAX_CELLS, given, rule, "write fewer seeds")
         check_rule(study.until, study.seeds, study.criteria, f"{file.path}: ")
     if isinstance(study.tuned, TunedByLevel):
         check_levels(file, study.tuned, study)
@@ -527,16 +524,29 @@ def _check(file: SpecFile, study: Study) -> None:
     file.require(
         study.alone not in study.controls, f"controls: {study.alone} is alone too", rule, instead
     )
+    check_cells(file, study)
+    _check_criteria(file, study)  # hours before the report finds it
+    # of a metric of another family, the runs will say what they declare
+    if study.metric.partition("/")[0] in PACKAGE_FAMILIES:
+        higher_is_better(study.metric)
+
+
+def check_cells(file: SpecFile, study: Study) -> None:
+    """Check the number and the names of all cells that a study may have.
+
+    Raises:
+        InputError: they are too many, or a folder cannot have such a name.
+    """
+    if study.until is not None:
+        rule = f"a study has at most {MAX_CELLS} cells"
+        given = f"until: max_seeds: {study.until.max_seeds}"
+        file.require(study.until.max_seeds <= MAX_CELLS, given, rule, "write fewer seeds")
     first: dict[str, str] = {}
     for name in (cell.name for cell in replace(study, seeds=study.seed_order).cells()):
         file.name(name, "cell")
         same = first.setdefault(name.lower(), name)  # some file systems do not tell A from a
         rule = "their names must differ, in more than case"
         file.require(same is name, f"cells {same} and {name}", rule, "rename a method or a level")
-    _check_criteria(file, study)  # hours before the report finds it
-    # of a metric of another family, the runs will say what they declare
-    if study.metric.partition("/")[0] in PACKAGE_FAMILIES:
-        higher_is_better(study.metric)
 
 
 def _check_degradation(

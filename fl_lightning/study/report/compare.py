@@ -101,7 +101,8 @@ def check_out(out: Path, overwrite: bool) -> None:
     Raises:
         InputError: something else is in the folder.
     """
-    require(not out.exists() or out.is_dir(), f"--out {out}", "it is a file", "name a folder")
+    with as_bad_input(f"--out {out}", "it cannot be looked at", "name another folder", OSError):
+        require(not out.exists() or out.is_dir(), f"--out {out}", "it is a file", "name a folder")
     if out.is_dir() and any(out.iterdir()):
         rule, instead = (
             "it is not empty and nothing is overwritten",

@@ -176,6 +176,8 @@ def _panels(
 
     proposed = [label for label in comparison.proposed if label in curves] or [next(iter(curves))]
     shown = [label for label in curves if label not in proposed]
+    if not shown:  # all are proposed
+        proposed, shown = proposed[:1], proposed[1:]
     rows = -(-len(shown) // PANELS_IN_A_ROW)
     figure = Figure(figsize=(9.6, 1.2 + 1.75 * rows), layout="constrained")
     grid = figure.subplots(rows, PANELS_IN_A_ROW, sharex=True, sharey=True, squeeze=False)

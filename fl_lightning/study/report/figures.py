@@ -89,7 +89,8 @@ def as_svg(figure: Figure) -> bytes:
 
 
 def _file(name: str, levels: Levels) -> str:
-    return f"{name}-{level_key(levels)}" if levels else name
+    key = re.sub(r"[^\w=.,+ -]", lambda odd: f"~{ord(odd[0]):x}", level_key(levels))
+    return f"{name}-{key}" if levels else name
 
 
 def _rows(title: str, xlabel: str, names: Sequence[str]) -> tuple[Figure, Axes]:

@@ -13,7 +13,9 @@
 - Where a run has no number of what is compared (a perplexity that is not finite, a target that was
   never reached), nothing is decided by the seeds that are left: they are a choice by the outcome.
 - ``and`` and ``or`` follow Kleene's logic of three values. Each part keeps its own 95 %: an ``or``
-  of k parts that are all false is held with a probability of up to k x 2.5 %.
+  of k parts that are all false is held with a probability of up to k x 2.5 %, and an ``and`` of
+  k parts that are all true fails with as much. So does a criterion over k levels; where a share of
+  them is enough, it may also be held wrongly so.
 """
 
 from __future__ import annotations
@@ -160,9 +162,8 @@ def _judge_inequality(condition: Inequality, evidence: Evidence, interval: Inter
     seeds = tuple(index.tolist())
     left, right = (_evaluated(side, columns, index) for side in (condition.left, condition.right))
     if not seeds or left.isna().any() or right.isna().any():
-        return Judgement.without_numbers(
-            "undecided", "division by zero" if seeds else missing, seeds
-        )
+        reason = "division by zero, or infinity less infinity" if seeds else missing
+        return Judgement.without_numbers("undecided", reason, seeds)
     differences = left - right
     is_finite = np.isfinite(differences).all()
     low, high = interval(differences.to_numpy()) if is_finite else (nan, nan)

@@ -6,6 +6,7 @@ They need the packages booktabs and graphicx. A table that is wider than the lin
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
@@ -131,16 +132,27 @@ def tables_tex(comparison: Comparison, layout: Layout) -> str:
                 parts.append(latex(found.without(*NOT_ON_PAPER), label))
     for number, table in enumerate(transfer_tables(comparison), start=1):
         parts.append(latex(table, _label(base, f"transfer{number}")))
-    return "\n".join([HEAD, *parts])
+    return _with_own_labels("\n".join([HEAD, *parts]))
 
 
 def timings_tex(comparison: Comparison, layout: Layout) -> str:
     """Return the tables of what a clock measured."""
     base = layout.label or f"tab:{_slug(comparison.study.name)}"
     made = ((tables.clocks(comparison, levels), levels) for levels in comparison.levels)
-    return "\n".join(
-        [HEAD, *(latex(table, _label(base, "time", levels)) for table, levels in made)]
+    return _with_own_labels(
+        "\n".join([HEAD, *(latex(table, _label(base, "time", levels)) for table, levels in made)])
     )
+
+
+def _with_own_labels(text: str) -> str:
+    """Number labels that levels share, such as those of ``p q`` and ``p+q``."""
+    seen = Counter[str]()
+
+    def numbered(found: re.Match[str]) -> str:
+        seen[found[1]] += 1
+        return found[0] if seen[found[1]] == 1 else f"\\label{{{found[1]}-{seen[found[1]]}}}"
+
+    return re.sub(r"\\label\{([^}]*)\}", numbered, text)
 
 
 def _label(base: str, kind: str, levels: Levels | None = None) -> str:

@@ -42,7 +42,7 @@ HOW_TO_READ = (
     "effect of g_z so. A criterion holds when its whole interval satisfies it and fails when none "
     "of it does; it is computed in raw units (accuracies in [0, 1], bytes, seconds) and is not "
     "corrected for the other criteria. It is not tested where one of its premises fails, and undecided "
-    "where one is undecided. Each part of an `or` keeps its own 95 %."
+    "where one is undecided. Each part of an `and` or `or`, and each level, keeps its own 95 %."
 )
 IN_A_SEQUENCE = {
     "The 95 % t interval decides; the bootstrap (BCa) beside it is too narrow below about ten seeds. ": (

@@ -155,7 +155,8 @@ def proposed_table(comparison: Comparison) -> ReportTable | None:
             better, worse = (
                 sum(getattr(one, who) == label for one in tests) for who in ("loser", "winner")
             )
-            alike = [one.b if one.a == label else one.a for one in tests if one.winner is None]
+            others = [one.b if one.a == label else one.a for one in tests if one.winner is None]
+            alike = [other for other in others if other in found]
             place = f"{found[label].place} of {len(found)}"
             ends = ends_of(1 + better, len(found) - worse)
             rows.append([label, level_key(levels) or "all", named(alike), place, ends])

@@ -3,8 +3,7 @@ which runs are there twice."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from itertools import combinations
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,29 +89,16 @@ def _labels(records: list[RunRecord], axes: Iterable[str]) -> dict[str, str]:
         by_name.setdefault(str(name), []).append(record)
     for name, several in by_name.items():
         settings = {record.where: _relevant_settings(record) for record in several}
-        keys = sorted(
-            {
-                key
-                for one, other in combinations(several, 2)
-                if not _are_planned_apart(one, other, axes)
-                for key in _differing(settings[one.where], settings[other.where])
-            }
-        )
+        # of labelled runs the grid changed the settings: one seed and level is compared at a time
+        planned = all(_tags(record).get("label") for record in several)
+        alike: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+        for record in several:
+            at = (record.metadata["seed"], *_levels(record, axes).items()) if planned else ()
+            alike.setdefault(at, []).append(settings[record.where])
+        keys = sorted({key for group in alike.values() for key in _differing(group)})
         for where, values in settings.items():
             labels[where] = f"{name} {_shown(keys, values)}".strip()
     return labels
-
-
-def _are_planned_apart(one: RunRecord, other: RunRecord, axes: Iterable[str]) -> bool:
-    """Return whether two runs are labelled and differ in seed or level.
-
-    Then their settings need not tell them apart: the grid changed them.
-    """
-    if not all(_tags(record).get("label") for record in (one, other)):
-        return False
-    return one.metadata["seed"] != other.metadata["seed"] or _levels(one, axes) != _levels(
-        other, axes
-    )
 
 
 def _shown(keys: list[str], values: Mapping[str, Any]) -> str:
@@ -132,9 +118,7 @@ def _relevant_settings(record: RunRecord) -> dict[str, Any]:
     }
 
 
-def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    return [
-        key
-        for key in {**one, **other}
-        if repr(one.get(key, "not set")) != repr(other.get(key, "not set"))
-    ]
+def _differing(several: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the keys of which the settings do not all have one value."""
+    keys = {key for one in several for key in one}
+    return [key for key in keys if len({repr(one.get(key, "not set")) for one in several}) > 1]

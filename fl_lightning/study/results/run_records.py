@@ -7,7 +7,7 @@ import io
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import isclose, isnan
@@ -354,6 +354,28 @@ def _not_recorded(settings: Mapping[str, Any]) -> str:
     return f"{unknown[0]} cannot be recorded ({settings[unknown[0]]})" if unknown else ""
 
 
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping) or value == ()
+
+
+SHAPES: Mapping[str, Callable[[Any], bool]] = {
+    "tags": _is_mapping,
+    "git": _is_mapping,
+    "versions": _is_mapping,
+    "code": _is_mapping,
+    "task": lambda value: (
+        _is_mapping(value) and (not value or isinstance(value.get("shares") or [], (list, tuple)))
+    ),
+    "resumed": lambda value: (
+        isinstance(value, (list, tuple)) and all(isinstance(one, Mapping) for one in value)
+    ),
+    "command_line": lambda value: (
+        isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value)
+    ),
+}
+"""Whether an entry of ``metadata.json`` that is there and not empty is what a run writes."""
+
+
 def problem(metadata: Mapping[str, Any], history: list[dict[str, float]]) -> str:
     """Return why a run cannot be counted; empty when it can."""
     status = metadata.get("status")
@@ -366,8 +388,9 @@ def problem(metadata: Mapping[str, Any], history: list[dict[str, float]]) -> str
         return "metrics.csv does not hold every round once"
     if not isinstance(metadata.get("seed"), int) or not metadata.get("partition_sha256"):
         return "metadata.json has no seed, or no hash of the partition"
-    if not isinstance(metadata.get("tags") or {}, Mapping):
-        return "metadata.json has tags that are no mapping"
+    wrong = next((name for name, fits in SHAPES.items() if not fits(metadata.get(name) or ())), "")
+    if wrong:
+        return f"metadata.json has something else as {wrong} than a run writes"
     texts = [
         name
         for name, value in metadata.items()
