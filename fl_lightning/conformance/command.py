@@ -82,7 +82,7 @@ def find_method(name: str) -> type[Method]:
     module, _, attribute = name.rpartition(".")
     try:
         found = getattr(import_module(module) if module else methods, attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         known = [each for each in methods.__all__ if _is_method(getattr(methods, each))]
         raise InputError(
             f"--model {name}",

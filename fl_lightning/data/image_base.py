@@ -127,7 +127,13 @@ class ImageData(FederatedData):
             local_test_fraction,
             moments,
         )
-        self._check_local_test()
+        of_training = (FromFile, Natural)
+        require(
+            not (local_test_fraction and isinstance(self.partition, of_training)),
+            f"local_test_fraction={local_test_fraction} with the partition {type(self.partition).__name__}",
+            "it knows whose the training images are, and nothing of the test images",
+            "write local_test_fraction: 0, or another partition",
+        )
         require(
             moments is None or moments[1] > 0,
             f"moments={moments}",
@@ -137,20 +143,13 @@ class ImageData(FederatedData):
         self.view_side = crop_size if crop == "shrink" else side
         self.example_shape = (self.channels, self.view_side, self.view_side)
 
-    def _check_local_test(self) -> None:
-        """Refuse what does not go with test sets of the clients' own."""
-        given, of_training = f"local_test_fraction={self.local_test_fraction}", (FromFile, Natural)
+    def check_public(self) -> None:
+        """Refuse a public set of images that clients are tested on."""
         require(
-            not (self.local_test_fraction and isinstance(self.partition, of_training)),
-            f"{given} with the partition {type(self.partition).__name__}",
-            "it knows whose the training images are, and nothing of the test images",
-            "write local_test_fraction: 0, or another partition",
-        )
-        require(
-            not (self.local_test_fraction and self.public_examples),
-            f"{given} with public_examples={self.public_examples}",
+            not (self.local_test_fraction and self.public_examples and not self.public_dataset),
+            f"local_test_fraction={self.local_test_fraction} with public_examples={self.public_examples}",
             "all images are dealt out to clients",
-            "write public_examples: 0",
+            "write public_examples: 0, or a public_dataset",
         )
 
     @abstractmethod

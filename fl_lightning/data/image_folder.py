@@ -100,6 +100,7 @@ class ImageFolder(ImageData):
             **settings,
         )
         self.test_fraction, self.client_folders = test_fraction, client_folders
+        self.check_public()
 
     def prepare_data(self) -> None:
         """Check that the folders hold images.

@@ -161,12 +161,13 @@ class FederatedImages(ImageData):
         self.channels = channels
         super().__init__(**settings)
         self.public_dataset = public_dataset
-        self._check_public()
+        self.check_public()
         self._check_channels()
         self.num_classes = DATASETS[dataset].num_classes(self.settings)
 
-    def _check_public(self) -> None:
-        """Refuse a public data set whose images do not fit."""
+    def check_public(self) -> None:
+        """Refuse a public set whose images do not fit, or that clients are tested on."""
+        super().check_public()
         name, dataset, seen = self.public_dataset, self.dataset, self.view_side
         if name is None:
             return

@@ -469,7 +469,7 @@ def _numbers(items: Items) -> Tensor:
     for number, value in enumerate(items.target):
         try:
             row = np.asarray(value, dtype=np.float32)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             row = np.array(math.nan, np.float32)
         require(
             row.ndim <= 1

@@ -183,7 +183,7 @@ def _rows(x: list[Any], place: str) -> np.ndarray:
         raise InputError(place, "its x are texts", "see TextFiles for text, and write JSON lines")
     try:
         rows = np.array(x, dtype=np.float32)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise InputError(
             place, "its x are not lists of numbers, all of one length", "correct them"
         ) from None

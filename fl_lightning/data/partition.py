@@ -348,8 +348,10 @@ class Natural(IndexPartition):
         """Return the examples of each client; ``labels`` are the owners, int64 ``[N]`` in [0, K).
 
         Raises:
-            InputError: the data has more owners than there are clients.
+            InputError: the data has more owners than there are clients, or an example without one.
         """
+        rule = "every training example has a client in [0, K), and one has a number below 0"
+        require(labels.min(initial=0) >= 0, "train_owner", rule, "leave it out, or say whose it is")
         owners = int(labels.max(initial=-1)) + 1
         require(
             owners <= num_clients,

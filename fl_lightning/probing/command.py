@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from lightning.fabric.loggers import Logger
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from fl_lightning.config.recorded import imported
@@ -403,11 +404,14 @@ def print_results(new: Mapping[str, Any], found: Mapping[str, Finding]) -> None:
         ]
         for number, (metric, value) in enumerate(rows or [("-", "left out")]):
             grid.add_row(
-                "" if number else label, metric, value, end_section=number == max(len(rows), 1) - 1
+                "" if number else escape(label),
+                escape(metric),
+                value,
+                end_section=number == max(len(rows), 1) - 1,
             )
     console = Console()
     title = f"{new['method']} on {new['dataset']}, seed {new['seed']}, {new['checkpoint']}"
-    console.print(title, style="bold", highlight=False)
+    console.print(title, style="bold", markup=False, highlight=False)
     console.print(grid)
     for name, finding in found.items():
         for sentence in finding.skipped:

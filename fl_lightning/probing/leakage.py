@@ -93,7 +93,7 @@ def _losses(subject: ProbedModel, split: Split, index: Tensor) -> np.ndarray:
     data, losses = subject.data, []
     target = data.train_target if split == "train" else data.test_target
     with evaluation_mode(subject.method.deploy()) as network, subject.fabric.autocast():
-        for part in index.split(BATCH_SIZE):
+        for part in index.split(min(BATCH_SIZE, data.evaluation_batch)):
             outputs = in_float32(network(data.inputs(split, part)))
             total, weight = data.task.examplewise(outputs, target[part])["loss"]
             losses.append((total / weight.clamp_min(1)).cpu())

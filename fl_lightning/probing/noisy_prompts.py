@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.data import TextData
+from fl_lightning.data.text.token_data import TokenNumbers
 from fl_lightning.data.text.tokens import Tokenizer, padded
 from fl_lightning.evaluation import averages, evaluate_batch
 from fl_lightning.metrics.text import prompts_and_answers
@@ -31,10 +32,8 @@ def noisy_prompts(subject: ProbedModel) -> Finding:
     if not isinstance(data, TextData):
         why = f"{type(data).__name__} is no TextData with a tokenizer"
         return Finding(skipped=[*skipped, NO_PROMPTS.format(why)])
-    if int((_prompt_lengths(data.test_target) > 1).sum()) == 0:
-        return Finding(
-            skipped=[*skipped, NO_PROMPTS.format("every token is labelled, there are none")]
-        )
+    if why := _no_prompts(data):
+        return Finding(skipped=[*skipped, NO_PROMPTS.format(why)])
     found = {noise: _metrics_under(subject, data, noise) for noise in NOISES}
     metrics = {
         f"typos/{name}": float(np.mean([of_noise[name] for of_noise in found.values()]))
@@ -48,6 +47,18 @@ def noisy_prompts(subject: ProbedModel) -> Finding:
         "left_out": "their natural noise, which needs lists of people's mistakes",
     }
     return Finding(metrics, details=details, skipped=skipped)
+
+
+def _no_prompts(data: TextData) -> str:
+    """Return why the test examples have no prompts that can have noise in their words; empty if
+    they have."""
+    if isinstance(data.tokenizer, TokenNumbers):
+        return "its tokens are numbers, and no words"
+    if int((_prompt_lengths(data.test_target) > 1).sum()) == 0:
+        return "every token is labelled, there are none"
+    labelled = data.test_target >= 0
+    begins = labelled & ~torch.nn.functional.pad(labelled, (1, 0))[:, :-1]
+    return "questions stand between answers" if int(begins.sum(1).max()) > 1 else ""
 
 
 def _metrics_under(subject: ProbedModel, data: TextData, noise: str) -> dict[str, float]:

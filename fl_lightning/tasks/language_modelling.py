@@ -96,8 +96,9 @@ class LanguageModelling(Task):
     def class_rows(self, outputs: Tensor, target: Tensor) -> ClassRows:
         target = target[:, : outputs.shape[1]]
         labelled = target != IGNORED
+        # in half precision the nats of a batch, or the number of its tokens, may not be a number
         return ClassRows(
-            outputs.flatten(0, 1), target.flatten(), labelled.flatten().to(outputs.dtype)
+            outputs.flatten(0, 1).float(), target.flatten(), labelled.flatten().float()
         )
 
     def loss(self, outputs: Tensor, target: Tensor) -> Tensor:

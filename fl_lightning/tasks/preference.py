@@ -150,5 +150,6 @@ def answer_log_probability(logits: Tensor, labels: Tensor) -> Tensor:
         labels: int64 ``[B, T]``, T at least T'; where T' ends, nothing is labelled.
     """
     labels = labels[:, : logits.shape[1]]
+    logits = logits.float()  # in half precision the sum of an answer's nats is off by one
     nats = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=IGNORED)
     return -nats.sum(1)

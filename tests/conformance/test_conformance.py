@@ -153,7 +153,9 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == [tmp_path / "mine.py"]
 
 
-@pytest.mark.parametrize("model", ["FedAvgg", "no.such.Method", "torch.nn.Linear", "Centralised"])
+@pytest.mark.parametrize(
+    "model", ["FedAvgg", "no.such.Method", "..Foo", "torch.nn.Linear", "Centralised"]
+)
 def test_a_name_that_cannot_be_checked_is_refused_in_a_line(model, capsys):
     assert main(["check", "--model", model]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -89,6 +89,7 @@ WRONG = {
     "wrong number": (changed("num_samples", [9, 13, 6], None), {}, "user f02; num_samples says 13 and it has 12"),
     "y is short": (changed("y", [1, 2]), {}, "user f02; it has 12 x and 2 y"),
     "ragged": (changed("x", [[1.0], *[[1.0, 2.0]] * 11]), {}, "user f02; its x are not lists of numbers"),
+    "too large": (changed("x", [[10**400], *[[1.0]] * 11]), {}, "user f02; its x are not lists of numbers"),
     "other shape": (changed("x", [[1.0, 2.0]] * 12), {}, r"user f02; its x are of shape \[2\], and the first user's of \[16\]"),
     "numbers": (changed("x", [1.0] * 12), {}, "an x is a list of numbers"),
     "text": (changed("x", ["to be"] * 12), {}, "its x are texts; see TextFiles"),

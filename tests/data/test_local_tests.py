@@ -156,6 +156,12 @@ def test_what_does_not_go_with_test_sets_of_clients_is_refused() -> None:
         FederatedImages(partition=Natural(), local_test_fraction=0.25)
     with refused("local_test_fraction=0.25 with public_examples=50"):
         FederatedImages(public_examples=50, local_test_fraction=0.25)
+    FederatedImages(
+        public_examples=50,
+        local_test_fraction=0.25,
+        dataset="cifar10",
+        public_dataset="synthetic",
+    )
     with refused("local_test_fraction=0.25 where nodes have data of their own"):
         data = split(IID())
         data.distribute_apart(data._holdings, 0, torch.device("cpu"))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fl_lightning.data.text.prompts import Prompt
 from fl_lightning.data.text.tokens import (
     IGNORED,
     ByteTokenizer,
@@ -142,6 +143,14 @@ def test_every_token_of_a_text_is_a_target_once(tokenizer, length):
         assert [id for row in inputs for id in row] == tokenizer.encode(text)[:-1]
     else:
         assert all(row[0] == BOS for row in inputs)
+
+
+def test_an_answer_with_nothing_before_it_is_refused():
+    tokens = ByteTokenizer()
+    tokens.bos = None
+    record = Record("task", "", "", "yes")
+    with pytest.raises(InputError, match="nothing comes before its answer"):
+        encode_records([record], tokens, 16, template=Prompt("{inputs}"))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

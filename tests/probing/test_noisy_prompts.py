@@ -8,9 +8,10 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from tiny_language import tiny
 from toy import run, sgd
 
-from fl_lightning.data import CorpusData, InstructionData
+from fl_lightning.data import IID, CorpusData, InstructionData, TokenData
 from fl_lightning.data.text.tokens import IGNORED, PROMPT_END, ByteTokenizer
 from fl_lightning.methods import FedAvg
 from fl_lightning.probing import PROBES, ProbedModel, noisy_prompts
@@ -110,8 +111,8 @@ def test_prompts_get_noise_and_their_ends_and_answers_stay(monkeypatch):
     assert torch.equal(part["input_ids"], found["input_ids"][3:5, :width])  # whatever the batch
 
 
-def subject(tmp_path, data) -> ProbedModel:
-    method = FedAvg(network="llama_tiny", optimizer=sgd(0.05))
+def subject(tmp_path, data, network="llama_tiny") -> ProbedModel:
+    method = FedAvg(network=network, optimizer=sgd(0.05))
     trainer = run(method, data, tmp_path, max_rounds=1, max_local_steps=1)
     return ProbedModel(trainer.fabric, method, trainer.data, {}, trainer.seed)
 
@@ -135,6 +136,31 @@ def test_the_probe_measures_what_the_clean_test_does(tmp_path, monkeypatch):
     neutral = PROBES["corruptions"](probed).metrics
     for name in names:
         assert neutral[f"typos/swap/{name}"] == pytest.approx(clean[f"test/{name}"])
+
+
+class Dialogues(torch.utils.data.Dataset):
+    """Two answers in each, with what is asked before them."""
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        ids = [97 + index, 98, 99, 100, 101, 102]
+        return {"input_ids": ids, "loss_mask": [0, 0, 1, 0, 1, 1]}
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"tokenizer": ByteTokenizer()}, "questions stand between answers"),
+        ({"vocab_size": 200}, "its tokens are numbers, and no words"),
+    ],
+)
+def test_dialogues_and_numbers_have_no_noise(settings, why, tmp_path):
+    data = TokenData(Dialogues(), num_clients=2, context=16, partition=IID(), **settings)
+    finding = PROBES["corruptions"](subject(tmp_path, data, tiny))
+    assert finding.metrics == {}
+    assert finding.skipped[-1] == f"noise in prompts left out: {why}"
 
 
 def test_plain_text_has_no_prompts(tmp_path):

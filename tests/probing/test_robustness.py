@@ -355,6 +355,15 @@ def test_corrupted_images_that_are_clean_are_answered_as_clean_ones(tmp_path, mo
     assert any("16x16" in said for said in found.skipped)
 
 
+def test_images_that_the_run_has_changed_are_corrupted_by_the_recipe(tmp_path, monkeypatch):
+    monkeypatch.setattr(PublishedImages, "why_not", None)
+    subject = subject_of(FedAvg(), tmp_path)
+    subject.images.local_test_fraction = 0.25
+    monkeypatch.setattr(probes, "corrupt_images", lambda name, images, seed, photographs: images)
+    found = PROBES["corruptions"](subject)
+    assert found.details["why"] == "the run's test images are not those of the data set"
+
+
 # Calibration
 
 

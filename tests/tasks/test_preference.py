@@ -228,10 +228,11 @@ def test_json_lines_of_ones_own(tmp_path):
     assert len(data.train_target) + len(data.test_target) == 60
     assert 0 < len(data.test_target) < 20
     assert float(rows[-1]["test/preference_accuracy"]) > 0.9
-    held = write(tmp_path / "held.jsonl", [*lines[:5], {**lines[0], "chosen": "of course"}])
+    others = [{**lines[0], "chosen": "of course"}, {**lines[0], "prompt": "nobody has asked"}]
+    held = write(tmp_path / "held.jsonl", [*lines[:5], *others])
     tested = PreferenceFiles(str(file), test=str(held), num_clients=5, partition=IID(), context=32)
     assert len(prepare_data(tested).test_target) == 1
-    assert tested.text_summary["test pairs left out"] == 5
+    assert tested.text_summary["test pairs left out"] == 6
     dealt = PreferenceFiles(str(file), num_clients=5, partition=IID(), context=32)
     assert prepare_data(dealt).num_clients == 5
     for line, given in (

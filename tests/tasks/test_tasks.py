@@ -40,10 +40,11 @@ from fl_lightning.methods import (
     QFedAvg,
 )
 from fl_lightning.methods.terms import LabelSmoothing
-from fl_lightning.metrics.text import token_sums
+from fl_lightning.metrics.text import IGNORED, token_sums
 from fl_lightning.probing.outputs import predict, predict_validation
 from fl_lightning.rng import stream
 from fl_lightning.tasks import Classification, LanguageModelling, Regression, Task
+from fl_lightning.tasks.preference import answer_log_probability
 
 
 def linear(num_classes):
@@ -223,6 +224,19 @@ def test_the_loss_of_tokens_is_torchs_own():
     torch.testing.assert_close(LanguageModelling().loss(outputs, target), expected)
     nothing = torch.full_like(target, -100)
     assert LanguageModelling().loss(outputs, nothing) == 0  # and not NaN
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_losses_of_tokens_in_half_precision_are_those_of_float32(half):
+    """32 x 320 tokens of 7 nats: their sum is beyond float16, and their number beyond bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    outputs = (3 * torch.randn(32, 320, 99, generator=generator)).to(half)
+    target = torch.randint(99, (32, 320), generator=generator)
+    target[0, 0] = IGNORED
+    expected = F.cross_entropy(outputs.float().flatten(0, 1), target.flatten())
+    torch.testing.assert_close(LanguageModelling().loss(outputs, target), expected)
+    each = F.cross_entropy(outputs.float().transpose(1, 2), target, reduction="none").sum(1)
+    torch.testing.assert_close(answer_log_probability(outputs, target), -each)
 
 
 @pytest.mark.parametrize("task", TARGETS)

@@ -23,6 +23,11 @@ from fl_lightning.errors import InputError, require
 log = logging.getLogger(__name__)
 
 IDS, LENGTH = "input_ids", "length"
+HEADS = 12
+"""Heads of attention of BERT's base, by which memory is estimated."""
+MAX_SCORES = {"cpu": 2**27, "cuda": 2**29}
+"""Largest number of scores of attention in a layer, of an evaluation batch by type of device: 0.5
+and 2 GB of float32."""
 
 
 class LabelledText(HuggingFaceData):
@@ -129,6 +134,13 @@ class LabelledText(HuggingFaceData):
             }
             for number, ids in enumerate(found)
         ]
+
+    @property
+    def evaluation_batch(self) -> int:
+        """Batch size of evaluation, and fewer if the scores of attention would take too much
+        memory."""
+        scores = MAX_SCORES.get(self.device.type, MAX_SCORES["cpu"])
+        return max(1, min(super().evaluation_batch, scores // (HEADS * self.max_length**2)))
 
     def inputs(self, split: Split, index: Tensor, draws: Tensor | None = None) -> Any:
         """Return the tokens at ``index`` and their mask, trimmed to the longest text."""

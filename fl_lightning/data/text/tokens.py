@@ -249,6 +249,12 @@ def encode_records(
             )
             answer = answer[:room]
         prompt = start + head + tail
+        require(
+            prompt,
+            f"{place} ({record.task_name})",
+            "nothing comes before its answer: no token of a prompt, and the tokeniser has no first one",
+            "write a template with text of its own, such as '{inputs}\\n='",
+        )
         rows.append((prompt + answer, len(prompt)))
     if ended:
         log.warning(
