@@ -29,8 +29,8 @@ class Centralised(Method):
     how many steps they were asked for.
 
     A round has as many steps as the clients that returned would have made, with the clients'
-    optimiser, schedule, clipping and batch size. Labels are those of the data: label noise, which
-    stressors put on clients, does not reach it.
+    optimiser, schedule, clipping and batch size, in full precision whatever ``trainer.precision``.
+    Labels are those of the data: label noise, which stressors put on clients, does not reach it.
     """
 
     kind = "references"

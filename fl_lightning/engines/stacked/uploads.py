@@ -29,7 +29,7 @@ def default_uploads(
             clients, by name.
         shared: values that are the same for all of them, by name.
     """
-    own = any(overrides(method, Method, hook) for hook in ("upload", "end_client"))
+    own = any(overrides(method, Method, hook) for hook in ("upload", "end_client", "examples_of"))
     own = own or method.adapters.sends_parts
     if own or method.terms_read("previous_features", "shift") or method.own.size:
         return None
