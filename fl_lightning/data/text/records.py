@@ -93,7 +93,8 @@ class FieldSources:
                 else f"the keys {', '.join(missing)} are"
             )
             added = ", ".join(f'"{column}": "..."' for column in missing)
-            say = "say with --data.columns which keys they are, or with --data.constants what all lines have"
+            say = "say with --data.columns which keys they are"
+            say += ", or with --data.constants what all lines have"
             raise InputError(place, f"{keys} missing", f"add {added}, or {say}")
         for name in Record._fields:
             is_text = isinstance(entry[name], str) and not SURROGATE.search(entry[name])

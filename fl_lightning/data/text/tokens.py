@@ -252,7 +252,7 @@ def encode_records(
         require(
             prompt,
             f"{place} ({record.task_name})",
-            "nothing comes before its answer: no token of a prompt, and the tokeniser has no first one",
+            "nothing comes before its answer, and the tokeniser has no first token",
             "write a template with text of its own, such as '{inputs}\\n='",
         )
         rows.append((prompt + answer, len(prompt)))
