@@ -219,7 +219,6 @@ class Method(Recorded, Emitter, SummingServer, WithLocalWork, WithPersonal, With
         else:
             self.module = copied(untrained)
             self.network = adopt(self, self.module, data)
-        data.see_network(self.network)
         self.adapters.prepare(self.network)
         self.split_network()
         self.cohort, self.most_examples = data.num_clients, self.client_weights.largest(data)

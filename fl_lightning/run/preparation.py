@@ -154,6 +154,8 @@ def _build(settings: FederationSettings, method: Method, data: FederatedData, se
     method.gradient_clip_algorithm = settings.gradient_clip_algorithm
     with rng.torch_stream(seed, "weights"):
         method.build(data)
+    with fabric.autocast():  # as clients compute
+        data.see_network(method.network)
     _check_first_state(method)
     method.keep_server()
     prepare_guides(fabric, method, data)

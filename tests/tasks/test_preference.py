@@ -171,11 +171,20 @@ def test_the_reference_is_the_base_also_where_the_base_moves(tmp_path):
     again, fresh = prepare_data(pairs()), FedAvg(network=network, optimizer=adam(0.0))
     with rng.torch_stream(0, "weights"):
         fresh.build(again)
+    again.see_network(fresh.network)
     assert data.train_target.equal(again.train_target)
     inputs, target = again.inputs("test", torch.arange(4)), again.test_target[:4]
     loss = again.task.loss(fresh.network(inputs).detach(), target)
     assert float(loss) == pytest.approx(np.log(2), abs=1e-5)
     assert float(rows[-1]["test/loss"]) < np.log(2)
+
+
+def test_the_reference_is_computed_as_clients_compute(tmp_path):
+    """In bfloat16 too, a network that learns nothing has margins of 0."""
+    method = FedAvg(network=network, optimizer=adam(0.0))
+    (row,) = fitted(method, tmp_path, precision="bf16-mixed", max_rounds=1)
+    assert float(row["test/loss"]) == pytest.approx(np.log(2), abs=1e-6)
+    assert float(row["train/loss"]) == pytest.approx(np.log(2), abs=1e-6)
 
 
 @pytest.mark.parametrize("method", [FedAvg, LocalOnly])
