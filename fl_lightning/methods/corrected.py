@@ -8,6 +8,7 @@ returned: a client that did not take part keeps its vector, and it stays in the 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from fl_lightning.errors import require
 from fl_lightning.methods.base import Method
 from fl_lightning.methods.optimizing import round_optimizer
 from fl_lightning.methods.products import inner_product
-from fl_lightning.wire import Layout, Payload
+from fl_lightning.wire import Layout, Limit, Payload
 
 
 class CorrectedMethod(Method, ABC):
@@ -88,24 +89,6 @@ class CorrectedMethod(Method, ABC):
         """Return a vector that the client keeps; zeros before its first round that counted."""
         return client.state.get(name, torch.zeros(self.trained.size))
 
-    def change_of(self, upload: Payload) -> Addend:
-        """Return what a client's ``change`` of its vector adds up to; a robust ``average`` guards
-        it too."""
-        return Addend(upload.tensor("change"), start=self.change_starts().get("change"))
-
-    def change_starts(self) -> dict[str, Tensor]:
-        """Return zeros, which changes are counted from, where ``average`` is no sum; it cannot be
-        guided by a root set here."""
-        guarded = not self.average.is_sum and self.average.guide != "root_update"
-        return {"change": torch.zeros(self.trained.size)} if guarded else {}
-
-    def mean_change(self, sums: Sums) -> Tensor:
-        """Return what the server's vector changes by: 1 / N of the changes of those that
-        returned."""
-        if self.change_starts():
-            return len(self.served) / self.clients * sums.mean("change")
-        return (sums.total("change") / self.clients).float()
-
     def along(self, vector: Tensor) -> Tensor:
         """Return <vector, y>, a term that adds ``vector`` ``[P]`` to the gradient by y."""
         weights = [weight for _, weight in self.own_parameters()]
@@ -115,6 +98,60 @@ class CorrectedMethod(Method, ABC):
         """Return what the local optimiser steps on, in the order of the vectors."""
         weights = self.trained_weights()
         return [(name, weights[name]) for name in self.trained.shapes]
+
+
+class ChangingMethod(CorrectedMethod):
+    """Base of methods whose clients send what their vector changes by, so that the server's is the
+    mean of all clients' vectors."""
+
+    mean_name: str
+    """The server's vector, in ``server`` and in broadcasts."""
+
+    def build(self, data: FederatedData) -> None:
+        super().build(data)
+        if self.corrects:
+            self.server[self.mean_name] = torch.zeros(self.trained.size)
+
+    def broadcast(self, client: Client) -> Payload:
+        message, name = super().broadcast(client), self.mean_name
+        return Payload({**message, name: self.server[name]}) if self.corrects else message
+
+    @abstractmethod
+    def change(self, client: Client) -> Tensor:
+        """Return what the client's vector changes by ``[P]``, which the client keeps too."""
+
+    def upload(self, client: Client) -> Payload:
+        message = super().upload(client)
+        return Payload({**message, "change": self.change(client)}) if self.corrects else message
+
+    def upload_limits(self, client: Client) -> Mapping[str, Limit]:
+        own = {"change": (self.trained.size,)} if self.corrects else {}
+        return {**super().upload_limits(client), **own}
+
+    def addends(self, upload: Payload, client_id: int, weight: int) -> dict[str, Addend]:
+        found, start = super().addends(upload, client_id, weight), self._starts.get("change")
+        own = {"change": Addend(upload.tensor("change"), start=start)} if self.corrects else {}
+        return {**found, **own}
+
+    def starts(self) -> Mapping[str, Tensor]:
+        return {**super().starts(), **self._starts}
+
+    @property
+    def _starts(self) -> dict[str, Tensor]:
+        """Zeros, which changes are counted from, where ``average`` is no sum: a robust one guards
+        them too. It cannot be guided by a root set here."""
+        guarded = not self.average.is_sum and self.average.guide != "root_update"
+        return {"change": torch.zeros(self.trained.size)} if guarded and self.corrects else {}
+
+    def next_state(self, sums: Sums) -> None:
+        super().next_state(sums)
+        if not self.corrects:
+            return
+        if self._starts:
+            change = len(self.served) / self.clients * sums.mean("change")
+        else:
+            change = (sums.total("change") / self.clients).float()
+        self.server[self.mean_name] = self.server[self.mean_name] + change
 
 
 def require_plain_sgd(

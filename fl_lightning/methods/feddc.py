@@ -11,20 +11,19 @@ h_i)||^2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from fl_lightning.aggregation.sums import Addend, Sums
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
+from fl_lightning.methods.corrected import ChangingMethod
 from fl_lightning.methods.feddyn import FedDyn
 from fl_lightning.methods.products import distance_and_product
-from fl_lightning.wire import Limit, Payload
+from fl_lightning.wire import Payload
 
 
-class FedDC(FedDyn):
+class FedDC(ChangingMethod, FedDyn):
     """FedDyn whose clients also step along G - g_i, as SCAFFOLD's do. Clients count once each.
 
     h_i is kept as FedDyn's H_i, and their mean over all clients on the server, H.
@@ -36,6 +35,7 @@ class FedDC(FedDyn):
 
     kind = "drift correction"
     stackable = True
+    mean_name = "G"
     plain_sgd_why = (
         "g_i is a mean gradient, (x - y) / (K lr), where a step is minus lr times a gradient"
     )
@@ -43,12 +43,7 @@ class FedDC(FedDyn):
     def build(self, data: FederatedData) -> None:
         super().build(data)
         if self.corrects:
-            self.server["G"] = torch.zeros(self.trained.size)
             self.make_room("correction")
-
-    def broadcast(self, client: Client) -> Payload:
-        message = super().broadcast(client)
-        return Payload({**message, "G": self.server["G"]}) if self.corrects else message
 
     def receive(self, message: Payload, client: Client) -> None:
         super().receive(message, client)
@@ -62,31 +57,11 @@ class FedDC(FedDyn):
             weights, centres, [*self.trained.unpack(self.correction).values()]
         )
 
-    def upload(self, client: Client) -> Payload:
-        message = super().upload(client)
-        if not self.corrects:
-            return message
+    def change(self, client: Client) -> Tensor:
         g_i, way = self.kept(client, "g_i"), self.local_steps * self.local_lr
         if way:  # a rate of 0 moves nothing and says nothing of the gradient
             moved = self.trained.read(self.network) - self.start.cpu()
             client.state["g_i"] = -self.correction.cpu() - moved / way
         else:
             client.state["g_i"] = g_i
-        change = (client.state["g_i"] - g_i) / self.inverse_share(client)
-        return Payload({**message, "change": change})
-
-    def upload_limits(self, client: Client) -> Mapping[str, Limit]:
-        own = {"change": (self.trained.size,)} if self.corrects else {}
-        return {**super().upload_limits(client), **own}
-
-    def addends(self, upload: Payload, client_id: int, weight: int) -> dict[str, Addend]:
-        own = {"change": self.change_of(upload)} if self.corrects else {}
-        return {**super().addends(upload, client_id, weight), **own}
-
-    def starts(self) -> Mapping[str, Tensor]:
-        return {**super().starts(), **(self.change_starts() if self.corrects else {})}
-
-    def next_state(self, sums: Sums) -> None:
-        super().next_state(sums)
-        if self.corrects:
-            self.server["G"] = self.server["G"] + self.mean_change(sums)
+        return (client.state["g_i"] - g_i) / self.inverse_share(client)

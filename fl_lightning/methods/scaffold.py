@@ -11,7 +11,7 @@ All c_i and c are 0 at first, and c is the mean of all c_i after every round.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import torch
@@ -19,15 +19,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from fl_lightning.aggregation.server_optimizers import ServerSGD
-from fl_lightning.aggregation.sums import Addend, Sums
 from fl_lightning.client import Client
 from fl_lightning.config.constraints import within
 from fl_lightning.data import FederatedData
-from fl_lightning.methods.corrected import CorrectedMethod
-from fl_lightning.wire import Limit, Payload
+from fl_lightning.methods.corrected import ChangingMethod
+from fl_lightning.wire import Payload
 
 
-class SCAFFOLD(CorrectedMethod):
+class SCAFFOLD(ChangingMethod):
     """Local steps along g - c_i + c, so that clients go where all of them would. Clients count once
     each.
 
@@ -42,6 +41,7 @@ class SCAFFOLD(CorrectedMethod):
     kind = "drift correction"
     stackable = True
     calls_server_optimizer = True
+    mean_name = "c"
     plain_sgd_why = (
         "c_i is a mean gradient, (x - y) / (K lr), where a step is minus lr times a gradient"
     )
@@ -69,12 +69,7 @@ class SCAFFOLD(CorrectedMethod):
     def build(self, data: FederatedData) -> None:
         super().build(data)
         if self.control:
-            self.server["c"] = torch.zeros(self.trained.size)
             self.make_room("start", "c", "correction", "gradient")
-
-    def broadcast(self, client: Client) -> Payload:
-        message = super().broadcast(client)
-        return Payload({**message, "c": self.server["c"]}) if self.control else message
 
     def receive(self, message: Payload, client: Client) -> None:
         super().receive(message, client)
@@ -121,10 +116,7 @@ class SCAFFOLD(CorrectedMethod):
             return outputs
         return {**outputs, "loss": outputs["loss"] + self.along(self.correction)}
 
-    def upload(self, client: Client) -> Payload:
-        message = super().upload(client)
-        if not self.control:
-            return message
+    def change(self, client: Client) -> Tensor:
         c_i, moved = self.kept(client, "c_i"), self.local_steps * self.local_lr
         if self.option == 1:
             change = self.gradient - c_i
@@ -135,20 +127,4 @@ class SCAFFOLD(CorrectedMethod):
                 else 0 * c_i
             )
         client.state["c_i"] = c_i + change
-        return Payload({**message, "change": change})
-
-    def upload_limits(self, client: Client) -> Mapping[str, Limit]:
-        own = {"change": (self.trained.size,)} if self.control else {}
-        return {**super().upload_limits(client), **own}
-
-    def addends(self, upload: Payload, client_id: int, weight: int) -> dict[str, Addend]:
-        own = {"change": self.change_of(upload)} if self.control else {}
-        return {**super().addends(upload, client_id, weight), **own}
-
-    def starts(self) -> Mapping[str, Tensor]:
-        return {**super().starts(), **(self.change_starts() if self.control else {})}
-
-    def next_state(self, sums: Sums) -> None:
-        super().next_state(sums)
-        if self.control:
-            self.server["c"] = self.server["c"] + self.mean_change(sums)
+        return change
