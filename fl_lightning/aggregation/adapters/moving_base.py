@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from fl_lightning.aggregation.adapters.algebra import Pair, joined
+from fl_lightning.aggregation.adapters.base import AdapterAverage
+from fl_lightning.aggregation.adapters.plain_weights import Averaging
 from fl_lightning.models.adapters.low_rank import FactorNames
 from fl_lightning.models.tensors import tensors_of
 
@@ -147,11 +149,6 @@ class MovingBase:
         moved = torch.zeros((), dtype=torch.int64)
         return {**none.entries(TOTAL), **none.entries(LAST), SERVED: served, MOVED: moved}
 
-    @property
-    def growing(self) -> frozenset[str]:
-        """Entries of ``method.server`` whose length changes."""
-        return frozenset({f"{TOTAL}_values", f"{LAST}_values"})
-
     def sent(self, server: Mapping[str, Tensor], client: int) -> dict[str, Tensor]:
         """Return the entries of a client's broadcast: the change that it does not have."""
         served, moved = int(server[SERVED][client]), int(server[MOVED])
@@ -167,11 +164,6 @@ class MovingBase:
         return BaseChange.read(self.shapes, kept, TOTAL).plus(
             BaseChange.read(self.shapes, message, LAST)
         )
-
-    def keep(self, total: BaseChange, state: dict[str, Tensor]) -> None:
-        """Have a client keep the change that it knows."""
-        if not self.resend:
-            state |= total.entries(TOTAL)
 
     def grown(
         self, server: Mapping[str, Tensor], step: BaseChange, round: int, served: Sequence[int]
@@ -203,14 +195,46 @@ class MovingBase:
             change = change.T if pair.transposed else change
             tensors[pair.base].copy_(self.start[pair.base].float() + change)
 
-    @staticmethod
-    def has_moved(server: Mapping[str, Tensor]) -> bool:
-        """Return whether a round has added anything."""
-        return bool(server[MOVED])
 
-    def write_server(self, network: torch.nn.Module, server: Mapping[str, Tensor]) -> None:
-        """Make the frozen weights those that the server has."""
-        self.write(network, BaseChange.read(self.shapes, server, TOTAL))
+class MovesBase(AdapterAverage):
+    """Base of rules that add what the adapters have learnt to the frozen weights."""
+
+    moves_base = True
+    is_linear = False
+    sums_products = True
+    own_messages = True
+    resend: bool
+
+    def bind(self, method: Averaging, clients: int) -> dict[str, Tensor]:
+        super().bind(method, clients)
+        self.base = MovingBase(self.pairs, method.network, clients, self.resend)
+        entries = self.base.first_entries()
+        self.not_summed = frozenset(entries)
+        self.growing = frozenset({f"{TOTAL}_values", f"{LAST}_values"})
+        return entries
+
+    def take_base(
+        self, method: Averaging, sent: Mapping[str, Tensor], state: dict[str, Tensor]
+    ) -> None:
+        """Make the frozen weights what a client starts from, by its broadcast and its ``state``,
+        which keeps the change that it knows."""
+        total = self.base.received(sent, state)
+        self.base.write(method.network, total)
+        if not self.resend:
+            state |= total.entries(TOTAL)
+
+    def moved(self, step: BaseChange) -> list[Pair]:
+        """Return a pair for each layer whose product, scaled as adapters are, is a step."""
+        return [
+            (a, b / pair.scaling) for pair, (a, b) in zip(self.pairs, step.pairs(), strict=True)
+        ]
+
+    def write_base(self, method: Averaging) -> None:
+        total = BaseChange.read(self.base.shapes, method.server, TOTAL)
+        self.base.write(method.network, total)
+
+    def base_moved(self, method: Averaging) -> bool:
+        return bool(method.server[MOVED])
 
 
 def _shape(weight: Tensor, transposed: bool) -> tuple[int, int]:

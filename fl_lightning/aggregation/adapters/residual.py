@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from fl_lightning.aggregation.adapters import algebra
 from fl_lightning.aggregation.adapters.algebra import Pair
-from fl_lightning.aggregation.adapters.base import AdapterAverage
 from fl_lightning.aggregation.adapters.cohort import CohortAdapters
-from fl_lightning.aggregation.adapters.moving_base import BaseChange, MovingBase
+from fl_lightning.aggregation.adapters.moving_base import BaseChange, MovesBase
 from fl_lightning.aggregation.adapters.plain_weights import Averaging
 from fl_lightning.client import Client
 from fl_lightning.config.constraints import within
@@ -25,7 +24,7 @@ from fl_lightning.models.adapters.low_rank import factor_sides
 from fl_lightning.wire import Layout, Payload
 
 
-class Residual(AdapterAverage):
+class Residual(MovesBase):
     """The mean of each factor, and their residual in the base: exact. With equal A it is
     ``factors``, bit for bit.
 
@@ -38,10 +37,6 @@ class Residual(AdapterAverage):
     """
 
     name = "residual"
-    moves_base = True
-    is_linear = False
-    sums_products = True
-    own_messages = True
 
     def __init__(
         self,
@@ -51,13 +46,6 @@ class Residual(AdapterAverage):
         resend: bool = False,
     ) -> None:
         self.rank, self.resend = rank, resend
-
-    def bind(self, method: Averaging, clients: int) -> dict[str, Tensor]:
-        super().bind(method, clients)
-        self.base = MovingBase(self.pairs, method.network, clients, self.resend)
-        self.growing, entries = self.base.growing, self.base.first_entries()
-        self.not_summed = frozenset(entries)
-        return entries
 
     def round_values(self, network: nn.Module, layout: Layout, cohort: int) -> tuple[float, float]:
         down, up = super().round_values(network, layout, cohort)
@@ -73,17 +61,13 @@ class Residual(AdapterAverage):
     def receive(self, method: Averaging, message: Payload, client: Client) -> None:
         super().receive(method, message, client)
         sent = {name: message.tensor(name) for name in message}
-        total = self.base.received(sent, client.state)
-        self.base.write(method.network, total)
-        self.base.keep(total, client.state)
+        self.take_base(method, sent, client.state)
 
     def beside(self, method: Averaging, found: CohortAdapters, made: Tensor) -> dict[str, Tensor]:
         mean = self.pairs_in(method.layout, made)
         step = self._step(method, found, mean)
-        moved = [
-            (a, b / pair.scaling) for pair, (a, b) in zip(self.pairs, step.pairs(), strict=True)
-        ]
-        deployed = [algebra.joined(one, two) for one, two in zip(mean, moved, strict=True)]
+        both = zip(mean, self.moved(step), strict=True)
+        deployed = [algebra.joined(one, two) for one, two in both]
         self.measure(method, found, deployed)
         return self.base.grown(method.server, step, method.round, method.served)
 
@@ -100,9 +84,3 @@ class Residual(AdapterAverage):
                 a, b = vt, u * s
             steps.append((a, pair.scaling * b))
         return BaseChange.of(self.base.shapes, steps)
-
-    def write_base(self, method: Averaging) -> None:
-        self.base.write_server(method.network, method.server)
-
-    def base_moved(self, method: Averaging) -> bool:
-        return self.base.has_moved(method.server)

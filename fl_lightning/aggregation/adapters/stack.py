@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning import rng
-from fl_lightning.aggregation.adapters.base import AdapterAverage
 from fl_lightning.aggregation.adapters.cohort import CohortAdapters
-from fl_lightning.aggregation.adapters.moving_base import BaseChange, MovingBase
+from fl_lightning.aggregation.adapters.moving_base import BaseChange, MovesBase
 from fl_lightning.aggregation.adapters.plain_weights import Averaging
 from fl_lightning.aggregation.adapters.vectors import packed, values_of_rank
 from fl_lightning.client import Client
@@ -23,7 +22,7 @@ from fl_lightning.models.adapters.low_rank import factor_sides
 from fl_lightning.wire import Layout, Payload
 
 
-class Stack(AdapterAverage):
+class Stack(MovesBase):
     """The sum of all adapters in the base: exact, whatever the ranks. The network's ``rank`` may be
     a list.
 
@@ -32,11 +31,7 @@ class Stack(AdapterAverage):
     """
 
     name = "stack"
-    moves_base = True
     needs_both = True
-    is_linear = False
-    sums_products = True
-    own_messages = True
     takes_ranks = True
     replaces_adapters = True
 
@@ -44,13 +39,10 @@ class Stack(AdapterAverage):
         self.resend = resend
 
     def bind(self, method: Averaging, clients: int) -> dict[str, Tensor]:
-        super().bind(method, clients)
+        entries = super().bind(method, clients)
         self.first = method.layout.read(method.network)
         factors = values_of_rank(method.layout, self.pairs, 0)
         self.others = factors if bool(factors.any()) else None  # such as the head of a classifier
-        self.base = MovingBase(self.pairs, method.network, clients, self.resend)
-        self.growing, entries = self.base.growing, self.base.first_entries()
-        self.not_summed = frozenset(entries)
         return entries
 
     def round_values(self, network: nn.Module, layout: Layout, cohort: int) -> tuple[float, float]:
@@ -96,26 +88,15 @@ class Stack(AdapterAverage):
         weights = self.started(method, method.round, sent.get("weights", self.first[:0]).float())
         part = self.part(client)
         method.layout.write(method.network, weights if part is None else weights * part)
-        total = self.base.received(sent, client.state)
-        self.base.write(method.network, total)
-        self.base.keep(total, client.state)
+        self.take_base(method, sent, client.state)
 
     def beside(self, method: Averaging, found: CohortAdapters, made: Tensor) -> dict[str, Tensor]:
         layers = zip(found.products(self, method.layout, compact=True), self.pairs, strict=True)
         step = BaseChange.of(self.base.shapes, [(a, pair.scaling * b) for (a, b), pair in layers])
-        moved = [
-            (a, b / pair.scaling) for pair, (a, b) in zip(self.pairs, step.pairs(), strict=True)
-        ]
-        self.measure(method, found, moved)
+        self.measure(method, found, self.moved(step))
         others = made[:0] if self.others is None else made[self.others]
         weights = method.layout.to_wire(self.started(method, method.round + 1, others))
         return {
             "weights": weights,
             **self.base.grown(method.server, step, method.round, method.served),
         }
-
-    def write_base(self, method: Averaging) -> None:
-        self.base.write_server(method.network, method.server)
-
-    def base_moved(self, method: Averaging) -> bool:
-        return self.base.has_moved(method.server)
