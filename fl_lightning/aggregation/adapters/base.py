@@ -61,6 +61,7 @@ class AdapterAverage(PlainWeights):
 
     def bind(self, method: Averaging, clients: int) -> dict[str, Tensor]:
         entries = super().bind(method, clients)
+        self.layout = method.layout
         self.pairs = self._pairs(method)
         require(
             not (self.moves_base and getattr(method.network, "in_4bit", False)),

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fl_lightning.aggregation.adapters import algebra
 from fl_lightning.aggregation.adapters.base import AdapterAverage
-from fl_lightning.aggregation.adapters.plain_weights import Averaging
 from fl_lightning.aggregation.adapters.vectors import packed
 from fl_lightning.aggregation.averages import weighted_mean
 
@@ -27,10 +26,6 @@ class Padded(AdapterAverage):
     is_linear = False
     refines = True
     takes_ranks = True
-
-    def bind(self, method: Averaging, clients: int) -> dict[str, Tensor]:
-        self.layout = method.layout
-        return super().bind(method, clients)
 
     def refined(self, mean: Tensor, vectors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
         own = algebra.norm_shares(

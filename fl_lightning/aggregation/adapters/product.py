@@ -32,10 +32,8 @@ class Product(AdapterAverage):
 
     def bind(self, method: Averaging, clients: int) -> dict[str, Tensor]:
         entries = super().bind(method, clients)
-        self.layout = method.layout
-        self.first = [
-            a for a, _ in self.pairs_in(method.layout, method.layout.read(method.network))
-        ]
+        first = self.layout.read(method.network)
+        self.first = [a for a, _ in self.pairs_in(self.layout, first)]
         return entries
 
     def made(self, mean: Tensor, found: CohortAdapters) -> Tensor:

@@ -16,7 +16,6 @@ from fl_lightning.aggregation.adapters import algebra
 from fl_lightning.aggregation.adapters.algebra import Pair
 from fl_lightning.aggregation.adapters.base import AdapterAverage
 from fl_lightning.aggregation.adapters.cohort import CohortAdapters
-from fl_lightning.aggregation.adapters.plain_weights import Averaging
 from fl_lightning.aggregation.adapters.vectors import packed
 from fl_lightning.config.constraints import within
 
@@ -39,10 +38,6 @@ class Solve(AdapterAverage):
         self, steps: Annotated[int, within("[1, inf)", "1 step or more is made", 10)] = 10
     ) -> None:
         self.steps = steps
-
-    def bind(self, method: Averaging, clients: int) -> dict[str, Tensor]:
-        self.layout = method.layout
-        return super().bind(method, clients)
 
     def made(self, mean: Tensor, found: CohortAdapters) -> Tensor:
         starts, products = self.pairs_in(self.layout, mean), found.products(self, self.layout)
