@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from fl_lightning.aggregation.adapters.vectors import spread
 from fl_lightning.aggregation.averages import WeightedMean
 from fl_lightning.aggregation.server_optimizers import EVALUATED
 from fl_lightning.aggregation.sums import Addend, Sums
@@ -107,13 +108,6 @@ class FedAdaLoRA(Method):
             travels[columns] *= mask
         return self.layout.pack(travels).bool()
 
-    def spread_out(self, values: Tensor, kept: Tensor) -> Tensor:
-        """Return a vector of ``layout`` with the values that travelled, and zeros elsewhere,
-        ``[P]``."""
-        vector = torch.zeros(self.layout.size, dtype=values.dtype)
-        vector[self.values_of(kept)] = values
-        return vector
-
     # The client's half
 
     def receive(self, message: Payload, client: Client) -> None:
@@ -122,7 +116,8 @@ class FedAdaLoRA(Method):
             super().receive(message, client)
             return
         self.kept = message.codes("kept").values.to(torch.uint8)
-        self.layout.write(self.network, self.spread_out(message.tensor("weights"), self.kept))
+        weights = spread(message.tensor("weights"), self.values_of(self.kept))
+        self.layout.write(self.network, weights)
         self.remember_received()
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
@@ -186,7 +181,7 @@ class FedAdaLoRA(Method):
 
     def decode(self, upload: Payload) -> Tensor:
         weights = super().decode(upload)
-        return self.spread_out(weights, self.server["kept"]) if self.drops else weights
+        return spread(weights, self.values_of(self.server["kept"])) if self.drops else weights
 
     def addends(self, upload: Payload, client_id: int, weight: int) -> dict[str, Addend]:
         """Return FedAvg's addend, and the scaled importance of all directions, 0 of those that are

@@ -74,12 +74,6 @@ def sketch(gradient: Tensor, noise: Tensor, kept: Tensor) -> Tensor:
     return (gradient + noise).flatten()[kept]
 
 
-def spread(values: Tensor, kept: Tensor, size: int) -> Tensor:
-    """Return a sketch back at its positions in a vector ``[size]``, zero elsewhere. One set of
-    positions for all can do without."""
-    return values.new_zeros(size).index_put((kept,), values)
-
-
 def cosine(a: Tensor, b: Tensor) -> Tensor:
     """Return the cosine of each row of ``a`` ``[M, D]`` with each of ``b`` ``[K, D]``, in float64
     ``[M, K]``; 0 where a row is zero."""

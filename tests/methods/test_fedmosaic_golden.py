@@ -15,7 +15,6 @@ from fl_lightning.methods.relevance import (
     mix,
     relevance_weights,
     sketch,
-    spread,
     update_ema,
 )
 from fl_lightning.models.pq_lora import PQLoRALinear, read_adapters, write_global
@@ -76,9 +75,8 @@ def test_worked_example(example):
             )
             ema[k] = update_ema(ema[k], gradient, settings["ema"])
             kept = torch.tensor(record["kept"][k])
-            sketches.append(
-                spread(sketch(ema[k], f64(record["noise"][k]), kept), kept, gradient.numel())
-            )
+            values = sketch(ema[k], f64(record["noise"][k]), kept)
+            sketches.append(values.new_zeros(gradient.numel()).index_put((kept,), values))
         relevance = cosine(torch.stack(sketches), torch.stack(sketches))
         weights = relevance_weights(relevance, settings["tau"])
         uploads = torch.stack([read_adapters([layer]) for layer in layers])
