@@ -89,28 +89,17 @@ class TABSController(nn.Module):
     w = 0 and b = 2 at the start.
 
     Args:
-        width: features of h_lt of every group, or one number a group, in the order of the network.
-        groups_of_layer: number of groups of each layer.
+        widths: features of h_lt of each group, in the order of the network.
 
     Raises:
-        InputError: a size is less than 1, or widths are not as many as groups.
+        InputError: a size is less than 1.
     """
 
-    def __init__(self, width: int | Sequence[int], groups_of_layer: Sequence[int]) -> None:
+    def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
-        groups = sum(groups_of_layer)
-        widths = [width] * groups if isinstance(width, int) else list(width)
-        _require_sizes(
-            groups=groups, widths=min(widths, default=0), least=min(groups_of_layer, default=0)
-        )
-        require(
-            len(widths) == groups,
-            f"{len(widths)} widths for {groups} groups",
-            "each group has the width of its input",
-            "give one width a group, or one number for all",
-        )
+        _require_sizes(groups=len(widths), widths=min(widths, default=0))
         self.weights = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in widths])
-        self.bias = nn.Parameter(torch.full((groups,), HIGH_AT_START))
+        self.bias = nn.Parameter(torch.full((len(widths),), HIGH_AT_START))
 
     def logits_at(self, group: int, hidden: Tensor) -> Tensor:
         """Return logits ``[..., 3]`` of one group.
@@ -122,10 +111,6 @@ class TABSController(nn.Module):
         weight = self.weights[group]
         high = hidden.to(weight.dtype) @ weight + self.bias[group]
         return torch.stack((torch.zeros_like(high), torch.full_like(high, -math.inf), high), dim=-1)
-
-    def forward(self, hidden: Sequence[Tensor]) -> Tensor:
-        """Return logits ``[..., G, 3]`` of the inputs of all groups, G tensors ``[..., in]``."""
-        return torch.stack([self.logits_at(group, x) for group, x in enumerate(hidden)], dim=-2)
 
 
 class BHSPController(TokenController):

@@ -149,7 +149,7 @@ class HEST(Method):
         if self.controller_kind == "bhsp":
             return BHSPController(groups)
         if self.controller_kind == "tabs":
-            return TABSController([layer.shape[0] for layer in switches], [1] * groups)
+            return TABSController([layer.shape[0] for layer in switches])
         with rng.torch_stream(self.seed, "controller"):
             return HESTController(embedding_of(self.network).embedding_dim, groups, self.features)
 

@@ -35,7 +35,7 @@ def weights(controller) -> int:
 def test_numbers_of_weights():
     """Those that are claimed at d = 4096, L = 32, R = 16 and k = 32, on the modules themselves."""
     assert weights(HESTController(4096, 32, 32)) == 264_192
-    assert weights(TABSController(4096, [16] * 32)) == 2_097_152
+    assert weights(TABSController([4096] * 16 * 32)) == 2_097_152
     assert round(100 * (264_192 / 2_097_152 - 1)) == -87
 
 
@@ -62,8 +62,9 @@ def test_all_begin_at_high_for_every_token():
     x = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
     assert torch.equal(HESTController(6, 4, 3)(x), torch.tensor([0.0, 0.0, 2.0]).expand(2, 3, 4, 3))
     assert torch.equal(BHSPController(4)(2, 3), torch.tensor([0.0, 0.0, 2.0]).expand(2, 3, 4, 3))
-    tabs = TABSController([6, 6], [2])([x, x])
-    assert torch.equal(tabs, torch.tensor([0.0, -math.inf, 2.0]).expand(2, 3, 2, 3))
+    for group in range(2):
+        tabs = TABSController([6, 6]).logits_at(group, x)
+        assert torch.equal(tabs, torch.tensor([0.0, -math.inf, 2.0]).expand(2, 3, 3))
 
 
 def test_the_same_stream_draws_the_same_features():
@@ -84,14 +85,14 @@ def test_hest_of_one_group_and_feature_is_tabs_with_its_gates_tied():
     with torch.no_grad():
         hest.readout.fill_(0.7)
         hest.bias.copy_(torch.tensor([[0.3, -0.4]], dtype=torch.float64))
-    tabs = TABSController(6, [3]).double()
+    tabs = TABSController([6] * 3).double()
     with torch.no_grad():
         for weight in tabs.weights:
             weight.copy_(0.7 * hest.projection[1, 0])
         tabs.bias.fill_(-0.4)
     x = torch.from_numpy(np.random.default_rng(2).normal(size=(2, 4, 6)))
     h = torch.nn.functional.rms_norm(x, (6,), eps=1e-6)
-    ours, theirs = hest(x), tabs([h, h, h])
+    ours, theirs = hest(x), torch.stack([tabs.logits_at(gate, h) for gate in range(3)], dim=-2)
     for gate in range(3):
         torch.testing.assert_close(theirs[..., gate, 2], ours[..., 0, 2], rtol=0, atol=1e-12)
     off_or_high = torch.tensor([[1.0, math.inf, 3.0]], dtype=torch.float64)
@@ -248,5 +249,7 @@ def test_sizes_that_are_refused():
         HESTController(4, 2, 0)
     with refused("groups=0"):
         BHSPController(0)
-    with refused("2 widths for 3 groups"):
-        TABSController([4, 4], [3])
+    with refused("groups=0"):
+        TABSController([])
+    with refused("widths=0"):
+        TABSController([4, 0])

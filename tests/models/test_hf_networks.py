@@ -411,7 +411,7 @@ def test_under_a_budget_each_prompt_gets_the_options_that_it_gets_alone(
     )
     controllers = {
         "hest": lambda: HESTController(24, len(layers), 4),
-        "tabs": lambda: TABSController([layer.shape[0] for layer in layers], [1] * len(layers)),
+        "tabs": lambda: TABSController([layer.shape[0] for layer in layers]),
         "bhsp": lambda: BHSPController(len(layers)),
         "none": lambda: None,
     }
