@@ -39,35 +39,28 @@ def builder(overlays: Sequence[Path] = (), own: OwnData | None = None) -> Build:
             and on which device it trains.
         own: the node's own data; None: it has its part of the data that the run names.
     """
-
     owned = _names_of_owner(overlays, own)
 
     def build(path: Path) -> Federation:
         with more_imports(owned):
-            return prepared(path)
-
-    def prepared(path: Path) -> Federation:
-        cli = _parsed(path, overlays, own)
-        return cli.trainer.prepare(cli.model, cli.datamodule, seed=cli.config["seed_everything"])
+            cli = _parsed(path, overlays, own)
+            seed = cli.config["seed_everything"]
+            return cli.trainer.prepare(cli.model, cli.datamodule, seed=seed)
 
     return build
 
 
 def counter(overlays: Sequence[Path] = (), own: OwnData | None = None) -> Count:
     """Return what counts a node's own examples for the run of a configuration file."""
-
     owned = _names_of_owner(overlays, own)
 
     def count(path: Path) -> dict[str, Any]:
         with more_imports(owned):
-            return counted(path)
-
-    def counted(path: Path) -> dict[str, Any]:
-        cli = _parsed(path, overlays, own)
-        cli.datamodule.prepare_data()
-        cli.datamodule.setup("fit")
-        assert own is not None
-        return own.census(cli.datamodule, cli.config["seed_everything"])
+            cli = _parsed(path, overlays, own)
+            cli.datamodule.prepare_data()
+            cli.datamodule.setup("fit")
+            assert own is not None
+            return own.census(cli.datamodule, cli.config["seed_everything"])
 
     return count
 
