@@ -48,9 +48,9 @@ class LevelLedger(Account):
             lengths: of the sequences.
             levels: the branches that each computes, bool ``[K + 1, G]``.
         """
-        each = list(zip(lengths.prompts.tolist(), lengths.new.tolist(), strict=True))
-        budgets = torch.tensor([device.budget(*one, "q99") for one in each], dtype=torch.float64)
-        prompts = [BranchCosts.of(device, "q99", prompt).units(levels) for prompt, _ in each]
+        budgets = lengths.each(device.budget, "q99")
+        sizes = lengths.prompts.tolist()
+        prompts = [BranchCosts.of(device, "q99", prompt).units(levels) for prompt in sizes]
         costs = BranchCosts.of(device, "q99").units(levels)
         once, each_step = (
             whole_units(device.decision(step, "q99")) for step in ("sequence", "step")

@@ -72,14 +72,10 @@ class Measurements:
             lengths: of the sequences.
             granted: bool ``[B]``, those that were not refused.
         """
-        joules, rest = (
-            self._joules(device, choices, lengths, granted),
-            _rest(device, lengths, granted),
-        )
-        each = list(zip(lengths.prompts.tolist(), lengths.new.tolist(), strict=True))
-        high = torch.tensor([device.all_high(*one, "mean") for one in each], dtype=torch.float64)
+        joules = self._joules(device, choices, lengths, granted)
+        rest = torch.where(granted, lengths.each(device.rest), 0.0)
         self._add("energy/joules", joules)
-        self._add("energy/joules_high", high)
+        self._add("energy/joules_high", lengths.each(device.all_high, "mean"))
         self._add("energy/joules_model", joules + (0.0 if device.whole else rest))
         self._add("energy/clamped", torch.zeros(len(choices)))  # also where there is no ledger
         self._add("energy/refused", torch.zeros(len(choices)))
@@ -112,14 +108,6 @@ class Measurements:
         """Count the sequences above their budgets; return what each has spent, and its budget,
         ``[B]``."""
         spent = self._joules(device, choices, lengths, granted, "q99")
-        each = zip(allowed.prompts.tolist(), allowed.new.tolist(), strict=True)
-        budgets = torch.tensor([device.budget(*one, "q99") for one in each], dtype=torch.float64)
+        budgets = allowed.each(device.budget, "q99")
         self._add("energy/over_budget", spent > budgets)
         return spent, budgets
-
-
-def _rest(device: Device, lengths: Lengths, granted: Tensor) -> Tensor:
-    each = zip(lengths.prompts.tolist(), lengths.new.tolist(), strict=True)
-    return torch.where(
-        granted, torch.tensor([device.rest(*one) for one in each], dtype=torch.float64), 0.0
-    )

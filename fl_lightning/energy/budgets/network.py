@@ -115,8 +115,8 @@ class BudgetedNetwork(MeasuredNetwork, Generating):
         layerwise = isinstance(self.controller, TABSController)
         theta: Any = self.controller if layerwise else self._logits(ids)
         lengths, device = Lengths.of(target, ids.shape[1]), self.on
-        each = list(zip(lengths.prompts.tolist(), lengths.new.tolist(), strict=True))
-        budgets = torch.tensor([device.budget(*one, "mean") for one in each], dtype=torch.float64)
+        budgets = lengths.each(device.budget, "mean")
+        each = zip(lengths.prompts.tolist(), lengths.new.tolist(), strict=True)
         rest = torch.tensor([device.rest(*one) if device.whole else 0.0 for one in each])
         drawn = SampledPlan(theta, device, lengths, ids.shape[1], noise, temperature)
         with self.board.using(drawn):
@@ -192,10 +192,7 @@ class BudgetedNetwork(MeasuredNetwork, Generating):
         so the budget is theirs. Layers that choose for themselves compare means.
         """
         kind = "mean" if isinstance(self.controller, TABSController) else "q99"
-        each = zip(lengths.prompts.tolist(), lengths.new.tolist(), strict=True)
-        return torch.tensor(
-            [self.price / self.on.budget(*one, kind) for one in each], dtype=torch.float64
-        )
+        return lengths.each(lambda prompt, new: self.price / self.on.budget(prompt, new, kind))
 
     def continued(
         self, ids: Tensor, lengths: Tensor, max_new_tokens: int, eos: int | None, filler: int

@@ -6,6 +6,7 @@ tokens are a sequence's prompt, which are read after it one by one, and which ar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,6 +62,12 @@ class Lengths:
     def ends(self) -> Tensor:
         """The tokens of each sequence, int64 ``[B]``."""
         return self.prompts + self.new
+
+    def each(self, of: Callable[..., float], *settings: str) -> Tensor:
+        """Return a number of each sequence, given the tokens of its prompt and those after it,
+        float64 ``[B]``."""
+        each = zip(self.prompts.tolist(), self.new.tolist(), strict=True)
+        return torch.tensor([of(*one, *settings) for one in each], dtype=torch.float64)
 
     def after_prompts(self, tokens: int) -> Tensor:
         """Return which tokens are read one by one after the prompt, bool ``[B, T]``."""
@@ -185,12 +192,8 @@ class LayerwisePlan(TokenPlan):
 
 def budgeted_ledger(device: Device, lengths: Lengths) -> BatchedEnergyLedger:
     """Return the ledger of a batch: each sequence owes the tokens after its prompt."""
-    budgets = [
-        device.budget(prompt, new, "q99")
-        for prompt, new in zip(lengths.prompts.tolist(), lengths.new.tolist(), strict=True)
-    ]
     return BatchedEnergyLedger(
-        torch.tensor(budgets, dtype=torch.float64),
+        lengths.each(device.budget, "q99"),
         device.fixed(1, "q99"),
         device.token_costs(1, "q99"),
         lengths.new,
