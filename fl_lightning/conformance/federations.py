@@ -18,7 +18,7 @@ from fl_lightning.data.text.tokens import padded
 from fl_lightning.energy import CostLine, CostTable, MeasuredCost
 from fl_lightning.methods import Method
 from fl_lightning.models.adapters import add_adapter
-from fl_lightning.models.language import Llama, add_lora
+from fl_lightning.models.language import Llama
 
 SIZES = (30, 20, 40, 1, 25)
 """Training and validation examples of the first five of six clients."""
@@ -75,7 +75,7 @@ GROUPS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.dow
 
 def small_llama(vocab_size: int) -> nn.Module:
     """Return a Llama of one block with 8 features and adapters of rank 2."""
-    return add_lora(Llama(vocab_size, width=8, depth=1, heads=2), rank=2)
+    return add_adapter(Llama(vocab_size, width=8, depth=1, heads=2), "lora", rank=2)
 
 
 def small_adalora(vocab_size: int) -> nn.Module:

@@ -33,7 +33,7 @@ from fl_lightning.methods import (
     ServerAdam,
     ServerSGD,
 )
-from fl_lightning.models.adapters import adapter_layers, add_lora
+from fl_lightning.models.adapters import adapter_layers, add_adapter
 from fl_lightning.privacy import ClientPrivacy
 from fl_lightning.sampling import Oort
 from fl_lightning.wire import Payload
@@ -108,7 +108,9 @@ class Layer(nn.Module):
         ranks = [len(each["A"]) for each in case["adapters"]]
         base = nn.Linear(5, 4, bias=False)
         base.weight.data = torch.tensor(case["base"])
-        self.layer = add_lora(base, rank=max(ranks), alpha=case["settings"]["scale"] * max(ranks))
+        self.layer = add_adapter(
+            base, "lora", rank=max(ranks), alpha=case["settings"]["scale"] * max(ranks)
+        )
         self.client_ranks = ranks
         self.width = num_classes
 

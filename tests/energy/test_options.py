@@ -27,7 +27,6 @@ from fl_lightning.models.adapters import (
     SpectralLinear,
     adapter_layers,
     add_adapter,
-    add_lora,
     merged_lora,
     plain_weights,
 )
@@ -401,15 +400,23 @@ def test_a_wrong_plan_is_refused(plan: dict, words: str):
 def test_networks_that_cannot_be_switched_are_refused():
     for network, settings, words in (
         (Llama(50, width=24, depth=1, heads=2), {}, "without adapted linear layer"),
-        (add_lora(nn.Linear(3, 3)), {}, "itself an adapted linear layer"),
+        (add_adapter(nn.Linear(3, 3), "lora"), {}, "itself an adapted linear layer"),
         (small()[0], {}, "switched once"),
         (
             add_adapter(nn.Sequential(nn.Linear(3, 3)), "pissa", 2),
             {},
             "base lacks the part of the weights",
         ),
-        (add_lora(nn.Sequential(nn.Linear(3, 3))), {"scope": "layer"}, "one of adapter, model"),
-        (add_lora(nn.Sequential(nn.Linear(3, 3))), {"high": "float16"}, "one of float32, bfloat16"),
+        (
+            add_adapter(nn.Sequential(nn.Linear(3, 3)), "lora"),
+            {"scope": "layer"},
+            "one of adapter, model",
+        ),
+        (
+            add_adapter(nn.Sequential(nn.Linear(3, 3)), "lora"),
+            {"high": "float16"},
+            "one of float32, bfloat16",
+        ),
     ):
         with pytest.raises(InputError, match=words):
             add_switches(network, **settings)

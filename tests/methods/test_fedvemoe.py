@@ -30,7 +30,7 @@ from fl_lightning.hooks import Meter, Stressor
 from fl_lightning.methods import FedAvg, FedVEMoE, LocalOnly
 from fl_lightning.methods.experts.slots import Rules
 from fl_lightning.models.adapters import add_adapter
-from fl_lightning.models.language import Llama, LlamaTiny, add_lora
+from fl_lightning.models.language import Llama, LlamaTiny
 from fl_lightning.models.language.experts import Seats, factors_of
 from fl_lightning.privacy import ClientPrivacy
 from fl_lightning.privacy.secure import SecureSum
@@ -214,7 +214,7 @@ def test_a_gate_without_a_router_gives_each_expert_its_share():
     """rho = 0, or gamma = inf with any rho: the layer is W x + scaling (B_0 A_0 + sum share_s B_s
     A_s) x."""
     torch.manual_seed(0)
-    network = add_lora(Llama(20, width=16, depth=1, heads=2), rank=2)
+    network = add_adapter(Llama(20, width=16, depth=1, heads=2), "lora", rank=2)
     seats = Seats(network, 2, gamma=1.0, shared=True)
     shares = torch.tensor([0.3, 0.7])
     seats.gate.log_shares = shares.log()
@@ -239,7 +239,7 @@ def test_a_gate_without_a_router_gives_each_expert_its_share():
 
 
 def test_a_router_sends_tokens_to_experts():
-    network = add_lora(Llama(20, width=16, depth=1, heads=2), rank=2)
+    network = add_adapter(Llama(20, width=16, depth=1, heads=2), "lora", rank=2)
     seats = Seats(network, 2, gamma=0.01, shared=True)
     seats.gate.log_shares = torch.tensor([0.5, 0.5]).log()
     with torch.no_grad():
@@ -615,7 +615,7 @@ def decided(vocab_size: int) -> torch.nn.Module:
     network = Llama(vocab_size, width=32, depth=1, heads=2)
     with torch.no_grad():
         network.embed_tokens.weight.mul_(10)
-    return add_lora(network, rank=8)
+    return add_adapter(network, "lora", rank=8)
 
 
 def rounds(folder: Path) -> list[dict[str, str]]:

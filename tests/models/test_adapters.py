@@ -30,7 +30,7 @@ from fl_lightning.models.adapters import (
     orthogonality,
     signed_svd,
 )
-from fl_lightning.models.language import BYTE_VOCABULARY, Llama, LlamaTiny, add_lora, lora_layers
+from fl_lightning.models.language import BYTE_VOCABULARY, Llama, LlamaTiny
 from fl_lightning.models.language.experts import factors_of
 from fl_lightning.wire import Layout
 
@@ -234,14 +234,14 @@ def test_what_does_not_go_together_is_refused():
     with pytest.raises(InputError, match=r"adapter spectral with ffa true; .*write adapter ffa"):
         LlamaTiny(BYTE_VOCABULARY, adapter="spectral", ffa=True)
     with pytest.raises(InputError, match="adapted once"):
-        add_lora(add_adapter(small(), "svft"))
+        add_adapter(add_adapter(small(), "svft"), "lora")
     for kind in ("adalora", "spectral"):
         with pytest.raises(InputError, match="experts are LoRA"):
             factors_of(add_adapter(small(), kind))
     with pytest.raises(InputError, match="without AdaLoRA"):
         orthogonality(small())
     assert (
-        lora_layers(add_adapter(small(), "pissa")).keys()
+        adapter_layers(add_adapter(small(), "pissa")).keys()
         == adapter_layers(add_adapter(small(), "svft")).keys()
     )
 

@@ -26,7 +26,8 @@ from fl_lightning.energy.switched import Plan, add_switches
 from fl_lightning.errors import InputError, MisuseError
 from fl_lightning.methods import AQFL, FedAdaLoRA, FedAvg, FedMPQ
 from fl_lightning.models import LlamaPretrained, build_network
-from fl_lightning.models.language import BYTE_VOCABULARY, LlamaTiny, hf, lora_layers
+from fl_lightning.models.adapters import adapter_layers
+from fl_lightning.models.language import BYTE_VOCABULARY, LlamaTiny, hf
 from fl_lightning.tasks import LanguageModelling
 from fl_lightning.wire import Layout
 
@@ -195,7 +196,7 @@ def test_the_byte_model_is_a_folder_for_other_programs(tmp_path: Path):
     pytest.importorskip("peft")
     ours = LlamaTiny(BYTE_VOCABULARY)
     with torch.no_grad():
-        for layer in lora_layers(ours).values():
+        for layer in adapter_layers(ours).values():
             layer.lora_B.weight.normal_(std=0.1)
     hf.to_transformers(ours).save_pretrained(tmp_path)
     theirs = hf.TransformersLM(BYTE_VOCABULARY, str(tmp_path), rank=0)

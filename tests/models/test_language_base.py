@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save_file
 from fl_lightning.cli.parser import FederatedCLI
 from fl_lightning.errors import InputError, RunStopped
 from fl_lightning.models import build_network
+from fl_lightning.models.adapters import adapter_layers
 from fl_lightning.models.language import (
     BYTE_VOCABULARY,
     Llama,
     LlamaTiny,
     LlamaTinyDeep,
-    lora_layers,
 )
 from fl_lightning.models.language.tiny import WEIGHTS_FILE, load_base
 from fl_lightning.tasks import LanguageModelling
@@ -167,7 +167,7 @@ TOKENS = {"task": LanguageModelling(), "inputs": torch.zeros(2, 64, dtype=torch.
 def test_its_name_is_a_network():
     network = build_network("llama_tiny", BYTE_VOCABULARY, (64,), **TOKENS)
     assert isinstance(network, LlamaTiny)
-    assert len(lora_layers(network)) == 16
+    assert len(adapter_layers(network)) == 16
     with pytest.raises(InputError, match="bytes, 259 tokens"):
         build_network("llama_tiny", 300, (64,), **TOKENS)
     with pytest.raises(InputError, match="a language model reads examples of tokens"):
@@ -178,7 +178,7 @@ def test_its_name_is_a_network():
 
 def test_blocks_that_are_not_kept_are_not_part_of_the_network():
     whole, shallow = LlamaTiny(BYTE_VOCABULARY), LlamaTiny(BYTE_VOCABULARY, blocks=[0, 1, 3])
-    assert len(lora_layers(shallow)) == 12
+    assert len(adapter_layers(shallow)) == 12
     whole.layers[2].forward = lambda x, *_: x
     ids = torch.arange(40).reshape(2, 20)
     assert torch.equal(whole(ids), shallow(ids))
@@ -195,7 +195,7 @@ def test_a_configuration_gives_it_settings(bare_directory: Path):
     )
     cli = FederatedCLI("fit", ["--config", "lora.yaml"])
     network = build_network(cli.model.network_spec, BYTE_VOCABULARY, (64,), **TOKENS)
-    layers = [*lora_layers(network).values()]
+    layers = [*adapter_layers(network).values()]
     assert len(layers) == 4
     assert layers[0].lora_A.weight.shape == (4, 96)
     assert layers[0].scaling == 1
@@ -212,7 +212,7 @@ def test_the_settings_of_the_page_are_understood(bare_directory: Path):
     Path("page.yaml").write_text(block)
     spec = FederatedCLI("fit", ["--config", "page.yaml"]).model.network_spec
     network = build_network(spec, BYTE_VOCABULARY, (64,), **TOKENS)
-    assert len(lora_layers(network)) == 8
+    assert len(adapter_layers(network)) == 8
 
 
 @pytest.mark.slow

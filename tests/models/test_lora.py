@@ -9,14 +9,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from fl_lightning.errors import InputError
+from fl_lightning.models.adapters import LoRALinear, adapter_layers, add_adapter, merged_lora
 from fl_lightning.models.language import (
     BYTE_VOCABULARY,
     Llama,
     LlamaTiny,
-    LoRALinear,
-    add_lora,
-    lora_layers,
-    merged_lora,
 )
 from fl_lightning.wire.layout import Layout
 
@@ -30,7 +27,7 @@ def stirred(network: nn.Module, seed: int = 3) -> nn.Module:
     """The network with adapters that add something."""
     torch.manual_seed(seed)
     with torch.no_grad():
-        for layer in lora_layers(network).values():
+        for layer in adapter_layers(network).values():
             nn.init.normal_(layer.lora_B.weight, std=0.3)
     return network
 
@@ -58,20 +55,22 @@ def test_adapters_alone_are_trained_and_travel():
 def test_new_adapters_add_nothing():
     network, tokens = small(), ids(2, 9)
     before = network(tokens)
-    assert add_lora(network)(tokens).equal(before)
+    assert add_adapter(network, "lora")(tokens).equal(before)
     assert not stirred(network)(tokens).allclose(before)
 
 
 def test_gradients_are_the_chain_rule_of_the_dense_weights():
     """With G the gradient by W + s B A: that by A is s B^T G and that by B is s G A^T."""
-    adapted = stirred(add_lora(small(), rank=3, alpha=12, targets=["o_proj", "down_proj"])).double()
+    adapted = stirred(
+        add_adapter(small(), "lora", rank=3, alpha=12, targets=["o_proj", "down_proj"])
+    ).double()
     dense = small().double()
     with torch.no_grad():
-        for name, layer in lora_layers(adapted).items():
+        for name, layer in adapter_layers(adapted).items():
             dense.get_submodule(name).weight += 4 * layer.lora_B.weight @ layer.lora_A.weight
     for network in (adapted, dense):
         network(ids(2, 9)).logsumexp(-1).mean().backward()
-    for name, layer in lora_layers(adapted).items():
+    for name, layer in adapter_layers(adapted).items():
         gradient = dense.get_submodule(name).weight.grad
         torch.testing.assert_close(layer.lora_A.weight.grad, 4 * layer.lora_B.weight.T @ gradient)
         torch.testing.assert_close(layer.lora_B.weight.grad, 4 * gradient @ layer.lora_A.weight.T)
@@ -79,7 +78,7 @@ def test_gradients_are_the_chain_rule_of_the_dense_weights():
 
 
 def test_nothing_below_the_first_adapter_needs_a_gradient():
-    network = add_lora(small(), targets=["down_proj"])
+    network = add_adapter(small(), "lora", targets=["down_proj"])
     needs: dict[str, bool] = {}
     for name, module in network.named_modules():
         module.register_forward_hook(
@@ -115,8 +114,8 @@ def test_a_is_drawn_from_its_stream():
     def first_a(seed: int | None, generator: int) -> Tensor:
         network = small()
         torch.manual_seed(generator)
-        add_lora(network, ffa=True, seed=seed)
-        return next(iter(lora_layers(network).values())).lora_A.weight
+        add_adapter(network, "ffa", seed=seed)
+        return next(iter(adapter_layers(network).values())).lora_A.weight
 
     assert first_a(1, generator=0).equal(first_a(1, generator=9))
     assert not first_a(1, generator=0).equal(first_a(2, generator=0))
@@ -125,13 +124,13 @@ def test_a_is_drawn_from_its_stream():
 
 
 def test_merged_weights_have_the_same_logits_and_leave_no_trace():
-    network, tokens = stirred(add_lora(small())), ids(3, 9)
+    network, tokens = stirred(add_adapter(small(), "lora")), ids(3, 9)
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     logits, generated = network(tokens), network.generate(tokens, max_new_tokens=8)
     with merged_lora(network):
         calls = [
             layer.lora_A.register_forward_hook(lambda *_: pytest.fail("not merged"))
-            for layer in lora_layers(network).values()
+            for layer in adapter_layers(network).values()
         ]
         torch.testing.assert_close(network(tokens), logits)
         with merged_lora(network):
@@ -147,7 +146,7 @@ def test_merged_weights_have_the_same_logits_and_leave_no_trace():
 
 
 def test_many_clients_share_one_base_in_a_stack():
-    network = stirred(add_lora(small().double(), rank=2))
+    network = stirred(add_adapter(small().double(), "lora", rank=2))
     tensors = dict(network.named_parameters())
     base = {name: tensor for name, tensor in tensors.items() if not tensor.requires_grad}
     stacks = {
@@ -180,13 +179,13 @@ def test_many_clients_share_one_base_in_a_stack():
 )
 def test_settings_that_fit_no_layer_are_refused(settings: dict, words: str):
     with pytest.raises(InputError, match=words):
-        add_lora(small(), **settings)
+        add_adapter(small(), "lora", **settings)
 
 
 def test_a_network_is_adapted_once():
     with pytest.raises(InputError, match="adapted once"):
-        add_lora(add_lora(small()))
-    assert isinstance(add_lora(nn.Linear(3, 2), rank=1), LoRALinear)
+        add_adapter(add_adapter(small(), "lora"), "lora")
+    assert isinstance(add_adapter(nn.Linear(3, 2), "lora", rank=1), LoRALinear)
 
 
 @pytest.mark.parametrize("kind", ["lean", "transformers"])
@@ -200,7 +199,7 @@ def test_logits_and_gradients_are_those_of_peft(kind: str):
         return small() if kind == "lean" else transformers.LlamaForCausalLM(config)
 
     targets = ["qkv_proj", "down_proj"] if kind == "lean" else ["q_proj", "v_proj", "down_proj"]
-    ours = stirred(add_lora(made(), rank=3, alpha=12, targets=targets))
+    ours = stirred(add_adapter(made(), "lora", rank=3, alpha=12, targets=targets))
     settings = peft.LoraConfig(r=3, lora_alpha=12, target_modules=targets)
     theirs = peft.inject_adapter_in_model(settings, made())
     partners = {
@@ -208,8 +207,8 @@ def test_logits_and_gradients_are_those_of_peft(kind: str):
         for name, module in theirs.named_modules()
         if isinstance(module, peft.tuners.lora.Linear)
     }
-    assert partners.keys() == lora_layers(ours).keys()
-    for name, layer in lora_layers(ours).items():
+    assert partners.keys() == adapter_layers(ours).keys()
+    for name, layer in adapter_layers(ours).items():
         partners[name].lora_A["default"].load_state_dict(layer.lora_A.state_dict())
         partners[name].lora_B["default"].load_state_dict(layer.lora_B.state_dict())
     logits = [made(ids(2, 9)) for made in (ours, theirs)]
@@ -219,7 +218,7 @@ def test_logits_and_gradients_are_those_of_peft(kind: str):
     torch.testing.assert_close(got, expected)
     for found in (got, expected):
         found.logsumexp(-1).mean().backward()
-    for name, layer in lora_layers(ours).items():
+    for name, layer in adapter_layers(ours).items():
         for part in ("lora_A", "lora_B"):
             torch.testing.assert_close(
                 getattr(layer, part).weight.grad,

@@ -12,7 +12,8 @@ from fl_lightning.energy import CostLine, CostTable, MeasuredCost
 from fl_lightning.energy.options import BRANCH
 from fl_lightning.energy.switched.branches import branch_names
 from fl_lightning.methods import HESTLadder
-from fl_lightning.models.language import Llama, add_lora
+from fl_lightning.models.adapters import add_adapter
+from fl_lightning.models.language import Llama
 
 
 def branch_costs(blocks: int = 2, q99: float = 1.5) -> CostTable:
@@ -45,7 +46,7 @@ def two_blocks(vocab_size: int, blocks: int = 2, rank: int = 2) -> Llama:
     """Two blocks of 16 features, with adapters unless ``rank`` is 0."""
     network = Llama(vocab_size, width=16, depth=blocks, heads=2)
     network.client_ranks = []
-    return add_lora(network, rank=rank) if rank else network
+    return add_adapter(network, "lora", rank=rank) if rank else network
 
 
 def ladder_of(**settings) -> HESTLadder:

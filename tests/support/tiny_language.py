@@ -10,8 +10,8 @@ from toy import run
 
 from fl_lightning.data import InstructionData
 from fl_lightning.methods import FedAvg, Method
-from fl_lightning.models.adapters import largest_rank
-from fl_lightning.models.language import Llama, add_lora
+from fl_lightning.models.adapters import add_adapter, largest_rank
+from fl_lightning.models.language import Llama
 
 
 def tiny(vocab_size: int, rank: int | list[int] = 2, ffa: bool = False) -> Llama:
@@ -19,7 +19,9 @@ def tiny(vocab_size: int, rank: int | list[int] = 2, ffa: bool = False) -> Llama
     clients."""
     network = Llama(vocab_size, width=16, depth=1, heads=2)
     network.client_ranks = rank if isinstance(rank, list) else []
-    return add_lora(network, rank=largest_rank(rank), ffa=ffa) if rank else network
+    if not rank:
+        return network
+    return add_adapter(network, "ffa" if ffa else "lora", rank=largest_rank(rank))
 
 
 def adam(lr: float = 0.01):

@@ -44,9 +44,7 @@ from fl_lightning.models.adapters.layer import (
 )
 from fl_lightning.models.adapters.lora import (
     LoRALinear,
-    add_lora,
     largest_rank,
-    lora_layers,
     require_rank,
 )
 from fl_lightning.models.adapters.pissa import PiSSALinear

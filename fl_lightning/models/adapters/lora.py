@@ -10,18 +10,14 @@ names of tensors are those of peft's files: ``lora_A.weight``, ``lora_B.weight``
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 from torch import Tensor, nn
 
-from fl_lightning import rng
 from fl_lightning.errors import require
 from fl_lightning.models.adapters.layer import (
-    ALL_LINEAR,
     DEFAULT_ALPHA,
     DEFAULT_RANK,
     AdaptedLinear,
-    adapt_linears,
 )
 
 
@@ -57,40 +53,6 @@ class LoRALinear(AdaptedLinear):
         return self.lora_A.weight, self.lora_B.weight, self.scaling
 
 
-def add_lora(
-    network: nn.Module,
-    rank: int = DEFAULT_RANK,
-    alpha: float = DEFAULT_ALPHA,
-    targets: str | Sequence[str] = ALL_LINEAR,
-    ffa: bool = False,
-    seed: int | None = None,
-) -> nn.Module:
-    """Freeze a network and put an adapter on its linear layers.
-
-    Args:
-        network: the network; it is changed in place.
-        rank: r of every adapter.
-        alpha: an adapter's factor is alpha / r.
-        targets: ``all-linear``, or the last parts of the layers' names, as ``[qkv_proj, o_proj]``.
-        ffa: FFA-LoRA: A is frozen, and B alone is trained and travels.
-        seed: A is drawn from the stream (seed, "adapter"); None: from torch's current generator.
-
-    Returns:
-        The network; if it is itself a linear layer, the adapted layer in place of it.
-
-    Raises:
-        InputError: rank or alpha is not positive, the network has adapters, or no layer has one of
-            these names.
-
-    >>> adapted = add_lora(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)), rank=2, targets=["2"])
-    >>> [name for name, weight in adapted.named_parameters() if weight.requires_grad]
-    ['2.lora_A.weight', '2.lora_B.weight']
-    """
-    require_rank(rank, alpha)
-    with nullcontext() if seed is None else rng.torch_stream(seed, "adapter"):
-        return adapt_linears(network, targets, lambda _, base: LoRALinear(base, rank, alpha, ffa))
-
-
 def require_rank(rank: int, alpha: float) -> None:
     """Refuse a rank or an alpha that is not positive."""
     require(
@@ -120,10 +82,3 @@ def largest_rank(rank: int | Sequence[int], kind: str = "lora") -> int:
         f"write rank {DEFAULT_RANK}, or [2, 4, 8]",
     )
     return max(rank)
-
-
-def lora_layers(network: nn.Module) -> dict[str, LoRALinear]:
-    """Return the layers with LoRA, FFA-LoRA or PiSSA by name, in the order of the network."""
-    return {
-        name: module for name, module in network.named_modules() if isinstance(module, LoRALinear)
-    }
