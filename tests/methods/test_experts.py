@@ -19,7 +19,7 @@ from fl_lightning.methods.experts.responsibilities import (
     seated,
 )
 from fl_lightning.methods.experts.slots import RULES, Slots
-from fl_lightning.models.language.experts import Factors
+from fl_lightning.models.adapters.low_rank import FactorNames
 from fl_lightning.wire import Layout
 
 PRIOR = torch.tensor([0.0, 0.5, 0.3, 0.2, 0.0], dtype=torch.float64)
@@ -112,7 +112,7 @@ def test_a_difference_within_the_error_of_the_probes_is_no_reason():
 
 def space() -> AdapterSpace:
     layout = Layout({"l.A": torch.zeros(R, IN), "l.B": torch.zeros(OUT, R)})
-    return AdapterSpace(layout, [Factors("l", "l.A", "l.B", 2.0)], {})
+    return AdapterSpace(layout, [FactorNames("l.A", "l.B", "", 2.0, False)], {})
 
 
 def factors(seed: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fl_lightning.models.language.experts import Factors
+from fl_lightning.models.adapters.low_rank import FactorNames
 from fl_lightning.wire import Layout
 
 
@@ -26,7 +26,7 @@ class AdapterSpace:
     """
 
     def __init__(
-        self, layout: Layout, factors: Sequence[Factors], frozen: Mapping[str, Tensor]
+        self, layout: Layout, factors: Sequence[FactorNames], frozen: Mapping[str, Tensor]
     ) -> None:
         self.layout, self.factors = layout, factors
         self.frozen = {name: tensor.double() for name, tensor in frozen.items()}

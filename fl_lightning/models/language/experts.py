@@ -15,7 +15,6 @@ token, ``T`` tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,39 +22,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.errors import InputError
-from fl_lightning.models.adapters.low_rank import LowRankLayer, low_rank_layers
+from fl_lightning.models.adapters.low_rank import (
+    FactorNames,
+    LowRankLayer,
+    factor_pairs,
+    low_rank_layers,
+)
 from fl_lightning.models.tensors import tensors_of
 
 EPSILON = 1e-6
 
 
-@dataclass(frozen=True, slots=True)
-class Factors:
-    """One adapter of a network without experts.
-
-    Args:
-        layer: name of the adapted layer.
-        a, b: names of A [r, in] and B [out, r].
-        scaling: alpha / r.
-    """
-
-    layer: str
-    a: str
-    b: str
-    scaling: float
-
-
-def factors_of(network: nn.Module) -> list[Factors]:
-    """Return the adapters of a network, ours or peft's, in its order.
+def factors_of(network: nn.Module) -> list[FactorNames]:
+    """Return the factors of a network's adapters, ours or peft's, in its order.
 
     Raises:
         InputError: it has none, or trains something else than adapters.
     """
-    names = {id(tensor): name for name, tensor in tensors_of(network).items()}
-    found = [
-        Factors(name, names[id(a)], names[id(b)], scaling)
-        for name, (_, a, b, scaling, _) in low_rank_layers(network).items()
-    ]
+    found = factor_pairs(network)
     adapters = {name for each in found for name in (each.a, each.b)}
     others = [n for n, p in network.named_parameters() if p.requires_grad and n not in adapters]
     if not found or others:
