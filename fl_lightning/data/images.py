@@ -21,70 +21,57 @@ from fl_lightning.errors import require
 
 
 @dataclass(frozen=True)
-class ImageSettings:
-    """What the data sets read of the settings of :class:`FederatedImages`, where they are
-    explained."""
-
-    root: str
-    download: bool
-    synthetic_sizes: tuple[int, int]
-    synthetic_size: int
-    synthetic_classes: int
-    synthetic_seed: int
-
-
-@dataclass(frozen=True)
 class ImageSet:
     """A data set of images that is known by a name.
 
     Args:
         read: returns training and test images uint8 ``[N, C, side, side]`` with their classes int64
-            ``[N]``.
-        num_classes: number of classes, given the settings.
-        side: side of an image in pixels, given the settings.
+            ``[N]``, given the data that have the settings, as all functions here.
+        num_classes: number of classes.
+        side: side of an image in pixels.
         prepare: downloads and checks the files; by default there are none.
         grey: whether its images have one channel, C = 1, and not 3.
     """
 
-    read: Callable[[ImageSettings], tuple[Arrays, Arrays]]
-    num_classes: Callable[[ImageSettings], int]
-    side: Callable[[ImageSettings], int] = lambda settings: 32
-    prepare: Callable[[ImageSettings], None] = lambda settings: None
+    read: Callable[[FederatedImages], tuple[Arrays, Arrays]]
+    num_classes: Callable[[FederatedImages], int]
+    side: Callable[[FederatedImages], int] = lambda data: 32
+    prepare: Callable[[FederatedImages], None] = lambda data: None
     grey: bool = False
 
 
 def _published(
-    files: Callable[[ImageSettings], PublishedFiles],
+    files: Callable[[FederatedImages], PublishedFiles],
     *,
     num_classes: int,
     side: int = 32,
     grey: bool = False,
 ) -> ImageSet:
     return ImageSet(
-        read=lambda settings: files(settings).read(),
-        num_classes=lambda settings: num_classes,
-        side=lambda settings: side,
-        prepare=lambda settings: files(settings).prepare(settings.download),
+        read=lambda data: files(data).read(),
+        num_classes=lambda data: num_classes,
+        side=lambda data: side,
+        prepare=lambda data: files(data).prepare(data.download),
         grey=grey,
     )
 
 
 DATASETS = {
     "fashion_mnist": _published(
-        lambda settings: FashionMnist(root=settings.root), num_classes=10, side=28, grey=True
+        lambda data: FashionMnist(root=data.root), num_classes=10, side=28, grey=True
     ),
-    "cifar10": _published(lambda settings: Cifar("cifar10", root=settings.root), num_classes=10),
-    "cifar100": _published(lambda settings: Cifar("cifar100", root=settings.root), num_classes=100),
-    "digits": ImageSet(read=lambda settings: digits(), num_classes=lambda settings: 10, grey=True),
+    "cifar10": _published(lambda data: Cifar("cifar10", root=data.root), num_classes=10),
+    "cifar100": _published(lambda data: Cifar("cifar100", root=data.root), num_classes=100),
+    "digits": ImageSet(read=lambda data: digits(), num_classes=lambda data: 10, grey=True),
     "synthetic": ImageSet(
-        read=lambda settings: synthetic(
-            sizes=settings.synthetic_sizes,
-            side=settings.synthetic_size,
-            num_classes=settings.synthetic_classes,
-            seed=settings.synthetic_seed,
+        read=lambda data: synthetic(
+            sizes=data.synthetic_sizes,
+            side=data.synthetic_size,
+            num_classes=data.synthetic_classes,
+            seed=data.synthetic_seed,
         ),
-        num_classes=lambda settings: settings.synthetic_classes,
-        side=lambda settings: settings.synthetic_size,
+        num_classes=lambda data: data.synthetic_classes,
+        side=lambda data: data.synthetic_size,
     ),
 }
 """All data sets by name. A new one is an entry here, and nothing else."""
@@ -149,21 +136,18 @@ class FederatedImages(ImageData):
             check_memory(
                 size, examples * (3 * synthetic_size**2 + 8) + synthetic_classes * 3 * 4 * 4 * 4
             )
-        self.settings = ImageSettings(
-            root=root,
-            download=download,
-            synthetic_sizes=(synthetic_examples, synthetic_test_examples),
-            synthetic_size=synthetic_size,
-            synthetic_classes=synthetic_classes,
-            synthetic_seed=synthetic_seed,
-        )
-        self.dataset, self.root, self.side = dataset, root, DATASETS[dataset].side(self.settings)
-        self.channels = channels
+        self.dataset, self.root, self.channels = dataset, root, channels
+        self.download: bool = download
+        self.synthetic_sizes: tuple[int, int] = (synthetic_examples, synthetic_test_examples)
+        self.synthetic_size: int = synthetic_size
+        self.synthetic_classes: int = synthetic_classes
+        self.synthetic_seed: int = synthetic_seed
+        self.side = DATASETS[dataset].side(self)
         super().__init__(**settings)
         self.public_dataset = public_dataset
         self.check_public()
         self._check_channels()
-        self.num_classes = DATASETS[dataset].num_classes(self.settings)
+        self.num_classes = DATASETS[dataset].num_classes(self)
 
     def check_public(self) -> None:
         """Refuse a public set whose images do not fit, or that clients are tested on."""
@@ -183,7 +167,7 @@ class FederatedImages(ImageData):
             "the public set is never the clients' own data",
             "write public_dataset null and public_examples 200 for a slice that no client holds",
         )
-        side = DATASETS[name].side(self.settings)
+        side = DATASETS[name].side(self)
         require(
             side == seen or (self.crop == "shrink" and side > seen),
             f"public_dataset={name!r} with {side}x{side} images",
@@ -208,7 +192,7 @@ class FederatedImages(ImageData):
             InputError: a file is missing.
         """
         for dataset in filter(None, (self.dataset, self.public_dataset)):
-            DATASETS[dataset].prepare(self.settings)
+            DATASETS[dataset].prepare(self)
 
     def setup(self, stage: str | None = None) -> None:
         """Load the images and compute the mean and standard deviation of the training pixels.
@@ -223,7 +207,7 @@ class FederatedImages(ImageData):
     def _read(self, dataset: str) -> tuple[Arrays, Arrays]:
         """Return training and test images with their classes, all images with ``channels``
         channels."""
-        parts = DATASETS[dataset].read(self.settings)
+        parts = DATASETS[dataset].read(self)
         train, test = (
             (
                 images
