@@ -425,7 +425,7 @@ def sums_of_validation(
     """
     method.unsent.restore()
     sums: dict[str, Tensor] = {}
-    batches = _validation_batches(method, data, states, holders, clients)
+    batches = validation_batches(method, data, states, holders, clients)
     for number, network, (inputs, target, owners) in batches:
         with rng.torch_stream(method.seed, "validation batch", method.round, number):
             outputs, found = evaluate_batch(fabric, data.task, network, inputs, target)
@@ -480,7 +480,7 @@ def spread_over_clients(
     return metrics
 
 
-def _validation_batches(
+def validation_batches(
     method: Method,
     data: FederatedData,
     states: States,

@@ -10,15 +10,16 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 
-from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.evaluation import (
+    NO_HOLDERS,
     NO_STATES,
     States,
     averages,
     evaluation_mode,
     gather_columns,
     share,
+    validation_batches,
 )
 from fl_lightning.methods import Method
 from fl_lightning.tasks import Task
@@ -33,17 +34,15 @@ def predict(
     The batches are dealt to the ranks; every rank gets all of them back.
     """
     return gather_columns(
-        (number, _forward(fabric, network, [batch])) for number, batch in share(batches)
+        (number, _forward(fabric, network, batch)) for number, batch in share(batches)
     )
 
 
 @torch.no_grad()
-def _forward(
-    fabric: Fabric, network: nn.Module, batches: Iterable[tuple[Any, ...]]
-) -> tuple[Tensor, ...]:
+def _forward(fabric: Fabric, network: nn.Module, batch: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    inputs, *rest = batch
     with evaluation_mode(network), fabric.autocast():
-        columns = [(network(inputs).float(), *rest) for inputs, *rest in batches]
-    return tuple(torch.cat(column) for column in zip(*columns, strict=True))
+        return network(inputs).float(), *rest
 
 
 def predict_validation(
@@ -51,19 +50,10 @@ def predict_validation(
 ) -> tuple[Tensor, ...]:
     """Return outputs ``[n, C]``, targets ``[n]`` and owners ``[n]`` of all clients' validation
     examples, on the CPU; ``()`` when there are none."""
-    if method.personalised:
-        held = data.validating.tolist()
-        return gather_columns(
-            (number, _validate_own(fabric, method, data, data.client(id, states.get(id))))
-            for number, id in share(held)
-        )
-    return predict(fabric, method.deploy(), data.val_batches())
-
-
-def _validate_own(
-    fabric: Fabric, method: Method, data: FederatedData, client: Client
-) -> tuple[Tensor, ...]:
-    return _forward(fabric, method.deploy(client), data.val_batches([client]))
+    return gather_columns(
+        (number, _forward(fabric, network, batch))
+        for number, network, batch in validation_batches(method, data, states, NO_HOLDERS)
+    )
 
 
 def metrics_of(task: Task, outputs: Tensor, target: Tensor) -> dict[str, float]:
