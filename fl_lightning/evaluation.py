@@ -264,14 +264,8 @@ def _totals(sums: Mapping[str, Tensor]) -> dict[str, tuple[np.ndarray, np.ndarra
     Args:
         sums: by ``<number of the batch>/<metric>``, sum and weight, float64 ``[2]``.
     """
-    found: dict[str, list[tuple[int, Tensor]]] = {}
-    for key, pair in sums.items():
-        number, _, name = key.partition("/")
-        found.setdefault(name, []).append((int(number), pair))
-    totals = {
-        name: torch.stack([pair for _, pair in sorted(pairs, key=itemgetter(0))]).sum(0).numpy()
-        for name, pairs in sorted(found.items())
-    }
+    found = by_metric({key: pair[None] for key, pair in sums.items()})
+    totals = {name: torch.from_numpy(rows).sum(0).numpy() for name, rows in sorted(found.items())}
     return {name: (total[0], total[1]) for name, total in totals.items()}
 
 
@@ -447,8 +441,8 @@ def sums_of_validation(
 
 
 def by_metric(sums: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-    """Return the rows of each metric, float64 ``[n, 3]``, in the order of the batches' numbers, of
-    ``sums`` as :func:`sums_of_validation` gives them."""
+    """Return the rows of each metric, float64 ``[n, 3]`` or ``[n, 2]``, in the order of the batches'
+    numbers, of ``sums`` as :func:`sums_of_validation` gives them, with or without the id."""
     found: dict[str, list[tuple[int, Tensor]]] = {}
     for key, rows in sums.items():
         number, _, name = key.partition("/")
