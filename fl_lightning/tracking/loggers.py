@@ -35,6 +35,7 @@ from fl_lightning.tracking.mlflow_store import (
     log_rounds,
     log_settings,
     logged_steps,
+    loggers_of,
     make_run,
     mark_taken_back,
     open_run,
@@ -168,18 +169,12 @@ class Tracking:
         former: Sequence[str] = (),
         primary: str = "",
     ) -> None:
-        given = (
-            []
-            if isinstance(logger, bool)
-            else [logger]
-            if isinstance(logger, Logger)
-            else list(logger)
-        )
         active = getattr(rank_zero_only, "rank", 0) == 0
         self.experiment, self.run_name, self.run_dir = experiment, run_name, Path(run_dir)
-        wanted: list[Logger | None] = [None] if logger is True else [*given]
         self._channels = [
-            Channel(each, _name(each), self._failed, self._recovered) for each in wanted if active
+            Channel(each, _name(each), self._failed, self._recovered)
+            for each in loggers_of(logger)
+            if active
         ]
         self._resume_id, self._resumes, self._since = run_id, resumes, since
         self._started = _now() if started is None else started

@@ -413,6 +413,13 @@ def is_mlflow(logger: object) -> bool:
     return any(cls.__name__ == "MLFlowLogger" for cls in type(logger).__mro__)
 
 
+def loggers_of(logger: Logger | Sequence[Logger] | bool) -> list[Logger | None]:
+    """Return the loggers that a setting means; None is the default store."""
+    if isinstance(logger, bool):
+        return [None] if logger else []
+    return [logger] if isinstance(logger, Logger) else [*logger]
+
+
 def call_with_limit(limit: float, function: Callable[[], Any]) -> Any:
     """Return the function's result, or raise its exception.
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from math import copysign, inf
@@ -33,6 +33,7 @@ from fl_lightning.tracking.mlflow_store import (
     is_missing,
     is_mlflow,
     log_batches,
+    loggers_of,
     open_run,
     reason,
 )
@@ -84,15 +85,20 @@ def begin_study(
         logger.experiment.update_run(logger.run_id, status="RUNNING")
         return StudyRun(str(logger.run_id), str(logger.experiment_id))
 
+    without = (
+        "the study has no run of its own there; make the store reachable and writable, set "
+        "MLFLOW_TRACKING_URI, or write --logger false"
+    )
+    return _try(uri, START_LIMIT, begin, without)
+
+
+def _try(uri: str, limit: float, function: Callable[[], Any], without: str) -> Any:
+    """Return the function's result; None where the store fails or takes longer than the limit,
+    which a warning reports, with what is then missing."""
     try:
-        return call_with_limit(START_LIMIT, begin)
+        return call_with_limit(limit, function)
     except Exception as error:
-        log.warning(
-            "MLflow at %s failed (%s); the study has no run of its own there; "
-            "make the store reachable and writable, set MLFLOW_TRACKING_URI, or write --logger false",
-            redact(uri), reason(error),
-        )  # fmt: skip
-        return None
+        log.warning("MLflow at %s failed (%s); %s", redact(uri), reason(error), without)
 
 
 def tag_experiment(begun: StudyRun | None, tags: Mapping[str, str]) -> None:
@@ -106,15 +112,7 @@ def tag_experiment(begun: StudyRun | None, tags: Mapping[str, str]) -> None:
         for key, value in tags.items():
             client.set_experiment_tag(begun.experiment_id, key, value)
 
-    try:
-        call_with_limit(CALL_LIMIT, tag)
-    except Exception as error:
-        uri = redact(default_uri())
-        log.warning(
-            "MLflow at %s failed (%s); the view of the study there is not up to date",
-            uri,
-            reason(error),
-        )
+    _try(default_uri(), CALL_LIMIT, tag, "the view of the study there is not up to date")
 
 
 def end_study(
@@ -139,14 +137,7 @@ def end_study(
                 client.log_artifact(begun.run_id, str(folder / name))
         client.set_terminated(begun.run_id, status)
 
-    try:
-        call_with_limit(CALL_LIMIT, end)
-    except Exception as error:
-        log.warning(
-            "MLflow at %s failed (%s); the study's own run there is not closed",
-            redact(uri),
-            reason(error),
-        )
+    _try(uri, CALL_LIMIT, end, "the study's own run there is not closed")
 
 
 def add_to_run(
@@ -168,22 +159,14 @@ def add_to_run(
         step: the round to which the metrics belong.
         files: files on disk, which are copied to the run.
     """
-    given = (
-        [] if isinstance(logger, bool) else [logger] if isinstance(logger, Logger) else list(logger)
-    )
-    uris = [
-        absolute_uri(str(getattr(each, "_tracking_uri", ""))) for each in given if is_mlflow(each)
+    stores = [
+        default_uri() if each is None else absolute_uri(str(getattr(each, "_tracking_uri", "")))
+        for each in loggers_of(logger)
+        if each is None or is_mlflow(each)
     ]
-    for uri in [default_uri()] if logger is True else uris:
-        try:
-            call_with_limit(START_LIMIT, partial(_add, uri, run_id, metrics, step, files))
-        except Exception as error:
-            log.warning(
-                "MLflow at %s failed (%s); the results are in %s",
-                redact(uri),
-                reason(error),
-                files[0],
-            )
+    for uri in stores:
+        add = partial(_add, uri, run_id, metrics, step, files)
+        _try(uri, START_LIMIT, add, f"the results are in {files[0]}")
 
 
 def _add(
