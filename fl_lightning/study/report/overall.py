@@ -20,7 +20,7 @@ from fl_lightning.study.plan.registration import level_key
 from fl_lightning.study.ranks import Place, p_of, ranks_within
 from fl_lightning.study.ranks import places as places_of
 from fl_lightning.study.report.comparison import Comparison
-from fl_lightning.study.report.places import MIN_METHODS, diagram, ends_of, named, places
+from fl_lightning.study.report.places import MIN_METHODS, diagram, ends_of, named, places, table_of
 from fl_lightning.study.report.tables import ReportTable
 from fl_lightning.study.statistics import LEVEL, holm
 
@@ -81,21 +81,13 @@ def overall(comparison: Comparison) -> list[OverallPlace]:
     found = places_of(labels, ranks, False, comparison.is_sequential, _rounding(comparison))
     means = dict(zip(labels, ranks.mean(axis=0).tolist(), strict=True))
     ends = {
-        label: np.clip(comparison.interval(ranks[:, place].tolist()), 1, len(labels))
+        label: np.clip(comparison.interval(ranks[:, place].tolist()), 1, len(labels)).tolist()
         for place, label in enumerate(labels)
     }
     return [
-        OverallPlace(
-            label=one.label,
-            place=one.place,
-            mean_rank=means[one.label],
-            first=one.first,
-            last=one.last,
-            alike=one.alike,
-            low=float(ends[one.label][0]),
-            high=float(ends[one.label][1]),
-        )
+        OverallPlace(**vars(one) | {"mean_rank": means[one.label], "low": low, "high": high})
         for one in found
+        for low, high in [ends[one.label]]
     ]
 
 
@@ -104,15 +96,8 @@ def overall_table(comparison: Comparison) -> ReportTable | None:
     found = overall(comparison)
     if not found:
         return None
-    rows = [
-        [
-            one.label,
-            named(one.alike),
-            str(one.place),
-            ends_of(one.first, one.last),
-            f"{one.mean_rank:.2f}",
-            f"{one.low:.2f} to {one.high:.2f}" if np.isfinite([one.low, one.high]).all() else "-",
-        ]
+    intervals = [
+        f"{one.low:.2f} to {one.high:.2f}" if np.isfinite([one.low, one.high]).all() else "-"
         for one in found
     ]
     pairs = len(found) * (len(found) - 1) // 2
@@ -122,15 +107,7 @@ def overall_table(comparison: Comparison) -> ReportTable | None:
         "seed by seed; the 95 % intervals of the places hold together, by paired tests over seeds corrected "
         f"for all {pairs} pairs (Holm), for these settings"
     )
-    header = [
-        "method",
-        "cannot be told apart from",
-        "place",
-        "95 % interval",
-        "mean rank",
-        "interval of the rank",
-    ]
-    return ReportTable.of("Places over all settings", header, rows, 2, caption)
+    return table_of("Places over all settings", found, caption, intervals)
 
 
 def overall_diagram(comparison: Comparison) -> Figure | None:

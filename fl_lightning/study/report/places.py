@@ -33,23 +33,27 @@ def places_table(comparison: Comparison, levels: Levels) -> ReportTable | None:
     found = places(comparison, levels)
     if len(found) < MIN_METHODS:
         return None
-    rows = [
-        [
-            one.label,
-            named(one.alike),
-            str(one.place),
-            ends_of(one.first, one.last),
-            f"{one.mean_rank:.2f}",
-        ]
-        for one in found
-    ]
     pairs = len(found) * (len(found) - 1) // 2
     caption = (
         f"in {comparison.column(comparison.study.metric).title}; the 95 % intervals hold together, by paired "
         f"tests corrected for all {pairs} pairs (Holm); mean rank over seeds"
     )
+    return table_of(f"Places{at(levels)}", found, caption)
+
+
+def table_of(
+    title: str, found: Sequence[Place], caption: str, intervals: Sequence[str] = ()
+) -> ReportTable:
+    """Return a table of places; the intervals of the mean ranks, if given, are its last column."""
     header = ["method", "cannot be told apart from", "place", "95 % interval", "mean rank"]
-    return ReportTable.of(f"Places{at(levels)}", header, rows, 2, caption)
+    rows = []
+    for one in found:
+        ends, rank = ends_of(one.first, one.last), f"{one.mean_rank:.2f}"
+        rows.append([one.label, named(one.alike), str(one.place), ends, rank])
+    if intervals:
+        header.append("interval of the rank")
+        rows = [[*row, interval] for row, interval in zip(rows, intervals, strict=True)]
+    return ReportTable.of(title, header, rows, 2, caption)
 
 
 def named(labels: Sequence[str]) -> str:
