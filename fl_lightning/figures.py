@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import numpy as np
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from numpy.typing import ArrayLike
@@ -34,13 +35,26 @@ def new_axes(
         xlabel, ylabel: the labels of the axes with their units, such as ``test accuracy (%)``.
         size: width and height in inches.
     """
+    figure, ((axes,),) = new_panels(size, 1, 1)
+    axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
+    return figure, axes
+
+
+def new_panels(
+    size: tuple[float, float], rows: int, columns: int, **share: Any
+) -> tuple[Figure, np.ndarray]:
+    """Return a figure with a grid of axes, ``[rows, columns]``.
+
+    Args:
+        size: width and height in inches.
+        share: what the panels have in common, and their sizes, as of matplotlib's ``subplots``.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots()
-    axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
-    open_frame(axes)
-    return figure, axes
+    panels = figure.subplots(rows, columns, squeeze=False, **share)
+    open_frame(*panels.flat)
+    return figure, panels
 
 
 def open_frame(*several: Axes) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from callbacks.figures.figure_meter import FigureMeter
-from fl_lightning.figures import BLACK, BLUE, ORANGE, RED, legend_outside, open_frame
+from fl_lightning.figures import BLACK, BLUE, ORANGE, RED, legend_outside, new_panels
 from fl_lightning.hooks import Context, RoundRecord
 from fl_lightning.tasks import Classification, Task
 
@@ -58,14 +58,10 @@ def accuracy_bytes_figure(
         value: the task's primary metric on the test set, NaN where the round was not evaluated.
         task: names that metric.
     """
-    from matplotlib.figure import Figure
-
     evaluated, primary = np.isfinite(value), task.primary
     if not evaluated.any():
         raise ValueError(f"no round has a finite test/{primary}")
-    figure = Figure(figsize=(6.8, 4.6), layout="constrained")
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[5, 1])
-    open_frame(top, bottom)
+    figure, ((top,), (bottom,)) = new_panels((6.8, 4.6), 2, 1, sharex=True, height_ratios=[5, 1])
     megabytes = (down + up).cumsum() / 1e6
     known = value[evaluated]
     shown = task.scale(primary) * known

@@ -8,7 +8,7 @@ import numpy as np
 
 from callbacks.figures.drawing import sample
 from callbacks.figures.figure_meter import FigureMeter
-from fl_lightning.figures import BLACK, BLUE, RED, legend_outside, open_frame
+from fl_lightning.figures import BLACK, BLUE, RED, legend_outside, new_panels
 from fl_lightning.hooks import Context, RoundRecord
 from fl_lightning.metrics.names import words_of
 from fl_lightning.tasks import Classification, Task
@@ -63,7 +63,6 @@ def client_accuracy_figure(
         held: validation examples of each client ``[K]``; of one example an accuracy is 0 or 1.
         task: names the metric.
     """
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     K, primary = len(values), task.primary
@@ -73,9 +72,7 @@ def client_accuracy_figure(
     shown = task.scale(primary) * np.sort(values)
     worst = -(-K // 10) if K > 1 else 0
     is_worst = np.arange(K) < worst if task.higher_is_better else np.arange(K) >= K - worst
-    figure = Figure(figsize=(9.6, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    open_frame(left, right)
+    figure, ((left, right),) = new_panels((9.6, 4.2), 1, 2)
     low, high = (0.0, 100.0) if is_share else (shown[0], max(shown[-1], shown[0] + 1e-9))
     left.hist(
         [shown[is_worst], shown[~is_worst]],

@@ -8,7 +8,7 @@ import numpy as np
 
 from callbacks.figures.figure_meter import FigureMeter
 from fl_lightning.energy.budgets.ladder import BranchCosts, distinct
-from fl_lightning.figures import BLUE, GREY, ORANGE, RED, open_frame
+from fl_lightning.figures import BLUE, GREY, ORANGE, RED, new_panels
 from fl_lightning.hooks import Context
 
 if TYPE_CHECKING:
@@ -74,13 +74,12 @@ def ladder_figure(
         budgets: of the clients, as shares.
         source: where joules come from.
     """
-    from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
     rows, columns = levels.shape
     width = 0.7 if columns <= MOST_NAMED else 0.3
-    figure = Figure(figsize=(4 + width * columns, 2.2 + 0.55 * rows), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=[0.8 * width * columns, 3.2], sharey=True)
+    size, widths = (4 + width * columns, 2.2 + 0.55 * rows), [0.8 * width * columns, 3.2]
+    figure, ((left, right),) = new_panels(size, 1, 2, width_ratios=widths, sharey=True)
     for row in range(rows):
         for column in range(columns):
             on = bool(levels[row, column])
@@ -117,7 +116,6 @@ def ladder_figure(
         right.text(budget, -0.58, f"{budget:g}", color=RED, fontsize=8, va="bottom", ha="center")
     right.set_title("budget" if len(different) == 1 else "budgets", color=RED, fontsize=9, pad=14)
     right.set(xlim=(0, 1.08), xlabel=f"energy of a token,\nof the whole network's\n{source}")
-    open_frame(left, right)
     return figure
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from callbacks.figures.drawing import Every, evenly_spaced, sample
 from callbacks.figures.figure_meter import FigureMeter
 from fl_lightning.config.constraints import at_least
-from fl_lightning.figures import BLACK, BLUE, GREY, ORANGE, RED, SKY, legend_outside, open_frame
+from fl_lightning.figures import BLACK, BLUE, GREY, ORANGE, RED, SKY, legend_outside, new_panels
 from fl_lightning.hooks import Context, RoundRecord
 
 if TYPE_CHECKING:
@@ -98,19 +98,14 @@ def timeline_figure(
             versions.
         expected: mean staleness without ties, (M - 1) / K.
     """
-    from matplotlib.figure import Figure
-
     if not bars:
         raise ValueError("no client was at work in virtual time")
     both = staleness is not None
-    figure = Figure(figsize=(6.8, 6.2 if both else 4.4), layout="constrained")
-    axes = figure.subplots(
-        2 if both else 1, 1, height_ratios=[3, 2] if both else [1], squeeze=False
-    )[:, 0]
-    open_frame(*axes)
-    _draw_bars(axes[0], bars, ends, "Versions" if both else "Rounds")
+    size, heights = (6.8, 6.2 if both else 4.4), [3, 2] if both else [1]
+    figure, panels = new_panels(size, len(heights), 1, height_ratios=heights)
+    _draw_bars(panels[0, 0], bars, ends, "Versions" if both else "Rounds")
     if staleness is not None:
-        _draw_staleness(axes[1], staleness, expected)
+        _draw_staleness(panels[1, 0], staleness, expected)
     legend_outside(figure)
     return figure
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from callbacks.figures.drawing import Every, draw
 from fl_lightning.config.constraints import within
 from fl_lightning.errors import require
-from fl_lightning.figures import GREY, RED, SKY, open_frame
+from fl_lightning.figures import GREY, RED, SKY, new_panels
 from fl_lightning.hooks import Context, Meter, RoundRecord
 from fl_lightning.metrics import (
     CalibrationBins,
@@ -109,13 +109,10 @@ def reliability_diagram(bins: CalibrationBins, title: str, M: int) -> Figure:
     """Draw accuracy and mean confidence of each of M bins with the gap between them; below, how
     many examples each bin holds. The bin of confidences that are exactly 1 is a narrow bar at the
     right end."""
-    from matplotlib.figure import Figure
-
     width = np.r_[np.full(M, 1 / M), 0.2 / M][: len(bins.counts)]
     centre = np.r_[(np.arange(M) + 0.5) / M, 1 - 0.1 / M][: len(bins.counts)]
     full = bins.counts > 0
-    figure = Figure(figsize=(5, 6), layout="constrained")
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    figure, ((top,), (bottom,)) = new_panels((5, 6), 2, 1, sharex=True, height_ratios=[3, 1])
     top.plot([0, 1], [0, 1], color=GREY, linestyle="--", linewidth=1, label="perfect calibration")
     top.bar(
         centre[full],
@@ -150,5 +147,4 @@ def reliability_diagram(bins: CalibrationBins, title: str, M: int) -> Figure:
     figure.legend(loc="outside upper center", ncols=3, frameon=False, fontsize="small")
     bottom.bar(centre, bins.counts, width, color=GREY, edgecolor="white")
     bottom.set(xlabel=f"confidence (largest probability), {M} bins", ylabel="examples")
-    open_frame(top, bottom)
     return figure

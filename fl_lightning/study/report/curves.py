@@ -24,7 +24,7 @@ from fl_lightning.figures import (
     draw_band,
     legend_outside,
     new_axes,
-    open_frame,
+    new_panels,
 )
 from fl_lightning.study.metric_names import Column
 from fl_lightning.study.plan.registration import level_key
@@ -172,18 +172,15 @@ def _panels(
 ) -> tuple[Figure, list[Axes]]:
     """Draw each method in a panel of its own, the proposed ones in every panel, and all others in
     grey."""
-    from matplotlib.figure import Figure
-
     proposed = [label for label in comparison.proposed if label in curves] or [next(iter(curves))]
     shown = [label for label in curves if label not in proposed]
     if not shown:  # all are proposed
         proposed, shown = proposed[:1], proposed[1:]
     rows = -(-len(shown) // PANELS_IN_A_ROW)
-    figure = Figure(figsize=(9.6, 1.2 + 1.75 * rows), layout="constrained")
-    grid = figure.subplots(rows, PANELS_IN_A_ROW, sharex=True, sharey=True, squeeze=False)
+    size = (9.6, 1.2 + 1.75 * rows)
+    figure, grid = new_panels(size, rows, PANELS_IN_A_ROW, sharex=True, sharey=True)
     panels = list(grid.flat)
     for axes, label in zip(panels, shown, strict=False):
-        open_frame(axes)
         axes.set_title(label, fontsize="small")
         for x, y in curves.values():
             axes.plot(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fl_lightning.figures import GREY, legend_outside, open_frame
+from fl_lightning.figures import GREY, legend_outside, new_panels
 from fl_lightning.metrics.names import words_of
 from fl_lightning.study.metric_names import Column
 from fl_lightning.study.plan.registration import level_key
@@ -59,8 +59,6 @@ def quality_over_joules(comparison: Comparison) -> Figure | None:
     option may change. Qualities of answers that are written are drawn over the means of writing
     them alone.
     """
-    from matplotlib.figure import Figure
-
     qualities, titles = _qualities(comparison), _titles(comparison)
     columns = [name for name in titles if name in comparison.metrics]
     found = {
@@ -73,8 +71,7 @@ def quality_over_joules(comparison: Comparison) -> Figure | None:
     if not found:
         return None
     size = (1.0 + 3.4 * len(columns), 1.3 + 2.9 * len(qualities))
-    figure = Figure(figsize=size, layout="constrained")
-    panels = figure.subplots(len(qualities), len(columns), sharey="row", squeeze=False)
+    figure, panels = new_panels(size, len(qualities), len(columns), sharey="row")
     for row, quality in enumerate(qualities):
         for place, name in enumerate(columns):
             axes = panels[row, place]
@@ -82,7 +79,6 @@ def quality_over_joules(comparison: Comparison) -> Figure | None:
             if joules is None:
                 axes.set_axis_off()
                 continue
-            open_frame(axes)
             points = found.get((quality.metric, name), {})
             scale, unit = _unit(comparison, joules)
             _curves(axes, comparison, points, scale)

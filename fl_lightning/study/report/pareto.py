@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fl_lightning.figures import GREY, legend_outside, open_frame
+from fl_lightning.figures import GREY, legend_outside, new_panels
 from fl_lightning.study.metric_names import column
 from fl_lightning.study.plan.registration import level_key
 from fl_lightning.study.report.comparison import Comparison, Levels
@@ -95,12 +95,8 @@ def pareto(comparison: Comparison, levels: Levels) -> Figure | None:
     each = {cost: points for cost, points in each.items() if points}
     if not each:
         return None
-    from matplotlib.figure import Figure
-
     written = comparison.column(comparison.study.metric)
-    figure = Figure(figsize=(1.2 + 5.0 * len(each), 4.6), layout="constrained")
-    panels = figure.subplots(1, len(each), sharey=True, squeeze=False)[0]
-    open_frame(*panels)
+    figure, ((*panels,),) = new_panels((1.2 + 5.0 * len(each), 4.6), 1, len(each), sharey=True)
     for axes, (cost, points) in zip(panels, each.items(), strict=True):
         shown = column(cost)
         wide = is_wide([spent for spent, _ in points.values()])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from fl_lightning.figures import BLACK, BLUE, GREY, RED, legend_outside, open_frame
+from fl_lightning.figures import BLACK, BLUE, GREY, RED, legend_outside, new_panels
 from fl_lightning.study.metric_names import Column, measure_column
 from fl_lightning.study.plan.registration import level_key
 from fl_lightning.study.report.comparison import Comparison, Levels
@@ -28,8 +28,6 @@ axis."""
 
 def negative_transfer(comparison: Comparison, levels: Levels) -> Figure | None:
     """Draw the gains of all clients in the primary metric; None where there are none."""
-    from matplotlib.figure import Figure
-
     transfer, metric = comparison.transfer, comparison.study.task.primary
     written = measure_column(metric, comparison.study.task)
     rows = {
@@ -50,10 +48,10 @@ def negative_transfer(comparison: Comparison, levels: Levels) -> Figure | None:
     lines = -(-len(rows) // PANELS_PER_ROW)
     columns = -(-len(rows) // lines)
     height = 1.6 + (0.3 * clients if named else 2.6)
-    figure = Figure(figsize=(1.4 + 3.2 * columns, 0.8 + height * lines), layout="constrained")
-    panels = figure.subplots(lines, columns, sharex=not apart, sharey=True, squeeze=False).flatten()
+    size = (1.4 + 3.2 * columns, 0.8 + height * lines)
+    figure, grid = new_panels(size, lines, columns, sharex=not apart, sharey=True)
+    panels = grid.flatten()
     for axes, (label, found) in zip(panels, rows.items(), strict=False):
-        open_frame(axes)
         axes.axvline(0, color=BLACK, linewidth=0.8)
         (_by_client if named else _distribution)(axes, found, written)
         axes.set_title(label, fontsize="medium")
