@@ -179,7 +179,7 @@ class ArrayData(FederatedData):
             )
         self._inputs: dict[Split, Any] = {"train": train.inputs, "test": test.inputs}
         self.train_target, self.test_target = train.target, test.target
-        self._groups: dict[Split, Tensor] = {}
+        self._groups = {}
         if train.group is not None and test.group is not None:
             self._groups = {
                 "train": torch.from_numpy(train.group),
@@ -203,17 +203,6 @@ class ArrayData(FederatedData):
     def form(self) -> Form:
         moments = [] if self._scale is None else self._scale[:, :, 0, 0].tolist()
         return Form(list(self.names.classes), moments)
-
-    @property
-    def train_group(self) -> Tensor:
-        """Group of each training example, int64 ``[N]``; its class where the data have no
-        groups."""
-        return self._groups["train"] if self._groups else super().train_group
-
-    @property
-    def test_group(self) -> Tensor:
-        """Group of each test example, int64 ``[M]``."""
-        return self._groups["test"] if self._groups else super().test_group
 
     @property
     def num_groups(self) -> int:

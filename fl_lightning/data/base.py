@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fl_lightning.config.constraints import within
 from fl_lightning.config.recorded import Recorded
-from fl_lightning.data.example_batches import ExampleBatches
+from fl_lightning.data.example_batches import ExampleBatches, Split
 from fl_lightning.data.form import Form
 from fl_lightning.data.holdings import Holdings
 from fl_lightning.data.index_file import FromFile
@@ -126,6 +126,7 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
         self.batch_size, self.val_fraction = batch_size, val_fraction
         self.public_examples, self.public_dataset = public_examples, public_dataset
         self.metrics, self.primary = metrics or [], primary
+        self._groups: dict[Split, Tensor] = {}
         self.public = np.empty(0, np.int64)
         self._public_moved = None
         self.seed = 0
@@ -147,12 +148,12 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
         """What each training example is grouped by, int64 ``[N]``: its class, or a writer, a
         hospital, a domain. Partitions go by it. Where the target is not a class and nothing else is
         given, all examples are of one group."""
-        return group_by_target(self.train_target)
+        return self._groups["train"] if self._groups else group_by_target(self.train_target)
 
     @property
     def test_group(self) -> Tensor:
         """The groups of the test examples, int64 ``[n]``."""
-        return group_by_target(self.test_target)
+        return self._groups["test"] if self._groups else group_by_target(self.test_target)
 
     @property
     def test_kinds(self) -> Sequence[str]:
@@ -182,7 +183,7 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
     @property
     def num_groups(self) -> int:
         """Number G of groups; they are 0 .. G - 1."""
-        by_class = type(self).train_group is FederatedData.train_group
+        by_class = type(self).train_group is FederatedData.train_group and not self._groups
         if by_class and isinstance(self.task, Classification):
             return self.num_classes
         groups = [
@@ -194,7 +195,7 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
     def group_names(self) -> Sequence[str]:
         """Names of the groups 0 .. G - 1, or their numbers where they have no names; empty where
         examples are grouped by their class or not at all."""
-        by_class = type(self).train_group is FederatedData.train_group
+        by_class = type(self).train_group is FederatedData.train_group and not self._groups
         return () if by_class else tuple(map(str, range(self.num_groups)))
 
     def example_inputs(self) -> Any:

@@ -155,7 +155,6 @@ class TextData(FederatedData):
         self._own_primary = cast("Primary", "perplexity" if is_named else primary)
         decoder = self.tokenizer if generate else None
         self.task = LanguageModelling(decoder, context if generate else 0, self._own_primary)
-        self._groups: dict[Split, Tensor] = {}
 
     @abstractmethod
     def read(self) -> tuple[TextExamples, TextExamples]:
@@ -203,16 +202,6 @@ class TextData(FederatedData):
             )
             self.task = LanguageModelling(self.tokenizer, longest, self._own_primary)
         self.move(self.device)
-
-    @property
-    def train_group(self) -> Tensor:
-        """Group of each training example, int64 ``[N]``, an index into ``groups``."""
-        return self._groups["train"]
-
-    @property
-    def test_group(self) -> Tensor:
-        """Group of each test example, int64 ``[M]``."""
-        return self._groups["test"]
 
     @property
     def num_groups(self) -> int:
