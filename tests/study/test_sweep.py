@@ -36,6 +36,7 @@ from fl_lightning.study.execute.estimate import (
     show_plan,
 )
 from fl_lightning.study.execute.jobs import Job, Pool, slots_for
+from fl_lightning.study.execute.shards import WHOLE
 from fl_lightning.study.plan.registration import Registration
 from fl_lightning.study.plan.study import Cell
 from fl_lightning.tracking.loggers import Tracking
@@ -364,7 +365,8 @@ def test_what_is_left_is_estimated_from_runs_of_the_same_method(tmp_path):
     waiting = CellState(Cell("A", 1, {}, []), {"trainer.max_rounds": 100}, "")
     unknown = CellState(Cell("B", 0, {}, []), {"trainer.max_rounds": 100}, "")
     done = CellState(Cell("B", 1, {}, []), {"trainer.max_rounds": 100}, "", "finished")
-    cells = StudyCells(None, tmp_path, [begun, waiting, unknown, done])  # type: ignore[arg-type]
+    cells = StudyCells(None, tmp_path, str, WHOLE)  # type: ignore[arg-type]
+    cells.states += [begun, waiting, unknown, done]
     known = {state.cell.name: state.metrics() for state in cells}
     costs = {state.cell.name: find_cost(cells, state, known) for state in cells}
     assert costs["A-seed1"] == RoundCost(3.0, 8.0, "A-seed0")
@@ -442,7 +444,9 @@ def test_a_run_without_its_metrics_is_not_finished_and_one_that_cannot_be_read_s
     assert (record.run, record.status) == (run, "failed")
     assert "A-seed0-2/config.yaml; it cannot be read" in caplog.text
     plan = Console(record=True, width=300, file=io.StringIO())
-    show_plan(StudyCells(SimpleNamespace(name="small"), tmp_path, [record]), 1, console=plan)  # type: ignore[arg-type]
+    cells = StudyCells(SimpleNamespace(name="small"), tmp_path, str, WHOLE)  # type: ignore[arg-type]
+    cells.states.append(record)
+    show_plan(cells, 1, console=plan)
     said = " ".join(plan.export_text().split())
     assert f"A-seed0 is finished, but {why}" in said
     assert "(checkpoints/ has a copy of metrics.csv), or move the folder away" in said

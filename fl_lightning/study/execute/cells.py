@@ -108,24 +108,18 @@ class StudyCells:
     Args:
         study: the study.
         folder: the folder of its runs.
-        states: one a cell.
         resolve: turns arguments of ``fit`` into the whole configuration.
         shard: the part of the study that is run.
+        states: one a cell of this shard.
         every: the states of all cells of the study, in its order; those of other shards too.
         others: the names of the cells of other shards.
     """
 
     def __init__(
-        self,
-        study: Study,
-        folder: Path,
-        states: list[CellState],
-        resolve: Callable[[list[str]], str] = lambda args: "",
-        shard: Shard = WHOLE,
+        self, study: Study, folder: Path, resolve: Callable[[list[str]], str], shard: Shard
     ) -> None:
-        self.study, self.folder, self.states, self.resolve = study, folder, states, resolve
-        self.shard = shard
-        self.every, self.others = [*states], set[str]()
+        self.study, self.folder, self.resolve, self.shard = study, folder, resolve, shard
+        self.states, self.every, self.others = list[CellState](), list[CellState](), set[str]()
         self._known = read_cells(folder)
         # by method and levels: the seed changes one entry
         self._resolved: dict[tuple[str, ...], Any] = {}
@@ -142,7 +136,7 @@ class StudyCells:
         Raises:
             InputError: ``fit`` would refuse a cell; the message begins with its name.
         """
-        cells = cls(study, root / study.name, [], resolve, shard)
+        cells = cls(study, root / study.name, resolve, shard)
         begun = {entry.get("seed") for entry in cells._known.values()}
         count = max(
             i + 1 for i, seed in enumerate(study.seed_order) if seed in {*study.seeds, *begun}

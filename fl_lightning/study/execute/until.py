@@ -37,11 +37,7 @@ SAVE_SECONDS = 20.0
 
 
 def with_flags(
-    study: Study,
-    until: str | None,
-    max_seeds: int | None,
-    max_hours: float | None,
-    where: str = "--",
+    study: Study, until: str | None, max_seeds: int | None, max_hours: float | None
 ) -> Study:
     """Return the study with the stopping rule that the flags of ``sweep`` ask for.
 
@@ -49,7 +45,6 @@ def with_flags(
         study: the study, whose file may have a rule.
         until: ``decided``, or None for what the file says.
         max_seeds, max_hours: what takes the place of the rule's own; None for what the file says.
-        where: the beginning of a flag.
 
     Raises:
         InputError: a limit is given without a rule, or the rule does not fit the study.
@@ -57,13 +52,13 @@ def with_flags(
     limits = {"max_seeds": max_seeds, "max_hours": max_hours}
     given = {name: value for name, value in limits.items() if value is not None}
     if until is None and study.until is None:
-        flags = " ".join(f"{where}{name} {value}" for name, value in given.items())
-        require(not given, flags, "it limits seeds that are added", f"add {where}until decided")
+        flags = " ".join(f"--{name} {value}" for name, value in given.items())
+        require(not given, flags, "it limits seeds that are added", "add --until decided")
         return study
-    hours = f"{where}max_hours {max_hours}"
-    require(max_hours is None or max_hours > 0, hours, "it is above 0", f"write {where}max_hours 6")
+    hours = f"--max_hours {max_hours}"
+    require(max_hours is None or max_hours > 0, hours, "it is above 0", "write --max_hours 6")
     rule = replace(study.until or StoppingRule(), **given)  # type: ignore[arg-type]
-    check_rule(rule, study.seeds, study.criteria, where if given or until else f"{study.path}: ")
+    check_rule(rule, study.seeds, study.criteria, "--" if given or until else f"{study.path}: ")
     found = replace(study, until=rule)
     check_cells(SpecFile(study.path), found)
     return found
