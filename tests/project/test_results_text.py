@@ -163,6 +163,37 @@ def test_where_uploads_of_the_second_experiment_on_fashion_were_refused():
     }
 
 
+def test_what_is_said_of_the_claim_by_epochs():
+    counts = refused_uploads("exp1_fashion_epochs")
+    assert len(counts) == 360
+    assert {name: count for name, count in counts.items() if count} == {
+        **{f"FedMPQ scaled-epochs=2-seed{seed}": 1 for seed in (14, 17, 18, 20)},
+        **{f"FedMPQ-epochs=5-seed{seed}": 1 for seed in (5, 7)},
+        "FedMPQ-epochs=5-seed15": 110,  # of 120
+    }
+    report = json.loads((RESULTS / "exp1_fashion_epochs" / "report.json").read_text())
+    found = {one["levels"]["epochs"]: one for one in report["levels"]}
+    for one in found.values():
+        first = one["places"][0]
+        assert (first["label"], first["alike"]) == ("FedMPQKD lb=0", [])
+    criteria = {one["name"]: one for one in report["criteria"]}
+    by_epochs = {
+        name: {one["levels"]["epochs"]: one for one in criteria[name]["levels"]}
+        for name in ("larger step", "bytes")
+    }
+    assert {epochs: one["decision"] for epochs, one in by_epochs["larger step"].items()} == {
+        "1": "fails",
+        "2": "undecided",
+        "5": "fails",
+    }
+    bytes_by_epochs = by_epochs["bytes"]
+    assert bytes_by_epochs["1"]["decision"] == "holds"
+    assert all(bytes_by_epochs[e]["left"] > bytes_by_epochs[e]["right"] for e in "25")
+    (last,) = criteria["more with one epoch, last step"]["levels"]
+    assert last["seeds"] == [seed for seed in range(2, 22) if seed != 15]
+    assert last["high"] < 0
+
+
 def test_where_uploads_of_the_leaderboard_were_refused():
     counts = refused_uploads("leaderboard_brief")
     refused = {name for name, count in counts.items() if count}
