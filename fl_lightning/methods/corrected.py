@@ -21,7 +21,6 @@ from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import require
 from fl_lightning.methods.base import Method
-from fl_lightning.methods.local_work import check_steps
 from fl_lightning.methods.optimizing import round_optimizer
 from fl_lightning.methods.products import inner_product
 from fl_lightning.wire import Layout, Limit, Payload
@@ -153,21 +152,6 @@ class ChangingMethod(CorrectedMethod):
         else:
             change = (sums.total("change") / self.clients).float()
         self.server[self.mean_name] = self.server[self.mean_name] + change
-
-
-class StepsSent(Method):
-    """Base of methods whose uploads say how many local steps their clients made."""
-
-    def upload(self, client: Client) -> Payload:
-        steps = torch.tensor(float(self.local_steps))
-        return Payload({**super().upload(client), "steps": steps})
-
-    def upload_limits(self, client: Client) -> Mapping[str, Limit]:
-        return {**super().upload_limits(client), "steps": ()}
-
-    def check(self, upload: Payload, client: Client) -> None:
-        super().check(upload, client)
-        check_steps(upload, self.steps_asked.get(client.id))
 
 
 def require_plain_sgd(

@@ -21,12 +21,13 @@ from fl_lightning.aggregation.sums import Addend, Sums
 from fl_lightning.client import Client
 from fl_lightning.config.constraints import within
 from fl_lightning.data import FederatedData
-from fl_lightning.methods.corrected import CorrectedMethod, StepsSent
+from fl_lightning.methods.corrected import CorrectedMethod
+from fl_lightning.methods.local_work import check_steps
 from fl_lightning.methods.optimizing import round_lr
-from fl_lightning.wire import Payload
+from fl_lightning.wire import Limit, Payload
 
 
-class FedCM(StepsSent, CorrectedMethod):
+class FedCM(CorrectedMethod):
     """Local steps with the momentum of all clients, which travels. Clients count once each.
 
     Args:
@@ -80,6 +81,17 @@ class FedCM(StepsSent, CorrectedMethod):
         if not self.corrects:
             return outputs
         return {**outputs, "loss": self.A * outputs["loss"] + (1 - self.A) * self.along(self.M)}
+
+    def upload(self, client: Client) -> Payload:
+        message = super().upload(client)
+        return Payload({**message, "steps": torch.tensor(float(self.local_steps))})
+
+    def upload_limits(self, client: Client) -> Mapping[str, Limit]:
+        return {**super().upload_limits(client), "steps": ()}
+
+    def check(self, upload: Payload, client: Client) -> None:
+        super().check(upload, client)
+        check_steps(upload, self.steps_asked.get(client.id))
 
     def addends(self, upload: Payload, client_id: int, weight: int) -> dict[str, Addend]:
         found = super().addends(upload, client_id, weight)

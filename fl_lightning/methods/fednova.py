@@ -12,6 +12,7 @@ server_momentum q the server moves by eta B, B <- q B + step / eta.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import torch
@@ -23,16 +24,18 @@ from fl_lightning.client import Client
 from fl_lightning.config.constraints import within
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import require
-from fl_lightning.methods.corrected import StepsSent, require_plain_sgd
+from fl_lightning.methods.base import Method
+from fl_lightning.methods.corrected import require_plain_sgd
+from fl_lightning.methods.local_work import check_steps
 from fl_lightning.methods.optimizing import round_lr, round_optimizer
 from fl_lightning.methods.terms import ProximalTerm, a_weight
-from fl_lightning.wire import Payload, PayloadError
+from fl_lightning.wire import Limit, Payload, PayloadError
 
 SWING_STEPS = 100
 """Steps within which a_i is least, where momentum takes it back."""
 
 
-class FedNova(StepsSent):
+class FedNova(Method):
     """FedAvg of normalised updates, for local SGD with or without momentum and a proximal term.
 
     Args:
@@ -73,8 +76,16 @@ class FedNova(StepsSent):
         if self.server_momentum:
             self.server["momentum"] = torch.zeros(self.trained_values)
 
+    def upload(self, client: Client) -> Payload:
+        steps = torch.tensor(float(self.local_steps))
+        return Payload({**super().upload(client), "steps": steps})
+
+    def upload_limits(self, client: Client) -> Mapping[str, Limit]:
+        return {**super().upload_limits(client), "steps": ()}
+
     def check(self, upload: Payload, client: Client) -> None:
         super().check(upload, client)
+        check_steps(upload, self.steps_asked.get(client.id))
         work = self.work_of(int(upload.tensor("steps")))
         given = f"--model.scheduler with mu {self.mu:g}, in round {self.round}"
         rule = f"a_i is {work:.3g} where mu lr is {self.mu * round_lr(self):.3g}, and is above 0"
