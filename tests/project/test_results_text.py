@@ -194,6 +194,49 @@ def test_what_is_said_of_the_claim_by_epochs():
     assert last["high"] < 0
 
 
+def test_what_is_said_of_the_claim_by_rates():
+    report = json.loads((RESULTS / "exp1_fashion_epochs_rates" / "report.json").read_text())
+    assert {run["seed"] for run in report["runs"]} == {2, 3, 4}
+    accuracy = {
+        (*one["levels"].values(), label): found["metrics"]["final/last5_accuracy"]["mean"] * 100
+        for one in report["levels"]
+        for label, found in one["methods"].items()
+    }
+    rates, rivals = ("0.005", "0.041", "0.074"), ("FedMPQ", "FedMPQKD", "FedMPQ scaled")
+    for epochs in "125":
+        gains = [
+            accuracy[epochs, rate, "FedMPQKD"] - accuracy[epochs, rate, "FedMPQ"] for rate in rates
+        ]
+        assert gains[0] > 0 > gains[2]
+        assert (gains[1] < 0) == (epochs in "25")
+        best = [max(accuracy[epochs, rate, label] for rate in rates) for label in rivals]
+        assert 1.5 < best[1] - best[0] < 3.5
+        assert best[2] > max(best[:2])
+    assert 1.5 < accuracy["5", "0.005", "FedMPQKD"] - accuracy["5", "0.005", "FedMPQ"] < 2.5
+    for label in rivals:
+        assert max(rates, key=lambda rate: accuracy["5", rate, label]) == "0.005"
+    runs = {
+        name: {
+            (
+                run["method"],
+                run["levels"]["epochs"],
+                run["levels"].get("rate"),
+                run["seed"],
+            ): run["metrics"]["final/last5_accuracy"]
+            for run in json.loads((RESULTS / name / "report.json").read_text())["runs"]
+        }
+        for name in ("exp1_fashion_epochs", "exp1_fashion_epochs_rates")
+    }
+    tuned = json.loads((RESULTS / "exp1_fashion_epochs" / "report.json").read_text())["tuned"]
+    shared = 0
+    for (label, epochs, rate, seed), value in runs["exp1_fashion_epochs_rates"].items():
+        chosen = tuned["epochs"][epochs]["chosen"][label]["settings"]
+        if f"{chosen['model.optimizer.init_args.lr']:.3f}" == rate:
+            assert runs["exp1_fashion_epochs"][label, epochs, None, seed] == value
+            shared += 1
+    assert shared == 27
+
+
 def test_where_uploads_of_the_leaderboard_were_refused():
     counts = refused_uploads("leaderboard_brief")
     refused = {name for name, count in counts.items() if count}
