@@ -83,6 +83,6 @@ def _node(job: Path, partition: int, of: int) -> Node:
     import_short_names()
     folder = Path(written["nodes"]) / f"node{partition}"
     settings = NodeSettings(
-        folder, partition, of, name=f"simulated-{partition}", allow=written["allow"]
+        folder, partition, of, name=f"simulated-{partition}", allow=written.get("allow", ())
     )
     return Node(settings, builder(), epoch=EPOCH)
