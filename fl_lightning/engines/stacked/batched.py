@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from fl_lightning import rng
+from fl_lightning.client import Client
 from fl_lightning.config.overriding import overrides
 from fl_lightning.data import FederatedData
 from fl_lightning.engines.attributes import REGISTERED, has_same_start
@@ -60,19 +61,16 @@ class Row:
 
     Args:
         task: what it is to do.
+        client: who does it, with a state of its own: the task's stays what it was, for whoever
+            begins once more.
         start: the module that it starts from.
         batches: its batches; None for those of the data module as it is.
-        kept: what the client has kept from its last round, before it received anything.
     """
 
     task: ClientTask
+    client: Client
     start: StartState
     batches: list[Any] | None
-    kept: dict[str, Tensor]
-
-    def afresh(self) -> ClientTask:
-        """Return the task with the client as it was, since it receives once more."""
-        return replace(self.task, client=replace(self.task.client, state=self.kept))
 
 
 class BatchedEngine(Engine):
@@ -123,14 +121,10 @@ class BatchedEngine(Engine):
         """Train clients as one stack for each kind among them, or one by one where that cannot be,
         which is logged once."""
         if not self.reason:
-            kept = [dict(task.client.state) for task in tasks]
             try:
                 with one_thread(self.fabric.device):
                     return self._train_stacks(tasks)
             except CannotStackError as reason:
-                for task, before in zip(tasks, kept, strict=True):  # receive is called once more
-                    task.client.state.clear()
-                    task.client.state.update(before)
                 self.reason = str(reason)
                 log.warning("clients are trained one by one, not batched: %s", reason)
         return list(self.one_by_one.train(tasks))
@@ -171,30 +165,32 @@ class BatchedEngine(Engine):
         if plain and has_same_start(method) and len({id(task.message) for task in tasks}) == 1:
             start_client(method, tasks[0])
             shared = StartState.of(method)
+        clients = [replace(task.client, state=dict(task.client.state)) for task in tasks]
         if shared is not None and gathered:
-            return [Row(task, shared, None, task.client.state) for task in tasks]
+            pairs = zip(tasks, clients, strict=True)
+            return [Row(task, client, shared, None) for task, client in pairs]
         rows: list[Row] = []
         known: dict[str, Tensor] = {}
-        for task in tasks:
-            client, batches, kept = task.client, None, dict(task.client.state)
+        for task, client in zip(tasks, clients, strict=True):
+            batches, own = None, replace(task, client=client)
             if shared is None:
-                start_client(method, task)
+                start_client(method, own)
             if not gathered:
                 with (
                     rng.torch_stream(method.seed, "dropout", task.round, client.id),
                     self.fabric.autocast(),
                 ):
-                    batches = list(local_batches(method, self.data, task))
+                    batches = list(local_batches(method, self.data, own))
             start = shared or StartState.of(method, known)
             if not rows:
                 known = {name: start.tensors[name] for name in self.constants}
-            rows.append(Row(task, start, batches, kept))
+            rows.append(Row(task, client, start, batches))
         return rows
 
     def _train_stack(self, rows: Sequence[Row]) -> Callable[[], list[ClientResult]]:
         """Train clients of one kind and return a function that makes their results."""
         if len(rows) == 1:
-            return lambda: [self.one_by_one.train_client(rows[0].afresh())]
+            return lambda: [self.one_by_one.train_client(rows[0].task)]
         rows[0].start.restore(self.method, self.names)
         self.tied = _has_tied_weights(self.method)
         stack = Stack(self.method, [row.start.tensors for row in rows], self.constants)
@@ -297,7 +293,7 @@ class BatchedEngine(Engine):
     def _results(
         self, rows: Sequence[Row], stack: Stack, losses: StackLosses, steps: Sequence[int]
     ) -> list[ClientResult]:
-        clients = [row.task.client for row in rows]
+        clients = [row.client for row in rows]
         rows[0].start.restore(self.method, self.names)
         uploads = default_uploads(self.method, clients, stack.tensors, stack.shared)
         if uploads is None:
@@ -318,7 +314,7 @@ class BatchedEngine(Engine):
         row.start.restore(self.method, self.names)
         for name, tensor in tensors_of(self.method).items():
             tensor.copy_(tensors[name])
-        return upload_of(self.method, row.task.client, steps, optimizer).to_bytes()
+        return upload_of(self.method, row.client, steps, optimizer).to_bytes()
 
 
 class _Caller(nn.Module):
