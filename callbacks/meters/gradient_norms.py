@@ -11,7 +11,7 @@ at few local epochs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -34,8 +34,7 @@ from fl_lightning.figures import (
     new_axes,
 )
 from fl_lightning.hooks import Context, Meter, RoundRecord
-from fl_lightning.methods import Method
-from fl_lightning.methods.optimizing import local_optimizer
+from fl_lightning.methods.optimizing import local_optimizer, parameters_of
 from fl_lightning.wire import Payload
 
 if TYPE_CHECKING:
@@ -125,12 +124,13 @@ def gradient_norms(
     method, seed = own_copy(context), context.seed
     method.start_client(Payload.from_bytes(message), client.apart(), labels)
     method.train()
+    optimizer = local_optimizer(method)
     batches = list(method.local_batches(context.data, client, epochs=1, labels=labels, steps=1))
     norms: dict[str, float] = {}
     for step in dict.fromkeys((0, len(batches) - 1)):
         with rng.torch_stream(seed, "dropout", method.round, client.id):
             outputs = method.training_step(batches[step], step)
-        norms = norms_of(outputs, trained(method)) | norms
+        norms = norms_of(outputs, parameters_of(optimizer)) | norms
     return norms
 
 
@@ -153,13 +153,8 @@ def last_gradient_norms(
         )
         for index, batch in enumerate(batches[:-1]):
             local_step(context.fabric, method, optimizer, batch, index)
-        return norms_of(method.training_step(batches[-1], len(batches) - 1), trained(method))
-
-
-def trained(method: Method) -> list[Tensor]:
-    """Return what the local optimiser steps on, of all its groups."""
-    groups = local_optimizer(method).param_groups
-    return [parameter for group in groups for parameter in group["params"]]
+        outputs = method.training_step(batches[-1], len(batches) - 1)
+        return norms_of(outputs, parameters_of(optimizer))
 
 
 def with_ratios(norms: dict[str, float]) -> dict[str, float]:
@@ -173,7 +168,7 @@ def with_ratios(norms: dict[str, float]) -> dict[str, float]:
     return norms | ratios
 
 
-def norms_of(outputs: Mapping[str, Tensor], parameters: list[Tensor]) -> dict[str, float]:
+def norms_of(outputs: Mapping[str, Tensor], parameters: Sequence[Tensor]) -> dict[str, float]:
     """``outputs["loss_kd"]`` gives ``kd``; 0 for a term that no parameter has a part in."""
     norms = {}
     for name, term in outputs.items():

@@ -336,24 +336,15 @@ def broadcast_of(name: str, value: Tensor, method: Any, client: Client) -> Tenso
     """Return what the server sent this client for this entry: the values from which its update is
     counted; zeros where the entry is no weight."""
     layout, start = getattr(method, "layout", None), method.server.get("weights")
-    if start is None and name == "weights":  # the server has several models, as the Oracle has
-        sent = method.broadcast(client)
-        start = sent.tensor(name) if name in sent else None
-    if isinstance(layout, Layout) and start is not None:
-        if name == "weights":
-            return start if value.shape == start.shape else _part_sent(value, start, method, client)
-        rest = getattr(method, "rest", None)
-        if name == "rest" and isinstance(rest, Layout) and value.shape == (rest.size,):
-            return rest.pack(layout.unpack(start))
-    return torch.zeros_like(value)
-
-
-def _part_sent(value: Tensor, start: Tensor, method: Any, client: Client) -> Tensor:
-    """Return the values that the server had where clients send some of them: the half of a round,
-    or those that this client was sent."""
-    moving = method.adapters.moving(method)
-    if moving is not None and int(moving.sum()) == len(value):
-        return start[moving]
-    sent = method.broadcast(client)
-    same = "weights" in sent and sent.tensor("weights").shape == value.shape
-    return sent.tensor("weights") if same else torch.zeros_like(value)
+    found, rest = None, getattr(method, "rest", None)
+    if isinstance(layout, Layout) and name == "weights":
+        if start is not None and start.shape == value.shape:
+            found = start
+        elif start is not None and (moving := method.adapters.moving(method)) is not None:
+            found = start[moving]  # the half of a round
+        else:  # one of several models, or a client's ranks
+            sent = method.broadcast(client)
+            found = sent.tensor(name) if name in sent else None
+    elif isinstance(layout, Layout) and isinstance(rest, Layout) and name == "rest":
+        found = None if start is None else rest.pack(layout.unpack(start))
+    return found if found is not None and found.shape == value.shape else torch.zeros_like(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -185,10 +185,10 @@ def _run(cli: Any, settings: Deployment, rules: RoundRules) -> Mapping[str, Any]
                 words,
                 nodes=nodes,
                 own_data=settings.own_data,
-                allow=_own_packages(cli),
+                allow=(allow := _own_packages(cli)),
             )
             with halves.here(folder, halves.COMMAND), launch.Started() as started:
-                address, more = _reach(cli, settings, started, nodes)
+                address, more = _reach(cli, settings, started, nodes, allow)
                 asked = not settings.started_nodes
                 launch.flwr_run(folder, address, settings.root_certificates, *more)
                 left = asked and launch.goes_on(folder)
@@ -229,7 +229,7 @@ def _own_packages(cli: Any) -> list[str]:
 
 
 def _reach(
-    cli: Any, settings: Deployment, started: launch.Started, nodes: Path
+    cli: Any, settings: Deployment, started: launch.Started, nodes: Path, allow: Sequence[str]
 ) -> tuple[str, list[str]]:
     """Return the address of the SuperLink and further arguments of ``flwr run``. A SuperLink and
     nodes that are to be started here are started first."""
@@ -240,7 +240,6 @@ def _reach(
     if not settings.local_nodes:
         return settings.superlink, []
     address = launch.start_superlink(started, nodes / "superlink")
-    allow = _own_packages(cli)
     for number in range(settings.local_nodes):
         launch.start_node(
             started, address, nodes / f"node{number}", number, settings.local_nodes, allow

@@ -9,7 +9,7 @@ round alone, the same after a resume and in every process.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -78,7 +78,7 @@ def local_optimizer(method: Method) -> Optimizer:
     otherwise.
     """
     optimizer = round_optimizer(method)
-    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    stepped = parameters_of(optimizer)
     worth_it = sum(p.numel() for p in stepped) >= LARGE or any(
         p.device.type == "cuda" for p in stepped
     )
@@ -177,13 +177,16 @@ def _steps_by_rounds(scheduler: Any, where: str) -> LRScheduler:
 def clip_gradients(optimizer: Optimizer, value: float, algorithm: Literal["norm", "value"]) -> None:
     """Clip the gradient of what ``optimizer`` steps on: its L2 norm over all parameters, or each of
     its values, to ``value``."""
-    parameters: Iterable[nn.Parameter] = [
-        p for group in optimizer.param_groups for p in group["params"]
-    ]
+    parameters = parameters_of(optimizer)
     if algorithm == "value":
         clip_grad_value_(parameters, value)
     else:
         clip_grad_norm_(parameters, value)
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return what an optimiser steps on, of all its groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _values(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -165,6 +165,12 @@ def prompts_and_answers(
     return prompts, mask, answers
 
 
+def count_answers(target: Tensor) -> Tensor:
+    """Return how many stretches of labelled positions each row has, int64 ``[B]``."""
+    labelled = target != IGNORED
+    return (labelled & ~torch.nn.functional.pad(labelled, (1, 0))[:, :-1]).sum(1)
+
+
 def until_end(ids: Iterable[int], eos: int) -> list[int]:
     """Return the tokens before the first EOS: an answer, of which a tokeniser's ``decode`` makes a
     text.

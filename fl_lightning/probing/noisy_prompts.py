@@ -14,7 +14,7 @@ from fl_lightning.data import TextData
 from fl_lightning.data.text.token_data import TokenNumbers
 from fl_lightning.data.text.tokens import Tokenizer, padded
 from fl_lightning.evaluation import averages, evaluate_batch
-from fl_lightning.metrics.text import prompts_and_answers
+from fl_lightning.metrics.text import count_answers, prompts_and_answers
 from fl_lightning.probing.corruptions.typos import NOISES, add_noise
 from fl_lightning.probing.probed_model import BATCH_SIZE, Finding, ProbedModel
 from fl_lightning.rng import stream
@@ -56,9 +56,8 @@ def _no_prompts(data: TextData) -> str:
         return "its tokens are numbers, and no words"
     if int((_prompt_lengths(data.test_target) > 1).sum()) == 0:
         return "every token is labelled, there are none"
-    labelled = data.test_target >= 0
-    begins = labelled & ~torch.nn.functional.pad(labelled, (1, 0))[:, :-1]
-    return "questions stand between answers" if int(begins.sum(1).max()) > 1 else ""
+    several = int(count_answers(data.test_target).max()) > 1
+    return "questions stand between answers" if several else ""
 
 
 def _metrics_under(subject: ProbedModel, data: TextData, noise: str) -> dict[str, float]:

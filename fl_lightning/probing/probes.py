@@ -282,7 +282,7 @@ def latency(subject: ProbedModel) -> Finding:
         why = f"outputs of {LARGE_BATCH} examples would take gigabytes"
         skipped.append(f"batches of {LARGE_BATCH} left out: {why}; memory is of {large}")
     with subject.fabric.autocast():
-        for size in (1, LARGE_BATCH)[: 2 if large == LARGE_BATCH else 1]:
+        for size in (1, LARGE_BATCH) if large == LARGE_BATCH else (1,):
             batches = [subject.data.inputs("test", part) for part in index.split(size)]
             for name, seconds in latencies(networks, batches, subject.data.device).items():
                 timings[f"latency/{name}_batch{size}_median"] = float(np.median(seconds))

@@ -96,7 +96,8 @@ def test_nodes_that_are_started_here_may_import_what_the_run_names(
     started = []
     monkeypatch.setattr(command.launch, "start_node", lambda *a: started.append(a))
     cli = command_line("fedavg", tmp_path, *ALL[:5], *more)
-    command._reach(cli, Deployment(local_nodes=2), None, tmp_path / "nodes")
+    allow = command._own_packages(cli)
+    command._reach(cli, Deployment(local_nodes=2), None, tmp_path / "nodes", allow)
     assert [words[-1] for words in started] == [allowed] * 2
 
 

@@ -24,7 +24,6 @@ from fl_lightning.data.text.records import (
     name_under,
     prompt_place,
     read_text,
-    split_by_hash,
     texts_sha256,
 )
 from fl_lightning.data.text.token_items import token_sequences
@@ -119,12 +118,10 @@ class ConversationFiles(TextData):
         """
         train, test = self.paths
         both = self._talks(test) if test else None
-        talks, held, held_out = split_by_hash(
+        talks, held, held_out = self.split(
             self._talks(train),
             both,
             lambda talk: talk.hash,
-            0.0 if self.run_form else self.test_fraction,
-            self.val_fraction,
         )
         texts = (text for talk in [*talks, *held] for turn in talk.turns for text in turn)
         self._summary = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, cast, get_args
 
@@ -26,7 +26,7 @@ from fl_lightning.data.holdings import Holdings
 from fl_lightning.data.partition import Natural, Partition, check_memory
 from fl_lightning.data.text import instructions
 from fl_lightning.data.text.prompts import PLAIN_PROMPT, PROMPT_END
-from fl_lightning.data.text.records import texts_sha256
+from fl_lightning.data.text.records import T, split_by_hash, texts_sha256
 from fl_lightning.data.text.token_batches import draw_token_pass, token_batch_sizes
 from fl_lightning.data.text.tokens import (
     Record,
@@ -105,6 +105,8 @@ class TextData(FederatedData):
     dataset: str
     """Name of the data set."""
     groups: tuple[str, ...] = ()
+    test_fraction: float = 0.0
+    """Share that becomes the test set where none is given."""
     prompt_end: str = PROMPT_END
     """What separates the inputs of a record from its answer."""
     asked: tuple[str, ...] = ()
@@ -163,6 +165,14 @@ class TextData(FederatedData):
         Raises:
             InputError: the text cannot be read.
         """
+
+    def split(
+        self, entries: Sequence[T], tests: Sequence[T] | None, place: Callable[[T], float]
+    ) -> tuple[list[T], list[T], np.ndarray]:
+        """Split what was read as :func:`~fl_lightning.data.text.records.split_by_hash` does, by
+        ``test_fraction`` and ``val_fraction``; of a node's own text nothing is for the test."""
+        tested = 0.0 if self.run_form else self.test_fraction
+        return split_by_hash(entries, tests, place, tested, self.val_fraction)
 
     @property
     def text_summary(self) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from fl_lightning.data.text.records import (
     json_records,
     prompt_place,
     read_text,
-    split_by_hash,
     texts_sha256,
 )
 from fl_lightning.data.text.text_files import RECORD_SUFFIXES
@@ -142,12 +141,10 @@ class NaturalInstructions(TextData):
         left_out: Counter[str] = Counter()
         records = self._chosen(train, left_out)
         both = self._chosen(tests[0], left_out) if tests else None
-        records, test, held_out = split_by_hash(
+        records, test, held_out = self.split(
             records,
             both,
             prompt_place,
-            0.0 if self.run_form else self.test_fraction,
-            self.val_fraction,
         )
         if both is not None:
             left_out["test records among the training records"] = len(both) - len(test)

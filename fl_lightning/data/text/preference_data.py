@@ -26,7 +26,6 @@ from fl_lightning.data.text.records import (
     json_records,
     name_under,
     read_text,
-    split_by_hash,
     texts_sha256,
     unit_hash,
 )
@@ -233,12 +232,10 @@ class PreferenceFiles(PreferenceData):
         train, test = self.paths
         lines = self._lines(train)
         both = self._lines(test) if test else None
-        lines, held, held_out = split_by_hash(
+        lines, held, held_out = self.split(
             lines,
             both,
             lambda line: unit_hash(0, f"place/{line[0].prompt}"),
-            0.0 if self.run_form else self.test_fraction,
-            self.val_fraction,
         )
         self._left_out = len(both or held) - len(held)
         for path, some in ((train, lines), (test or train, held)):

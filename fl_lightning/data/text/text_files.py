@@ -22,7 +22,6 @@ from fl_lightning.data.text.records import (
     name_under,
     prompt_place,
     read_text,
-    split_by_hash,
 )
 from fl_lightning.data.text.tokens import (
     Record,
@@ -163,12 +162,10 @@ class TextFiles(TextData):
     def _records(self, files: list[Path], tests: list[Path]) -> tuple[TextExamples, TextExamples]:
         lines = [line for path in files for line in self._lines(path)]
         both = [line for path in tests for line in self._lines(path)] if tests else None
-        lines, test, held_out = split_by_hash(
+        lines, test, held_out = self.split(
             lines,
             both,
             lambda line: prompt_place(line.record),
-            0.0 if self.run_form else self.test_fraction,
-            self.val_fraction,
         )
         self._left_out = len(both or test) - len(test)
         clients = self._name_clients(sorted({line.client for line in lines}))

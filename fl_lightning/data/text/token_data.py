@@ -34,7 +34,7 @@ from fl_lightning.data.text.federation import TextData, TextExamples
 from fl_lightning.data.text.token_items import TokenItem, read_token_items, token_sequences
 from fl_lightning.data.text.tokens import Tokenizer, TokenizerSetting, TooLong, chosen_tokenizer
 from fl_lightning.errors import require
-from fl_lightning.metrics.text import IGNORED
+from fl_lightning.metrics.text import count_answers
 
 
 class TokenNumbers(Recorded):
@@ -323,14 +323,13 @@ def _split(items: list[TokenItem], fraction: float) -> dict[str, list[TokenItem]
 
 def _check_answers(items: list[TokenItem], target: torch.Tensor, eos: int) -> None:
     """Refuse items that have no answer which could be generated."""
-    labelled = target != IGNORED
-    starts = (labelled & ~torch.nn.functional.pad(labelled, (1, 0))[:, :-1]).sum(1)
+    answers = count_answers(target)
     for number, item in enumerate(items):
         whole = len(item.ids) <= target.shape[1] + 1
         require(
-            starts[number] == 1,
+            answers[number] == 1,
             f"generate=True, {item.where}",
-            f"its labelled tokens are {int(starts[number])} stretches, and one can be generated",
+            f"its labelled tokens are {int(answers[number])} stretches, and one can be generated",
             "write generate: false",
         )
         require(

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from dataclasses import replace as replaced
-from math import isnan
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -353,7 +353,6 @@ class SearchSession(SearchRun):
         run = self.run_of(job)
         self.learn_task(run)
         value = metric_of(run, self.metric) if run and code == 0 else None
-        value = None if value is not None and isnan(value) else value
         if value is not None:  # before it is told, so that a search that goes on asks again
             self.learn_made(job, run)
         if (
@@ -492,10 +491,12 @@ def optuna_direction(search: Search) -> Direction:
 
 
 def metric_of(run: Path, metric: str) -> float | None:
-    """Return a metric of a finished run: from its summary, else from the last round that has it."""
+    """Return a metric of a finished run: from its summary, else from the last round that has it;
+    None: neither has a number."""
     value = read_json(run / "metadata.json").get(metric)
     rows = [row[metric] for row in read_metrics(run) if metric in row]
-    return float(value) if value is not None else rows[-1] if rows else None
+    found = float(value) if value is not None else rows[-1] if rows else nan
+    return None if isnan(found) else found
 
 
 def number_of(job: Job) -> int:

@@ -206,7 +206,7 @@ def parse(
     try:
         one_line = " ".join(text.split()) if "\n" in text else text.strip()
         tree = ast.parse(_quote(one_line, labels), mode="eval")
-        ast.unparse(tree)
+        ast.unparse(tree)  # as parts of it are written in reports, which may go deeper
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         given = getattr(error, "msg", None) or "it cannot be read"
         raise wrong(given, "two sides and one of < <= > >= between them") from None

@@ -7,7 +7,7 @@ import io
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import isclose, isnan
@@ -354,26 +354,25 @@ def _not_recorded(settings: Mapping[str, Any]) -> str:
     return f"{unknown[0]} cannot be recorded ({settings[unknown[0]]})" if unknown else ""
 
 
-def _is_mapping(value: Any) -> bool:
-    return isinstance(value, Mapping) or value == ()
+MAPPINGS = ("tags", "git", "versions", "code", "task")
+LISTS = {"resumed": Mapping, "command_line": str}
+"""Entries of ``metadata.json`` that are mappings, and lists of mappings or texts; empty ones may be
+anything."""
 
 
-SHAPES: Mapping[str, Callable[[Any], bool]] = {
-    "tags": _is_mapping,
-    "git": _is_mapping,
-    "versions": _is_mapping,
-    "code": _is_mapping,
-    "task": lambda value: (
-        _is_mapping(value) and (not value or isinstance(value.get("shares") or [], (list, tuple)))
-    ),
-    "resumed": lambda value: (
-        isinstance(value, (list, tuple)) and all(isinstance(one, Mapping) for one in value)
-    ),
-    "command_line": lambda value: (
-        isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value)
-    ),
-}
-"""Whether an entry of ``metadata.json`` that is there and not empty is what a run writes."""
+def _of_another_form(metadata: Mapping[str, Any]) -> str:
+    """Return the name of an entry that is there and is not what a run writes; empty: there is
+    none."""
+    given = {name: value for name, value in metadata.items() if value}
+    for name in MAPPINGS:
+        if not isinstance(given.get(name, {}), Mapping):
+            return name
+    lists = {**given, "task": given.get("task", {}).get("shares") or []}
+    for name, kind in {**LISTS, "task": str}.items():
+        found = lists.get(name, [])
+        if not isinstance(found, list) or not all(isinstance(one, kind) for one in found):
+            return name
+    return ""
 
 
 def problem(metadata: Mapping[str, Any], history: list[dict[str, float]]) -> str:
@@ -388,8 +387,7 @@ def problem(metadata: Mapping[str, Any], history: list[dict[str, float]]) -> str
         return "metrics.csv does not hold every round once"
     if not isinstance(metadata.get("seed"), int) or not metadata.get("partition_sha256"):
         return "metadata.json has no seed, or no hash of the partition"
-    wrong = next((name for name, fits in SHAPES.items() if not fits(metadata.get(name) or ())), "")
-    if wrong:
+    if wrong := _of_another_form(metadata):
         return f"metadata.json has something else as {wrong} than a run writes"
     texts = [
         name
