@@ -176,6 +176,14 @@ def test_what_is_said_of_the_claim_by_epochs():
     for one in found.values():
         first = one["places"][0]
         assert (first["label"], first["alike"]) == ("FedMPQKD lb=0", [])
+    ends = sorted(
+        run["metrics"]["final/last5_accuracy"]
+        for run in report["runs"]
+        if (run["method"], run["levels"]["epochs"]) == ("FedMPQ scaled", "2")
+    )
+    assert len(ends) == 20
+    assert ends[0] < 0.105
+    assert 0.595 < ends[-1] < 0.605
     criteria = {one["name"]: one for one in report["criteria"]}
     by_epochs = {
         name: {one["levels"]["epochs"]: one for one in criteria[name]["levels"]}
@@ -212,6 +220,8 @@ def test_what_is_said_of_the_claim_by_rates():
         best = [max(accuracy[epochs, rate, label] for rate in rates) for label in rivals]
         assert 1.5 < best[1] - best[0] < 3.5
         assert best[2] > max(best[:2])
+    own = [max(rates, key=lambda rate: accuracy[e, rate, "FedMPQ"]) for e in "125"]
+    assert own == ["0.041", "0.041", "0.005"]
     assert 1.5 < accuracy["5", "0.005", "FedMPQKD"] - accuracy["5", "0.005", "FedMPQ"] < 2.5
     for label in rivals:
         assert max(rates, key=lambda rate: accuracy["5", rate, label]) == "0.005"
