@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from optuna import Study as Study_
 from optuna import load_study
 from places import CONFIGS
 from synthetic_runs import make_run
@@ -50,7 +51,7 @@ BEST = {"Low": 0.004, "High": 0.05}
 
 class Trials:
     """Stands in for the pool: trials end in any order, their validation accuracy is a function of
-    method and learning rate, and the search can be killed before any of them ends."""
+    method, seed and learning rate, and the search can be killed before any of them ends."""
 
     def __init__(self, folder: Path, slots: int, lives: int, seed: int, failing: str = "") -> None:
         self.slots, self.folder, self.lives, self.failing = [{}] * slots, folder, lives, failing
@@ -74,13 +75,15 @@ class Trials:
             flags = dict(
                 word.removeprefix("--").split("=", 1) for word in one.job.args if "=" in word
             )
-            assert (flags["seed_everything"], flags["trainer.local_epochs"]) == ("7", "2")
+            assert flags["trainer.local_epochs"] == "2"
+            later = int(flags["seed_everything"]) - 7  # 0 is the first seed of all searches
+            assert later == 0 or one.job.name.endswith(f"-seed{7 + later}")
             label = json.loads(flags["trainer.tags"])["label"]
             run = new_run(self.folder, one.job.name)
             own = (word for word in one.job.args[1:] if not word.startswith("--trainer.tags"))
             (run / "config.yaml").write_text(resolve(list(own)))
             (run / "metrics.csv").write_text("round,val/accuracy\n1,0.5\n")
-            value = 1 - abs(float(flags[LR]) - BEST[label])
+            value = 1 - abs(float(flags[LR]) - BEST[label]) - 5 * later * float(flags[LR])
             (run / "metadata.json").write_text(json.dumps({"final/best_val_accuracy": value}))
             if job := ended(one, int(label == self.failing)):
                 following.append(job)
@@ -148,6 +151,52 @@ def test_methods_are_tried_at_the_same_points(tmp_path):
     assert "the same values and, beside them, High `model.max_share` at seed 7" in _how_tuned(
         record
     )
+
+
+def test_of_several_seeds_the_mean_chooses_and_a_killed_search_is_the_same(tmp_path, monkeypatch):
+    """At the first seed alone another rate is the best."""
+    write(tmp_path / "one")
+    alone = yaml.safe_load(tune(tmp_path / "one"))["chosen"]["High"]
+    assert {"values"}.isdisjoint(alone)
+    several = SEARCH.replace("seed: 7", "seed: [7, 8]")
+    write(tmp_path / "whole", search=several)
+    whole = tune(tmp_path / "whole")
+    record = TunedRecord.read(tmp_path / "whole" / "tuned" / "small.yaml")
+    assert (record.seed, record.seeds, record.trials) == (7, [7, 8], 6)
+    assert "with the mean of seeds 7, 8, on" in _how_tuned(record)
+    high = record.chosen["High"]
+    rate = high.settings[LR]
+    assert rate < 0.02 < alone["settings"][LR]
+    first = 1 - abs(rate - BEST["High"])
+    assert high.values == pytest.approx([first, first - 5 * rate])
+    assert high.value == pytest.approx(first - 5 * rate / 2)
+    runs = {path.parent.name for path in (tmp_path / "whole").rglob("High-trial-*/metadata.json")}
+    assert len(runs) == 12
+    assert {"High-trial-0005", "High-trial-0005-seed8"} <= runs
+
+    write(tmp_path / "killed", search=several)
+    tell = Study_.tell
+
+    def killed(self, trial, values=None, **kwargs):
+        if values is not None:  # the mean is known, and not yet told
+            raise SystemExit(143)
+        return tell(self, trial, values, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Study_, "tell", killed)
+        assert not tune(tmp_path / "killed")
+    for lives in (1, 4, 0, 7, 1000):
+        again = tune(tmp_path / "killed", slots=2, lives=lives, seed=lives)
+    assert again == whole
+
+    write(tmp_path / "killed", search=SEARCH)
+    (tmp_path / "killed" / "tuned" / "small.yaml").unlink()
+    with pytest.raises(InputError, match=r"of Low: seeds: \[7, 8\] -> \[7\]"):
+        tune(tmp_path / "killed")
+    study = (tmp_path / "whole" / "study.yaml").read_text().replace("[0, 1]", "[0, 8]")
+    (tmp_path / "whole" / "study.yaml").write_text(study)
+    with pytest.raises(InputError, match="whose trials have seed 8 of the study"):
+        Study.read(tmp_path / "whole" / "study.yaml")
 
 
 @pytest.mark.slow
@@ -347,6 +396,9 @@ def test_a_change_in_a_file_of_a_method_is_seen(tmp_path):
 def test_a_search_that_could_mislead_is_refused(tmp_path):
     for old, new, said in [
         ("seed: 7", "seed: 1", r"seed: 1; the study small runs this seed.*write seed: 1001"),
+        ("seed: 7", "seed: [7, 1]", r"seed: 1; the study small runs this seed"),
+        ("seed: 7", "seed: [7, 7]", r"seed: \[7, 7\]; a trial runs once with each of its seeds"),
+        ("seed: 7", "seed: []", r"seed: \[\]; a trial runs once with each of its seeds"),
         ("seed: 7", "final: {trainer.max_rounds: 9}", r"final; what is chosen goes to the record"),
         ("study: study.yaml", "study: nothing.yaml", r"study: nothing.yaml; there is no such file"),
         (

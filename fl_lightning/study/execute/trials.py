@@ -4,6 +4,7 @@ it had not been killed."""
 from __future__ import annotations
 
 import json
+import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from dataclasses import replace as replaced
 from math import isnan, nan
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import optuna
@@ -44,6 +46,8 @@ PRUNED = "pruned"
 """The mark of a trial that was pruned, which is made before its process is ended."""
 JUDGED = "judged"
 """The last round of a trial that was judged, and did not prune it."""
+VALUES = "values"
+"""The metric of a trial at each of its seeds, where it has several, in their order."""
 REPEATED = "repeated"
 """The mark of a trial with the values of an earlier one, which is not made."""
 TASK = "task"
@@ -51,6 +55,8 @@ TASK = "task"
 MADE = "made"
 """The attribute of a search that keeps, by trial, the SHA-256 of its examples and of the user's
 files that it ran."""
+SEED = re.compile(r"-seed(\d+)$")
+"""The end of the name of a trial's run at another seed than the first."""
 MAX_CHANGES_SHOWN = 4
 
 
@@ -201,6 +207,8 @@ class SearchSession(SearchRun):
         own = [
             f" with {key} {value}" for key, value in trial.params.items() if is_under(key, ["data"])
         ]
+        if seed := SEED.search(job.name):
+            own.append(f" at seed {seed[1]}")
         made = {f"the data{''.join(own)}": document.get("content_sha256")}
         made |= document.get("code") or {}
         made = {what: sha for what, sha in made.items() if sha}
@@ -264,6 +272,9 @@ class SearchSession(SearchRun):
                 if PRUNED in trial.user_attrs:
                     self.study.tell(trial.number, state=TrialState.PRUNED)
                     continue
+                if len(values := trial.user_attrs.get(VALUES, ())) == len(self.search.seeds):
+                    self.study.tell(trial.number, self.sign * fmean(values))
+                    continue
                 if set(trial.params) == set(self.search.space):
                     return self.job(trial)
                 # killed while it was drawn: it does not count
@@ -291,7 +302,9 @@ class SearchSession(SearchRun):
             tags["label"] = self.search.label
         if self.parent:
             tags["mlflow.parentRunId"] = self.parent.run_id
-        return self.fit(self.search.args(trial.params), self.search.name, self.name_of(trial), tags)
+        seed = self.search.seeds[len(trial.user_attrs.get(VALUES, ()))]
+        name = self.name_of(trial) + (f"-seed{seed}" if seed != self.search.seed else "")
+        return self.fit(self.search.args(trial.params, seed=seed), self.search.name, name, tags)
 
     def fit(self, args: list[str], experiment: str, name: str, tags: Mapping[str, str]) -> Job:
         root = self.folder.parent
@@ -333,6 +346,8 @@ class SearchSession(SearchRun):
         It is told the rounds one by one, so that it does not matter how many have ended since the
         last look, and judges each of them once, also where a session was killed in between.
         """
+        if VALUES in trial.user_attrs:  # its first seed is behind it, by which trials are pruned
+            return False
         live = optuna.trial.Trial(self.study, trial._trial_id)
         name = f"val/{measure_of(self.metric)}" if self.metric.startswith("final/") else self.metric
         judged = trial.user_attrs.get(JUDGED, 0)
@@ -369,9 +384,24 @@ class SearchSession(SearchRun):
             self.study.tell(number, state=TrialState.FAIL)
             self.display.failed(job.name, job, code)
         else:
-            self.study.tell(number, self.sign * value)
+            values = self.with_value(number, value)
+            ended = len(values) == len(self.search.seeds)
+            if ended:
+                self.study.tell(number, self.sign * fmean(values))
             self.display.line(f"{job.name} finished: {self.metric} {value:.4g}; {self.summary()}")
+            if not ended:
+                return self.job(self.study.get_trials()[number])
         return self.next_job()
+
+    def with_value(self, number: int, value: float) -> list[float]:
+        """Return the metric of a trial at the seeds that have run, this one the last, and note it
+        beside the trial where there are several."""
+        trial = self.study.get_trials()[number]
+        values = [*trial.user_attrs.get(VALUES, ()), value]
+        if len(self.search.seeds) > 1:
+            live = optuna.trial.Trial(self.study, trial._trial_id)
+            live.set_user_attr(VALUES, values)
+        return values
 
     def is_pruned(self, number: int, run: Path | None) -> bool:
         """Return whether a trial that has ended was pruned, or its last rounds say that it is."""
@@ -450,12 +480,14 @@ def open_search(search: Search, folder: Path, resolve: Callable[[list[str]], str
         "metric": search.metric_of(CLASSIFICATION),
         "direction": optuna_direction(search),
         "prune": search.prune,
+        "seeds": [*search.seeds],
         "settings": {key: value for key, value in settings.items() if not is_free(key)},
     }
-    begun = {**asked, **study.user_attrs.get("search", {})}
+    before = study.user_attrs.get("search")
+    begun = {**asked, "seeds": [search.seed], **before} if before else asked
     changed = [
         f"{key}: {begun[key]} -> {asked[key]}"
-        for key in ("metric", "direction", "prune")
+        for key in ("metric", "direction", "prune", "seeds")
         if begun[key] != asked[key]
     ]
     changed += (
@@ -468,8 +500,7 @@ def open_search(search: Search, folder: Path, resolve: Callable[[list[str]], str
         shown += f" and {more} more" if more > 0 else ""
         rename = f"change 'study: {search.study}' in {search.path} to another name"
         if search.label:
-            changed[0] = f"of {search.label}: {changed[0]}"
-            rename = "move it away"
+            shown, rename = f"of {search.label}: {shown}", "move it away"
         rule = f"its trials were made with another configuration ({shown})"
         raise InputError(f"{folder}", rule, f"remove that folder to search anew, or {rename}")
     made = sum(
@@ -500,4 +531,4 @@ def metric_of(run: Path, metric: str) -> float | None:
 
 
 def number_of(job: Job) -> int:
-    return int(job.name.rpartition("-")[2])
+    return int(SEED.sub("", job.name).rpartition("-")[2])

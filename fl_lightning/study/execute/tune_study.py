@@ -18,7 +18,7 @@ from optuna.trial import TrialState
 from fl_lightning import __version__
 from fl_lightning.errors import InputError, require
 from fl_lightning.study.execute.jobs import Job, RunningJob
-from fl_lightning.study.execute.trials import SearchRun, SearchSession
+from fl_lightning.study.execute.trials import VALUES, SearchRun, SearchSession
 from fl_lightning.study.plan.search import MethodSearch, Range, Search
 from fl_lightning.study.plan.spec_file import SpecFile
 from fl_lightning.study.plan.tuned import TunedMethod, TunedRecord, is_of_search, search_hash
@@ -140,6 +140,7 @@ class StudySearchSession(SearchRun):
                 **search.settings,
             },
             chosen={label: _chosen(session) for label, session in self.parts.items()},
+            seeds=search.seeds if len(search.seeds) > 1 else (),
         )
 
 
@@ -160,4 +161,5 @@ def _chosen(session: SearchSession) -> TunedMethod:
         failed=len(session.trials(TrialState.FAIL)),
         method_sha256=session.search.method_sha256,
         runs_sha256=session.search.runs_sha256,
+        values=best.user_attrs.get(VALUES, ()),
     )

@@ -1,34 +1,34 @@
 """The search file: the settings that ``tune`` may choose, and the metric that it optimises.
 
-study: exp2_embedded             # folder and experiment of the tuned run; trials: <study>-tune
-config: kd_default.yaml          # one `fit` configuration or a list, layered; paths are relative to
-the file settings: {trainer.max_rounds: 30}   # optional: of every trial and of the final run final:
-{trainer.max_rounds: 100} # optional: settings of the final run alone space:
-# dotted setting -> range, or list of choices
-  model.alpha: {low: 0.0, high: 1.0}
-  model.optimizer.init_args.lr: {low: 1.0e-3, high: 1.0e-1, log: true}
-  trainer.local_epochs: {low: 1, high: 5}
-  model.temperature: [1.0, 2.0, 4.0]
-trials: 20                       # or as many as there are combinations, of which none is tried
-twice metric: final/best_val_accuracy  # of validation or training, never of the test set; default:
-the best
-                                 # validation of the primary metric that the runs have
-direction: maximize              # default: as the name of the metric, or the task of the runs, says
-seed: 0                          # of every run and of the search
-prune: false                     # end trials early that are below the median of those before, round
-by round
+    study: exp2_embedded             # folder and experiment of the tuned run; trials: <study>-tune
+    config: kd_default.yaml          # one `fit` configuration or a list, relative to this file
+    settings: {trainer.max_rounds: 30}    # optional: of every trial and of the final run
+    final: {trainer.max_rounds: 100}      # optional: settings of the final run alone
+    space:                           # dotted setting -> range, or list of choices
+      model.alpha: {low: 0.0, high: 1.0}
+      model.optimizer.init_args.lr: {low: 1.0e-3, high: 1.0e-1, log: true}
+      trainer.local_epochs: {low: 1, high: 5}
+      model.temperature: [1.0, 2.0, 4.0]
+    trials: 20                       # at most the number of combinations: none is tried twice
+    metric: final/best_val_accuracy  # of validation or training, never of the test set; default:
+                                     # the best validation of the primary metric of the runs
+    direction: maximize              # default: as the metric's name, or the task of the runs, says
+    seed: 0                          # of every run and of the search; or a list, with each of which
+                                     # a trial runs: its metric is their mean
+    prune: false                     # end trials early that are below the median of those before
 
 Where ``study`` is the path of a study file, every method of the study is tuned, each with the same
 space and the same number of trials; what a method alone has to set is searched within that number.
 ``config`` and ``settings`` are then layered over the method's, there is no ``final``, and the
 outcome is a record that the study reads by ``tuned``:
 
-study: exp2_embedded.yaml
-config: overlays/noise_off.yaml  # optional: the level of the study's grid at which it is tuned
-space_of:                        # optional: settings that one method alone has, beside those of all
-  FedMPQKD: {model.alpha: {low: 0.0, high: 1.0}}
-record: tuned/exp2_embedded.yaml # optional; the default has the study's name, and so has the folder
-of trials seed: 1000                       # none of the study's seeds
+    study: exp2_embedded.yaml
+    config: overlays/noise_off.yaml  # optional: the level of the study's grid at which it is tuned
+    space_of:                        # optional: settings that one method alone has as well
+      FedMPQKD: {model.alpha: {low: 0.0, high: 1.0}}
+    record: tuned/exp2_embedded.yaml # optional; the default has the study's name, and the folder of
+                                     # trials has the record's
+    seed: 1000                       # none of the study's seeds
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ class SearchEntries:
     final: dict[str, Any] = entry(*SETTINGS, factory=dict)
     metric: str | None = entry("it is a string", "final/best_val_accuracy", default=None)
     direction: Direction | None = entry("it is one of maximize, minimize", "maximize", default=None)
-    seed: Seed = entry("it is an integer, 0 or more, below 2^63", "0", default=0)  # type: ignore[valid-type]
+    seed: Seed | list[Seed] = entry(  # type: ignore[valid-type]
+        "it is an integer, 0 or more, below 2^63, or a list of such", "0", default=0
+    )
     prune: bool = entry("it is true or false", "true", default=False)
     record: str | None = entry("it is a path", "tuned/my_study.yaml", default=None)
     space_of: dict[str, dict[str, Any]] = entry(
@@ -132,8 +134,9 @@ class Search:
         trials: the number of trials, those that fail or are pruned among them.
         metric: the metric that is optimised; None: the best validation of the runs' primary metric.
         direction: ``maximize`` or ``minimize``; None: as the primary metric of the runs is better.
-        seed: the seed of every run, and of the search.
-        prune: whether trials may be ended early.
+        seeds: those that each trial runs with, one after another; the first is also that of the
+            search and of the final run.
+        prune: whether trials may be ended early, by the rounds of the first seed.
         label: the method of the study that is tuned; empty: the configuration of the file.
         parts: the searches of all methods of a study; empty where there is one alone.
         record: the file that the outcome of all parts is written to; None where there are none.
@@ -148,7 +151,7 @@ class Search:
     trials: int
     metric: str | None = None
     direction: Direction | None = None
-    seed: int = 0
+    seeds: tuple[int, ...] = (0,)
     prune: bool = False
     label: str = ""
     parts: tuple[MethodSearch, ...] = ()
@@ -178,10 +181,18 @@ class Search:
         """The name of the folder and of the experiment of the trials."""
         return f"{self.study}-tune"
 
-    def args(self, chosen: Mapping[str, Any], *, final: bool = False) -> list[str]:
-        """Return the arguments of ``fit`` with these values of the space."""
+    @property
+    def seed(self) -> int:
+        """The first of the seeds."""
+        return self.seeds[0]
+
+    def args(
+        self, chosen: Mapping[str, Any], *, final: bool = False, seed: int | None = None
+    ) -> list[str]:
+        """Return the arguments of ``fit`` with these values of the space, at the first seed or
+        another."""
         settings = {**self.settings, **(self.final if final else {}), **chosen}
-        return as_arguments(self.configs, settings, self.seed)
+        return as_arguments(self.configs, settings, self.seed if seed is None else seed)
 
     def corners(self) -> list[dict[str, Any]]:
         """Return combinations in which each end of each range and each choice occurs.
@@ -282,7 +293,7 @@ def _search(file: SpecFile, given: SearchEntries) -> Search:
         "trials": int(given.trials),
         "metric": metric,
         "direction": way,
-        "seed": int(given.seed),
+        "seeds": _seeds(file, given.seed),
         "prune": given.prune,
     }
     configs, settings = (
@@ -315,6 +326,15 @@ def _search(file: SpecFile, given: SearchEntries) -> Search:
     )
 
 
+def _seeds(file: SpecFile, given: int | list[int]) -> tuple[int, ...]:
+    seeds = tuple(map(int, given)) if isinstance(given, list) else (int(given),)
+    rule = "a trial runs once with each of its seeds, and with one at least"
+    file.require(
+        seeds and len({*seeds}) == len(seeds), f"seed: {given}", rule, "write seed: [0, 1, 2]"
+    )
+    return seeds
+
+
 def _search_of_study(
     file: SpecFile,
     given: SearchEntries,
@@ -329,9 +349,8 @@ def _search_of_study(
     study = Study.read(path, with_record=False)
     rule = f"the study {study.name} runs this seed: settings would be chosen on what they are judged by"
     free = max(study.seed_order) + 1000
-    file.require(
-        given.seed not in study.seed_order, f"seed: {given.seed}", rule, f"write seed: {free}"
-    )
+    judged = next((seed for seed in shared["seeds"] if seed in study.seed_order), None)
+    file.require(judged is None, f"seed: {judged}", rule, f"write seed: {free}")
     foreign = min(set(given.space_of) - set(study.methods), default=None)
     rule, instead = (
         f"the study {study.name} has no such method",

@@ -1,21 +1,20 @@
 """The study file: methods x seeds x grid, and the questions to its results.
 
     study: exp2_embedded              # folder under default_root_dir, and experiment in MLflow
-    config: kd_default.yaml           # one `fit` configuration or a list, layered; relative to the
-    study file methods:                          # label -> what differs
+    config: kd_default.yaml           # one `fit` configuration or a list, relative to this file
+    methods:                          # label -> what differs
       FedMPQKD: {}
       FedMPQ: {config: fedmpq.yaml}
       FedAvg: {config: fedavg.yaml, grid: false}    # what the grid varies is none of its settings
       FedMPQKD a=1: {settings: {model.alpha: 1.0}}
     overlays: big_network.yaml        # optional: layered on top of every method's configuration
-    grid:                             # optional: axis -> level -> the same form; every combination
-      is run noise: {on: {}, off: {config: overlays/noise_off.yaml}}
+    grid:                             # optional: axis -> level -> the same form; all combinations
+      noise: {on: {}, off: {config: overlays/noise_off.yaml}}
     settings: {trainer.max_rounds: 100}   # optional: dotted `fit` settings of every cell
     seeds: [0, 1, 2]
     until: {max_seeds: 40}            # optional: seeds are added until every criterion is decided
     tuned: tuned/exp2_embedded.yaml   # optional: what `tune` chose for each method
-    published: leaderboard_digits     # optional: a folder of `compare`, whose methods are compared
-    too
+    published: leaderboard_digits     # optional: a folder of `compare`, whose methods join in
 
 The rest is for the report: ``selection metric proposed alone controls degradation target_accuracy
 target criteria premises claimed``; ``test`` is for the sweep. Of two settings of one name the later

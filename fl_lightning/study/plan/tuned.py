@@ -40,12 +40,14 @@ class TunedMethod:
 
     Args:
         settings: dotted setting -> the chosen value.
-        value: the metric of the search, on validation, of the best trial.
+        value: the metric of the search, on validation, of the best trial; of several seeds the
+            mean.
         trial: the number of the best trial.
         finished, pruned, failed: the trials of this method, by how they ended.
         method_sha256: the hash of the method's entry in the study, see :func:`method_hash`.
         runs_sha256: the hash of what all its runs in the study share, see :func:`runs_hash`; empty
             in a record of before.
+        values: the metric at each of several seeds; empty where there is one.
     """
 
     settings: Mapping[str, Any]
@@ -56,6 +58,7 @@ class TunedMethod:
     failed: int
     method_sha256: str
     runs_sha256: str = ""
+    values: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class TunedRecord:
         settings: the settings of every trial, beside those of the study.
         chosen: label -> what was chosen.
         sha256: the hash of all this; empty in a record of before.
+        seeds: those that each trial ran with, ``seed`` the first of them; empty where it is alone.
         path: the file that it was read from; None: it stands in the study file.
     """
 
@@ -90,6 +94,7 @@ class TunedRecord:
     settings: Mapping[str, Any]
     chosen: Mapping[str, TunedMethod]
     sha256: str = ""
+    seeds: Sequence[int] = ()
     path: Path | None = field(default=None, compare=False)
 
     @classmethod
@@ -102,10 +107,10 @@ class TunedRecord:
         known = {one.name for one in fields(cls)} - {"path"}
         of_method = {one.name for one in fields(TunedMethod)}
         rule, instead = "it is no record of tune", "write the path of a file that tune has written"
-        right = isinstance(document, Mapping) and {*document, "sha256"} == known
+        right = isinstance(document, Mapping) and {*document, "sha256", "seeds"} == known
         require(right and isinstance(document["chosen"], Mapping), where, rule, instead)
         for label, method in document["chosen"].items():
-            right = isinstance(method, Mapping) and {*method, "runs_sha256"} == of_method
+            right = isinstance(method, Mapping) and {*method, "runs_sha256", "values"} == of_method
             require(
                 right and isinstance(method["settings"], Mapping),
                 f"{where}: {label}",
@@ -138,11 +143,13 @@ class TunedRecord:
     def document(self) -> dict[str, Any]:
         """Return the record as it is written."""
         written = {key: value for key, value in asdict(self).items() if key != "path"}
-        for method in written["chosen"].values():
-            if not method["runs_sha256"]:
-                del method["runs_sha256"]
-        if not self.sha256:
-            del written["sha256"]
+        for part, keys in (
+            (written, ("sha256", "seeds")),
+            *((method, ("runs_sha256", "values")) for method in written["chosen"].values()),
+        ):
+            for key in keys:
+                if not part[key]:
+                    del part[key]
         return written
 
     def sealed(self) -> TunedRecord:
@@ -178,11 +185,12 @@ class TunedRecord:
         again = "run tune again, or leave 'tuned' out"
         given = f"{where}tuned{f': {self.path}' if self.path else ''}"
         rule = "its settings would be chosen on what they are judged by"
+        judged = next((seed for seed in (self.seed, *self.seeds) if seed in seeds), None)
         require(
-            self.seed not in seeds,
-            f"{given}, whose trials have seed {self.seed} of the study",
+            judged is None,
+            f"{given}, whose trials have seed {judged} of the study",
             rule,
-            f"leave seed {self.seed} out, or tune with another one",
+            f"leave seed {judged} out, or tune with another one",
         )
         missing = [label for label in methods if label not in self.chosen]
         require(

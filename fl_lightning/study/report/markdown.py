@@ -253,9 +253,14 @@ def _how_tuned(record: TunedRecord) -> str:
         if not beside
         else f"the same values and, beside them, {'; '.join(beside)}"
     )
+    at = (
+        f"with the mean of seeds {', '.join(map(str, record.seeds))}"
+        if record.seeds
+        else f"at seed {record.seed}"
+    )
     return (
         f"Chosen for each method by `{record.metric}` ({record.direction}d), of {record.trials} trials over "
-        f"{same} at seed {record.seed}, on {record.date}; search `{Path(record.search).name}`, "
+        f"{same} {at}, on {record.date}; search `{Path(record.search).name}`, "
         f"SHA-256 {record.search_sha256[:16]}. The test set chose nothing."
     )
 
