@@ -103,6 +103,16 @@ def goes_down(here: str, there: str, layers: list[set[str]]) -> bool:
     return there not in rank or here == there or rank[there] > rank[here]
 
 
+def test_every_room_stands_in_the_design_and_in_its_picture():
+    page = (ROOT / "docs" / "design.md").read_text()
+    rooms = {
+        path.name for path in (ROOT / "fl_lightning").iterdir() if (path / "__init__.py").is_file()
+    }
+    picture = (ROOT / "docs" / "assets" / "rooms.svg").read_text()
+    assert [name for name in rooms if f"| `fl_lightning/{name}/` |" not in page] == []
+    assert [name for name in rooms if f"{name}/" not in picture] == []
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_go_down_only(path):
     module = module_of(path)
