@@ -1,8 +1,8 @@
 """Time a training step of the byte model with each kind of adapter, in turn, on one thread; then
 the options of its switched layers.
 
-    OMP_NUM_THREADS=1 python benchmarks/adapters.py [--repeats 20] [--rows 16] [--length 64] [--rank
-    8]
+    OMP_NUM_THREADS=1 python benchmarks/adapters.py [--repeats 20] [--rows 16] [--length 64]
+        [--rank 8]
 
 A step is forward, loss of the next byte, backward and AdamW. Memory is what autograd keeps for the
 backward pass, without parameters and buffers. The second table is one pass through all 16 switched

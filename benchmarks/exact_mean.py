@@ -1,7 +1,7 @@
 """What sums of integers cost: ``weighted_mean`` against a mean in float64 in the order of clients,
 in turn.
 
-python benchmarks/exact_mean.py [--clients 10] [--values 2300000] [--repeats 9] [--build]
+    python benchmarks/exact_mean.py [--clients 10] [--values 2300000] [--repeats 9] [--build]
 
 With ``--build`` the compiled sums are built first, if this machine has a compiler, and measured
 beside those in Python.

@@ -1,7 +1,7 @@
 """One card: a plain loop, recorded steps, and fl_lightning in turn and in stacks, in 32 bits and in
 bfloat16.
 
-python benchmarks/gpu.py [W2 W3 L1] [--repeats 2] [--at_once 1 2 4] [--out FILE]
+    python benchmarks/gpu.py [W2 W3 L1] [--repeats 2] [--at_once 1 2 4] [--out FILE]
 
 Each measurement is a process of its own, one after another, and gives the mean seconds of a round
 after the first; the figure is the median of the repeats. ``recorded`` (``workload_graph.py``) is

@@ -1,10 +1,11 @@
-"""Make a shipped base model, ``fl_lightning/models/language/llama_tiny*.safetensors``, or evaluate
+r"""Make a shipped base model, ``fl_lightning/models/language/llama_tiny*.safetensors``, or evaluate
 one.
 
     OMP_NUM_THREADS=1 python benchmarks/language_base.py --out llama_tiny.safetensors
-    OMP_NUM_THREADS=1 python benchmarks/language_base.py --blocks 8 --drop 0.2 --out
-    llama_tiny_deep.safetensors python benchmarks/language_base.py --evaluate
-    fl_lightning/models/language/llama_tiny.safetensors
+    OMP_NUM_THREADS=1 python benchmarks/language_base.py --blocks 8 --drop 0.2 \
+        --out llama_tiny_deep.safetensors
+    python benchmarks/language_base.py \
+        --evaluate fl_lightning/models/language/llama_tiny.safetensors
 
 A byte model learns the next byte of the standard library's reference texts and docstrings, read
 where Python is installed, and at the same time to answer records of copy formats, none of which is

@@ -3,7 +3,7 @@ the same weights, FFA-LoRA, all weights, and stacks of clients. Time generation 
 merged adapters.
 
     OMP_NUM_THREADS=1 python benchmarks/language_step.py [--repeats 20] [--rows 16] [--length 64]
-    [--clients 8]
+        [--clients 8]
 
 A step is forward, loss of the next byte, backward and AdamW. Times of stacks are those of one
 client's step. transformers and peft take part where they are installed

@@ -1,7 +1,7 @@
 """Bytes of a client-round for the table of methods: what the payloads of each method's
 configuration weigh against FedAvg's.
 
-python benchmarks/method_bytes.py
+    python benchmarks/method_bytes.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a round of each method costs, as a multiple of FedAvg's.
 
     python benchmarks/method_prices.py [--network mobilenetv2] [--clients 4] [--examples 256]
-    [--repeats 2]
+        [--repeats 2]
 
 Whole rounds of the trainer, clients and server, in one process and one thread, without evaluation.
 Each method takes turns with FedAvg; of each turn the first round warms up. What counts is the

@@ -1,9 +1,10 @@
 """What quantisation and distillation cost: a client's round of FedAvg, FedMPQ in both
 representations, FedMPQ-KD, FedPQ and FedKD in turn, on one CPU thread.
 
-python benchmarks/prices.py [--network mobilenetv2] [--examples 256] [--epochs 2] [--repeats 5]
-[--no-augment] python benchmarks/prices.py --network small_cnn --classes 10 --examples 17
---no-augment   # as in kd_default
+    python benchmarks/prices.py [--network mobilenetv2] [--examples 256] [--epochs 2]
+        [--repeats 5] [--no-augment]
+    # as in kd_default
+    python benchmarks/prices.py --network small_cnn --classes 10 --examples 17 --no-augment
 
 Ratios of the medians of whole client rounds: receive, local training, upload. Without augmentation
 the teacher's logits are computed in the first epoch and looked up in the others. FedKD distils once

@@ -1,8 +1,8 @@
 """What a rank receives in a round: sums of integers against all uploads, over gloo on 127.0.0.1
 (Linux).
 
-python benchmarks/rank_sums.py [--ranks 2 4] [--cohorts 20 80 320 640] [--values 33946] [--repeats
-5]
+    python benchmarks/rank_sums.py [--ranks 2 4] [--cohorts 20 80 320 640] [--values 33946]
+        [--repeats 5]
 
 Every rank has its share of a cohort's uploads of fp32 values. ``sums``: it adds its own up, the
 ranks exchange sums and a record of each client (``Sums.merge_ranks``, ``exchange_receipts``).

@@ -1,8 +1,8 @@
 """What the collectives of several ranks cost: every rank hears every upload, over gloo on
 127.0.0.1.
 
-python benchmarks/ranks.py [--ranks 2 4] [--bytes 16 38488 1048576 9437184] [--clients 20]
-[--seconds 2]
+    python benchmarks/ranks.py [--ranks 2 4] [--bytes 16 38488 1048576 9437184] [--clients 20]
+        [--seconds 2]
 
 For each number of ranks and bytes: the wire alone (every rank broadcasts so many bytes in turn,
 from and to memory that is there); one ``gather_bytes`` in which every rank gives so many bytes;

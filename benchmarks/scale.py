@@ -1,9 +1,9 @@
 """Rounds a second, memory, and where the time goes, against the size of the cohort and of the
 population.
 
-python benchmarks/scale.py [--quick] [--repeats 1] [--workers 1 2] [--engine auto] [--out FILE]
-    [--figure FILE] python benchmarks/scale.py --read FILE --figure FILE    # draws what was
-    measured before
+    python benchmarks/scale.py [--quick] [--repeats 1] [--workers 1 2] [--engine auto]
+        [--out FILE] [--figure FILE]
+    python benchmarks/scale.py --read FILE --figure FILE    # draws what was measured before
 
 One hidden layer of 128 on 64 features, 20 examples a client, one local step; whole runs with
 MLflow, byte ledger and checkpoints, each a process of its own (``scale_point.py``). The figure is

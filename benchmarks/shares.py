@@ -1,8 +1,8 @@
 """Where the time of a round goes, in percent of it: wire, callbacks, MLflow, checkpoints,
 evaluation, training.
 
-python benchmarks/shares.py [CONFIG.yaml | W1 ... W4] [--rounds 20] [--workers 1]
-[--trainer.eval_every 5 ...]
+    python benchmarks/shares.py [CONFIG.yaml | W1 ... W4] [--rounds 20] [--workers 1]
+        [--trainer.eval_every 5 ...]
 
 The run is one of the project's configurations (default: kd_default) or workloads, tracked in an
 mlflow.db of its own; the first three rounds, in which the store is opened, are left out. Functions

@@ -1,8 +1,8 @@
 """Calibrate the four tables of costs that come with the package, in turn and with one rest, and
 write them.
 
-    OMP_NUM_THREADS=1 python benchmarks/shipped_tables.py [--seconds 600] [--out
-    fl_lightning/energy]
+    OMP_NUM_THREADS=1 python benchmarks/shipped_tables.py [--seconds 600]
+        [--out fl_lightning/energy]
 
 The machine has to be idle. The time is that of all tables together; a pass over all pieces of work,
 of which there are three at least, takes about 5 s on one idle thread of an AMD EPYC. It ends with 1

@@ -1,9 +1,9 @@
-"""A long run and a large population: what a round costs must grow with neither.
+r"""A long run and a large population: what a round costs must grow with neither.
 
-    python benchmarks/soak.py --rounds 10000 --mlflow --out small.json             # 50 of 100
-    clients a round python benchmarks/soak.py --rounds 10000 --cohort 20 --clients 1000000
-    --val_fraction 0 --eval_every 1000 --out large.json python benchmarks/soak.py --draw small.json
-    large.json --figure docs/results/figures/soak.png
+    python benchmarks/soak.py --rounds 10000 --mlflow --out small.json  # 50 of 100 clients a round
+    python benchmarks/soak.py --rounds 10000 --cohort 20 --clients 1000000 --val_fraction 0 \
+        --eval_every 1000 --out large.json
+    python benchmarks/soak.py --draw small.json large.json --figure docs/results/figures/soak.png
 
 Measured each hundredth of the run: milliseconds of a round, resident memory, open files and
 Python's threads of the process, bytes of the run's directory without ``checkpoints``. Printed are

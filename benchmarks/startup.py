@@ -1,7 +1,7 @@
 """How long a command takes until something is seen.
 
-python benchmarks/startup.py [--repeats 3] [--config configs/kd_default.yaml] [--only
-refusals|fit|imports]
+    python benchmarks/startup.py [--repeats 3] [--config configs/kd_default.yaml]
+        [--only refusals|fit|imports]
 
 Slips: until they are refused, in turn with the same slip where no description of the command is
 kept, which the parser then refuses after importing torch; and the ratio of the two. ``--help``,

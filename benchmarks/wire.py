@@ -1,7 +1,7 @@
 """What the wire costs a client: encode and decode of a MobileNet-V2 upload against that client's
 training, on one CPU thread.
 
-python benchmarks/wire.py [--examples 500] [--epochs 2]
+    python benchmarks/wire.py [--examples 500] [--epochs 2]
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Public workloads: fl_lightning, a plain loop, the hand-made limit and other simulators in turn, A
 B A B.
 
-python benchmarks/workloads.py [W1 W2 W3 B1 B2 W4 L1] [--repeats 3] [--engines auto sequential
-        batched] [--peers flower=PYTHON pfl2=PYTHON] [--out FILE]
+    python benchmarks/workloads.py [W1 W2 W3 B1 B2 W4 L1] [--repeats 3]
+        [--engines auto sequential batched] [--peers flower=PYTHON pfl2=PYTHON] [--out FILE]
 
 Each measurement is a process of its own and gives the mean seconds of a round after the first; the
 figure is the median of the repeats, the ratio that of the medians. Ours runs with MLflow, the byte

@@ -1,6 +1,6 @@
 """Write the parts of the documentation that stand elsewhere already:
 
-python docs/generated.py
+    python docs/generated.py
 
 The table of methods and their place in the navigation come from the front matter of their pages,
 the page "What works with what" from the table that runs are checked with, and what changes numbers

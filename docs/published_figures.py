@@ -1,10 +1,11 @@
 """Write the page of published figures beside ours, ``docs/results/published.md``:
 
-python docs/published_figures.py                    # from the tables in docs/results/published
-python docs/published_figures.py --runs runs        # after it has added the runs of
-configs/published there
-python docs/published_figures.py --runs runs --theirs pfllib=theirs.csv    # and what the
-benchmark's own code had in as many rounds, from benchmarks/peers
+    # from the tables in docs/results/published
+    python docs/published_figures.py
+    # after it has added the runs of configs/published there
+    python docs/published_figures.py --runs runs
+    # and what the benchmark's own code had in as many rounds, from benchmarks/peers
+    python docs/published_figures.py --runs runs --theirs pfllib=theirs.csv
 
 ``figures.csv`` has what was published, ``ours.csv`` the runs, ``costs.csv`` the CPU seconds of a
 round, ``side_by_side.csv`` the accuracy after each round of the benchmarks' own code and of ours.

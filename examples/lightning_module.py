@@ -1,6 +1,8 @@
 """A LightningModule and a LightningDataModule as they are, trained by FedAvg over ten clients.
 
-python examples/lightning_module.py
+To run it:
+
+    python examples/lightning_module.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Arrays of one's own as a federated data set: a table of tumours, 30 numbers each, benign or
 malignant.
 
-python examples/own_data.py
+    python examples/own_data.py
 """
 
 from __future__ import annotations

@@ -1,9 +1,13 @@
 """A method in one file: FedAvg with momentum on the server (Hsu et al., 2019, arXiv 1909.06335; the
 project's own is FedAvgM).
 
-    v <- beta v + (w - sum_k p_k w_k),     w <- w - v
+    v <- beta v + (w - sum_k p_k w_k)
+    w <- w - v
 
-The clients are FedAvg's. cd examples; python -m fl_lightning fit --config own_method.yaml
+The clients are FedAvg's.
+
+    cd examples
+    python -m fl_lightning fit --config own_method.yaml
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """FedAvg and FedProx on the scanned digits, from Python, on the same clients, cohorts and batches.
 
-python examples/train_script.py
+To run it:
+
+    python examples/train_script.py
 """
 
 from functools import partial

@@ -1,15 +1,15 @@
 """Averages that look at whole updates D_k = v_k - w: who is near whom, or near what the server
 knows.
 
-- Krum, MultiKrum (Blanchard et al., NeurIPS 2017): s_k is the sum of the m - f - 2 smallest ||D_k -
-  D_j||^2.
+- Krum, MultiKrum (Blanchard et al., NeurIPS 2017): s_k is the sum of the m - f - 2 smallest
+  ||D_k - D_j||^2.
 - Bulyan (El Mhamdi et al., ICML 2018): Krum again and again, then a trimmed mean around the median.
 - GeometricMedian (Pillutla et al., 2019, "RFA"): argmin_z sum_k p_k ||z - D_k||, by smoothed
   Weiszfeld steps.
-- CenteredClipping (Karimireddy et al., ICML 2021): v <- v + mean_k (D_k - v) min(1, tau / ||D_k -
-  v||).
-- FLTrust (Cao et al., NDSS 2021): sum_k T_k (||D_0|| / ||D_k||) D_k / sum_k T_k, T_k = max(0,
-  cos(D_k, D_0)).
+- CenteredClipping (Karimireddy et al., ICML 2021):
+  v <- v + mean_k (D_k - v) min(1, tau / ||D_k - v||).
+- FLTrust (Cao et al., NDSS 2021): sum_k T_k (||D_0|| / ||D_k||) D_k / sum_k T_k,
+  T_k = max(0, cos(D_k, D_0)).
 
 m is the number of uploads, f how many of them may be hostile. n_k plays no part but in the
 geometric median, so claims about it do not help. Distances are in float64 and from differences:

@@ -1,8 +1,10 @@
-"""The conformance kit: what every method must do, run on any method.
+r"""The conformance kit: what every method must do, run on any method.
 
-python -m fl_lightning check --model FedMPQ
-python -m fl_lightning check --model my_methods.MyMethod --settings '{beta: 0.5}' --neutral '{beta:
-0}'
+For example:
+
+    python -m fl_lightning check --model FedMPQ
+    python -m fl_lightning check --model my_methods.MyMethod \
+        --settings '{beta: 0.5}' --neutral '{beta: 0}'
 """
 
 from fl_lightning.conformance.command import check, find_method

@@ -217,8 +217,12 @@ def _cause_of_step(run: QuadraticRun, moved: Tensor) -> str:
 class SoftLabels(Expectation):
     """FedKD with soft labels of one public input, written out as a recursion in R^6.
 
-    w_k <- w_k - lr T (softmax(w_k / T) - p), then w_k <- w_k + lr (c_k - w_k); p = sum_k n_k
-    softmax(w_k / T) / sum_k n_k; the student's w <- w - lr T (softmax(w / T) - p).
+        w_k <- w_k - lr T (softmax(w_k / T) - p), then
+        w_k <- w_k + lr (c_k - w_k)
+        p = sum_k n_k softmax(w_k / T) / sum_k n_k
+        w <- w - lr T (softmax(w / T) - p)
+
+    w without an index is the student's.
     """
 
     def expect_limit(self, run: QuadraticRun) -> None:

@@ -2,14 +2,15 @@
 
 Source: Acar et al., ICLR 2021, Algorithm 1, with h_i = -a H_i and h = -a H.
 
-    y_i <- y_i - eta (y_i - c_i* + a (y_i - x + H_i)),  K times from x      H_i <- H_i + y_i - x
-    H <- H + 1/N sum_{i in S} (y_i - x)                                     x <- 1/|S| sum_{i in S}
-    y_i + H
+    y_i <- y_i - eta (y_i - c_i* + a (y_i - x + H_i)),  K times from x
+    H_i <- H_i + y_i - x
+    H <- H + 1/N sum_{i in S} (y_i - x)
+    x <- 1/|S| sum_{i in S} y_i + H
 
 FedDC (Gao et al., CVPR 2022) adds G - g_i to the gradient, and
 
-    g_i+ = g_i - G - (y_i - x) / (K eta)                                    G <- G + 1/N sum (g_i+ -
-    g_i)
+    g_i+ = g_i - G - (y_i - x) / (K eta)
+    G <- G + 1/N sum (g_i+ - g_i)
 
 c_i* is the client's centre. All values are float64.
 """

@@ -2,12 +2,13 @@
 
 Source: Karimireddy et al., ICML 2020, Algorithm 1 with option II.
 
-    y_i <- y_i - eta_l (g_i(y_i) - c_i + c),  K_i times from x   c_i+ = c_i - c + (x - y_i) / (K_i
-    eta_l) x <- x + sum_{i in S} p_i (y_i - x)                          c <- c + 1/N sum_{i in S}
-    (c_i+ - c_i)
+    y_i <- y_i - eta_l (g_i(y_i) - c_i + c)     K_i times from x
+    c_i+ = c_i - c + (x - y_i) / (K_i eta_l)
+    x <- x + sum_{i in S} p_i (y_i - x)
+    c <- c + 1/N sum_{i in S} (c_i+ - c_i)
 
-g_i(y) = y - c_i*, where c_i* is the client's centre. p_i is what the method declares; it is 1 / |S|
-in the paper. All values are float64.
+g_i(y) = y - c_i*, where c_i* is the client's centre. p_i is what the method declares; it is
+1 / |S| in the paper. All values are float64.
 """
 
 from __future__ import annotations

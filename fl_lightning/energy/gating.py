@@ -127,10 +127,17 @@ def expected_energy(chances: Tensor, costs: Tensor) -> Tensor:
 class _CoinCosts(torch.autograd.Function):
     """E c(M) of M heads in T unequal coins, ``[R]``, from p ``[T, R]`` and c ``[T + 1, R]``.
 
-    With v_t(m) the expectation where m heads are seen before coin t, v_T = c and
-    v_t(m) = v_{t+1}(m) + p_t (v_{t+1}(m + 1) - v_{t+1}(m)), which only ever averages: nothing
-    cancels, and nothing is divided. With f_t(m) the probability of m heads before coin t, dE / dp_t
-    = sum_m f_t(m) (v_{t+1}(m + 1) - v_{t+1}(m)). Autograd would keep all v until the step ends.
+    With v_t(m) the expectation where m heads are seen before coin t:
+
+        v_T = c
+        v_t(m) = v_{t+1}(m) + p_t (v_{t+1}(m + 1) - v_{t+1}(m))
+
+    This only ever averages: nothing cancels, and nothing is divided. With f_t(m) the probability of
+    m heads before coin t:
+
+        dE / dp_t = sum_m f_t(m) (v_{t+1}(m + 1) - v_{t+1}(m))
+
+    Autograd would keep all v until the step ends.
     """
 
     @staticmethod

@@ -3,12 +3,12 @@ loss.
 
     r_k(h) = <w_k, h> + b_k,    r_0 = 0,    k = argmin_k r_k + lambda c_k / c_0
 
-h is the state after the first block, which is always computed. r_k is
-regressed on the measured regret CE_k - CE_0 in nats, which every step of training knows for each
-token: nothing is drawn, and no gate can die. lambda is in no loss. It only spends the budget: an
-integral controller raises it where the wishes cost more than the budget, and lowers it where they
-cost less. Routers of layers are known, such as D-LLM's (Jiang et al., NeurIPS 2024), and are
-trained by gates; to regress what a level loses is this project's own.
+h is the state after the first block, which is always computed. r_k is regressed on the measured
+regret CE_k - CE_0 in nats, which every step of training knows for each token: nothing is drawn, and
+no gate can die. lambda is in no loss. It only spends the budget: an integral controller raises it
+where the wishes cost more than the budget, and lowers it where they cost less. Routers of layers
+are known, such as D-LLM's (Jiang et al., NeurIPS 2024), and are trained by gates; to regress what a
+level loses is this project's own.
 
 ``B`` sequences of ``T`` tokens, ``d`` features, ``K`` levels below the full network.
 """

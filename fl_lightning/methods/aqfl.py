@@ -1,12 +1,12 @@
 """AQFL: fixed-precision quantised federated learning, the baseline of FedMPQ (Chen & Vikalo, CVPR
 2024; after Abdelmoniem & Canini, 2021).
 
-    W_q = s / (2^N - 1) * R( W (2^N - 1) / s ),     s = max|W|,     R rounds; its backward is the
-    identity
+    W_q = s / (2^N - 1) * R( W (2^N - 1) / s )
+    s = max|W|
 
-Every layer of a client has that client's one bit-width N. Clients train fp32 weights through W_q,
-with neither bit regulariser nor pruning, and send codes of N + 1 bits, rounded so that their mean
-is W; the server averages the de-quantised weights.
+R rounds; its backward is the identity. Every layer of a client has that client's one bit-width N.
+Clients train fp32 weights through W_q, with neither bit regulariser nor pruning, and send codes of
+N + 1 bits, rounded so that their mean is W; the server averages the de-quantised weights.
 """
 
 from __future__ import annotations

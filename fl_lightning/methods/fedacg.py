@@ -1,8 +1,10 @@
 """FedACG (Kim et al., CVPR 2024): clients start where the server's momentum leads, and are held
 there.
 
-sent is x' = x + lam M,     L = L_task + beta / 2 * || w - x' ||^2
-x <- sum_i p_i y_i,         M <- lam M + sum_i p_i (y_i - x')
+    sent is x' = x + lam M
+    L = L_task + beta / 2 * || w - x' ||^2
+    x <- sum_i p_i y_i
+    M <- lam M + sum_i p_i (y_i - x')
 """
 
 from __future__ import annotations

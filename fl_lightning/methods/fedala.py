@@ -1,10 +1,10 @@
 """FedALA (Zhang et al., AAAI 2023): every client starts its round from a mixture of its own weights
 and the global ones, whose shares it learns, one for each weight.
 
-    y = v + (x - v) W                                   on the adapted layers, else y = x
-    W <- clip(W - ala_lr g(y) (x - v), 0, 1)            a step for each batch of ala_epochs passes,
-    y anew y <- y - eta g(y)                                   K_k steps; averaged by p_k v <- y,  W
-    stays
+    y = v + (x - v) W                           on the adapted layers, else y = x
+    W <- clip(W - ala_lr g(y) (x - v), 0, 1)    a step for each batch of ala_epochs passes, y anew
+    y <- y - eta g(y)                           K_k steps; averaged by p_k
+    v <- y,  W stays
 
 g is the gradient of L_task. W is 1 at first, and statistics of BatchNorm start as received. The
 personal model is v.

@@ -1,6 +1,9 @@
 """FedAvgM (Hsu et al., 2019): FedAvg with momentum on the server.
 
-v <- beta v + (x - sum_i p_i y_i),     x <- x - server_lr v
+The server's step:
+
+    v <- beta v + (x - sum_i p_i y_i)
+    x <- x - server_lr v
 """
 
 from __future__ import annotations

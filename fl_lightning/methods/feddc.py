@@ -1,12 +1,14 @@
 """FedDC (Gao et al., CVPR 2022): FedDyn with control variates, so that a client's own drift and the
 way that all go are told apart.
 
-    L = L_task + a_i (<h_i, y - x> + 1/2 ||y - x||^2) + <G / w_i - g_i, y>      K_i local steps from
-    x h_i <- h_i + y_i - x g_i+ = g_i - G / w_i - (y_i - x) / (K_i eta) G <- G + 1 / N sum_S w_i
-    (g_i+ - g_i) x <- 1 / |S| sum_S y_i + 1 / N sum_all h_i
+    L = L_task + a_i (<h_i, y - x> + 1/2 ||y - x||^2) + <G / w_i - g_i, y>    K_i local steps from x
+    h_i <- h_i + y_i - x
+    g_i+ = g_i - G / w_i - (y_i - x) / (K_i eta)
+    G <- G + 1 / N sum_S w_i (g_i+ - g_i)
+    x <- 1 / |S| sum_S y_i + 1 / N sum_all h_i
 
-a_i = alpha / w_i, and w_i is 1 or N n_i / sum_k n_k. The first term is that of alpha / 2 ||y - (x -
-h_i)||^2.
+a_i = alpha / w_i, and w_i is 1 or N n_i / sum_k n_k. The first term is that of
+alpha / 2 ||y - (x - h_i)||^2.
 """
 
 from __future__ import annotations

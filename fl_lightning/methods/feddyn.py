@@ -6,8 +6,7 @@ term, so that its optimum is that of all.
     H <- H + 1 / N sum_S (y_i - x)
     x <- 1 / |S| sum_S y_i + H
 
-    In the paper's letters h_i = -a_i H_i and h = -alpha H. H is the mean of all H_i after every
-    round.
+In the paper's letters h_i = -a_i H_i and h = -alpha H. H is the mean of all H_i after every round.
 """
 
 from __future__ import annotations

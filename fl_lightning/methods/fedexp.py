@@ -1,8 +1,9 @@
 """FedExP (Jhunjhunwala et al., ICLR 2023): the more the clients disagree, the further the server
 goes.
 
-G = max(1, sum_i p_i ||y_i - x||^2 / (2 (||D||^2 + eps))),     x <- x + G D,     D = sum_i p_i (y_i
-- x)
+    D = sum_i p_i (y_i - x)
+    G = max(1, sum_i p_i ||y_i - x||^2 / (2 (||D||^2 + eps)))
+    x <- x + G D
 """
 
 from __future__ import annotations

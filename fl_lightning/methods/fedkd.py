@@ -1,8 +1,9 @@
 """FedKD: distillation through soft labels on a public set P (FedMD, Li & Wang 2019; DS-FL, Itahara
 et al. 2020; CFD, Sattler et al. 2020).
 
-    client k:  receive p, minimise T^2 KL(p || softmax(z / T)) on P, then L_task on its own
-               examples, send p_k = softmax(z(P) / T)
+    client k:  receive p, minimise T^2 KL(p || softmax(z / T)) on P,
+               then L_task on its own examples,
+               send p_k = softmax(z(P) / T)
     server:    p = sum_k n_k p_k / sum_k n_k,  sharpened: p = softmax(p / tau)
                (DS-FL's entropy reduction aggregation, tau 0.1)
                its own student minimises T^2 KL(p || softmax(z / T)) on P and is the global model

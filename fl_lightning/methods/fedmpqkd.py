@@ -1,8 +1,7 @@
 """FedMPQ-KD: FedMPQ whose clients also distil from a full-precision copy of the weights they
 received this round.
 
-    L = L_task + lambda_b * L_bit + alpha * T^2 * KL,   KL(softmax(teacher / T) || softmax(student /
-    T))
+    L = L_task + lambda_b * L_bit + alpha * T^2 * KL(softmax(teacher / T) || softmax(student / T))
 
 Hinton et al. (2015) for T^2; nothing more is uploaded than by FedMPQ.
 """

@@ -1,12 +1,11 @@
 """FedPQ: updates by product quantisation (Jegou et al., TPAMI 2011; for gradients Dai et al.,
 2019).
 
-    x <- x + sum_k p_k Q(x_k - x),   Q replaces every d values by the nearest of the client's K
-    centroids
+    x <- x + sum_k p_k Q(x_k - x)
 
-A client sends the indices, log2 K bits for d weights, and the codebooks, K d fp32 a tensor. d = 2
-and K = 256 are 4 bits a weight and 2 kB a tensor. Q is biased towards the mean of its cluster. The
-download is in fp32.
+Q replaces every d values by the nearest of the client's K centroids. A client sends the indices,
+log2 K bits for d weights, and the codebooks, K d fp32 a tensor. d = 2 and K = 256 are 4 bits a
+weight and 2 kB a tensor. Q is biased towards the mean of its cluster. The download is in fp32.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """FedProto (Tan et al., AAAI 2022): clients keep their models and exchange the mean features of
 each class, their prototypes.
 
-    client k:  L = L_task + lam mean ||z - P_y||^2 / d,  0 where P_y is not known; from its own
-               weights sends z_kc, the mean of z over its n_kc examples of class c, after its local
-               steps
+    client k:  L = L_task + lam mean ||z - P_y||^2 / d,  0 where P_y is not known;
+               starts from its own weights,
+               sends z_kc, the mean of z over its n_kc examples of class c, after its local steps
     server:    P_c = sum_k n_kc z_kc / sum_k n_kc,  over those of the round that have the class
 
 z, of d features, is what enters the last linear layer. A class that nobody in a round has keeps its

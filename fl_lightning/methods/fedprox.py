@@ -1,6 +1,8 @@
 """FedProx (Li et al., MLSys 2020): FedAvg whose clients are held back to the weights they received.
 
-L = L_task + mu / 2 * || w - w_t ||^2        over the trainable parameters
+    L = L_task + mu / 2 * || w - w_t ||^2
+
+The norm is over the trainable parameters.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """FedSAM (Qu et al., ICML 2022): clients step along the gradient of a place uphill (SAM, Foret et
 al., ICLR 2021), which ends where the loss is flat.
 
-    q = gradient of L_task at y,  d = rho q / (||q|| + 1e-7),  y <- y - eta (gradient of L_task at y
-    + d)
+    q = gradient of L_task at y
+    d = rho q / (||q|| + 1e-7)
+    y <- y - eta (gradient of L_task at y + d)
 
 The norm is over all trained parameters.
 """

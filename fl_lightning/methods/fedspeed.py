@@ -1,9 +1,16 @@
 """FedSpeed (Sun et al., ICLR 2023): FedDyn's terms with FedSAM's gradient.
 
-q = gradient of L_task at y,  d = rho q / (||q|| + 1e-7),  g = gradient of L_task at y + d
-y_i <- y_i - eta (g + lamb (y_i - x + H_i))           K_i local steps from x
-H_i <- H_i + y_i - x
-x <- 1 / |S| sum_S y_i + 1 / N sum_all H_i
+Each of the K_i local steps from x:
+
+    q = gradient of L_task at y
+    d = rho q / (||q|| + 1e-7)
+    g = gradient of L_task at y + d
+    y_i <- y_i - eta (g + lamb (y_i - x + H_i))
+
+At the end of the round:
+
+    H_i <- H_i + y_i - x
+    x <- 1 / |S| sum_S y_i + 1 / N sum_all H_i
 """
 
 from __future__ import annotations

@@ -1,8 +1,15 @@
 """MoFedSAM (Qu et al., ICML 2022): FedCM with FedSAM's gradient.
 
-q = gradient of L_task at y,  d = rho q / (||q|| + 1e-7),  g = gradient of L_task at y + d
-y_i <- y_i - eta (A g + (1 - A) M)           K_i local steps from x
-M <- -1 / |S| sum_S (y_i - x) / (K_i eta)
+Each of the K_i local steps from x:
+
+    q = gradient of L_task at y
+    d = rho q / (||q|| + 1e-7)
+    g = gradient of L_task at y + d
+    y_i <- y_i - eta (A g + (1 - A) M)
+
+At the end of the round:
+
+    M <- -1 / |S| sum_S (y_i - x) / (K_i eta)
 """
 
 from __future__ import annotations

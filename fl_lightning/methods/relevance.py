@@ -1,9 +1,10 @@
 """Who learns what I learn: similarity of clients from sketches of a gradient (Seo et al. 2025,
 arXiv 2506.11024).
 
-    e <- ema * grad + (1 - ema) * e    the last layer of a small model that all clients have and
-    nobody trains sketch = (e + N(0, sigma^2))[kept]         the only part that travels w_ij =
-    softmax_j(cos(sketch_i, sketch_j) / tau)
+    e <- ema * grad + (1 - ema) * e       the last layer of a small model that all clients have
+                                          and nobody trains
+    sketch = (e + N(0, sigma^2))[kept]    the only part that travels
+    w_ij = softmax_j(cos(sketch_i, sketch_j) / tau)
 
 ``K`` clients, ``M`` of them, ``C`` classes, ``D`` inputs of the last layer.
 """

@@ -1,8 +1,9 @@
 """Adversarial examples within ``eps`` of every pixel (L-infinity), in pixel space [0, 1].
 
-    FGSM   x + eps * sign(grad_x L(x, y))                                       Goodfellow et al.,
-    ICLR 2015 PGD    x_{i+1} = clip(x_i + step * sign(grad_x L(x_i, y))), random start     Madry et
-    al., ICLR 2018
+    FGSM   x + eps * sign(grad_x L(x, y))
+           Goodfellow et al., ICLR 2015
+    PGD    x_{i+1} = clip(x_i + step * sign(grad_x L(x_i, y))), random start
+           Madry et al., ICLR 2018
 
 L is the cross-entropy; clip keeps x within eps of the original and within [0, 1]. The attacks are
 pure functions of a network that maps pixels to logits. ``B`` batch, ``C`` classes.

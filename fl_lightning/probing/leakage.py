@@ -1,8 +1,8 @@
 """What leaks of the clients' examples through the model that is released, and through what the
 server sees.
 
-membership   the loss of an example says whether it was trained on    Yeom et al., CSF 2018
-inversion    an update gives back the images that it was made of      Geiping et al., NeurIPS 2020
+    membership  the loss of an example says whether it was trained on  Yeom et al., CSF 2018
+    inversion   an update gives back the images that it was made of    Geiping et al., NeurIPS 2020
 
 The attacker of ``membership`` takes an example for a member where its loss is below a threshold (as
 Adversary 2 of Yeom et al.); all thresholds are tried.

@@ -5,9 +5,11 @@ Source: BSQ, Yang et al., ICLR 2021, equations 3 to 6.
 A layer of n weights at N bits is two stacks of N non-negative planes, ``planes [2, N, n]``: p for
 positive, n for negative weights.
 
-    W_q = s / (2^N - 1) * R( sum_b 2^b (p_b - n_b) )        R rounds; its backward pass is the
-    identity L_bit = 1 / (sum n_l) sum_l n_l N_l sum_b || [p_b ; n_b] ||_2, smoothed at zero as
-    sqrt(1e-8 + sum of squares)
+    W_q = s / (2^N - 1) * R( sum_b 2^b (p_b - n_b) )
+    L_bit = 1 / (sum n_l) sum_l n_l N_l sum_b || [p_b ; n_b] ||_2
+
+R rounds; its backward pass is the identity. The norm is smoothed at zero as
+sqrt(1e-8 + sum of squares).
 
 A step of SGD on the planes moves W by 2 c^2 sum_b 4^b of the same step on W, c = s / (2^N - 1), or
 by half of that where one side is clamped: most weights. ``matched`` divides the gradient by c^2

@@ -5,11 +5,12 @@ Two methods under one seed meet the same partition, cohorts, drop-outs and noise
 is the per-seed difference x_1 .. x_n of their metric, with mean m and standard deviation s (divided
 by n - 1):
 
-    t = m / (s / sqrt n), n - 1 degrees of freedom; interval m -+ t_{1 - a/2} s / sqrt n  (Student,
-    1908) W = sum of the ranks of |x_i| with x_i > 0; its p is exact up to 50 seeds     (Wilcoxon,
-    1945) d_z = m / s;  g_z = J(n - 1) d_z,  J(v) = G(v/2) / (sqrt(v/2) G((v - 1)/2))   (Hedges,
-    1981) power(d, n) = P(|T| > t_{1 - a/2}),  T noncentral t with n - 1 degrees and noncentrality d
-    sqrt n
+    t = m / (s / sqrt n), n - 1 degrees of freedom                                 (Student, 1908)
+    interval m -+ t_{1 - a/2} s / sqrt n
+    W = sum of the ranks of |x_i| with x_i > 0; its p is exact up to 50 seeds      (Wilcoxon, 1945)
+    d_z = m / s;  g_z = J(n - 1) d_z,  J(v) = G(v/2) / (sqrt(v/2) G((v - 1)/2))    (Hedges, 1981)
+    power(d, n) = P(|T| > t_{1 - a/2})
+        T noncentral t with n - 1 degrees and noncentrality d sqrt n
 
 The t interval is the one that decides. The bootstrap (BCa, Efron 1987) stands beside it: it assumes
 no normal distribution, but it cannot know of values that it has not seen. Of normal differences it
@@ -296,9 +297,8 @@ def bootstrap_interval(values: Sequence[float] | np.ndarray) -> tuple[float, flo
 
 
 def t_test(values: Sequence[float] | np.ndarray, least_std: float = 0.0) -> tuple[float, float]:
-    """t and its two-sided p against a mean of 0. Equal values: NaN, or t = 0 and p = 1 when all of
-    them are
-    0. A standard deviation below ``least_std``, that of rounding, is taken as it."""
+    """t and its two-sided p against a mean of 0. Equal values: NaN, or t = 0 and p = 1 when all
+    of them are 0. A standard deviation below ``least_std``, that of rounding, is taken as it."""
     x = np.asarray(values, np.float64)
     mean, std = mean_std(x)
     std = max(std, least_std)  # one value has none, and NaN stays

@@ -1,6 +1,8 @@
 """What `run_round` of a plain FedAvg runs of the package can be read in one go, and stays so.
 
-python tests/project/test_round_path.py    # prints the path: file, lines, functions entered, why
+As a script it prints the path: file, lines, functions entered, why.
+
+    python tests/project/test_round_path.py
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Runs to be killed: a process that has imported everything, and forks one child per run. Talks
 JSON lines over its pipes.
 
-    {"folder": F, "mlflow": false, "after": SECONDS, "event": N, "interrupt": SIGNAL, "settings":
-     {...}, "peers": false}
+    {"folder": F, "mlflow": false, "after": SECONDS, "event": N, "interrupt": SIGNAL,
+     "settings": {...}, "peers": false}
 
 The child runs the federation below in folder F with ``auto_resume``. It is killed after so many
 seconds, or kills itself before the N-th time it touches the file system under F, or sends itself a

@@ -1,6 +1,8 @@
 """A node that answers its orders of round 2 only when a file is there.
 
-python tests/slow_node.py SUPERLINK FOLDER PARTITION OF CERTIFICATES KEY FILE
+It is started by:
+
+    python tests/slow_node.py SUPERLINK FOLDER PARTITION OF CERTIFICATES KEY FILE
 """
 
 import sys

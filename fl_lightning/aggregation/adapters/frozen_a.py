@@ -1,6 +1,8 @@
 """FFA-LoRA (Sun et al., ICLR 2024, arXiv 2403.12313): A stays as it was drawn, one for all clients.
 
-B <- sum_k p_k B_k,     so that mean(B) A = mean(BA)
+B is averaged, so that mean(B) A = mean(BA):
+
+    B <- sum_k p_k B_k
 """
 
 from __future__ import annotations

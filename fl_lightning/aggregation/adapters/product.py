@@ -1,7 +1,9 @@
 """FlexLoRA (Bai et al., NeurIPS 2024, arXiv 2402.11505): the mean of the products, cut to each
 client's rank.
 
-U S V^T = sum_k p_k B_k A_k,     B <- U_r S_r^(1/2),     A <- S_r^(1/2) V_r^T
+    U S V^T = sum_k p_k B_k A_k
+    B <- U_r S_r^(1/2)
+    A <- S_r^(1/2) V_r^T
 """
 
 from __future__ import annotations

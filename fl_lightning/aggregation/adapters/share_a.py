@@ -1,6 +1,8 @@
 """FedSA-LoRA (Guo et al., ICLR 2025, arXiv 2410.01463): A is averaged, and each client keeps its B.
 
-A <- sum_k p_k A_k,     client k adds c B_k A
+    A <- sum_k p_k A_k
+
+Client k adds c B_k A.
 """
 
 from __future__ import annotations

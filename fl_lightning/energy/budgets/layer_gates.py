@@ -1,8 +1,8 @@
 """Gates of branches that read the states of their own block: TABS on branches, a baseline.
 
     theta_b = v_b + <w_b, h_l - E h_l>,    |theta_b| <= 3
-    m = argmax_m sum_b m_b theta_b    over the subsets m with all protected branches that E_max
-    affords
+    m = argmax_m sum_b m_b theta_b    over the subsets m with all protected branches
+                                      that E_max affords
 
 h_l is the mean over the prompt of the states that enter block l, the block of branch b, at length
 d^-1/2, and E h_l, which is regressed on it, its mean over sequences. So v_b is what a gate is

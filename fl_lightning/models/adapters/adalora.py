@@ -142,10 +142,13 @@ def orthogonality(network: nn.Module) -> Tensor:
 class Importance:
     """The smoothed importance of each direction of each layer in Zhang et al. (2023).
 
-    For a weight w with gradient g the sensitivity is I = |w g|. Its mean is ``M <- b1 M + (1 - b1)
-    I``, its uncertainty ``U <- b2 U + (1 - b2) |I - M|``. The score of a weight is M U; that of
-    direction i is the score of lambda_i, plus the mean score of column i of P, plus the mean score
-    of row i of Q.
+    For a weight w with gradient g the sensitivity is I = |w g|; M is its mean, U its uncertainty:
+
+        M <- b1 M + (1 - b1) I
+        U <- b2 U + (1 - b2) |I - M|
+
+    The score of a weight is M U; that of direction i is the score of lambda_i, plus the mean score
+    of column i of P, plus the mean score of row i of Q.
 
     Args:
         beta1, beta2: b1 and b2, above 0 and below 1.

@@ -5,8 +5,8 @@
 A client trains few of a server's experts at a time; those are in the network's S *seats*. The
 weights a_t of the seats at token t come from its embedding, which no expert changes:
 
-    a_t = softmax over s of (log share_s + <router_s, e_t> / gamma),    e_t = embedding / its root
-    mean square
+    a_t = softmax over s of (log share_s + <router_s, e_t> / gamma)
+    e_t = embedding / its root mean square
 
 One seat has the weight 1. ``P`` are the values of one adapter over all layers, ``d`` features of a
 token, ``T`` tokens.

@@ -1,7 +1,7 @@
 """The command ``rank``: it trains one method on the protocol of a published study, and says which
 place it has among the published methods. None of those is run again.
 
-python -m fl_lightning rank --model my_package.MyMethod --setting dirichlet01
+    python -m fl_lightning rank --model my_package.MyMethod --setting dirichlet01
 """
 
 from __future__ import annotations

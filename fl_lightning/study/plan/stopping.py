@@ -1,8 +1,8 @@
 """The entry ``until`` of a study file: seeds are added until every criterion is decided, or a
 budget ends it.
 
-seeds: [0, 1, 2, 3, 4]        # are run in any case; the next are 5, 6, 7 ...
-until: {max_seeds: 40, max_hours: 6}    # or just: until: decided
+    seeds: [0, 1, 2, 3, 4]                  # are run in any case; the next are 5, 6, 7 ...
+    until: {max_seeds: 40, max_hours: 6}    # or just: until: decided
 """
 
 from __future__ import annotations

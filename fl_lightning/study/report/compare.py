@@ -1,6 +1,8 @@
 """The command ``compare``: it makes tables, tests, verdicts and figures of finished runs.
 
-python -m fl_lightning compare --study exp2_embedded --out reports/exp2
+For example:
+
+    python -m fl_lightning compare --study exp2_embedded --out reports/exp2
 """
 
 from __future__ import annotations
