@@ -222,7 +222,7 @@ class SoftLabels(Expectation):
         p = sum_k n_k softmax(w_k / T) / sum_k n_k
         w <- w - lr T (softmax(w / T) - p)
 
-    w without an index is the student's.
+    w without an index is the student's. A method with ``sharpen`` takes softmax(p / sharpen) for p.
     """
 
     def expect_limit(self, run: QuadraticRun) -> None:

@@ -8,7 +8,7 @@ way that all go are told apart.
     x <- 1 / |S| sum_S y_i + 1 / N sum_all h_i
 
 a_i = alpha / w_i, and w_i is 1 or N n_i / sum_k n_k. The first term is that of
-alpha / 2 ||y - (x - h_i)||^2.
+a_i / 2 ||y - (x - h_i)||^2.
 """
 
 from __future__ import annotations

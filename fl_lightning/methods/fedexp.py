@@ -2,8 +2,9 @@
 goes.
 
     D = sum_i p_i (y_i - x)
-    G = max(1, sum_i p_i ||y_i - x||^2 / (2 (||D||^2 + eps)))
+    G = max(1, sum_i p_i ||y_i - x||^2 / (2 (||D||^2 + eps_t)))
     x <- x + G D
+    eps_t = eps eps_decay^(t - 1) in round t = 1, 2, ...
 """
 
 from __future__ import annotations

@@ -248,7 +248,7 @@ class FedKD(Method):
                 if self.gradient_clip_val is not None:
                     clip_gradients(optimizer, self.gradient_clip_val, self.gradient_clip_algorithm)
                 optimizer.step()
-        return self.layout.read(self.network)
+        return self.layout.to_wire(self.layout.read(self.network))
 
 
 def normalised(rows: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ Each of the K_i local steps from x:
 At the end of the round:
 
     M <- -1 / |S| sum_S (y_i - x) / (K_i eta)
+    x <- x + eta_g / |S| sum_S (y_i - x)
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Adversarial examples within ``eps`` of every pixel (L-infinity), in pixel space [0, 1].
 
-    FGSM   x + eps * sign(grad_x L(x, y))
+    FGSM   clip(x + eps * sign(grad_x L(x, y)))
            Goodfellow et al., ICLR 2015
     PGD    x_{i+1} = clip(x_i + step * sign(grad_x L(x_i, y))), random start
            Madry et al., ICLR 2018

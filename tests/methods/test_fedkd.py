@@ -257,6 +257,25 @@ def test_ledger_counts_both_directions(tmp_path):
     ] * 2
 
 
+def test_a_network_in_bfloat16_sends_as_many_bytes_after_the_student_has_trained(tmp_path):
+    """The student of round 1 is what round 2 broadcasts."""
+
+    class Narrow(SmallCNN):
+        def forward(self, images):
+            return super().forward(images.bfloat16())
+
+    method = FedKD(
+        network=lambda classes: Narrow(classes, width=4).bfloat16(),
+        optimizer=sgd(0.05),
+        average_weights=True,
+    )
+    server, trainer = after(method, digits(), tmp_path)
+    assert server["weights"].dtype == torch.bfloat16
+    labels = 22 + 4 * 40 * 10
+    first, _, third, _ = (int(row[3]) for row in rows(trainer))
+    assert third == first + labels
+
+
 def small_size() -> int:
     state = SmallCNN(10, norm="batch", width=4).state_dict()
     return sum(value.numel() for name, value in state.items() if "num_batches" not in name)

@@ -296,6 +296,12 @@ def test_what_is_tuned_is_not_fixed_too(tmp_path):
             search_in(tmp_path, text)
 
 
+def test_a_choice_is_listed_once(tmp_path):
+    text = SEARCH.replace("[WeightedMean, C", "[CoordinateMedian, WeightedMean, C")
+    with pytest.raises(InputError, match=r"space.model.average: 'CoordinateMedian', twice; "):
+        search_in(tmp_path, text)
+
+
 def test_a_search_is_not_continued_as_another(tmp_path):
     session(tmp_path)[0].run()
     trials = tmp_path / "small-tune"

@@ -2,7 +2,7 @@
 packets this process carries. A kernel with ``sch_netem`` does the same; many small kernels come
 without.
 
-    python tests/lossy_line.py NAMESPACE ADDRESS NAMESPACE ADDRESS SECONDS SHARE
+    python tests/support/lossy_line.py NAMESPACE ADDRESS NAMESPACE ADDRESS SECONDS SHARE
 
 ``SECONDS`` is the delay of each packet in one direction, ``SHARE`` the share of packets that is
 lost. On SIGTERM it prints how many packets it carried and lost. The devices end with this process.

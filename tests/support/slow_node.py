@@ -2,7 +2,7 @@
 
 It is started by:
 
-    python tests/slow_node.py SUPERLINK FOLDER PARTITION OF CERTIFICATES KEY FILE
+    python tests/support/slow_node.py SUPERLINK FOLDER PARTITION OF CERTIFICATES KEY FILE
 """
 
 import sys

@@ -403,6 +403,9 @@ def _allowed(file: SpecFile, given: Any, where: str) -> Range | list[Any]:
         )
         rule = "choices are numbers, strings, true, false or null"
         file.require(plain, f"{where}: {given!r}", rule, f"write {where}: [0.1, 0.2]")
+        twice = next((item for item in given if [*map(repr, given)].count(repr(item)) > 1), None)
+        rule = "a choice that stands twice would be tried twice"
+        file.require(twice is None, f"{where}: {twice!r}, twice", rule, "leave one of them out")
         return given
     example = f"write {where}: {{low: 0.1, high: 1.0}}, or a list of choices"
     ends = file.parse(RangeEntries, given, f"{where}.", example)
