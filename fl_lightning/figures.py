@@ -96,6 +96,25 @@ def count_rounds(axes: Axes) -> None:
     )
 
 
+def plain_text(figure: Figure) -> Figure:
+    """Make two dollar signs in a text of the figure that, and no formula, and return it: names are
+    users'. Numbers at an axis, which matplotlib writes as formulas, stay so."""
+    from matplotlib.text import Text
+    from matplotlib.ticker import LogFormatter, ScalarFormatter
+
+    numbers = {
+        label
+        for axes in figure.axes
+        for axis in (axes.xaxis, axes.yaxis)
+        if isinstance(axis.get_major_formatter(), (LogFormatter, ScalarFormatter))
+        for label in axis.get_ticklabels(which="both")
+    }
+    for text in figure.findobj(Text):
+        if text not in numbers:
+            text.set_parse_math(False)
+    return figure
+
+
 def short_names(names: Sequence[str]) -> list[str]:
     """Return the names of layers without what all of them share, as far as whole parts between dots
     go, and without the ``.weight`` at their ends.

@@ -14,6 +14,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import nn
 
 from fl_lightning.config.constraints import within
+from fl_lightning.figures import plain_text
 from fl_lightning.hooks import Context
 from fl_lightning.methods import Method
 
@@ -51,7 +52,7 @@ def draw(context: Context, name: str, make: Callable[[], Figure], round: int | N
     name = name if round is None else f"{name}_round_{round:04d}"
     if getattr(rank_zero_only, "rank", 0) == 0:
         with never_fatal(f"figures/{name}"):
-            context.log_figure(name, make())
+            context.log_figure(name, plain_text(make()))
 
 
 def own_copy(context: Context) -> Any:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from inspect import isclass, signature
 from pathlib import Path
 from pydoc import locate
@@ -20,15 +20,14 @@ from rich.table import Table
 
 from fl_lightning.config.recorded import imported
 from fl_lightning.config.settings import changed_settings, flatten, is_under, settings_hash
-from fl_lightning.errors import InputError, RunStopped, as_bad_input, error_reason
+from fl_lightning.errors import InputError, RunStopped, as_bad_input, error_reason, require
 from fl_lightning.federation import Federation, weights_hash
 from fl_lightning.probing import Finding, ProbedModel, probe, select_probes
 from fl_lightning.probing.probed_model import Protection
 from fl_lightning.run.checkpoint import CheckpointError
 from fl_lightning.run.directory import RunDirectory, checkpoint_name
 from fl_lightning.run.metadata import code_of_model, git_state, now, versions
-from fl_lightning.run.paths import checkpoints_in
-from fl_lightning.run.resume import changed_identity, find_start, identity_of
+from fl_lightning.run.resume import changed_identity, checkpoints_of, identity_of
 from fl_lightning.run.snapshot import Checkpoint, restore
 from fl_lightning.run.tables import numbers
 from fl_lightning.support.user_code import changed_code
@@ -152,34 +151,38 @@ def choose_checkpoint(ckpt_path: str, which: str, experiment: Path) -> Checkpoin
     Raises:
         InputError: there is no such checkpoint, or it is damaged.
     """
-    start = find_start(ckpt_path, experiment)
-    if start.run is None or start.checkpoint is None:
-        raise InputError(
-            f"--ckpt_path {ckpt_path}", "the run has no checkpoint yet", "let it run for a round"
-        )
+    run, found = checkpoints_of(ckpt_path, experiment)
+    there = [path.name for path in found]
+    if not there:
+        given, ended = f"--ckpt_path {ckpt_path}", RunDirectory(run).read_json("metadata.json")
+        if ended.get("status") == "finished":
+            copy = "copy its folder checkpoints to it, or run it again"
+            raise InputError(given, "the run has finished, and its checkpoints are not here", copy)
+        raise InputError(given, "the run has no checkpoint yet", "let it run for a round")
+    if which not in ("last", "best"):
+        return _read(run, which, there)
+    newest = _read(run, there[0], there)
     if which == "last":
-        return start.checkpoint
-    name = which
-    if which == "best":
-        if not start.checkpoint.progress["best_round"]:
-            raise InputError(
-                "--checkpoint best",
-                "no round of this run was validated (data.val_fraction)",
-                "write --checkpoint last",
-            )
-        name = checkpoint_name(start.checkpoint.progress["best_round"])
-    return _read(start.run, name)
+        return newest
+    require(
+        newest.progress["best_round"],
+        "--checkpoint best",
+        "no round of this run was validated (data.val_fraction)",
+        "write --checkpoint last",
+    )
+    return _read(run, checkpoint_name(newest.progress["best_round"]), there)
 
 
-def _read(run: Path, name: str) -> Checkpoint:
-    there = [path.name for path in checkpoints_in(run / "checkpoints")]
+def _read(run: Path, name: str, there: Sequence[str]) -> Checkpoint:
     if name not in there:
         raise InputError(
             f"--checkpoint {name}",
             f"{run} holds {', '.join(there)}",
             "write one of these, last or best",
         )
-    instead, damage = f"write one of {', '.join(there)}", (KeyError, TypeError, AttributeError)
+    others = ", ".join(f"--checkpoint {other}" for other in there if other != name)
+    instead = f"restore its files, or write {others}" if others else "restore its files"
+    damage = (KeyError, TypeError, AttributeError)
     with as_bad_input(
         f"--checkpoint {name}", "it cannot be used", instead, CheckpointError, *damage
     ):

@@ -324,6 +324,7 @@ class Journal:
             kept: whether the run directory stays after this call.
         """
         rejected = int(sum(row["clients/rejected"] for row in self.progress.history))
+        unused = sum(row["clients/trained"] == 0 for row in self.progress.history)
         finished = now()
         self.metadata.pop("stopped_early", None)
         end = {
@@ -331,6 +332,7 @@ class Journal:
             "finished": finished,
             "weights_sha256": weights,
             "rejected_uploads": rejected,
+            **({"rounds_without_uploads": unused} if unused else {}),
             **({"stopped_early": stopped_early} if stopped_early else {}),
             **summary,
         }
@@ -349,9 +351,11 @@ class Journal:
         missing = self.tracker.finish("FINISHED", summary, milliseconds(finished))
         self.note(**end, **self._tracked(missing))
         if kept:
-            log.info("%s", self._closing_text(summary, rejected, stopped_early))
+            log.info("%s", self._closing_text(summary, rejected, unused, stopped_early))
 
-    def _closing_text(self, summary: Mapping[str, float], rejected: int, stopped_early: str) -> str:
+    def _closing_text(
+        self, summary: Mapping[str, float], rejected: int, unused: int, stopped_early: str
+    ) -> str:
         megabytes = sum(row["comm/total_bytes"] for row in self.progress.history) / 1e6
         width, done = max([25, *map(len, summary)]) + 1, self.progress.done.round
         lines = [
@@ -361,6 +365,8 @@ class Journal:
         ]
         if rejected:
             lines.insert(1, f"  uploads rejected          {rejected}, see ledger.csv")
+        if unused:
+            lines.insert(1, f"  rounds without an upload  {unused}, see run.log")
         if stopped_early:
             lines.insert(1, f"  stopped early             {stopped_early}")
         if self.tracker.hint:

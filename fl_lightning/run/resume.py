@@ -63,9 +63,7 @@ def find_start(ckpt_path: str, experiment: Path, run_name: str | None = None) ->
     Raises:
         InputError: there is no such run or checkpoint, or none of its checkpoints can be read.
     """
-    require(ckpt_path, "--ckpt_path ''", "it names no run", "write a run's directory, or last")
-    named = str(_last_run(experiment, run_name)) if ckpt_path == "last" else ckpt_path
-    run, candidates = run_and_checkpoints(named)
+    run, candidates = checkpoints_of(ckpt_path, experiment, run_name)
     if not candidates:
         return Start(run)
     for candidate in candidates:
@@ -81,6 +79,20 @@ def find_start(ckpt_path: str, experiment: Path, run_name: str | None = None) ->
         f"none of its {len(candidates)} checkpoints can be used",
         "start the run anew without it",
     )
+
+
+def checkpoints_of(
+    ckpt_path: str, experiment: Path, run_name: str | None = None
+) -> tuple[Path, list[Path]]:
+    """Return the run that ``--ckpt_path`` names, and its checkpoints, newest first; the arguments
+    are those of :func:`find_start`.
+
+    Raises:
+        InputError: there is no such run or checkpoint.
+    """
+    require(ckpt_path, "--ckpt_path ''", "it names no run", "write a run's directory, or last")
+    named = str(_last_run(experiment, run_name)) if ckpt_path == "last" else ckpt_path
+    return run_and_checkpoints(named)
 
 
 def _last_run(experiment: Path, name: str | None) -> Path:

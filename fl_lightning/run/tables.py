@@ -198,3 +198,21 @@ def _render(
         writer.writeheader()
     writer.writerows(rows)
     return text.getvalue().encode()
+
+
+def cut_metrics(table: bytes, metadata: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """Return that ``metrics.csv`` lacks rounds or values at its end; empty where it does not.
+
+    A run has all its rounds, unless ``metadata.json`` says why it was stopped early.
+    """
+    rows = list(csv.reader(io.StringIO(table.decode())))
+    short = next((row for row in rows if len(row) != len(rows[0])), None)
+    if short or not table.endswith(b"\n"):
+        number = (short or rows[-1])[0]
+        return f"metrics.csv is cut: it ends within the values of round {number}"
+    asked, made = settings.get("trainer.max_rounds"), len(rows) - 1
+    if isinstance(asked, int) and made < asked and not metadata.get("stopped_early"):
+        return (
+            f"metrics.csv has {made} rounds of {asked}, and metadata.json says that it is finished"
+        )
+    return ""

@@ -17,8 +17,8 @@ from typing import Any
 import yaml
 
 from fl_lightning.config.documents import read_document
-from fl_lightning.config.settings import is_number
-from fl_lightning.errors import InputError
+from fl_lightning.config.settings import flatten, is_number
+from fl_lightning.errors import InputError, require
 from fl_lightning.run.directory import RunDirectory, read_json, to_json
 from fl_lightning.run.metadata import (
     is_time,
@@ -29,7 +29,7 @@ from fl_lightning.run.metadata import (
     tracked_since,
 )
 from fl_lightning.run.paths import require_run
-from fl_lightning.run.tables import numbers
+from fl_lightning.run.tables import cut_metrics, numbers
 from fl_lightning.support.redaction import redact, redact_settings
 from fl_lightning.tracking.loggers import as_params
 from fl_lightning.tracking.mlflow_store import (
@@ -118,7 +118,16 @@ class StoredRun:
             if not isinstance(config, dict):
                 raise ValueError("config.yaml holds no mapping")
             metrics = run.path / "metrics.csv"
-            history = numbers(metrics.read_bytes()) if metrics.exists() else []
+            table = metrics.read_bytes() if metrics.exists() else b""
+            if metadata.get("status") == "finished":
+                cut = cut_metrics(table, metadata, flatten(config)) if table else "no metrics.csv"
+                require(
+                    not cut,
+                    path,
+                    f"the run is finished, but {cut}",
+                    "put the file back (checkpoints/ has a copy)",
+                )
+            history = numbers(table)
             tags_of(metadata, run.path)
             rounds = cls._rounds(metadata, history, _tests_in(run.path))
         except InputError:

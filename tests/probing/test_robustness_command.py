@@ -15,6 +15,7 @@ from outcomes import rows_of
 from fl_lightning.__main__ import main
 from fl_lightning.probing import command as probing
 from fl_lightning.probing import select_probes
+from fl_lightning.run.paths import checkpoints_in
 from fl_lightning.tracking import mlflow_store
 
 SMALL = [
@@ -186,7 +187,7 @@ def test_every_kind_of_method(model):
 
 @pytest.mark.slow
 @pytest.mark.essential
-def test_the_checkpoint_is_the_one_that_is_named(run, caplog):
+def test_the_checkpoint_is_the_one_that_is_named(run, caplog, capsys):
     best = json.loads((run / "checkpoints" / "round_000003" / "progress.json").read_text())[
         "best_round"
     ]
@@ -237,6 +238,17 @@ def test_the_checkpoint_is_the_one_that_is_named(run, caplog):
         assert main(["test", "--ckpt_path", str(run), *refused]) == 2
     assert main(["test", "--ckpt_path", str(run / "checkpoints" / "round_000002")]) == 2
     assert files(run) == before
+    newest = checkpoints_in(run / "checkpoints")[0]
+    (newest / "server.safetensors").write_bytes(b"cut")
+    before = files(run)
+    for refused in ([], ["--checkpoint", "best"]):  # an older one would be another model
+        capsys.readouterr()
+        assert main(["test", "--ckpt_path", str(run), *refused]) == 2
+        assert f"--checkpoint {newest.name}; it cannot be used" in capsys.readouterr().err
+    assert files(run) == before
+    shutil.rmtree(run / "checkpoints")
+    assert main(["test", "--ckpt_path", str(run)]) == 2
+    assert "its checkpoints are not here; copy its folder" in capsys.readouterr().err
 
 
 @pytest.mark.slow

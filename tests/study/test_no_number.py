@@ -10,7 +10,7 @@ import pytest
 from compared import comparison_of
 from synthetic_runs import make_run, make_study
 
-from fl_lightning.study.report.unequal import missing_seeds
+from fl_lightning.study.report.unequal import lost_uploads, missing_seeds
 from fl_lightning.study.report.verdicts import verdicts
 from fl_lightning.tasks import LanguageModelling
 
@@ -45,6 +45,16 @@ def test_a_target_that_some_seeds_never_reach_is_not_judged_by_the_others(tmp_pa
         criteria[1]: ("holds", "the whole interval is <= 0"),
         criteria[2]: ("undecided", "no rounds(C) in seed 0, 1, 2, 3, 4, 5, 6"),
     }
+
+
+def test_runs_that_lost_uploads_are_counted_in_the_report(tmp_path):
+    three_runs(tmp_path / "good", [])
+    assert [*lost_uploads(comparison_of(tmp_path / "good"))] == []
+    lost = {"clients/rejected": [0, 2, 1], "clients/trained": [4, 4, 0]}
+    three_runs(tmp_path / "lost", [], **lost)
+    refused, unused = lost_uploads(comparison_of(tmp_path / "lost"))
+    assert "Uploads were refused in 2 of 3 runs (A 2); " in refused
+    assert "A round or more used no upload in 1 of 3 runs (A 1); " in unused
 
 
 @pytest.mark.parametrize(

@@ -146,8 +146,8 @@ def test_levels_of_a_grid_have_tables_and_labels_of_their_own(tmp_path):
 def test_levels_that_share_a_label_or_are_read_as_markup(tmp_path, figures):
     levels = ["p q", "p+q", "x>0", "a]b"]
     grid = {"axis": {level: {"settings": {"data.beta": n}} for n, level in enumerate(levels)}}
-    values = {"A": {(("axis", level),): A for level in levels}}
-    make_study(tmp_path / "runs", {**values, "B": values["A"]}, grid=grid)
+    values = {(("axis", level),): A for level in levels}
+    make_study(tmp_path / "runs", {"A $x$": values, "a$_$ {b": values}, grid=grid)
     compare("study", tmp_path / "out", tmp_path / "runs", caption="Mine.", label="tab:x")
     text = (tmp_path / "out/tables.tex").read_text()
     found = re.findall(r"\\label\{([^}]*)\}", text)
@@ -155,7 +155,7 @@ def test_levels_that_share_a_label_or_are_read_as_markup(tmp_path, figures):
     assert {"tab:x-axis-p-q", "tab:x-axis-p-q-2"} <= {*found}
     drawn = {path.stem for path in (tmp_path / "out/figures").glob("*.png")}
     page = (tmp_path / "out/report.html").read_text()
-    assert page.count('src="data:image/svg+xml') == len(drawn)
+    assert page.count('src="data:image/svg+xml') == len(drawn)  # no label is taken for a formula
     assert "accuracy_over_rounds-axis=x~3e0" in drawn
 
 

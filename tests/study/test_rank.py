@@ -112,6 +112,9 @@ def test_a_third_method_alone_is_ranked_as_in_one_sweep_of_all_and_nothing_is_tr
     for key in ("trainer.fast_dev_run", "seed_everything", "ckpt_path"):
         assert ranked("--settings", f"{{{key}: 7}}") == 2
         assert f"{key}; the command sets it; leave it out" in capsys.readouterr().err
+    assert ranked("--settings", "{model.class_path: FedAvg}") == 2
+    said = "--settings model.class_path: FedAvg; the method that is ranked is another one"
+    assert said in capsys.readouterr().err
     of_rank, of_sweep = report_of(Path("reports/two-Third")), report_of(Path("swept"))
     assert of_rank["levels"] == of_sweep["levels"]  # to the last digit
     assert [(one["a"], one["b"]) for one in of_rank["levels"][0]["differences"]] == [

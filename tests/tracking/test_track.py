@@ -288,6 +288,22 @@ def test_bad_input(
     assert main(["track", str(whole)]) == 2
     assert "another process is writing" in capsys.readouterr().err
     held.unlock()
+    (whole / "config.yaml").write_text("trainer: {max_rounds: 5}\n")
+    table = (whole / "metrics.csv").read_bytes()
+    for damaged, said in (
+        (table[:-9], "metrics.csv is cut"),
+        (table[: table.rindex(b"\n", 0, -1) + 1], "rounds of"),
+        (None, "no metrics.csv"),
+    ):  # what is left would be recorded as all of it
+        (whole / "metrics.csv").unlink()
+        if damaged is not None:
+            (whole / "metrics.csv").write_bytes(damaged)
+        assert main(["track", str(whole)]) == 2
+        line = capsys.readouterr().err
+        assert "the run is finished, but " in line
+        assert said in line
+        assert "checkpoints/ has a copy" in line
+        (whole / "metrics.csv").write_bytes(table)
     (whole / "metrics.csv").write_bytes(b"round,a\n1\0,x\n")
     assert main(["track", str(whole)]) == 2
     assert not os.path.lexists(tmp_path / "mlflow.db")

@@ -113,6 +113,9 @@ def rank(
     label = label or model.rpartition(".")[2]
     files = [] if method_config is None else [_file(method_config)]
     more = SpecFile(Path("rank")).settings(settings or {}, "--settings")
+    other = more.get("model.class_path", model)
+    rule = "the method that is ranked is another one, and has its name in the table"
+    require(other == model, f"--settings model.class_path: {other}", rule, f"write --model {other}")
     own = Variation(tuple(files), {"model.class_path": model, **more})
     study = study_of(published, label, own, setting, seeds)
     out = out or Path("reports") / study.name

@@ -19,6 +19,7 @@ from pathlib import Path
 from rich.console import Console
 
 from fl_lightning.errors import as_bad_input, require
+from fl_lightning.figures import plain_text
 from fl_lightning.study.plan.published import PLAN
 from fl_lightning.study.report import tables
 from fl_lightning.study.report.comparison import Comparison
@@ -129,6 +130,7 @@ def write(
             if figure is None:
                 empty.append(name)
                 continue
+            plain_text(figure)
             figure.savefig(folder / "figures" / f"{name}.png", dpi=150, metadata={"Software": None})
             undated = {"Creator": None, "Producer": None, "CreationDate": None}
             figure.savefig(folder / "figures" / f"{name}.pdf", metadata=undated)

@@ -23,6 +23,7 @@ from fl_lightning.study.report.registered import NOT_REGISTERED, RegistrationRep
 from fl_lightning.study.report.transfer_tables import how_to_read as how_to_read_transfer
 from fl_lightning.study.report.transfer_tables import transfer_tables
 from fl_lightning.study.report.unequal import (
+    lost_uploads,
     missing_seeds,
     unequal_code,
     unequal_methods,
@@ -187,6 +188,7 @@ def answers(comparison: Comparison) -> Iterator[str]:
         yield " ".join(filter(None, (f"**{where}{winner}.**", *parts)))
     unequal = unequal_methods(comparison), *unequal_seeds(comparison), *unequal_code(comparison)
     yield from filter(None, (_unlike(comparison), *unequal, missing_seeds(comparison)))
+    yield from lost_uploads(comparison)
     counted = [
         verdict.decision for verdict in verdicts(comparison) if not verdict.criterion.is_timing
     ]

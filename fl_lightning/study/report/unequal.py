@@ -1,4 +1,4 @@
-"""What differs between the runs of a comparison beside the method and the seed."""
+"""What differs between the runs of a comparison beside the method and the seed, and what they lost."""
 
 from __future__ import annotations
 
@@ -68,6 +68,21 @@ def unequal_code(comparison: Comparison) -> Iterator[str]:
                 f"The runs of {', '.join(labels)} were trained by several versions of "
                 f"{module}: they differ in more than the method and the seed."
             )
+
+
+def lost_uploads(comparison: Comparison) -> Iterator[str]:
+    """Yield of how many runs of each method uploads were refused, and of how many a round used no
+    upload: such a method is compared at settings at which it does not train as it could."""
+    runs = [run for run in comparison.results.runs if run.record.history]
+    for what, lost in (
+        ("Uploads were refused", lambda row: row.get("clients/rejected", 0) > 0),
+        ("A round or more used no upload", lambda row: row.get("clients/trained", 1) == 0),
+    ):
+        found = Counter(run.label for run in runs if any(map(lost, run.record.history)))
+        if found:
+            each = ", ".join(f"{label} {count}" for label, count in found.items())
+            said = "their `run.log` says why"
+            yield f"{what} in {found.total()} of {len(runs)} runs ({each}); {said}."
 
 
 def missing_seeds(comparison: Comparison) -> str:

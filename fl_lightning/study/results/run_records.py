@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import logging
 import os
@@ -23,7 +22,7 @@ from fl_lightning.run.checkpoint import CheckpointError, load_document
 from fl_lightning.run.clients import FILE as CLIENTS
 from fl_lightning.run.directory import numbered
 from fl_lightning.run.paths import checkpoints_in
-from fl_lightning.run.tables import CsvTable, numbers
+from fl_lightning.run.tables import CsvTable, cut_metrics, numbers
 from fl_lightning.study.metric_names import TaskMetrics
 
 log = logging.getLogger("fl_lightning")
@@ -190,7 +189,7 @@ def read_directory(path: Path) -> RunRecord:
     wrong = (
         problem(metadata, history)
         or _changed_metrics(path, history)
-        or _cut_metrics(table, metadata, settings)
+        or cut_metrics(table, metadata, settings)
         or _changed_metadata(metadata, history, settings)
         or unknown
     )
@@ -295,24 +294,6 @@ def _changed_metrics(run: Path, history: Sequence[Mapping[str, float]]) -> str:
                 f"metrics.csv was changed since the run wrote it, by its SHA-256 in checkpoints/"
                 f"{checkpoint.name}; checkpoints/metrics.csv is its copy"
             )
-    return ""
-
-
-def _cut_metrics(table: bytes, metadata: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """Return that ``metrics.csv`` lacks rounds or values at its end; empty where it does not.
-
-    A run has all its rounds, unless ``metadata.json`` says why it was stopped early.
-    """
-    rows = list(csv.reader(io.StringIO(table.decode())))
-    short = next((row for row in rows if len(row) != len(rows[0])), None)
-    if short or not table.endswith(b"\n"):
-        number = (short or rows[-1])[0]
-        return f"metrics.csv is cut: it ends within the values of round {number}"
-    asked, made = settings.get("trainer.max_rounds"), len(rows) - 1
-    if isinstance(asked, int) and made < asked and not metadata.get("stopped_early"):
-        return (
-            f"metrics.csv has {made} rounds of {asked}, and metadata.json says that it is finished"
-        )
     return ""
 
 
