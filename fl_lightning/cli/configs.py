@@ -18,7 +18,7 @@ from fl_lightning.cli.commands import TRACEBACK_VARIABLE, Command
 from fl_lightning.config.documents import load_yaml, read_document
 from fl_lightning.config.near_names import nearest
 from fl_lightning.config.packaged import configs_folder, layers, without_base
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, require
 
 ENV_PREFIX = "FL_LIGHTNING_"
 
@@ -227,6 +227,13 @@ def _read_config(path: str, usual: str) -> str:
     for key, line in repeated:
         raise InputError(
             f"{path}, line {line}: {key}", "a key may be given once", "remove one of the two"
+        )
+    for key, _ in node.value:
+        require(
+            key.tag == "tag:yaml.org,2002:str" or key.value == "<<",
+            f"{path}, line {key.start_mark.line + 1}: {key.value}",
+            "a setting has a name, and this is none",
+            "write for example 'trainer: {max_rounds: 5}'",
         )
     return text
 

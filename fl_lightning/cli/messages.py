@@ -70,6 +70,9 @@ REASONS = (
     (re.compile(r"is abstract"), "it {}"),
     (re.compile(r"Multiple subclasses with name [^.]+"), "there are {}"),
 )
+NO_MAPPING = re.compile(
+    r"Namespace\(class_path='(?P<name>[^']+)', init_args=(?!Namespace)(?P<given>.+?)\)?$"
+)
 NOT_IN_MODULE = re.compile(r"module '(?P<module>[^']+)' has no attribute '(?P<name>[^']+)'")
 UNTYPED = re.compile(r"Parameter '(?P<name>\w+)' from '(?P<owner>[^']+)' does not specify a type")
 
@@ -139,7 +142,13 @@ def _unknown_key(
 def _bad_value(
     keys: list[str], owners: list[str], message: str, settings: Mapping[str, Any], given: UserInput
 ) -> InputError:
-    path = ".".join(keys)
+    path, value = ".".join(keys), _value(message)
+    if listed := NO_MAPPING.match(value):
+        return InputError(
+            f"{path}.init_args: {listed['given']}{given.in_file(path)}",
+            f"it is a mapping of the settings of {listed['name']}",
+            "write for example init_args: {lr: 0.1}",
+        )
     action = _action_of(keys[-1], owners) if len(keys) > 1 else settings.get(path)
     reason = next(
         (
@@ -157,7 +166,7 @@ def _bad_value(
     return bad_value(
         path,
         None if action is None else describe(action),
-        _value(message),
+        value,
         reason,
         described,
         given,

@@ -13,7 +13,7 @@ from lightning.fabric.loggers import Logger
 
 from fl_lightning.config.settings import changed_settings, config_of, flatten
 from fl_lightning.distributed import collectives
-from fl_lightning.errors import InputError, RunStopped, require
+from fl_lightning.errors import InputError, RunStopped, error_reason, require
 from fl_lightning.federation import Federation
 from fl_lightning.run.clients import FILE as CLIENTS
 from fl_lightning.run.directory import RunDirectory, to_json
@@ -183,7 +183,7 @@ class Journal:
         except OSError as error:
             raise InputError(
                 f"--trainer.default_root_dir {self.root}",
-                f"no run can be created there ({error})",
+                f"no run can be created in {self.root / self.experiment} ({error_reason(error)})",
                 "name a folder you may write to",
             ) from error
 

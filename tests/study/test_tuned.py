@@ -422,9 +422,11 @@ def test_a_search_that_could_mislead_is_refused(tmp_path):
         check_record(Search.read(tmp_path / "search.yaml"))
 
 
-def test_a_method_without_a_finished_trial_leaves_no_record(tmp_path):
-    write(tmp_path)
-    assert tune(tmp_path, failing="Low") == ""
+def test_a_method_without_a_finished_trial_leaves_no_record_and_is_tried_again(tmp_path):
+    write(tmp_path / "whole")
+    write(tmp_path / "mended")
+    assert tune(tmp_path / "mended", failing="Low") == ""
+    assert tune(tmp_path / "mended") == tune(tmp_path / "whole")
 
 
 @pytest.mark.slow

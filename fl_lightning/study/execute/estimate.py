@@ -140,7 +140,7 @@ def show_plan(cells: StudyCells, jobs: int, console: Console | None = None) -> N
     )
     if rest.unknown:
         console.print(
-            f"not counted: {', '.join(rest.unknown)}. An estimate is made from rounds that have run: start "
-            "the sweep, stop it with Ctrl-C after a round of each, and ask again; what is done counts",
+            f"not counted: {', '.join(rest.unknown)}. An estimate is made from rounds that have run: leave "
+            "--dry_run out, stop it with Ctrl-C after a round of each, and ask again; what is done counts",
             markup=False,
         )

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from dataclasses import replace as replaced
+from functools import partial
 from math import isnan, nan
 from pathlib import Path
 from statistics import fmean
@@ -57,6 +58,7 @@ MADE = "made"
 files that it ran."""
 SEED = re.compile(r"-seed(\d+)$")
 """The end of the name of a trial's run at another seed than the first."""
+AGAIN = "the same command tries them again"
 MAX_CHANGES_SHOWN = 4
 
 
@@ -245,9 +247,7 @@ class SearchSession(SearchRun):
 
     def trials(self, *states: TrialState) -> list[FrozenTrial]:
         """Return the trials that were drawn completely, but for those that were drawn before."""
-        trials = self.study.get_trials(states=states)
-        drawn = (trial for trial in trials if set(trial.params) == set(self.search.space))
-        return [trial for trial in drawn if REPEATED not in trial.user_attrs]
+        return [trial for trial in _drawn(self.search, self.study) if trial.state in states]
 
     def summary(self) -> str:
         ended = self.trials(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
@@ -431,7 +431,7 @@ class SearchSession(SearchRun):
         best = self.best()
         if best is None:
             self.display.line(
-                f"{self.search.name}: no trial was finished; logs in {self.folder / 'logs'}"
+                f"{self.search.name}: no trial was finished; logs in {self.folder / 'logs'}; {AGAIN}"
             )
             return False
         chosen = {"trial": best.number, self.metric: self.value_of(best), "settings": best.params}
@@ -459,21 +459,31 @@ class SearchSession(SearchRun):
 
 
 def open_search(search: Search, folder: Path, resolve: Callable[[list[str]], str]) -> optuna.Study:
-    """Begin or continue the search in the folder's database.
+    """Begin or continue the search in the folder's database; one all of whose trials failed is
+    begun anew.
 
     Raises:
         InputError: it was begun with another space, metric or configuration.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = optuna.create_study(
-        storage=f"sqlite:///{(folder / 'optuna.db').absolute()}",
-        study_name=f"{search.name}: {search.label}" if search.label else search.name,
+    place = {
+        "storage": f"sqlite:///{(folder / 'optuna.db').absolute()}",
+        "study_name": f"{search.name}: {search.label}" if search.label else search.name,
+    }
+    create = partial(
+        optuna.create_study,
+        **place,
         direction=optuna_direction(search),
         load_if_exists=True,
         pruner=optuna.pruners.MedianPruner(n_startup_trials=4)
         if search.prune
         else optuna.pruners.NopPruner(),
     )
+    study = create()
+    drawn = _drawn(search, study)
+    if len(drawn) >= search.wanted and {trial.state for trial in drawn} == {TrialState.FAIL}:
+        optuna.delete_study(**place)
+        study = create()
     settings = flatten(resolved_settings(search.args(search.corners()[0]), resolve))
     asked: dict[str, Any] = {
         "space": repr(dict(search.space)),
@@ -503,10 +513,7 @@ def open_search(search: Search, folder: Path, resolve: Callable[[list[str]], str
             shown, rename = f"of {search.label}: {shown}", "move it away"
         rule = f"its trials were made with another configuration ({shown})"
         raise InputError(f"{folder}", rule, f"remove that folder to search anew, or {rename}")
-    made = sum(
-        set(trial.params) == set(search.space) and REPEATED not in trial.user_attrs
-        for trial in study.get_trials()
-    )
+    made = len(_drawn(search, study))
     if made > search.wanted:
         given = f"{search.path}: trials: {search.wanted}"
         what = f" of {search.label}" if search.label else ""
@@ -514,6 +521,15 @@ def open_search(search: Search, folder: Path, resolve: Callable[[list[str]], str
         raise InputError(given, rule, f"write trials: {made} or more, or remove that folder")
     study.set_user_attr("search", asked)
     return study
+
+
+def _drawn(search: Search, study: optuna.Study) -> list[FrozenTrial]:
+    """Return the trials that were drawn completely, but for those that were drawn before."""
+    return [
+        trial
+        for trial in study.get_trials()
+        if set(trial.params) == set(search.space) and REPEATED not in trial.user_attrs
+    ]
 
 
 def optuna_direction(search: Search) -> Direction:

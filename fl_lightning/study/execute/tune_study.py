@@ -18,7 +18,7 @@ from optuna.trial import TrialState
 from fl_lightning import __version__
 from fl_lightning.errors import InputError, require
 from fl_lightning.study.execute.jobs import Job, RunningJob
-from fl_lightning.study.execute.trials import VALUES, SearchRun, SearchSession
+from fl_lightning.study.execute.trials import AGAIN, VALUES, SearchRun, SearchSession
 from fl_lightning.study.plan.search import MethodSearch, Range, Search
 from fl_lightning.study.plan.spec_file import SpecFile
 from fl_lightning.study.plan.tuned import TunedMethod, TunedRecord, is_of_search, search_hash
@@ -98,7 +98,7 @@ class StudySearchSession(SearchRun):
         if without:
             logs = self.folder / "logs"
             self.display.line(
-                f"no trial of {', '.join(without)} was finished, and no record; logs in {logs}"
+                f"no trial of {', '.join(without)} was finished, and no record; logs in {logs}; {AGAIN}"
             )
             return False
         assert self.search.record is not None

@@ -459,7 +459,8 @@ class Comparison:
         self, ranked: Sequence[str], tested: Sequence[Difference], gap: Difference
     ) -> tuple[str | None, str]:
         if gap.test.n < 2:
-            reason = f"{gap.test.n} paired seeds: how much seeds differ is not known, and no winner is named"
+            seeds = f"{gap.test.n} paired seed{'s' * (gap.test.n != 1)}"
+            reason = f"{seeds}: how much seeds differ is not known, and no winner is named"
             return None, reason
         beaten = {label: {one.loser for one in tested if one.winner == label} for label in ranked}
         best = ranked[0]

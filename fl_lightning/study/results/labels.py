@@ -27,16 +27,16 @@ def label_all(name: str, folder: Path, records: list[RunRecord]) -> Results:
     excluded = [ExcludedRun(record.name, record.problem) for record in records if record.problem]
     axes = _axes(complete)
     labels = _labels(complete, axes)
-    cells: dict[tuple[Any, ...], RunRecord] = {}
+    cells: dict[tuple[Any, ...], list[RunRecord]] = {}
     for record in sorted(complete, key=lambda record: (len(record.name), record.name)):
         key = (labels[record.where], record.metadata["seed"], *_levels(record, axes).items())
-        if key in cells:
-            reason = f"{record.name} has the same settings and seed, and is used"
-            excluded.append(ExcludedRun(cells[key].name, reason))
-        cells[key] = record
+        cells.setdefault(key, []).append(record)
+    for *older, used in cells.values():
+        reason = f"{used.name} has the same settings and seed, and is used"
+        excluded += [ExcludedRun(record.name, reason) for record in older]
     runs = [
-        FinishedRun(label, seed, dict(levels), record)
-        for (label, seed, *levels), record in cells.items()
+        FinishedRun(label, seed, dict(levels), used)
+        for (label, seed, *levels), (*_, used) in cells.items()
     ]
     runs.sort(key=lambda run: (run.label, run.seed, *run.levels.values()))
     grid: dict[str, dict[str, Variation]] = {}
