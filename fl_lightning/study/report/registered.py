@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -81,14 +82,15 @@ def registration_report(results: Results, folder: Path) -> RegistrationReport:
         found.append(f"{first.runs} runs are older than the registration")
     dates = [entry.date for entry in registration.entries]
     mark = f"SHA-256 {first.sha256[:TAG_LENGTH]}"
+    report_of = partial(RegistrationReport, sha256=first.sha256, dates=dates)
     if found:
         comparison, why = _registered(results, registration, folder)
         line = f"**Not as registered** on {_day(first.date)} ({mark}): {'; '.join(found)}. {why}".rstrip()
-        return RegistrationReport("not as registered", line, found, first.sha256, dates, comparison)
+        return report_of("not as registered", line, found, registered=comparison)
     if first.runs:
         were = f"{first.runs} run{'s were' if first.runs > 1 else ' was'}"
         line = f"**Registered late**, on {_day(first.date)} ({mark}), when {were} in the folder already."
-        return RegistrationReport("registered late", line, (), first.sha256, dates)
+        return report_of("registered late", line)
     unchanged = (
         f"s registered before the first run ({mark}): selection, metric, criteria, premises, methods, seeds "
         "and stopping rule are unchanged"
@@ -101,8 +103,8 @@ def registration_report(results: Results, folder: Path) -> RegistrationReport:
             "are those of one look when all are there: whoever looks in between and stops where it suits "
             f"errs more often. Else a{unchanged}."
         )
-        return RegistrationReport("not complete", line, (), first.sha256, dates)
-    return RegistrationReport("as registered", f"A{unchanged}.", (), first.sha256, dates)
+        return report_of("not complete", line)
+    return report_of("as registered", f"A{unchanged}.")
 
 
 def cells_without_run(results: Results) -> list[str]:
@@ -162,7 +164,7 @@ def _has_other_settings(run: FinishedRun, plan: Mapping[str, Any]) -> bool:
 
 
 def _tag(run: FinishedRun) -> str | None:
-    tag = (run.record.metadata.get("tags") or {}).get(TAG)
+    tag = run.record.tags.get(TAG)
     return None if tag is None else str(tag)
 
 

@@ -173,7 +173,7 @@ def assign(
 
 def _belongs_to(record: RunRecord, cell: Cell) -> bool:
     """Return whether the tags of a run, or its name where it has none, are those of the cell."""
-    tags = record.metadata.get("tags") or {}
+    tags = record.tags
     if "label" in tags:
         levels = {axis: tags.get(axis) for axis in cell.levels}
         seed = record.metadata.get("seed")

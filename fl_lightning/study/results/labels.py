@@ -53,13 +53,9 @@ def label_all(name: str, folder: Path, records: list[RunRecord]) -> Results:
     return Results(plan, runs, excluded, records=records)
 
 
-def _tags(record: RunRecord) -> Mapping[str, Any]:
-    return record.metadata.get("tags") or {}
-
-
 def _axes(records: list[RunRecord]) -> list[str]:
     """Return the tags, other than a run's own, that every run has: each is an axis."""
-    tagged = [_tags(record) for record in records]
+    tagged = [record.tags for record in records]
     if not all("label" in tags for tags in tagged):
         return []
     names = dict.fromkeys(name for tags in tagged for name in tags)
@@ -73,7 +69,7 @@ def _axes(records: list[RunRecord]) -> list[str]:
 
 
 def _levels(record: RunRecord, axes: Iterable[str]) -> dict[str, str]:
-    return {axis: str(_tags(record)[axis]) for axis in axes}
+    return {axis: str(record.tags[axis]) for axis in axes}
 
 
 def _labels(records: list[RunRecord], axes: Iterable[str]) -> dict[str, str]:
@@ -85,12 +81,12 @@ def _labels(records: list[RunRecord], axes: Iterable[str]) -> dict[str, str]:
     by_name: dict[str, list[RunRecord]] = {}
     labels = {}
     for record in records:
-        name = _tags(record).get("label") or record.metadata.get("method")
+        name = record.tags.get("label") or record.metadata.get("method")
         by_name.setdefault(str(name), []).append(record)
     for name, several in by_name.items():
-        settings = {record.where: _relevant_settings(record) for record in several}
+        settings = {record.where: record.settings for record in several}
         # of labelled runs the grid changed the settings: one seed and level is compared at a time
-        planned = all(_tags(record).get("label") for record in several)
+        planned = all(record.tags.get("label") for record in several)
         alike: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
         for record in several:
             at = (record.metadata["seed"], *_levels(record, axes).items()) if planned else ()
@@ -109,16 +105,14 @@ def _shown(keys: list[str], values: Mapping[str, Any]) -> str:
     return text if len(text) <= MAX_SETTINGS_LENGTH else settings_hash(given)[:8]
 
 
-def _relevant_settings(record: RunRecord) -> dict[str, Any]:
-    """Return the settings that can change a result, without the seed."""
-    return {
-        key: value
-        for key, value in record.settings.items()
-        if not is_free(key) and key != "seed_everything"
-    }
-
-
 def _differing(several: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the keys of which the settings do not all have one value."""
-    keys = {key for one in several for key in one}
-    return [key for key in keys if len({repr(one.get(key, "not set")) for one in several}) > 1]
+    """Return the settings, other than the seed, that can change a result and do not all have one
+    value."""
+    keys = dict.fromkeys(key for one in several for key in one)
+    return [
+        key
+        for key in keys
+        if not is_free(key)
+        and key != "seed_everything"
+        and len({repr(one.get(key, "not set")) for one in several}) > 1
+    ]

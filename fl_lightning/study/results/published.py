@@ -165,7 +165,7 @@ def _runs(published: PublishedStudy, study: Study) -> Iterator[FinishedRun]:
                 key: value for key, value in metrics.items() if not key.startswith("target/")
             }
         history = [{"round": rounds}]
-        record = RunRecord(row["run"], f"{published.path}: {row['run']}", metadata, history, {})
+        record = RunRecord(row["run"], f"{published.path}: {row['run']}", metadata, history)
         selection = published.report["selection"]
         yield FinishedRun(row["method"], seed, levels, record, metrics, selection)
 

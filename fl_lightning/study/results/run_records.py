@@ -60,7 +60,7 @@ class Tested(NamedTuple):
         recorded: what training had measured of that round, by name.
     """
 
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, float] = MappingProxyType({})
     checkpoint: str = "last"
     round: Any = None
     weights: str | None = None
@@ -84,15 +84,11 @@ class RunRecord:
         where: the folder, or the run's id in MLflow.
         metadata: what ``metadata.json`` says.
         history: a row of metrics per round.
-        tested: metrics that ``test`` has measured, the last time that it ran.
+        test: what ``test`` has measured, the last time that it ran.
         problem: why the run cannot be counted, or empty.
         settings: its configuration, with dotted keys.
         typed: whether the settings have their types, as in ``config.yaml``; in MLflow all are text,
             and have no hash.
-        checkpoint: the one that ``test`` was told to take: ``last``, ``best`` or a name.
-        tested_round: the round of that checkpoint.
-        tested_weights: SHA-256 of its weights; None: not known.
-        tested_before: what training had measured of that round, by name, as ``test`` found it.
         clients: the text of ``clients.csv``; empty where there is none.
         older_tests: what ``test`` has measured of other checkpoints.
         test_problem: why what it measured last cannot be read; or empty.
@@ -102,48 +98,37 @@ class RunRecord:
     where: str
     metadata: Mapping[str, Any]
     history: list[dict[str, float]]
-    tested: Mapping[str, float]
+    test: Tested = field(default_factory=Tested)
     problem: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     typed: bool = True
-    checkpoint: str = "last"
-    tested_round: Any = None
-    tested_weights: str | None = None
-    tested_before: Mapping[str, float] = field(default_factory=dict)
     clients: str = ""
     older_tests: Sequence[Tested] = ()
     test_problem: str = ""
+
+    @property
+    def tags(self) -> Mapping[str, Any]:
+        return self.metadata.get("tags") or {}
 
     def tested_at(self, round: float) -> RunRecord:
         """Return the record with what ``test`` measured of a round in the place of its last test,
         if that was of another round."""
         older = next((one for one in self.older_tests if one.round == round), None)
-        if self.tested_round == round or older is None:
+        if self.test.round == round or older is None:
             return self
-        return replace(self, **_as_tested(older))
+        return replace(self, test=older)
 
     @property
     def is_test_of_others(self) -> bool:
         """Whether the round that ``test`` took has been made anew since, with other weights."""
-        row = next((row for row in self.history if row["round"] == self.tested_round), {})
+        row = next((row for row in self.history if row["round"] == self.test.round), {})
         known = self.metadata.get("weights_sha256")
-        if self.tested_weights and known and row and row is self.history[-1]:
-            return bool(self.tested_weights != known)
+        if self.test.weights and known and row and row is self.history[-1]:
+            return bool(self.test.weights != known)
         return any(
             row.get(name, value) != value and not (isnan(value) and isnan(row[name]))
-            for name, value in self.tested_before.items()
+            for name, value in self.test.recorded.items()
         )
-
-
-def _as_tested(test: Tested) -> dict[str, Any]:
-    """Return what a record has of a test."""
-    return {
-        "tested": test.metrics,
-        "checkpoint": test.checkpoint,
-        "tested_round": test.round,
-        "tested_weights": test.weights,
-        "tested_before": test.recorded,
-    }
 
 
 def read_folder(folder: Path) -> list[RunRecord]:
@@ -184,7 +169,8 @@ def read_directory(path: Path) -> RunRecord:
         settings = config_of(path) if (path / file).exists() else {}
         unknown = _not_recorded(settings)
     except UNREADABLE as error:
-        return RunRecord(path.name, str(path), metadata, [], {}, f"{file} {_unreadable(error)}")
+        wrong = f"{file} {_unreadable(error)}"
+        return RunRecord(path.name, str(path), metadata, [], problem=wrong)
     tested, test_problem = _test_in(path / "test.json")
     wrong = (
         problem(metadata, history)
@@ -198,12 +184,12 @@ def read_directory(path: Path) -> RunRecord:
         str(path),
         metadata,
         history,
-        problem=wrong,
-        settings=settings,
+        tested,
+        wrong,
+        settings,
         clients=clients,
         older_tests=older,
         test_problem=test_problem,
-        **_as_tested(tested),
     )
 
 
@@ -212,7 +198,7 @@ def _test_in(file: Path) -> tuple[Tested, str]:
     try:
         return Tested.of(_mapping(file) if file.exists() else {}), ""
     except UNREADABLE as error:
-        return Tested({}), f"it {_unreadable(error)}; test it again"
+        return Tested(), f"it {_unreadable(error)}; test it again"
 
 
 def _unreadable(error: BaseException) -> str:
@@ -242,18 +228,17 @@ def from_store(entry: Mapping[str, Any]) -> RunRecord:
     }
     rounds = {round for round, _ in probed.values()}
     last = history[-1]["round"] if history else None
+    measured = {name: value for name, (_, value) in probed.items()}
     return RunRecord(
         entry["name"],
         entry["id"],
         metadata,
         [{name: value for name, value in row.items() if name not in probed} for row in history],
-        {name: value for name, (_, value) in probed.items()},
+        Tested(measured, round=last if rounds <= {last} else min(rounds - {last})),
         problem(metadata, history),
         entry["settings"],
         entry["typed"],
-        "last",
-        last if rounds <= {last} else min(rounds - {last}),
-        clients=entry.get("clients", ""),
+        entry.get("clients", ""),
     )
 
 

@@ -296,8 +296,8 @@ def run_metrics(
             metrics[name] = median(columns[name][WARM_UP_ROUNDS:] or columns[name])
     if "time/round" in columns:
         metrics["time/total"] = sum(columns["time/round"])
-    if record.tested_round == chosen:
-        metrics |= {name: value for name, value in record.tested.items() if name not in metrics}
+    if record.test.round == chosen:
+        metrics = {**record.test.metrics, **metrics}
     if "router/purity" in columns:
         metrics["target/rounds_to_purity"] = to_purity(history)
     if target is not None:
@@ -380,11 +380,11 @@ def selected(results: Results) -> Results:
         record = run.record.tested_at(chosen)
         run = replace(run, record=record)
         why = record.test_problem
-        if record.tested and record.tested_round != chosen:
+        if record.test.metrics and record.test.round != chosen:
             why = _why_other(run, chosen, study.selection)
-        elif record.tested and record.is_test_of_others:
+        elif record.test.metrics and record.is_test_of_others:
             why = f"it is of other weights: round {chosen:.0f} was made anew since; test it again"
-            record = replace(record, tested={})
+            record = replace(record, test=record.test._replace(metrics={}))
             run = replace(run, record=record)
         if why:
             others.append(ExcludedRun(f"test.json of {run.name}", why))
@@ -403,7 +403,7 @@ def _agreed(runs: Sequence[FinishedRun]) -> dict[str, Metric]:
 
 
 def _why_other(run: FinishedRun, chosen: float, selection: Selection) -> str:
-    tested = f"it is of round {run.record.tested_round}"
+    tested = f"it is of round {run.record.test.round}"
     if selection == "best_val":
         which = (
             "no round was validated"
@@ -411,7 +411,7 @@ def _why_other(run: FinishedRun, chosen: float, selection: Selection) -> str:
             else f"the tables are of round {chosen:.0f}"
         )
         return f"{tested}, {which}, which validation chose; test it with --checkpoint best"
-    if run.record.checkpoint == "last":
+    if run.record.test.checkpoint == "last":
         return f"{tested}, the run has {run.rounds}; test it again"
     instead = "test it with --checkpoint last, or write selection: best_val"
     return f"{tested}, the tables are of the last round, {run.rounds}; {instead}"
