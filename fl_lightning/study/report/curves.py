@@ -62,6 +62,17 @@ def look_of(comparison: Comparison, label: str) -> tuple[str, object, str]:
     return order[place % len(order)], style, MARKERS[place % len(MARKERS)]
 
 
+def marked(colour: str, marker: str, size: float = 6, edge: float = 0.6) -> dict[str, Any]:
+    """Return the look of marks with a white edge, which stay apart where they overlap."""
+    return {
+        "color": colour,
+        "marker": marker,
+        "markersize": size,
+        "markeredgecolor": "white",
+        "markeredgewidth": edge,
+    }
+
+
 def tested_as(comparison: Comparison) -> Column:
     """Return how the primary metric on the test set is written."""
     task = comparison.study.task
@@ -87,23 +98,32 @@ def rounds_curve(runs: Sequence[FinishedRun], tested: Column) -> Curve:
 
 def megabytes_curve(runs: Sequence[FinishedRun], tested: Column) -> Curve:
     """Return the same over the megabytes that had been on the wire by then, mean over seeds."""
-    rounds, values = rounds_curve(runs, tested)
-    spent = [
-        np.cumsum([row.get("comm/total_bytes", 0) for row in run.record.history]) / 1e6
-        for run in runs
-    ]
-    return np.mean([one[rounds - 1] for one in spent], axis=0) if rounds.size else rounds, values
+    return _over_cost(
+        runs,
+        tested,
+        lambda run: np.cumsum([row.get("comm/total_bytes", 0) for row in run.record.history]) / 1e6,
+    )
 
 
 def seconds_curve(runs: Sequence[FinishedRun], tested: Column) -> Curve:
     """Return the same over the virtual seconds that had passed by then, mean over seeds; nothing
     where a run has no clock."""
-    rounds, values = rounds_curve(runs, tested)
-    passed = [[row.get("clock/seconds", np.nan) for row in run.record.history] for run in runs]
-    seconds = (
-        np.mean([np.array(one)[rounds - 1] for one in passed], axis=0) if rounds.size else rounds
+    seconds, values = _over_cost(
+        runs,
+        tested,
+        lambda run: np.array([row.get("clock/seconds", np.nan) for row in run.record.history]),
     )
-    return (seconds, values) if np.isfinite(seconds).all() else (rounds[:0], values[:, :0])
+    return (seconds, values) if np.isfinite(seconds).all() else (seconds[:0], values[:, :0])
+
+
+def _over_cost(
+    runs: Sequence[FinishedRun], tested: Column, spent: Callable[[FinishedRun], np.ndarray]
+) -> Curve:
+    """Return the curve over what each run had ``spent`` by the end of each round."""
+    rounds, values = rounds_curve(runs, tested)
+    if not rounds.size:
+        return rounds, values
+    return np.mean([spent(run)[rounds - 1] for run in runs], axis=0), values
 
 
 def over(
@@ -265,8 +285,7 @@ def _band(axes: Axes, comparison: Comparison, label: str, x: np.ndarray, y: np.n
     place, methods = list(comparison.study.methods).index(label), len(comparison.study.methods)
     step = max(methods, len(x) // MARKERS_PER_CURVE)
     some = slice(place * step // methods % len(x), None, step)
-    look: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 6}
-    look |= {"markeredgecolor": "white", "markeredgewidth": 0.6}
+    look = marked(colour, marker)
     axes.plot(x[some], mean[some], linestyle="none", zorder=3, **look)
     axes.plot([], [], linestyle=style, linewidth=width, label=f"{label} ({count})", **look)
     if len(y) > 1:

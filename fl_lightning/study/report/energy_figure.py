@@ -13,7 +13,7 @@ from fl_lightning.metrics.names import words_of
 from fl_lightning.study.metric_names import Column
 from fl_lightning.study.plan.registration import level_key
 from fl_lightning.study.report.comparison import Comparison
-from fl_lightning.study.report.curves import axis_label, is_wide, look_of
+from fl_lightning.study.report.curves import axis_label, is_wide, look_of, marked
 from fl_lightning.study.statistics import mean_std
 from fl_lightning.tasks.language_modelling import OF_ANSWERS
 
@@ -192,18 +192,8 @@ def _curves(
         if not points:
             continue
         colour, style, marker = look_of(comparison, label)
-        look: dict[str, Any] = {
-            "color": colour,
-            "linestyle": style,
-            "marker": marker,
-            "markersize": 6,
-        }
-        look |= {
-            "markeredgecolor": "white",
-            "markeredgewidth": 0.6,
-            "elinewidth": 1.0,
-            "capsize": 2,
-        }
+        bars: dict[str, Any] = {"elinewidth": 1.0, "capsize": 2}
+        look = marked(colour, marker) | {"linestyle": style} | bars
         x, y, x_spread, y_spread = np.array([(p.x, p.y, p.x_spread, p.y_spread) for p in points]).T
         width = 2.0 if label in comparison.proposed else 1.3
         of_x = x_spread / scale if x_spread.any() else None
@@ -218,10 +208,15 @@ def _budgets(axes: Axes, comparison: Comparison, scale: float, named: bool) -> N
         look: dict[str, Any] = {"color": GREY, "linestyle": "--", "linewidth": 1.0, "zorder": 0.5}
         axes.axvline(joules / scale, label=f"budget of {whose}" if place == 0 else None, **look)
         if named and name:
-            text: dict[str, Any] = {
-                "textcoords": "offset points",
-                "xytext": (-2, 3),
-                "rotation": 90,
-            }
-            text |= {"ha": "right", "va": "bottom", "fontsize": "x-small", "color": GREY}
-            axes.annotate(name, (joules / scale, 0.0), xycoords=("data", "axes fraction"), **text)
+            axes.annotate(
+                name,
+                (joules / scale, 0.0),
+                xycoords=("data", "axes fraction"),
+                textcoords="offset points",
+                xytext=(-2, 3),
+                rotation=90,
+                ha="right",
+                va="bottom",
+                fontsize="x-small",
+                color=GREY,
+            )

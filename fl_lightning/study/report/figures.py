@@ -18,6 +18,7 @@ from fl_lightning.study.report.comparison import Comparison, Difference, Levels
 from fl_lightning.study.report.curves import (
     degradation,
     look_of,
+    marked,
     megabytes_curve,
     over,
     rounds_curve,
@@ -42,6 +43,13 @@ MOST_PAIRS = 45
 """Pairs of ten methods, which have a row each."""
 OUTLIER_RATIO = 5.0
 """A row of differences that reaches so many times as far as the others is an outlier."""
+CURVES = (
+    ("rounds", "round", rounds_curve),
+    ("megabytes", "megabytes up and down", megabytes_curve),
+    ("seconds", "virtual seconds", seconds_curve),
+)
+"""What the primary metric is drawn over: the end of the file's name, the label of x, and the
+curve."""
 FIGURES = re.compile(
     r"\w+_over_(rounds|megabytes|seconds|joules)|final_by_method|paired_differences|negative_transfer"
     r"|critical_difference|pareto"
@@ -53,14 +61,9 @@ def figures(comparison: Comparison) -> Iterator[tuple[str, Figure | None]]:
     """Yield all figures with their file names; None for a figure that has nothing to show."""
     primary = comparison.study.task.primary
     for levels in comparison.levels:
-        yield (
-            _file(f"{primary}_over_rounds", levels),
-            over(comparison, levels, "round", rounds_curve),
-        )
-        figure = over(comparison, levels, "megabytes up and down", megabytes_curve)
-        yield _file(f"{primary}_over_megabytes", levels), figure
-        figure = over(comparison, levels, "virtual seconds", seconds_curve)
-        yield _file(f"{primary}_over_seconds", levels), figure
+        for unit, xlabel, curve in CURVES:
+            name = _file(f"{primary}_over_{unit}", levels)
+            yield name, over(comparison, levels, xlabel, curve)
         yield _file("final_by_method", levels), by_method(comparison, levels)
         if comparison.pairs:
             yield _file("paired_differences", levels), forest(comparison, levels)
@@ -127,13 +130,8 @@ def by_method(comparison: Comparison, levels: Levels) -> Figure | None:
         for seed, value in values.items():
             place = seeds.index(seed)
             height = row + 0.5 * ((place + 0.5) / len(seeds) - 0.5)
-            marker = MARKERS[place % len(MARKERS)]
-            look: dict[str, Any] = {
-                "color": colour,
-                "markeredgecolor": "white",
-                "markeredgewidth": 0.5,
-            }
-            axes.plot(value * written.scale, height, marker, markersize=5.5, **look)
+            look = marked(colour, MARKERS[place % len(MARKERS)], 5.5, 0.5)
+            axes.plot(value * written.scale, height, linestyle="none", **look)
     axes.plot([], [], "|", color=GREY, markersize=12, markeredgewidth=2.5, label="mean")
     if len(seeds) <= len(MARKERS):
         for place, seed in enumerate(seeds):

@@ -23,25 +23,12 @@ def is_awaited(verdict: Verdict) -> bool:
     They are not for what a clock measured, since two sweeps would then stop at different seeds, nor
     for what is only counted (bytes): it has no interval that more seeds would narrow.
     """
-    return (
-        verdict.decision == "undecided"
-        and not verdict.criterion.is_timing
-        and not _is_counted(verdict)
-    )
-
-
-def _is_counted(verdict: Verdict) -> bool:
-    return all(
+    criterion = verdict.criterion
+    is_counted = all(
         isinstance(one, Inequality) and all(quantity.is_exact for quantity in one.quantities)
-        for one in verdict.criterion.conditions
+        for one in criterion.conditions
     )
-
-
-def look(results: Results) -> list[str]:
-    """Return the criteria that are not decided by these results and may be by more seeds."""
-    return [
-        verdict.criterion.title for verdict in verdicts(Comparison(results)) if is_awaited(verdict)
-    ]
+    return verdict.decision == "undecided" and not criterion.is_timing and not is_counted
 
 
 def looks(results: Results, listed: int) -> Iterator[Stopping]:
@@ -56,7 +43,8 @@ def looks(results: Results, listed: int) -> Iterator[Stopping]:
     assert rule is not None
     for count in range(listed, len(complete) + 1):
         seeds = tuple(complete[:count])
-        undecided = tuple(look(of_seeds(results, seeds)))
+        judged = verdicts(Comparison(of_seeds(results, seeds)))
+        undecided = tuple(one.criterion.title for one in judged if is_awaited(one))
         ending: Ending = "decided"
         if undecided:
             ending = "max_seeds" if count == rule.max_seeds else "open"

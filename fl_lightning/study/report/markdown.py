@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -101,32 +101,26 @@ def _parts(
     yield f"# {study.name}"
     yield registration.line
     yield from answers(comparison)
-    for levels in comparison.levels:
-        yield _section(tables.results(comparison, levels))
+    yield from _at_each_level(comparison, tables.results)
     yield _section(proposed_table(comparison))
     yield _section(overall_table(comparison))
-    for levels in comparison.levels:
-        yield _section(places_table(comparison, levels))
+    yield from _at_each_level(comparison, places_table)
     yield _section(pareto_table(comparison))
-    for levels in comparison.levels:
-        yield _section(tables.bits(comparison, levels))
+    yield from _at_each_level(comparison, tables.bits)
     yield f"Primary metric: `{study.metric}`; selection: `{study.selection}`. {_setup(comparison)}"
     yield _averaged(comparison)
-    for levels in comparison.levels:
-        yield _section(tables.other_results(comparison, levels))
+    yield from _at_each_level(comparison, tables.other_results)
     yield from _tuned(comparison)
     yield _section(tables.premises(comparison))
     for one, title in criteria_tables(comparison, registration):
         yield _section(tables.verdicts(one, timing=False, title=title))
-    for levels in comparison.levels:
-        yield _section(tables.differences(comparison, levels))
+    yield from _at_each_level(comparison, tables.differences)
     yield how_to_read(comparison)
     yield _section(tables.degradation(comparison))
     for number, table in enumerate(transfer_tables(comparison)):
         yield _section(table)
         yield how_to_read_transfer(comparison) if number == 0 else ""
-    for levels in comparison.levels:
-        yield _section(tables.target(comparison, levels))
+    yield from _at_each_level(comparison, tables.target)
     yield "## What is not decided"
     yield "\n".join(f"- {line}" for line in undecided(comparison))
     yield from _claims(comparison)
@@ -144,11 +138,9 @@ def _parts(
         "after the first three. Two sweeps of one study agree in everything above; in what follows "
         "they do not."
     )
-    for levels in comparison.levels:
-        yield _with_heading("###", tables.clocks(comparison, levels))
+    yield from _at_each_level(comparison, tables.clocks, "###")
     for one, title in criteria_tables(comparison, registration):
-        timing = tables.verdicts(one, timing=True, title=title)
-        yield _with_heading("###", timing) if timing else ""
+        yield _section(tables.verdicts(one, timing=True, title=title), "###")
     yield from _provenance(comparison, registration)
 
 
@@ -168,14 +160,19 @@ def criteria_tables(
     )
 
 
-def _section(table: tables.ReportTable | None) -> str:
-    return _with_heading("##", table) if table else ""
+def _at_each_level(
+    comparison: Comparison,
+    table: Callable[[Comparison, Levels], tables.ReportTable | None],
+    marks: str = "##",
+) -> Iterator[str]:
+    return (_section(table(comparison, levels), marks) for levels in comparison.levels)
 
 
-def _with_heading(marks: str, table: tables.ReportTable) -> str:
-    return "\n\n".join(
-        filter(None, (f"{marks} {table.title}", _sentence(table.caption), table.markdown()))
-    )
+def _section(table: tables.ReportTable | None, marks: str = "##") -> str:
+    if table is None:
+        return ""
+    parts = f"{marks} {table.title}", _sentence(table.caption), table.markdown()
+    return "\n\n".join(filter(None, parts))
 
 
 def answers(comparison: Comparison) -> Iterator[str]:

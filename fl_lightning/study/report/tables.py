@@ -321,12 +321,8 @@ def difference_cells(one: Difference, name: str) -> dict[str, str]:
     }
 
 
-def interval(written: Column, low: float, high: float) -> str:
-    return (
-        f"[{written.number(low, sign=True)}, {written.number(high, sign=True)}]"
-        if isfinite(low)
-        else "-"
-    )
+def interval(written: Column, low: float, high: float, sign: bool = True) -> str:
+    return f"[{written.number(low, sign)}, {written.number(high, sign)}]" if isfinite(low) else "-"
 
 
 def degradation(comparison: Comparison) -> ReportTable | None:

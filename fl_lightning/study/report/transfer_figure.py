@@ -10,8 +10,8 @@ import pandas as pd
 
 from fl_lightning.figures import BLACK, BLUE, GREY, RED, legend_outside, new_panels
 from fl_lightning.study.metric_names import Column, measure_column
-from fl_lightning.study.plan.registration import level_key
 from fl_lightning.study.report.comparison import Comparison, Levels
+from fl_lightning.study.report.curves import title_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,10 +63,9 @@ def negative_transfer(comparison: Comparison, levels: Levels) -> Figure | None:
             axes.set_ylabel("clients with at most that gain (%)", fontsize="small")
     for axes in panels[len(rows) :]:
         axes.remove()
-    where = f"\n{level_key(levels)}" if levels else ""
     own = "; each panel has its own axis" if apart and len(rows) > 1 else ""
-    title = f"Gain of each client against {transfer.alone}; left of 0 it is harmed{own}{where}"
-    figure.suptitle(title, fontsize="medium")
+    title = f"Gain of each client against {transfer.alone}; left of 0 it is harmed{own}"
+    figure.suptitle(title_of(title, levels), fontsize="medium")
     legend_outside(figure)
     return figure
 

@@ -28,15 +28,11 @@ def transfer_tables(comparison: Comparison) -> Iterator[ReportTable]:
     """Yield the tables of negative transfer, level by level, in the primary metric and the loss;
     none where no method trains clients alone."""
     for levels in comparison.levels:
-        for metric in comparison.transfer.metrics("client"):
-            yield from _some(of_clients(comparison, levels, metric))
-        for metric in comparison.transfer.metrics("kind"):
-            yield from _some(of_kinds(comparison, levels, metric))
-
-
-def _some(table: ReportTable) -> Iterator[ReportTable]:
-    if table.rows:
-        yield table
+        for of, table_of in (("client", of_clients), ("kind", of_kinds)):
+            for metric in comparison.transfer.metrics(of):
+                table = table_of(comparison, levels, metric)
+                if table.rows:
+                    yield table
 
 
 def of_clients(comparison: Comparison, levels: Levels, metric: str) -> ReportTable:
@@ -68,9 +64,9 @@ def of_clients(comparison: Comparison, levels: Levels, metric: str) -> ReportTab
                 _with_interval(SHARE, found.harmed, bounds=(0.0, 1.0)),
                 _with_interval(written, found.worst_gain, sign=True),
             ]
-        name = f"{label} (alone)" if label == transfer.alone else label
         worst = _with_interval(written, found.worst, bounds=_range(comparison, metric))
-        rows.append([name, str(len(found.worst.values)), clients, *gains, worst])
+        seeds = str(len(found.worst.values))
+        rows.append([_named(comparison, label), seeds, clients, *gains, worst])
     title = f"Negative transfer in {written.title}{at(levels)}"
     return ReportTable.of(title, header, rows, caption=f"gain of a client against {transfer.alone}")
 
@@ -81,10 +77,7 @@ def of_kinds(comparison: Comparison, levels: Levels, metric: str) -> ReportTable
     found = {label: transfer.kinds(levels, label, metric) for label in transfer.labels("kind")}
     found = {label: kinds for label, kinds in found.items() if kinds}
     names = dict.fromkeys(name for kinds in found.values() for name in kinds)
-    header = [
-        "kind",
-        *(f"{label} (alone)" if label == transfer.alone else label for label in found),
-    ]
+    header = ["kind", *(_named(comparison, label) for label in found)]
     rows = [
         [name]
         + [
@@ -98,6 +91,10 @@ def of_kinds(comparison: Comparison, levels: Levels, metric: str) -> ReportTable
     what = f"{written.title} on test examples, and gain{_unit(written)} against {transfer.alone}"
     title = f"Negative transfer by kind in {written.title}{at(levels)}"
     return ReportTable.of(title, header, rows, caption=what)
+
+
+def _named(comparison: Comparison, label: str) -> str:
+    return f"{label} (alone)" if label == comparison.transfer.alone else label
 
 
 def _range(comparison: Comparison, metric: str) -> tuple[float, float]:
@@ -121,7 +118,7 @@ def _with_interval(
     """Write a mean over seeds and, where it is known, its interval within the bounds of what can
     be."""
     low, high = (min(max(end, bounds[0]), bounds[1]) for end in (found.low, found.high))
-    ends = f" [{written.number(low, sign)}, {written.number(high, sign)}]" if isfinite(low) else ""
+    ends = f" {interval(written, low, high, sign)}" if isfinite(low) else ""
     return written.number(found.mean, sign) + ends
 
 
