@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from fl_lightning.cli.commands import TRACEBACK_VARIABLE, Command
+from fl_lightning.cli.flags import flags_in
 from fl_lightning.config.documents import load_yaml, read_document
 from fl_lightning.config.near_names import nearest
 from fl_lightning.config.packaged import configs_folder, layers, without_base
@@ -358,6 +359,18 @@ def check_kind(texts: Mapping[str, str], command: str = "fit") -> None:
 def class_in(data: object) -> object:
     """Return the class that a value of ``data`` names, as a name or under ``class_path``."""
     return data.get("class_path") if isinstance(data, Mapping) else data
+
+
+def named_last(group: str, args: Iterable[str], texts: Iterable[str]) -> object:
+    """Return what flags, or else configuration files, name last as the class of a group of
+    settings; empty where they name none."""
+    named: object = ""
+    for text in texts:
+        named = class_in(load_yaml(text).get(group)) or named
+    for name, value in flags_in([*args]):
+        if name in (f"--{group}", f"--{group}.class_path"):
+            named = class_in(yaml.safe_load(value)) or named
+    return named
 
 
 def check_environment(settings: Iterable[str]) -> None:

@@ -25,13 +25,12 @@ from fl_lightning.cli.configs import (
     ENV_PREFIX,
     check_encoding,
     check_kind,
-    class_in,
+    named_last,
     read_configs,
     with_bare_flags,
     with_config_of_run,
 )
 from fl_lightning.cli.description import Description, read_description
-from fl_lightning.cli.flags import flags_in
 from fl_lightning.cli.plain_values import (
     CHECKS,
     INT,
@@ -164,13 +163,7 @@ class _Check:
         setting = self.known.settings.get(group)
         if setting is None or not (base := self.base_of(setting)):
             return
-        named: Any = None
-        for text in self.given.texts.values():
-            named = class_in(yaml.safe_load(text).get(group)) or named
-        for flag in (group, f"{group}.class_path"):
-            for name, value in flags_in(self.given.args):
-                if name == f"--{flag}":
-                    named = class_in(yaml.safe_load(value)) or named
+        named = named_last(group, self.given.args, self.given.texts.values())
         cls = self.known.bases[base].get(str(named), "")
         if named and not cls and "." in str(named):
             raise Unsure
@@ -288,8 +281,8 @@ class _Check:
         )
 
     def field(self, prefix: str, cls: str, name: str) -> Setting | None:
-        """Return the setting of a dataclass's field; None for a name that is none, which goes to
-        ``bad``."""
+        """Return the setting of a class or of a dataclass's field; None for a name that is none,
+        which goes to ``bad``."""
         own = self.own(cls)
         if name in own:
             return own[name]
@@ -327,10 +320,7 @@ class _Check:
         inner = next((name for name in _parents(rest) if name in own), None)
         if inner is not None:
             return self.below(f"{prefix}.{inner}", own[inner], rest.removeprefix(f"{inner}."))
-        if "." in rest:
-            raise Unsure
-        self.bad.append(unknown_key(prefix, rest, _leaf(cls), own, self.names, self.given))
-        return None
+        return self.field(prefix, cls, rest)
 
     def own(self, cls: str) -> Mapping[str, Setting]:
         if cls not in self.known.classes:

@@ -92,11 +92,8 @@ def _class_lines(path: str, cls: type) -> Iterator[str]:
             initial_indent="  ",
             subsequent_indent="      ",
         )
-        text = (
-            " ".join((action.help or "").replace("%%", "%").split())
-            if isinstance(action.help, str)
-            else ""
-        )
+        help = action.help if isinstance(action.help, str) else ""
+        text = " ".join(help.replace("%%", "%").split())
         yield from textwrap.wrap(text, width, initial_indent="      ", subsequent_indent="      ")
 
 

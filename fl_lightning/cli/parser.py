@@ -46,15 +46,14 @@ from fl_lightning.cli.configs import (
     check_encoding,
     check_environment,
     check_kind,
-    class_in,
     dropped_names,
     kept_federation,
+    named_last,
     read_configs,
     with_bare_flags,
     with_config_of_run,
 )
 from fl_lightning.cli.description import Description, read_description, write_description
-from fl_lightning.cli.flags import flags_in
 from fl_lightning.cli.help import class_help
 from fl_lightning.cli.messages import constructor_message, explain, explain_null, wrong_nulls
 from fl_lightning.cli.refusals import CLOSED, UserInput
@@ -433,13 +432,8 @@ def named_class(args: list[str], group: str, base: type) -> str:
         group: ``model`` or ``data``.
         base: the class of which it names a subclass.
     """
-    named: object = ""
     with suppress(Exception):  # whatever is wrong with it, the parser finds it
-        for text in read_configs(args).values():
-            named = class_in(load_yaml(text).get(group)) or named
-        for name, value in flags_in(args):
-            if name in (f"--{group}", f"--{group}.class_path"):
-                named = class_in(yaml.safe_load(value)) or named
+        named = named_last(group, args, read_configs(args).values())
         imported = import_class(str(named))  # it may define the class
         found = {cls for cls in concrete_classes(base) if cls is imported or cls.__name__ == named}
         return (

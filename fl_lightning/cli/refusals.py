@@ -122,11 +122,6 @@ class UserInput:
                 return name if length == len(parts) or not self.in_file(path) else None
         return None
 
-    @staticmethod
-    def is_whole(variable: str, path: str) -> bool:
-        """Return whether an environment variable holds the setting and not a group of settings."""
-        return variable == variable_of(path)
-
     def beside_class_path(self) -> tuple[str, str] | None:
         """Return the path and the key of the first wrong key beside a ``class_path``; None without
         one."""
@@ -387,8 +382,8 @@ def bad_value(
     elif variable:
         instead = (
             f"{variable}={instead}"
-            if given.is_whole(variable, path)
-            else f"{path.rpartition('.')[2]}: {instead} in it"
+            if variable == variable_of(path)
+            else f"{leaf}: {instead} in it"  # of a variable that holds the whole group
         )
     elif flagged is None:
         instead = f"{path}: [{instead}]" if setting.is_list else f"{path}: {instead}"

@@ -141,10 +141,9 @@ def choices(hint: Any) -> list[str]:
 
 def concrete_classes(cls: type) -> Iterator[type]:
     """Yield those of ``cls`` and its subclasses that can be built."""
-    if not inspect.isabstract(cls) and not cls.__name__.startswith("_"):
-        yield cls
-    for subclass in subclasses_of(cls):
-        yield from concrete_classes(subclass)
+    for one in _all_subclasses(cls):
+        if not inspect.isabstract(one) and not one.__name__.startswith("_"):
+            yield one
 
 
 def subclasses_of(cls: type) -> list[type]:
@@ -249,12 +248,10 @@ def describe_settings(
         for group, cls in groups.items()
         for name, one in constraints_of(cls).items()
     }
-    settings = {
-        name: describe(action, of_groups.get(name)) for name, action in settings_of(parser).items()
-    }
+    settings = _described(parser, of_groups)
     bases: dict[str, dict[str, str]] = {}
     classes: dict[str, dict[str, Setting]] = {}
-    left = [hint_of(action) for action in settings_of(parser).values()]
+    left = [*map(hint_of, settings_of(parser).values())]
     while left:
         hint = left.pop()
         left += get_args(hint) if get_origin(hint) is list else ()
@@ -262,18 +259,15 @@ def describe_settings(
             if get_origin(member) is list:
                 left.append(get_args(member)[0])
             if is_dataclass(member) and inspect.isclass(member):
-                own = settings_of(member)
-                classes[_path_of(member)] = {name: describe(action) for name, action in own.items()}
-                left += [hint_of(action) for action in own.values()]
+                classes[_path_of(member)] = _described(member)
+                left += map(hint_of, settings_of(member).values())
             base = _named_base(member)
             if base is None or _path_of(base) in bases:
                 continue
             called_with = len(get_args(member)[0]) if get_origin(member) is abc.Callable else 0
             names = bases[_path_of(base)] = {}
             if _is_ours(base):  # its own settings count where no class is named
-                classes[_path_of(base)] = {
-                    name: describe(one) for name, one in settings_of(base).items()
-                }
+                classes[_path_of(base)] = _described(base)
             buildable = {
                 cls for cls in concrete_classes(base) if base not in _OF_OTHERS or _is_ours(cls)
             }
@@ -283,19 +277,24 @@ def describe_settings(
                 if cls in buildable:
                     names |= dict.fromkeys(_import_paths(cls), _path_of(cls))
                 if cls in buildable and _path_of(cls) not in classes:
-                    own = settings_of(cls)
-                    constraints = constraints_of(cls)
-                    described = {
-                        name: describe(one, constraints.get(name)) for name, one in own.items()
-                    }
+                    described = _described(cls, constraints_of(cls))
                     for name in list(described)[:called_with]:
                         described[name] = replace(described[name], takes=(), required=False)
                     classes[_path_of(cls)] = described
-                    left += [hint_of(action) for action in own.values()]
+                    left += map(hint_of, settings_of(cls).values())
     all_settings = [one for own in (settings, *classes.values()) for one in own.values()]
     sources = {one.constraint.names_from for one in all_settings if one.constraint} - {""}
     names_of = {source: tuple(import_class(source.replace(":", "."))()) for source in sources}
     return Description(settings, tuple(of_classes), bases, classes, names=names_of)
+
+
+def _described(
+    target: ArgumentParser | type, constraints: Mapping[str, Constraint] = MappingProxyType({})
+) -> dict[str, Setting]:
+    return {
+        name: describe(action, constraints.get(name))
+        for name, action in settings_of(target).items()
+    }
 
 
 # of their thousands of subclasses only the project's are described; the parser alone knows the
