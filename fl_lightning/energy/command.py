@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from pathlib import Path
 
 from rich.console import Console
@@ -26,6 +27,8 @@ from fl_lightning.support import disk
 
 METERS = ("best", "modelled")
 DEFAULT_SECONDS = 60.0
+OF_A_TABLE = ("table", "calibrate", "network")
+"""The flags of a table that is read; all others are of a measurement."""
 SHOWN_TOKENS = (1, 16, 256)
 """Numbers of tokens of a step that a printed table has columns for."""
 
@@ -73,25 +76,13 @@ def energy(
     Raises:
         InputError: the table cannot be read, or a setting is refused.
     """
+    given = dict(locals())  # the flags by name
     console = Console()
     if not calibrate:
-        measured = {
-            "adapter": (adapter, None),
-            "rank": (rank, None),
-            "targets": (targets, ALL_LINEAR),
-            "gguf_file": (gguf_file, None),
-            "meter": (meter, "best"),
-            "watts": (watts, DEFAULT_WATTS),
-            "seconds": (seconds, DEFAULT_SECONDS),
-            "scope": (scope, None),
-            "high": (high, "float32"),
-            "context": (context, DEFAULT_CONTEXT),
-            "out": (out, None),
-        }
-        for name, (value, default) in measured.items():
+        for name, parameter in signature(energy).parameters.items():
             require(
-                value == default,
-                f"--{name} {value} without --calibrate",
+                name in OF_A_TABLE or given[name] == parameter.default,
+                f"--{name} {given[name]} without --calibrate",
                 "it is of a measurement, and a table that is read has its own",
                 "add --calibrate true, or name a table",
             )
@@ -154,10 +145,8 @@ def write_table(table: CostTable, path: Path, console: Console) -> None:
 def print_table(table: CostTable, console: Console) -> None:
     """Print the costs, one row for the groups of one cost, and what is not cheaper than something
     better."""
-    grid = Table(title=f"{escape(table.label)}, scope {table.scope}, {escape(table.device)}")
-    grid.caption = f"high is in {table.high}"
-    grid.add_column("groups")
-    grid.add_column("option")
+    title = f"{escape(table.label)}, scope {table.scope}, {escape(table.device)}"
+    grid = Table("groups", "option", title=title, caption=f"high is in {table.high}")
     for tokens in SHOWN_TOKENS:
         grid.add_column(f"{tokens} token{'s' * (tokens > 1)}", justify="right")
     useless = {tokens: table.without_useless(tokens) for tokens in SHOWN_TOKENS}
@@ -207,11 +196,9 @@ def summary_of(names: list[str]) -> str:
 
 def print_errors(found: Calibration, console: Console) -> None:
     """Print how far the table is from measurements that it was not fitted to."""
-    grid = Table(title="relative error of the mean where it was not fitted")
-    grid.add_column("work")
-    grid.add_column("largest", justify="right")
-    grid.add_column("at tokens", justify="right")
-    grid.add_column("of one token", justify="right")
+    grid = Table("work", title="relative error of the mean where it was not fitted")
+    for header in ("largest", "at tokens", "of one token"):
+        grid.add_column(header, justify="right")
     for name, errors in found.errors.items():
         worst = max(errors, key=lambda n: abs(errors[n]))
         style = "bold red" if abs(errors[worst]) > MAX_RELATIVE_ERROR else ""

@@ -43,10 +43,6 @@ class CostLine:
         n = np.asarray(tokens, dtype=np.float64)
         return np.where(n > 0, self.a + self.b * n, 0.0)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return what :func:`cost_from_json` reads."""
-        return {"a": self.a, "b": self.b}
-
 
 @dataclass(frozen=True)
 class CostCurve:
@@ -95,10 +91,6 @@ class CostCurve:
         within = np.interp(n, self.tokens, self.joules)
         return np.where(n > 0, within + slope * np.maximum(n - last, 0.0), 0.0)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return what :func:`cost_from_json` reads."""
-        return {"tokens": list(self.tokens), "joules": list(self.joules)}
-
 
 Cost: TypeAlias = CostLine | CostCurve
 
@@ -119,10 +111,6 @@ class MeasuredCost:
         """Return the cost of this kind, one of ``KINDS``."""
         assert kind in KINDS, kind
         return self.mean if kind == "mean" else self.q99
-
-    def as_json(self) -> dict[str, Any]:
-        """Return what :func:`measured_from_json` reads."""
-        return {kind: self.of_kind(kind).as_json() for kind in KINDS}
 
 
 def measured_from_json(value: Any, place: str) -> MeasuredCost:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,13 @@ def to_json(table: CostTable) -> str:
         "high": table.high,
         "adapter": table.adapter,
         "context": table.context,
-        "rest": table.rest.as_json(),
-        "costs": [{option: options[option].as_json() for option in OPTIONS} for options in costs],
+        "rest": asdict(table.rest),
+        "costs": [{option: asdict(options[option]) for option in OPTIONS} for options in costs],
         "groups": places,
         "removed": [vars(removal) for removal in table.removed],
     }
     if table.controller is not None:
-        document[CONTROLLER] = table.controller.as_json()
+        document[CONTROLLER] = asdict(table.controller)
     return json.dumps(document, indent=1) + "\n"
 
 

@@ -122,6 +122,15 @@ def cost_of_prompt(choices: Tensor, units: Tensor) -> int:
         choices: options of each token, int64 ``[T, G]``.
         units: units of an option that 0, 1 ... T tokens take, int64 ``[G, 3, T + 1]``.
     """
-    # [G, 3]
-    counts = torch.stack([(choices == option).sum(0) for option in range(units.shape[1])], dim=1)
-    return sum_of_units(units.gather(-1, counts.unsqueeze(-1)))
+    return sum_of_units(costs_by_count(choices, units))
+
+
+def costs_by_count(choices: Tensor, costs: Tensor) -> Tensor:
+    """Return what each option costs in a step, ``[G, 3]``.
+
+    Args:
+        choices: options of each token, int64 ``[T, G]``.
+        costs: of an option that 0, 1 ... T tokens take, ``[G, 3, T + 1]``.
+    """
+    counts = torch.stack([(choices == option).sum(0) for option in range(costs.shape[1])], dim=1)
+    return costs.gather(-1, counts.unsqueeze(-1)).squeeze(-1)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from functools import cached_property, lru_cache
 
-import torch
 from torch import Tensor
 
+from fl_lightning.energy.budgets.choosing import costs_by_count
 from fl_lightning.energy.budgets.ledger import UNITS_PER_JOULE, whole_units
 from fl_lightning.energy.costs import CostTable
 from fl_lightning.energy.options import Deciding
@@ -36,7 +36,7 @@ class Device:
     ) -> None:
         self.table, self.share, self.whole, self.deciding = table, share, whole, deciding
         self.groups = len(table.groups)
-        self._of_prompt = lru_cache(maxsize=512)(self._costs_of_prompt)
+        self._of_prompt = lru_cache(maxsize=512)(table.by_tokens)
         self._of_step = lru_cache(maxsize=2048)(self._joules_of_step)
 
     @cached_property
@@ -61,9 +61,6 @@ class Device:
         """Return joules of a token by option where all n tokens of its step take it, float64 ``[G,
         3]``."""
         return self.prompt_costs(tokens, kind)[..., -1] / tokens
-
-    def _costs_of_prompt(self, tokens: int, kind: str) -> Tensor:
-        return self.table.by_tokens(tokens, kind)
 
     def fixed(self, tokens: int, kind: str) -> float:
         """Return joules of a step that are counted and that no option changes."""
@@ -102,11 +99,7 @@ class Device:
 
     def _step_of(self, choices: Tensor, kind: str) -> float:
         costs = self.prompt_costs(len(choices), kind)
-        counts = torch.stack(
-            [(choices == option).sum(0) for option in range(costs.shape[1])], dim=1
-        )
-        used = costs.gather(-1, counts.unsqueeze(-1)).squeeze(-1)
-        return float(used.sum()) + self.fixed(len(choices), kind)
+        return float(costs_by_count(choices, costs).sum()) + self.fixed(len(choices), kind)
 
     def rest(self, prompt: int, new: int, kind: str = "mean") -> float:
         """Return joules of a sequence that no option changes."""

@@ -3,7 +3,7 @@ budget."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,11 @@ from torch.nn import functional as F
 
 from fl_lightning.energy.budgets.device import Device
 from fl_lightning.energy.budgets.gates import BranchGates
+from fl_lightning.energy.budgets.keeping import BudgetKeeper, ids_of
 from fl_lightning.energy.budgets.ladder import LARGEST_LOSS, BranchCosts, distinct
 from fl_lightning.energy.budgets.ladder_decoding import Decoding, options
 from fl_lightning.energy.budgets.layer_gates import LayerGates, masks_by_cost
 from fl_lightning.energy.budgets.levels import LevelLedger, levels_of, mixed_levels
-from fl_lightning.energy.budgets.measuring import Measurements
 from fl_lightning.energy.budgets.passes import Lengths
 from fl_lightning.energy.regret import (
     RegretController,
@@ -26,16 +26,14 @@ from fl_lightning.energy.regret import (
 )
 from fl_lightning.energy.switched.branches import BranchPlan, BranchWeights, switch_branches
 from fl_lightning.metrics.text import IGNORED
-from fl_lightning.models import MeasuredNetwork
 from fl_lightning.models.adapters import merged_lora
-from fl_lightning.models.language.generating import Generating
 from fl_lightning.models.language.llama import TokenInputs, rotary_tables
 
 EVALUATED_SEQUENCES = 64
 """Sequences of a batch whose losses under many masks are computed."""
 
 
-class LadderNetwork(MeasuredNetwork, Generating):
+class LadderNetwork(BudgetKeeper):
     """A network of switched branches, the ladder that its levels are of, and the device that it
     runs on.
 
@@ -56,8 +54,6 @@ class LadderNetwork(MeasuredNetwork, Generating):
             ladder is known, its levels are all subsets that have the branches of the ladder's last
             one, and the gates choose one for each sequence.
     """
-
-    reads_tokens = True
 
     def __init__(
         self,
@@ -85,8 +81,7 @@ class LadderNetwork(MeasuredNetwork, Generating):
         self.on = device if known else device.undecided
         # the last: of no level
         self._masks = torch.cat((self.levels, torch.zeros_like(self.levels[:1])))
-        self._expected: Tensor | None = None
-        self._measured = Measurements()
+        self.begin()
 
     def forward(self, inputs: TokenInputs) -> Tensor:
         """Return the logits ``[B, T, V]``: in training of all branches, else within the budget of
@@ -294,40 +289,13 @@ class LadderNetwork(MeasuredNetwork, Generating):
 
     # Evaluation
 
-    def expect(self, target: Tensor) -> None:
-        self._expected, self._measured = target, Measurements()
-
-    def measured(self) -> Mapping[str, Tensor]:
-        self._expected = None
-        found = self._measured.metrics()
-        deciding = self.controller or self.choosing
-        if deciding is not None and "energy/joules" in found:
-            count = sum(weight.numel() for weight in deciding.parameters())
-            found["energy/controller_parameters"] = torch.full_like(found["energy/joules"], count)
-        return found
-
-    @torch.no_grad()
-    def options_of(self, inputs: TokenInputs, target: Tensor) -> tuple[Tensor, Lengths]:
-        """Return the option of each branch at each token of sequences that are read within their
-        budgets, int64 ``[B, T, G]``, and their lengths.
-
-        Args:
-            inputs: of the network.
-            target: labels ``[B, T]``.
-        """
-        self.expect(target)
-        _, choices, lengths = self._read(inputs)
-        self._expected = None
-        return choices, lengths
+    @property
+    def decider(self) -> nn.Module | None:
+        return self.controller or self.choosing
 
     @torch.no_grad()
     def _read(self, inputs: TokenInputs) -> tuple[Tensor, Tensor, Lengths]:
-        """Read whole sequences, and return logits, options and lengths."""
-        ids = ids_of(inputs)
-        target = self._expected
-        if target is None or len(target) != len(ids):
-            target = torch.full_like(ids, IGNORED)
-        lengths = Lengths.of(target, ids.shape[1])
+        lengths = self.lengths_of(ids_of(inputs))
         ledger = self.ledger(lengths)
         found: list[tuple[Tensor, Tensor]] = []
 
@@ -366,8 +334,3 @@ class LadderNetwork(MeasuredNetwork, Generating):
         """Return which branches tokens at these levels ``[B, T]`` are computed by, bool ``[B, T,
         G]``."""
         return self._masks[levels]
-
-
-def ids_of(inputs: TokenInputs) -> Tensor:
-    """Return the token ids ``[B, T]`` of a network's inputs."""
-    return inputs if isinstance(inputs, Tensor) else inputs["input_ids"]

@@ -94,8 +94,7 @@ class LayerGates(nn.Module):
             prompts: tokens of each prompt, int64 ``[B]``.
             masks: the subsets, bool ``[M, G]``.
         """
-        whole = ledger.prompts + ledger.owed.unsqueeze(1) * ledger.costs
-        return ChosenInBlocks(self, prompts, masks, whole <= ledger.budget.unsqueeze(1))
+        return ChosenInBlocks(self, prompts, masks, ledger.affordable())
 
 
 class _InBlocks(GateWeights):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from fl_lightning.energy.budgets.decoding import DecodedSequences
 from fl_lightning.energy.budgets.device import Device
+from fl_lightning.energy.budgets.keeping import BudgetKeeper, ids_of
 from fl_lightning.energy.budgets.measuring import Measurements
 from fl_lightning.energy.budgets.passes import (
     LayerwisePlan,
@@ -26,15 +27,12 @@ from fl_lightning.energy.controllers import TABSController, TokenController
 from fl_lightning.energy.options import HIGH, OFF
 from fl_lightning.energy.switched import Plan, SwitchedLinear, TokenPlan, narrow_kept
 from fl_lightning.errors import InputError
-from fl_lightning.metrics.text import IGNORED
-from fl_lightning.models import MeasuredNetwork
-from fl_lightning.models.language.generating import Generating
 from fl_lightning.models.language.llama import TokenInputs
 
 Controller = TokenController | TABSController | None
 
 
-class BudgetedNetwork(MeasuredNetwork, Generating):
+class BudgetedNetwork(BudgetKeeper):
     """A switched language model, its controller, and the device that it runs on.
 
     In training the options are drawn (:meth:`sample`). In evaluation every sequence keeps the
@@ -49,8 +47,6 @@ class BudgetedNetwork(MeasuredNetwork, Generating):
             what that costs is measured.
         device: what a sequence may cost; :meth:`run_on` changes it.
     """
-
-    reads_tokens = True
 
     def __init__(
         self,
@@ -70,8 +66,7 @@ class BudgetedNetwork(MeasuredNetwork, Generating):
         """Take a client's device, and the price that it has found: lambda, relative to its
         budget."""
         self.on, self.price = device, price
-        self._expected: Tensor | None = None
-        self._measured = Measurements()
+        self.begin()
 
     def forward(self, inputs: TokenInputs) -> Tensor:
         """Return the logits ``[B, T, V]``: in training with all layers at ``high``, else within the
@@ -79,24 +74,7 @@ class BudgetedNetwork(MeasuredNetwork, Generating):
         if self.training:
             with self.board.using(None):
                 return self.network(inputs)
-        ids = inputs if isinstance(inputs, Tensor) else inputs["input_ids"]
-        return self._read(inputs, ids)[0]
-
-    @torch.no_grad()
-    def options_of(self, inputs: TokenInputs, target: Tensor) -> tuple[Tensor, Lengths]:
-        """Return the options of each token of sequences that are read within their budgets, int64
-        ``[B, T, G]``, and their lengths.
-
-        Args:
-            inputs: of the network.
-            target: labels ``[B, T]``.
-        """
-        self.expect(target)
-        _, choices, lengths = self._read(
-            inputs, inputs if isinstance(inputs, Tensor) else inputs["input_ids"]
-        )
-        self._expected = None
-        return choices, lengths
+        return self._read(inputs)[0]
 
     def sample(
         self, inputs: TokenInputs, target: Tensor, noise: np.random.Generator, temperature: float
@@ -111,7 +89,7 @@ class BudgetedNetwork(MeasuredNetwork, Generating):
             temperature: tau of the Gumbel softmax.
         """
         assert self.controller is not None, "nothing is drawn where all layers are at high"
-        ids = inputs if isinstance(inputs, Tensor) else inputs["input_ids"]
+        ids = ids_of(inputs)
         layerwise = isinstance(self.controller, TABSController)
         theta: Any = self.controller if layerwise else self._logits(ids)
         lengths, device = Lengths.of(target, ids.shape[1]), self.on
@@ -138,26 +116,14 @@ class BudgetedNetwork(MeasuredNetwork, Generating):
 
     # Evaluation
 
-    def expect(self, target: Tensor) -> None:
-        self._expected, self._measured = target, Measurements()
-
-    def measured(self) -> Mapping[str, Tensor]:
-        self._expected = None
-        found = self._measured.metrics()
-        joules, controller = found.get("energy/joules"), self.controller
-        if joules is not None and controller is not None:
-            count = sum(weight.numel() for weight in controller.parameters())
-            found["energy/controller_parameters"] = torch.full_like(joules, count)
-        return found
+    @property
+    def decider(self) -> Controller:
+        return self.controller
 
     @torch.no_grad()
-    def _read(self, inputs: TokenInputs, ids: Tensor) -> tuple[Tensor, Tensor, Lengths]:
-        """Read whole sequences: their prompts, and the labelled tokens after them one by one.
-        Return logits, options and lengths."""
-        target = self._expected
-        if target is None or len(target) != len(ids):
-            target = torch.full_like(ids, IGNORED)
-        lengths = Lengths.of(target, ids.shape[1])
+    def _read(self, inputs: TokenInputs) -> tuple[Tensor, Tensor, Lengths]:
+        ids = ids_of(inputs)
+        lengths = self.lengths_of(ids)
         chosen, granted = self._choose(ids, lengths)
         with self.board.using(chosen):
             outputs = self.network(inputs)

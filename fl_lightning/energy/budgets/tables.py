@@ -81,9 +81,7 @@ def devices_of(
         )
         found = table.for_groups([layer.name for layer in switches], advice)
         tables.append(found.without_useless(options=options))
-    one_label(table.label for table in tables)  # energy/joules is a mean over devices
-    count = math.lcm(len(tables), len(shares))
-    return [Device(tables[i % len(tables)], shares[i % len(shares)], whole) for i in range(count)]
+    return _in_turn(tables, shares, whole)
 
 
 def branch_devices(
@@ -128,10 +126,18 @@ def branch_devices(
             f"write --model.controller none, or {BRANCH_ADVICE}",
         )
         tables.append(table.for_groups(branch_names(blocks), BRANCH_ADVICE).without_useless())
-    one_label(table.label for table in tables)
+    return _in_turn(tables, shares, True, deciding)
+
+
+def _in_turn(
+    tables: Sequence[CostTable], shares: Sequence[float], whole: bool, deciding: Deciding = "none"
+) -> list[Device]:
+    """Return devices of which number i has table i and budget i, each modulo their number, up to
+    where that begins anew."""
+    one_label(table.label for table in tables)  # energy/joules is a mean over devices
     count = math.lcm(len(tables), len(shares))
     return [
-        Device(tables[i % len(tables)], shares[i % len(shares)], True, deciding)
+        Device(tables[i % len(tables)], shares[i % len(shares)], whole, deciding)
         for i in range(count)
     ]
 
