@@ -209,10 +209,8 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
         require(hasattr(self, "test_target"), given, "setup sets test_target", "set it there")
         self.device = device
         self._public_moved = None
-        self.train_target, self.test_target = (
-            self.train_target.to(device),
-            self.test_target.to(device),
-        )
+        self.train_target = self.train_target.to(device)
+        self.test_target = self.test_target.to(device)
 
     def see_network(self, network: nn.Module) -> None:
         """Learn which network a run begins with, once it has been built; most data do not ask."""

@@ -129,11 +129,10 @@ class ExampleBatches(ABC):
             batch_size: examples of a batch if there is no ``rng``.
         """
         n = len(self.public)
-        position, sizes = (
-            np.arange(n),
-            [min(batch_size, n - start) for start in range(0, n, batch_size)],
-        )
-        if rng is not None:
+        if rng is None:
+            position = np.arange(n)
+            sizes = [min(batch_size, n - start) for start in range(0, n, batch_size)]
+        else:
             sizes = batch_sizes(n, self.batch_size)
             position = np.resize(rng.permutation(n), sum(sizes))  # one example is taken twice
         for index in self.to_device(position).split(sizes):

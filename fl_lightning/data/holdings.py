@@ -72,12 +72,8 @@ class Holdings:
 
     def client(self, id: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the training and the validation examples of one client."""
-        start, middle, end = (
-            self.starts[id],
-            self.starts[id] + self.held_out[id],
-            self.starts[id + 1],
-        )
-        return self.index[middle:end], self.index[start:middle]
+        mine = self.index[self.starts[id] : self.starts[id + 1]]
+        return mine[self.held_out[id] :], mine[: self.held_out[id]]
 
     @cached_property
     def sizes(self) -> np.ndarray:
@@ -169,10 +165,8 @@ class Holdings:
             num_classes: C.
         """
         for block in self.blocks():
-            n, held = (
-                self.sizes[block],
-                self.index[self.starts[block.start] : self.starts[block.stop]],
-            )
+            n = self.sizes[block]
+            held = self.index[self.starts[block.start] : self.starts[block.stop]]
             cell = np.repeat(np.arange(len(n)), n) * num_classes + label[held]
             yield np.bincount(cell, minlength=len(n) * num_classes).reshape(len(n), num_classes)
 

@@ -122,11 +122,8 @@ class ImageData(FederatedData):
         )
         self.crop, self.crop_padding, self.flip = crop, crop_padding, flip
         self._digest = ""
-        self.feature_skew, self.local_test_fraction, self.moments = (
-            feature_skew,
-            local_test_fraction,
-            moments,
-        )
+        self.feature_skew, self.moments = feature_skew, moments
+        self.local_test_fraction = local_test_fraction
         of_training = (FromFile, Natural)
         require(
             not (local_test_fraction and isinstance(self.partition, of_training)),
@@ -236,13 +233,10 @@ class ImageData(FederatedData):
         super().move(device)
         if self.public_images is not None:
             self.public_images = self.public_images.to(device)
-        self.train_images, self.test_images = (
-            self.train_images.to(device),
-            self.test_images.to(device),
-        )
-        self._mean, self._std = torch.tensor([self.train_mean, self.train_std], device=device)[
-            :, :, None, None
-        ]
+        self.train_images = self.train_images.to(device)
+        self.test_images = self.test_images.to(device)
+        moments = torch.tensor([self.train_mean, self.train_std], device=device)
+        self._mean, self._std = moments[:, :, None, None]
 
     def draws(self, rng: np.random.Generator, epochs: int, n: int) -> np.ndarray | None:
         """Draw the top and left edge of the crop and whether it is mirrored, int64 ``[E, n,

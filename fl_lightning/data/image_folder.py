@@ -222,10 +222,8 @@ def find_images(folder: Path, client_folders: bool, *, tells: bool = False) -> l
             empty += [label.relative_to(folder).as_posix()] if len(found) == before else []
     if not found:
         flat = sum(path.is_file() and path.suffix.lower() in SUFFIXES for path in folder.iterdir())
-        rule, instead = (
-            f"it holds no images; the form is {form}",
-            f"give images: {', '.join(SUFFIXES)}",
-        )
+        rule = f"it holds no images; the form is {form}"
+        instead = f"give images: {', '.join(SUFFIXES)}"
         if flat:
             rule = f"its {flat} images lie outside of class folders; the form is {form}"
             instead = "make a folder for each class, and move the images there"

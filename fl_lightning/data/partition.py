@@ -292,10 +292,8 @@ class IID(IndexPartition):
         turns, more = divmod(len(labels), num_clients)
         by_turn = shuffled[: turns * num_clients].reshape(turns, num_clients)
         index, cut = np.empty(len(labels), np.int64), more * (turns + 1)
-        larger, smaller = (
-            index[:cut].reshape(more, turns + 1),
-            index[cut:].reshape(num_clients - more, turns),
-        )
+        larger = index[:cut].reshape(more, turns + 1)
+        smaller = index[cut:].reshape(num_clients - more, turns)
         larger[:, :turns] = by_turn[:, :more].T
         larger[:, turns:] = shuffled[turns * num_clients :, None]
         smaller[:] = by_turn[:, more:].T

@@ -120,11 +120,8 @@ class TableData(ArrayData):
         text: TextEncoding | dict[str, str] | None = None,
         **settings: Any,
     ) -> None:
-        self.dataset, self.natural, self.has_test = (
-            name_from(train),
-            client is not None,
-            test is not None,
-        )
+        self.dataset = name_from(train)
+        self.natural, self.has_test = client is not None, test is not None
         super().__init__(**settings)
         require(
             features is None or features,

@@ -67,13 +67,9 @@ def read_table(path: Path, texts: Iterable[str] = ()) -> pd.DataFrame:
     except InputError:
         raise
     except pd.errors.ParserWarning:
-        rule, instead = (
-            "its rows have more values than there are names above them",
-            "name each column",
-        )
-        raise InputError(
-            f"{path}", rule, f"{instead}, a first one with the names of rows too"
-        ) from None
+        rule = "its rows have more values than there are names above them"
+        instead = "name each column, a first one with the names of rows too"
+        raise InputError(f"{path}", rule, instead) from None
     except ImportError as error:
         raise InputError(
             f"{path}",

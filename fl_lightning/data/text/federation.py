@@ -363,12 +363,8 @@ class InstructionData(TextData):
             16 * num_clients * examples_per_client * context,
         )
         super().__init__(num_clients=num_clients, context=context, generate=generate, **settings)
-        self.examples_per_client, self.house, self.tests_per_task = (
-            examples_per_client,
-            house,
-            tests_per_task,
-        )
-        self.text_seed = text_seed
+        self.examples_per_client, self.tests_per_task = examples_per_client, tests_per_task
+        self.house, self.text_seed = house, text_seed
         self.groups = instructions.CLUSTERS[:num_clients]
 
     def read(self) -> tuple[TextExamples, TextExamples]:

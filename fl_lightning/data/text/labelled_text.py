@@ -44,9 +44,9 @@ class LabelledText(HuggingFaceData):
         tokenizer: name or folder of a tokeniser of transformers, with ``hf:`` before it or without:
             that of the network.
         text: column of the text.
-        target: column of the label: whole numbers or texts.
         max_length: largest number of tokens; longer texts are cut at their end.
-        settings: those of :class:`~fl_lightning.data.HuggingFaceData`, but for ``input``.
+        settings: those of :class:`~fl_lightning.data.HuggingFaceData`, but for ``input``; labels,
+            the ``target``, are whole numbers or texts.
 
     Raises:
         InputError: an argument is out of range, or a library is not installed.
@@ -59,33 +59,14 @@ class LabelledText(HuggingFaceData):
         path: str,
         tokenizer: str,
         text: str = "text",
-        target: str = "label",
         max_length: Annotated[
             int, within("[2, inf)", "a text has 2 tokens or more", "write e.g. 128")
         ] = 128,
-        name: str | None = None,
-        train: str = "train",
-        test: str | None = None,
-        group: str | None = None,
-        client: str | None = None,
         **settings: Any,
     ) -> None:
-        super().__init__(
-            path,
-            name=name,
-            train=train,
-            test=test,
-            target=target,
-            input=[IDS, LENGTH],
-            group=group,
-            client=client,
-            **settings,
-        )
-        self.tokenizer, self.text, self.max_length = (
-            tokenizer.removeprefix(HF_PREFIX),
-            text,
-            max_length,
-        )
+        super().__init__(path, input=[IDS, LENGTH], **settings)
+        self.tokenizer = tokenizer.removeprefix(HF_PREFIX)
+        self.text, self.max_length = text, max_length
 
     def prepare_data(self) -> None:
         """Download data set and tokeniser where they are names on the Hub, and check the columns.

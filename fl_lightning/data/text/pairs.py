@@ -78,10 +78,8 @@ def encode_pairs(
     preferred, cut = [], 0
     for number, pair in enumerate(pairs):
         start = [] if tokenizer.bos is None else [tokenizer.bos]
-        prompt, place = (
-            tokenizer.encode(pair.prompt),
-            places[number] if places else f"pair {number + 1}",
-        )
+        prompt = tokenizer.encode(pair.prompt)
+        place = places[number] if places else f"pair {number + 1}"
         begins = "the prompt is empty, and this tokenizer has no token that begins a text"
         require(
             start or prompt, place, begins, "write a prompt, or use a tokenizer with a BOS token"

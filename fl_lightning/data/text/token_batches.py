@@ -65,10 +65,8 @@ def draw_token_pass(
         epochs: number of epochs.
         steps: largest number of batches; None: all.
     """
-    sizes, rng = (
-        token_batch_sizes(length, batch_size, batch_tokens),
-        stream(seed, "batches", round, client),
-    )
+    sizes = token_batch_sizes(length, batch_size, batch_tokens)
+    rng = stream(seed, "batches", round, client)
     batches: list[np.ndarray] = []
     for _ in range(epochs):
         left, epoch = rng.permutation(len(length)), []
