@@ -23,9 +23,9 @@ from fl_lightning.config.near_names import require_choice
 from fl_lightning.data.base import BatchSize, FederatedData, PublicExamples, ValFraction
 from fl_lightning.data.example_batches import Split
 from fl_lightning.data.form import Form
-from fl_lightning.data.partition import Dirichlet, Natural, Partition
+from fl_lightning.data.partition import Dirichlet, Natural, Partition, share_of_each
 from fl_lightning.data.summary import MAX_LISTED_CLIENTS
-from fl_lightning.errors import InputError, require
+from fl_lightning.errors import require
 from fl_lightning.metrics.named import MetricFactory
 from fl_lightning.rng import stream
 from fl_lightning.tasks import Classification, Regression
@@ -299,21 +299,21 @@ def check_test_fraction(has_test: bool, test_fraction: float) -> None:
     )
 
 
-def in_test(labels: np.ndarray, fraction: float) -> np.ndarray:
+def in_test(labels: np.ndarray, fraction: float, form: Form | None = None) -> np.ndarray:
     """Mark the examples of the test set, bool ``[N]``; the same ones in every run.
 
     Args:
         labels: class of each example ``[N]``, of each of which the share is taken; one value where
             there are no classes.
         fraction: share of the test set, rounded.
+        form: of a node's own data the run's form; none of them are then for the test.
 
     Raises:
         InputError: one of the two parts would be empty.
     """
-    chosen, rng = np.zeros(len(labels), bool), stream(SPLIT_SEED, "data/test")
-    for value in np.unique(labels):
-        members = rng.permutation(np.flatnonzero(labels == value))
-        chosen[members[: round(fraction * len(members))]] = True
+    if form is not None:
+        return np.zeros(len(labels), bool)
+    chosen = share_of_each(labels, fraction, stream(SPLIT_SEED, "data/test"))
     require(
         0 < chosen.sum() < len(chosen),
         f"test_fraction={fraction} of {len(labels)} examples",
@@ -351,18 +351,27 @@ def numbers_by_name(
     return np.array([numbers.get(name, -1) for name in names], np.int64)
 
 
-def check_classes(names: Sequence[Any], place: str) -> None:
-    """Refuse a target with a single class.
+def class_numbers(names: Iterable[Hashable], form: Form | None, place: str) -> dict[Any, int]:
+    """Return the number of each class.
+
+    Args:
+        names: classes of the training examples.
+        form: of a node's own data the run's form, which then says the numbers.
+        place: what has them, for messages.
 
     Raises:
-        InputError: all training examples are of one class.
+        InputError: all training examples are of one class, or the run lacks one of theirs.
     """
-    if len(names) < 2:
-        raise InputError(
-            place,
-            f"all training examples are of the class {names[0] if len(names) else 'none'}",
-            "give examples of two classes or more",
-        )
+    classes = number_names(names)
+    if form is not None:
+        return form.numbers(classes, place)
+    require(
+        len(classes) >= 2,
+        place,
+        f"all training examples are of the class {next(iter(classes), 'none')}",
+        "give examples of two classes or more",
+    )
+    return classes
 
 
 def channel_moments(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:

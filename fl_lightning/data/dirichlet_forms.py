@@ -12,7 +12,13 @@ import numpy as np
 
 from fl_lightning.config.constraints import within
 from fl_lightning.data.holdings import Holdings
-from fl_lightning.data.partition import Dirichlet, IndexPartition, check_clients, dirichlet_holdings
+from fl_lightning.data.partition import (
+    Dirichlet,
+    IndexPartition,
+    check_clients,
+    dirichlet_holdings,
+    members_of,
+)
 from fl_lightning.errors import require
 from fl_lightning.rng import stream
 
@@ -70,7 +76,7 @@ class DirichletPerClient(IndexPartition):
             f"write {len(labels)} or less",
         )
         rng = stream(seed, "partition")
-        members = [rng.permutation(np.flatnonzero(labels == value)) for value in np.unique(labels)]
+        members = [rng.permutation(examples) for examples in members_of(labels)]
         used, size = np.zeros(len(members), np.int64), np.array([*map(len, members)])
         owner = np.empty(len(labels), np.int64)
         for client in range(num_clients):

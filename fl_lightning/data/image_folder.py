@@ -17,9 +17,9 @@ from fl_lightning.config.constraints import path_to, within
 from fl_lightning.data.arrays import (
     ClientCount,
     Names,
-    check_classes,
     check_count,
     check_test_fraction,
+    class_numbers,
     default_partition,
     in_test,
     name_from,
@@ -126,11 +126,8 @@ class ImageFolder(ImageData):
             chosen = in_test(np.array([file.label for file in train]), self.test_fraction)
             test = [file for file, take in zip(train, chosen, strict=True) if take]
             train = [file for file, take in zip(train, chosen, strict=True) if not take]
-        classes = number_names(file.label for file in train)
-        if self.run_form is None:
-            check_classes(list(classes), f"{self.train_path}")
-        else:
-            classes = self.run_form.numbers(classes, f"{self.train_path}")
+        labels = [file.label for file in train]
+        classes = class_numbers(labels, self.run_form, f"{self.train_path}")
         for file in test:
             require(
                 file.label in classes,

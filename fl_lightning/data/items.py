@@ -20,14 +20,14 @@ from torch.utils.data import IterableDataset
 
 from fl_lightning.config.near_names import nearest_or_list
 from fl_lightning.data.arrays import (
+    ArrayData,
     Examples,
     Names,
-    check_classes,
+    class_numbers,
     in_test,
     number_names,
     numbers_by_name,
 )
-from fl_lightning.data.form import Form
 from fl_lightning.data.partition import check_memory
 from fl_lightning.data.pixels import is_deep
 from fl_lightning.errors import InputError, require
@@ -126,12 +126,8 @@ def read_items(dataset: Any, keys: Keys, place: str) -> Items:
             _put(inputs, number, leaves, where)
             for name, value in parts.items():
                 known[name].append(value)
-    for leaf in tree_leaves(inputs):
-        bad = (
-            ~leaf.isfinite().reshape(count, -1).all(1)
-            if leaf.is_floating_point()
-            else torch.zeros(1)
-        )
+    for leaf in filter(torch.is_floating_point, tree_leaves(inputs)):
+        bad = ~leaf.isfinite().reshape(count, -1).all(1)
         require(
             not bad.any(),
             f"{place}, item {int(bad.long().argmax())}",
@@ -162,27 +158,21 @@ def _check_pairs(dataset: Any, count: int, place: str) -> None:
 
 
 def to_examples(
-    train: Items,
-    test: Items | None,
-    *,
-    classifies: bool,
-    test_fraction: float,
-    form: Form | None = None,
+    data: ArrayData, train: Items, test: Items | None
 ) -> tuple[Examples, Examples, Names]:
     """Return the examples of both splits, and the names of classes, groups and clients in sorted
     order.
 
     Args:
+        data: whose they are; its task says whether targets are classes.
         train: the training items, of which ``test_fraction`` is for the test if there are no test
             items.
         test: the test items; None: there are none.
-        classifies: whether targets are classes.
-        test_fraction: share of the test, of classification that of each class.
-        form: of a node's own data the run's form; without test items there is then no test set.
 
     Raises:
         InputError: a target is not that of the task, or a class of the test is unknown.
     """
+    classifies, form = data.task.has_classes, data.run_form
     if classifies:
         train = replace(train, target=_class_names(train))
     if test is None:
@@ -191,17 +181,13 @@ def to_examples(
             if classifies
             else np.zeros(len(train.target))
         )
-        chosen = np.zeros(len(labels), bool) if form else in_test(labels, test_fraction)
+        chosen = in_test(labels, data.test_fraction, form)
         train, test = train.part(~chosen), train.part(chosen)
     elif classifies:
         test = replace(test, target=_class_names(test))
     _check_same_form(train, test)
     if classifies:
-        classes = number_names(train.target)
-        if form is None:
-            check_classes(list(classes), train.place)
-        else:
-            classes = form.numbers(classes, train.place)
+        classes = class_numbers(train.target, form, train.place)
         unknown = [name for name in test.target if name not in classes]
         require(
             not unknown,
@@ -214,21 +200,16 @@ def to_examples(
         classes, targets = {}, [_numbers(some) for some in (train, test)]
     groups = number_names([*(train.group or []), *(test.group or [])])
     clients = number_names(train.client or [])
-    return (
+    first, second = (
         Examples(
-            train.inputs,
-            targets[0],
-            numbers_by_name(train.group, groups),
-            numbers_by_name(train.client, clients),
-        ),
-        Examples(
-            test.inputs,
-            targets[1],
-            numbers_by_name(test.group, groups),
-            numbers_by_name(test.client, clients),
-        ),
-        Names(list(classes), list(groups), list(clients)),
+            some.inputs,
+            target,
+            numbers_by_name(some.group, groups),
+            numbers_by_name(some.client, clients),
+        )
+        for some, target in zip((train, test), targets, strict=True)
     )
+    return first, second, Names(list(classes), list(groups), list(clients))
 
 
 def item_at(dataset: Any, number: int, where: str) -> Any:

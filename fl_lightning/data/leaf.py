@@ -76,10 +76,7 @@ class LeafData(ArrayData):
         """
         train = read_leaf(self.train_path, images=self.images)
         test = read_leaf(self.test_path, images=self.images) if self.test_path else None
-        classifies, share = self.task.has_classes, self.test_fraction
-        return to_examples(
-            train, test, classifies=classifies, test_fraction=share, form=self.run_form
-        )
+        return to_examples(self, train, test)
 
 
 def leaf_files(path: Path) -> list[Path]:

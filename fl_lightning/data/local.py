@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.nn.functional import interpolate
 
+from fl_lightning.data.partition import share_of_each
 from fl_lightning.rng import stream
 
 Arrays = tuple[np.ndarray, np.ndarray]
@@ -56,11 +57,7 @@ def _digits() -> tuple[Arrays, Arrays]:
     grey = torch.from_numpy(pixels).reshape(-1, 1, 8, 8) * (255 / 16)
     images = _to_uint8(interpolate(grey, size=(32, 32), mode="bilinear", align_corners=False))
     labels = labels.astype(np.int64)
-    rng = stream(DIGITS_SPLIT_SEED, "digits/test")
-    in_test = np.zeros(len(labels), bool)
-    for value in range(10):
-        members = rng.permutation(np.flatnonzero(labels == value))
-        in_test[members[: round(0.2 * len(members))]] = True
+    in_test = share_of_each(labels, 0.2, stream(DIGITS_SPLIT_SEED, "digits/test"))
     return (images[~in_test], labels[~in_test]), (images[in_test], labels[in_test])
 
 

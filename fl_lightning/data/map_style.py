@@ -71,10 +71,7 @@ class ItemData(ArrayData):
             for one, place in zip(datasets, places, strict=True)
         )
         assert train is not None
-        classifies, share = self.task.has_classes, self.test_fraction
-        return to_examples(
-            train, test, classifies=classifies, test_fraction=share, form=self.run_form
-        )
+        return to_examples(self, train, test)
 
 
 class DatasetData(ItemData):

@@ -63,6 +63,19 @@ def check_clients(num_clients: int) -> None:
     )
 
 
+def members_of(label: np.ndarray) -> list[np.ndarray]:
+    """Return the examples of each class, in the order of the data."""
+    return [np.flatnonzero(label == value) for value in np.unique(label)]
+
+
+def share_of_each(label: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:
+    """Draw a share of the examples of each class, rounded; mark them, bool ``[N]``."""
+    chosen = np.zeros(len(label), bool)
+    for members in members_of(label):
+        chosen[rng.permutation(members)[: round(share * len(members))]] = True
+    return chosen
+
+
 def _draw(
     by_class: list[np.ndarray],
     num_clients: int,
@@ -139,8 +152,7 @@ def dirichlet_holdings(
     )
     if math.isinf(beta):
         return IID().holdings(label, num_clients, seed)
-    by_class = [np.flatnonzero(label == value) for value in np.unique(label)]
-    fewest = 0
+    by_class, fewest = members_of(label), 0
     for attempt in range(MAX_DRAWS):
         rng = stream(seed, "partition", round=attempt)
         owner, held = _draw(by_class, num_clients, beta, rng, capped=capped)

@@ -27,7 +27,13 @@ import numpy as np
 from fl_lightning.config.constraints import within
 from fl_lightning.data.dirichlet_forms import FINITE_BETA
 from fl_lightning.data.holdings import Holdings
-from fl_lightning.data.partition import MAX_DRAWS, MIN_SIZE, IndexPartition, check_clients
+from fl_lightning.data.partition import (
+    MAX_DRAWS,
+    MIN_SIZE,
+    IndexPartition,
+    check_clients,
+    members_of,
+)
 from fl_lightning.errors import InputError, require
 
 LABELS = within("[1, inf)", "a client has at least one class", "write e.g. 2")
@@ -40,11 +46,6 @@ DRAWN_AT = within(
 def _generator(seed: int) -> np.random.RandomState:
     """Return NumPy's old generator, after ``np.random.seed(seed)``."""
     return np.random.RandomState(seed % 2**32)
-
-
-def _members(labels: np.ndarray) -> list[np.ndarray]:
-    """Return the examples of each class, in the order of the data."""
-    return [np.flatnonzero(labels == value) for value in np.unique(labels)]
 
 
 def _no_draw(partition: IndexPartition, num_clients: int, min_size: int, total: int) -> InputError:
@@ -122,7 +123,7 @@ class LabelsPerClient(IndexPartition):
             InputError: the data have fewer classes, or nobody holds one of them.
         """
         check_clients(num_clients)
-        members, rng, classes = _members(labels), _generator(seed), random.Random(seed)
+        members, rng, classes = members_of(labels), _generator(seed), random.Random(seed)
         require(
             self.labels <= len(members),
             f"labels={self.labels}",
@@ -225,7 +226,7 @@ class NIIDBenchDirichlet(IndexPartition):
         check_clients(num_clients)
         rng, fewest = _generator(seed), self.fewest(len(labels), num_clients)
         for _ in range(MAX_DRAWS):
-            members = _members(labels)
+            members = members_of(labels)
             owner = self._draw(members, num_clients, rng)
             if owner is not None and np.bincount(owner, minlength=num_clients).min() >= fewest:
                 return DealtOut(owner, np.concatenate(members), rng)
@@ -334,10 +335,8 @@ class PFLlibPathological(IndexPartition):
     def deal_out(self, labels: np.ndarray, num_clients: int, seed: int) -> DealtOut:
         """Return what the published code deals out; arguments and errors as of :meth:`holdings`."""
         check_clients(num_clients)
-        members, rng = (
-            _members(labels),
-            _generator(seed if self.drawn_at is None else self.drawn_at),
-        )
+        members = members_of(labels)
+        rng = _generator(seed if self.drawn_at is None else self.drawn_at)
         require(
             self.classes_per_client <= len(members),
             f"{self} of data with {len(members)} classes",

@@ -19,7 +19,7 @@ from fl_lightning.data.arrays import (
     ArrayData,
     Examples,
     Names,
-    check_classes,
+    class_numbers,
     in_test,
     name_from,
     number_names,
@@ -44,6 +44,7 @@ from fl_lightning.data.table_values import (
     TextEncoding,
     check_settings,
     check_values,
+    codes_of,
     encoded,
     encodings_of,
     filled,
@@ -57,6 +58,8 @@ from fl_lightning.errors import InputError, require
 
 if TYPE_CHECKING:
     import pandas as pd  # imported in functions below: it is slow, and most runs need no table
+
+    Tables = Sequence[pd.DataFrame]  # the training and the test rows
 
 log = logging.getLogger(__name__)
 
@@ -182,40 +185,37 @@ class TableData(ArrayData):
             ]
             words = [name for name in others if name not in texts and _is_text(table[name])]
             test_table = read_table(self.test_path, [*texts, *words])
-        test_file = self.test_path or self.train_path
         self._check_target(table[table[self.target].notna()])
-        for path, some in ((self.train_path, table), (test_file, test_table)):
+        for path, some in zip(self._files, (table, test_table), strict=True):
             if some is not None:
                 there = [name for name in self._others if self._is_name(name) and name in some]
                 check_spellings(path, some, there)
+        tables: Tables
         if test_table is not None:
-            train, test = table, test_table
+            tables = table, test_table
         else:
-            labels = (
-                table[self.target].map(str)
-                if self.task.has_classes
-                else pd.Series(np.zeros(len(table)))
-            )
-            own = self.run_form is not None
-            chosen = (
-                np.zeros(len(table), bool)
-                if own
-                else in_test(labels.to_numpy(), self.test_fraction)
-            )
-            train, test = table[~chosen], table[chosen]
-        features, run = self._features(train), self._run_columns
-        self._encodings = encodings_of(train, features, self._categorical, self.text, run)
-        self._check_values(table, test_table)
-        train, test = self._complete(train, test, test_file)
-        classes, targets = self._targets(train, test, test_file)
-        groups, numbers = self._numbered(self.group, train, test, [train, test])
-        clients, owners = self._numbered(self.client_column, train, test, [train])
-        inputs = self._inputs_of(train, test, test_file)
-        return (
-            Examples(inputs[0], targets[0], numbers[0], owners[0]),
-            Examples(inputs[1], targets[1], numbers[1], owners[1]),
-            Names(classes=classes, groups=groups, clients=clients),
+            labels = np.zeros(len(table))
+            if self.task.has_classes:
+                labels = table[self.target].map(str).to_numpy()
+            chosen = in_test(labels, self.test_fraction, self.run_form)
+            tables = table[~chosen], table[chosen]
+        train, run = tables[0], self._run_columns
+        self._encodings = encodings_of(
+            train, self._features(train), self._categorical, self.text, run
         )
+        self._check_values(table, test_table)
+        tables = self._complete(tables)
+        classes, targets = self._targets(tables)
+        groups, numbers = self._numbered(self.group, tables, naming=tables)
+        clients, owners = self._numbered(self.client_column, tables, naming=tables[:1])
+        parts = zip(self._inputs_of(tables), targets, numbers, owners, strict=True)
+        first, second = (Examples(*part) for part in parts)
+        return first, second, Names(classes=classes, groups=groups, clients=clients)
+
+    @property
+    def _files(self) -> tuple[Path, Path]:
+        """The files of the training and of the test rows."""
+        return self.train_path, self.test_path or self.train_path
 
     def form(self) -> Form:
         columns = {
@@ -286,63 +286,48 @@ class TableData(ArrayData):
     def _check_values(self, table: pd.DataFrame, test_table: pd.DataFrame | None) -> None:
         """Refuse all columns of a file that nothing says how to read, in one message."""
         features, others = self._seen(table), self._others
-        common: dict[str, Any] = {"features": features, "missing": self.missing}
-        check_values(
-            self.train_path,
-            table,
-            others=others,
-            encodings=self._encodings,
-            may_be_empty=self.run_form is not None,
-            **common,
-        )
+        own = self.run_form is not None
+        check_values(self.train_path, table, features, others, self._encodings, self.missing, own)
         if test_table is None or self.test_path is None:
             return
         others = [name for name in others if name != self.client_column]
         for name in (*features, *others):
             check_column(test_table, name, self.test_path)
-        check_values(
-            self.test_path, test_table, others=others, encodings={}, may_be_empty=True, **common
-        )
+        check_values(self.test_path, test_table, features, others, {}, self.missing, True)
 
-    def _complete(
-        self, train: pd.DataFrame, test: pd.DataFrame, test_file: Path
-    ) -> tuple[pd.DataFrame, pd.DataFrame]:
+    def _complete(self, tables: Tables) -> Tables:
         """Return both splits without missing values."""
         if self.text is not None:
             self._mended["text"] = dict(self._encodings)
+        train, test = tables
         names = [*self._categorical, *(name for name in self._others if self._is_name(name))]
         if self.missing is None:
             both = [
                 name for name in names if name in test and train[name].dtype != test[name].dtype
             ]
-            train, test = whole_names((train, test), both)
-            return train, test
+            return whole_names(tables, both)
         features = self._seen(train)
         used = [*features, *self._others]
-        gaps = [some[[name for name in used if name in some]].isna() for some in (train, test)]
+        gaps = [some[[name for name in used if name in some]].isna() for some in tables]
         counts = gaps[0].sum().add(gaps[1].sum(), fill_value=0)
         self._mended["missing"] = {str(name): int(count) for name, count in counts.items() if count}
         if self.missing == "drop":
-            both = [some[~gap.any(axis=1)] for some, gap in zip((train, test), gaps, strict=True)]
-            for some, rest, path in zip(
-                (train, test), both, (self.train_path, test_file), strict=True
-            ):
+            kept = [some[~gap.any(axis=1)] for some, gap in zip(tables, gaps, strict=True)]
+            for some, rest, path in zip(tables, kept, self._files, strict=True):
                 require(
                     len(rest) or not len(some),
                     f"{path} with missing=drop",
                     "every row lacks a value",
                     "name the features without the columns that lack most, or write --data.missing mean",
                 )
-            self._mended["rows left out"] = len(train) + len(test) - sum(map(len, both))
-            train, test = whole_names(both, names)
-            return train, test
+            self._mended["rows left out"] = len(train) + len(test) - sum(map(len, kept))
+            return whole_names(kept, names)
         if self.run_form is None:
             self._fills = fills_of(train, features, self.categorical, self._encodings, self.missing)
         else:
             columns = self.run_form.columns.items()
             self._fills = {name: entry["fill"] for name, entry in columns if _has_fill(entry)}
-        train, test = whole_names([filled(some, self._fills) for some in (train, test)], names)
-        return train, test
+        return whole_names([filled(some, self._fills) for some in tables], names)
 
     @property
     def _others(self) -> list[str]:
@@ -374,33 +359,26 @@ class TableData(ArrayData):
         )
         return rest
 
-    def _targets(
-        self, train: pd.DataFrame, test: pd.DataFrame, test_file: Path
-    ) -> tuple[list[Any], tuple[torch.Tensor, torch.Tensor]]:
+    def _targets(self, tables: Tables) -> tuple[list[Any], list[torch.Tensor]]:
         """Return the names of the classes, and the targets of both splits."""
-        name = self.target
+        name, place = self.target, f"{self.train_path}, column {self.target}"
         if not self.task.has_classes:
-            values = self._numbers_of(name, train, test, test_file)
+            values = [
+                numbers_of(some, name, path) for some, path in zip(tables, self._files, strict=True)
+            ]
             mean, std = self._moments(name, values[0]) if self.standardise_target else (0.0, 1.0)
-            first, second = (
-                torch.tensor((one - mean) / std, dtype=torch.float32) for one in values
-            )
-            return [], (first, second)
-        numbers = number_names(train[name].tolist())
-        if self.run_form is None:
-            check_classes(list(numbers), f"{self.train_path}, column {name}")
-        else:
-            numbers = self.run_form.numbers(numbers, f"{self.train_path}, column {name}")
+            return [], [torch.tensor((one - mean) / std, dtype=torch.float32) for one in values]
+        numbers = class_numbers(tables[0][name].tolist(), self.run_form, place)
+        test = tables[1]
         unknown = ~test[name].isin(list(numbers)).to_numpy()
         if unknown.any():
-            value = test[name].iloc[int(unknown.argmax())]
+            position = int(unknown.argmax())
             raise InputError(
-                f"{place_of(test, int(unknown.argmax()), name, test_file)}",
-                f"the class {value} is not among the training rows",
+                place_of(test, position, name, self._files[1]),
+                f"the class {test[name].iloc[position]} is not among the training rows",
                 "remove the row, or give training rows of that class",
             )
-        found = [torch.tensor(some[name].map(numbers).to_numpy(np.int64)) for some in (train, test)]
-        return list(numbers), (found[0], found[1])
+        return list(numbers), [torch.tensor(codes_of(some[name], numbers)) for some in tables]
 
     def _check_target(self, table: pd.DataFrame) -> None:
         """Refuse classes that are numbers to be learnt."""
@@ -431,13 +409,8 @@ class TableData(ArrayData):
             f"write --data.task regression, or --data.categorical [{self.target}] for classification",
         )
 
-    def _numbers_of(
-        self, name: str, train: pd.DataFrame, test: pd.DataFrame, test_file: Path
-    ) -> tuple[np.ndarray, np.ndarray]:
-        return numbers_of(train, name, self.train_path), numbers_of(test, name, test_file)
-
     def _numbered(
-        self, name: str | None, train: pd.DataFrame, test: pd.DataFrame, naming: list[pd.DataFrame]
+        self, name: str | None, tables: Tables, naming: Tables
     ) -> tuple[list[Any], list[np.ndarray | None]]:
         """Return the names that a column has in the rows that are ``naming``, and the number of
         each row's name in both splits."""
@@ -446,71 +419,65 @@ class TableData(ArrayData):
         numbers = number_names(value for some in naming for value in some[name].tolist())
         return list(numbers), [
             numbers_by_name(some[name].tolist() if name in some else None, numbers)
-            for some in (train, test)  # a test file need not say whose an example is
+            for some in tables  # a test file need not say whose an example is
         ]
 
-    def _inputs_of(
-        self, train: pd.DataFrame, test: pd.DataFrame, test_file: Path
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _inputs_of(self, tables: Tables) -> list[torch.Tensor]:
         """Return the numbers of all features, float32 ``[N, D]`` of both splits."""
-        blocks: list[tuple[np.ndarray, np.ndarray]] = []
+        blocks: list[list[np.ndarray]] = []
         width = 0
-        for names, numeric in self._feature_blocks(train):
+        for names, numeric in self._feature_blocks(tables[0]):
             if numeric:
-                block = self._standardised(names, train, test, test_file)
+                block = self._standardised(names, tables)
             elif names[0] in self._encodings:
-                block = self._of_text(names[0], train, test, test_file)
+                block = self._of_text(names[0], tables)
             else:
-                block = self._one_hot(names[0], train, test, test_file)
+                block = self._one_hot(names[0], tables)
             width += block[0].shape[1]
             check_memory(
                 f"{self.train_path} with {width} numbers a row",
-                4 * width * (len(train) + len(test)),
+                4 * width * sum(map(len, tables)),
             )
-            blocks.append((block[0].astype(np.float32), block[1].astype(np.float32)))
+            blocks.append([some.astype(np.float32) for some in block])
         both = [np.concatenate(some, axis=1) for some in zip(*blocks, strict=True)]
-        return torch.from_numpy(both[0]), torch.from_numpy(both[1])
+        return [torch.from_numpy(some) for some in both]
 
-    def _of_text(
-        self, name: str, train: pd.DataFrame, test: pd.DataFrame, test_file: Path
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _of_text(self, name: str, tables: Tables) -> list[np.ndarray]:
         """Return a column of text as numbers, as :mod:`fl_lightning.data.table_values` encodes
         it."""
         if self.run_form is not None:
             fit = self._of_run(name)
         elif self._encodings[name] == "tfidf":
-            fit = fit_tfidf(train[name], f"{self.train_path}, column {name}")
+            fit = fit_tfidf(tables[0][name], f"{self.train_path}, column {name}")
         else:
-            fit = fit_ordinal(train[name])
+            fit = fit_ordinal(tables[0][name])
         self._columns[name] = fit
-        found = [encoded(some[name], fit) for some in (train, test)]
-        self._warn_of_unknown(
-            name, [unknown for _, unknown in found], [len(train), len(test)], test_file
-        )
-        return found[0][0], found[1][0]
+        found = [encoded(some[name], fit) for some in tables]
+        self._warn_of_unknown(name, [unknown for _, unknown in found], tables)
+        return [numbers for numbers, _ in found]
 
-    def _warn_of_unknown(
-        self, name: str, counts: Sequence[int], rows: Sequence[int], test_file: Path
-    ) -> None:
+    def _warn_of_unknown(self, name: str, counts: Sequence[int], tables: Tables) -> None:
         """Say how many rows have another category than those that are known: of the test rows, or
         of all rows of a node's own data.
 
         Args:
             counts: of training and of test rows, those that have.
-            rows: the numbers of training and of test rows.
+            tables: the training and the test rows.
         """
-        own = self.run_form is not None
-        count, total = (sum(counts), sum(rows)) if own else (counts[1], rows[1])
+        rows = [*map(len, tables)]
+        path, count, total = self._files[1], counts[1], rows[1]
+        what = "test rows have a category that no training row has"
+        if self.run_form is not None:
+            path, count, total = self.train_path, sum(counts), sum(rows)
+            what = "rows have a category that the run does not know"
         if count:
             log.warning(
                 "%s, column %s: %d of %d %s; they count as none of them",
-                self.train_path if own else test_file,
+                path,
                 name,
                 count,
                 total,
-                "rows have a category that the run does not know"
-                if own
-                else "test rows have a category that no training row has",
+                what,
             )
 
     def _feature_blocks(self, train: pd.DataFrame) -> Iterator[tuple[list[str], bool]]:
@@ -533,13 +500,13 @@ class TableData(ArrayData):
         if together:
             yield together, True
 
-    def _standardised(
-        self, names: list[str], train: pd.DataFrame, test: pd.DataFrame, test_file: Path
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _standardised(self, names: list[str], tables: Tables) -> list[np.ndarray]:
         """Return columns of numbers in standard deviations from their means, float64 ``[N, D]``."""
-        values = block_of(train, names, self.train_path), block_of(test, names, test_file)
+        values = [
+            block_of(some, names, path) for some, path in zip(tables, self._files, strict=True)
+        ]
         for name, largest in zip(names, np.abs(values[0]).max(axis=1, initial=0.0), strict=True):
-            if largest >= MAX_WHOLE and train[name].dtype.kind in "iu":
+            if largest >= MAX_WHOLE and tables[0][name].dtype.kind in "iu":
                 log.warning(
                     "%s, column %s: whole numbers from 2^53 on are rounded; if they are names, "
                     "write --data.categorical [%s], else subtract the least of them",
@@ -549,30 +516,24 @@ class TableData(ArrayData):
                 )
         found = [self._moments(name, column) for name, column in zip(names, values[0], strict=True)]
         mean, std = (np.array(some)[:, None] for some in zip(*found, strict=True))
-        return ((values[0] - mean) / std).T, ((values[1] - mean) / std).T
+        return [((some - mean) / std).T for some in values]
 
-    def _one_hot(
-        self, name: str, train: pd.DataFrame, test: pd.DataFrame, test_file: Path
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _one_hot(self, name: str, tables: Tables) -> list[np.ndarray]:
         """Return 1 where a row has a category, else 0, for each category of the training rows."""
-        texts = [some[name].astype(str) for some in (train, test)]
+        texts = [some[name].astype(str) for some in tables]
         numbers = number_names(texts[0].tolist())
         if self.run_form is not None:
             numbers = {text: number for number, text in enumerate(self._of_run(name))}
         self._columns[name] = list(numbers)
         require(
-            self.run_form or len(numbers) <= max_categories(len(train)),
+            self.run_form or len(numbers) <= max_categories(len(tables[0])),
             f"{self.train_path}, column {name}",
-            f"it has {len(numbers)} categories in {len(train)} training rows",
+            f"it has {len(numbers)} categories in {len(tables[0])} training rows",
             f"name the features without {name}",
         )
-        unknown = [int((~text.isin(list(numbers))).sum()) for text in texts]
-        self._warn_of_unknown(name, unknown, [len(train), len(test)], test_file)
-        found = []
-        for text in texts:
-            place = text.map(numbers).fillna(-1).to_numpy(np.int64)
-            found.append(place[:, None] == np.arange(len(numbers)))
-        return found[0], found[1]
+        codes = [codes_of(text, numbers) for text in texts]
+        self._warn_of_unknown(name, [int((some < 0).sum()) for some in codes], tables)
+        return [some[:, None] == np.arange(len(numbers)) for some in codes]
 
 
 def _is_text(column: pd.Series) -> bool:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 
 from fl_lightning.config.near_names import nearest_or_list, require_choice
+from fl_lightning.data.arrays import number_names
 from fl_lightning.data.table_file import MAX_NUMBER, MAX_WHOLE, moments, row_of
 from fl_lightning.errors import InputError, require
 
@@ -38,6 +39,30 @@ DATE_FORMATS = ("ISO8601", "%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y")
 """How dates are written in text that is taken for dates."""
 DATE_SAMPLE = 100
 """Values of a column of text by which dates are known."""
+
+TEXT_PROBLEMS = {
+    "text": (
+        "columns have too many different values for categories",
+        "write --data.text ordinal, tfidf or drop, or name the features without them",
+    ),
+    "dates": (
+        "dates are neither numbers nor categories",
+        "make numbers of them, such as days since the first, or write --data.text drop",
+    ),
+    "numbers": (
+        "a value is no number, and nearly all values of its column are",
+        "correct it, leave it empty and write --data.missing, or write categorical: [COLUMN]",
+    ),
+    "commas": (
+        "numbers have a decimal point, and these have a comma",
+        "write points, as pandas.read_csv(file, decimal=',') and to_csv do",
+    ),
+    "others": (
+        "a value is a number or a text",
+        "name the features without the column, or write --data.text drop",
+    ),
+}
+"""Rule and remedy of each kind of problem with a column that is no numbers."""
 
 
 def check_settings(missing: object, text: object) -> None:
@@ -115,7 +140,6 @@ def max_categories(rows: int) -> int:
 def check_values(
     path: Path,
     table: pd.DataFrame,
-    *,
     features: Sequence[str],
     others: Sequence[str],
     encodings: Mapping[str, TextEncoding | None],
@@ -187,13 +211,7 @@ def _text_problems(
     table: pd.DataFrame, encodings: Mapping[str, TextEncoding | None]
 ) -> list[tuple[str, list[str], str]]:
     """Return rule, columns and remedy of each kind of problem with columns that are no numbers."""
-    kinds: dict[str, list[str]] = {
-        "text": [],
-        "dates": [],
-        "numbers": [],
-        "commas": [],
-        "others": [],
-    }
+    kinds: dict[str, list[str]] = {kind: [] for kind in TEXT_PROBLEMS}
     for name in (name for name, encoding in encodings.items() if encoding is None):
         values = table[name].dropna()
         wrong = _wrong_number(values)
@@ -207,29 +225,11 @@ def _text_problems(
             kinds["numbers"].append(f"{name} ({values.loc[wrong]} in row {int(wrong) + 1})")
         else:
             kinds["text"].append(f"{name} ({values.nunique()} in {len(table)} rows)")
-    rules = {
-        "text": (
-            "columns have too many different values for categories",
-            "write --data.text ordinal, tfidf or drop, or name the features without them",
-        ),
-        "dates": (
-            "dates are neither numbers nor categories",
-            "make numbers of them, such as days since the first, or write --data.text drop",
-        ),
-        "numbers": (
-            "a value is no number, and nearly all values of its column are",
-            "correct it, leave it empty and write --data.missing, or write categorical: [COLUMN]",
-        ),
-        "commas": (
-            "numbers have a decimal point, and these have a comma",
-            "write points, as pandas.read_csv(file, decimal=',') and to_csv do",
-        ),
-        "others": (
-            "a value is a number or a text",
-            "name the features without the column, or write --data.text drop",
-        ),
-    }
-    return [(rules[kind][0], columns, rules[kind][1]) for kind, columns in kinds.items() if columns]
+    return [
+        (rule, kinds[kind], instead)
+        for kind, (rule, instead) in TEXT_PROBLEMS.items()
+        if kinds[kind]
+    ]
 
 
 def _listed(columns: Sequence[str]) -> str:
@@ -307,9 +307,8 @@ def fills_of(
             )
             fills |= dict(zip(columns, found.tolist(), strict=True))
     for name in texts:
-        block = train[name].dropna().map(str).to_numpy(object)[:, None]
-        imputer = SimpleImputer(strategy="most_frequent")
-        fills[name] = imputer.fit(block).statistics_.tolist()[0] if len(block) else ""
+        most_frequent = train[name].dropna().map(str).mode()  # sorted
+        fills[name] = most_frequent.iloc[0] if len(most_frequent) else ""
     return fills
 
 
@@ -355,19 +354,18 @@ def whole_names(tables: Sequence[pd.DataFrame], names: Iterable[str]) -> list[pd
     return [some.astype({name: np.int64 for name in whole if name in some}) for some in tables]
 
 
+def codes_of(column: pd.Series, numbers: Mapping[Any, int]) -> np.ndarray:
+    """Return the number of each value, int64 ``[N]``, -1 for one that has none."""
+    return column.map(numbers).fillna(-1).to_numpy(np.int64)
+
+
 def fit_ordinal(column: pd.Series) -> dict[str, Any]:
     """Return the categories of a column in sorted order, and mean and standard deviation of their
     numbers."""
-    from sklearn.preprocessing import OrdinalEncoder
-
-    block = column.map(str).to_numpy(object)[:, None]
-    encoder = OrdinalEncoder()
-    codes = encoder.fit_transform(block)
-    return {
-        "text": "ordinal",
-        "categories": encoder.categories_[0].tolist(),
-        "moments": [*moments(codes)],
-    }
+    texts = column.map(str)
+    numbers = number_names(texts)
+    codes = codes_of(texts, numbers).astype(np.float64)
+    return {"text": "ordinal", "categories": list(numbers), "moments": [*moments(codes)]}
 
 
 def fit_tfidf(column: pd.Series, place: str) -> dict[str, Any]:
@@ -400,27 +398,18 @@ def encoded(column: pd.Series, fit: Mapping[str, Any]) -> tuple[np.ndarray, int]
         column: the text of some rows.
         fit: what :func:`fit_ordinal` or :func:`fit_tfidf` has found in the training rows.
     """
-    from sklearn.feature_extraction.text import TfidfVectorizer
-    from sklearn.preprocessing import OrdinalEncoder
-
-    texts = column.map(str).to_numpy(object)
+    texts = column.map(str)
     if fit["text"] == "ordinal":
-        if not len(texts):
-            return np.empty((0, 1)), 0
-        encoder = OrdinalEncoder(
-            categories=[np.array(fit["categories"], dtype=object)],
-            handle_unknown="use_encoded_value",
-            unknown_value=-1,
-        )
-        codes = encoder.fit(np.array(fit["categories"], dtype=object)[:, None]).transform(
-            texts[:, None]
-        )
+        numbers = {name: number for number, name in enumerate(fit["categories"])}
+        codes = codes_of(texts, numbers)[:, None]
         mean, deviation = fit["moments"]
         return (codes - mean) / deviation, int((codes < 0).sum())
     if not len(texts):
         return np.empty((0, len(fit["words"]))), 0
+    from sklearn.feature_extraction.text import TfidfVectorizer
+
     vectorizer = TfidfVectorizer(vocabulary=fit["words"])
     vectorizer.idf_ = np.array(fit["idf"])
     weights = vectorizer.transform(texts)
     unknown = np.diff(weights.indptr) == 0
-    return weights.toarray(), int((unknown & (texts != "")).sum())
+    return weights.toarray(), int((unknown & (texts != "").to_numpy()).sum())
