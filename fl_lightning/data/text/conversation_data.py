@@ -4,13 +4,14 @@ learnt."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import compress
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
 
 from fl_lightning.config.constraints import path_to, within
-from fl_lightning.data.arrays import numbers_by_name
 from fl_lightning.data.text.conversations import (
     LISTS,
     Turn,
@@ -20,8 +21,9 @@ from fl_lightning.data.text.conversations import (
 )
 from fl_lightning.data.text.federation import TextData, TextExamples
 from fl_lightning.data.text.records import (
+    Line,
     json_records,
-    name_under,
+    line_of,
     prompt_place,
     read_text,
     texts_sha256,
@@ -33,24 +35,10 @@ from fl_lightning.errors import require
 CONVERSATIONS = path_to("file", "no such file", "write a .jsonl or .json file")
 
 
-class Talk(NamedTuple):
-    """A conversation of a file.
-
-    Args:
-        turns: as :func:`~fl_lightning.data.text.conversations.turns_of` gives them.
-        place: file and line, for messages.
-        client: whose it is.
-    """
-
-    turns: Sequence[Turn]
-    place: str
-    client: str
-
-    @property
-    def hash(self) -> float:
-        """A number in [0, 1) that is a hash of the first question."""
-        asked = next(turn.text for turn in self.turns if turn.role == "user")
-        return prompt_place(Record("", "", asked, ""))
+def _place(turns: Sequence[Turn]) -> float:
+    """Return a number in [0, 1) that is a hash of the first question."""
+    asked = next(turn.text for turn in turns if turn.role == "user")
+    return prompt_place(Record("", "", asked, ""))
 
 
 class ConversationFiles(TextData):
@@ -117,24 +105,18 @@ class ConversationFiles(TextData):
                 train on.
         """
         train, test = self.paths
-        both = self._talks(test) if test else None
-        talks, held, held_out = self.split(
-            self._talks(train),
-            both,
-            lambda talk: talk.hash,
+        lines, held, held_out = self.split_lines(
+            self._lines(train), self._lines(test) if test else None, _place
         )
-        texts = (text for talk in [*talks, *held] for turn in talk.turns for text in turn)
+        texts = (text for line in [*lines, *held] for turn in line.content for text in turn)
         self._summary = {
             "files": [path.name for path in self.paths if path],
             "sha256": texts_sha256(texts),
-            "test conversations left out": len(both or held) - len(held),
+            "test conversations left out": self.tests_left_out,
             "conversations without an answer in the context": 0,
+            "clients": self.client_names,
         }
-        self._summary["clients"] = names = sorted({talk.client for talk in talks})
-        if self.count_clients:
-            self.num_clients = max(len(names), 1)
-        self.groups = tuple(sorted({talk.client for talk in [*talks, *held]}))
-        parts = self._examples(talks, names, held_out), self._examples(held, names, None)
+        parts = self._examples(lines, held_out), self._examples(held, None)
         for path, some in zip((train, test or train), parts, strict=True):
             is_needed = some is parts[0] or not self.run_form
             require(
@@ -146,46 +128,25 @@ class ConversationFiles(TextData):
             )
         return parts
 
-    def _talks(self, path: Path) -> list[Talk]:
-        found, seen = [], dict[str, Any]()
-        for entry, place in json_records(path, read_text(path), LISTS):
-            key = self.client_key
-            require(
-                key is None or key in entry,
-                place,
-                f"the key {key} is missing",
-                f'add "{key}": "..."',
-            )
-            who = name_under(key, entry, place, seen) if key else "all"
-            found.append(Talk(turns_of(entry, place), place, who))
-        return found
+    def _lines(self, path: Path) -> list[Line]:
+        """Return the conversations of a file."""
+        seen: dict[str, Any] = {}
+        return [
+            line_of(turns_of(entry, place), entry, place, self.client_key, seen)
+            for entry, place in json_records(path, read_text(path), LISTS)
+        ]
 
-    def _examples(
-        self, talks: Sequence[Talk], names: Sequence[str], held_out: np.ndarray | None
-    ) -> TextExamples:
-        """Return the examples of a split.
-
-        Args:
-            talks: of the split.
-            names: of the clients.
-            held_out: whether each is for validation; None: none is.
-        """
-        items = [conversation_item(self.template, talk.turns, talk.place) for talk in talks]
+    def _examples(self, lines: Sequence[Line], held_out: np.ndarray | None) -> TextExamples:
+        """Return the examples of a split, of which those that are ``held_out`` are for
+        validation."""
+        items = [conversation_item(self.template, line.content, line.place) for line in lines]
         if self.too_long == "cut":
             kept = [item.labelled[1 : self.context + 1].any() for item in items]
             self._summary["conversations without an answer in the context"] += len(kept) - sum(kept)
-            items = [item for item, stays in zip(items, kept, strict=True) if stays]
-            talks = [talk for talk, stays in zip(talks, kept, strict=True) if stays]
+            items, lines = [*compress(items, kept)], [*compress(lines, kept)]
             held_out = None if held_out is None else held_out[kept]
-        groups, clients = (
-            {name: k for k, name in enumerate(some)} for some in (self.groups, names)
-        )
-        return TextExamples(
-            token_sequences(items, self.tokenizer.pad, self.context, self.too_long),
-            np.array([groups[talk.client] for talk in talks], np.int64),
-            numbers_by_name([talk.client for talk in talks], clients),
-            held_out=held_out,
-        )
+        sequences = token_sequences(items, self.tokenizer.pad, self.context, self.too_long)
+        return replace(self.of_lines(lines, sequences), held_out=held_out)
 
     @property
     def text_summary(self) -> dict[str, Any]:

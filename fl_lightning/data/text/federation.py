@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, cast, get_args
 
@@ -19,14 +19,16 @@ from torch import Tensor
 
 from fl_lightning.client import Client
 from fl_lightning.config.constraints import at_least, within
+from fl_lightning.data.arrays import numbers_by_name
 from fl_lightning.data.base import BatchSize, FederatedData, NumClients, PublicExamples, ValFraction
 from fl_lightning.data.batches import Draws, Pass
 from fl_lightning.data.example_batches import Split
 from fl_lightning.data.holdings import Holdings
 from fl_lightning.data.partition import Natural, Partition, check_memory
 from fl_lightning.data.text import instructions
+from fl_lightning.data.text.preferences import RulePair
 from fl_lightning.data.text.prompts import PLAIN_PROMPT, PROMPT_END
-from fl_lightning.data.text.records import T, split_by_hash, texts_sha256
+from fl_lightning.data.text.records import Line, T, split_by_hash, texts_sha256
 from fl_lightning.data.text.token_batches import draw_token_pass, token_batch_sizes
 from fl_lightning.data.text.tokens import (
     Record,
@@ -69,6 +71,11 @@ class TextExamples:
     held_out: np.ndarray | None = None
 
 
+def tasks_of(records: Iterable[Record | RulePair]) -> list[str]:
+    """Return the name of each record's task."""
+    return [record.task_name for record in records]
+
+
 class TextData(FederatedData):
     """Sequences of tokens, distributed to clients.
 
@@ -105,6 +112,10 @@ class TextData(FederatedData):
     dataset: str
     """Name of the data set."""
     groups: tuple[str, ...] = ()
+    count_clients: bool = False
+    """Whether there are as many clients as the text names."""
+    tests_left_out: int = 0
+    """How many entries for the test were left out, as their prompts are trained on."""
     test_fraction: float = 0.0
     """Share that becomes the test set where none is given."""
     prompt_end: str = PROMPT_END
@@ -172,7 +183,37 @@ class TextData(FederatedData):
         """Split what was read as :func:`~fl_lightning.data.text.records.split_by_hash` does, by
         ``test_fraction`` and ``val_fraction``; of a node's own text nothing is for the test."""
         tested = 0.0 if self.run_form else self.test_fraction
-        return split_by_hash(entries, tests, place, tested, self.val_fraction)
+        train, test, held_out = split_by_hash(entries, tests, place, tested, self.val_fraction)
+        self.tests_left_out = len(tests or test) - len(test)
+        return train, test, held_out
+
+    def split_lines(
+        self, lines: Sequence[Line], tests: Sequence[Line] | None, place: Callable[[Any], float]
+    ) -> tuple[list[Line], list[Line], np.ndarray]:
+        """Split lines by a hash of their contents, see :meth:`split`, and name the groups, and the
+        clients of the training lines."""
+        train, test, held_out = self.split(lines, tests, lambda line: place(line.content))
+        self.groups = tuple(sorted({line.group for line in [*train, *test]}))
+        self.name_clients(sorted({line.client for line in train}))
+        return train, test, held_out
+
+    def name_clients(self, names: list[str]) -> None:
+        """Take the clients that the text names, in the order of their numbers."""
+        self.client_names = names
+        if self.count_clients:
+            self.num_clients = max(len(names), 1)
+
+    def of_lines(self, lines: Sequence[Line], sequences: Sequences) -> TextExamples:
+        """Return the examples that lines have become, with the numbers of groups and clients."""
+        groups, clients = (
+            {name: number for number, name in enumerate(names)}
+            for names in (self.groups, self.client_names)
+        )
+        return TextExamples(
+            sequences,
+            np.array([groups[line.group] for line in lines], np.int64),
+            numbers_by_name([line.client for line in lines], clients),
+        )
 
     @property
     def text_summary(self) -> dict[str, Any]:
@@ -380,12 +421,8 @@ class InstructionData(TextData):
             for client in range(self.num_clients)
             for record in instructions.training_records(seed, client, count, self.house)
         ]
-        held_out = np.array(
-            [
-                instructions.is_validation(seed, record, self.val_fraction)
-                for record in self.train_records
-            ]
-        )
+        places = [instructions.place_of(seed, record) for record in self.train_records]
+        held_out = instructions.for_validation(places, self.val_fraction)
         tests = [
             (group, record)
             for group, cluster in enumerate(self.groups)
@@ -394,27 +431,20 @@ class InstructionData(TextData):
         ]
         self.test_records = [record for _, record in tests]
         test_group = np.array([group for group, _ in tests], np.int64)
+        group = owner % len(instructions.CLUSTERS)
+        train, test = (
+            encode_records(some, self.tokenizer, self.context, can_cut=False)
+            for some in (self.train_records, self.test_records)
+        )
         return (
-            self._examples(self.train_records, owner % len(instructions.CLUSTERS), owner, held_out),
-            self._examples(self.test_records, test_group, None, None),
+            TextExamples(train, group, owner, tasks_of(self.train_records), held_out),
+            TextExamples(test, test_group, None, tasks_of(self.test_records)),
         )
 
     def _tasks(self, cluster: str) -> list[instructions.InstructionTask]:
         """Return the tasks of which the clients of a cluster have records."""
         own = [*instructions.tasks()[cluster]] if self.house < 1 else []
         return own + ([instructions.house_tasks()[cluster]] if self.house > 0 else [])
-
-    def _examples(
-        self,
-        records: list[Record],
-        group: np.ndarray,
-        owner: np.ndarray | None,
-        held_out: np.ndarray | None,
-    ) -> TextExamples:
-        sequences = encode_records(records, self.tokenizer, self.context, can_cut=False)
-        return TextExamples(
-            sequences, group, owner, [record.task_name for record in records], held_out
-        )
 
     @property
     def text_summary(self) -> dict[str, Any]:

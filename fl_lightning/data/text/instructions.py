@@ -14,7 +14,7 @@ are dealt.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -230,10 +230,10 @@ def place_of(seed: int, record: Record) -> float:
     return unit_hash(seed, f"place/{record.task_name}/{record.inputs}")
 
 
-def is_validation(seed: int, record: Record, val_fraction: float) -> bool:
-    """Return whether a training record is held out for validation; of all inputs of a task, a share
-    of ``val_fraction`` of those that are no test inputs is."""
-    return place_of(seed, record) < TEST_SHARE + (1 - TEST_SHARE) * val_fraction
+def for_validation(places: Sequence[float], val_fraction: float) -> np.ndarray:
+    """Return which training examples are held out for validation, bool ``[N]``, by the hashes of
+    their inputs; of all inputs, a share of ``val_fraction`` of those that are no test inputs is."""
+    return np.array(places, np.float64) < TEST_SHARE + (1 - TEST_SHARE) * val_fraction
 
 
 def cluster_of(client: int) -> str:

@@ -17,7 +17,7 @@ from fl_lightning.config.constraints import within
 from fl_lightning.data.arrays import check_test_fraction
 from fl_lightning.data.base import NumClients
 from fl_lightning.data.hugging_face import load_splits
-from fl_lightning.data.text.federation import TextData, TextExamples
+from fl_lightning.data.text.federation import TextData, TextExamples, tasks_of
 from fl_lightning.data.text.prompts import PLAIN, Prompt
 from fl_lightning.data.text.records import (
     FieldSources,
@@ -141,13 +141,9 @@ class NaturalInstructions(TextData):
         left_out: Counter[str] = Counter()
         records = self._chosen(train, left_out)
         both = self._chosen(tests[0], left_out) if tests else None
-        records, test, held_out = self.split(
-            records,
-            both,
-            prompt_place,
-        )
+        records, test, held_out = self.split(records, both, prompt_place)
         if both is not None:
-            left_out["test records among the training records"] = len(both) - len(test)
+            left_out["test records among the training records"] = self.tests_left_out
         groups = [self.category(record) for record in records]
         for split, some in (("training", records), ("test", test)):
             missing = set(self.groups) - {self.category(record) for record in some}
@@ -167,9 +163,14 @@ class NaturalInstructions(TextData):
         test_group = np.array(
             [self.groups.index(str(self.category(record))) for record in test], np.int64
         )
+        first, second = (
+            encode_records(some, self.tokenizer, self.context, self.too_long, template=self.prompt)
+            for some in (records, test)
+        )
+        owner = self._owners(group, place)
         return (
-            self._examples(records, group, self._owners(group, place), held_out),
-            self._examples(test, test_group, None, None),
+            TextExamples(first, group, owner, tasks_of(records), held_out),
+            TextExamples(second, test_group, None, tasks_of(test)),
         )
 
     def category(self, record: Record) -> str | None:
@@ -235,20 +236,6 @@ class NaturalInstructions(TextData):
             members = members[np.argsort(place[members], kind="stable")]
             owner[members] = clients[np.arange(len(members)) % len(clients)]
         return owner
-
-    def _examples(
-        self,
-        records: list[Record],
-        group: np.ndarray,
-        owner: np.ndarray | None,
-        held_out: np.ndarray | None,
-    ) -> TextExamples:
-        sequences = encode_records(
-            records, self.tokenizer, self.context, self.too_long, template=self.prompt
-        )
-        return TextExamples(
-            sequences, group, owner, [record.task_name for record in records], held_out
-        )
 
     @property
     def text_summary(self) -> dict[str, Any]:

@@ -16,15 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.config.constraints import path_to, within
-from fl_lightning.data.arrays import numbers_by_name
 from fl_lightning.data.base import NumClients
 from fl_lightning.data.text import preferences
-from fl_lightning.data.text.federation import TextData, TextExamples
+from fl_lightning.data.text.federation import TextData, TextExamples, tasks_of
+from fl_lightning.data.text.instructions import for_validation
 from fl_lightning.data.text.pairs import AnswerPair, encode_pairs
 from fl_lightning.data.text.records import (
-    SURROGATE,
+    Line,
+    check_text,
     json_records,
-    name_under,
+    line_of,
     read_text,
     texts_sha256,
     unit_hash,
@@ -152,9 +153,8 @@ class PreferencePairs(PreferenceData):
             for client in range(self.num_clients)
             for index in range(count)
         ]
-        held_out = np.array(
-            [preferences.is_validation(self.text_seed, pair, self.val_fraction) for pair in train]
-        )
+        places = [preferences.place_of(self.text_seed, pair.prompt) for pair in train]
+        held_out = for_validation(places, self.val_fraction)
         tests = [
             (group, pair)
             for group in range(len(self.groups))
@@ -164,21 +164,14 @@ class PreferencePairs(PreferenceData):
         ]
         self.pairs = train, [pair for _, pair in tests]
         group = np.array([group for group, _ in tests], np.int64)
-        return (
-            self._examples(self.pairs[0], owner % clusters, owner, held_out),
-            self._examples(self.pairs[1], group, None, None),
+        first, second = (
+            encode_pairs([AnswerPair(*pair[1:]) for pair in some], self.tokenizer, self.context)
+            for some in self.pairs
         )
-
-    def _examples(
-        self,
-        pairs: Sequence[preferences.RulePair],
-        group: np.ndarray,
-        owner: np.ndarray | None,
-        held_out: np.ndarray | None,
-    ) -> TextExamples:
-        answers = [AnswerPair(*pair[1:]) for pair in pairs]
-        sequences = encode_pairs(answers, self.tokenizer, self.context)
-        return TextExamples(sequences, group, owner, [pair.task_name for pair in pairs], held_out)
+        return (
+            TextExamples(first, owner % clusters, owner, tasks_of(train), held_out),
+            TextExamples(second, group, None, tasks_of(self.pairs[1])),
+        )
 
     @property
     def text_summary(self) -> dict[str, Any]:
@@ -230,34 +223,25 @@ class PreferenceFiles(PreferenceData):
 
     def read(self) -> tuple[TextExamples, TextExamples]:
         train, test = self.paths
-        lines = self._lines(train)
-        both = self._lines(test) if test else None
-        lines, held, held_out = self.split(
-            lines,
-            both,
-            lambda line: unit_hash(0, f"place/{line[0].prompt}"),
+        lines, held, held_out = self.split_lines(
+            self._lines(train),
+            self._lines(test) if test else None,
+            lambda pair: unit_hash(0, f"place/{pair.prompt}"),
         )
-        self._left_out = len(both or held) - len(held)
         for path, some in ((train, lines), (test or train, held)):
             is_needed = some is lines or not self.run_form
             say = "give more pairs, or another test_fraction"
             require(some or not is_needed, f"{path}", "no pair is left", say)
-        self._sha256 = texts_sha256(text for line in [*lines, *held] for text in line[0])
-        self.groups = tuple(sorted({name for *_, name in [*lines, *held]}))
-        names = sorted({name for *_, name in lines})
-        if self.count_clients:
-            self.num_clients = len(names)
-        return self._examples(lines, names, held_out), self._examples(held, names, None)
+        self._sha256 = texts_sha256(text for line in [*lines, *held] for text in line.content)
+        return replace(self._examples(lines), held_out=held_out), self._examples(held)
 
-    def _lines(self, path: Path) -> list[tuple[AnswerPair, str, str]]:
-        """Return pair, place and client of each line."""
+    def _lines(self, path: Path) -> list[Line]:
+        """Return the pairs of a file."""
         found, seen = [], dict[str, Any]()
         for entry, place in json_records(path, read_text(path)):
-            for name in [*AnswerPair._fields, *([self.client_key] if self.client_key else [])]:
-                require(name in entry, place, f"the key {name} is missing", f'add "{name}": "..."')
             for name in AnswerPair._fields:
-                is_text = isinstance(entry[name], str) and not SURROGATE.search(entry[name])
-                require(is_text, place, f"the value of {name} is no text", f'write "{name}": "..."')
+                require(name in entry, place, f"the key {name} is missing", f'add "{name}": "..."')
+                check_text(entry[name], name, place)
             pair = AnswerPair(*(entry[name] for name in AnswerPair._fields))
             require(
                 pair.chosen and pair.rejected and pair.chosen != pair.rejected,
@@ -265,26 +249,17 @@ class PreferenceFiles(PreferenceData):
                 "chosen and rejected are two different answers, and none is empty",
                 "remove the line",
             )
-            who = name_under(self.client_key, entry, place, seen) if self.client_key else "all"
-            found.append((pair, place, who))
+            found.append(line_of(pair, entry, place, self.client_key, seen))
         return found
 
-    def _examples(
-        self,
-        lines: Sequence[tuple[AnswerPair, str, str]],
-        names: list[str],
-        held_out: np.ndarray | None,
-    ) -> TextExamples:
-        pairs, places = [pair for pair, *_ in lines], [place for _, place, _ in lines]
+    def _examples(self, lines: Sequence[Line]) -> TextExamples:
+        pairs, places = [line.content for line in lines], [line.place for line in lines]
         sequences = encode_pairs(pairs, self.tokenizer, self.context, self.too_long, places)
-        group = np.array([self.groups.index(name) for *_, name in lines], np.int64)
-        clients = {name: number for number, name in enumerate(names)}
-        owner = numbers_by_name([name for *_, name in lines], clients)
-        return TextExamples(sequences, group, owner, held_out=held_out)
+        return self.of_lines(lines, sequences)
 
     @property
     def text_summary(self) -> dict[str, Any]:
-        left_out = {"test pairs left out": self._left_out} if self._left_out else {}
+        left_out = {"test pairs left out": self.tests_left_out} if self.tests_left_out else {}
         return {
             "files": [path.name for path in self.paths if path],
             "sha256": self._sha256,

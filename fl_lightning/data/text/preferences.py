@@ -72,11 +72,6 @@ def test_pairs(seed: int, cluster: int, count: int, conflict: float) -> list[Rul
     return found
 
 
-def is_validation(seed: int, pair: RulePair, val_fraction: float) -> bool:
-    """Return whether a training pair is held out for validation."""
-    return place_of(seed, pair.prompt) < TEST_SHARE + (1 - TEST_SHARE) * val_fraction
-
-
 def place_of(seed: int, prompt: str) -> float:
     """Return a number in [0, 1) that is a hash of (seed, prompt); below ``TEST_SHARE`` it is one of
     test pairs."""

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,6 +38,12 @@ def read_text(path: Path) -> str:
         text = data.decode("utf-8-sig")
     require(text.strip(), f"{path}", "the file is empty", "remove it or fill it")
     return text
+
+
+def check_text(value: Any, key: str, place: str) -> None:
+    """Refuse the value of a key that is no text, or holds half a character."""
+    is_text = isinstance(value, str) and not SURROGATE.search(value)
+    require(is_text, place, f"the value of {key} is no text", f'write "{key}": "..."')
 
 
 class FieldSources:
@@ -97,9 +104,7 @@ class FieldSources:
             say += ", or with --data.constants what all lines have"
             raise InputError(place, f"{keys} missing", f"add {added}, or {say}")
         for name in Record._fields:
-            is_text = isinstance(entry[name], str) and not SURROGATE.search(entry[name])
-            column = called[name]
-            require(is_text, place, f"the value of {column} is no text", f'write "{column}": "..."')
+            check_text(entry[name], called[name], place)
         empty = f"{called['targets']} is empty: there is nothing to learn"
         require(entry["targets"], place, empty, "remove the line")
         return Record(*(entry[name] for name in Record._fields))
@@ -192,6 +197,42 @@ def name_under(key: str, entry: Mapping[str, Any], place: str, seen: dict[str, A
     say = "write one client in one way, or two with different texts"
     require(type(first) is type(value), place, f"{given} {before}", say)
     return name
+
+
+@dataclass(frozen=True)
+class Line:
+    """An entry of a file.
+
+    Args:
+        content: its record, pair of answers or turns.
+        place: file and line, for messages.
+        client: whose it is.
+        group: its group.
+    """
+
+    content: Any
+    place: str
+    client: str
+    group: str
+
+
+def line_of(
+    content: Any, entry: Mapping[str, Any], place: str, key: str | None, seen: dict[str, Any]
+) -> Line:
+    """Return an entry whose group is its client.
+
+    Args:
+        content: what it holds.
+        entry: its values by name.
+        place: where it stands, for messages.
+        key: under which its client stands; None: all entries are of one.
+        seen: as of :func:`name_under`.
+    """
+    if key is None:
+        return Line(content, place, "all", "all")
+    require(key in entry, place, f"the key {key} is missing", f'add "{key}": "..."')
+    client = name_under(key, entry, place, seen)
+    return Line(content, place, client, client)
 
 
 def unit_hash(seed: int, text: str) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,44 +12,22 @@ import numpy as np
 import torch
 
 from fl_lightning.config.constraints import path_to, within
-from fl_lightning.data.arrays import check_test_fraction, numbers_by_name
+from fl_lightning.data.arrays import check_test_fraction
 from fl_lightning.data.partition import check_memory
-from fl_lightning.data.text.federation import TextData, TextExamples
+from fl_lightning.data.text.federation import TextData, TextExamples, tasks_of
 from fl_lightning.data.text.prompts import PLAIN, Prompt
 from fl_lightning.data.text.records import (
     FieldSources,
+    Line,
     json_records,
     name_under,
     prompt_place,
     read_text,
 )
-from fl_lightning.data.text.tokens import (
-    Record,
-    Sequences,
-    TooLong,
-    encode_records,
-    encode_windows,
-)
+from fl_lightning.data.text.tokens import Sequences, TooLong, encode_records, encode_windows
 from fl_lightning.errors import require
 
 RECORD_SUFFIXES, PROSE_SUFFIXES = (".jsonl", ".json"), (".txt", ".md", ".text")
-
-
-@dataclass(frozen=True)
-class Line:
-    """A record of a file.
-
-    Args:
-        record: the record.
-        place: file and line, for messages.
-        client: what the file says of who wrote it; the file's name if it says nothing.
-        group: its group.
-    """
-
-    record: Record
-    place: str
-    client: str
-    group: str
 
 
 TEXT = path_to("any", "no such file", "write a .jsonl or .txt file, or a folder of them")
@@ -115,7 +93,6 @@ class TextFiles(TextData):
         self.fields, self.prompt = FieldSources(columns, constants), Prompt(template)
         self.prompt_end = self.prompt.tail
         self._digest = hashlib.sha256()
-        self._left_out = 0
 
     def prepare_data(self) -> None:
         """Check that there are files of one kind.
@@ -138,7 +115,7 @@ class TextFiles(TextData):
             InputError: a file cannot be read, a line is no record, or nothing is left to train on.
         """
         self.prepare_data()
-        self._digest, self._left_out = hashlib.sha256(), 0
+        self._digest = hashlib.sha256()
         files = text_files(self.train_path)
         tests = text_files(self.test_path) if self.test_path else []
         check_memory(f"train {self.train_path}", sum(path.stat().st_size for path in files + tests))
@@ -160,39 +137,29 @@ class TextFiles(TextData):
         return train, test
 
     def _records(self, files: list[Path], tests: list[Path]) -> tuple[TextExamples, TextExamples]:
-        lines = [line for path in files for line in self._lines(path)]
-        both = [line for path in tests for line in self._lines(path)] if tests else None
-        lines, test, held_out = self.split(
-            lines,
-            both,
-            lambda line: prompt_place(line.record),
+        lines, test, held_out = self.split_lines(
+            [line for path in files for line in self._lines(path)],
+            [line for path in tests for line in self._lines(path)] if tests else None,
+            prompt_place,
         )
-        self._left_out = len(both or test) - len(test)
-        clients = self._name_clients(sorted({line.client for line in lines}))
-        self.groups = tuple(sorted({line.group for line in lines + test}))
-        groups = {name: number for number, name in enumerate(self.groups)}
 
         def examples(some: list[Line]) -> TextExamples:
+            records = [line.content for line in some]
             sequences = encode_records(
-                [line.record for line in some],
+                records,
                 self.tokenizer,
                 self.context,
                 self.too_long,
                 [line.place for line in some],
                 template=self.prompt,
             )
-            return TextExamples(
-                sequences,
-                np.array([groups[line.group] for line in some], np.int64),
-                numbers_by_name([line.client for line in some], clients),
-                [line.record.task_name for line in some],
-            )
+            return replace(self.of_lines(some, sequences), task=tasks_of(records))
 
         return replace(examples(lines), held_out=held_out), examples(test)
 
     def _prose(self, files: list[Path], tests: list[Path]) -> tuple[TextExamples, TextExamples]:
         names = {path.name: number for number, path in enumerate(files)}
-        self._name_clients(list(names))
+        self.name_clients(list(names))
         self.groups = tuple(dict.fromkeys([*names, *(path.name for path in tests)]))
         numbers = {name: number for number, name in enumerate(self.groups)}
         train, test = [], []
@@ -209,13 +176,6 @@ class TextFiles(TextData):
                 for path in tests
             ]
         return joined_windows(train), replace(joined_windows(test), owner=None)  # files are groups
-
-    def _name_clients(self, names: list[str]) -> dict[str, int]:
-        """Number the clients that write in the files, and return the numbers by name."""
-        if self.count_clients:
-            self.num_clients = max(len(names), 1)
-        self.client_names = names
-        return {name: number for number, name in enumerate(names)}
 
     def _text(self, path: Path) -> str:
         text = read_text(path)
@@ -239,7 +199,7 @@ class TextFiles(TextData):
         return {
             "sha256": self._digest.hexdigest(),
             "clients": self.client_names,
-            "test records left out": self._left_out,
+            "test records left out": self.tests_left_out,
         }
 
 
