@@ -29,22 +29,19 @@ def own_holdings(data: FederatedData, counts: Counts, first: int, step: int, see
             steps of ``step``. Data that say nothing of clients are those of one.
         seed: seed of the run, from which validation examples are drawn, by client.
     """
-    owner = first + _owner(data) * step
+    numbers = data.train_owner
+    if numbers is None:
+        numbers = np.zeros(len(data.train_target), np.int64)
+    owner = first + numbers * step
     num_clients = max([*counts, *owner.tolist()], default=0) + 1
-    holdings, marked = Holdings.by_owner(owner, num_clients), data.train_held_out
-    own = (
-        holdings.hold_out(data.val_fraction, seed)
-        if marked is None
-        else holdings.hold_out_marked(marked)
-    )
-    parts, held_out = [], own.held_out.copy()
+    own = data.hold_out(Holdings.by_owner(owner, num_clients), seed)
+    halves = []
     for id in range(num_clients):
         train, val = own.client(id)
         if not len(train) + len(val):
             train = np.zeros(counts.get(id, (0, 0))[0], np.int64)
-        parts.append(np.concatenate([val, train]))
-    found = Holdings.of(parts)
-    return Holdings(found.index, found.starts, held_out)
+        halves.append((train, val))
+    return Holdings.of_halves(halves)
 
 
 def holdings_apart(counts: Counts) -> Holdings:
@@ -52,8 +49,3 @@ def holdings_apart(counts: Counts) -> Holdings:
     sizes = np.array([counts.get(id, (0, 0)) for id in range(max(counts) + 1)], np.int64)
     whole = Holdings.of_sizes(np.zeros(int(sizes.sum()), np.int64), sizes.sum(1))
     return Holdings(whole.index, whole.starts, sizes[:, 1].copy())
-
-
-def _owner(data: FederatedData) -> np.ndarray:
-    owner = data.train_owner
-    return np.zeros(len(data.train_target), np.int64) if owner is None else owner

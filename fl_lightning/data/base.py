@@ -237,15 +237,8 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
             "the file deals out all training examples, and no client may hold public ones",
             "write public_examples: 0, or a public_dataset",
         )
-        holdings = self.deal(group if own is None else group[own], seed)
-        holdings, marked = holdings.of_examples(own), self.train_held_out
-        if not holdings.divided:
-            holdings = (
-                holdings.hold_out(self.val_fraction, seed)
-                if marked is None
-                else holdings.hold_out_marked(marked)
-            )
-        self._take(holdings)
+        holdings = self.deal(group if own is None else group[own], seed).of_examples(own)
+        self._take(holdings if holdings.divided else self.hold_out(holdings, seed))
         require(
             len(self.active) > 0,
             f"--data.partition {type(self.partition).__name__}",
@@ -278,6 +271,13 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
             InputError: the partition refuses the data.
         """
         return make_holdings(self.partition, group, self.num_clients, seed)
+
+    def hold_out(self, holdings: Holdings, seed: int) -> Holdings:
+        """Return the holdings with the clients' validation examples held out."""
+        marked = self.train_held_out
+        if marked is not None:
+            return holdings.hold_out_marked(marked)
+        return holdings.hold_out(self.val_fraction, seed)
 
     def distribute_apart(self, holdings: Holdings, seed: int, device: torch.device) -> None:
         """Take holdings in which clients of other machines have examples that are not here; call it

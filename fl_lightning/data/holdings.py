@@ -63,6 +63,15 @@ class Holdings:
             np.argsort(owner, kind="stable"), np.bincount(owner, minlength=num_clients)
         )
 
+    @classmethod
+    def of_halves(
+        cls, halves: Sequence[tuple[np.ndarray, np.ndarray]], *, divided: bool = False
+    ) -> Holdings:
+        """Return holdings from the sorted training and validation examples of each client."""
+        whole = cls.of([np.concatenate([val, train]) for train, val in halves])
+        held_out = np.array([len(val) for _, val in halves], np.int64)
+        return replace(whole, held_out=held_out, divided=divided)
+
     def __len__(self) -> int:
         return len(self.held_out)
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from fl_lightning.data.holdings import Holdings
-from fl_lightning.data.json_text import load_json
+from fl_lightning.data.json_text import read_json
 from fl_lightning.data.partition import IndexPartition, times_held
-from fl_lightning.errors import InputError, as_bad_input, require
+from fl_lightning.errors import InputError, require
 
 
 class FromFile(IndexPartition):
@@ -42,21 +42,14 @@ class FromFile(IndexPartition):
             f"write num_clients: {len(clients)}",
         )
         divided = any(isinstance(client, dict) for client in clients)
-        parts = [self._parts(client, id) for id, client in enumerate(clients)]
-        sizes = np.array([len(val) + len(train) for val, train in parts], np.int64)
-        index = np.concatenate([np.sort(some) for part in parts for some in part])
-        self._check(index, np.repeat(np.arange(len(parts)), sizes), len(labels))
-        starts = np.concatenate([[0], np.cumsum(sizes)])
-        return Holdings(
-            index, starts, np.array([len(val) for val, _ in parts], np.int64), divided=divided
-        )
+        halves = [self._halves(client, id) for id, client in enumerate(clients)]
+        found = Holdings.of_halves(halves, divided=divided)
+        self._check(found.index, np.repeat(np.arange(len(found)), found.sizes), len(labels))
+        return found
 
     def _read(self) -> list[Any]:
         given, form = f"{self.path}", 'write {"clients": [{"train": [0], "val": []}]}'
-        with as_bad_input(given, "it cannot be read", "write the path of a JSON file", OSError):
-            data = Path(self.path).read_bytes()
-        with as_bad_input(given, "it is not JSON", form, ValueError, RecursionError):
-            content = load_json(data.decode("utf-8-sig"), given)
+        content = read_json(Path(self.path), form, find="write the path of a JSON file")
         if isinstance(content, dict) and "left_out" in content:
             raise InputError(
                 given,
@@ -68,8 +61,8 @@ class FromFile(IndexPartition):
             raise InputError(given, "it lists no clients", form)
         return clients
 
-    def _parts(self, client: Any, id: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the validation and the training examples of a client as the file lists them."""
+    def _halves(self, client: Any, id: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the sorted training and validation examples of a client."""
         if isinstance(client, dict):
             unknown = sorted(set(client) - {"train", "val"})
             require(
@@ -78,9 +71,9 @@ class FromFile(IndexPartition):
                 f"it has the lists train and val, and not {unknown or 'val alone'}",
                 'write {"train": [0, 4], "val": [2]}',
             )
-            lists = [client.get("val", []), client["train"]]
+            lists = [client["train"], client.get("val", [])]
         else:
-            lists = [[], client]
+            lists = [client, []]
         for some in lists:
             whole = isinstance(some, list) and all(type(place) is int for place in some)
             small = whole and all(abs(place) < 2**63 for place in some)
@@ -90,7 +83,8 @@ class FromFile(IndexPartition):
                 "examples are a list of whole numbers",
                 "write e.g. [0, 4, 2]",
             )
-        return np.array(lists[0], np.int64), np.array(lists[1], np.int64)
+        train, val = (np.sort(np.array(some, np.int64)) for some in lists)
+        return train, val
 
     def _check(self, index: np.ndarray, owner: np.ndarray, count: int) -> None:
         """Refuse lists that do not cover all examples once."""

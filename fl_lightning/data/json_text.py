@@ -4,9 +4,27 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, as_bad_input
+
+
+def read_json(path: Path, expected: str, *, find: str = "check the file") -> Any:
+    """Return what a file of JSON says.
+
+    Args:
+        path: the file.
+        expected: what to write where it is something else.
+        find: what to do where it cannot be read.
+
+    Raises:
+        InputError: it cannot be read, is not JSON, or an object has a key twice.
+    """
+    with as_bad_input(f"{path}", "it cannot be read", find, OSError):
+        data = path.read_bytes()
+    with as_bad_input(f"{path}", "it is not JSON", expected, ValueError, RecursionError):
+        return load_json(data.decode("utf-8-sig"), f"{path}")
 
 
 def load_json(text: str, place: str) -> Any:

@@ -16,9 +16,9 @@ import torch
 from fl_lightning.config.constraints import path_to
 from fl_lightning.data.arrays import ArrayData, Examples, Names, name_from
 from fl_lightning.data.items import Items, to_examples
-from fl_lightning.data.json_text import load_json
+from fl_lightning.data.json_text import read_json
 from fl_lightning.data.partition import check_memory
-from fl_lightning.errors import InputError, as_bad_input, require
+from fl_lightning.errors import InputError, require
 
 EXPECTED = (
     'write {"users": ["a"], "num_samples": [1], "user_data": {"a": {"x": [[0.5]], "y": [1]}}}'
@@ -132,10 +132,7 @@ def read_leaf(path: Path, *, images: bool) -> Items:
 
 def _users(file: Path) -> list[tuple[str, list[Any], list[Any]]]:
     """Return name, inputs and targets of each user of a file."""
-    with as_bad_input(f"{file}", "it cannot be read", "check the file", OSError):
-        data = file.read_bytes()
-    with as_bad_input(f"{file}", "it is not JSON", EXPECTED, ValueError, RecursionError):
-        content = load_json(data.decode("utf-8-sig"), f"{file}")
+    content = read_json(file, EXPECTED)
     form = isinstance(content, dict) and isinstance(content.get("users"), list)
     form = form and isinstance(content.get("user_data"), dict)
     require(form, f"{file}", "it is not in LEAF's form", EXPECTED)

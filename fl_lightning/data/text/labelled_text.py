@@ -17,7 +17,7 @@ from fl_lightning.config.packaged import HF_PREFIX
 from fl_lightning.data.example_batches import Split
 from fl_lightning.data.hugging_face import HuggingFaceData
 from fl_lightning.data.partition import check_memory
-from fl_lightning.data.text.tokens import pretrained_tokenizer
+from fl_lightning.data.text.tokens import pretrained_tokenizer, text_mask
 from fl_lightning.errors import InputError, require
 
 log = logging.getLogger(__name__)
@@ -126,10 +126,8 @@ class LabelledText(HuggingFaceData):
     def inputs(self, split: Split, index: Tensor, draws: Tensor | None = None) -> Any:
         """Return the tokens at ``index`` and their mask, trimmed to the longest text."""
         found = super().inputs(split, index, draws)
-        length = found[LENGTH]
-        longest = int(length.max()) if len(length) else 0
-        mask = torch.arange(longest, device=length.device) < length[:, None]
-        return {IDS: found[IDS][:, :longest], "attention_mask": mask}
+        mask = text_mask(found[LENGTH])
+        return {IDS: found[IDS][:, : mask.shape[1]], "attention_mask": mask}
 
     def example_inputs(self) -> dict[str, Tensor]:
         """Return two texts of ``max_length`` tokens."""

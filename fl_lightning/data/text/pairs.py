@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fl_lightning.data.text.tokens import Sequences, Tokenizer, TooLong, padded
+from fl_lightning.data.text.tokens import Sequences, Tokenizer, TooLong, padded, text_mask
 from fl_lightning.errors import require
 from fl_lightning.rng import key
 from fl_lightning.tasks.preference import PairTarget
@@ -44,10 +44,8 @@ class PairSequences(Sequences):
         return PairSequences(moved.input_ids, moved.target, moved.length, moved.cut)
 
     def batch(self, index: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        length = self.length[index]
-        longest = int(length.max()) if len(length) else 0
-        ids = self.input_ids[index, :, :longest].transpose(0, 1).flatten(0, 1)
-        mask = torch.arange(longest, device=length.device) < length.repeat(2)[:, None]
+        mask = text_mask(self.length[index].repeat(2))
+        ids = self.input_ids[index, :, : mask.shape[1]].transpose(0, 1).flatten(0, 1)
         return {"input_ids": ids, "attention_mask": mask}, self.target[index]
 
 

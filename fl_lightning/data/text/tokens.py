@@ -184,11 +184,17 @@ class Sequences:
             ``{"input_ids": int64 [B, T'], "attention_mask": bool [B, T']}`` and the targets int64
             ``[B, T']``, where T' is the largest length.
         """
-        length = self.length[index]
-        longest = int(length.max()) if len(length) else 0
-        mask = torch.arange(longest, device=length.device) < length[:, None]
+        mask = text_mask(self.length[index])
+        longest = mask.shape[1]
         inputs = {"input_ids": self.input_ids[index, :longest], "attention_mask": mask}
         return inputs, self.target[index, :longest]
+
+
+def text_mask(length: Tensor) -> Tensor:
+    """Return which positions of a batch are no padding, bool ``[B, T']``, where T' is the largest
+    length."""
+    longest = int(length.max()) if len(length) else 0
+    return torch.arange(longest, device=length.device) < length[:, None]
 
 
 def encode_records(
