@@ -206,12 +206,10 @@ class ArrayData(FederatedData):
 
     @property
     def num_groups(self) -> int:
-        """Number G of groups."""
         return len(self.names.groups) if self._groups else super().num_groups
 
     @property
     def group_names(self) -> Sequence[str]:
-        """Names of the groups; empty where the data have none."""
         return tuple(map(str, self.names.groups)) if self._groups else ()
 
     def example_inputs(self) -> Any:
@@ -221,7 +219,6 @@ class ArrayData(FederatedData):
         )
 
     def move(self, device: torch.device) -> None:
-        """Move the examples to the device."""
         super().move(device)
         self._inputs = {
             split: tree_map(lambda leaf: leaf.to(device), some)
@@ -243,7 +240,6 @@ class ArrayData(FederatedData):
 
     @property
     def content_sha256(self) -> str:
-        """SHA-256 of all examples."""
         return self._digest
 
     def partition_summary(self) -> dict[str, Any]:

@@ -229,7 +229,6 @@ class ImageData(FederatedData):
         return self._digest
 
     def move(self, device: torch.device) -> None:
-        """Move the images to the device."""
         super().move(device)
         if self.public_images is not None:
             self.public_images = self.public_images.to(device)
@@ -290,7 +289,6 @@ class ImageData(FederatedData):
         return self.normalise(self.view(images[index], draws).float() / 255)
 
     def public_pool(self) -> int:
-        """Return the number of images from which the public set is drawn."""
         return super().public_pool() if self.public_images is None else len(self.public_images)
 
     def public_inputs(self, position: Tensor) -> Tensor:

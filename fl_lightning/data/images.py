@@ -76,6 +76,7 @@ DATASETS = {
 }
 """All data sets by name. A new one is an entry here, and nothing else."""
 GREY = tuple(name for name, images in DATASETS.items() if images.grey)
+ONE_OR_MORE = within("[1, inf)", "at least 1", "write 1 or more")
 KNOWN_DATASET = one_of(
     tuple(DATASETS),
     instead="write one of them, or name other data: --data HuggingFaceData, ImageFolder or DatasetData",
@@ -115,13 +116,9 @@ class FederatedImages(ImageData):
         download: bool = False,
         channels: Annotated[int, one_of((1, 3), "write 3, or 1 for grey images")] = 3,
         public_dataset: str | None = None,
-        synthetic_examples: Annotated[
-            int, within("[1, inf)", "at least 1", "write 1 or more")
-        ] = 5000,
-        synthetic_test_examples: Annotated[
-            int, within("[1, inf)", "at least 1", "write 1 or more")
-        ] = 1000,
-        synthetic_size: Annotated[int, within("[1, inf)", "at least 1", "write 1 or more")] = 32,
+        synthetic_examples: Annotated[int, ONE_OR_MORE] = 5000,
+        synthetic_test_examples: Annotated[int, ONE_OR_MORE] = 1000,
+        synthetic_size: Annotated[int, ONE_OR_MORE] = 32,
         synthetic_classes: Annotated[int, within("[2, inf)", "at least 2", "write 2 or more")] = 10,
         synthetic_seed: int = 0,
         **settings: Any,

@@ -37,6 +37,7 @@ from fl_lightning.data.partition import (
 from fl_lightning.errors import InputError, require
 
 LABELS = within("[1, inf)", "a client has at least one class", "write e.g. 2")
+TEST_BATCH = within("[1, inf)", "a batch has at least one example", "write 10")
 TEST_SHARE = 0.25  # of each client's examples, by PFLlib
 DRAWN_AT = within(
     "[0, inf)", "a seed is 0 or more", "write 1, which is PFLlib's, or null for the run's"
@@ -264,9 +265,7 @@ class PFLlibPractical(NIIDBenchDirichlet):
     def __init__(
         self,
         beta: Annotated[float, FINITE_BETA] = 0.1,
-        batch_size: Annotated[
-            int, within("[1, inf)", "a batch has at least one example", "write 10")
-        ] = 10,
+        batch_size: Annotated[int, TEST_BATCH] = 10,
         drawn_at: Annotated[int | None, DRAWN_AT] = None,
     ) -> None:
         self.beta, self.batch_size, self.drawn_at = float(beta), batch_size, drawn_at
@@ -311,9 +310,7 @@ class PFLlibPathological(IndexPartition):
         self,
         classes_per_client: Annotated[int, LABELS] = 2,
         balanced: bool = False,
-        batch_size: Annotated[
-            int, within("[1, inf)", "a batch has at least one example", "write 10")
-        ] = 10,
+        batch_size: Annotated[int, TEST_BATCH] = 10,
         drawn_at: Annotated[int | None, DRAWN_AT] = None,
     ) -> None:
         self.classes_per_client, self.balanced = classes_per_client, balanced

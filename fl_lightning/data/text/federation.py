@@ -256,17 +256,14 @@ class TextData(FederatedData):
 
     @property
     def num_groups(self) -> int:
-        """Number of groups."""
         return len(self.groups)
 
     @property
     def group_names(self) -> Sequence[str]:
-        """The names in ``groups``."""
         return self.groups
 
     @property
     def train_held_out(self) -> np.ndarray | None:
-        """Whether each training example is for validation, bool ``[N]``."""
         return self._held_out
 
     @property
@@ -287,7 +284,6 @@ class TextData(FederatedData):
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids, dtype=torch.bool)}
 
     def move(self, device: torch.device) -> None:
-        """Move the tokens to the device."""
         self.device = device
         self._public_moved = None
         self._sequences = {split: some.to(device) for split, some in self._sequences.items()}
@@ -322,7 +318,6 @@ class TextData(FederatedData):
         super().distribute_apart(holdings, seed, device)
 
     def epoch_sizes(self, client: Client) -> list[int]:
-        """Return the sizes of the client's batches in one epoch."""
         if self.batch_tokens is None:
             return super().epoch_sizes(client)
         return token_batch_sizes(self._length[client.train], self.batch_size, self.batch_tokens)
@@ -330,7 +325,6 @@ class TextData(FederatedData):
     def pass_of(
         self, client: Client, epochs: int, steps: int | None, round: int, draws: Draws | None
     ) -> Pass:
-        """Draw the order of the client's examples in one round, and the sizes of its batches."""
         if self.batch_tokens is None:
             return super().pass_of(client, epochs, steps, round, draws)
         return draw_token_pass(

@@ -20,13 +20,13 @@ from fl_lightning.data.hugging_face import load_splits
 from fl_lightning.data.text.federation import TextData, TextExamples, tasks_of
 from fl_lightning.data.text.prompts import PLAIN, Prompt
 from fl_lightning.data.text.records import (
+    JSON_SUFFIXES,
     FieldSources,
     json_records,
     prompt_place,
     read_text,
     texts_sha256,
 )
-from fl_lightning.data.text.text_files import RECORD_SUFFIXES
 from fl_lightning.data.text.tokens import Record, TooLong, encode_records
 from fl_lightning.errors import require
 
@@ -188,7 +188,7 @@ class NaturalInstructions(TextData):
     def _sources(self) -> list[Iterable[tuple[Mapping[str, Any], str]]]:
         """Return the rows of each split that is named, each with its place."""
         path = Path(self.path)
-        if path.is_file() and path.suffix in RECORD_SUFFIXES:
+        if path.is_file() and path.suffix in JSON_SUFFIXES:
             require(
                 self.splits[1] is None,
                 f"test={self.splits[1]}",

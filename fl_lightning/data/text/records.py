@@ -20,6 +20,8 @@ from fl_lightning.rng import key
 
 T = TypeVar("T")
 
+JSON_SUFFIXES = (".jsonl", ".json")
+
 SURROGATE = re.compile("[\ud800-\udfff]")
 """Half a character, which JSON can write and UTF-8 cannot."""
 

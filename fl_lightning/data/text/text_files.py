@@ -17,6 +17,7 @@ from fl_lightning.data.partition import check_memory
 from fl_lightning.data.text.federation import TextData, TextExamples, tasks_of
 from fl_lightning.data.text.prompts import PLAIN, Prompt
 from fl_lightning.data.text.records import (
+    JSON_SUFFIXES,
     FieldSources,
     Line,
     json_records,
@@ -27,7 +28,7 @@ from fl_lightning.data.text.records import (
 from fl_lightning.data.text.tokens import Sequences, TooLong, encode_records, encode_windows
 from fl_lightning.errors import require
 
-RECORD_SUFFIXES, PROSE_SUFFIXES = (".jsonl", ".json"), (".txt", ".md", ".text")
+PROSE_SUFFIXES = (".txt", ".md", ".text")
 
 
 TEXT = path_to("any", "no such file", "write a .jsonl or .txt file, or a folder of them")
@@ -209,7 +210,7 @@ def text_files(path: Path) -> list[Path]:
     Raises:
         InputError: there is no such file, none in the folder, or they are of two kinds.
     """
-    suffixes = RECORD_SUFFIXES + PROSE_SUFFIXES
+    suffixes = JSON_SUFFIXES + PROSE_SUFFIXES
     if path.is_dir():
         found = sorted(
             file for file in path.iterdir() if file.is_file() and file.suffix in suffixes

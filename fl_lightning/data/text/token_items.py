@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from fl_lightning.config.near_names import nearest_or_list
 from fl_lightning.data.items import Key, checked_name, count_items, item_at
 from fl_lightning.data.partition import check_memory
-from fl_lightning.data.text.records import json_records, read_text
+from fl_lightning.data.text.records import JSON_SUFFIXES, json_records, read_text
 from fl_lightning.data.text.tokens import Sequences, TooLong
 from fl_lightning.errors import InputError, require
 from fl_lightning.metrics.text import IGNORED
@@ -25,8 +25,6 @@ from fl_lightning.metrics.text import IGNORED
 IDS, LABELS, LOSS_MASK, TEXT_MASK = "input_ids", "labels", "loss_mask", "attention_mask"
 """The names of an item's parts; all but the first may be missing."""
 PARTS = (IDS, LABELS, LOSS_MASK, TEXT_MASK)
-
-JSON_SUFFIXES = (".jsonl", ".json")
 
 
 class TokenItem(NamedTuple):
