@@ -59,11 +59,7 @@ def draw_token_pass(
         length: tokens of each of the client's sequences, int64 ``[n]``.
         batch_size: largest number of sequences of a batch.
         batch_tokens: largest number of tokens of a batch.
-        seed: seed of the run.
-        round: number of the round.
-        client: id of the client.
-        epochs: number of epochs.
-        steps: largest number of batches; None: all.
+        seed, round, client, epochs, steps: as of :func:`~fl_lightning.data.batches.draw_pass`.
     """
     sizes = token_batch_sizes(length, batch_size, batch_tokens)
     rng = stream(seed, "batches", round, client)
