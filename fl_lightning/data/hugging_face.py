@@ -91,11 +91,12 @@ class HuggingFaceData(ItemData):
             loaded = [
                 None if rows is None else named_classes(rows, self.keys.target) for rows in loaded
             ]
-        items = [
-            None if rows is None else self.items_of(rows, place)
-            for rows, place in zip(loaded, places, strict=True)
-        ]
-        first, second, names = self.examples_of(items, places)
+        splits = {
+            split: (self.items_of(rows, place), place)
+            for split, rows, place in zip(("train", "test"), loaded, places, strict=True)
+            if rows is not None
+        }
+        first, second, names = self.examples_of(splits)
         if coded and not self.run_form:
             known = {*orders[0], *orders[-1]} if by_names else range(len(orders[0]))
             unknown = [

@@ -3,7 +3,7 @@ LightningDataModule."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import isclass
 from typing import Any
@@ -27,6 +27,8 @@ from fl_lightning.support.user_code import is_bug_of_user
 
 DatasetCallable = Callable[[], Dataset]
 DataModuleCallable = Callable[[], LightningDataModule]
+Splits = Mapping[str, tuple[Any, str]]
+"""A map-style dataset and its name for messages, by split: ``train``, and those that there are."""
 
 
 class ItemData(ArrayData):
@@ -53,25 +55,18 @@ class ItemData(ArrayData):
         self.keys, self.natural = Keys(input, target, group, client), client is not None
         super().__init__(**settings)
 
-    def examples_of(
-        self, datasets: Sequence[Any], places: Sequence[str]
-    ) -> tuple[Examples, Examples, Names]:
-        """Read the items of the training and the test dataset.
-
-        Args:
-            datasets: both, map-style; None in place of the test dataset: it is taken from the
-                training items.
-            places: the name of each, for messages.
+    def examples_of(self, splits: Splits) -> tuple[Examples, Examples, Names]:
+        """Read the items of the training and the test dataset; without the latter the test items
+        are taken from the training items.
 
         Raises:
             InputError: one cannot be read.
         """
-        train, test = (
-            None if one is None else read_items(one, self.keys, place)
-            for one, place in zip(datasets, places, strict=True)
-        )
-        assert train is not None
-        return to_examples(self, train, test)
+        found = {
+            split: read_items(dataset, self.keys, place)
+            for split, (dataset, place) in splits.items()
+        }
+        return to_examples(self, found["train"], found.get("test"))
 
 
 class DatasetData(ItemData):
@@ -100,7 +95,7 @@ class DatasetData(ItemData):
         self.dataset, self.has_test = name_of(train), test is not None
         super().__init__(**settings)
         self.sources = (train, test)
-        self._made: list[Any] | None = None
+        self._made: Splits | None = None
 
     def prepare_data(self) -> None:
         """Make the datasets, which may download their files.
@@ -108,10 +103,7 @@ class DatasetData(ItemData):
         Raises:
             InputError: a dataset refuses its arguments or lacks its files.
         """
-        self._made = [
-            None if make is None else made(make, f"data.{split}")
-            for split, make in zip(("train", "test"), self.sources, strict=True)
-        ]
+        self._made = made_splits(*self.sources)
 
     def read(self) -> tuple[Examples, Examples, Names]:
         """Make the datasets if that has not been done, and read their items.
@@ -122,11 +114,7 @@ class DatasetData(ItemData):
         if self._made is None:
             self.prepare_data()
         assert self._made is not None
-        places = [
-            f"data.{split} {name_of(one)}"
-            for split, one in zip(("train", "test"), self._made, strict=True)
-        ]
-        examples = self.examples_of(self._made, places)
+        examples = self.examples_of(self._made)
         self._made = None
         return examples
 
@@ -172,9 +160,7 @@ class DataModuleData(ItemData):
         Raises:
             InputError: the module has no training loader, or a dataset cannot be read.
         """
-        found = module_datasets(self.source, ("train", "test"))
-        places = [f"data.module {self.dataset}, {split}" for split in found]
-        return self.examples_of(list(found.values()), places)
+        return self.examples_of(module_splits(self.source, ("train", "test")))
 
 
 def prepare_module(source: DataModuleCallable) -> None:
@@ -186,15 +172,26 @@ def prepare_module(source: DataModuleCallable) -> None:
     made(lambda: made(source, "data.module").prepare_data(), "data.module")
 
 
-def module_datasets(source: DataModuleCallable, splits: Sequence[str]) -> dict[str, Any]:
+def made_splits(train: DatasetCallable, test: DatasetCallable | None) -> Splits:
+    """Make the training dataset, and the test dataset if there is one.
+
+    Raises:
+        InputError: one cannot be made.
+    """
+    found = {}
+    for split, source in (("train", train), ("test", test)):
+        if source is not None:
+            dataset = made(source, f"data.{split}")
+            found[split] = dataset, f"data.{split} {name_of(dataset)}"
+    return found
+
+
+def module_splits(source: DataModuleCallable, splits: Sequence[str]) -> Splits:
     """Set a LightningDataModule up and return the datasets behind its loaders.
 
     Args:
         source: what makes the module, or the module itself.
         splits: ``train`` and others of ``val`` and ``test``.
-
-    Returns:
-        The dataset of each split; None where the module has no such loader.
 
     Raises:
         InputError: the module has no training loader, or a loader has not one dataset.
@@ -209,7 +206,12 @@ def module_datasets(source: DataModuleCallable, splits: Sequence[str]) -> dict[s
         "not called; items are read one by one, and data.val_fraction holds validation examples out"
     )
     warn_of_ignored(overridden(module, LightningDataModule, unread), module, why)
-    return {split: _dataset_of(module, split) for split in splits}
+    found = {split: _dataset_of(module, split) for split in splits}
+    return {
+        split: (dataset, f"data.module {name_of(source)}, {split}")
+        for split, dataset in found.items()
+        if dataset is not None
+    }
 
 
 def _dataset_of(module: LightningDataModule, split: str) -> Any:

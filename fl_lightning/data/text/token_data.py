@@ -24,8 +24,9 @@ from fl_lightning.data.items import Key
 from fl_lightning.data.map_style import (
     DataModuleCallable,
     DatasetCallable,
-    made,
-    module_datasets,
+    Splits,
+    made_splits,
+    module_splits,
     name_of,
     prepare_module,
 )
@@ -187,21 +188,13 @@ class TokenData(TextData):
         }
         return train, test
 
-    def datasets(self) -> dict[str, tuple[Any, str]]:
-        """Return the dataset of each split, ``train`` and perhaps ``val`` and ``test``, and its
-        name for messages.
+    def datasets(self) -> Splits:
+        """Return the dataset of each split, ``train`` and perhaps ``val`` and ``test``.
 
         Raises:
             InputError: one cannot be made.
         """
-        found = {
-            split: made(source, f"data.{split}")
-            for split, source in zip(("train", "test"), self.sources, strict=True)
-            if source is not None
-        }
-        return {
-            split: (dataset, f"data.{split} {name_of(dataset)}") for split, dataset in found.items()
-        }
+        return made_splits(*self.sources)
 
     def _examples(
         self, items: list[TokenItem], groups: dict[Any, int], clients: dict[Any, int]
@@ -247,18 +240,13 @@ class DataModuleTokens(TokenData):
         """
         prepare_module(self.module)
 
-    def datasets(self) -> dict[str, tuple[Any, str]]:
-        """Return the dataset behind each loader that the module has, and its name for messages.
+    def datasets(self) -> Splits:
+        """Return the dataset behind each loader that the module has.
 
         Raises:
             InputError: the module has no training loader, or a loader has not one dataset.
         """
-        found = module_datasets(self.module, ("train", "val", "test"))
-        return {
-            split: (dataset, f"data.module {self.dataset}, {split}")
-            for split, dataset in found.items()
-            if dataset is not None
-        }
+        return module_splits(self.module, ("train", "val", "test"))
 
 
 def _tokenizer_of(
