@@ -10,6 +10,8 @@ import pytest
 from compared import comparison_of
 from synthetic_runs import make_run, make_study
 
+from fl_lightning.study.report.markdown import undecided
+from fl_lightning.study.report.tables import differences
 from fl_lightning.study.report.unequal import lost_uploads, missing_seeds
 from fl_lightning.study.report.verdicts import verdicts
 from fl_lightning.tasks import LanguageModelling
@@ -45,6 +47,23 @@ def test_a_target_that_some_seeds_never_reach_is_not_judged_by_the_others(tmp_pa
         criteria[1]: ("holds", "the whole interval is <= 0"),
         criteria[2]: ("undecided", "no rounds(C) in seed 0, 1, 2, 3, 4, 5, 6"),
     }
+
+
+def test_of_many_pairs_a_report_names_those_with_the_smallest_p(tmp_path):
+    noise = np.random.default_rng(1).normal(size=(15, 3))
+    rows = {f"M{n}": dict(enumerate(0.5 + 0.01 * noise[n])) for n in range(15)}
+    make_study(tmp_path, rows)
+    comparison = comparison_of(tmp_path)
+    tests = comparison.differences(comparison.study.metric, {})
+    table = differences(comparison, {})
+    assert (len(tests), len(table.rows)) == (105, 100)
+    assert "of 105 pairs the 100 with the smallest p, report.json has all" in table.caption
+    largest = {f"{one.a} − {one.b}" for one in sorted(tests, key=lambda one: one.test.p_t)[100:]}
+    assert largest.isdisjoint(row[0] for row in table.rows)
+    assert any(
+        line.startswith("105 of 105 differences are not decided. Found")
+        for line in undecided(comparison)
+    )
 
 
 def test_runs_that_lost_uploads_are_counted_in_the_report(tmp_path):

@@ -348,7 +348,8 @@ def _open(open_ones: Sequence[Difference], family: int, levels: Levels) -> str:
     written = open_ones[0].column
     needed = [f"{one.a} − {one.b}{_needed(one)}" for one in open_ones]
     smallest = [one.test.detectable for one in open_ones if isfinite(one.test.detectable)]
-    text = f"{len(open_ones)} of {family} differences are not decided: {', '.join(needed)}."
+    text = f"{len(open_ones)} of {family} differences are not decided"
+    text += "." if len(needed) > tables.MOST_PAIRS else f": {', '.join(needed)}."
     if smallest:
         bounds = dict.fromkeys(written.number(value) for value in (min(smallest), max(smallest)))
         text += f" Found with {POWER:.0%}: {' to '.join(bounds)}{written.unit}."

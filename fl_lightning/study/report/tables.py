@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import isfinite, isnan
 from typing import Any
 
 import pandas as pd
@@ -38,6 +38,8 @@ AVERAGE, LAYER = "bits/average", "bits/layer/"
 """The metric of the average, and the beginning of the metrics of the layers."""
 FULL_PRECISION = 32
 """Bits of a method that does not quantise."""
+MOST_PAIRS = 100
+"""Differences of one level that a report names one by one."""
 BIT_CHANGES = {
     "total/bits_pruned": "bit planes that clients pruned, all rounds",
     "total/bits_moved": "changes of a layer's width by the server, all rounds",
@@ -275,8 +277,14 @@ def differences(comparison: Comparison, levels: Levels) -> ReportTable | None:
     tested = comparison.differences(comparison.study.metric, levels)
     if not tested:
         return None
-    rows = [{"difference": f"{one.a} − {one.b}", **difference_cells(one, "mean")} for one in tested]
     caption = f"in {written.title}, paired by seed"
+    shown = tested
+    if len(tested) > MOST_PAIRS:
+        shown = sorted(tested, key=lambda one: (isnan(one.test.p_t), one.test.p_t))[:MOST_PAIRS]
+        caption += (
+            f"; of {len(tested)} pairs the {MOST_PAIRS} with the smallest p, report.json has all"
+        )
+    rows = [{"difference": f"{one.a} − {one.b}", **difference_cells(one, "mean")} for one in shown]
     return ReportTable(
         f"Differences{at(levels)}", pd.DataFrame(rows, dtype=object), caption=caption
     )
