@@ -125,7 +125,15 @@ def test_archived_runs_are_those_of_the_report(study):
         if name.endswith("/metadata.json")
     }
     weights = {name: one["weights_sha256"] for name, one in found.items()}
-    assert weights == {run["name"]: run["weights_sha256"] for run in report["runs"]}
+    elsewhere = {
+        label
+        for published in report.get("published", [])
+        for label in json.loads((RESULTS / published["study"] / "report.json").read_text())[
+            "methods"
+        ]
+    }
+    own = [run for run in report["runs"] if run["method"] not in elsewhere]
+    assert weights == {run["name"]: run["weights_sha256"] for run in own}
     assert {one["status"] for one in found.values()} == {"finished"}
     entries = json.loads(texts[f"{study}/registration.json"])["entries"]
     amended = {"leaderboard_brief"}  # three seeds were registered, and seven more
@@ -140,17 +148,21 @@ def refused_uploads(study):
     return summed(study, "clients/rejected")
 
 
-def summed(study, metric):
-    """The sum of a metric over the rounds of each archived run."""
+def rounds_of(study):
+    """The rows of each archived run's metrics, by its name."""
     with tarfile.open(RESULTS / study / "runs.tar.xz") as archive:
         tables = {
             one.name.split("/")[1]: archive.extractfile(one).read().decode().splitlines()
             for one in archive
             if one.name.endswith("/metrics.csv")
         }
+    return {name: [*csv.DictReader(lines)] for name, lines in tables.items()}
+
+
+def summed(study, metric):
+    """The sum of a metric over the rounds of each archived run."""
     return {
-        name: sum(float(row[metric]) for row in csv.DictReader(lines))
-        for name, lines in tables.items()
+        name: sum(float(row[metric]) for row in rows) for name, rows in rounds_of(study).items()
     }
 
 
@@ -295,6 +307,60 @@ def test_what_is_said_of_the_leaderboard():
     assert len(attacked) == 10
     assert attacked[4] < 0.11
     assert attacked[5] > 0.5
+
+
+def test_what_is_said_of_the_rest_of_the_leaderboard():
+    report = json.loads((RESULTS / "leaderboard_brief_rest" / "report.json").read_text())
+    published = json.loads((RESULTS / "leaderboard_brief" / "report.json").read_text())
+    assert [one["winner"] for one in report["levels"]] == [None] * 6
+    pairs = [one["differences"] for one in report["levels"]]
+    assert {len(one) for one in pairs} == {630}
+    assert [sum(pair["p_holm"] < 0.05 for pair in one) for one in pairs] == [3, 0, 2, 2, 0, 2]
+    ranks = {label: one["mean_rank"] for label, one in report["overall"].items()}
+    assert len(ranks) == 36
+    own = {
+        "APFL",
+        "FedRoD",
+        "FedProto",
+        "FedRep",
+        "FedBABU",
+        "FedPer",
+        "FedALA",
+        "Ditto",
+        "FineTune",
+    }
+    order = sorted(ranks, key=ranks.get)
+    assert {*order[:9]} == own
+    assert [label for label in order[9:] if label != "LGFedAvg"][:3] == [
+        "FedAvg median",
+        "FedLC",
+        "FedNTD",
+    ]
+    assert order[-3:] == ["FedAvgM", "FedMPQKD", "FedMPQ"]
+    means = {
+        (label, one["levels"]["setting"]): found["metrics"]["final/accuracy"]["mean"]
+        for one in report["levels"]
+        for label, found in one["methods"].items()
+    }
+    assert max(ranks, key=lambda label: means[label, "iid"]) == "FedExP"
+    assert means["FedExP", "labels2"] == pytest.approx(0.1)
+    assert means["FedExP", "attackers"] == pytest.approx(0.1)
+    best = sorted(set(order) - own - {"LGFedAvg"}, key=lambda label: -means[label, "labels2"])
+    assert {*best[:3]} == {"FedSpeed", "MoFedSAM", "FedCM"}
+    for label in ("FedPQ", "AQFL"):
+        assert abs(means[label, "iid"] - means["FedAvg", "iid"]) < 0.005
+    refused = {name for name, count in refused_uploads("leaderboard_brief_rest").items() if count}
+    assert len(refused) == 59
+    settings = Counter(re.search(r"setting=(\w+)", name)[1] for name in refused)
+    assert settings == {"labels2": 22, "dirichlet01": 22, "attackers": 13, "stress": 2}
+    assert sum(name.startswith("LGFedAvg") for name in refused) == 6
+    unused = Counter(
+        name.partition("-")[0]
+        for name, rows in rounds_of("leaderboard_brief_rest").items()
+        if any(float(row["clients/trained"]) == 0 for row in rows)
+    )
+    assert unused == {"FedExP": 3, "AQFL": 1, "FedACG": 1}
+    assert {*published["methods"]} < {*ranks}
 
 
 def test_distillation_is_ahead_in_all_seeds_but_one_of_the_second_experiment_on_fashion():
