@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 MIN_METHODS = 3
 """With fewer, the table of differences says it all."""
+MOST_TICKS = 20
+"""Ranks that are written below a diagram; of more methods every second one, or fewer."""
 
 
 def places(comparison: Comparison, levels: Levels) -> list[Place]:
@@ -94,6 +96,6 @@ def diagram(comparison: Comparison, found: Sequence[Place], title: str) -> Figur
     axes.set_yticks(range(len(found)), [one.label for one in found])
     axes.set_ylim(len(found) - 0.4, -1.0 - 0.35 * max(0, len(bars) - 1) - 0.2 * bool(bars))
     axes.set_xlim(0.8, len(found) + 0.2)
-    axes.set_xticks(range(1, len(found) + 1))
+    axes.set_xticks(range(1, len(found) + 1, 1 + len(found) // MOST_TICKS))
     legend_outside(figure)
     return figure
