@@ -466,13 +466,12 @@ def open_search(search: Search, folder: Path, resolve: Callable[[list[str]], str
         InputError: it was begun with another space, metric or configuration.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    place = {
-        "storage": f"sqlite:///{(folder / 'optuna.db').absolute()}",
-        "study_name": f"{search.name}: {search.label}" if search.label else search.name,
-    }
+    storage = f"sqlite:///{(folder / 'optuna.db').absolute()}"
+    name = f"{search.name}: {search.label}" if search.label else search.name
     create = partial(
         optuna.create_study,
-        **place,
+        storage=storage,
+        study_name=name,
         direction=optuna_direction(search),
         load_if_exists=True,
         pruner=optuna.pruners.MedianPruner(n_startup_trials=4)
@@ -482,7 +481,7 @@ def open_search(search: Search, folder: Path, resolve: Callable[[list[str]], str
     study = create()
     drawn = _drawn(search, study)
     if len(drawn) >= search.wanted and {trial.state for trial in drawn} == {TrialState.FAIL}:
-        optuna.delete_study(**place)
+        optuna.delete_study(study_name=name, storage=storage)
         study = create()
     settings = flatten(resolved_settings(search.args(search.corners()[0]), resolve))
     asked: dict[str, Any] = {
