@@ -170,7 +170,8 @@ def choose_checkpoint(ckpt_path: str, which: str, experiment: Path) -> Checkpoin
         "no round of this run was validated (data.val_fraction)",
         "write --checkpoint last",
     )
-    return _read(run, checkpoint_name(newest.progress["best_round"]), there)
+    best = checkpoint_name(newest.progress["best_round"])
+    return newest if best == there[0] else _read(run, best, there)
 
 
 def _read(run: Path, name: str, there: Sequence[str]) -> Checkpoint:

@@ -351,24 +351,22 @@ class Journal:
         missing = self.tracker.finish("FINISHED", summary, milliseconds(finished))
         self.note(**end, **self._tracked(missing))
         if kept:
-            log.info("%s", self._closing_text(summary, rejected, unused, stopped_early))
+            log.info("%s", self._closing_text(summary, end))
 
-    def _closing_text(
-        self, summary: Mapping[str, float], rejected: int, unused: int, stopped_early: str
-    ) -> str:
+    def _closing_text(self, summary: Mapping[str, float], end: Mapping[str, Any]) -> str:
         megabytes = sum(row["comm/total_bytes"] for row in self.progress.history) / 1e6
         width, done = max([25, *map(len, summary)]) + 1, self.progress.done.round
+        notes = (
+            ("stopped_early", "stopped early", ""),
+            ("rounds_without_uploads", "rounds without an upload", ", see ledger.csv and run.log"),
+            ("rejected_uploads", "uploads rejected", ", see ledger.csv"),
+        )
         lines = [
             f"finished: {done} round{'s' * (done > 1)}, {megabytes:.1f} MB over the wire",
+            *(f"  {said:<26}{end[key]}{where}" for key, said, where in notes if end.get(key)),
             *(f"  {name:<{width}}{value:.4g}" for name, value in summary.items()),
             f"run directory  {short_path(self.run.path)}",
         ]
-        if rejected:
-            lines.insert(1, f"  uploads rejected          {rejected}, see ledger.csv")
-        if unused:
-            lines.insert(1, f"  rounds without an upload  {unused}, see run.log")
-        if stopped_early:
-            lines.insert(1, f"  stopped early             {stopped_early}")
         if self.tracker.hint:
             lines.append(f"compare runs   {self.tracker.hint}")
         return "\n".join(lines)

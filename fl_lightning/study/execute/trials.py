@@ -482,7 +482,7 @@ def open_search(search: Search, folder: Path, resolve: Callable[[list[str]], str
     drawn = _drawn(search, study)
     if len(drawn) >= search.wanted and {trial.state for trial in drawn} == {TrialState.FAIL}:
         optuna.delete_study(study_name=name, storage=storage)
-        study = create()
+        study, drawn = create(), []
     settings = flatten(resolved_settings(search.args(search.corners()[0]), resolve))
     asked: dict[str, Any] = {
         "space": repr(dict(search.space)),
@@ -512,7 +512,7 @@ def open_search(search: Search, folder: Path, resolve: Callable[[list[str]], str
             shown, rename = f"of {search.label}: {shown}", "move it away"
         rule = f"its trials were made with another configuration ({shown})"
         raise InputError(f"{folder}", rule, f"remove that folder to search anew, or {rename}")
-    made = len(_drawn(search, study))
+    made = len(drawn)
     if made > search.wanted:
         given = f"{search.path}: trials: {search.wanted}"
         what = f" of {search.label}" if search.label else ""

@@ -96,6 +96,6 @@ def diagram(comparison: Comparison, found: Sequence[Place], title: str) -> Figur
     axes.set_yticks(range(len(found)), [one.label for one in found])
     axes.set_ylim(len(found) - 0.4, -1.0 - 0.35 * max(0, len(bars) - 1) - 0.2 * bool(bars))
     axes.set_xlim(0.8, len(found) + 0.2)
-    axes.set_xticks(range(1, len(found) + 1, 1 + len(found) // MOST_TICKS))
+    axes.set_xticks(range(1, len(found) + 1, 1 + (len(found) - 1) // MOST_TICKS))
     legend_outside(figure)
     return figure

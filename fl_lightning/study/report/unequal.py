@@ -81,8 +81,10 @@ def lost_uploads(comparison: Comparison) -> Iterator[str]:
         found = Counter(run.label for run in runs if any(map(lost, run.record.history)))
         if found:
             each = ", ".join(f"{label} {count}" for label, count in found.items())
-            said = "their `run.log` says why"
-            yield f"{what} in {found.total()} of {len(runs)} runs ({each}); {said}."
+            yield (
+                f"{what} in {found.total()} of {len(runs)} runs ({each}); "
+                "their `ledger.csv` and `run.log` say why."
+            )
 
 
 def missing_seeds(comparison: Comparison) -> str:
