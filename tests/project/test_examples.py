@@ -102,7 +102,7 @@ def test_own_method(tmp_path):
     for name in ("own_method.py", "own_method.yaml"):
         shutil.copy(EXAMPLES / name, tmp_path)
     (command,) = set(
-        re.findall(r"cd examples; (python .*)", (EXAMPLES / "own_method.py").read_text())
+        re.findall(r"cd examples\n *(python .*)", (EXAMPLES / "own_method.py").read_text())
     )
     assert command in (EXAMPLES / "own_method.yaml").read_text()
     limits = ["--trainer.max_rounds", "2", "--trainer.logger", "false"]
