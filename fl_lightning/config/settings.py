@@ -65,6 +65,7 @@ NEUTRAL_VALUES = {
     "model.init_args.personal": None,
     "model.init_args.finetune": None,
     "model.init_args.adapter_average": None,
+    "model.init_args.channels_last": True,
     "model.init_args.branches_per_level": 1,
     "model.init_args.gates_lr": None,
     "model.init_args.loss_scale": None,

@@ -20,6 +20,7 @@ sketch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -156,16 +157,15 @@ class FedMosaic(Method):
     def build(self, data: FederatedData) -> None:
         self.take_task(data.task)
         shape = data.num_classes, data.example_shape
-        self.reference = build_network(self.reference_spec, *shape).requires_grad_(False)
+        made = partial(build_network, channels_last=self.channels_last)
+        self.reference = made(self.reference_spec, *shape).requires_grad_(False)
         self.reference_weight = last_linear(self.reference)
         shape_of_gradient = self.reference.get_parameter(self.reference_weight).shape
         self.gradient: Tensor
         self.register_buffer("gradient", torch.zeros(shape_of_gradient), persistent=False)
         classes, features = self.gradient.shape
         self.kept = kept_rows(classes, features, self.sketch_rows, self.stream("sketch_rows"))
-        self.families = nn.ModuleList(
-            self._adapt(build_network(spec, *shape)) for spec in self.specs
-        )
+        self.families = nn.ModuleList(self._adapt(made(spec, *shape)) for spec in self.specs)
         self.network = self.families[0]
         if self.align == "public":
             self._align_families(data)

@@ -148,7 +148,7 @@ class FedMPQ(QuantizedMethod):
         self.layer_shapes, self.layer_sizes = self.codec.shapes, self.codec.sizes
         # those of 1x1 are contiguous either way
         deep = any(not weight.is_contiguous() for weight in self.codec.weights.values())
-        self.channels_last = [deep and weight.ndim == 4 for weight in self.codec.weights.values()]
+        self.permuted = [deep and weight.ndim == 4 for weight in self.codec.weights.values()]
         for weight in self.codec.weights.values():
             weight.requires_grad_(False)
         self.layer_bits: list[int] = []
@@ -195,12 +195,12 @@ class FedMPQ(QuantizedMethod):
 
     def _in_memory(self, layer: int, weight: Tensor) -> Tensor:
         """Return the weight, flat, in the order that the network's own has in memory."""
-        return (weight.permute(0, 2, 3, 1) if self.channels_last[layer] else weight).reshape(-1)
+        return (weight.permute(0, 2, 3, 1) if self.permuted[layer] else weight).reshape(-1)
 
     def _as_weight(self, layer: int, flat: Tensor) -> Tensor:
         """Back again: a view in the layer's shape."""
         shape = self.layer_shapes[layer]
-        if not self.channels_last[layer]:
+        if not self.permuted[layer]:
             return flat.view(shape)
         return flat.view(shape[0], *shape[2:], shape[1]).permute(0, 3, 1, 2)
 

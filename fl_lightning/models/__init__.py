@@ -79,10 +79,9 @@ def build_network(
     logits: bool = True,
     task: Task | None = None,
     inputs: Any = None,
+    channels_last: bool = True,
 ) -> nn.Module:
     """Return a network with new weights from torch's current generator.
-
-    Convolutional networks are channels last, see :func:`lay_out`.
 
     Args:
         network: one of ``NETWORKS`` or ``LANGUAGE_NETWORKS``, any other timm name,
@@ -98,6 +97,7 @@ def build_network(
         task: what outputs it needs; default: classification, ``[B, num_classes]``.
         inputs: of two examples, what the network is tried out with; default: zeros of
             ``example_shape``.
+        channels_last: whether a convolutional network is channels last, see :func:`lay_out`.
 
     Raises:
         InputError: there is no network of that name, ``network`` does not return a network, or its
@@ -132,7 +132,7 @@ def build_network(
     check_outputs(
         made, f"network={name_of(network)}", num_classes, inputs, logits, task or Classification()
     )
-    return lay_out(made)
+    return lay_out(made) if channels_last else made
 
 
 def _not_images(network: str, example_shape: tuple[int, ...]) -> InputError:

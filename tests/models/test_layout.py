@@ -4,6 +4,7 @@ at full size."""
 from __future__ import annotations
 
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.profiler import profile
 
+from fl_lightning.methods import FedAvg, FedMosaic, FedMPQ
 from fl_lightning.models import SmallCNN, build_network, lay_out
+from tests.support.toy import ready, run
 
 POOLS = {
     "max": nn.MaxPool2d(2),
@@ -93,3 +96,25 @@ def test_outputs_that_are_no_maps_pass() -> None:
     maps, _ = pool(convolve(torch.randn(2, 3, 30, 30)))
     average(maps[0]).sum().backward()
     assert convolve.weight.grad is not None
+
+
+@pytest.mark.parametrize("cls", [FedAvg, FedMPQ])
+def test_the_layout_that_was_chosen_is_that_of_the_whole_run(cls: type, tmp_path: Path) -> None:
+    """Both train the same up to rounding; FedMPQ codes its weights in the order that they have."""
+    weights = []
+    for last in (True, False):
+        torch.manual_seed(0)
+        folder = tmp_path / str(last)
+        method = run(cls(channels_last=last), ready(num_clients=3), folder, max_rounds=1).method
+        kernels = [each for each in method.network.parameters() if each.ndim == 4]
+        assert {each.is_contiguous() for each in kernels} == {not last}
+        weights.append(method.server["weights"])
+    torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
+
+
+def test_fedmosaics_reference_has_the_layout_that_was_chosen() -> None:
+    for last in (True, False):
+        method = FedMosaic(reference="small_cnn", channels_last=last)
+        method.build(ready())
+        kernels = [each for each in method.reference.parameters() if each.ndim == 4]
+        assert {each.is_contiguous() for each in kernels} == {not last}
