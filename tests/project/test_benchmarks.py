@@ -24,6 +24,7 @@ SHORTEST = {
     "language_base": "--steps 1",
     "language_engines": "--clients 2 --rows 2 --steps 1 --repeats 1",
     "language_step": "--repeats 1 --rows 2 --length 16 --clients 2",
+    "memory_layout": "--repeats 1 --only resnet20",
     "method_prices": "--network small_cnn --examples 8 --clients 2 --repeats 1 --only FedAdam",
     "phones": "--clients 3",
     "prices": "--network small_cnn --examples 8 --epochs 1 --repeats 1",
