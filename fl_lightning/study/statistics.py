@@ -377,7 +377,7 @@ def power(effect: float, n: int, level: float = LEVEL, sequential: bool = False)
     return float(stats.ncf.sf(critical**2, 1, n - 1, n * effect**2))
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def detectable_effect(n: int, level: float = LEVEL, sequential: bool = False) -> float:
     """Return the smallest effect, in standard deviations, that ``n`` differences find with 80 %
     power.
@@ -401,13 +401,16 @@ def seeds_needed(effect: float, level: float = LEVEL, sequential: bool = False) 
     without an effect size."""
     if isnan(effect):
         return nan
+
+    def enough(n: int) -> bool:  # the least effect of n seeds is found once, for all who ask
+        return abs(effect) >= detectable_effect(n, level, sequential)
+
     low, high = 1, 2
-    while power(effect, high, level, sequential) < POWER:
+    while not enough(high):
         low, high = high, 2 * high
         if low > MOST_SEEDS:
             return inf
     while high - low > 1:
         middle = (low + high) // 2
-        found = power(effect, middle, level, sequential) >= POWER
-        low, high = (low, middle) if found else (middle, high)
+        low, high = (low, middle) if enough(middle) else (middle, high)
     return high if high <= MOST_SEEDS else inf

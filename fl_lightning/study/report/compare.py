@@ -132,6 +132,7 @@ def write(
                 continue
             plain_text(figure)
             figure.savefig(folder / "figures" / f"{name}.png", dpi=150, metadata={"Software": None})
+            figure.set_layout_engine("none")  # it is laid out once, for all forms of the file
             undated = {"Creator": None, "Producer": None, "CreationDate": None}
             figure.savefig(folder / "figures" / f"{name}.pdf", metadata=undated)
             drawn[name] = as_svg(figure)

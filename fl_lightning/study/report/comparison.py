@@ -171,6 +171,14 @@ class Comparison:
         }
         self._differences: dict[tuple[str, str], list[Difference]] = {}
 
+    @cached_property
+    def _cells(self) -> dict[tuple[str, str], dict[int, FinishedRun]]:
+        """The runs by method and level, and then by seed."""
+        cells: dict[tuple[str, str], dict[int, FinishedRun]] = {}
+        for run in self.results.runs:
+            cells.setdefault((run.label, level_key(run.levels)), {})[run.seed] = run
+        return cells
+
     @property
     def is_sequential(self) -> bool:
         """Whether seeds are added until the criteria are decided, so that a confidence sequence
@@ -240,11 +248,7 @@ class Comparison:
 
     def runs(self, label: str, levels: Levels) -> dict[int, FinishedRun]:
         """Return the runs of one method at one level, by seed."""
-        found = {
-            run.seed: run
-            for run in self.results.runs
-            if run.label == label and run.levels == dict(levels)
-        }
+        found = self._cells.get((label, level_key(levels)), {})
         return {seed: found[seed] for seed in self.study.seeds if seed in found}
 
     def table(self, metric: str, levels: Levels) -> pd.DataFrame:
@@ -331,12 +335,12 @@ class Comparison:
 
         Where seeds are added, it is tested by a confidence sequence.
         """
-        of_a, of_b = values
-        differences = (of_a - of_b).dropna()
-        seeds, unpaired = differences.index, of_a.index[of_a.isna() ^ of_b.isna()]
-        test = paired_test(differences.tolist(), family, self.is_sequential)
-        paired, single = tuple(seeds.tolist()), tuple(sorted(unpaired.tolist()))
-        return Difference(metric, *labels, paired, single, test, self.study.task)
+        seeds, (of_a, of_b) = values[0].index, (one.to_numpy(float) for one in values)
+        differences, single = of_a - of_b, np.isnan(of_a) ^ np.isnan(of_b)
+        both = ~np.isnan(differences)
+        test = paired_test(differences[both].tolist(), family, self.is_sequential)
+        paired, unpaired = (tuple(seeds[which].tolist()) for which in (both, single))
+        return Difference(metric, *labels, paired, tuple(sorted(unpaired)), test, self.study.task)
 
     def difference(self, metric: str, a: str, b: str, levels: Levels) -> Difference | None:
         """Return a - b from the family of tests, or None where the family has no such pair."""
@@ -347,7 +351,8 @@ class Comparison:
 
     def means(self, metric: str, levels: Levels) -> dict[str, float]:
         """Return the mean over seeds of each method that has a number."""
-        means = {label: mean_std(self.values(metric, label, levels))[0] for label in self.labels}
+        table = self.table(metric, levels)
+        means = {label: mean_std(table[label].dropna())[0] for label in self.labels}
         return {label: mean for label, mean in means.items() if not isnan(mean)}
 
     def order(self, metric: str, levels: Levels) -> list[str]:
