@@ -184,6 +184,15 @@ def side_by_side(study: str, root: Path, theirs: Path) -> list[dict[str, str]]:
     return both
 
 
+def with_rounds(rows: Iterable[Row], found: Iterable[Row]) -> list[Row]:
+    """Return the rows of both, in order: of a round that both have the found one's."""
+    rounds = {
+        (*(row[name] for name in SIDE_BY_SIDE[:3]), int(row["seed"]), int(row["round"])): row
+        for row in [*rows, *found]
+    }
+    return [rounds[key] for key in sorted(rounds)]
+
+
 def with_runs(rows: Iterable[Row], found: Iterable[Row]) -> list[Row]:
     """Return the rows with those of more runs, such as of another machine: of one run that of most
     rounds."""
@@ -310,8 +319,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.theirs is not None:
         study, _, theirs = given.theirs.partition("=")
-        kept = [row for row in read("side_by_side") if row["study"] != study]
-        write("side_by_side", SIDE_BY_SIDE, kept + side_by_side(study, given.runs, Path(theirs)))
+        found = side_by_side(study, given.runs, Path(theirs))
+        write("side_by_side", SIDE_BY_SIDE, with_rounds(read("side_by_side"), found))
     if given.runs is not None:
         merged = with_runs(read("ours"), rows_of_runs(given.runs))
         write("ours", RUN, merged)

@@ -124,6 +124,16 @@ def test_niid_benchs_own_code_is_compared_by_setting(published, tmp_path):
     ]
 
 
+def test_seeds_that_were_compared_before_stay(published):
+    before = published.read("side_by_side")
+    first = {**before[0], "theirs": "0.5"}
+    found = published.with_rounds(before, [{**first, "seed": "10"}, {**first, "seed": "2"}, first])
+    assert len(found) == len(before) + 2
+    mine = [row for row in found if row["method"] == first["method"] and row["round"] == "1"]
+    assert [row["seed"] for row in mine][-2:] == ["2", "10"]
+    assert mine[0]["theirs"] == "0.5"
+
+
 def test_accuracy_with_two_or_three_labels_changes_as_the_page_says(published):
     rows = [row for row in published.read("side_by_side") if row["level"] in ("labels2", "labels3")]
     for level in ("labels2", "labels3"):
