@@ -16,6 +16,7 @@ from refusals import refused
 from synthetic_runs import make_study
 
 from fl_lightning.errors import InputError
+from fl_lightning.study.execute.sweep import sweep
 from fl_lightning.study.plan.published import PublishedStudy, find_published
 from fl_lightning.study.plan.study import Study
 from fl_lightning.study.report.compare import compare
@@ -198,7 +199,19 @@ def test_a_published_run_of_another_protocol_than_its_level_is_left_out_and_list
     ("change", "said"),
     [
         (lambda lines: [*lines, lines[-1]], "2 lines of"),
+        (lambda lines: [*lines, lines[-1].replace(",2,off,", ",02,off,")], "2 lines of B, seed 2"),
         (lambda lines: [line.replace(",A,", ",Z,") for line in lines], "A, Z is not in both"),
+        (lambda lines: lines[:1], "A, B is not in both"),
+        (lambda lines: lines[:-1], "B-noise=off-seed2: not as report.json has it"),
+        (
+            lambda lines: [line.replace(",0,on,5,", ",0,on,nan,") for line in lines],
+            "A-noise=on-seed0, B",
+        ),
+        (
+            lambda lines: [line.replace(",final/", ",fin/") for line in lines],
+            ".* and 9 more: not as",
+        ),
+        (lambda lines: [line.replace("0.5", "0.9") for line in lines], ".*: not as report.json"),
     ],
 )
 def test_a_table_that_is_not_of_its_report_is_refused(change, said, tmp_path):
@@ -208,6 +221,10 @@ def test_a_table_that_is_not_of_its_report_is_refused(change, said, tmp_path):
     own_study(tmp_path, published)
     with pytest.raises(InputError, match=f"it is not the table of its report .{said}"):
         compare("mine", tmp_path / "out", tmp_path / "runs")
+    study, before = tmp_path / "runs/mine/study.yaml", [*tmp_path.rglob("*")]
+    with pytest.raises(InputError, match=f"it is not the table of its report .{said}"):
+        sweep(str(study), root=str(tmp_path / "other"), resolve=None)  # nothing is looked at before
+    assert [*tmp_path.rglob("*")] == before
 
 
 @pytest.mark.parametrize("name", ["exp1_embedded", "vemoe_protected"])
@@ -234,7 +251,14 @@ def test_runs_whose_settings_are_not_known_cannot_be_published_to_pair_with(tmp_
 
 def test_a_folder_that_compare_did_not_write_is_refused(tmp_path):
     (tmp_path / "runs.csv").write_text("run\n")
-    for text in ("{}", "[", json.dumps({"study": "a", "methods": [], "seeds": [], "levels": [{}]})):
+    report = {"study": "a", "methods": ["A"], "seeds": [0], "selection": "last", "runs": []}
+    report |= {"levels": [{"levels": {}}]}
+    wrong = {"methods": [1], "seeds": ["0"], "controls": None, "study": None, "levels": [{}]}
+    wrong |= {"levels ": [{"levels": {}, "partition_sha256": "a"}], "runs": [{"name": "A"}]}
+    texts = [json.dumps({**report, key.strip(): value}) for key, value in wrong.items()]
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    assert PublishedStudy.read(tmp_path, "somewhere").labels == ["A"]
+    for text in ("{}", "[", *texts):
         (tmp_path / "report.json").write_text(text)
         with refused("somewhere", "docs/results"):
             PublishedStudy.read(tmp_path, "somewhere")

@@ -19,6 +19,7 @@ from fl_lightning.study.execute.session import SweepSession
 from fl_lightning.study.execute.shards import WHOLE, Shard
 from fl_lightning.study.execute.until import UntilSession, with_flags
 from fl_lightning.study.plan.study import Study
+from fl_lightning.study.results.published import published_rows
 
 Resolve = Callable[[list[str]], str]
 
@@ -66,6 +67,8 @@ def sweep(
         rule,
         "leave one of them out",
     )
+    for published in study.published:  # before anything is trained that cannot be compared
+        published_rows(published)
     slots = slots_for(jobs, devices)
     cells = planned(StudyCells.plan(study, Path(root), resolve, part), jobs)
     if dry_run:

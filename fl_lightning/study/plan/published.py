@@ -24,6 +24,8 @@ from fl_lightning.study.plan.spec_file import SpecFile
 REPORT, RUNS, PLAN = "report.json", "runs.csv", "study.yaml"
 MARK_LENGTH = 16
 """Characters of the hash that is registered."""
+OF_LEVEL = "protocol", "partition_sha256", "files_sha256"
+"""Mappings that a report has of each level."""
 AGAIN = "make the report again with compare of this release, from the runs"
 
 
@@ -58,13 +60,18 @@ class PublishedStudy:
         with as_bad_input(where, rule, instead, *errors):
             report = json.loads((path / REPORT).read_bytes())
             found = cls(path, report, sha256((path / RUNS).read_bytes()).hexdigest())
+            texts = report["study"], report["selection"], *found.labels, *found.controls
+            if {*map(type, texts)} != {str} or {*map(type, found.seeds)} != {int}:
+                raise TypeError("names are texts, and seeds integers")
             _ = (
-                found.name,
-                found.labels,
-                found.seeds,
-                found.report["selection"],
                 found.levels[0],
                 [one["levels"].items() for one in found.levels],
+                [dict(one.get(key) or {}) for one in found.levels for key in OF_LEVEL],
+                [
+                    (run["name"], run["method"], run["seed"], run["rounds"])
+                    for run in report["runs"]
+                ],
+                [(run["levels"].items(), run["metrics"].items()) for run in report["runs"]],
             )
         return found
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import csv
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import isfinite
 from typing import Any
 
 from fl_lightning.config.documents import document_hash
 from fl_lightning.errors import InputError, as_bad_input, require
 from fl_lightning.study.plan.protocol import different_settings
-from fl_lightning.study.plan.published import AGAIN, RUNS, PublishedStudy
+from fl_lightning.study.plan.published import AGAIN, REPORT, RUNS, PublishedStudy
 from fl_lightning.study.plan.study import Study
 from fl_lightning.study.plan.variations import Variation
 from fl_lightning.study.results.run_records import RunRecord
@@ -30,6 +31,8 @@ CONTENT_BY_NAME = {
 }
 """SHA-256 of the images by a name of which reports of an earlier release say none: what those runs
 had."""
+MOST_RUNS = 3
+"""Runs that a message names."""
 MOST_SETTINGS = 5
 """Settings that a message names; a protocol in which more differ is another one altogether."""
 
@@ -185,16 +188,37 @@ def published_rows(published: PublishedStudy) -> list[dict[str, str]]:
         rows = list(csv.DictReader(file))
         if not all(needed <= {*row} and None not in row.values() for row in rows):
             raise ValueError(f"each line needs {', '.join(sorted(needed))}")
-        for row in rows:
-            _numbers(row, needed)  # before anything is trained that cannot be compared
         axes = published.levels[0]["levels"]
-        cells = Counter((row["method"], row["seed"], *map(row.get, axes)) for row in rows)
-        (cell, count), *_ = cells.most_common(1)
-        if count > 1:
-            raise ValueError(f"{count} lines of {cell[0]}, seed {cell[1]}")
-        if other := {row["method"] for row in rows} ^ {*published.labels}:
-            raise ValueError(f"{', '.join(sorted(other))} is not in both")
+        cells = Counter((row["method"], int(row["seed"]), *map(row.get, axes)) for row in rows)
+        for (method, seed, *_), count in cells.items():
+            if count > 1:
+                raise ValueError(f"{count} lines of {method}, seed {seed}")
+        if labels := {row["method"] for row in rows} ^ {*published.labels}:
+            raise ValueError(f"{', '.join(sorted(labels))} is not in both")
+        if other := _not_as_reported(published, rows):
+            more = f" and {len(other) - MOST_RUNS} more" if len(other) > MOST_RUNS else ""
+            raise ValueError(f"{', '.join(other[:MOST_RUNS])}{more}: not as {REPORT} has it")
         return rows
+
+
+def _not_as_reported(published: PublishedStudy, rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the names of the runs that the table and the report have with other numbers, or that
+    only one of them has."""
+    axes, needed = published.levels[0]["levels"], _needed(published)
+    here: dict[tuple[Any, ...], Any] = {}
+    for row in rows:
+        seed, rounds, metrics = _numbers(row, needed)
+        finite = {name: value for name, value in metrics.items() if isfinite(value)}
+        here[(row["run"], row["method"], seed, *map(row.get, axes))] = rounds, finite
+    told = {
+        (run["name"], run["method"], run["seed"], *map(run["levels"].get, axes)): (
+            run["rounds"],
+            {name: value for name, value in run["metrics"].items() if value is not None},
+        )
+        for run in published.report["runs"]
+    }
+    differing = {run[0] for run in {*told, *here} if told.get(run) != here.get(run)}
+    return sorted(differing)
 
 
 def _numbers(row: Mapping[str, str], needed: set[str]) -> tuple[int, float, dict[str, float]]:
