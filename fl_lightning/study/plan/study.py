@@ -491,6 +491,8 @@ def _check(file: SpecFile, study: Study) -> None:
     ):
         for label in labels:
             file.one_of(label, study.labels, key)
+            rule = "each label is given once"
+            file.require(labels.count(label) == 1, f"{key}: {label}, twice", rule, "leave one out")
     if study.degradation is not None:
         _check_degradation(file, study.degradation, study.grid)
     taken = {*study.methods}
@@ -572,6 +574,11 @@ def _check_criteria(file: SpecFile, study: Study) -> None:
         file.require(
             names.count(name) == 1, f"name: {name}", "each name is given once", "write another"
         )
+    for key, claims in (("criteria", criteria), ("premises", premises)):
+        asked = [(" ".join(it.text.split()), it.name, it.share, it.needed_by) for it in claims]
+        for one in asked:
+            rule, instead = "each is judged once", "leave one out, or give each a name"
+            file.require(asked.count(one) == 1, f"{key}: {one[0]}, twice", rule, instead)
     known = [criterion.name for criterion in criteria if criterion.name]
     for premise in premises:
         for name in premise.needed_by:
