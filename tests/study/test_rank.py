@@ -109,6 +109,9 @@ def test_a_third_method_alone_is_ranked_as_in_one_sweep_of_all_and_nothing_is_tr
     code.write_text(METHOD)
     said = "trained with another ranked_method, and ranked as if it were this one"
     assert said in capsys.readouterr().err
+    assert ranked("--label", "my third", "--setting", "noisy", "--seeds", "1") == 0
+    said = "compare --study 'two-my third' --out 'reports/two-my third'"  # to be pasted
+    assert said in capsys.readouterr().err
     for key in ("trainer.fast_dev_run", "seed_everything", "ckpt_path"):
         assert ranked("--settings", f"{{{key}: 7}}") == 2
         assert f"{key}; the command sets it; leave it out" in capsys.readouterr().err
@@ -163,6 +166,7 @@ def test_what_breaks_the_pairing_is_refused_before_anything_is_trained(published
         ({"seeds": 0}, "--seeds 0"),
         ({"setting": "nosy"}, "--setting nosy"),
         ({"label": "A"}, "--label A"),
+        ({"label": "a"}, "--label a"),  # compare refuses it, when all is trained
         ({"label": "mine/1"}, "--label mine/1"),
         ({"method_config": "nowhere.yaml"}, "--method_config nowhere.yaml"),
         ({"model": "ranked_method.Forth"}, "ranked_method.Forth"),

@@ -174,7 +174,8 @@ def study_of(
         f"a method of that name is published in {published.name}",
         f"write --label My{label}",
     )
-    require(label not in published.labels, f"--label {label}", rule, instead)
+    taken = {one.lower() for one in published.labels}  # some file systems do not tell A from a
+    require(label.lower() not in taken, f"--label {label}", rule, instead)
     study = Study(
         path=path,
         name=f"{published.name}-{label}",

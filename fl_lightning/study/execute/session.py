@@ -120,10 +120,10 @@ class SweepSession:
             self.display.line(
                 f"other shards   {left} of their {len(cells.others)} cells are not finished in this folder"
             )
-        compare = f"python -m fl_lightning compare --study {study.name} --out reports/{study.name}"
+        compare = ["compare", "--study", study.name, "--out", f"reports/{study.name}"]
         if cells.folder.parent != Path("runs"):
-            compare += f" --root {shlex.quote(str(cells.folder.parent))}"
-        self.display.line(f"what holds     {compare}")
+            compare += ["--root", str(cells.folder.parent)]
+        self.display.line(f"what holds     python -m fl_lightning {shlex.join(compare)}")
 
     def learn_task(self, task: TaskMetrics) -> None:
         """Let MLflow's page show the metrics of the task that a run has, and print what of the
