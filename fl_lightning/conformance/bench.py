@@ -19,7 +19,7 @@ from fl_lightning.conformance.expectations import QuadraticRun, WeightAverage
 from fl_lightning.conformance.federations import IMAGES
 from fl_lightning.conformance.known_methods import MethodUnderTest
 from fl_lightning.conformance.toy import CENTRES, Points, Quadratic, on_points, run
-from fl_lightning.conformance.verdicts import NotApplicable, expect
+from fl_lightning.conformance.verdicts import NotApplicable, Violation, expect
 from fl_lightning.conformance.watch import InPlaceDetector, RunRecorder, equal_with_nan
 from fl_lightning.data import FederatedData
 from fl_lightning.engines.finetuning import prepare_finetuning
@@ -281,9 +281,10 @@ def first_batch(method: Method, data: FederatedData) -> Any:
     message = Payload.from_bytes(method.broadcast(client).to_bytes())
     method.start_client(message, client, data.labels(client))
     method.train()
-    return next(
-        iter(method.local_batches(data, client, epochs=1, labels=data.labels(client), steps=1))
-    )
+    batches = method.local_batches(data, client, epochs=1, labels=data.labels(client), steps=1)
+    for batch in batches:
+        return batch
+    raise Violation("local_batches yields nothing; yield a batch for each local step")
 
 
 def expect_same_server(

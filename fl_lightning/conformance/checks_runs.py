@@ -8,7 +8,7 @@ from types import MethodType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fl_lightning.client import Client
@@ -19,7 +19,7 @@ from fl_lightning.conformance.bench import (
     expect_same_tensors,
     first_batch,
 )
-from fl_lightning.conformance.verdicts import NotApplicable, Violation, expect
+from fl_lightning.conformance.verdicts import NotApplicable, Violation, expect, in_words
 from fl_lightning.conformance.watch import OnlyClients
 from fl_lightning.engines.sequential import upload_of
 from fl_lightning.methods import FedAvg, Method
@@ -30,7 +30,8 @@ T = TypeVar("T")
 
 
 def contract(bench: Bench) -> None:
-    """A training step returns losses by name; broadcast and upload return payloads."""
+    """A training step returns losses by name; broadcast and upload return payloads, deploy a
+    network and server_metrics numbers by name."""
     method = _attempt(f"it cannot be built on {bench.subject.federation.name}", bench.untrained)
     data = bench.data
     client = data.client(0)
@@ -60,13 +61,22 @@ def contract(bench: Bench) -> None:
         outputs["loss"].requires_grad, "the loss of training_step has no gradient; do not detach it"
     )
     _attempt("its upload fails", lambda: upload_of(method, client, 1, local_optimizer(method)))
+    network = _attempt("its deploy fails", lambda: method.deploy(client))
+    expect(isinstance(network, nn.Module), f"deploy gives {form(network)}; return a network")
+    metrics = _attempt("its server_metrics fails", method.server_metrics)
+    expect(
+        isinstance(metrics, Mapping),
+        f"server_metrics gives {form(metrics)}; return a dictionary of numbers by name",
+    )
 
 
 def _attempt(stage: str, action: Callable[[], T]) -> T:
     try:
         return action()
+    except Violation:
+        raise
     except Exception as error:
-        raise Violation(f"{stage}: {type(error).__name__}: {error}") from error
+        raise Violation(f"{stage}: {in_words(error)}") from error
 
 
 def form(value: Any) -> str:

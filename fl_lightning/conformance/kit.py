@@ -22,7 +22,7 @@ from fl_lightning.conformance import (
 )
 from fl_lightning.conformance.bench import Bench
 from fl_lightning.conformance.known_methods import MethodUnderTest
-from fl_lightning.conformance.verdicts import NotApplicable, Violation
+from fl_lightning.conformance.verdicts import NotApplicable, Violation, in_words
 from fl_lightning.engines.base import one_thread
 
 Check = Callable[[Bench], str | None]
@@ -89,13 +89,14 @@ def run_checks(subject: MethodUnderTest, checks: Sequence[Check] = CHECKS) -> It
     apply.
     """
     broken = False
-    with _quiet(), tempfile.TemporaryDirectory() as folder:
+    with _quiet() as warnings, tempfile.TemporaryDirectory() as folder:
         bench = Bench(subject, Path(folder))
         for check in checks:
             name, rule = check.__name__.replace("_", " "), (check.__doc__ or "").strip()
             if broken:
                 yield CheckResult(name, rule, "not applicable", "it makes no step: see contract")
                 continue
+            warnings.clear()
             try:
                 # as in a run: sums over more are rounded differently
                 with one_thread(torch.device("cpu")):
@@ -107,16 +108,31 @@ def run_checks(subject: MethodUnderTest, checks: Sequence[Check] = CHECKS) -> It
                 yield CheckResult(name, rule, "failed", str(violation))
                 broken = check is checks_runs.contract
             except Exception as error:  # a method that cannot run breaks the rule too
-                yield CheckResult(name, rule, "failed", f"{type(error).__name__}: {error}")
+                why = in_words(error, next(iter(warnings), ""))
+                yield CheckResult(name, rule, "failed", why)
+
+
+class _Warnings(logging.Handler):
+    """Keeps what the log has warned of, in ``said``."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the project's log: the toy runs warn about diverging clients on purpose."""
-    log = logging.getLogger("fl_lightning")
-    before = log.level
-    log.setLevel(logging.CRITICAL)
+def _quiet() -> Iterator[list[str]]:
+    """Silence the project's log, as the toy runs warn about diverging clients on purpose; yield
+    what it would have warned of."""
+    log, kept = logging.getLogger("fl_lightning"), _Warnings()
+    level, handlers, propagate = log.level, log.handlers, log.propagate
+    log.setLevel(logging.WARNING)
+    log.handlers, log.propagate = [kept], False
     try:
-        yield
+        yield kept.said
     finally:
-        log.setLevel(before)
+        log.setLevel(level)
+        log.handlers, log.propagate = handlers, propagate

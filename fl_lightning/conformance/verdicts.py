@@ -7,6 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from fl_lightning.errors import RunStopped
+from fl_lightning.support.user_code import users_step
+
 
 class Violation(AssertionError):
     """The method broke a rule.
@@ -44,6 +47,21 @@ def expect(holds: bool, otherwise: str, expected: str = "", cause: str = "") -> 
     """
     if not holds:
         raise Violation(otherwise, expected, cause)
+
+
+def in_words(error: Exception, warning: str = "") -> str:
+    """Return the type and text of an error, and the last line of the method's own file that it went
+    through.
+
+    Args:
+        error: what a check ended with.
+        warning: the first warning of the check's runs, which says why one that was stopped has
+            learned nothing: its folder is gone when somebody reads the table.
+    """
+    text = f"{error.given}; {warning}" if isinstance(error, RunStopped) and warning else str(error)
+    step = users_step(error)
+    parts = (f"{type(error).__name__}: {text}".removesuffix(": "), f"({step})" if step else "")
+    return " ".join(filter(None, parts))
 
 
 def not_finite(**tensors: Mapping[str, Tensor]) -> str:

@@ -73,6 +73,18 @@ def _users_place(error: BaseException) -> str:
     return f"{file.name}, line {last.lineno}, {last.name}: " if _is_users(file) else ""
 
 
+def users_step(error: BaseException) -> str:
+    """Return the last line of the user's code that an error went through; empty if it went through
+    none."""
+    steps = traceback.extract_tb(error.__traceback__)
+    lines = [
+        f"{Path(s.filename).name}, line {s.lineno}, {s.name}"
+        for s in steps
+        if _is_users(Path(s.filename))
+    ]
+    return lines[-1] if lines else ""
+
+
 def code_of(*objects: object) -> dict[str, str]:
     """Return the SHA-256 of the user's code that these objects and their attributes are made of, by
     name.

@@ -89,6 +89,21 @@ class SendsADictionary(FedAvg):
         return dict(super().upload(client))
 
 
+class DeploysNothing(FedAvg):
+    def deploy(self, client=None):
+        super().deploy(client)
+
+
+class MeasuresNothing(FedAvg):
+    def server_metrics(self):
+        super().server_metrics()
+
+
+class TrainsOnNothing(FedAvg):
+    def local_batches(self, data, client, **order):
+        return iter(())
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
@@ -100,6 +115,9 @@ class SendsADictionary(FedAvg):
             "its training_step fails on a tuple of Tensor [16, 3, 16, 16], Tensor [16]: TypeError",
         ),
         (SendsADictionary, "SendsADictionary.upload returned dict; it returns a Payload"),
+        (DeploysNothing, "deploy gives NoneType; return a network"),
+        (MeasuresNothing, "server_metrics gives NoneType; return a dictionary of numbers"),
+        (TrainsOnNothing, "local_batches yields nothing; yield a batch for each local step"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

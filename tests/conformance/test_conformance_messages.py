@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 
 import pytest
@@ -9,12 +10,13 @@ import torch
 
 from fl_lightning.conformance import method_under_test, run_checks
 from fl_lightning.conformance.checks_orders import deployed_from_the_server
-from fl_lightning.conformance.checks_quadratic import known_optimum, partial_participation
+from fl_lightning.conformance.checks_quadratic import known_optimum, learning, partial_participation
 from fl_lightning.conformance.command import results_table
 from fl_lightning.conformance.expectations import optimum
 from fl_lightning.conformance.toy import CENTRES
 from fl_lightning.conformance.verdicts import not_finite, show
 from fl_lightning.methods import FedAvg
+from fl_lightning.wire import Payload
 
 BY_HAND = (3 * CENTRES[0] + CENTRES[1]) / 4
 
@@ -68,6 +70,21 @@ class NearlyAlike(FedAvg):
         self.server["weights"] = torch.stack(every).mean(0) + 3e-4
 
 
+class Raises(FedAvg):
+    """A slip in a hook that no check calls by itself."""
+
+    def next_state(self, sums):
+        assert sums is None
+
+
+class Shorter(FedAvg):
+    """All its uploads are rejected."""
+
+    def upload(self, client):
+        whole = super().upload(client)
+        return Payload({**whole, "weights": whole.tensor("weights")[1:]})
+
+
 def outcome_of(method, check):
     (outcome,) = run_checks(method_under_test(method), [check])
     assert outcome.verdict == "failed"
@@ -119,6 +136,26 @@ def test_where_numbers_are_not_finite():
     assert not_finite(server={"a": bad}, network={"b.running_var": -good, "c": good / 0}) == (
         "server['a'] has NaN, network['b.running_var'] is a variance below 0, network['c'] has infinity"
     )
+
+
+def test_an_error_is_told_with_the_line_of_the_method_that_raised_it():
+    line = Raises.next_state.__code__.co_firstlineno + 1
+    where = f"(test_conformance_messages.py, line {line}, next_state)"
+    detail = outcome_of(Raises, partial_participation).detail
+    assert detail.startswith("AssertionError")
+    assert detail.endswith(where)
+
+
+def test_a_run_that_learns_nothing_says_why_and_names_no_file_that_is_gone(caplog):
+    log = logging.getLogger("fl_lightning")
+    before = log.level, log.propagate, [*log.handlers]
+    detail = outcome_of(Shorter, learning).detail
+    assert (
+        "nothing was learned; round 1: upload of client 0 rejected: values of shape (5,)" in detail
+    )
+    assert "run.log" not in detail
+    assert (log.level, log.propagate, log.handlers) == before
+    assert not caplog.records
 
 
 def test_the_table_shows_the_rule_of_a_check_that_failed():
