@@ -122,7 +122,7 @@ class FedMosaic(Method):
         sketch_rows: Annotated[float, within("(0, 1]", "a share in (0, 1]", 0.4)] = 0.4,
         sketch_batches: Annotated[int, within("[1, inf)", "at least 1", 4)] = 4,
         sigma: Annotated[
-            float, within("[0, inf]", "a standard deviation is 0 or more", 0.01)
+            float, within("[0, inf)", "a standard deviation is 0 or more", 0.01)
         ] = 0.01,
         loss: Literal["cross_entropy", "squared_error"] = "cross_entropy",
         **settings: Any,

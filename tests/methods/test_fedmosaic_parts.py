@@ -145,7 +145,7 @@ def test_networks_that_do_not_fit(settings, message):
     "settings",
     [
         {"networks": []}, {"rank": 0}, {"num_blocks": 0}, {"tau": 0.0}, {"ema": 0.0}, {"ema": 1.5},
-        {"sketch_rows": 0.0}, {"sketch_batches": 0}, {"sigma": -1.0},
+        {"sketch_rows": 0.0}, {"sketch_batches": 0}, {"sigma": -1.0}, {"sigma": float("inf")},
     ],
     ids=str,
 )  # fmt: skip
