@@ -75,7 +75,7 @@ on both sides, and the mean over seeds 0, 1 and 2; ours are of the study above o
 seed's partition, network, batch and, but for SCAFFOLD, optimizer and rate in common, and FedProx's mu, 0.01.
 Initial weights and the order of examples are each side's own. A difference is the mean of the seeds', ours
 less theirs, with its 95 % t interval, which three seeds make wide: where clients have two or three labels,
-accuracy changes by ten points and more from one round to the next, on both sides. Of twenty-eight such
+accuracy changes by ten points and more from one round to the next, on both sides. Of so many
 intervals one or two leave zero out by chance.
 
 Some of NIID-Bench's rules are others, and were left so. SCAFFOLD's clients have momentum there, so that its
