@@ -82,8 +82,7 @@ class Method(Recorded, Emitter, SummingServer, WithLocalWork, WithPersonal, With
         personal: what stays on a client: ``norm``, ``head``, ``body``, or a pattern of names.
         finetune: local steps on a copy before a client's own model is evaluated.
         adapter_average: how the factors A and B of LoRA are averaged; null: as all weights are.
-        channels_last: whether convolutions of ``network`` lie channels last in memory; false is faster
-            for many weights with small batches, and differs in the last bits.
+        channels_last: memory of convolutions; false is faster for many weights and small batches.
     """
 
     settings_shown = ("--model.{name} {value}", "--model.{name} {value}")

@@ -405,12 +405,12 @@ def test_help_of_a_class_is_one_screen(
         assert main(["fit", *flag.split()]) == 0
         text = capsys.readouterr().out
         assert words in text
-        assert text.count("\n") <= 32
+        assert text.count("\n") <= 34
         assert max(map(len, text.splitlines())) <= 120
         assert "torch.nn" not in text
         assert "object at 0x" not in text
     assert main(["fit", "--model.help", "FedMPQKD"]) == 0
-    assert capsys.readouterr().out.count("\n") <= 70
+    assert capsys.readouterr().out.count("\n") <= 72
     assert main(["fit", "--model.help"]) == 0
     printed = capsys.readouterr().out
     assert "FedProx" in printed
