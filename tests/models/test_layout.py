@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.profiler import profile
+from toy import ready, run
 
 from fl_lightning.methods import FedAvg, FedMosaic, FedMPQ
 from fl_lightning.models import SmallCNN, build_network, lay_out
-from tests.support.toy import ready, run
 
 POOLS = {
     "max": nn.MaxPool2d(2),
