@@ -68,21 +68,21 @@ def errors_as_refusals() -> Iterator[None]:
 
 def _users_place(error: BaseException) -> str:
     """Return which line of the user's code raised the error, before a colon; empty if none did."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    file = Path(last.filename)
-    return f"{file.name}, line {last.lineno}, {last.name}: " if _is_users(file) else ""
+    place = _users_line(traceback.extract_tb(error.__traceback__)[-1])
+    return place and f"{place}: "
 
 
 def users_step(error: BaseException) -> str:
     """Return the last line of the user's code that an error went through; empty if it went through
     none."""
-    steps = traceback.extract_tb(error.__traceback__)
-    lines = [
-        f"{Path(s.filename).name}, line {s.lineno}, {s.name}"
-        for s in steps
-        if _is_users(Path(s.filename))
-    ]
-    return lines[-1] if lines else ""
+    steps = map(_users_line, reversed(traceback.extract_tb(error.__traceback__)))
+    return next(filter(None, steps), "")
+
+
+def _users_line(step: traceback.FrameSummary) -> str:
+    """Return file, line and function of a step; empty where the code is not the user's."""
+    file = Path(step.filename)
+    return f"{file.name}, line {step.lineno}, {step.name}" if _is_users(file) else ""
 
 
 def code_of(*objects: object) -> dict[str, str]:

@@ -174,8 +174,7 @@ def study_of(
         f"a method of that name is published in {published.name}",
         f"write --label My{label}",
     )
-    taken = {one.lower() for one in published.labels}  # some file systems do not tell A from a
-    require(label.lower() not in taken, f"--label {label}", rule, instead)
+    require(not published.label_among([label]), f"--label {label}", rule, instead)
     study = Study(
         path=path,
         name=f"{published.name}-{label}",

@@ -10,7 +10,7 @@ is run.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -82,6 +82,12 @@ class PublishedStudy:
     @property
     def labels(self) -> list[str]:
         return list(self.report["methods"])
+
+    def label_among(self, taken: Iterable[str]) -> str:
+        """Return a label that is one of these but for case, which some file systems do not tell;
+        empty if none is."""
+        lower = {label.lower() for label in taken}
+        return next((label for label in self.labels if label.lower() in lower), "")
 
     @property
     def seeds(self) -> list[int]:

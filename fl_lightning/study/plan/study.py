@@ -497,8 +497,7 @@ def _check(file: SpecFile, study: Study) -> None:
         _check_degradation(file, study.degradation, study.grid)
     taken = {*study.methods}
     for published in study.published:
-        lower = {label.lower() for label in taken}
-        twice = next((label for label in published.labels if label.lower() in lower), "")
+        twice = published.label_among(taken)
         given, rule = f"methods: {twice}", f"a method of that name is published in {published.name}"
         file.require(not twice, given, rule, f"write {twice} here, or another name")
         published.check(f"{file.path}: ", study.seeds, study.combinations(), study.selection)
