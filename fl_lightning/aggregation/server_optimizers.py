@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fl_lightning.config.constraints import within
 from fl_lightning.config.recorded import Recorded
-from fl_lightning.errors import InputError, MisuseError
+from fl_lightning.errors import InputError, MisuseError, require
 from fl_lightning.support.hook_forms import form_of
 
 OWN = "optimizer/"
@@ -92,6 +92,8 @@ class ServerOptimizer(Recorded, ABC):
 
     needs_squares: bool = False
     """Whether it asks for sum p_i ||D_i||^2, one number more that each client adds to the sums."""
+    evaluates_iterates: bool = False
+    """Whether what is evaluated is made of the last weights alone, and is no state of its own."""
 
     @abstractmethod
     def start(self, weights: Tensor) -> Step:
@@ -238,6 +240,23 @@ class ServerSGD(ServerOptimizer):
         return Step(found.mean + (self.lr - 1) * found.change - again, {"velocity": velocity})
 
 
+def with_server_lr(settings: Mapping[str, Any], server_lr: float) -> dict[str, Any]:
+    """Return the settings of a method with a server's step of this length, as its optimiser.
+
+    Raises:
+        InputError: they have another optimiser.
+    """
+    if server_lr == 1:
+        return {**settings}
+    require(
+        settings.get("server_optimizer") is None,
+        f"--model.server_lr {server_lr:g} with --model.server_optimizer",
+        "an optimiser of the server has its own rate",
+        "write the rate as its lr",
+    )
+    return {**settings, "server_optimizer": ServerSGD(server_lr)}
+
+
 class AdaptiveOptimizer(ServerOptimizer):
     """The rules of Reddi et al. (ICLR 2021), algorithm 2, which differ in how v grows,
     :meth:`second`.
@@ -324,6 +343,7 @@ class Extrapolation(ServerOptimizer):
     """
 
     needs_squares = True
+    evaluates_iterates = True
 
     def __init__(
         self,

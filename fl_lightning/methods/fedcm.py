@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from fl_lightning.aggregation.server_optimizers import Rate, ServerSGD
+from fl_lightning.aggregation.server_optimizers import Rate, with_server_lr
 from fl_lightning.aggregation.sums import Addend, Sums
 from fl_lightning.client import Client
 from fl_lightning.config.constraints import within
@@ -53,8 +53,7 @@ class FedCM(CorrectedMethod):
         **settings: Any,
     ) -> None:
         self.A = A
-        if server_lr != 1:
-            settings = {"server_optimizer": ServerSGD(server_lr), **settings}
+        settings = with_server_lr(settings, server_lr)  # the parser reads the name below
         super().__init__(**settings)
 
     @property

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from fl_lightning.aggregation.server_optimizers import ServerSGD
+from fl_lightning.aggregation.server_optimizers import with_server_lr
 from fl_lightning.client import Client
 from fl_lightning.config.constraints import within
 from fl_lightning.data import FederatedData
@@ -54,8 +54,7 @@ class SCAFFOLD(ChangingMethod):
         **settings: Any,
     ) -> None:
         self.option, self.control = option, control
-        if server_lr != 1:
-            settings = {"server_optimizer": ServerSGD(server_lr), **settings}
+        settings = with_server_lr(settings, server_lr)  # the parser reads the name below
         super().__init__(**settings)
 
     @property

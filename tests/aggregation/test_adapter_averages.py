@@ -19,6 +19,7 @@ from fl_lightning import methods
 from fl_lightning.aggregation.adapters import RULES, Residual, Stack, algebra, chosen_rule
 from fl_lightning.aggregation.adapters.moving_base import BaseChange
 from fl_lightning.aggregation.exact_sum import ExactSum
+from fl_lightning.aggregation.server_optimizers import EVALUATED, Extrapolation
 from fl_lightning.clock import Clock, FedBuff, LogNormalDevices, SameDevice
 from fl_lightning.compatibility import Run, check_run
 from fl_lightning.conformance.bench import prepare_data
@@ -26,6 +27,7 @@ from fl_lightning.hooks import Stressor
 from fl_lightning.methods import (
     MOON,
     SCAFFOLD,
+    DynamicTerm,
     FedAvg,
     FedNTD,
     Krum,
@@ -415,6 +417,16 @@ def test_clients_that_miss_rounds_get_what_they_lack(rule, tmp_path):
     assert down[0] < down[1]
 
 
+def test_the_mean_of_the_last_two_models_has_what_rests_as_they_have_it(tmp_path):
+    """Round 3 trains B, so that A is the same in both."""
+    settings = {"server_optimizer": Extrapolation()}
+    method, _ = fitted(tmp_path, "alternate", settings=settings, max_rounds=3)
+    weights, evaluated = method.server["weights"], method.server[EVALUATED]
+    rests = ~method.adapters.halves[1][: len(weights)]
+    assert weights[rests].equal(evaluated[rests])
+    assert not weights.equal(evaluated)
+
+
 class SendsAll(RULES["alternate"]):
     def broadcast(self, method, client):
         return Payload({"weights": method.server["weights"]})
@@ -531,6 +543,8 @@ def test_what_does_not_go_together_is_refused():
     check("factors", average=Krum())
     with refused("--model.adapter_average stack with --model.server_optimizer", "residual"):
         check("stack", server_optimizer=ServerAdam())
+    with refused("--model.adapter_average stack with a DynamicTerm", "residual"):
+        check("stack", terms=[DynamicTerm()])
     with refused(
         "--model.adapter_average share_a with --model.personal head", "leave personal out"
     ):

@@ -28,10 +28,13 @@ from fl_lightning.conformance.toy import images
 from fl_lightning.conformance.watch import RunRecorder
 from fl_lightning.errors import InputError, MisuseError
 from fl_lightning.methods import (
+    SCAFFOLD,
     CoordinateMedian,
     FedAvg,
     FedAvgM,
+    FedCM,
     FedExP,
+    MoFedSAM,
     NormClipping,
     TrimmedMean,
 )
@@ -239,6 +242,12 @@ def test_with_client_level_privacy_it_steps_from_the_noisy_mean(optimizer, tmp_p
 
 
 # What it remembers
+
+
+@pytest.mark.parametrize("make_method", [SCAFFOLD, FedCM, MoFedSAM])
+def test_a_servers_rate_beside_an_optimiser_of_the_server_is_refused(make_method):
+    with refused("--model.server_lr 0.5 with --model.server_optimizer", "its lr"):
+        make_method(network=SMALL, optimizer=sgd(), server_lr=0.5, server_optimizer=ServerAdam())
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

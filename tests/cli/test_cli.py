@@ -179,6 +179,15 @@ def test_the_argument_of_an_appended_callback(runs: list[SimpleNamespace]) -> No
     assert run.config["trainer"]["callbacks"][-1]["init_args"]["round"] == 3
 
 
+@pytest.mark.parametrize("method", ["SCAFFOLD", "FedCM", "MoFedSAM"])
+def test_a_rate_of_the_server_counts_beside_settings_that_are_left_out(
+    runs: list[SimpleNamespace], method: str
+) -> None:
+    """The parser passes those too, as null."""
+    run = call(runs, f"--config base.yaml --model {method} --model.server_lr 0.5")
+    assert run.method.server_optimizer.lr == 0.5
+
+
 def test_files_are_layered_in_their_order(runs: list[SimpleNamespace], here: Path) -> None:
     (here / "small.yaml").write_text("trainer: {max_rounds: 2}\ndata: {num_clients: 10}")
     run = call(runs, "--config base.yaml --config small.yaml")

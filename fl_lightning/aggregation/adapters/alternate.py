@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fl_lightning.aggregation.adapters.base import AdapterAverage
 from fl_lightning.aggregation.adapters.plain_weights import Averaging
+from fl_lightning.aggregation.server_optimizers import EVALUATED
 from fl_lightning.client import Client
 from fl_lightning.models.adapters.low_rank import factor_sides
 from fl_lightning.models.tensors import tensors_of
@@ -105,9 +106,11 @@ class Alternate(AdapterAverage):
         served = before[SERVED].clone()
         served[list(method.served)] = method.round
         entries, half = {SERVED: served}, self.moving(method)
+        optimizer = method.server_optimizer
+        made = {SERVED, *([EVALUATED] if optimizer and optimizer.evaluates_iterates else [])}
         for name, tensor in method.server.items():
             if (
-                name != SERVED
+                name not in made
                 and tensor.is_floating_point()
                 and tensor.ndim == 1
                 and len(tensor) > 1

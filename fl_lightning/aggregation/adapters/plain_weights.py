@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fl_lightning.aggregation.adapters.cohort import CohortAdapters, SummedProducts, Uploaded
 from fl_lightning.aggregation.average import Average
+from fl_lightning.aggregation.server_optimizers import ServerOptimizer
 from fl_lightning.client import Client
 from fl_lightning.config.recorded import Recorded
 from fl_lightning.errors import require
@@ -24,6 +25,7 @@ class Averaging(Protocol):
     layout: Layout
     server: dict[str, Tensor]
     trained_values: int
+    server_optimizer: ServerOptimizer | None
     served: Sequence[int]
     seed: int
     round: int
