@@ -184,7 +184,9 @@ def is_constant(values: Sequence[float] | np.ndarray) -> bool:
     """Whether all values are the same, up to the rounding of the subtraction that they come
     from."""
     x = np.asarray(values, np.float64)
-    return bool(x.size) and bool(np.ptp(x) <= ROUNDING * max(1.0, np.abs(x).max()))
+    if not x.size or not np.isfinite(x).all():
+        return False
+    return bool(np.ptp(x) <= ROUNDING * max(1.0, np.abs(x).max()))
 
 
 class Interval(Protocol):

@@ -104,6 +104,27 @@ def test_an_infinite_epsilon_is_more_than_any_number(tmp_path, infinite, decisio
         assert found[criteria[1]] == found[criteria[0]]
 
 
+@pytest.mark.parametrize(
+    ("spent", "decision", "reason"),
+    [
+        ((7.0, 7.0, inf), "undecided", "counted: true for 2 of 3 seeds"),
+        ((inf, inf, inf), "fails", "counted: true for 0 of 3 seeds"),
+        ((7.0, 7.0, 7.0), "holds", "counted: the same difference in all of 3 seeds"),
+    ],
+)
+def test_an_infinite_epsilon_is_an_increase(tmp_path, spent, decision, reason):
+    criterion = 'no_increase("privacy/epsilon", A, B)'
+    rows = {"A": dict(enumerate(spent)), "B": dict.fromkeys(range(3), 7.0)}
+    folder = make_study(
+        tmp_path, {name: dict.fromkeys(range(3), 0.8) for name in rows}, criteria=[criterion]
+    )
+    for name, epsilons in rows.items():
+        for seed, epsilon in epsilons.items():
+            rmtree(folder / f"{name}-seed{seed}")
+            make_run(folder, name, seed, 0.8, **{"privacy/epsilon": epsilon})
+    assert judged(tmp_path)[criterion] == (decision, reason)
+
+
 def test_a_method_that_has_no_number_in_some_seeds_is_no_winner(tmp_path):
     a, b, c = (
         {seed: 20 + far + NOISE[i, seed] for seed in SEEDS} for i, far in enumerate((-3, 0, 2))

@@ -165,11 +165,19 @@ def _judge_inequality(condition: Inequality, evidence: Evidence, interval: Inter
         reason = "division by zero, or infinity less infinity" if seeds else missing
         return Judgement.without_numbers("undecided", reason, seeds)
     differences = left - right
-    is_finite = np.isfinite(differences).all()
-    low, high = interval(differences.to_numpy()) if is_finite else (nan, nan)
+    low, high = _bounds(differences, interval)
     decision, reason = _decide(condition, left, right, low, high)
     of_left, of_right, of_both = map(_mean, (left, right, differences))
     return Judgement(decision, of_left, of_right, of_both, low, high, seeds, reason)
+
+
+def _bounds(
+    differences: pd.Series, interval: Interval, level: float = LEVEL
+) -> tuple[float, float]:
+    """Return the interval of the mean; of differences that are not all finite there is none."""
+    if not np.isfinite(differences).all():
+        return nan, nan
+    return interval(differences.to_numpy(), level)
 
 
 def _mean(values: pd.Series) -> float:
@@ -182,8 +190,7 @@ def _decide(
     symbol, compare = RELATIONS[condition.relation]
     true, count = int(compare(left, right).sum()), len(left)
     if all(quantity.is_exact for quantity in condition.quantities):
-        decision: Decision = "holds" if true == count else "undecided" if true else "fails"
-        return decision, f"counted: true for {true} of {count} seeds"
+        return _counted(true, count)
     if all(quantity.is_count for quantity in condition.quantities) and true in (0, count):
         return "holds" if true else "fails", f"counted: true for {true} of {count} seeds"
     if count < 2:
@@ -197,21 +204,30 @@ def _decide(
     return "undecided", "0 is inside the interval"
 
 
+def _counted(true: int, count: int) -> tuple[Decision, str]:
+    decision: Decision = "holds" if true == count else "undecided" if true else "fails"
+    return decision, f"counted: true for {true} of {count} seeds"
+
+
 def _judge_no_increase(condition: NoIncrease, evidence: Evidence, interval: Interval) -> Judgement:
     """Decide ``no_increase``: by the one-sided bounds of A - B, or of A - B - margin |B|."""
     columns, index, missing = _paired(condition.quantities, evidence)
     seeds = tuple(index.tolist())
     a, b = (columns[quantity] for quantity in condition.quantities)
-    limit = b + (condition.margin or 0.0) * b.abs()
+    limit = b + condition.margin * b.abs() if condition.margin else b
     differences = a - limit
-    if not seeds:
-        return Judgement.without_numbers("undecided", missing)
-    low, high = interval(differences.to_numpy(), 2 * LEVEL)
-    numbers = (mean_std(a)[0], mean_std(limit)[0], mean_std(differences)[0])
-    counted = all(quantity.is_count for quantity in condition.quantities)
-    decision, reason = _decide_no_increase(condition, differences, low, high, counted)
-    two_sided = interval(differences.to_numpy())
-    return Judgement(decision, *numbers, *two_sided, seeds, reason)
+    if not seeds or differences.isna().any():
+        reason = "infinity less infinity" if seeds else missing
+        return Judgement.without_numbers("undecided", reason, seeds)
+    if np.isfinite(differences).all():
+        low, high = interval(differences.to_numpy(), 2 * LEVEL)
+        counted = all(quantity.is_count for quantity in condition.quantities)
+        decision, reason = _decide_no_increase(condition, differences, low, high, counted)
+    else:
+        decision, reason = _counted(int((differences <= 0).sum()), len(differences))
+    of_a, of_limit, of_both = map(_mean, (a, limit, differences))
+    low, high = _bounds(differences, interval)
+    return Judgement(decision, of_a, of_limit, of_both, low, high, seeds, reason)
 
 
 def _decide_no_increase(
