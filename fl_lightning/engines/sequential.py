@@ -71,12 +71,15 @@ class SequentialEngine(Engine):
 def start_optimizer(fabric: Fabric, method: Method) -> Optimizer:
     """Return the optimiser of a client that starts its round.
 
-    In 16-mixed its loss scale is fresh, since it must not depend on who trained before.
+    In 16-mixed its loss scale is fresh, since it must not depend on who trained before, and the
+    optimiser counts its steps, of which a scale leaves out those whose gradients overflow.
     """
-    precision = fabric.strategy.precision
+    precision, optimizer = fabric.strategy.precision, local_optimizer(method)
     if isinstance(precision, MixedPrecision) and precision.scaler is not None:
         precision.scaler = type(precision.scaler)(precision.device)
-    return local_optimizer(method)
+        made = vars(optimizer).setdefault("steps_made", [])
+        optimizer.register_step_post_hook(lambda *_: made.append(1))
+    return optimizer
 
 
 def local_step(
@@ -109,7 +112,7 @@ def upload_of(method: Method, client: Client, steps: int, optimizer: Optimizer) 
     """Return what the client sends after ``steps`` local steps of ``optimizer``."""
     if steps and method.module is not None:
         end_steps(method)
-    method.local_work = LocalWork(steps, optimizer)
+    method.local_work = LocalWork(len(getattr(optimizer, "steps_made", range(steps))), optimizer)
     try:
         method.end_client(client)
         upload = method.upload(client)

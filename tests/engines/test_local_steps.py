@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import SGD
 from torch.optim import lr_scheduler as schedules
-from toy import CENTRES, Points, Quadratic, point_network, run, sgd
+from toy import CENTRES, Points, Quadratic, point_network, run, sgd, trainer_in
 
 from callbacks import StragglerDropout
 from fl_lightning.__main__ import main
@@ -157,6 +157,34 @@ def test_scaled_gradients_are_clipped_unscaled():
         fabric, method, SGD(method.parameters(), lr=0.1), (torch.ones(1, 1), torch.tensor([1])), 0
     )
     assert float((method.network.weight.detach() - before).norm()) == pytest.approx(0.05, rel=1e-3)
+
+
+class LargeScale(torch.amp.GradScaler):
+    """So large that the first steps overflow."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(device, init_scale=2.0**127)
+
+
+def test_a_step_that_a_loss_scale_leaves_out_is_none_of_the_local_steps(tmp_path):
+    """c_i is a mean gradient: with one label and a rate near 0, that at the start."""
+    trainer = trainer_in(tmp_path, max_rounds=1, local_epochs=1)
+    trainer.fabric.strategy.precision = MixedPrecision("16-mixed", "cpu", LargeScale("cpu"))
+    method, plain = (SCAFFOLD(network=point_network, optimizer=sgd(1e-3)) for _ in range(2))
+    method.task_loss = plain.task_loss = Quadratic()
+    seen = []
+    upload = method.upload
+    method.upload = lambda client: (seen.append(method.local_steps), upload(client))[1]
+    trainer.fit(method, Points((8, 8), labels=(1, 2), batch_size=1))
+    assert all(0 < made < 8 for made in seen), seen
+    run(
+        plain,
+        Points((8, 8), labels=(1, 2), batch_size=1),
+        tmp_path / "plain",
+        max_rounds=1,
+        local_epochs=1,
+    )
+    torch.testing.assert_close(method.server["c"], plain.server["c"], rtol=0.02, atol=0.01)
 
 
 @pytest.mark.parametrize(

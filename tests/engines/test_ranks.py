@@ -13,12 +13,15 @@ import ranks_program
 import torch
 from ranked import result, started
 from ranks_program import MANY, fit
+from refusals import refused
 
 from fl_lightning.client import Client
+from fl_lightning.conformance.toy import Points, on_points
 from fl_lightning.distributed import launch
 from fl_lightning.engines import ClientTask, Engine
 from fl_lightning.engines.base import ClientResult
 from fl_lightning.engines.ranks import RankedEngine, _pack, _unpack, deal, work
+from fl_lightning.methods import FedAvg
 from fl_lightning.metrics import Mean
 from fl_lightning.trainer import FederatedTrainer
 
@@ -221,6 +224,21 @@ def test_silent_copies_are_refused(monkeypatch):
         match=r"--trainer.devices 2 where 4 .*; each is one device; write --trainer.devices 4",
     ):
         FederatedTrainer(devices=2)
+
+
+@pytest.mark.parametrize("command", ["test", "export"])
+def test_what_runs_in_one_process_is_refused_in_several(command, monkeypatch):
+    for name, value in {
+        "TORCHELASTIC_RUN_ID": "x",
+        "LOCAL_WORLD_SIZE": "4",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "0",
+        "RANK": "0",
+    }.items():
+        monkeypatch.setenv(name, value)
+    trainer = FederatedTrainer(accelerator="cpu", devices=4, logger=False)
+    with refused(f"{command} in several processes", "without torchrun"):
+        getattr(trainer, command)(on_points(FedAvg()), Points())
 
 
 @pytest.mark.parametrize(
