@@ -77,7 +77,7 @@ def asked_steps(fed: Federation, client: Client, work: float = 1.0) -> int:
     """Return the local steps of a client that does this share of its epochs, within the bound."""
     steps = fed.data.num_steps(client, fed.local_epochs)
     steps = steps if fed.max_local_steps is None else min(steps, fed.max_local_steps)
-    return max(1, math.ceil(work * steps))
+    return max(1, math.ceil(work * steps - 1e-9))
 
 
 def encode_broadcast(fed: Federation, client: Client) -> bytes:

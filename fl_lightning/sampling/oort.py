@@ -98,7 +98,7 @@ class Oort(Sampler):
         draws, is_known = view.stream(), np.isin(among, list(self.known))
         used, fresh = among[is_known], among[~is_known]
         share = max(self.explore_least, self.explore * self.decay**view.round)
-        exploiting = min(count - int(share * count), len(used))
+        exploiting = min(int(count * (1 - share) + 1e-9), len(used))
         exploring = min(count - exploiting, len(fresh))
         exploiting = min(count - exploring, len(used))
         self.exploited = []

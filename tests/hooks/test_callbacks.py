@@ -21,6 +21,7 @@ from callbacks import Calibration, LabelNoise, PartitionFigure, ProgressBar, Str
 from callbacks.figures.partition_figure import partition_figure
 from fl_lightning.client import Assignment, Client
 from fl_lightning.errors import InputError
+from fl_lightning.exchange import asked_steps
 from fl_lightning.hooks import RoundRecord
 from fl_lightning.metrics import brier_score, expected_calibration_error
 from fl_lightning.tasks import Classification
@@ -194,6 +195,13 @@ def test_stragglers_do_not_depend_on_the_order(mode: Any) -> None:
         (a.client.id, a.work, a.trains, a.returns)
         for a in dropout.change_cohort(cohort(ids), round=4, context=FakeContext())
     ]
+
+
+def test_a_share_of_the_steps_is_no_step_more_for_rounding() -> None:
+    data = SimpleNamespace(num_steps=lambda client, epochs: 100)
+    fed: Any = SimpleNamespace(data=data, local_epochs=1, max_local_steps=None)
+    asked = [asked_steps(fed, Data().client(0), work) for work in (0.55, 0.551, 0.07, 0.001)]
+    assert asked == [55, 56, 7, 1]
 
 
 def test_the_straggler_rate_is_the_probability() -> None:

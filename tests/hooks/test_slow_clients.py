@@ -96,6 +96,7 @@ def test_a_round_has_lines_and_the_local_steps_too(tmp_path):
     meter = SlowClients()
     trainer = trained(tmp_path, meter, local_epochs=2, max_local_steps=3, max_rounds=1)
     size = 4 * sum(one.numel() for one in trainer.method.network.parameters())
+    assert meter._seconds
     for id, took in meter._seconds.items():
         examples = len(trainer.data.client(id).train)
         work = sum(([16] * (examples // 16) + [examples % 16] * (examples % 16 > 0)) * 2)

@@ -86,11 +86,12 @@ def test_a_class_arrives_where_data_have_no_other_groups():
     data = ready()
     mostly = data.group_counts().argmax(1)
     given = SimpleNamespace(seed=0, max_rounds=5, data=data, callbacks=())
-    arrives = NewTasks(group=1, arrives=3)
+    arrives = NewTasks(group=1, arrives=3, leaves=4)
     arrives.on_check(given)
     cohort = [Assignment(data.client(id)) for id in range(data.num_clients)]
-    early, late = (arrives.change_cohort(cohort, round=round, context=given) for round in (2, 3))
-    assert [a.trains for a in early] == [group != 1 for group in mostly]
-    assert all(a.trains for a in late)
+    for round in range(1, 7):
+        found = arrives.change_cohort(cohort, round=round, context=given)
+        there = 3 <= round <= 4
+        assert [a.trains for a in found] == [there or group != 1 for group in mostly]
     with pytest.raises(InputError, match="the groups of these data are 0, 1"):
         NewTasks(group="rose", arrives=3).on_check(given)

@@ -262,9 +262,18 @@ def test_oorts_cut_off_and_share_of_the_unknown():
     for round in range(1, 120):
         chosen = oort.draw(server.view(round), np.arange(200), 20)
         used = [id for id in chosen if id < 100]
-        assert len(used) == 20 - int(max(0.3, 0.9 * 0.98**round) * 20)
+        assert len(used) == int((1 - max(0.3, 0.9 * 0.98**round)) * 20)
         scores = oort.scores(round, ids)
         assert scores[used].min() >= 0.95 * scores[len(used) - 1]
+
+
+def test_oort_explores_until_all_are_known_however_small_a_cohort_is():
+    for count in (1, 2, 3):
+        server, oort = Server(np.ones(12, int)), Oort()
+        for round in range(1, 100):
+            for id in oort.draw(server.view(round), np.arange(12), count):
+                oort.known[id] = (1.0, round, 1.0)
+        assert len(oort.known) == 12
 
 
 def test_a_loss_that_is_not_finite_ends_no_run():
