@@ -53,8 +53,6 @@ class FactorError(Stressor, Meter):
                 "a buffer weighs uploads by their age, and a part of them is of rounds before",
                 "leave it out",
             )
-
-    def on_setup(self, context: Context) -> None:
         self._space = adapter_space(context.method)  # refuses a network without adapters
 
     def on_round_start(self, round: int, context: Context) -> None:

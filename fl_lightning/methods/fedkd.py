@@ -32,6 +32,7 @@ from fl_lightning.errors import InputError
 from fl_lightning.methods.base import Method
 from fl_lightning.methods.losses import kl_divergence
 from fl_lightning.methods.optimizing import clip_gradients, round_optimizer
+from fl_lightning.methods.terms import a_temperature
 from fl_lightning.wire import Limit, Payload, PayloadError
 
 SUM_TOLERANCE = 1e-3  # of a row of soft labels: float32 sums of many classes
@@ -73,7 +74,7 @@ class FedKD(Method):
 
     def __init__(
         self,
-        temperature: Annotated[float, within("(0, inf]", "a temperature is above 0", 1)] = 1.0,
+        temperature: Annotated[float, a_temperature(1)] = 1.0,
         distill_epochs: Annotated[int, within("[0, inf)", "passes are 0 or more", 1)] = 1,
         server_epochs: int = 1,
         sharpen: Annotated[

@@ -27,7 +27,8 @@ class FedSAM(Method):
     """FedAvg with sharpness-aware local steps, which take two passes each. ``rho`` 0 is FedAvg, bit
     for bit.
 
-    Terms of the loss are those at y; statistics of BatchNorm are those of the first pass.
+    Terms of weights are those at y, all other terms of the loss those of the second pass, and the
+    first one is along the task's loss alone. Statistics of BatchNorm are those of the first pass.
 
     Args:
         rho: how far uphill, 0 or more; 0.05 or 0.1 in the paper.

@@ -271,16 +271,16 @@ class HESTLadder(Method):
         """Yield the batches of the round; where the round searches, find first what the validation
         examples lose, under the weights that were received."""
         if self.searches:
-            self.losses = self._validation_losses(data, client)
+            self.losses = self._validation_losses(data, client, labels)
         yield from super().local_batches(data, client, epochs=epochs, labels=labels, steps=steps)
 
-    def _validation_losses(self, data: FederatedData, client: Client) -> Tensor:
+    def _validation_losses(self, data: FederatedData, client: Client, labels: Tensor) -> Tensor:
         """Return the loss of each candidate on a client's validation examples, or on its first
         training examples where it has none, in nats a labelled token, float32 ``[M]``."""
         if len(client.val):
             batches: Iterable[Any] = data.val_batches([client], EVALUATED_SEQUENCES)
         else:
-            batches = data.train_batches(client, round=self.round, epochs=1, steps=1)
+            batches = super().local_batches(data, client, epochs=1, labels=labels, steps=1)
         return self.laddered.mean_losses(
             batches, self.plan.candidates(self.base, self.round)
         ).float()

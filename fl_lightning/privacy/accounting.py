@@ -18,7 +18,9 @@ class RoundAccountant:
     is public. A replacement moves the sum of clipped messages by up to 2 C, twice its clip: noise
     of z C is z / 2 times that sensitivity, which is what the accountant is given. A client of the
     cohort that drops out, or whose upload is refused, adds a message of zeros; that is within the 2
-    C, so rounds with drop-outs are accounted as all others.
+    C, so rounds with drop-outs are accounted as all others. Where clients add the noise, one that
+    does not return adds none, and too few make the round void: who returns then counts as public,
+    also where an upload was refused because its data made a client diverge.
 
     Renyi divergences of the sampled sum are those of Wang, Balle and Kasiviswanathan (AISTATS 2019,
     theorem 27). Where the whole federation takes part, or their bound is worse than that, the sum

@@ -120,7 +120,8 @@ class Edges(NodeAggregation):
         cloud, made = nodes.next(nodes.mean(), number, entries, make)
         if meets:
             round.links.extend(self._links(number, uploads, of_edge, weights, cloud))
-            nodes.put(cloud, dict.fromkeys(nodes.ids, cloud))
+            if made:
+                nodes.put(cloud, dict.fromkeys(nodes.ids, cloud))
             return set() if made else {*uploads}
         nodes.put(cloud, states)
         models = [nodes.get(edge, "weights") for edge in nodes.ids]

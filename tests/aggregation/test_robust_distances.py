@@ -164,6 +164,9 @@ def test_fltrust_by_hand():
     found = FLTrust(1).guided(rows, [0.25] * 4, start, root)
     # trust 1, 0.6, 0, 0; updates as long as the root's: (2, 0), (1.2, 1.6)
     assert (found - start).tolist() == pytest.approx([(2 + 0.6 * 1.2) / 1.6, 0.6 * 1.6 / 1.6])
+    origin, least = torch.zeros(2), torch.tensor([3e-9, 4.0])  # alone, and hardly trusted at all
+    found_alone = FLTrust(1).guided([least], [1.0], origin, root)
+    assert found_alone.tolist() == pytest.approx([1.5e-9, 2.0], abs=1e-6)
     for nothing in (torch.zeros(2), torch.tensor([0.0, -1.0])):
         with pytest.raises(NoAverageError, match="root set"):
             FLTrust(1).guided(rows[::3], [0.5] * 2, start, nothing)

@@ -568,6 +568,9 @@ def test_factors_have_no_error_where_a_is_frozen_and_secure_sums_show_none(tmp_p
             callbacks=[FactorError()],
             secure_sum=SecureSum(threshold=0.67),
         )
+    with refused("that trains", "llama_tiny"):
+        fit(method_of(FedAvg, rank=0), tmp_path / "whole", callbacks=[FactorError()])
+    assert not (tmp_path / "whole").exists()
 
 
 # Births
@@ -819,7 +822,7 @@ def test_privacy_needs_its_wire_and_a_frozen_a():
 
 @pytest.mark.slow
 @pytest.mark.essential
-def test_a_group_that_arrives_gets_an_expert_and_one_that_leaves_loses_its_own(tmp_path):
+def test_a_group_that_arrives_gets_an_expert(tmp_path):
     """Rounds to recover are counted; clients that are away neither train nor are measured."""
     method = FedVEMoE(network=decided, optimizer=adam(0.01), k_max=4, shared=False, birth_gap=0.2)
     comes = NewTasks(group=1, arrives=4)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from laddered import branch_costs, built_ladder, ladder_of, three_blocks
 from refusals import refused
-from tiny_language import fit
+from tiny_language import fit, records
 
 from callbacks import LadderFigure
 from fl_lightning.clock import Deadline, FedBuff
@@ -75,6 +75,20 @@ def test_a_private_run_without_noise_is_the_plain_one_and_noise_is_in_the_losses
             tmp_path / "refused",
             privacy=ClientPrivacy(noise_multiplier=1.0, clip_norm=1.0),
         )
+
+
+def test_a_client_without_validation_measures_on_the_labels_that_it_trains_on():
+    found = []
+    for changed in (False, True):
+        method, data = built_ladder(records(generate=False, val_fraction=0.0), round=2)
+        client = data.client(0)
+        assert len(client.val) == 0
+        method.receive(method.broadcast(client), client)
+        labels = data.labels(client)
+        given = torch.where(labels >= 0, labels.flip(-1), labels) if changed else labels
+        next(iter(method.local_batches(data, client, epochs=1, labels=given, steps=1)))
+        found.append(method.losses)
+    assert not found[0].equal(found[1])
 
 
 def test_losses_that_cannot_be_are_refused():

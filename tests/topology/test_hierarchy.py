@@ -6,6 +6,7 @@ import pytest
 import torch
 from peers import Exchange, normal
 
+from fl_lightning.methods import FedAvg
 from fl_lightning.topology import Hierarchy
 from fl_lightning.wire import Payload
 
@@ -57,6 +58,21 @@ def test_an_edge_that_nobody_answers_keeps_its_model_until_the_edges_meet():
     assert (first.client, first.status, second.client) == (-1, "edge", -2)
     assert first.upload > 0
     assert second.upload == 0
+
+
+def test_edges_that_meet_and_cannot_make_a_model_keep_their_own(monkeypatch):
+    made = FedAvg.next_state
+
+    def blown(method, sums):
+        made(method, sums)
+        method.server["weights"] = method.server["weights"] * torch.inf
+
+    start = normal(2)
+    tiers = Exchange(Hierarchy(groups=2, every=1), start, EXAMPLES)
+    monkeypatch.setattr(FedAvg, "next_state", blown)
+    _, entries = tiers.exchange(local=normal(5, seed=3))
+    near(tiers.vectors, start)
+    assert {entry.status for entry in entries if entry.client >= 0} == {"lost"}
 
 
 def test_both_links_are_in_the_ledger():

@@ -138,7 +138,8 @@ class StateFolder:
         }
         for number, path in rounds.items():
             if number not in kept:
-                path.unlink()
+                with suppress(OSError):  # one that stays does no harm
+                    path.unlink()
 
     def _of(self, run: str, client: int) -> Path:
         return self.folder / run_id(run) / f"client_{int(client):06d}"
