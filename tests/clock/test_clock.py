@@ -366,6 +366,7 @@ def test_a_table_of_devices_has_times_and_lines(tmp_path):
         "client,seconds_per_example\n0,1\n0,2\n": "client 0",
         "client,seconds_per_example,down,up\n0,1,0,1\n": "down and up",
         "client,seconds_per_example\n0.5,1\n": "client 0.5",
+        "client,seconds_per_example\n0,2e9\n": "seconds_per_example",
         # else clients 1 and 2, of 5 and 6 seconds
         "client,seconds_per_example\n0,1,5\n1,2,6\n": "phones.csv",
     }.items():

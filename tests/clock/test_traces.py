@@ -174,11 +174,12 @@ def test_a_pickle_runs_nothing(tmp_path):
     for words in (
         ["convert"],
         ["show", "a", "b"],
-        ["convert", "a", "b.txt"],
         ["convert", "none", target],
     ):
         with refused(""):
             traces(words)
+    with refused("b.txt", "traces.json"):
+        traces(["convert", str(tmp_path / "bad"), "b.txt"])
     assert not Path(target).exists()
 
 

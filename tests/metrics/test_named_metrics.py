@@ -426,7 +426,7 @@ def test_a_module_logs_what_lightning_would_log(small_batches, tmp_path):
     for split, step in (("test", reference.test), ("val", reference.validate)):
         step(module, list_loader(batches[split]), verbose=False)
         logged = {name: value.item() for name, value in reference.callback_metrics.items()}
-        assert len(logged) == 7 if split == "test" else 2
+        assert len(logged) == (7 if split == "test" else 2)
         for name, value in logged.items():
             full = name if name.startswith(f"{split}/") else f"{split}/{name}"
             if full != "test/accuracy":

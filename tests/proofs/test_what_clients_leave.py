@@ -243,10 +243,13 @@ def test_a_client_may_keep_a_tensor_under_two_names(tmp_path):
     method = KeepsOneTwice(network=network, optimizer=sgd())
     states = States()
     weights(method, tmp_path, max_rounds=2, workers=2, callbacks=[states])
+    assert states.found
     assert all(torch.equal(state["b"], 2 * torch.arange(6.0)) for state in states.found.values())
     kept = {"a": torch.ones(2), "t": torch.rand(3, 2).T}
     kept["b"] = kept["a"]
-    assert all(torch.equal(value, kept[name]) for name, value in unpack(pack(kept)).items())
+    read = unpack(pack(kept))
+    assert read.keys() == kept.keys()
+    assert all(torch.equal(value, kept[name]) for name, value in read.items())
 
 
 class CountsReceived(FedAvg):

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 import yaml
 from kill_server import Fading, Remembering
 from outcomes import differences, outcome
+from refusals import refused
 from torch import nn
 from toy import sgd
 
@@ -24,6 +26,7 @@ from fl_lightning.conformance.toy import images
 from fl_lightning.conformance.toy import run as toy_run
 from fl_lightning.data import Dirichlet, FederatedImages
 from fl_lightning.errors import InputError, RunStopped
+from fl_lightning.hooks import Stressor
 from fl_lightning.methods import FedAvg
 from fl_lightning.models import SmallCNN
 from fl_lightning.run import checkpoint
@@ -252,6 +255,48 @@ def test_a_continued_run_names_its_folder_as_a_new_one_does(tmp_path, caplog, mo
     ]
     assert len(said) == 2
     assert all(str(tmp_path) not in line for line in said), said
+
+
+def test_what_may_round_sums_differently_is_named_and_noted(tmp_path, caplog):
+    path = fit(tmp_path, until=2).run.path / "metadata.json"
+    here = json.loads(path.read_text())
+    there = {"threads": 99, "versions": {**here["versions"], "torch": "1.0"}}
+    there["code"] = dict.fromkeys(here["code"], "0" * 64)
+    assert there["code"]
+    path.write_text(json.dumps(here | there))
+    fit(tmp_path, ckpt_path="last")
+    assert f"threads: 99 -> {here['threads']}; from here on sums" in caplog.text
+    assert "'torch': '1.0'" in caplog.text
+    assert f"the code of {', '.join(here['code'])} has changed since the run began" in caplog.text
+    after = json.loads(path.read_text())
+    assert {name: after[name] for name in there} == {name: here[name] for name in there}
+
+
+class Loses(Stressor):
+    """No upload of round 2 comes back."""
+
+    def change_cohort(self, cohort, *, round, context):
+        return [replace(one, returns=one.returns and round != 2) for one in cohort]
+
+
+def test_rounds_that_used_no_upload_are_counted_at_the_end(tmp_path):
+    for name, callbacks in (("lost", [Loses()]), ("good", [])):
+        trainer = toy_run(
+            FedAvg(network=lambda classes: SmallCNN(classes, width=4), optimizer=sgd(0.05)),
+            images(),
+            tmp_path / name,
+            callbacks=callbacks,
+            max_rounds=3,
+        )
+        end = json.loads((trainer.run_dir / "metadata.json").read_text())
+        assert end.get("rounds_without_uploads") == (1 if callbacks else None)
+        assert end["rejected_uploads"] == 0
+
+
+def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path):
+    (tmp_path / "runs").write_text("a file")
+    with refused("--trainer.default_root_dir", "may write to"):
+        fit(tmp_path)
 
 
 def test_a_finished_run_is_left_alone(tmp_path, caplog):

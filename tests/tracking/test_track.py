@@ -320,6 +320,19 @@ def test_a_copy_of_a_run_gets_a_record_of_its_own(tmp_path: Path) -> None:
         for path in (original, copy)
     ]
     assert ids[0] != ids[1]
+    settings = {"logger": True, "experiment": "one", "max_rounds": 9, "checkpoint_every": 1}
+    settings["allow_changed"] = True  # what ends it is not recorded
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path / "f", callbacks=[Ending(KeyboardInterrupt())], **settings)
+    (begun,) = (tmp_path / "f").rglob("metadata.json")
+    half = begun.parent.with_name("half")
+    shutil.copytree(begun.parent, half)
+    fit(tmp_path / "f", callbacks=[Ending(None)], ckpt_path=str(half), **settings)
+    first, second = (
+        json.loads((path / "metadata.json").read_text())["tracking_run_id"]
+        for path in (begun.parent, half)
+    )
+    assert [len(stored(tmp_path, id)["times"]) for id in (first, second)] == [6, 9]
     moved = original.with_name("moved")
     original.rename(moved)
     assert main(["track", str(moved)]) == 0

@@ -233,10 +233,12 @@ def test_a_pause_of_the_process_is_not_the_stores(monkeypatch: pytest.MonkeyPatc
 STOPPED = """
 import sys, time
 from fl_lightning.tracking.writer import Writer
-writer = Writer(lambda rows: time.sleep(1.0), lambda error: print("failed", error), limit=3.0)
+def call(rows):
+    print("at work", flush=True)
+    time.sleep(2.0)
+writer = Writer(call, lambda error: print("failed", error), limit=3.0)
 writer.start()
 writer.put(1)
-print("at work", flush=True)
 print(writer.close(), writer.waiting, flush=True)
 """
 
