@@ -93,12 +93,12 @@ as a client sees it, here on one copy, a tenth of it for each client.
 
 `benchmarks/peers/pfllib.py` runs a method of a checkout of PFLlib at d832e76, on the partition that its own
 generator makes. Ours are the first rounds of the study above, setting `practical`. Each figure is the
-accuracy (%) on the clients' test sets after a round, and the mean over seeds 0 and 1: of FedAvg and
+accuracy (%) on the clients' test sets after a round, and the mean over seeds 0, 1 and 2: of FedAvg and
 FedProx the global model's, of the others the clients' own. Both sides have network, partition (one for all
 seeds), optimizer, rate, batch, epochs and mu (FedProx 0.001, Ditto 0.1) in common. Initial weights, the order
 of examples and which quarter of a client's images is its test set are each side's own, and PFLlib leaves out
 a client's last batch of fewer than ten images. A difference is the mean of the seeds', ours less theirs, with
-its 95 % t interval, which two seeds make wide.
+its 95 % t interval, which three seeds make wide.
 
 Some of PFLlib's rules are others, and were left so. FedRep's head is trained for an epoch of each client
 there, for 262 steps of each here. FedALA learns its mixture there on four fifths of a client's examples, in
@@ -241,7 +241,7 @@ def ours(study: str, runs: Sequence[Row], method: str, published: float | None) 
 
 
 def signed(points: float) -> str:
-    return f"{round(points, 1) + 0.0:+.1f}"  # and no -0.0
+    return f"{round(points, 2) + 0.0:+.2f}"  # and no -0.00
 
 
 def beside_their_code(study: str) -> str:
