@@ -92,6 +92,9 @@ def main() -> None:
     arguments.add_argument(
         "--cohort", type=int, help="so many clients, all in a round, to look at memory"
     )
+    arguments.add_argument(
+        "--torch_layout", action="store_true", help="networks in torch's own memory layout"
+    )
     options = arguments.parse_args()
     work, marks = WORKLOADS[options.workload], Marks()
     if options.cohort:
@@ -103,7 +106,11 @@ def main() -> None:
         eval_every=10**6, callbacks=[marks], engine=options.engine, deterministic=False,
         workers="auto" if options.workers == "auto" else int(options.workers),
     )  # fmt: skip
-    method = FedAvg(network=work.network, optimizer=partial(torch.optim.SGD, **work.sgd))
+    method = FedAvg(
+        network=work.network,
+        optimizer=partial(torch.optim.SGD, **work.sgd),
+        channels_last=not options.torch_layout,
+    )
     trainer.fit(method, Tensors(work))
     metadata = json.loads((trainer.run_dir / "metadata.json").read_text())
     report(
