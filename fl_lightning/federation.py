@@ -88,6 +88,12 @@ class Federation:
             return self.cohort_size
         return min(self.timing.rounds.invited(self.cohort_size), len(self.data.active))
 
+    def is_evaluated(self, round: int) -> bool:
+        """Return whether a round ends with an evaluation: one of ``eval_every``, and the last."""
+        privacy = self.aggregation.privacy
+        is_last = round == self.max_rounds or (privacy is not None and privacy.ends_with(round))
+        return is_last or round % self.eval_every == 0
+
     def labels_of(self, client: Client) -> Tensor:
         """Return the labels that a client trains on in the method's round, int64 ``[n_k]``: the
         data's, as stressors have changed them."""

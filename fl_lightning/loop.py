@@ -40,7 +40,7 @@ def run_round(fed: Federation, engine: Engine, round: int) -> RoundRecord:
     # sums are rounded off as on a client, and no core of theirs is taken
     with one_thread(fed.method.device):
         train_round(fed, engine, record)
-    if round % fed.eval_every == 0 or round == fed.max_rounds:
+    if fed.is_evaluated(round):
         evaluate(fed, engine, record)
     record.metrics["time/round"] = perf_counter() - started
     return record

@@ -267,13 +267,17 @@ class PrivateAggregation(Meter):
         record.metrics["privacy/clip_norm"] = self.clipped_at
 
     def stop_reason(self) -> str:
-        most = self.settings.max_epsilon
-        if most is None or self.accountant.epsilon(self.releases + 1) <= most:
+        if not self.ends_with(self.rounds):
             return ""
         return (
             f"epsilon is {self.epsilon:.4g} at delta {self.settings.delta:g}, and "
-            f"one more round would exceed max_epsilon {most:g}"
+            f"one more round would exceed max_epsilon {self.settings.max_epsilon:g}"
         )
+
+    def ends_with(self, round: int) -> bool:
+        """Return whether no round can follow this one within ``max_epsilon``."""
+        most = self.settings.max_epsilon
+        return most is not None and self.accountant.epsilon(max(self.releases, round) + 1) > most
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fl_lightning.errors import InputError
 from fl_lightning.run.checkpoint import Tensors, remove_checkpoint, save_checkpoint
-from fl_lightning.run.paths import checkpoints_in
+from fl_lightning.run.paths import checkpoints_in, round_of
 from fl_lightning.run.tables import CsvTable, Mark
 from fl_lightning.support.disk import replace
 
@@ -138,9 +138,7 @@ class RunDirectory:
         self.checkpoints.mkdir(exist_ok=True)
         for leftover in self.checkpoints.glob(".*ing"):
             shutil.rmtree(leftover, ignore_errors=True)
-        later = [
-            path for path in checkpoints_in(self.checkpoints) if path.name > checkpoint_name(round)
-        ]
+        later = [path for path in checkpoints_in(self.checkpoints) if round_of(path) > round]
         if later or changed:
             aside = self._new_folder("superseded")
             for file in (

@@ -21,7 +21,7 @@ def run_and_checkpoints(ckpt_path: str) -> tuple[Path, list[Path]]:
     if path.name.startswith("round_") and path.parent.name == "checkpoints":
         run, candidates = (
             path.parent.parent,
-            [c for c in checkpoints_in(path.parent) if c.name <= path.name],
+            [c for c in checkpoints_in(path.parent) if round_of(c) <= round_of(path)],
         )
         if not path.exists():
             raise InputError(
@@ -65,10 +65,16 @@ def require_run(path: str) -> Path:
 
 def rounds_kept(run: Path) -> list[int]:
     """Return the rounds of the complete checkpoints of a run directory, newest first."""
-    rounds = [path.name.removeprefix("round_") for path in checkpoints_in(run / "checkpoints")]
-    return [int(round) for round in rounds if round.isdecimal()]
+    return [*map(round_of, checkpoints_in(run / "checkpoints"))]
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the complete checkpoints ``round_*`` in a folder, newest first."""
-    return sorted((path for path in folder.glob("round_*") if path.is_dir()), reverse=True)
+    """Return the complete checkpoints in a folder, ``round_`` and a number, newest first."""
+    found = (path for path in folder.glob("round_*") if path.is_dir() and round_of(path) >= 0)
+    return sorted(found, key=round_of, reverse=True)
+
+
+def round_of(checkpoint: Path) -> int:
+    """Return the round of a checkpoint; -1: the folder is none."""
+    number = checkpoint.name.removeprefix("round_")
+    return int(number) if number.isdecimal() else -1

@@ -160,11 +160,11 @@ class Progress:
         started = time.monotonic()
         for table in run.tables.values():
             table.sync()
-        self.done.save(run, self.settings, self.identity)
-        self.saved = self.done.round
         if self._unsaved_best and self._unsaved_best is not self.done:
+            # first: were it left unwritten, nobody would know to write it
             self._unsaved_best.save(run, self.settings, self.identity)
-        self._unsaved_best = None
+        self.done.save(run, self.settings, self.identity)
+        self.saved, self._unsaved_best = self.done.round, None
         self.prune(run)
         ended = time.monotonic()
         self._next_save = ended + (ended - started) / CHECKPOINT_SHARE

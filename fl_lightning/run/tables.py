@@ -184,9 +184,12 @@ def _number(cell: str) -> float:
 
 
 def _rendered_at(data: bytes, mark: Mark) -> bytes:
-    """Return the first rows without the columns that were added after ``mark``."""
-    rows = list(csv.DictReader(io.StringIO(data.decode(errors="replace"))))[: mark["rows"]]
-    return _render(mark["columns"], rows)
+    """Return the first rows without the columns that were added after ``mark``; nothing where they
+    are so damaged that they are no table."""
+    with suppress(csv.Error):
+        rows = list(csv.DictReader(io.StringIO(data.decode(errors="replace"))))[: mark["rows"]]
+        return _render(mark["columns"], rows)
+    return b""
 
 
 def _render(

@@ -197,7 +197,9 @@ def test_a_budget_ends_the_run_before_it_is_exceeded(tmp_path, caplog):
     accountant = RoundAccountant(4.0, 6, 3, 1e-5)
     budget = (accountant.epsilon(2) + accountant.epsilon(3)) / 2
     settings = {"privacy": private(noise_multiplier=4.0, max_epsilon=budget), "max_rounds": 9}
+    settings["eval_every"] = 9  # the last round is evaluated all the same
     trainer = fit(tmp_path, **settings)
+    assert [bool(row["test/accuracy"]) for row in rows_of(trainer.run_dir)] == [False, True]
     assert [float(row["privacy/epsilon"]) for row in rows_of(trainer.run_dir)] == [
         accountant.epsilon(1),
         accountant.epsilon(2),

@@ -30,7 +30,9 @@ from fl_lightning.hooks import Stressor
 from fl_lightning.methods import FedAvg
 from fl_lightning.models import SmallCNN
 from fl_lightning.run import checkpoint
+from fl_lightning.run.paths import rounds_kept
 from fl_lightning.run.resume import find_start
+from fl_lightning.run.snapshot import Snapshot
 from fl_lightning.support import disk
 from fl_lightning.trainer import FederatedTrainer
 
@@ -513,6 +515,44 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(fails, wanted, tmp_path, mo
     assert "stopped in round" in caplog.text
     fit(tmp_path, ckpt_path="last")
     assert differences({**outcome(tmp_path), "checkpoints": 0}, {**wanted, "checkpoints": 0}) == []
+
+
+def test_a_disk_that_is_full_after_the_best_checkpoint_does_not_lose_it(tmp_path, monkeypatch):
+    """It and the last one are written as the run stops; round 8 is worse than round 7."""
+    write, saved, settings = Snapshot.save, [], {"checkpoint_every": 0, "max_rounds": 9}
+
+    def full(snapshot, *given):
+        saved.append(snapshot.round)
+        if len(saved) > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(snapshot, *given)
+
+    monkeypatch.setattr(Snapshot, "save", full)
+    run = fit(tmp_path, until=8, **settings).run
+    assert saved[:2] == [7, 8]
+    assert rounds_kept(run.path) == [7]
+    monkeypatch.setattr(Snapshot, "save", write)
+    again = fit(tmp_path, ckpt_path="last", **settings)
+    assert len(again.progress.history) == rounds_kept(run.path)[0] == 9
+
+
+def test_a_table_with_a_field_that_never_ends_is_read_from_its_copy(wanted, tmp_path):
+    run = fit(tmp_path, until=3).run
+    ledger = run.path / "ledger.csv"
+    begins = ledger.read_bytes().index(b"\n") + 1
+    damaged = ledger.read_bytes()[:begins] + b'"' + b"0" * 200_000 + ledger.read_bytes()[begins:]
+    ledger.write_bytes(damaged)
+    fit(tmp_path, ckpt_path="last")
+    assert differences(outcome(tmp_path), wanted) == []
+
+
+def test_folders_beside_the_checkpoints_are_none(tmp_path):
+    run = fit(tmp_path, until=3).run
+    shutil.copytree(run.checkpoints / "round_000003", run.checkpoints / "round_mine")
+    fit(tmp_path, ckpt_path="last", keep_checkpoints=1)
+    assert (run.checkpoints / "round_000005").is_dir()
+    (run.checkpoints / "round_1000000").mkdir()
+    assert rounds_kept(run.path)[:2] == [1000000, 5]
 
 
 def test_last_is_the_last_run_of_the_name_that_is_given(tmp_path):
