@@ -45,6 +45,7 @@ from fl_lightning.engines.worker import (
     shared_bytes,
     tensor_at,
     unpack,
+    unsendable,
     write,
 )
 from fl_lightning.errors import RankLost
@@ -141,15 +142,15 @@ class PoolEngine(Engine):
                     yield given, done.pop(given)
                     given += 1
                     hand_out(given + 2 * ahead)
-            if isinstance(into, AddedUploads) and opening is not None and opening.adds:
+            if isinstance(into, AddedUploads) and opening.adds:
                 self._add_up(into)
         finally:
             if busy:  # someone raised: what they are at is of no use
                 self.close()
 
-    def _opening(self, adds: bool) -> Opening | None:
-        """Return what workers are told of the method in this round; None where that cannot be sent,
-        and their uploads come back.
+    def _opening(self, adds: bool) -> Opening:
+        """Return what workers are told of the method in this round. Where a part of it cannot be
+        sent, which is said once, their uploads come back.
 
         Args:
             adds: whether they are to add up the uploads of their clients.
@@ -157,10 +158,16 @@ class PoolEngine(Engine):
         try:
             return Opening.of(self.method, self.forked, self.boards[1] if adds else None)
         except Exception as error:  # whatever an attribute raises that somebody has set
+            without = unsendable(self.method, self.forked)
             if not self.told_unsendable:
-                log.info("what was set on the method cannot be sent to workers: %s", error)
+                log.warning(
+                    "workers do not see what was set on the method since they began, which cannot be sent to "
+                    "them: %s (%s)",
+                    ", ".join(without),
+                    error,
+                )
             self.told_unsendable = True
-            return None
+            return Opening.of(self.method, self.forked, None, without)
 
     def _common(self, tasks: Sequence[ClientTask]) -> Place | None:
         """Write the message of all tasks where all workers read it; return None where they have
@@ -175,7 +182,7 @@ class PoolEngine(Engine):
         tasks: Sequence[ClientTask],
         busy: dict[Worker, Units],
         common: Place | None,
-        opening: Opening | None,
+        opening: Opening,
         end: int,
     ) -> None:
         """Give portions that begin before the task at ``end`` to workers that have none."""
@@ -290,7 +297,7 @@ class Worker:
         Args:
             units: their tasks.
             common: of the message to all clients, which all workers read; None: there are several.
-            opening: of the round; None: it cannot be sent.
+            opening: of the round; None: there is nothing to tell.
         """
         messages = list(
             {id(task.message): task.message for unit in units for task in unit}.values()

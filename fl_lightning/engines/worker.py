@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from mmap import mmap
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
@@ -78,7 +78,13 @@ class Opening(NamedTuple):
     places: list[Place]
 
     @classmethod
-    def of(cls, method: Method, forked: dict[str, Any], board: mmap | None) -> Opening:
+    def of(
+        cls,
+        method: Method,
+        forked: dict[str, Any],
+        board: mmap | None,
+        without: Collection[str] = (),
+    ) -> Opening:
         """Return it for the present round of the server's half of a method.
 
         Args:
@@ -86,6 +92,7 @@ class Opening(NamedTuple):
                 are marked, and sent in every round from then on: one that is set back has to
                 arrive too, and a worker without clients hears nothing of a round.
             board: what all workers read the server's state from, if they add; it is written there.
+            without: attributes that stay what they are in the workers.
 
         Raises:
             Exception: an attribute that was set since cannot be sent.
@@ -93,7 +100,7 @@ class Opening(NamedTuple):
         found = {
             name: value
             for name, value in vars(method).items()
-            if name != "server" and forked.get(name, DIFFERS) is not value
+            if name not in {"server", *without} and forked.get(name, DIFFERS) is not value
         }
         removed = [name for name in forked if name not in vars(method)]
         forked |= dict.fromkeys([*found, *removed], DIFFERS)
@@ -104,6 +111,18 @@ class Opening(NamedTuple):
         entries = [(name, tensor.dtype, tensor.shape) for name, tensor in server.items()]
         places = write(board, [bytes_of(tensor) for tensor in server.values()])
         return cls(True, attributes, removed, entries, places)
+
+
+def unsendable(method: Method, forked: dict[str, Any]) -> list[str]:
+    """Return which of a method's attributes that workers may have in different ways no pipe between
+    processes takes."""
+    found = []
+    for name in [name for name in vars(method) if forked.get(name) is DIFFERS]:
+        try:
+            ByValue.dumps(vars(method)[name])
+        except Exception:  # whatever an attribute raises that somebody has set
+            found.append(name)
+    return found
 
 
 class Portion(NamedTuple):

@@ -244,6 +244,38 @@ def test_workers_know_what_was_set_on_the_method_since(closes_over, tmp_path, mo
     assert (pooled[3] > 0) == closes_over
 
 
+class Warms(FedAvg):
+    """Its clients read one of two things that its server sets; the other one cannot be sent."""
+
+    warmth = 1.0
+
+    def next_state(self, sums):
+        super().next_state(sums)
+        self.warmth, self.shown = 0.5 * self.round, lambda: 0
+
+    def training_step(self, batch, batch_idx=0):
+        terms = super().training_step(batch, batch_idx)
+        return {**terms, "loss": self.warmth * terms["loss"]}
+
+
+def test_what_cannot_be_sent_keeps_nothing_else_from_the_workers(tmp_path, caplog):
+    found = []
+    for workers in (1, 2):
+        method = Warms(network=SMALL, optimizer=sgd())
+        run(
+            method,
+            images(),
+            tmp_path / str(workers),
+            max_rounds=3,
+            workers=workers,
+            engine="sequential",
+        )
+        found.append(method.server["weights"])
+    assert found[0].equal(found[1])
+    said = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert [text for text in said if "workers do not see" in text and ": shown (" in text]
+
+
 class Holds:
     total = 0
 
