@@ -32,7 +32,7 @@ from fl_lightning.deploy.node.build import builder
 from fl_lightning.deploy.node.node import Node, NodeSettings
 from fl_lightning.deploy.node.states import StateFolder
 from fl_lightning.deploy.protocol.gate import config_for_nodes
-from fl_lightning.deploy.protocol.messages import Message, MessageError, cut_in_parts
+from fl_lightning.deploy.protocol.messages import Message, MessageError, cut_in_parts, refusal
 from fl_lightning.deploy.server.roster import RoundRules
 from fl_lightning.deploy.server.server import deploy_over
 from fl_lightning.errors import InputError, RunStopped
@@ -322,6 +322,27 @@ def test_label_noise_is_refused(tmp_path):
 def test_a_round_without_nodes_stops_the_run(tmp_path):
     with pytest.raises(RunStopped, match="0 nodes are connected"):
         deployed("fedavg", tmp_path, InProcess({}), rules=RoundRules(wait_seconds=1))
+
+
+class Refuses(InProcess):
+    """A node answers everything from the second round on with a refusal."""
+
+    begun = False
+
+    def exchange(self, messages, timeout):
+        headers = [Message.from_bytes(message).header for message in messages.values()]
+        self.begun |= any(header.get("round") == 2 for header in headers)
+        for key, answer in super().exchange(messages, timeout):
+            yield key, refusal("other files") if self.begun else answer
+
+
+def test_a_run_whose_only_node_is_refused_waits_and_stops(tmp_path):
+    """It went through all rounds that were left, without a client, and called itself finished."""
+    rules = RoundRules(wait_seconds=1, round_seconds=60)
+    with pytest.raises(RunStopped, match=r"0 nodes are connected that fit the run.*other files"):
+        deployed("fedavg", tmp_path, Refuses(nodes_in(tmp_path, 1)), rules=rules)
+    table = min((tmp_path / "deployed").rglob("metrics.csv"), key=lambda path: len(path.parts))
+    assert len(table.read_text().splitlines()) == 3
 
 
 class Leaves(InProcess):

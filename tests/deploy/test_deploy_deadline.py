@@ -14,7 +14,7 @@ from test_deploy import command_line, deployed, nodes_in, weights
 
 from fl_lightning.clock import Deadline, FedBuff
 from fl_lightning.compatibility import Run, check_run
-from fl_lightning.deploy.protocol.messages import Message
+from fl_lightning.deploy.protocol.messages import Message, refusal
 from fl_lightning.deploy.server import wall_clock
 from fl_lightning.deploy.server.wall_clock import WallTiming, measure_time
 from fl_lightning.methods import FedAvg
@@ -143,6 +143,22 @@ def test_who_answers_after_the_deadline_is_lost(tmp_path, monkeypatch):
     assert column(cli.trainer, "clock/round_seconds") == pytest.approx([4.5, 4.0, 4.5])
     assert paced.waits == [4.5] * 3
     assert weights(cli) == simulated_without("scaffold", tmp_path, lost(cli), *SMALL, every)
+
+
+def test_a_node_that_refuses_a_round_with_a_deadline_ends_no_run(tmp_path, monkeypatch):
+    class Refuses(Paced):
+        def exchange(self, messages, timeout):
+            headers = {key: Message.from_bytes(sent).header for key, sent in messages.items()}
+            for key, answer in super().exchange(messages, timeout):
+                header = headers[key]
+                no = key == "node1" and (header["kind"], header.get("round")) == ("train", 2)
+                yield key, refusal("not now") if no else answer
+
+    every = "--trainer.participation=1.0", "--trainer.max_rounds=3"
+    cli = deployed(
+        "fedavg", tmp_path, Refuses(tmp_path, monkeypatch, {}), *SMALL, *every, deadline(9)
+    )
+    assert column(cli.trainer, "clients/trained") == [8.0, 6.0, 8.0]
 
 
 @pytest.mark.slow

@@ -141,10 +141,11 @@ class RemoteEngine(Engine):
         by_id = {task.client.id: task for task in tasks}
         silent, beside, started = set(messages), list[float](), time.monotonic()
         wall, seconds, enough = self._wall, self.rules.round_seconds, math.inf
+        alone = self._of_one_client(messages, by_id)  # of nodes that may be forgotten meanwhile
         if wall is not None:
             longest, enough = wall.rounds.patience(self.fed.cohort_size)
             seconds = min(seconds, longest)
-            wall.measure_lines(self._of_one_client(messages, by_id), self.roster.exchange, seconds)
+            wall.measure_lines(alone, self.roster.exchange, seconds)
             wall.begin()
         for node, answer in self.roster.exchange(messages, seconds):
             silent.discard(node)
@@ -152,8 +153,8 @@ class RemoteEngine(Engine):
             results = list(self._results(node, answer, by_id))
             found |= {result.client.id: result for result in results}
             if wall is not None:
-                alone = node in self._of_one_client(messages, by_id)
-                wall.note([one.client.id for one in results], seconds_of(answer) if alone else None)
+                took = seconds_of(answer) if node in alone else None
+                wall.note([one.client.id for one in results], took)
             if len(found) >= enough:
                 break
         self.mail.traffic.answers += len(beside)

@@ -99,9 +99,7 @@ class Roster:
             self.left_out &= here
             self.refused = {node: why for node, why in self.refused.items() if node in here}
             self._check(sorted(here - self.names.keys() - self.refused.keys() - self.left_out))
-            if len(self.names) >= self.rules.min_nodes or (
-                self.refused and (first or not self.names)
-            ):
+            if len(self.names) >= self.rules.min_nodes or (first and self.refused):
                 break
             if time.monotonic() >= ends:
                 refused = "".join(
