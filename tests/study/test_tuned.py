@@ -20,6 +20,7 @@ from fl_lightning.__main__ import main
 from fl_lightning.errors import InputError
 from fl_lightning.study.execute.jobs import RunningJob
 from fl_lightning.study.execute.tune_study import StudySearchSession, check_record
+from fl_lightning.study.execute.until import with_flags
 from fl_lightning.study.plan.search import Search
 from fl_lightning.study.plan.spec_file import SpecFile
 from fl_lightning.study.plan.study import Study
@@ -328,6 +329,17 @@ def test_numbers_of_unknown_origin_are_refused(tmp_path):
         "Low; the method was changed in the study after it was tuned",
         STUDY.replace("lr: 0.5", "lr: 0.6"),
     )
+    criteria = 'criteria: ["gap(Low, High) > 0"]\n'
+    refused(
+        "whose trials have seed 7 of the study; its settings would be chosen on what",
+        STUDY + criteria + "until: {{max_seeds: 9}}\n",
+    )
+    write(tmp_path, STUDY + criteria)
+    with pytest.raises(InputError, match="whose trials have seed 7 of the study"):
+        with_flags(Study.read(tmp_path / "study.yaml"), "decided", 9, None)
+    for key in (LR, "model.optimizer", f"{LR}.more"):
+        own = STUDY.replace("few: {{}}", f"few: {{{{settings: {{{{{key}: 0.3}}}}}}}}")
+        refused(f"tuned: {LR}; a level of the grid sets it", own)
     refused(
         r"search.yaml; the search, or a configuration that it layers, was changed since",
         search=SEARCH.replace("trials: 6", "trials: 60"),
@@ -410,6 +422,9 @@ def test_a_search_that_could_mislead_is_refused(tmp_path):
         write(tmp_path, search=SEARCH.replace(old, new))
         with pytest.raises(InputError, match=f"(?s){said}"):
             Search.read(tmp_path / "search.yaml")
+    write(tmp_path, STUDY.replace("few: {{}}", f"few: {{{{settings: {{{{{LR}: 0.3}}}}}}}}"))
+    with pytest.raises(InputError, match=f"space: {LR}; a level of the grid of small sets it"):
+        Search.read(tmp_path / "search.yaml")
     write(tmp_path)
     tune(tmp_path)
     write(tmp_path, search=SEARCH.replace("trials: 6", "trials: 7"))

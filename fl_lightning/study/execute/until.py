@@ -60,6 +60,8 @@ def with_flags(
     rule = replace(study.until or StoppingRule(), **given)  # type: ignore[arg-type]
     check_rule(rule, study.seeds, study.criteria, "--" if given or until else f"{study.path}: ")
     found = replace(study, until=rule)
+    for _, record in found.tuned.parts if found.tuned else ():
+        record.check_seeds("", found.seed_order)
     check_cells(SpecFile(study.path), found)
     return found
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -428,6 +428,20 @@ class Study:
         configs = (*self.configs, *self.methods[label].configs, *self.overlays)
         return runs_hash(configs, self.settings)
 
+    def set_by_levels(self, keys: Iterable[str]) -> str:
+        """Return the first of these settings that a level of the grid sets, or a part or the whole
+        of it; empty where there is none."""
+        levels = [level for axis in self.grid.values() for level in axis.values()]
+        own = [f"{key}." for level in levels for key in level.settings]
+        parts = ((key, f"{key}.") for key in keys)
+        taken = (
+            key
+            for key, part in parts
+            for one in own
+            if part.startswith(one) or one.startswith(part)
+        )
+        return min(taken, default="")
+
     def _cell(self, label: str, seed: int, levels: dict[str, str]) -> Cell:
         method = self.methods[label]
         chosen = [self.grid[axis][level] for axis, level in levels.items()]
@@ -516,7 +530,13 @@ def _check(file: SpecFile, study: Study) -> None:
         }
         runs = {label: study.runs_hash(label) for label in hashes} if file.find_configs else None
         for _, record in study.tuned.parts:
-            record.check(f"{file.path}: ", hashes, study.seeds, runs)
+            record.check(f"{file.path}: ", hashes, study.seed_order, runs)
+            chosen = {key for one in record.chosen.values() for key in one.settings}
+            in_level = study.set_by_levels(chosen)
+            rule = "a level of the grid sets it, and the runs have that value"
+            file.require(
+                not in_level, f"tuned: {in_level}", rule, "leave it out of the search's space"
+            )
     rule, instead = (
         "each is compared with it, and clients hold other examples in a control",
         "leave it out",

@@ -162,6 +162,23 @@ class TunedRecord:
         )
         return HEAD.format(search=self.search, metric=self.metric) + text
 
+    def check_seeds(self, where: str, seeds: Sequence[int]) -> str:
+        """Check that the search had none of these seeds, and return how a message names the
+        record.
+
+        Raises:
+            InputError: it had one.
+        """
+        given = f"{where}tuned{f': {self.path}' if self.path else ''}"
+        judged = next((seed for seed in (self.seed, *self.seeds) if seed in seeds), None)
+        require(
+            judged is None,
+            f"{given}, whose trials have seed {judged} of the study",
+            "its settings would be chosen on what they are judged by",
+            f"leave seed {judged} out, or tune with another one",
+        )
+        return given
+
     def check(
         self,
         where: str,
@@ -175,7 +192,7 @@ class TunedRecord:
         Args:
             where: the beginning of a message.
             methods: label -> the hash of its entry.
-            seeds: those of the study.
+            seeds: all that the study may run.
             runs: label -> the hash of what its runs share; None: their files may be elsewhere.
 
         Raises:
@@ -183,15 +200,7 @@ class TunedRecord:
                 of the study.
         """
         again = "run tune again, or leave 'tuned' out"
-        given = f"{where}tuned{f': {self.path}' if self.path else ''}"
-        rule = "its settings would be chosen on what they are judged by"
-        judged = next((seed for seed in (self.seed, *self.seeds) if seed in seeds), None)
-        require(
-            judged is None,
-            f"{given}, whose trials have seed {judged} of the study",
-            rule,
-            f"leave seed {judged} out, or tune with another one",
-        )
+        given = self.check_seeds(where, seeds)
         missing = [label for label in methods if label not in self.chosen]
         require(
             not missing, f"{given}; {', '.join(missing)}", "the record has no such method", again

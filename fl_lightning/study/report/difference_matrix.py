@@ -44,7 +44,7 @@ def difference_matrix(
         row, column = place[one.a], place[one.b]
         better = (one.test.mean > 0) == up
         look: dict[str, Any] = {
-            "color": BLUE if better else ORANGE,
+            "color": GREY if one.test.mean == 0 else BLUE if better else ORANGE,
             "alpha": 1.0 if one.winner else PALE,
         }
         axes.fill_between([column - 0.5, column + 0.5], row - 0.5, row + 0.5, linewidth=0, **look)
