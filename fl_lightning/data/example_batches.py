@@ -156,7 +156,7 @@ class ExampleBatches(ABC):
 
     def epochs_for(self, client: Client, steps: int) -> int:
         """Return the fewest epochs that have so many local steps."""
-        return ceil(steps / self.num_steps(client, 1))
+        return ceil(steps / max(1, self.num_steps(client, 1)))  # who trains on nothing makes none
 
     def epoch_sizes(self, client: Client) -> list[int]:
         """Return the sizes of the client's batches in one epoch."""

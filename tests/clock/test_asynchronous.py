@@ -254,7 +254,8 @@ def test_other_rounds_leave_nothing_on_its_way(tmp_path):
 @pytest.mark.parametrize(("buffer", "few"), [(4, True), (3, False)])
 def test_clients_that_are_too_few_to_be_always_at_work_are_said_once(tmp_path, buffer, few, caplog):
     """Of six, four are at work while ``buffer`` - 1 wait for the version to end."""
-    trained(tmp_path, data=images(6), rounds=FedBuff(4, buffer), max_rounds=2)
+    settings = {"clock": Clock(devices=Fixed(1.0)), "rounds": FedBuff(4, buffer)}
+    trained(tmp_path, data=images(num_clients=6), max_rounds=2, **settings)
     assert caplog.text.count("of 6 clients fewer than 4 are at work at times") == few
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -122,6 +123,15 @@ def test_epochs_are_as_many_steps_as_the_client_makes_in_them(tmp_path):
             for each in (end, by_steps)
         )
         assert torch.equal(one, other)
+
+
+def test_a_client_that_holds_nothing_to_train_on_is_tuned_by_no_step():
+    data = prepared()
+    nobody = replace(data.client(0), train=data.client(0).train[:0])
+    assert data.num_steps(nobody, 1) == 0
+    assert [data.epochs_for(nobody, steps) for steps in (0, 5)] == [0, 5]
+    batches = data.train_batches(nobody, round=1, epochs=5, labels=data.labels(nobody), steps=5)
+    assert [*batches] == []
 
 
 def test_without_steps_the_global_model_is_evaluated_client_by_client(tmp_path):
