@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+import numpy as np
+
 from fl_lightning.aggregation.base import Receipt
 from fl_lightning.aggregation.elsewhere import entry_of, log_rejected
 from fl_lightning.aggregation.intake import Uploads
@@ -42,14 +44,19 @@ def make_cohort(fed: Federation, ids: Iterable[int], round: int) -> list[Assignm
     """
     asked = assignments(fed, ids)
     cohort = [*stress(fed.callbacks, "change_cohort", asked, round=round, context=fed)]
-    given, those = "change_cohort of a stressor", {one.client.id for one in asked}
+    given, those = "change_cohort of a stressor", {one.client.id: one.client for one in asked}
     if not all(isinstance(one, Assignment) for one in cohort):
         raise MisuseError(given, "a cohort is a list of assignments", "return the list, or a part")
     found = [one.client.id for one in cohort]
-    if len({*found} & those) < len(found):
+    if len({*found} & {*those}) < len(found):
         rule = f"it gave the clients {found}, of {sorted(those)}, who were drawn"
         raise MisuseError(given, rule, "give each of them one assignment, or none")
     for one in cohort:
+        own, its = those[one.client.id], one.client
+        dealt = its is own or all(map(np.array_equal, (its.train, its.val), (own.train, own.val)))
+        if not dealt:
+            rule = f"client {own.id} has the examples that it was dealt, in any process"
+            raise MisuseError(given, rule, "change its labels in change_labels, or deal others")
         if one.trains and not 0 < one.work <= 1:
             rule = f"client {one.client.id} has work {one.work}, which is a share in (0, 1]"
             raise MisuseError(given, rule, "write trains=False for a client that makes no step")
@@ -57,8 +64,7 @@ def make_cohort(fed: Federation, ids: Iterable[int], round: int) -> list[Assignm
 
 
 def make_tasks(fed: Federation, round: int, assignments: Sequence[Assignment]) -> list[ClientTask]:
-    """Say what each client is to do: with which labels, from which broadcast, for how many
-    steps."""
+    """Say what each client is to do: which labels, from which broadcast, for how many steps."""
     tasks, epochs = [], fed.local_epochs
     own = fed.data.labels_of([assignment.client for assignment in assignments])
     for assignment, labels in zip(assignments, own, strict=True):
@@ -103,10 +109,8 @@ def receive(
 
     Where uploads do not leave the clients, each of them checks its own and has sent nothing yet.
     """
-    client, sent = (
-        assignment.client,
-        len(task.message) if result.download is None else result.download,
-    )
+    client = assignment.client
+    sent = len(task.message) if result.download is None else result.download
     if result.status:
         return LedgerEntry(task.round, client.id, result.status, sent)
     if result.received is not None:
@@ -145,8 +149,7 @@ def intake(fed: Federation, declared: bool) -> Uploads:
 
 
 def change_uploads(fed: Federation, round: int, uploads: Uploads, receipts: list[Receipt]) -> None:
-    """Pass the uploads that count through stressors that know all of them, and check what they
-    changed."""
+    """Pass uploads through stressors that know all of them, and check what they changed."""
     changed = stress(fed.callbacks, "change_uploads", dict(uploads), round=round, context=fed)
     for position, receipt in enumerate(receipts):
         id, entry = receipt.client.id, receipt.entry

@@ -51,8 +51,7 @@ class Federation:
         holders: which rank holds which client's state.
         ledger: bytes of every client and round.
         asked: what the ledger says of clients that were asked for their loss in this round, by id.
-        last_broadcast: identity and bytes of the last broadcast, and its payload, which keeps it
-            comparable.
+        last_broadcast: of the last one identity, bytes and payload, which keeps it comparable.
     """
 
     fabric: Fabric
@@ -82,8 +81,7 @@ class Federation:
 
     @property
     def invited(self) -> int:
-        """Clients that are sampled each round: those that are wanted, and more where the first are
-        used."""
+        """Clients that are sampled each round: as many as are wanted, or more for the first."""
         if self.timing is None:
             return self.cohort_size
         return min(self.timing.rounds.invited(self.cohort_size), len(self.data.active))

@@ -71,8 +71,8 @@ class SequentialEngine(Engine):
 def start_optimizer(fabric: Fabric, method: Method) -> Optimizer:
     """Return the optimiser of a client that starts its round.
 
-    In 16-mixed its loss scale is fresh, since it must not depend on who trained before, and the
-    optimiser counts its steps, of which a scale leaves out those whose gradients overflow.
+    In 16-mixed its loss scale is fresh, since it must not depend on who trained before, and steps
+    are counted that are made, since those whose gradients overflow are left out.
     """
     precision, optimizer = fabric.strategy.precision, local_optimizer(method)
     if isinstance(precision, MixedPrecision) and precision.scaler is not None:

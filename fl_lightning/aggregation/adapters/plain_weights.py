@@ -132,8 +132,7 @@ class PlainWeights(Recorded):
     # The server
 
     def moving(self, method: Averaging) -> Tensor | None:
-        """Return which values of ``layout`` the clients of this round train, bool ``[P]``; None:
-        all."""
+        """Return which values of ``layout`` clients train this round, bool ``[P]``; None: all."""
         return None
 
     @property
