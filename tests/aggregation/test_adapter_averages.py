@@ -461,6 +461,7 @@ def test_what_is_measured_beside_a_round_leaves_what_clients_keep(rule, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.essential
 @pytest.mark.parametrize("rule", sorted(RULES))
 def test_workers_and_stacks_of_clients_leave_the_same(rule, tmp_path):
     settings = {"max_rounds": 3, "participation": 0.75}

@@ -171,7 +171,7 @@ def test_weights_and_bytes_are_those_of_the_simulation(config, more, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["residual", "product"])
+@pytest.mark.parametrize("rule", ["residual", pytest.param("product", marks=pytest.mark.essential)])
 def test_products_of_adapters_are_added_up_under_masks(rule, tmp_path):
     """Nodes make the products, which no message in the open holds."""
     more = [*TEXTS, f"--model.adapter_average={rule}"]

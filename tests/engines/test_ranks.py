@@ -130,6 +130,7 @@ def test_ranks_leave_when_rank_zero_dies(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.essential
 def test_torchrun(tmp_path):
     """Which says how many processes there are; nothing has to be set."""
     program = started(

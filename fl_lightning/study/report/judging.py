@@ -171,13 +171,9 @@ def _judge_inequality(condition: Inequality, evidence: Evidence, interval: Inter
     return Judgement(decision, of_left, of_right, of_both, low, high, seeds, reason)
 
 
-def _bounds(
-    differences: pd.Series, interval: Interval, level: float = LEVEL
-) -> tuple[float, float]:
+def _bounds(differences: pd.Series, interval: Interval) -> tuple[float, float]:
     """Return the interval of the mean; of differences that are not all finite there is none."""
-    if not np.isfinite(differences).all():
-        return nan, nan
-    return interval(differences.to_numpy(), level)
+    return interval(differences.to_numpy()) if np.isfinite(differences).all() else (nan, nan)
 
 
 def _mean(values: pd.Series) -> float:
