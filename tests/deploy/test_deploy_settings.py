@@ -72,6 +72,7 @@ def said(capsys) -> str:
         (["--folder=/proc/x"], "--folder /proc/x; it cannot be made or written"),
         (["--folder=own.yaml"], "--folder own.yaml; it cannot be made or written"),
         (["--keep_days=-1"], "--keep_days -1; it is a number of days"),
+        (["--partition_id=4", "--num_partitions=4"], "--partition_id 4 of --num_partitions 4; partitions are counted from 0"),
     ],
 )  # fmt: skip
 def test_a_node_refuses_its_settings_in_one_line(words, says, quiet, capsys):
