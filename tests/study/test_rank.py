@@ -196,10 +196,13 @@ def test_what_breaks_the_pairing_is_refused_before_anything_is_trained(published
 
 @pytest.mark.slow
 @pytest.mark.essential
-def test_a_dry_run_says_what_is_left_and_creates_nothing(published, capsys):
+def test_a_dry_run_says_what_is_left_and_creates_nothing(published, capsys, caplog):
     assert ranked("--dry_run", "true", "--seeds", "1") == 0
     assert "two-Third: 2 cells, 2 to run, 2 rounds" in capsys.readouterr().out
     assert not Path("runs/two-Third").exists()
+    assert "counts" not in caplog.text
+    assert ranked("--dry_run", "true", "--settings", "{trainer.callbacks: []}") == 0
+    assert "--settings trainer.callbacks: a level of the study's grid sets it" in caplog.text
     sgd = "{class_path: torch.optim.SGD, init_args: {lr: 0.02}}"
     assert ranked("--dry_run", "true", "--settings", f"{{model.init_args.optimizer: {sgd}}}") == 0
 

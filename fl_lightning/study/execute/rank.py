@@ -6,6 +6,7 @@ place it has among the published methods. None of those is run again.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ from fl_lightning.study.results.published import check_paired, check_protocol, p
 from fl_lightning.study.results.run_records import read_directory
 from fl_lightning.study.results.runs import FinishedRun
 
+log = logging.getLogger("fl_lightning")
 LEADERBOARD = "leaderboard_digits"
 """The published study that is taken where none is named."""
 
@@ -118,6 +120,10 @@ def rank(
     require(other == model, f"--settings model.class_path: {other}", rule, f"write --model {other}")
     own = Variation(tuple(files), {"model.class_path": model, **more})
     study = study_of(published, label, own, setting, seeds)
+    if taken := study.set_by_levels(more):
+        log.warning(
+            "--settings %s: a level of the study's grid sets it, and that is what counts", taken
+        )
     out = out or Path("reports") / study.name
     check_out(out, overwrite=read_json(out / REPORT).get("study") == study.name)
     slots, cells = (
