@@ -38,6 +38,7 @@ from fl_lightning.engines.worker import (
     Opening,
     Place,
     Portion,
+    exchanged_examples,
     joined,
     pack,
     read,
@@ -271,6 +272,7 @@ class Worker:
         boards: tuple[mmap, mmap],
         others: Sequence[Worker],
     ) -> None:
+        self.data: FederatedData = engine.data  # type: ignore[attr-defined]
         context = multiprocessing.get_context("fork")
         self.pipe, there = context.Pipe()
         room = shared_bytes(method)
@@ -308,6 +310,7 @@ class Worker:
                 [
                     (
                         o.client.id,
+                        exchanged_examples(o.client, self.data),
                         pack(o.client.state),
                         index[id(o.message)],
                         len(o.labels),

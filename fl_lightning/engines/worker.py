@@ -15,6 +15,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from mmap import mmap
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
@@ -28,6 +29,7 @@ from torch import Tensor
 from fl_lightning.aggregation.elsewhere import Received, receive_here
 from fl_lightning.aggregation.exact_sum import ExactSum
 from fl_lightning.aggregation.intake import AddedUploads
+from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.engines.base import ClientResult, ClientTask, Engine
 from fl_lightning.methods import Method
@@ -123,6 +125,16 @@ def unsendable(method: Method, forked: dict[str, Any]) -> list[str]:
         except Exception:  # whatever an attribute raises that somebody has set
             found.append(name)
     return found
+
+
+def exchanged_examples(client: Client, data: FederatedData) -> dict[str, np.ndarray]:
+    """Return the examples of a client where a stressor has put others in place of those that it was
+    dealt, as fields of a client."""
+    dealt = data.client(client.id)
+    given = {"train": client.train, "val": client.val}
+    return {
+        name: held for name, held in given.items() if not np.array_equal(held, getattr(dealt, name))
+    }
 
 
 class Portion(NamedTuple):
@@ -292,12 +304,18 @@ def _trained(
     """Train the clients of a portion."""
     kept, uploads = [], []
     for unit, labels in portion.units:
-        each = parted(labels, [length for _, _, _, length, *_ in unit])
+        each = parted(labels, [length for _, _, _, _, length, *_ in unit])
         tasks = [
             ClientTask(
-                data.client(id, unpack(state)), round, messages[at], own, epochs, steps, returns
+                replace(data.client(id, unpack(state)), **examples),
+                round,
+                messages[at],
+                own,
+                epochs,
+                steps,
+                returns,
             )
-            for (id, state, at, _, round, epochs, steps, returns), own in zip(
+            for (id, examples, state, at, _, round, epochs, steps, returns), own in zip(
                 unit, each, strict=True
             )
         ]

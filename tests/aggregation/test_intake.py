@@ -276,6 +276,28 @@ def test_what_cannot_be_sent_keeps_nothing_else_from_the_workers(tmp_path, caplo
     assert [text for text in said if "workers do not see" in text and ": shown (" in text]
 
 
+class Exchanges(Stressor):
+    """A client has the examples of the one after it."""
+
+    def change_cohort(self, cohort, *, round, context):
+        after = [one.client.train for one in [*cohort[1:], cohort[0]]]
+        return [
+            replace(one, client=replace(one.client, train=train))
+            for one, train in zip(cohort, after, strict=True)
+        ]
+
+
+def test_examples_that_a_stressor_exchanges_are_those_of_a_worker_too(tmp_path):
+    found = []
+    for workers, callbacks in ((1, [Exchanges()]), (2, [Exchanges()]), (2, [])):
+        method = FedAvg(network=SMALL, optimizer=sgd())
+        settings = {"callbacks": callbacks, "workers": workers, "engine": "sequential"}
+        run(method, images(), tmp_path / str(len(found)), max_rounds=2, **settings)
+        found.append(method.server["weights"])
+    assert found[0].equal(found[1])
+    assert not found[1].equal(found[2])
+
+
 class Holds:
     total = 0
 

@@ -247,6 +247,15 @@ def test_a_study_runs_with_what_was_chosen_for_each_method(tmp_path):
     write(tmp_path, study=levels)
     cells = {cell.name: cell.args for cell in Study.read(tmp_path / "study.yaml").cells()}
     assert f"--{LR}=0.7" in cells["Low-clients=many-seed0"]
+    said = f"Where a level of the grid sets `{LR}`, its value counts"
+    assert said not in text
+    for key in (LR, "model.optimizer", f"{LR}.more"):
+        write(tmp_path, study=STUDY.replace("data.num_clients: 9", f"{key}: 0.7"))
+        assert Study.read(tmp_path / "study.yaml").set_by_levels([LR, "other"]) == LR
+    write(tmp_path, study=levels)
+    (with_runs / "study.yaml").write_text(Study.read(tmp_path / "study.yaml").to_yaml())
+    compare("small", tmp_path / "report", tmp_path, overwrite=True)
+    assert said in (tmp_path / "report" / "report.md").read_text()
 
 
 @pytest.mark.slow
@@ -337,9 +346,6 @@ def test_numbers_of_unknown_origin_are_refused(tmp_path):
     write(tmp_path, STUDY + criteria)
     with pytest.raises(InputError, match="whose trials have seed 7 of the study"):
         with_flags(Study.read(tmp_path / "study.yaml"), "decided", 9, None)
-    for key in (LR, "model.optimizer", f"{LR}.more"):
-        own = STUDY.replace("few: {{}}", f"few: {{{{settings: {{{{{key}: 0.3}}}}}}}}")
-        refused(f"tuned: {LR}; a level of the grid sets it", own)
     refused(
         r"search.yaml; the search, or a configuration that it layers, was changed since",
         search=SEARCH.replace("trials: 6", "trials: 60"),
@@ -422,9 +428,6 @@ def test_a_search_that_could_mislead_is_refused(tmp_path):
         write(tmp_path, search=SEARCH.replace(old, new))
         with pytest.raises(InputError, match=f"(?s){said}"):
             Search.read(tmp_path / "search.yaml")
-    write(tmp_path, STUDY.replace("few: {{}}", f"few: {{{{settings: {{{{{LR}: 0.3}}}}}}}}"))
-    with pytest.raises(InputError, match=f"space: {LR}; a level of the grid of small sets it"):
-        Search.read(tmp_path / "search.yaml")
     write(tmp_path)
     tune(tmp_path)
     write(tmp_path, search=SEARCH.replace("trials: 6", "trials: 7"))

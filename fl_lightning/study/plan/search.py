@@ -360,9 +360,6 @@ def _search_of_study(
     record = file.path.parent / (given.record or f"tuned/{study.name}.yaml")
     name = file.name(record.stem, "record")  # several searches of one study have a folder each
     own = {label: _space(file, each, f"space_of.{label}") for label, each in given.space_of.items()}
-    taken = study.set_by_levels({*shared["space"], *(key for each in own.values() for key in each)})
-    rule = f"a level of the grid of {study.name} sets it, and its runs would have that value"
-    file.require(not taken, f"space: {taken}", rule, "leave it out of the space")
     parts = tuple(
         MethodSearch(
             study=name,

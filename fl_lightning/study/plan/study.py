@@ -531,12 +531,6 @@ def _check(file: SpecFile, study: Study) -> None:
         runs = {label: study.runs_hash(label) for label in hashes} if file.find_configs else None
         for _, record in study.tuned.parts:
             record.check(f"{file.path}: ", hashes, study.seed_order, runs)
-            chosen = {key for one in record.chosen.values() for key in one.settings}
-            in_level = study.set_by_levels(chosen)
-            rule = "a level of the grid sets it, and the runs have that value"
-            file.require(
-                not in_level, f"tuned: {in_level}", rule, "leave it out of the search's space"
-            )
     rule, instead = (
         "each is compared with it, and clients hold other examples in a control",
         "leave it out",
