@@ -244,7 +244,7 @@ def _tuned(comparison: Comparison) -> Iterator[str]:
         yield tables.tuned(record).markdown()
         keys = {key for one in record.chosen.values() for key in one.settings}
         if taken := comparison.study.set_by_levels(keys):
-            yield f"Where a level of the grid sets `{taken}`, its value counts in place of this one."
+            yield f"Where a level of the grid sets `{taken}`, its value counts instead."
 
 
 def _how_tuned(record: TunedRecord) -> str:
