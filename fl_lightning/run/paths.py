@@ -23,7 +23,7 @@ def run_and_checkpoints(ckpt_path: str) -> tuple[Path, list[Path]]:
             path.parent.parent,
             [c for c in checkpoints_in(path.parent) if round_of(c) <= round_of(path)],
         )
-        if not path.exists():
+        if not path.exists() or round_of(path) < 0:
             raise InputError(
                 f"--ckpt_path {ckpt_path}",
                 "there is no such checkpoint",

@@ -549,6 +549,8 @@ def test_a_table_with_a_field_that_never_ends_is_read_from_its_copy(wanted, tmp_
 def test_folders_beside_the_checkpoints_are_none(tmp_path):
     run = fit(tmp_path, until=3).run
     shutil.copytree(run.checkpoints / "round_000003", run.checkpoints / "round_mine")
+    with refused("round_mine", "name the run directory"):
+        fit(tmp_path, ckpt_path=str(run.checkpoints / "round_mine"))
     fit(tmp_path, ckpt_path="last", keep_checkpoints=1)
     assert (run.checkpoints / "round_000005").is_dir()
     (run.checkpoints / "round_1000000").mkdir()

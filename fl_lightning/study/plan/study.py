@@ -429,8 +429,8 @@ class Study:
         return runs_hash(configs, self.settings)
 
     def set_by_levels(self, keys: Iterable[str]) -> str:
-        """Return the first of these settings that a level of the grid sets, or a part or the whole
-        of it; empty where there is none."""
+        """Return which of these settings a level of the grid sets, or a part or the whole of, in
+        one line; empty where there is none."""
         levels = [level for axis in self.grid.values() for level in axis.values()]
         own = [f"{key}." for level in levels for key in level.settings]
         parts = ((key, f"{key}.") for key in keys)
@@ -440,7 +440,7 @@ class Study:
             for one in own
             if part.startswith(one) or one.startswith(part)
         )
-        return min(taken, default="")
+        return ", ".join(sorted({*taken}))
 
     def _cell(self, label: str, seed: int, levels: dict[str, str]) -> Cell:
         method = self.methods[label]

@@ -219,8 +219,10 @@ def _judge_no_increase(condition: NoIncrease, evidence: Evidence, interval: Inte
         low, high = interval(differences.to_numpy(), 2 * LEVEL)
         counted = all(quantity.is_count for quantity in condition.quantities)
         decision, reason = _decide_no_increase(condition, differences, low, high, counted)
-    else:
+    elif all(quantity.is_exact for quantity in condition.quantities):
         decision, reason = _counted(int((differences <= 0).sum()), len(differences))
+    else:
+        decision, reason = "undecided", "a difference is infinite"
     of_a, of_limit, of_both = map(_mean, (a, limit, differences))
     low, high = _bounds(differences, interval)
     return Judgement(decision, of_a, of_limit, of_both, low, high, seeds, reason)
