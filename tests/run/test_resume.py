@@ -8,13 +8,13 @@ import json
 import logging
 import os
 import shutil
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from clocked import Loses
 from kill_server import Fading, Remembering
 from outcomes import differences, outcome
 from refusals import refused
@@ -26,7 +26,6 @@ from fl_lightning.conformance.toy import images
 from fl_lightning.conformance.toy import run as toy_run
 from fl_lightning.data import Dirichlet, FederatedImages
 from fl_lightning.errors import InputError, RunStopped
-from fl_lightning.hooks import Stressor
 from fl_lightning.methods import FedAvg
 from fl_lightning.models import SmallCNN
 from fl_lightning.run import checkpoint
@@ -274,15 +273,8 @@ def test_what_may_round_sums_differently_is_named_and_noted(tmp_path, caplog):
     assert {name: after[name] for name in there} == {name: here[name] for name in there}
 
 
-class Loses(Stressor):
-    """No upload of round 2 comes back."""
-
-    def change_cohort(self, cohort, *, round, context):
-        return [replace(one, returns=one.returns and round != 2) for one in cohort]
-
-
 def test_rounds_that_used_no_upload_are_counted_at_the_end(tmp_path):
-    for name, callbacks in (("lost", [Loses()]), ("good", [])):
+    for name, callbacks in (("lost", [Loses({2: {*range(12)}})]), ("good", [])):
         trainer = toy_run(
             FedAvg(network=lambda classes: SmallCNN(classes, width=4), optimizer=sgd(0.05)),
             images(),
