@@ -119,7 +119,8 @@ class Edges(NodeAggregation):
         make = partial(method.next_state, self.add(uploads, weights))
         cloud, made = nodes.next(nodes.mean(), number, entries, make)
         if meets:
-            round.links.extend(self._links(number, uploads, of_edge, weights, cloud))
+            sent = cloud if made else None
+            round.links.extend(self._links(number, uploads, of_edge, weights, sent))
             if made:
                 nodes.put(cloud, dict.fromkeys(nodes.ids, cloud))
             return set() if made else {*uploads}
@@ -134,11 +135,11 @@ class Edges(NodeAggregation):
         uploads: Mapping[int, Payload],
         of_edge: Mapping[int, Sequence[int]],
         weights: Mapping[int, int],
-        cloud: State,
+        cloud: State | None,
     ) -> list[LedgerEntry]:
         """Return the bytes between edges and cloud: exact sums up, 8 bytes a value, and the cloud's
-        state down. Edge 0 is client -1 of the ledger, edge 1 is -2."""
-        down, links = Payload(cloud).nbytes, []
+        state down, if it made one. Edge 0 is client -1 of the ledger, edge 1 is -2."""
+        down, links = 0 if cloud is None else Payload(cloud).nbytes, []
         for edge in self.nodes.ids:
             ids = of_edge.get(edge, ())
             up = nbytes_of(self.add(uploads, {id: weights[id] for id in ids})) if ids else 0

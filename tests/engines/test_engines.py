@@ -141,6 +141,29 @@ def test_what_cannot_be_stacked_is_trained_one_by_one_and_said(method, reason, t
     assert reason in caplog.text
 
 
+class AsksInRoundOne(FedAvg):
+    """Reads a value in the steps of its first round, which no stack can."""
+
+    def training_step(self, batch, batch_idx):
+        outputs = super().training_step(batch, batch_idx)
+        if self.round == 1:
+            outputs["loss"].detach().item()
+        return outputs
+
+
+def test_a_stack_that_failed_before_a_run_was_continued_changes_no_bit(tmp_path):
+    """A process that has seen it fail tries again, as the one does that goes on."""
+    expected, _ = fit(AsksInRoundOne(network=SMALL), tmp_path / "whole", engine="batched")
+    method, begun = AsksInRoundOne(network=SMALL), tmp_path / "begun"
+    run(AsksInRoundOne(network=SMALL), images(), begun, max_rounds=1, engine="batched")
+    (folder,) = (begun / "fl_lightning").iterdir()
+    goes_on = {"ckpt_path": str(folder), "allow_changed": True}
+    run(method, images(), begun, max_rounds=2, engine="batched", **goes_on)
+    assert same(expected, method.server)
+    alone, _ = fit(AsksInRoundOne(network=SMALL), tmp_path / "alone", engine="sequential")
+    assert not same(expected, alone)
+
+
 class Dies(FedAvg):
     def upload(self, client):
         if client.id == 3 and os.getpid() != PARENT:

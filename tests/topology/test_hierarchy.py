@@ -73,6 +73,7 @@ def test_edges_that_meet_and_cannot_make_a_model_keep_their_own(monkeypatch):
     _, entries = tiers.exchange(local=normal(5, seed=3))
     near(tiers.vectors, start)
     assert {entry.status for entry in entries if entry.client >= 0} == {"lost"}
+    assert all(edge.upload > 0 and edge.download == 0 for edge in entries[5:])
 
 
 def test_both_links_are_in_the_ledger():

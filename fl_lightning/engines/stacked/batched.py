@@ -119,14 +119,18 @@ class BatchedEngine(Engine):
 
     def train_unit(self, tasks: Sequence[ClientTask]) -> list[ClientResult]:
         """Train clients as one stack for each kind among them, or one by one where that cannot be,
-        which is logged once."""
-        if not self.reason:
-            try:
-                with one_thread(self.fabric.device):
-                    return self._train_stacks(tasks)
-            except CannotStackError as reason:
-                self.reason = str(reason)
+        which is logged once.
+
+        Each stack is tried, whatever became of others: who is trained as one depends on neither the
+        process nor where a run was continued.
+        """
+        try:
+            with one_thread(self.fabric.device):
+                return self._train_stacks(tasks)
+        except CannotStackError as reason:
+            if not self.reason:
                 log.warning("clients are trained one by one, not batched: %s", reason)
+            self.reason = str(reason)
         return list(self.one_by_one.train(tasks))
 
     def _train_stacks(self, tasks: Sequence[ClientTask]) -> list[ClientResult]:
