@@ -235,17 +235,16 @@ class FederatedTrainer(RunViews):
             RunStopped: a process was lost, the run directory cannot be written any more, or no
                 upload ever counted.
         """
+        self._take(method, data, seed)
         if dry_run:
-            self._take(method, data, seed)
             return self._forecast(method, data)
         with (
             deterministic(self.deterministic),
             generators_kept(),
             self.interrupts,
             self.log_file,
-            trial_run(self, ckpt_path),
+            trial_run(self, method, ckpt_path),
         ):
-            self._take(method, data, seed)
             outside = launched_from_outside(self.fabric)
             if outside:
                 join(self.fabric)

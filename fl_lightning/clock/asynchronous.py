@@ -11,7 +11,7 @@ import logging
 import math
 from abc import abstractmethod
 from bisect import insort
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -196,6 +196,21 @@ class FedAsync(Asynchronous):
     ) -> Tensor:
         share = self.alpha * self.staleness.checked(versions)
         return _float64(now).mul_(1 - share).add_(_float64(upload).mul_(share)).to(upload.dtype)
+
+
+def forget_flights(states: dict[int, dict[str, Tensor]], flying: Container[int]) -> None:
+    """Forget uploads on their way of which a run knows nothing: other rounds have left them.
+
+    Args:
+        states: what clients keep, by id; brought up to date.
+        flying: the clients whose upload is on its way.
+    """
+    for id in [id for id in states if id not in flying]:
+        left = {name: kept for name, kept in states[id].items() if name not in IN_FLIGHT}
+        if len(left) < len(states[id]):
+            states.pop(id)
+            if left:
+                states[id] = left
 
 
 def _float64(vector: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ class Rounds(Recorded, ABC):
     """Whether virtual time decides whose uploads are used, and when."""
     has_versions: bool = False
     """Whether a round is a version of the model, and clients start at any time."""
+    fewest: int = 1  # uploads that a round needs
 
     def invited(self, cohort: int) -> int:
         """Return how many clients are asked where ``cohort`` are wanted."""
@@ -158,6 +159,10 @@ class Deadline(Rounds):
         least: Annotated[int, at_least(1)] = 1,
     ) -> None:
         self.seconds, self.least = seconds, least
+
+    @property
+    def fewest(self) -> int:  # type: ignore[override]
+        return self.least
 
     def patience(self, cohort: int) -> tuple[float, float]:
         return self.seconds, math.inf

@@ -10,7 +10,7 @@ from typing import Any
 
 from fl_lightning.aggregation.base import Receipt
 from fl_lightning.aggregation.intake import Uploads
-from fl_lightning.clock.asynchronous import IN_FLIGHT, Asynchronous, Flight, Flights
+from fl_lightning.clock.asynchronous import Asynchronous, Flight, Flights
 from fl_lightning.clock.clock import Clock
 from fl_lightning.clock.devices import DeviceTable
 from fl_lightning.clock.reach import Reach
@@ -56,19 +56,6 @@ class Timing(Meter):
         self.clock.reached.check(context.seed, context.data.active)
         if isinstance(self.clock.devices, DeviceTable):
             self.clock.devices.check([int(client) for client in context.data.active])
-
-    def on_setup(self, context: Any) -> None:
-        """Forget uploads on their way of which this run knows nothing: other rounds have left
-        them."""
-        known = self.in_flight
-        for id in [id for id in context.states if id not in known]:
-            left = {
-                name: kept for name, kept in context.states[id].items() if name not in IN_FLIGHT
-            }
-            if len(left) < len(context.states[id]):
-                context.states.pop(id)
-                if left:
-                    context.states[id] = left
 
     @property
     def in_flight(self) -> set[int]:

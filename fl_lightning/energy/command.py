@@ -86,6 +86,13 @@ def energy(
                 "it is of a measurement, and a table that is read has its own",
                 "add --calibrate true, or name a table",
             )
+        usual = signature(energy).parameters["network"].default
+        require(
+            table is None or network == usual,
+            f"--table {table} with --network {network}",
+            "a table has its own network",
+            "leave one out",
+        )
         print_table(read_table(table) if table else shipped_table(network), console)
         return
     require(

@@ -127,7 +127,11 @@ def _require_form(document: Any, given: str) -> None:
 def _removal(value: object) -> Removal:
     try:
         removal = Removal(**value)  # type: ignore[arg-type]
-        valid = removal.first >= 1 and (removal.last is None or removal.last >= removal.first)
+        valid = (
+            isinstance(removal.group, str)
+            and removal.first >= 1
+            and (removal.last is None or removal.last >= removal.first)
+        )
     except TypeError:
         valid = False
     require(valid, f"removed: {value}", "it has group, option, first and last", "calibrate again")

@@ -206,7 +206,7 @@ class HESTLadder(Method):
             f"it tries all subsets of at most {MOST_ENUMERATED} branches",
             "write --model.search elimination",
         )
-        self.has_said_no_ladder = False
+        self.has_said_no_ladder: set[bool] = set()
         self.layout = Layout.of(self.network)
         self.start_server()
         self.server |= self.plan.start(branches)
@@ -430,14 +430,23 @@ class HESTLadder(Method):
 
     def _say_no_ladder(self) -> None:
         last = self.plan.first_ladder - 1
-        if self.has_said_no_ladder or self.round >= last or min(self.budget_shares) >= 1:
+        over = self.round > last
+        if over in self.has_said_no_ladder or min(self.budget_shares) >= 1:
             return
-        self.has_said_no_ladder = True
-        log.warning(
-            "no ladder is known before the end of round %d: until then all sequences under a budget below 1 "
-            "are refused, and their perplexity is that of a guess",
-            last,
-        )
+        if not over and self.round < last:
+            log.warning(
+                "no ladder is known before the end of round %d: until then all sequences under a "
+                "budget below 1 are refused, and their perplexity is that of a guess",
+                last,
+            )
+        elif over and bool(self.server["ladder"].all()):
+            log.warning(
+                "the ladder leaves no branch out: its rounds, up to %d, were void, or no budget asks for it",
+                last,
+            )
+        else:
+            return
+        self.has_said_no_ladder.add(over)
 
 
 def kept_price(client: Client | None) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from fl_lightning.clock.asynchronous import forget_flights
 from fl_lightning.config.recorded import arguments_of
 from fl_lightning.distributed.launch import start_others, stop_others
 from fl_lightning.engines import Engine, spread_states
@@ -106,6 +107,7 @@ class RunSession:
         of this process hold.
         """
         shared = self.fed.timing.in_flight if self.fed.timing else ()
+        forget_flights(self.fed.states, shared)
         spread_states(self.fed.states, self.fed.holders, shared)
         engine = self.make_engine(self.fed)
         running.callback(engine.close)

@@ -13,10 +13,11 @@ from typing import Any, Protocol
 from fl_lightning.client import Assignment
 from fl_lightning.errors import InputError
 from fl_lightning.hooks import Context, Meter, Stressor
+from fl_lightning.methods import Method
 
 log = logging.getLogger("fl_lightning")
 
-MAX_CLIENTS = 2
+MIN_CLIENTS = 2
 ONE_STEP_SHARE = 1e-9  # share of a client's local steps; every client makes at least one
 
 
@@ -35,10 +36,16 @@ class TrialSettings(Protocol):
 
 
 class FewClients(Stressor, Meter):
-    """A stressor that leaves a cohort ``MAX_CLIENTS`` clients with one local step each.
+    """A stressor that leaves a cohort its first clients, with one local step each.
 
     Clients that train and return their upload are preferred.
+
+    Args:
+        count: how many are left.
     """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
 
     def change_cohort(
         self, cohort: list[Assignment], *, round: int, context: Context
@@ -48,17 +55,17 @@ class FewClients(Stressor, Meter):
         ] or cohort
         return [
             replace(one, work=ONE_STEP_SHARE, trains=True, returns=True, leaves_before="")
-            for one in training[:MAX_CLIENTS]
+            for one in training[: self.count]
         ]
 
 
 @contextmanager
-def trial_run(trainer: TrialSettings, ckpt_path: str | None) -> Iterator[None]:
+def trial_run(trainer: TrialSettings, method: Method, ckpt_path: str | None) -> Iterator[None]:
     """Return a context that makes a small trial run of a trainer whose ``fast_dev_run`` is not 0.
 
-    In it the trainer has ``fast_dev_run`` rounds, few clients, no loggers and a temporary run
-    directory; after it the trainer has its own settings again. Without ``fast_dev_run`` the context
-    changes nothing.
+    In it the trainer has ``fast_dev_run`` rounds, two clients or as many as a round needs, no
+    loggers and a temporary run directory; after it the trainer has its own settings again. Without
+    ``fast_dev_run`` the context changes nothing.
 
     Raises:
         InputError: a run is to be continued.
@@ -85,9 +92,10 @@ def trial_run(trainer: TrialSettings, ckpt_path: str | None) -> Iterator[None]:
     before = {name: getattr(trainer, name) for name in names}
     trainer.logger, trainer.auto_resume = False, False
     trainer.max_rounds, trainer.eval_every, trainer.checkpoint_every = rounds, 1, 0
-    trainer.callbacks = [*trainer.callbacks, FewClients()]
-    if trainer.parts.timing is not None:
-        trainer.parts.timing.most_clients = MAX_CLIENTS
+    timing, count = trainer.parts.timing, max(MIN_CLIENTS, method.average.fewest)
+    if timing is not None:
+        count = timing.most_clients = max(count, timing.rounds.fewest)
+    trainer.callbacks = [*trainer.callbacks, FewClients(count)]
     try:
         with TemporaryDirectory(prefix="fl_lightning_") as folder:
             trainer.root = Path(folder)
@@ -95,9 +103,9 @@ def trial_run(trainer: TrialSettings, ckpt_path: str | None) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(trainer, name, value)
-        if trainer.parts.timing is not None:
-            trainer.parts.timing.most_clients = None
-    clients = f"at most {MAX_CLIENTS} clients with one local step each"
+        if timing is not None:
+            timing.most_clients = None
+    clients = f"at most {count} clients with one local step each"
     log.info(
         "fast_dev_run: everything ran: %d round%s of %s; nothing was kept",
         rounds,

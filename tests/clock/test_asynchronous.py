@@ -35,7 +35,7 @@ from fl_lightning.clock import (
     Polynomial,
     SameDevice,
 )
-from fl_lightning.clock.asynchronous import Flights
+from fl_lightning.clock.asynchronous import IN_FLIGHT, Flights
 from fl_lightning.clock.trained import Trained
 from fl_lightning.conformance.toy import LR, images, trainer_in
 from fl_lightning.hooks import Meter, Stressor
@@ -249,6 +249,19 @@ def test_other_rounds_leave_nothing_on_its_way(tmp_path):
             tmp_path, rounds=rounds, max_rounds=max_rounds, ckpt_path=where, **settings
         )
     assert len(rows(trainer, "metrics.csv")) == 6
+
+
+def test_a_run_that_goes_on_without_a_clock_has_nothing_on_its_way(tmp_path):
+    trainer = trained(
+        tmp_path, rounds=FedBuff(4, 2), max_rounds=2, clock=Clock(devices=LogNormalDevices())
+    )
+    assert trainer.parts.timing.in_flight
+    begun = str(trainer.run_dir)
+    trainer = trained(tmp_path, max_rounds=3, ckpt_path=begun, allow_changed=True)
+    (checkpoint,) = trainer.run_dir.glob("checkpoints/round_*3*")
+    files = [file.read_bytes() for file in checkpoint.rglob("*") if file.is_file()]
+    assert files
+    assert not any(name.encode() in file for name in IN_FLIGHT for file in files)
 
 
 @pytest.mark.parametrize(("buffer", "few"), [(4, True), (3, False)])

@@ -108,6 +108,13 @@ def test_of_branches_that_cost_no_loss_the_dearest_goes_first():
     assert next_mask(~FREE, losses, costs, FREE)[1] == 1
 
 
+def test_a_branch_that_costs_nothing_leaves_the_protected_ones_alone():
+    costs = torch.tensor([1.0, 3.0, 2.0, 1.0, 0.0, 0.0]).double()
+    losses = torch.tensor([0.5, 0.5, 0.5, 0.5, 0.5, 0.6, 0.5])
+    protected = torch.tensor([True, True, True, True, False, False])
+    assert next_mask(~FREE, losses, costs, protected)[1] == 5
+
+
 def test_protected_branches_are_those_of_large_losses():
     """By hand, the losses of the prototype: ppl 80, 263, 4.8, 1.7, 5.0, 1.45, 25 and 3.7 leave
     three."""

@@ -305,6 +305,29 @@ def test_a_step_each_and_no_run_to_continue(tmp_path, monkeypatch, capsys):
         assert capsys.readouterr().err.count("\n") == 1
 
 
+CLOCK = ["--trainer.clock.devices", "LogNormalDevices"]
+DEADLINE = ["--trainer.rounds.seconds", "100", "--trainer.rounds.least", "3"]
+
+
+@pytest.mark.parametrize(
+    ("needs", "fewest"),
+    [
+        (["--model.average", "MultiKrum"], 5),
+        ([*CLOCK, "--trainer.rounds", "Deadline", *DEADLINE], 3),
+    ],
+    ids=["average", "deadline"],
+)
+def test_a_trial_run_has_as_many_clients_as_a_round_needs(needs, fewest, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    seen = []
+    monkeypatch.setattr(
+        EarlyStopping, "on_round_end", lambda self, record, context: seen.append(record.metrics)
+    )
+    few = ["--trainer.participation", "1", "--trainer.callbacks+=EarlyStopping"]
+    assert main([*SMALL, *few, *needs, "--trainer.fast_dev_run", "true"]) == 0
+    assert [metrics["clients/trained"] for metrics in seen] == [fewest]
+
+
 def test_what_fails_while_it_is_tried_out_leaves_nothing_either(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     method = make("FedAvg")

@@ -203,6 +203,22 @@ def test_other_searches_make_a_ladder_that_fits(search, tmp_path):
     assert found["energy/refused"] == found["energy/over_budget"] == 0
 
 
+def test_a_ladder_whose_rounds_were_void_is_said(caplog):
+    for round in (4, 5, 6):
+        method, data = built_ladder(search="enumeration", round=round)
+        method.deploy(data.client(0))
+        method.deploy(data.client(1))
+        assert caplog.text.count("leaves no branch out") == max(0, round - 4)
+
+
+def test_a_level_whose_round_was_void_leaves_the_whole_network_its_loss():
+    method, _ = built_ladder(round=4)
+    losses = torch.tensor([1.5, 1.8, 1.9, 1.6, 1.7])
+    known = method.server | {"protected": torch.zeros(4)}
+    found = method.plan.next_entries(known, losses, 4, method.budgeted, method.stream("x"))
+    assert found["ladder_losses"].tolist() == pytest.approx([1.5, 1.5, 1.6])
+
+
 def test_enumeration_takes_the_best_of_all_subsets():
     method, _ = built_ladder(search="enumeration", budget=[0.8, 0.5], round=4)
     assert method.searches

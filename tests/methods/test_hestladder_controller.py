@@ -81,6 +81,16 @@ def test_writing_an_answer_is_reading_it(controller, phase):
     assert any(several) == (controller == "step")
 
 
+def test_a_prompt_that_can_be_read_whole_is_read_whole():
+    """Also where the budget would pay for an answer of all branches, which nothing wishes for."""
+    network, data = deciding("sequence", bias=[-1.0, -2.0], budget=1.2, phase="answer")
+    inputs, target = some(data)
+    options, _ = network.options_of(inputs, target)
+    assert (options[:, 0] == 2).all()
+    ends = Lengths.of(target, inputs["input_ids"].shape[1]).prompts
+    assert (options[torch.arange(len(options)), ends] == torch.tensor([2, 2, 0, 0])).all()
+
+
 @pytest.mark.parametrize(("controller", "each"), [("sequence", False), ("step", True)])
 def test_decisions_cost_joules_by_hand(controller, each):
     """Where all tokens wish for the last level, a decision a sequence or a token is all that is

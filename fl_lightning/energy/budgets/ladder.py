@@ -100,8 +100,8 @@ def next_mask(mask: Tensor, losses: Tensor, costs: Tensor, protected: Tensor) ->
     if not bool(free.any()):
         return mask, -1
     more = (losses[1:].double() - float(losses[0])).clamp_min(0)
-    price = (more / costs.double()).masked_fill(~free, torch.inf)
-    best = price == price.min()
+    price = more / costs.double().clamp_min(1e-300)  # one may cost nothing
+    best = free & (price == price[free].min())
     branch = int(costs.double().masked_fill(~best, -torch.inf).argmax())
     return without(mask, branch), branch
 

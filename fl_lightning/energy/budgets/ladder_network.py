@@ -139,7 +139,8 @@ class LadderNetwork(BudgetKeeper):
         scores = self.scores()(prompt_states(states, lengths.prompts)).cpu()
         dearer = torch.arange(len(self.levels)) < later.unsqueeze(1)  # costs fall with the level
         chosen = scores.masked_fill(dearer, torch.inf).argmin(-1)
-        return torch.where(prompt == later, chosen, prompt), chosen
+        whole = (prompt == 0) & self.full_prompt
+        return torch.where(whole, prompt, chosen), chosen
 
     @torch.no_grad()
     def _chosen(self, ledger: LevelLedger, lengths: Lengths, embedded: Tensor) -> Tensor:

@@ -226,8 +226,8 @@ class LadderSearch:
         ladder, of_levels = known["ladder"].clone(), known["ladder_losses"].clone()
         ladder[level:] = mask.to(torch.uint8)
         if losses is not None:
-            if level == 1:
-                of_levels[0] = losses[0]
+            if bool(known["ladder"][-1].all()):
+                of_levels[:level][of_levels[:level] == 0] = losses[0]
             of_levels[level:] = _loss_without(left_out, losses)
         return {"ladder": ladder, "ladder_losses": of_levels}
 
