@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from callbacks.figures.drawing import Every, own_copy, student_and_teacher
 from callbacks.figures.figure_meter import FigureMeter
@@ -24,6 +23,7 @@ from fl_lightning.errors import require
 from fl_lightning.figures import BLUE, RED, legend_outside, new_axes
 from fl_lightning.hooks import Context
 from fl_lightning.rng import stream
+from fl_lightning.tasks import Task
 from fl_lightning.wire import Layout
 
 if TYPE_CHECKING:
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class LossLandscape(FigureMeter):
-    """Draws ``figures/loss_landscape``: the test loss of student and teacher along the same one or
-    two directions.
+    """Draws ``figures/loss_landscape``: the test loss of student and teacher, as the task has it,
+    along the same one or two directions.
 
-    Two forward passes of ``examples`` images for each of ``points`` ** ``dimensions`` points:
+    Two forward passes of ``examples`` examples for each of ``points`` ** ``dimensions`` points:
     seconds for a small network, minutes for a large one on a CPU. Methods whose clients have
     networks of their own have no such pair: the meter says so and is idle.
 
@@ -43,7 +43,7 @@ class LossLandscape(FigureMeter):
         points: along each direction, odd so that the weights themselves are one of them, at least
             3.
         span: how far to go each way, in norms of the weights, above 0.
-        examples: test images at most, drawn by the run's seed, at least 1.
+        examples: test examples at most, drawn by the run's seed, at least 1.
         every: rounds between figures; 0: only at the end.
     """
 
@@ -56,7 +56,7 @@ class LossLandscape(FigureMeter):
         dimensions: Annotated[int, within("[1, 2]", "a slice has 1 or 2", 2)] = 2,
         points: int = 11,
         span: Annotated[float, within("(0, inf)", "above 0 and finite", 1)] = 1.0,
-        examples: Annotated[int, within("[1, inf)", "test images, 1 or more", 500)] = 500,
+        examples: Annotated[int, within("[1, inf)", "test examples, 1 or more", 500)] = 500,
         every: Every = 0,
     ) -> None:
         name = type(self).__name__
@@ -74,8 +74,10 @@ class LossLandscape(FigureMeter):
 
     def figure(self, context: Context) -> Figure:
         steps = np.linspace(-self.span, self.span, self.points)
-        losses, images = self._losses(context, steps)
-        title = f"Test loss around the weights of round {context.method.round} ({images} images)"
+        losses, examples = self._losses(context, steps)
+        title = (
+            f"Test loss around the weights of round {context.method.round} ({examples} examples)"
+        )
         return (
             contour_figure(steps, losses, title)
             if self.dimensions == 2
@@ -84,7 +86,7 @@ class LossLandscape(FigureMeter):
 
     def _losses(self, context: Context, steps: np.ndarray) -> tuple[dict[str, np.ndarray], int]:
         """Return the loss of each network at every point of the slice, ``[points]`` or ``[points,
-        points]`` (b, a); number of images."""
+        points]`` (b, a); number of examples."""
         method, data, total = own_copy(context), context.data, len(context.data.test_target)
         index = np.sort(
             stream(context.seed, "landscape_images").choice(
@@ -109,7 +111,8 @@ class LossLandscape(FigureMeter):
             )
             method.server = {**method.server, "weights": weights}
             for name, network in student_and_teacher(method).items():
-                losses.setdefault(name, np.empty(grid.shape[:-1]))[place] = loss(network, batches)
+                found = losses.setdefault(name, np.empty(grid.shape[:-1]))
+                found[place] = loss(network, batches, data.task)
         return losses, len(index)
 
 
@@ -131,13 +134,11 @@ def filter_normalised(
 
 
 @torch.no_grad()
-def loss(network: nn.Module, batches: list[tuple[Any, Tensor]]) -> float:
-    """Return the mean cross-entropy, in nats."""
-    total = sum(
-        float(F.cross_entropy(network(inputs).double(), target, reduction="sum"))
-        for inputs, target in batches
-    )
-    return total / sum(len(target) for _, target in batches)
+def loss(network: nn.Module, batches: list[tuple[Any, Tensor]], task: Task) -> float:
+    """Return the mean loss of a task."""
+    sums = [task.sums(network(inputs), target)["loss"] for inputs, target in batches]
+    total, weight = (sum(map(float, each)) for each in zip(*sums, strict=True))
+    return total / weight
 
 
 def contour_figure(steps: np.ndarray, losses: dict[str, np.ndarray], title: str) -> Figure:

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from callbacks.figures.figure_meter import FigureMeter
-from fl_lightning.client import Client
 from fl_lightning.evaluation import evaluation_mode
 from fl_lightning.figures import (
     BLUE,
@@ -47,22 +46,13 @@ class OptionFigure(FigureMeter):
     instead = "write --model HEST, or leave it out"
     empty: ClassVar = {"prices": [], "rounds": [], "joules": [], "high": []}
 
-    first: Client | None = None
-    """The first client, as it was left by its last round."""
-
     def applies_to(self, context: Context) -> bool:
         return self.name in context.method.shows
-
-    def on_check(self, context: Context) -> None:
-        super().on_check(context)
-        self.first = None
 
     def on_cohort(self, cohort: list[Any], round: int, context: Context) -> None:
         self.prices: dict[int, float] = {}
 
     def on_client_end(self, client: Any, round: int, context: Context) -> None:
-        if client.id == 0:
-            self.first = client
         if self.applies and "price" in client.state:
             self.prices[client.id] = float(client.state["price"])
 
@@ -81,9 +71,9 @@ class OptionFigure(FigureMeter):
             self.seen["high"].append(record.metrics["energy/joules_high"])
         super().on_round_end(record, context)
 
-    def figure(self, context: Context) -> Figure:
+    def figure(self, context: Any) -> Figure:
         method, data = context.method, context.data
-        client = self.first or data.client(0)
+        client = data.client(0, context.states.get(0))
         index = torch.arange(min(SEQUENCES, len(data.test_target)), device=data.device)
         target = data.test_target[index]
         with evaluation_mode(method.deploy(client)):

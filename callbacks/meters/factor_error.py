@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fl_lightning.aggregation.average import Average
+from fl_lightning.aggregation.server import SummingServer
 from fl_lightning.client import Client
+from fl_lightning.config.overriding import overrides
 from fl_lightning.distributed.collectives import gather_parts
 from fl_lightning.errors import InputError
 from fl_lightning.hooks import Context, Meter, RoundRecord, Stressor
@@ -15,6 +19,7 @@ from fl_lightning.methods import Method
 from fl_lightning.methods.experts.merging import AdapterSpace
 from fl_lightning.models.language.experts import factors_of
 from fl_lightning.models.tensors import tensors_of
+from fl_lightning.topology.exchange import NodeAggregation
 from fl_lightning.wire import Payload
 
 
@@ -34,18 +39,12 @@ class FactorError(Stressor, Meter):
         self._uploads: dict[str, Tensor] = {}
 
     def on_check(self, context: Context) -> None:
-        secure = context.aggregation.masks is not None
-        if secure or not context.method.is_sum:
-            why = f"{type(context.method).__name__} takes no mean"
-            if context.method.adapters.name:
-                why = "the rule of adapter_average measures what it loses"
-            why = "a secure sum shows no upload" if secure else why
+        if why := _other_mean(context):
             raise InputError(
                 "callbacks.FactorError",
                 f"it compares the mean of uploads, and {why}",
                 "leave it out",
             )
-
         rounds = context.timing and context.timing.rounds
         if rounds and rounds.has_versions:
             raise InputError(
@@ -72,12 +71,14 @@ class FactorError(Stressor, Meter):
         fed: Any = context
         entries = (one for one in fed.ledger.entries if one.round == record.round)
         counted = {str(one.client) for one in entries if one.status == "trained"}
-        by_slot: dict[str, list[Tensor]] = {}
+        by_slot: dict[str, dict[int, Tensor]] = {}
         for name in sorted(everybody):  # in one order whatever process trained whom
             slot, _, id = name.partition("/")
             if id in counted:
-                by_slot.setdefault(slot, []).append(everybody[name])
-        squares = [self._space.factor_error(*_weighted(rows)) for rows in by_slot.values()]
+                by_slot.setdefault(slot, {})[int(id)] = everybody[name]
+        squares = [
+            self._space.factor_error(*_weighted(rows, context.method)) for rows in by_slot.values()
+        ]
         whole = sum(square for _, square in squares)
         if whole > 0:
             record.metrics["average/factor_error"] = (
@@ -85,9 +86,31 @@ class FactorError(Stressor, Meter):
             ) ** 0.5
 
 
-def _weighted(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-    stacked = torch.stack(rows)
-    return stacked[:, 1:], stacked[:, 0] / stacked[:, 0].sum()
+def _other_mean(context: Context) -> str:
+    """Return why the server takes no mean of what clients send, by their weights; empty: it
+    does."""
+    method, average = context.method, context.method.average
+    if context.aggregation.masks is not None:
+        return "a secure sum shows no upload"
+    if not method.is_sum:
+        named = "the rule of adapter_average measures what it loses"
+        return named if method.adapters.name else f"{type(method).__name__} takes no mean"
+    if overrides(average, Average, "bounded"):
+        return f"{type(average).__name__} takes one of what it makes of each"
+    if isinstance(context.aggregation, NodeAggregation):
+        return "each node of a topology has its own"
+    one_mean = "weights" in method.server or overrides(method, SummingServer, "averaged")
+    return "" if one_mean else f"{type(method).__name__} has one for each group of clients"
+
+
+def _weighted(rows: Mapping[int, Tensor], method: Method) -> tuple[Tensor, Tensor]:
+    """Return vectors ``[K, P]`` and their shares ``[K]``, of what was kept of each client."""
+    stacked = torch.stack([*rows.values()])
+    weights = stacked[:, 0]
+    if method.max_share < 1:
+        bounded = method.bounded_weights({id: int(row[0]) for id, row in rows.items()})
+        weights = torch.tensor([bounded[id] for id in rows], dtype=torch.float64)
+    return stacked[:, 1:], weights / weights.sum()
 
 
 def adapter_space(method: Method) -> AdapterSpace:

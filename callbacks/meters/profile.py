@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +14,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from callbacks.figures.drawing import never_fatal
 from fl_lightning.config.constraints import within
 from fl_lightning.hooks import Context, Meter, RoundRecord
+
+log = logging.getLogger("fl_lightning")
 
 
 class Profile(Meter):
@@ -39,6 +42,14 @@ class Profile(Meter):
         self._profiler: Any = None
         self._label: Any = None
         self._first = self._last = 0
+
+    def on_check(self, context: Context) -> None:
+        if self.start > context.max_rounds:
+            log.warning(
+                "Profile(start=%d) in a run of %d rounds; it profiles none; write an earlier start",
+                self.start,
+                context.max_rounds,
+            )
 
     def on_round_start(self, round: int, context: Context) -> None:
         if getattr(rank_zero_only, "rank", 0) or not self.start <= round < self.start + self.rounds:

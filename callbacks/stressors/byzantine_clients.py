@@ -177,6 +177,8 @@ class ByzantineClients(Stressor):
     ) -> Tensor:
         if round < self.round or client.id not in self.attackers(context):
             return labels
+        if labels.is_floating_point():  # shares of the classes
+            return labels.flip(1)
         return context.data.num_classes - 1 - labels
 
     def _attack_together(

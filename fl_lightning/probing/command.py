@@ -22,6 +22,7 @@ from fl_lightning.config.recorded import imported
 from fl_lightning.config.settings import changed_settings, flatten, is_under, settings_hash
 from fl_lightning.errors import InputError, RunStopped, as_bad_input, error_reason, require
 from fl_lightning.federation import Federation, weights_hash
+from fl_lightning.hooks import Stressor
 from fl_lightning.probing import Finding, ProbedModel, probe, select_probes
 from fl_lightning.probing.probed_model import Protection
 from fl_lightning.run.checkpoint import CheckpointError
@@ -223,7 +224,8 @@ def load_model(
         log.warning(
             "this is not the configuration that it was trained with: %s", ", ".join(changed)
         )
-    fed.callbacks = ()  # callbacks are for training only
+    tuned = fed.method.finetuner is not None  # on labels that stressors change
+    fed.callbacks = tuple(one for one in fed.callbacks if tuned and isinstance(one, Stressor))
     done = restore(fed, checkpoint)
     fed.method.round = done.round
     entries = _entries_until(run, done.round)

@@ -88,6 +88,8 @@ def corruptions(subject: ProbedModel) -> Finding:
         folder = Path(data.root) / "frost"
         photographs = frost_photographs(folder)
         frost = f"photographs in {folder}" if photographs else "drawn"
+        if any(min(one.shape[:2]) <= data.side for one in photographs):
+            photographs, frost = [], f"drawn, since photographs in {folder} are not larger"
         details = {
             "severity": SEVERITY,
             "source": "generated",

@@ -70,5 +70,9 @@ class Classification(Task):
         offset = rng.integers(1, num_outputs, size=len(where))  # 1 .. C - 1: never the same class
         index = torch.from_numpy(where).to(target.device)
         wrong = target.clone()
+        if target.is_floating_point():  # shares of the classes, as a stressor made them
+            moved = torch.arange(num_outputs) - torch.from_numpy(offset).unsqueeze(1)
+            wrong[index] = target[index].gather(1, (moved % num_outputs).to(target.device))
+            return wrong
         wrong[index] = (target[index] + torch.from_numpy(offset).to(target)) % num_outputs
         return wrong

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import posixpath
 import re
 import sqlite3
 from bisect import bisect_left
@@ -46,6 +47,7 @@ ENVIRONMENT = {
 }
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_/. -]+")
+_NOT_IN_KEYS = re.compile(r"[^\w/.: -]+")
 
 
 class Round(NamedTuple):
@@ -326,15 +328,15 @@ def log_settings(
 
     there = client.get_run(run_id).data
     known = there.params
-    cut = {
-        key[:MAX_KEY_CHARACTERS]: _cut(value, MAX_PARAM_CHARACTERS) for key, value in params.items()
-    }
+    cut = {_key(key): _cut(value, MAX_PARAM_CHARACTERS) for key, value in params.items()}
     changed = {
-        f"changed.{key}"[:MAX_KEY_CHARACTERS]: value
+        _key(f"changed.{key}"): value
         for key, value in cut.items()
         if known.get(key, value) != value
     }
-    marks = {key: _cut(value, MAX_TAG_CHARACTERS) for key, value in {**tags, **changed}.items()}
+    marks = {
+        _key(key): _cut(value, MAX_TAG_CHARACTERS) for key, value in {**tags, **changed}.items()
+    }
     log_batches(
         client, run_id, params=[Param(key, value) for key, value in cut.items() if key not in known]
     )
@@ -342,6 +344,21 @@ def log_settings(
     for key in there.tags:
         if key.startswith("changed.") and key not in marks:
             client.delete_tag(run_id, key)
+
+
+def metric_name(name: str) -> str:
+    """Return the name of a metric as MLflow takes it: all other characters go."""
+    return _NOT_IN_NAMES.sub("", name)
+
+
+def _key(name: str) -> str:
+    """Return the name of a parameter or a tag as MLflow takes it: it is a path in its shortest form.
+
+    >>> _key("lr(max)"), _key("../a//b"), _key("%")
+    ('lrmax', 'a/b', '_')
+    """
+    path = posixpath.normpath("/" + _NOT_IN_KEYS.sub("", name)).lstrip("/")
+    return path[:MAX_KEY_CHARACTERS] or "_"
 
 
 def _cut(value: str, length: int) -> str:
@@ -395,7 +412,7 @@ def log_rounds(
         # Lightning skips texts as well
         numbers = {key: value for key, value in named.items() if not isinstance(value, str)}
         row = [
-            Metric(_NOT_IN_NAMES.sub("", key), value, round.time, round.step)
+            Metric(metric_name(key), value, round.time, round.step)
             for key, value in numbers.items()
         ]
         row = [metric for metric in row if round.step not in known.get(metric.key, ())]

@@ -34,6 +34,7 @@ from fl_lightning.tracking.mlflow_store import (
     is_mlflow,
     log_batches,
     loggers_of,
+    metric_name,
     open_run,
     reason,
 )
@@ -178,6 +179,7 @@ def _add(
     from mlflow.entities import Metric
 
     known = client.get_run(run_id).data.metrics
+    metrics = {metric_name(name): value for name, value in metrics.items()}
     there = {
         name
         for name in metrics

@@ -17,7 +17,14 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from callbacks import Calibration, LabelNoise, PartitionFigure, ProgressBar, StragglerDropout
+from callbacks import (
+    ByzantineClients,
+    Calibration,
+    LabelNoise,
+    PartitionFigure,
+    ProgressBar,
+    StragglerDropout,
+)
 from callbacks.figures.partition_figure import partition_figure
 from fl_lightning.client import Assignment, Client
 from fl_lightning.errors import InputError
@@ -98,6 +105,20 @@ def flips(changed: dict[int, list[int]]) -> dict[int, int]:
         for k, new in changed.items()
     }
     return {k: count for k, count in counts.items() if count}
+
+
+def test_shares_of_classes_are_changed_as_the_classes_are() -> None:
+    """What a stressor before made of labels that are sure is what it makes of the labels."""
+    context = FakeContext()
+    client, labels = context.data.client(0), context.data.labels(0)
+    shares = torch.nn.functional.one_hot(labels, 10).float()
+    stressors = [LabelNoise(1, 1.0, 0.5), ByzantineClients(1.0, "label_flip")]
+    for stressor in stressors:
+        given = {"client": client, "round": 1, "context": context}
+        changed = stressor.change_labels(labels, **given)
+        assert not torch.equal(changed, labels)
+        assert torch.equal(stressor.change_labels(shares, **given).argmax(1), changed)
+        assert torch.equal(stressor.change_labels(shares, **given).sum(1), torch.ones(len(labels)))
 
 
 @pytest.mark.usefixtures("poisoned")

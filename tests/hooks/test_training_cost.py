@@ -306,6 +306,12 @@ def test_a_run_that_ends_early_has_its_profile(tmp_path):
         assert (trainer.run_dir / "figures" / f"profile_rounds_0001_{last:04d}.json").is_file()
 
 
+def test_a_profile_of_later_rounds_says_that_there_is_none(tmp_path, caplog):
+    small = data(synthetic_size=16)
+    run(FedAvg(), small, tmp_path, max_rounds=1, callbacks=[Profile()])
+    assert "it profiles none" in caplog.text
+
+
 def test_bad_settings_of_profile():
     for settings in ({"start": 0}, {"rounds": 0}):
         with refused(f"Profile({next(iter(settings))}=0)", "write"):

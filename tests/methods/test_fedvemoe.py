@@ -20,6 +20,8 @@ from tiny_language import adam, fit, method_of, records
 from toy import ready
 
 from callbacks import ByzantineClients, ExpertFigure, FactorError, NewTasks
+from callbacks.meters.factor_error import _weighted
+from fl_lightning.aggregation.averages import NormClipping
 from fl_lightning.aggregation.clipped_sums import clip_addends
 from fl_lightning.aggregation.receiving import check_upload
 from fl_lightning.compatibility import Run, check_run
@@ -27,7 +29,7 @@ from fl_lightning.data import TokenData
 from fl_lightning.engines.base import ClientResult
 from fl_lightning.engines.sequential import SequentialEngine
 from fl_lightning.hooks import Meter, Stressor
-from fl_lightning.methods import FedAvg, FedVEMoE, LocalOnly
+from fl_lightning.methods import FedAvg, FedVEMoE, LocalOnly, Oracle
 from fl_lightning.methods.experts.slots import Rules
 from fl_lightning.models.adapters import add_adapter
 from fl_lightning.models.language import Llama, LlamaTiny
@@ -495,6 +497,14 @@ def tiny_with(adapter: torch.Tensor) -> torch.nn.Module:
     return method.network
 
 
+def test_the_error_is_of_the_mean_that_is_made():
+    """By hand: no share is above 0.4, and what is cut off goes to the others alike."""
+    rows = {id: torch.tensor([count, 0.0]).double() for id, count in ((0, 98), (1, 1), (2, 1))}
+    for most, wanted in ((1.0, [0.98, 0.01, 0.01]), (0.4, [0.4, 0.3, 0.3])):
+        shares = _weighted(rows, FedAvg(max_share=most))[1]
+        assert shares.tolist() == pytest.approx(wanted, abs=1e-8)
+
+
 @pytest.mark.parametrize("cls", [FedAvg, FedVEMoE])
 def test_the_error_of_averaging_factors_apart(cls, tmp_path):
     """By dense products: the mean of B A against the product of the means, of every layer and
@@ -568,6 +578,10 @@ def test_factors_have_no_error_where_a_is_frozen_and_secure_sums_show_none(tmp_p
             callbacks=[FactorError()],
             secure_sum=SecureSum(threshold=0.67),
         )
+    for settings in ({"average": NormClipping(1.0)}, {"cls": Oracle}):
+        with refused("FactorError"):
+            method = method_of(**{"cls": FedAvg, **settings})
+            fit(method, tmp_path, callbacks=[FactorError()], max_rounds=1)
     with refused("that trains", "llama_tiny"):
         fit(method_of(FedAvg, rank=0), tmp_path / "whole", callbacks=[FactorError()])
     assert not (tmp_path / "whole").exists()

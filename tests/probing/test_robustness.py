@@ -355,6 +355,15 @@ def test_corrupted_images_that_are_clean_are_answered_as_clean_ones(tmp_path, mo
     assert any("16x16" in said for said in found.skipped)
 
 
+def test_photographs_that_are_no_larger_than_the_images_are_left_out(tmp_path, monkeypatch):
+    subject = subject_of(FedAvg(), tmp_path)
+    monkeypatch.setattr(
+        probes, "frost_photographs", lambda folder: [np.zeros((16, 30, 3), np.uint8)] * 5
+    )
+    found = PROBES["corruptions"](subject)
+    assert found.details["frost"].startswith("drawn, since photographs")
+
+
 def test_images_that_the_run_has_changed_are_corrupted_by_the_recipe(tmp_path, monkeypatch):
     monkeypatch.setattr(PublishedImages, "why_not", None)
     subject = subject_of(FedAvg(), tmp_path)

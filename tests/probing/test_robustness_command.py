@@ -42,6 +42,13 @@ SMALL = [
         "1",
     ),
 ]
+TUNED = [
+    "--model.finetune_steps",
+    "8",
+    "--trainer.callbacks",
+    '[{"class_path": "callbacks.LabelNoise", "init_args": {"round": 1, "clients": 0.5, '
+    '"labels": 1.0, "among": "cohort"}}]',
+]
 CHEAP = "clean,clients,calibration"
 
 
@@ -187,6 +194,14 @@ def test_every_kind_of_method(model):
 
 @pytest.mark.slow
 @pytest.mark.essential
+def test_models_are_tuned_on_the_labels_of_the_run(caplog):
+    """Those that a stressor has changed, whose state the checkpoint has."""
+    tuned = fit("FineTune", *TUNED)
+    found, row = run_test(tuned, "--probes", "clean"), last_row(tuned)
+    assert "compare device" not in caplog.text
+    assert found["metrics"]["test/accuracy"] == row["test/accuracy"]
+
+
 def test_the_checkpoint_is_the_one_that_is_named(run, caplog, capsys):
     best = json.loads((run / "checkpoints" / "round_000003" / "progress.json").read_text())[
         "best_round"

@@ -22,6 +22,7 @@ from callbacks import (
     ClientAccuracyFigure,
     EarlyStopping,
     LabelNoise,
+    LossLandscape,
 )
 from fl_lightning import FederatedTrainer, evaluation
 from fl_lightning.aggregation.averages import CoordinateMedian
@@ -98,7 +99,9 @@ def test_a_cut_answer_is_right_as_far_as_it_goes():
 
 def test_a_regression_finds_its_line_and_selects_by_the_smaller_error(tmp_path):
     method = FedAvg(network=linear, optimizer=partial(torch.optim.SGD, lr=0.05))
+    landscape = LossLandscape(points=3, dimensions=1, examples=1000)
     callbacks = [
+        landscape,
         AccuracyBytesFigure(),
         ClientAccuracyFigure(),
         EarlyStopping("val/mse", patience=20),
@@ -110,9 +113,11 @@ def test_a_regression_finds_its_line_and_selects_by_the_smaller_error(tmp_path):
     assert final["final/best_val_mse"] == min(row["val/mse"] for row in rows)
     assert rows[-1]["val/mse_worst_decile"] >= rows[-1]["val/mse"] > 0  # the worst is the largest
     assert trainer.progress.done.best_value == final["final/best_val_mse"]
-    assert {"mse_bytes.png", "client_mse.png"} <= {
+    assert {"mse_bytes.png", "client_mse.png", "loss_landscape.png"} <= {
         one.name for one in (trainer.run_dir / "figures").iterdir()
     }
+    losses, _ = landscape._losses(trainer, np.array([-1.0, 0.0, 1.0]))
+    assert losses["deployed in full precision"][1] == pytest.approx(final["final/mse"])
     assert json.loads((trainer.run_dir / "metadata.json").read_text())["task"] == {
         "name": "Regression",
         "primary": "mse",

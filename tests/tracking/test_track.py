@@ -112,9 +112,11 @@ def check_metrics(found: dict[str, Any], run_dir: Path) -> None:
 
 
 def test_a_run_that_was_never_tracked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_dir = fit(tmp_path, experiment="e")
+    """Names are written as MLflow takes them."""
+    run_dir = fit(tmp_path, experiment="e", tags={"team": "red", "lr(max)//": "0.1"})
+    tested = {"probe/clean": 0.5, "kind/copy (bank)/accuracy": 0.25}
     (run_dir / "test.json").write_text(
-        json.dumps({"round": 5, "metrics": {"probe/clean": 0.5}, "timings": {"probe/ms": 2.0}})
+        json.dumps({"round": 5, "metrics": tested, "timings": {"probe/ms": 2.0}})
     )
     assert main(["track", str(run_dir.relative_to(tmp_path))]) == 0
     assert "5 of 5 rounds were missing" in capsys.readouterr().out
@@ -125,10 +127,11 @@ def test_a_run_that_was_never_tracked(tmp_path: Path, capsys: pytest.CaptureFixt
         name: steps for name, steps in found["metrics"].items() if name.startswith("final/")
     } == {name: [(5, value)] for name, value in metadata.items() if name.startswith("final/")}
     assert found["metrics"]["probe/clean"] == [(5, 0.5)]
+    assert found["metrics"]["kind/copy bank/accuracy"] == [(5, 0.25)]
     assert found["params"] == {"model.alpha": "0.5", "seed_everything": "0"}
     assert (
         found["tags"].items()
-        >= {"team": "red", "method": "FedAvg", "seed": "0", "run_dir": str(run_dir)}.items()
+        >= {"team": "red", "lrmax": "0.1", "method": "FedAvg", "run_dir": str(run_dir)}.items()
     )
     assert {*found["files"]} == {
         *(
