@@ -60,16 +60,7 @@ class FinishedRun:
 
         A personalised method gives one answer for each client.
         """
-        data = self.trainer.data
-        clients = (
-            [data.client(id, self.log.kept.get(id)) for id in range(data.num_clients)]
-            if self.method.personalised
-            else [None]
-        )
-        with torch.no_grad():
-            return [
-                self.method.deploy(client).eval()(torch.ones(1, 1))[0].clone() for client in clients
-            ]
+        return _answers(self.method, self.trainer.data, self.log.kept)
 
 
 class Bench:
@@ -209,11 +200,7 @@ class Bench:
         ``answers``."""
         method = self._on_points()
         build_method(method, data)
-        clients = (
-            [data.client(id) for id in range(data.num_clients)] if method.personalised else [None]
-        )
-        with torch.no_grad():
-            return [method.deploy(client).eval()(torch.ones(1, 1))[0].clone() for client in clients]
+        return _answers(method, data, {})
 
     def _require_points(self) -> None:
         if self.subject.federation.data is not IMAGES.data:
@@ -255,6 +242,15 @@ class Bench:
             if averaged
             else "it does not average all of the network's weights, so where it goes is not known"
         )
+
+
+def _answers(
+    method: Method, data: FederatedData, kept: Mapping[int, dict[str, Tensor]]
+) -> list[Tensor]:
+    ids = range(data.num_clients)
+    clients = [data.client(id, kept.get(id)) for id in ids] if method.personalised else [None]
+    with torch.no_grad():
+        return [method.deploy(client).eval()(torch.ones(1, 1))[0].clone() for client in clients]
 
 
 def build_method(method: Method, data: FederatedData, seed: int = 0) -> None:

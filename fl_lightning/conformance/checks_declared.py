@@ -112,7 +112,8 @@ def dynamic_regularisation(bench: Bench) -> str:
     )
     wrong = _first_round_apart(expected, found, noise)
     if wrong is not None:
-        seen = f"after round {wrong + 1}, of clients {_listed(run.log.cohorts[wrong])}, the model is at"
+        clients = " and ".join(map(str, run.log.cohorts[wrong]))
+        seen = f"after round {wrong + 1}, of clients {clients}, the model is at"
         right = f"{show(expected[wrong])}, FedDyn's"
         expect(
             False,
@@ -130,7 +131,3 @@ def _first_round_apart(
     ``noise``."""
     paths = zip(expected, found, strict=True)
     return next((r for r, (a, b) in enumerate(paths) if not distance([a], [b]) <= noise), None)
-
-
-def _listed(clients: Sequence[int]) -> str:
-    return " and ".join(map(str, clients))

@@ -323,19 +323,15 @@ def experts_up(method: Any, upload: Payload) -> int:
         "rows": (2, fp32_bytes((method.shared + trained) * _expert_row(method))),
         "votes": (1, packed_bytes(2, 1)),
     }
-    own = {"own": (1, fp32_bytes(_adapter_values(method)))} if seeds and method.keeps_own else {}
+    sends = seeds and method.keeps_own
+    own = {"own": (1, fp32_bytes(num_parameters(method.own_network)))} if sends else {}
     return payload_bytes({**EXAMPLES, **entries, **own})
 
 
 def _expert_row(method: Any) -> int:
     """Values of an adapter and of its router, which has one value for each feature of a token."""
     (embedding,) = (m for m in method.network.modules() if isinstance(m, nn.Embedding))
-    return _adapter_values(method) + embedding.embedding_dim
-
-
-def _adapter_values(method: Any) -> int:
-    """Values that are trained of one copy of the adapters."""
-    return sum(p.numel() for p in method.own_network.parameters() if p.requires_grad)
+    return num_parameters(method.own_network) + embedding.embedding_dim
 
 
 def directions_down(method: Any, message: Payload) -> int:
@@ -370,12 +366,12 @@ def _direction_values(method: Any) -> int:
 
 def trained_down(method: Any, message: Payload) -> int:
     """Broadcasts of HEST hold what clients train: adapters and controller."""
-    return payload_bytes({"weights": (1, fp32_bytes(_trained_values(method)))})
+    return payload_bytes({"weights": (1, fp32_bytes(num_parameters(method.network)))})
 
 
 def trained_up(method: Any, upload: Payload) -> int:
     """Uploads of HEST hold n_k and what was trained; no price, no costs and no budget."""
-    return payload_bytes({**EXAMPLES, "weights": (1, fp32_bytes(_trained_values(method)))})
+    return payload_bytes({**EXAMPLES, "weights": (1, fp32_bytes(num_parameters(method.network)))})
 
 
 def ladder_down(method: Any, message: Payload) -> int:
@@ -385,7 +381,7 @@ def ladder_down(method: Any, message: Payload) -> int:
         return trained_down(method, message)
     levels, branches = method.server["ladder"].shape
     rows = 2 if method.round < method.plan.first_ladder else levels
-    weights = (1, fp32_bytes(_trained_values(method)))
+    weights = (1, fp32_bytes(num_parameters(method.network)))
     return payload_bytes({"masks": (2, packed_bytes(rows * branches, 1)), "weights": weights})
 
 
@@ -396,9 +392,5 @@ def ladder_up(method: Any, upload: Payload) -> int:
         return trained_up(method, upload)
     losses = (1, fp32_bytes(1 + method.server["ladder"].shape[1]))
     return payload_bytes(
-        {**EXAMPLES, "weights": (1, fp32_bytes(_trained_values(method))), "losses": losses}
+        {**EXAMPLES, "weights": (1, fp32_bytes(num_parameters(method.network))), "losses": losses}
     )
-
-
-def _trained_values(method: Any) -> int:
-    return sum(p.numel() for p in method.network.parameters() if p.requires_grad)

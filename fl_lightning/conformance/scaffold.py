@@ -43,11 +43,6 @@ class ScaffoldRound:
 Factor = Callable[[ScaffoldRound, int], float]
 
 
-def factor_one(round: ScaffoldRound, k: int) -> float:
-    """Return 1, the factor of a correct implementation."""
-    return 1.0
-
-
 def scaffold_path(
     start: Tensor,
     rounds: Sequence[ScaffoldRound],
@@ -56,7 +51,7 @@ def scaffold_path(
     sign: float = 1.0,
     keeps: bool = True,
     divisor: Callable[[int, int], int] = max,
-    factor: Factor = factor_one,
+    factor: Factor = lambda round, k: 1.0,
 ) -> list[Tensor]:
     """Return x after each round, float64 ``[6]``.
 

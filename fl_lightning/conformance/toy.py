@@ -155,18 +155,14 @@ def on_images(method: Method) -> Method:
 
 
 def pull(
-    weights: Tensor,
-    counts: Sequence[int],
-    cohort: Sequence[int],
-    least: float = 1.0,
-    centres: Tensor = CENTRES,
+    weights: Tensor, counts: Sequence[int], cohort: Sequence[int], least: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Return the bounds of ``sum_k p_k a_k (c_k - w)`` for a_k in [least, 1], each ``[6]``.
 
     This is the pull on a method whose local step is between ``least`` and 1 times a step of SGD.
     """
     share = torch.tensor([float(counts[k]) for k in cohort])
-    full = (share / share.sum()).unsqueeze(1) * (centres[list(cohort)] - weights)
+    full = (share / share.sum()).unsqueeze(1) * (CENTRES[list(cohort)] - weights)
     return torch.minimum(full, least * full).sum(0), torch.maximum(full, least * full).sum(0)
 
 
