@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
-from typing import Literal
 
 import numpy as np
 import torch
@@ -136,7 +135,7 @@ def perplexity(
 
 
 def prompts_and_answers(
-    input_ids: Tensor, target: Tensor, pad: int, side: Literal["left", "right"] = "left"
+    input_ids: Tensor, target: Tensor, pad: int
 ) -> tuple[Tensor, Tensor, list[list[int]]]:
     """Take a batch of records apart into what generation is given and what it is compared with.
 
@@ -145,21 +144,18 @@ def prompts_and_answers(
         target: int64 ``[B, T]``; the labelled positions of a row are consecutive, and each row has
             some.
         pad: id of the padding.
-        side: side of the padding of the prompts. left: all prompts end at the last position, as
-            ``generate`` of transformers needs it.
 
     Returns:
-        Prompts int64 ``[B, P]``, their attention mask bool ``[B, P]``, and the labelled tokens of
-        each row (with EOS, if it was not cut), where P is the length of the longest prompt.
+        Prompts int64 ``[B, P]``, padded on the left as ``generate`` of transformers needs it, their
+        attention mask bool ``[B, P]``, and the labelled tokens of each row (with EOS, if it was not
+        cut), where P is the length of the longest prompt.
     """
     labelled = target != IGNORED
     # the position that predicts the first labelled token is prompt
     length = labelled.int().argmax(1) + 1
     longest = int(length.max()) if len(length) else 0
-    column = torch.arange(longest, device=input_ids.device).expand(len(input_ids), longest)
-    if side == "left":
-        column = column - (longest - length)[:, None]
-    mask = (column >= 0) & (column < length[:, None])
+    column = torch.arange(longest, device=input_ids.device) - (longest - length)[:, None]
+    mask = column >= 0
     prompts = input_ids.gather(1, column.clamp(min=0)).masked_fill(~mask, pad)
     answers = [row[mark].tolist() for row, mark in zip(target, labelled, strict=True)]
     return prompts, mask, answers

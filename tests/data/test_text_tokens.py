@@ -153,19 +153,18 @@ def test_an_answer_with_nothing_before_it_is_refused():
         encode_records([record], tokens, 16, template=Prompt("{inputs}"))
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_prompts_and_answers_are_those_of_the_records(side):
+def test_prompts_and_answers_are_those_of_the_records():
     sequences = encode_records(RECORDS, BYTES, 40)
     inputs, target = sequences.batch(torch.arange(3))
-    prompts, mask, answers = prompts_and_answers(inputs["input_ids"], target, PAD, side)
+    prompts, mask, answers = prompts_and_answers(inputs["input_ids"], target, PAD)
     assert torch.equal(mask, prompts != PAD)
-    assert mask[:, -1 if side == "left" else 0].all()
+    assert mask[:, -1].all()
     assert mask.any(0).all()
     for record, row, keep, answer in zip(RECORDS, prompts, mask, answers, strict=True):
         assert row[keep].tolist() == [BOS, *BYTES.encode(prompt_of(record))]
         assert answer == [*BYTES.encode(record.targets), EOS]
         assert BYTES.decode(until_end([*answer, *b"more", EOS], EOS)) == record.targets
-    empty, mask, answers = prompts_and_answers(inputs["input_ids"][:0], target[:0], PAD, side)
+    empty, mask, answers = prompts_and_answers(inputs["input_ids"][:0], target[:0], PAD)
     assert empty.shape == mask.shape == (0, 0)
     assert answers == []
 
