@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -66,11 +64,9 @@ def confusion_counts(probs: Tensor, target: Tensor) -> np.ndarray:
 
 def as_csv(counts: np.ndarray) -> str:
     """Return the counts as CSV: a line for each true class, a column for each predicted one."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["true class", *range(len(counts))])
-    writer.writerows([label, *row] for label, row in enumerate(counts.tolist()))
-    return text.getvalue()
+    import pandas as pd
+
+    return pd.DataFrame(counts).to_csv(index_label="true class", lineterminator="\n")
 
 
 def confusion_figure(counts: np.ndarray, title: str) -> Figure:

@@ -7,7 +7,6 @@ import logging
 import sys
 import time
 from collections import deque
-from datetime import timedelta
 from typing import Annotated, Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -20,7 +19,7 @@ from fl_lightning.client import Assignment, Client
 from fl_lightning.config.constraints import within
 from fl_lightning.hooks import Context, Meter, RoundRecord
 from fl_lightning.support.notebook import KernelDisplay
-from fl_lightning.support.terminal import ResizableLive
+from fl_lightning.support.terminal import ResizableLive, clock
 from fl_lightning.tasks import Classification, Task
 
 log = logging.getLogger("fl_lightning")
@@ -170,14 +169,14 @@ class ProgressBar(Meter):
 
     def _times(self) -> str:
         now = time.monotonic()
-        elapsed = f"{_clock(now - self._started)} elapsed"
+        elapsed = f"{clock(now - self._started)} elapsed"
         if not self._durations:
             return elapsed
         left = sum(self._durations) / len(self._durations) * (self._max_rounds - self._finished) - (
             now - self._mark
         )
         return (
-            f"{elapsed}, {_clock(max(left, 0))} left"
+            f"{elapsed}, {clock(max(left, 0))} left"
             if self._finished < self._max_rounds
             else elapsed
         )
@@ -225,7 +224,3 @@ class ProgressBar(Meter):
         self._live.stop()
         self._live = None
         atexit.unregister(self._stop)
-
-
-def _clock(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))

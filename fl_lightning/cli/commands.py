@@ -150,11 +150,6 @@ def help_text() -> str:
     )
 
 
-def version_text() -> str:
-    """Return the text of ``--version``."""
-    return f"fl_lightning {__version__}\n"
-
-
 def answer_quickly(argv: list[str]) -> int | None:
     """Answer what needs no torch and return the exit code, or return None if a command has to be
     run.
@@ -169,7 +164,7 @@ def answer_quickly(argv: list[str]) -> int | None:
         sys.stdout.write(help_text())
         return 0
     if argv[0] in ("-V", "--version"):
-        sys.stdout.write(version_text())
+        sys.stdout.write(f"fl_lightning {__version__}\n")
         return 0
     if argv[0] not in COMMANDS:
         near = nearest(argv[0], COMMANDS)

@@ -4,8 +4,8 @@ that need them.
 Where every epoch shows the same inputs (no augmentation), an example's logits are computed in the
 first epoch and looked up in the others: at E epochs the teacher costs 1/E. On a GPU it sees many
 batches at once, since a pass over 64 small images takes there about as long as one over 512. In
-evaluation mode an example's logits do not depend on its batch, but for the rounding of float32
-(``TOLERANCE``).
+evaluation mode an example's logits do not depend on its batch, but for the rounding of float32, within
+1e-4 of the batch's largest logit.
 
 ``B`` batch, ``C`` classes, ``n`` examples of the client.
 """
@@ -20,8 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-TOLERANCE = 1e-4
-"""Relative to the largest logit of the batch."""
 AHEAD = 8
 """Batches that a teacher on a GPU sees at once; on a CPU one, which stays in its cache."""
 

@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from io import BytesIO
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -140,7 +141,9 @@ class RunDirectory:
             shutil.rmtree(leftover, ignore_errors=True)
         later = [path for path in checkpoints_in(self.checkpoints) if round_of(path) > round]
         if later or changed:
-            aside = self._new_folder("superseded")
+            folders = (self.path / f"superseded_{number}" for number in count(1))
+            aside = next(folder for folder in folders if not folder.exists())
+            aside.mkdir()
             for file in (
                 "config.yaml",
                 "metadata.json",
@@ -154,13 +157,6 @@ class RunDirectory:
                 checkpoint.rename(aside / checkpoint.name)
         for name, table in self.tables.items():
             table.rewind(marks.get(name))
-
-    def _new_folder(self, name: str) -> Path:
-        number = 1
-        while (path := self.path / f"{name}_{number}").exists():
-            number += 1
-        path.mkdir()
-        return path
 
     def save_checkpoint(
         self, round: int, tensors: Tensors, documents: Mapping[str, object]

@@ -9,7 +9,6 @@ import sys
 import time
 from logging.handlers import MemoryHandler
 from pathlib import Path
-from types import TracebackType
 
 from fl_lightning.support.disk import open_own
 from fl_lightning.support.redaction import redact
@@ -45,12 +44,7 @@ class RunLog:
         self._use(MemoryHandler(MAX_BUFFERED, flushLevel=sys.maxsize, flushOnClose=False))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for handler in (self._handler, self._shown):
             log.removeHandler(handler)
             handler.close()

@@ -1,7 +1,9 @@
 """A live display that stays whole when the terminal changes its width or the user presses
-Ctrl-C."""
+Ctrl-C, and how durations are shown."""
 
 from __future__ import annotations
+
+from datetime import timedelta
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderableType, RenderResult
 from rich.control import Control
@@ -61,3 +63,12 @@ def _without_blanks(line: list[Segment]) -> list[Segment]:
     while line and not line[-1].text.strip():
         line = line[:-1]
     return [*line[:-1], Segment(line[-1].text.rstrip(), line[-1].style)] if line else []
+
+
+def clock(seconds: float) -> str:
+    """Return a duration as hours, minutes and seconds.
+
+    >>> clock(3725.4)
+    '1:02:05'
+    """
+    return str(timedelta(seconds=round(seconds)))

@@ -94,7 +94,8 @@ def code_of(*objects: object) -> dict[str, str]:
     its name.
     """
     kinds = [kind for one in objects for kind in _kinds(one)]
-    own = {f"__main__.{kind.__qualname__}": _source(kind) for kind in kinds if _is_main(kind)}
+    main = [kind for kind in kinds if kind.__module__ == "__main__"]
+    own = {f"__main__.{kind.__qualname__}": _source(kind) for kind in main}
     left = {kind.__module__ for kind in kinds}
     found: dict[str, str] = {}
     while left:
@@ -128,10 +129,6 @@ def _values(held: Any) -> Iterator[Any]:
             yield from value[:100]
         else:
             yield value
-
-
-def _is_main(kind: Any) -> bool:
-    return kind.__module__ == "__main__"
 
 
 def _source(kind: Any) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from fl_lightning.config.documents import MAX_DEPTH, check_size
+from fl_lightning.config.recorded import imported
 from fl_lightning.config.settings import is_under
 from fl_lightning.deploy.protocol.messages import printable
 from fl_lightning.errors import InputError, require
@@ -290,21 +291,21 @@ def _found(path: str, allow: Collection[str]) -> Any:
     imported."""
     module, _, name = path.rpartition(".")
     if is_under(path, allow):
-        found = _imported(module, name)
+        found = imported(path)
         theirs = {entry.split(".")[0] for entry in allow}
         return found if _defined(found).split(".")[0] in theirs else None
     if any(part.startswith("_") for part in path.split(".")):
         return None
     if path == READER:
-        return _imported(module, name)
+        return imported(path)
     if module == "fl_lightning" or is_under(module, ROOMS):
-        found = _imported(module, name)
+        found = imported(path)
         own = is_under(_defined(found), ROOMS) and not ismodule(found) and not isfunction(found)
         return found if own else None
     if module == "torchvision.datasets" and name in DATASETS:
-        return _imported(module, name)
+        return imported(path)
     if module.split(".")[0] == "torch" and is_under(module, ("torch.nn", "torch.optim")):
-        found = _imported(module, name)
+        found = imported(path)
         import torch
 
         good = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
@@ -315,7 +316,7 @@ def _found(path: str, allow: Collection[str]) -> Any:
         )
         return found if own else None
     if module.split(".")[0] == "torchmetrics":
-        found = _imported(module, name)
+        found = imported(path)
         import torchmetrics
 
         own = (
@@ -340,13 +341,6 @@ def _is_network(path: str) -> bool:
     import timm
 
     return timm.is_model(path)
-
-
-def _imported(module: str, name: str) -> Any:
-    try:
-        return getattr(import_module(module), name, None)
-    except (ImportError, ValueError):
-        return None
 
 
 def _defined(found: Any) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.errors import InputError, MisuseError, require
-from fl_lightning.models.adapters.layer import AdaptedLinear
+from fl_lightning.models.adapters.layer import AdaptedLinear, adapter_layers
 
 FACTOR_STD = 0.02
 SMOOTHING = 0.85
@@ -81,11 +81,8 @@ class AdaLoRALinear(AdaptedLinear):
 
 def adalora_layers(network: nn.Module) -> dict[str, AdaLoRALinear]:
     """Return the layers with AdaLoRA by name, in the order of the network."""
-    return {
-        name: module
-        for name, module in network.named_modules()
-        if isinstance(module, AdaLoRALinear)
-    }
+    layers = adapter_layers(network).items()
+    return {name: layer for name, layer in layers if isinstance(layer, AdaLoRALinear)}
 
 
 def factor_names(names: Iterable[str]) -> dict[str, tuple[str, str, str]]:

@@ -116,23 +116,6 @@ def run_round(
         RankLost: a process died or did not answer in time.
     """
     outcome = Outcome()
-    try:
-        _exchange(settings, seed, round, leaves_before, length, vectors, deliver, outcome)
-    except RoundVoid as error:
-        outcome.void = str(error)
-    return outcome
-
-
-def _exchange(
-    settings: SecureSum,
-    seed: int,
-    round: int,
-    leaves_before: Mapping[int, str],
-    length: int,
-    vectors: Mapping[int, Callable[[], Tensor]],
-    deliver: Callable[[int, bytes], bytes | None],
-    outcome: Outcome,
-) -> None:
     traffic = outcome.traffic
     cohort = sorted(leaves_before)
     least_shares = settings.least_shares(len(cohort))
@@ -158,29 +141,35 @@ def _exchange(
         traffic.sent(phase, lengths(found))
         return found
 
-    with traffic.timed("keys"):
-        clients = {
-            id: SecureClient(id, least_shares, rng.stream(seed, "secure_keys", round, id).bytes)
-            for id in present("keys")
-        }
-        advertised = {id: client.keys() for id, client in clients.items()}
-        traffic.sent("keys", lengths(advertised))
-        lists = server.pass_on_keys(advertised)
-        traffic.received("keys", {id: len(lists[id]) for id in present("shares") if id in lists})
-    with traffic.timed("shares"):
-        boxes = server.pass_on_shares(
-            answers("shares", lists, lambda id: clients[id].shares(lists[id]))
-        )
-    with traffic.timed("masked"):
-        _mask(server, clients, boxes, present("masked"), vectors, deliver, outcome, round)
-    with traffic.timed("unmask"):
-        requests = server.unmask_requests()
-        traffic.received(
-            "unmask", {id: len(requests[id]) for id in present("unmask") if id in requests}
-        )
-        outcome.total = server.unmask(
-            answers("unmask", requests, lambda id: clients[id].unmask(requests[id]))
-        )
+    try:
+        with traffic.timed("keys"):
+            clients = {
+                id: SecureClient(id, least_shares, rng.stream(seed, "secure_keys", round, id).bytes)
+                for id in present("keys")
+            }
+            advertised = {id: client.keys() for id, client in clients.items()}
+            traffic.sent("keys", lengths(advertised))
+            lists = server.pass_on_keys(advertised)
+            traffic.received(
+                "keys", {id: len(lists[id]) for id in present("shares") if id in lists}
+            )
+        with traffic.timed("shares"):
+            boxes = server.pass_on_shares(
+                answers("shares", lists, lambda id: clients[id].shares(lists[id]))
+            )
+        with traffic.timed("masked"):
+            _mask(server, clients, boxes, present("masked"), vectors, deliver, outcome, round)
+        with traffic.timed("unmask"):
+            requests = server.unmask_requests()
+            traffic.received(
+                "unmask", {id: len(requests[id]) for id in present("unmask") if id in requests}
+            )
+            outcome.total = server.unmask(
+                answers("unmask", requests, lambda id: clients[id].unmask(requests[id]))
+            )
+    except RoundVoid as error:
+        outcome.void = str(error)
+    return outcome
 
 
 def add_delivered(

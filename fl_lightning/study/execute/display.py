@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 
 from rich.console import Console
 from rich.table import Table
@@ -16,7 +14,7 @@ from fl_lightning.run.directory import read_json
 from fl_lightning.study.execute.jobs import Job, RunningJob
 from fl_lightning.study.metric_names import CLASSIFICATION, TaskMetrics
 from fl_lightning.study.results.run_records import read_metrics
-from fl_lightning.support.terminal import ResizableLive
+from fl_lightning.support.terminal import ResizableLive, clock
 
 REFRESH_SECONDS = 1.0
 
@@ -51,12 +49,7 @@ class Display:
             self.live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.live:
             self.live.stop()
 
@@ -105,12 +98,3 @@ def shown(value: float, task: TaskMetrics) -> str:
     ('0.500', '12.35')
     """
     return f"{value:.3f}" if task.is_share(task.primary) else f"{value:.4g}"
-
-
-def clock(seconds: float) -> str:
-    """Return a duration as hours, minutes and seconds.
-
-    >>> clock(3725.4)
-    '1:02:05'
-    """
-    return str(timedelta(seconds=round(seconds)))

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fl_lightning.study.execute.cells import CellState, StudyCells
-from fl_lightning.study.execute.display import clock
+from fl_lightning.support.terminal import clock
 
 START_SECONDS = 10.0
 """Seconds of imports and set-up of a run."""

@@ -12,7 +12,7 @@ from fl_lightning.errors import InputError
 from fl_lightning.run.paths import rounds_kept
 from fl_lightning.study.execute import mlflow_page
 from fl_lightning.study.execute.cells import CellState, StudyCells
-from fl_lightning.study.execute.display import Display, clock, shown, task_of
+from fl_lightning.study.execute.display import Display, shown, task_of
 from fl_lightning.study.execute.jobs import Job, Pool, RunningJob, fit_arguments
 from fl_lightning.study.execute.lock import one_writer
 from fl_lightning.study.metric_names import CLASSIFICATION, TaskMetrics
@@ -30,6 +30,7 @@ from fl_lightning.study.report.verdicts import check_task
 from fl_lightning.study.results.run_records import runs_in
 from fl_lightning.support.disk import replace
 from fl_lightning.support.redaction import redact
+from fl_lightning.support.terminal import clock
 from fl_lightning.tracking.mlflow_store import Status, store
 from fl_lightning.tracking.runs import StudyRun, begin_study, end_study, tag_experiment
 

@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from optuna.trial import TrialState
 
@@ -134,7 +133,10 @@ class StudySearchSession(SearchRun):
             direction=search.direction_of(first.task),
             trials=search.trials,
             seed=search.seed,
-            space={key: _as_written(allowed) for key, allowed in search.space.items()},
+            space={
+                key: asdict(allowed) if isinstance(allowed, Range) else allowed
+                for key, allowed in search.space.items()
+            },
             settings={
                 "config": [os.path.relpath(path, search.path.parent) for path in search.configs],
                 **search.settings,
@@ -142,10 +144,6 @@ class StudySearchSession(SearchRun):
             chosen={label: _chosen(session) for label, session in self.parts.items()},
             seeds=search.seeds if len(search.seeds) > 1 else (),
         )
-
-
-def _as_written(allowed: Range | list[Any]) -> Any:
-    return asdict(allowed) if isinstance(allowed, Range) else allowed
 
 
 def _chosen(session: SearchSession) -> TunedMethod:

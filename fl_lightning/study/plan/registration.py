@@ -121,18 +121,14 @@ class Registration:
 def _require_complete(entry: Entry) -> None:
     """Raise KeyError, TypeError or AttributeError where something is missing that a report
     reads."""
-    missing = [key for key in (*_first_keys(), "stopping", "methods") if key not in entry.plan]
+    first = [key for key, _, known in entries(Study) if known.register and not known.later]
+    missing = [key for key in (*first, "stopping", "methods") if key not in entry.plan]
     missing += [
         label for label, method in entry.plan.get("methods", {}).items() if "sha256" not in method
     ]
     if missing or not (isinstance(entry.date, str) and isinstance(entry.sha256, str)):
         raise KeyError(", ".join(missing) or "date")
     StoppingRule.from_registered(entry.plan["stopping"])
-
-
-def _first_keys() -> list[str]:
-    """Return the keys that every plan has."""
-    return [key for key, _, known in entries(Study) if known.register and not known.later]
 
 
 def register(folder: Path, plan: Mapping[str, Any], runs: int) -> Registration:
