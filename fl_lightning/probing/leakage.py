@@ -31,6 +31,7 @@ from fl_lightning.wire import Payload
 
 MAX_EXAMPLES = 2000
 """Members, and as many others, that membership is tested on."""
+NO_WEIGHTS = "the server of {} adds up no weights"
 FALSE_POSITIVES = 0.01
 """Rate of false positives at which true ones are counted (Carlini et al., S&P 2022)."""
 VICTIMS = 8
@@ -117,7 +118,11 @@ def inversion(subject: ProbedModel) -> Finding:
     clients = _victims(subject)
     index = torch.tensor([int(client.train[0]) for client in clients], device=data.device)
     images = data.view(data.train_images[index]).float() / 255
-    bare = torch.stack([_update(subject, client) for client in clients])
+    moved = [update for client in clients for update in _update(subject, client)]
+    if not moved:
+        why_not = NO_WEIGHTS.format(type(subject.method).__name__)
+        return Finding(skipped=[f"inversion left out: {why_not}"])
+    bare = torch.stack(moved)
     updates = guard.clipped(bare)
     noise = torch.from_numpy(
         stream(subject.seed, "inversion noise").standard_normal(updates.shape, dtype=np.float32)
@@ -176,16 +181,16 @@ def _reconstruct(
     return torch.cat(found)
 
 
-def _update(subject: ProbedModel, client: Client) -> Tensor:
+def _update(subject: ProbedModel, client: Client) -> list[Tensor]:
     """Return what the client's round of one step moves of the weights, ``[P]``, as the server
-    decodes it."""
+    decodes it; nothing where it adds up something else than weights."""
     method, data = subject.method, subject.data
     labels = data.labels_of([client])[0]
     message = method.broadcast(client).to_bytes()
     task = ClientTask(client, method.round, message, labels, epochs=1, steps=1)
     (result,) = SequentialEngine(subject.fabric, method, data).train([task])
     addends = method.addends(Payload.from_bytes(result.upload), client.id, 1).values()
-    return next(addend.values - addend.start for addend in addends if addend.start is not None)
+    return [one.values - one.start for one in addends if one.start is not None][:1]
 
 
 def _victims(subject: ProbedModel) -> list[Client]:
@@ -212,5 +217,5 @@ def _not_invertible(subject: ProbedModel) -> str:
     if subject.images is None or not isinstance(subject.data.task, Classification):
         return f"the examples of {type(subject.data).__name__} are no images in [0, 1] with classes"
     if not subject.method.is_sum:
-        return f"the server of {type(subject.method).__name__} adds up no weights"
+        return NO_WEIGHTS.format(type(subject.method).__name__)
     return ""

@@ -13,7 +13,7 @@ from probed import subject_of
 from torch import nn
 
 from fl_lightning.conformance import toy
-from fl_lightning.methods import FedAvg, FedKD, LocalOnly
+from fl_lightning.methods import FedAvg, FedKD, FedProto, LocalOnly
 from fl_lightning.models import SmallCNN
 from fl_lightning.probing import PROBES, inversion, leakage, select_probes
 from fl_lightning.probing.inversion import Attacker, psnr, recognised
@@ -74,7 +74,7 @@ def test_a_single_update_gives_its_image_away_and_noise_hides_it(subject):
 def test_the_update_that_is_attacked_is_one_step_of_the_method(subject):
     """lr times the gradient of one image, in the network's own mode."""
     client = leakage._victims(subject)[0]
-    update = subject.method.layout.unpack(leakage._update(subject, client))
+    update = subject.method.layout.unpack(*leakage._update(subject, client))
     method = subject.method
     method.receive(method.broadcast(client), client)
     method.train()
@@ -91,6 +91,9 @@ def test_what_cannot_be_inverted_is_left_out_with_the_reason(tmp_path):
     finding = PROBES["inversion"](subject_of(FedKD(), tmp_path))
     assert not finding.metrics
     assert "the server of FedKD adds up no weights" in finding.skipped[0]
+    finding = PROBES["inversion"](subject_of(FedProto(), tmp_path / "prototypes"))
+    assert not finding.metrics
+    assert "the server of FedProto adds up no weights" in finding.skipped[0]
     finding = PROBES["membership"](subject_of(LocalOnly(), tmp_path))
     assert "model of its own" in finding.skipped[0]
 
