@@ -55,6 +55,8 @@ Sampler = Callable[[Generator, int, float], np.ndarray]
 
 DEVIATIONS = 40
 """Noise is never as many standard deviations away from 0: the probability is below 1e-300."""
+MOST_MOVED = 50.0
+"""C changes by a factor of at most e^50 in a round, which no float overflows by."""
 NOISE_OF_SEED = (
     "noise follows from the seed, so that the run can be repeated, "
     "and who knows the seed can remove it"
@@ -208,18 +210,25 @@ class PrivateAggregation(Meter):
         )
         masked = context.aggregation.masks
         if settings.is_distributed and masked is not None:
-            require(
-                masked.least_clients(cohort) >= self.least_returned(cohort),
+            require(  # whatever part of the cohort a stressor leaves
+                masked.threshold >= settings.min_returned,
                 f"--trainer.secure_sum.threshold {masked.threshold:g} below min_returned",
                 "the server would get sums of fewer shares of noise than the whole noise",
                 f"write --trainer.secure_sum.threshold {settings.min_returned:g}",
             )
-        least = 2 * rounding_length(method.layout.size, self.bits)
+        self.least_clip = 2 * rounding_length(method.layout.size, self.bits)
         require(
-            settings.clip_norm >= least,
+            settings.clip_norm >= self.least_clip,
             f"--trainer.privacy.clip_norm {settings.clip_norm:g}",
             f"the rounding of {method.layout.size} values to integers is as large as that",
-            f"write {least:.1g} or more",
+            f"write {self.least_clip:.1g} or more",
+        )
+        room = min(2.0 ** (EXACT_BITS - self.bits), MAX_MAGNITUDE) / 2 / DEVIATIONS
+        require(
+            (settings.count_noise or 0.0) <= room,
+            f"--trainer.privacy.count_noise {settings.count_noise}",
+            f"sums over {cohort} clients have room for {room:g}",
+            "write a smaller one, or null",
         )
         self.accountant = RoundAccountant(
             settings.noise_multiplier, clients, cohort, settings.delta
@@ -244,6 +253,7 @@ class PrivateAggregation(Meter):
         sums = bisect_right(
             range(1, context.max_rounds + again + 1), most, key=self.accountant.epsilon
         )
+        sums = max(sums, self.releases)  # the budget may have been made smaller since
         rounds = sums - again
         if again:
             log.warning(
@@ -297,7 +307,8 @@ class PrivateAggregation(Meter):
         )
         self.rounds = state["rounds"]
         self.begun = max(self.begun, state.get("releases", 0))
-        if state.get("first_clip_norm", self.settings.clip_norm) == self.settings.clip_norm:
+        first = state.get("first_clip_norm", self.settings.clip_norm)
+        if self.settings.is_adaptive and first == self.settings.clip_norm:
             self.clip_norm = state["clip_norm"]  # else it was changed for the rounds to come
 
     @property
@@ -496,7 +507,6 @@ class PrivateAggregation(Meter):
         1)."""
         quantile = self.settings.target_quantile
         assert quantile is not None
-        moved = self.clip_norm * math.exp(
-            -self.settings.clip_learning_rate * (share_below - quantile)
-        )
-        self.clip_norm = min(moved, self.largest_clip)
+        exponent = -self.settings.clip_learning_rate * (share_below - quantile)
+        moved = self.clip_norm * math.exp(min(max(exponent, -MOST_MOVED), MOST_MOVED))
+        self.clip_norm = min(max(moved, self.least_clip), self.largest_clip)

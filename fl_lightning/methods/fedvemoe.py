@@ -33,6 +33,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fl_lightning.aggregation.averages import WeightedMean
+from fl_lightning.aggregation.exact_sum import MAX_MAGNITUDE, largest
 from fl_lightning.aggregation.server import examples_in
 from fl_lightning.aggregation.sums import Addend, Sums
 from fl_lightning.client import Client
@@ -64,7 +66,7 @@ from fl_lightning.models.language.experts import Seats
 from fl_lightning.models.recipe import copied
 from fl_lightning.models.tensors import tensors_of
 from fl_lightning.rng import stream
-from fl_lightning.wire import Limit, Payload
+from fl_lightning.wire import Limit, Payload, PayloadError
 
 CHANGES = ("experts/born", "experts/pruned", "experts/merged")
 LEAST_TRAINING = 4
@@ -182,6 +184,14 @@ class FedVEMoE(Method):
             f"--model.average {type(self.average).__name__}",
             "experts have different trainers, and few of them to order",
             "write --model.average WeightedMean, or NormClipping",
+        )
+        plain_mean = type(self.average) is WeightedMean and self.max_share == 1
+        require(
+            plain_mean or wire != "private",
+            f"--model.average {type(self.average).__name__}, max_share {self.max_share:g} with wire "
+            "private",
+            "its sums are of updates, in which each client counts once",
+            "leave both out, or write --model.wire oblivious",
         )
         self.k_init, self.k_max = min(k_init, k_max), k_max
         self.seats_wanted = min(top_m - shared, k_max)
@@ -447,9 +457,11 @@ class FedVEMoE(Method):
 
     def _wins_lottery(self, client: Client) -> bool:
         """Return whether this client's own adapter seeds an expert: with probability 1 / rejecters
-        of the last round, so that about one does."""
+        of the last round, so that about one does. Where no slot is free nobody's does."""
         last = self.received.rejecters
-        return last > 0 and bool(self.stream("birth", client).random() < 1 / last)
+        if last == 0 or bool(self.received.active[1:].all()):
+            return False
+        return bool(self.stream("birth", client).random() < 1 / last)
 
     def upload_limits(self, client: Client) -> Mapping[str, Limit]:
         return {"examples": (), **self.wire.limits()}
@@ -479,6 +491,9 @@ class FedVEMoE(Method):
     def check(self, upload: Payload, client: Client) -> None:
         upload.tensor("examples")
         self.wire.trained(upload, self.server["active"])
+        added = self.addends(upload, client.id, 1).values() if self.private else ()
+        if not all(largest(one.values) < MAX_MAGNITUDE for one in added):
+            raise PayloadError("an update of 2^20 or more, which no sum has room for")
 
     def addends(self, upload: Payload, client_id: int, weight: int) -> dict[str, Addend]:
         """Return what an upload adds: to the mean of each slot; how much each was used; how many
@@ -500,7 +515,10 @@ class FedVEMoE(Method):
         return super().weight_bounds(name, most, client_id, examples)
 
     def largest_value(self, name: str) -> float:
-        return 1.0 if name in ("mass", "votes") else super().largest_value(name)
+        if name not in ("mass", "votes"):
+            return super().largest_value(name)
+        # products in float32 may be a little above the scale
+        return max(1.0, self.mass_scale * (1 + 2.0**-20)) if self.private else 1.0
 
     def starts(self) -> Mapping[str, Tensor]:
         return {}  # with trainer.privacy addends are differences already

@@ -15,7 +15,7 @@ UNIT_BITS = 53
 
 
 class SystemGenerator:
-    """Those of the draws of ``numpy.random.Generator`` that private sums need, from the operating
+    """Those of the draws of ``numpy.random.Generator`` that private and secret sums need, from the operating
     system's randomness, which is made for keys. NumPy's own generators are not: their draws tell
     their state.
 
@@ -58,6 +58,10 @@ class SystemGenerator:
         assert not replace
         values = range(values) if isinstance(values, int) else values
         return np.asarray(values)[SystemRandom().sample(range(len(values)), size)]
+
+    def permutation(self, values: Sequence[int]) -> np.ndarray:
+        """Return the values in an order of which each has the same probability, int64."""
+        return self.choice(values, len(values), replace=False, shuffle=True)
 
     def _exponential(self, size: int) -> np.ndarray:
         """Return -ln u for u uniform in (0, 1], a multiple of 2^-64; float64 ``[size]``."""

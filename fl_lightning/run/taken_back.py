@@ -43,8 +43,8 @@ def note_drawn_noise(run_dir: Path, done: int, there: int) -> None:
 
 
 def made_otherwise(run_dir: Path, done: int, settings: Mapping[str, Any]) -> bool:
-    """Return whether rounds after ``done`` have been made with other settings, or by other versions
-    of a user's files, than they would be made now.
+    """Return whether rounds after ``done`` have been made with other settings, another engine or
+    accelerator, or by other versions of a user's files, than they would be made now.
 
     Args:
         run_dir: the run.
@@ -55,9 +55,12 @@ def made_otherwise(run_dir: Path, done: int, settings: Mapping[str, Any]) -> boo
         InputError: its configuration cannot be read.
     """
     metadata = read_json(run_dir / "metadata.json")
+    before, engine = config_of(run_dir), settings.get("trainer.engine", "auto")
     sessions = [one for one in metadata.get("resumed") or [] if one.get("after_round", 0) > done]
     return (
-        bool(changed_settings(config_of(run_dir), settings))
+        bool(changed_settings(before, settings))
+        or engine not in ("auto", metadata.get("engine"))
+        or before.get("trainer.accelerator") != settings.get("trainer.accelerator")
         or bool(changed_code(metadata.get("code") or {}))
         or any("code_before" in one or one.get("changed") for one in sessions)
     )

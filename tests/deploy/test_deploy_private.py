@@ -317,6 +317,20 @@ def test_a_private_deployment_that_is_taken_back_pays_for_each_repeated_round(
 
 @pytest.mark.slow
 @pytest.mark.essential
+def test_a_private_deployment_may_be_taken_back_with_other_settings(tmp_path):
+    """No round of it has the noise of another."""
+    more = [*SMALL, "--trainer.keep_checkpoints=9", CENTRAL]
+    here, nodes = tmp_path / "deployed", nodes_in(tmp_path)
+    deployed("fedavg", tmp_path, InProcess(nodes), *more)
+    (first,) = here.rglob("round_000001")
+    changed = ["--trainer.allow_changed=true", "--trainer.local_epochs=2"]
+    deployed("fedavg", tmp_path, InProcess(nodes), *more, *changed, f"--ckpt_path={first}")
+    assert len(epsilons(here)) == 3
+    assert metadata_in(here)["deployment"]["privacy"]["noisy_sums"] == 5
+
+
+@pytest.mark.slow
+@pytest.mark.essential
 def test_a_run_directory_that_was_put_back_from_a_copy_counts_what_its_nodes_know(tmp_path, caplog):
     """Of 3 rounds the copy has one, in every file. Its nodes are refused by name until it counts
     all 3."""

@@ -825,9 +825,41 @@ def test_no_message_is_longer_than_the_clip_whatever_a_client_says():
         assert 0.99 < length <= 1
 
 
+def test_an_update_that_no_sum_has_room_for_is_refused():
+    """Of rows that any upload may have: what is added up is their distance from those sent."""
+    method, data = built(ffa=True, wire="private", weigh_by="clients", k_init=2, k_max=3)
+    client, good = data.client(0), upload_of(method, data, 0)
+    check_upload(method, good, client, set())
+    method.server["experts"] = method.server["experts"] - 2.0
+    far = {**dict(good.items()), "rows": torch.full_like(good.tensor("rows"), 2.0**20 - 1)}
+    with pytest.raises(PayloadError, match="no sum has room"):
+        check_upload(method, Payload(far), client, set())
+
+
+def test_nobody_seeds_an_expert_where_no_slot_is_free():
+    """One client rejected all in the last round, so that it would with certainty."""
+    for k_init, seeds in ((2, True), (3, False)):
+        method, data = built(k_init=k_init, k_max=3)
+        method.server["rejecters"] = torch.tensor(1.0, dtype=torch.float64)
+        client = data.client(0)
+        method.receive(method.broadcast(client), client)
+        assert method._wins_lottery(client) == seeds
+
+
+@pytest.mark.parametrize("scale", [0.1, 2.0])
+def test_counts_of_any_scale_are_added_up_in_secret(scale, tmp_path):
+    method = private(mass_scale=scale)
+    fit(method, tmp_path, max_rounds=1, secure_sum=SecureSum(threshold=0.67))
+    assert rounds(tmp_path)[0]["clients/trained"] == "4"
+    assert float(method.slots.mass.sum()) > 0
+
+
 def test_privacy_needs_its_wire_and_a_frozen_a():
     with refused("A is trained", "ffa"):
         built(wire="private")
+    for settings in ({"average": NormClipping(1.0)}, {"max_share": 0.5}):
+        with refused("with wire private", "wire oblivious"):
+            private(**settings)
     assert "private" in method_of(FedVEMoE).refuses["privacy"]
 
 

@@ -9,6 +9,7 @@ import math
 import shutil
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ from fl_lightning.conformance.toy import CENTRES, images, small_network
 from fl_lightning.errors import MisuseError
 from fl_lightning.hooks import Meter, Stressor
 from fl_lightning.methods import CoordinateMedian
-from fl_lightning.privacy import ClientPrivacy, RoundAccountant
+from fl_lightning.privacy import ClientPrivacy, RoundAccountant, rounding_length
 from fl_lightning.run import metadata
 from fl_lightning.run.progress import Progress
 from fl_lightning.sampling import Uniform
@@ -217,6 +218,37 @@ def test_a_budget_ends_the_run_before_it_is_exceeded(tmp_path, caplog):
     assert not (tmp_path / "new").exists()
 
 
+def test_the_log_counts_the_rounds_that_are_done(caplog):
+    """Also where a smaller budget than they have spent is given since."""
+    accountant = RoundAccountant(4.0, 6, 3, 1e-5)
+    less = accountant.epsilon(1) * 1.001
+    found = PrivateAggregation(private(noise_multiplier=4.0, max_epsilon=less))
+    found.accountant, found.rounds, found.begun = accountant, 3, 5
+    caplog.set_level("INFO")
+    found.on_setup(SimpleNamespace(max_rounds=9))
+    assert f"epsilon {accountant.epsilon(5):.4g} at delta 1e-05 after 3 rounds" in caplog.text
+
+
+def test_c_goes_on_as_configured(tmp_path):
+    """It is that of the configuration where it is fixed, whatever it was when it followed."""
+    adaptive = private(target_quantile=0.9, clip_learning_rate=10.0)
+    begun = fit(tmp_path, privacy=adaptive, max_rounds=2).run_dir
+    assert float(rows_of(begun)[1]["privacy/clip_norm"]) != C
+    fixed = fit(tmp_path, privacy=private(), ckpt_path=str(begun), allow_changed=True)
+    assert float(rows_of(fixed.run_dir)[2]["privacy/clip_norm"]) == C
+
+
+def test_c_stays_where_messages_are_more_than_rounding(tmp_path):
+    """Of loud counts a round can ask for any C."""
+    loud = private(target_quantile=0.5, clip_learning_rate=10.0, count_noise=100.0)
+    trainer = fit(tmp_path, privacy=loud, max_rounds=6)
+    found = [float(row["privacy/clip_norm"]) for row in rows_of(trainer.run_dir)]
+    least = 2 * rounding_length(trainer.method.layout.size, bits=40)
+    assert min(found) == pytest.approx(least)
+    with refused("--trainer.privacy.count_noise 100000.0", "write a smaller one, or null"):
+        fit(tmp_path / "louder", privacy=private(target_quantile=0.5, count_noise=1e5))
+
+
 def test_trying_out_keeps_the_budget(tmp_path):
     accountant, seen = RoundAccountant(4.0, 6, 3, 1e-5), []
 
@@ -285,8 +317,9 @@ def test_no_two_sums_get_one_noise(tmp_path, monkeypatch):
     """Rounds that are there are not made anew with other settings, whose models are others."""
     whole = fit(tmp_path, run_name="run", checkpoint_every=1, keep_checkpoints=3)
     back = {"ckpt_path": str(whole.run_dir / "checkpoints/round_000001"), "run_name": "run"}
-    with refused("trainer.privacy, changed after round 1", "from the last checkpoint"):
-        fit(tmp_path, local_epochs=2, allow_changed=True, **back)
+    for change in ({"local_epochs": 2}, {"engine": "batched"}):
+        with refused("trainer.privacy, changed after round 1", "from the last checkpoint"):
+            fit(tmp_path, allow_changed=True, **change, **back)
     interrupted(monkeypatch, 2, tmp_path, checkpoint_every=1, keep_checkpoints=3, **back)
     assert len(rows_of(whole.run_dir)) == 2  # its tables do not say any more how far it had been
     with refused("trainer.privacy, changed after round 1", "from the last checkpoint"):

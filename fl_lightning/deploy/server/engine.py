@@ -70,7 +70,7 @@ class RemoteEngine(Engine):
         keeps: of a run that is continued, whether a client has kept something; None: nobody knows.
         deterministic: whether nodes use deterministic algorithms.
         on_begin: is called with the run directory before the first round.
-        randomness: what the noise and the cohorts of a private run are drawn from.
+        randomness: what the rings of secure sums are drawn from.
 
     Raises (from :meth:`start`):
         InputError: the run cannot be deployed, or a node does not fit it.
@@ -98,8 +98,7 @@ class RemoteEngine(Engine):
         self.digest = sha256(self.config).hexdigest()
         self.run = run or uuid.uuid4().hex
         self.deterministic, self.on_begin = deterministic, on_begin
-        if (privacy := fed.aggregation.privacy) is not None:
-            privacy.randomness = randomness
+        self.randomness = randomness
         self.roster = Roster(fed, self.config, self.rules, self.mail, self.run)
         # of what nodes keep for the round's secure sum, by client
         self.forms: dict[int, SumForm] = {}
@@ -206,7 +205,7 @@ class RemoteEngine(Engine):
             return self._ask(asked.round, phase, messages)
 
         started = time.monotonic()
-        added = add_up_on_nodes(asked, self.forms, ask)
+        added = add_up_on_nodes(asked, self.forms, ask, self.randomness)
         self.mail.traffic.beside_training[-1] += time.monotonic() - started
         return added
 

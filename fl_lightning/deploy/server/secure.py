@@ -6,10 +6,10 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
-from fl_lightning import rng
 from fl_lightning.aggregation.masked_round import MaskedRound
 from fl_lightning.aggregation.receiving import max_undeclared
 from fl_lightning.aggregation.sum_form import SumForm
+from fl_lightning.privacy import Randomness, from_system
 from fl_lightning.privacy.secure.server import RoundVoid, SecureServer
 from fl_lightning.privacy.secure.simulation import Outcome, add_delivered, lengths, stays
 
@@ -21,7 +21,10 @@ time."""
 
 
 def add_up_on_nodes(
-    asked: MaskedRound, forms: Mapping[int, SumForm], ask: Ask
+    asked: MaskedRound,
+    forms: Mapping[int, SumForm],
+    ask: Ask,
+    randomness: Randomness = from_system,
 ) -> tuple[SumForm, Outcome]:
     """Have clients that were trained on nodes mask and add up their uploads.
 
@@ -32,6 +35,8 @@ def add_up_on_nodes(
         forms: what each client that was trained says of its vector; one whose upload was refused
             has the form without parts.
         ask: reaches the nodes.
+        randomness: what the ring is drawn from. Whoever knew it before could take the places beside
+            a client.
 
     Returns:
         The form of all vectors, and what came of the round.
@@ -41,7 +46,8 @@ def add_up_on_nodes(
     for id in sorted(forms.keys() - here):
         log.warning("round %d: client %d leaves: its vector has another form", asked.round, id)
     try:
-        _exchange(asked, here, form.length, ask, outcome)
+        ring = drawn_ring(asked, randomness)
+        _exchange(asked, ring, here, form.length, ask, outcome)
     except RoundVoid as error:
         outcome.void = str(error)
     return form, outcome
@@ -61,9 +67,21 @@ def common_form(forms: Mapping[int, SumForm], most: int) -> SumForm:
     return max(counts, key=lambda form: counts[form]) if counts else SumForm()
 
 
-def _exchange(asked: MaskedRound, here: set[int], length: int, ask: Ask, outcome: Outcome) -> None:
+def drawn_ring(asked: MaskedRound, randomness: Randomness) -> list[int]:
+    """Return the cohort in the order of the ring on which neighbours have masks in common."""
+    draws = randomness(asked.method.seed, "secure_ring", asked.round, 0)
+    return draws.permutation(sorted(asked.leaves_before)).tolist()
+
+
+def _exchange(
+    asked: MaskedRound,
+    ring: list[int],
+    here: set[int],
+    length: int,
+    ask: Ask,
+    outcome: Outcome,
+) -> None:
     cohort, traffic = sorted(asked.leaves_before), outcome.traffic
-    ring = rng.stream(asked.method.seed, "secure_ring", asked.round).permutation(cohort).tolist()
     server = SecureServer(asked.settings, ring, length)
     outcome.named = server.named
 

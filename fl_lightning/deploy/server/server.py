@@ -40,9 +40,12 @@ def deploy_over(
         config: the whole configuration of the run, of which nodes are sent what they need.
         own_data: whether clients are those of the nodes' own data, for which nodes are asked first.
         on_begin: is called with the run directory before the first round.
-        randomness: what the server's noise and the cohorts of a private run are drawn from.
+        randomness: what the server's noise, the cohorts of a private run and the rings of secure
+            sums are drawn from.
     """
     measure_time(trainer)
+    if trainer.parts.privacy is not None:
+        trainer.parts.privacy.randomness = randomness
     if trainer.engine == "batched":
         log.warning(
             "trainer.engine batched; nodes train one client after another, so last bits may differ"
