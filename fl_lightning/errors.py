@@ -49,6 +49,11 @@ class MisuseError(ThreePartError, ValueError):
     """
 
 
+class LostStateError(InputError):
+    """What a client kept is not here, cannot be read, or is of other data: without it, it is not
+    trained."""
+
+
 def require(valid: object, given: str, rule: str, instead: str) -> None:
     """Refuse bad input."""
     if not valid:

@@ -215,6 +215,28 @@ def test_a_run_whose_clients_have_all_lost_their_state_stops(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.essential
+def test_clients_without_the_factor_that_rests_are_known_to_have_lost_it(tmp_path, caplog):
+    """In round 2 they are sent the other factor alone, and cannot be trained; in round 3 they are
+    sent both."""
+    words = [
+        "--trainer.participation=1.0",
+        "--trainer.max_local_steps=2",
+        "--data.num_clients=4",
+        "--data.partition=Natural",
+        "--data.examples_per_client=12",
+        "--data.tests_per_task=1",
+        "--data.generate=false",
+        "--model.adapter_average=alternate",
+    ]
+    cli = deployed("lora_default", tmp_path, LosesFolders(tmp_path, "node1"), *words)
+    assert metadata_of(cli)["status"] == "finished"
+    line = "node n1: client 1: what it kept after round 1"
+    assert len([said for said in caplog.messages if said.startswith(line)]) == 2
+    assert "what clients 1, 3 kept is not on their nodes any more" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.essential
 def test_a_run_of_which_some_have_says_so_at_its_end(tmp_path, caplog):
     cli = deployed("fedkd", tmp_path, LosesFolders(tmp_path, "node1"), *KD)
     assert metadata_of(cli)["status"] == "finished"

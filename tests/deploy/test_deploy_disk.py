@@ -24,10 +24,10 @@ from test_deploy import (
 
 from fl_lightning.deploy.node import states
 from fl_lightning.deploy.node.cleaning import clean
-from fl_lightning.deploy.node.states import LostStateError, StateFolder
+from fl_lightning.deploy.node.states import StateFolder
 from fl_lightning.deploy.protocol.gate import config_for_nodes
 from fl_lightning.deploy.protocol.messages import Message
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, LostStateError
 from fl_lightning.support import disk
 
 KD = [*ALL, "--trainer.max_local_steps=2"]

@@ -18,6 +18,7 @@ from fl_lightning.aggregation.adapters.base import AdapterAverage
 from fl_lightning.aggregation.adapters.plain_weights import Averaging
 from fl_lightning.aggregation.server_optimizers import EVALUATED
 from fl_lightning.client import Client
+from fl_lightning.errors import LostStateError
 from fl_lightning.models.adapters.low_rank import factor_sides
 from fl_lightning.models.tensors import tensors_of
 from fl_lightning.wire import Layout, Payload, PayloadError
@@ -70,6 +71,12 @@ class Alternate(AdapterAverage):
     def receive(self, method: Averaging, message: Payload, client: Client) -> None:
         sent = message.tensor("weights")
         if len(sent) < method.layout.size:  # the rest is what the client left alone before
+            if KEPT not in client.state:
+                raise LostStateError(
+                    f"client {client.id}, which took part in round {method.round - 1}",
+                    "the factor that it kept then is not there, and is not sent again",
+                    "put back what it kept, or start the run anew",
+                )
             sent = self._whole(
                 sent, client.state[KEPT].to(sent.dtype), self.halves[(method.round - 1) % 2]
             )

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from fl_lightning.deploy.node.states import LostStateError, StateFolder
+from fl_lightning.deploy.node.states import StateFolder
 from fl_lightning.deploy.protocol.batch_states import LOGS, NAMED, sent_of_logged
 from fl_lightning.deploy.protocol.messages import Message
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, LostStateError
 from fl_lightning.evaluation import (
     MAX_PARTS,
     States,

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from fl_lightning.cli.import_gate import only_imports
 from fl_lightning.compatibility import Run, check_run
 from fl_lightning.deploy.node.evaluating import evaluate_here
-from fl_lightning.deploy.node.states import LostStateError, StateFolder, run_id
+from fl_lightning.deploy.node.states import StateFolder, run_id
 from fl_lightning.deploy.node.told import told
 from fl_lightning.deploy.protocol.gate import check_config
 from fl_lightning.deploy.protocol.identity import describe
@@ -33,7 +33,7 @@ from fl_lightning.deploy.protocol.private import take_up
 from fl_lightning.deploy.protocol.server_state import take_over
 from fl_lightning.engines import ClientResult, ClientTask, SequentialEngine
 from fl_lightning.engines.determinism import deterministic
-from fl_lightning.errors import InputError, ThreePartError
+from fl_lightning.errors import InputError, LostStateError, ThreePartError
 from fl_lightning.federation import Federation
 from fl_lightning.privacy import NoisySums, Randomness, from_system
 from fl_lightning.support import disk
@@ -274,14 +274,18 @@ class Node:
         task = ClientTask(
             client, round, broadcast, labels, int(order["epochs"]), int(order["steps"])
         )
-        with deterministic(bool(message.header.get("deterministic", True))):
-            (result,) = engine.train([task])
+        lost = LostStateError(
+            f"what it kept after round {since}",
+            f"it is not in {self.states.folder}",
+            "put the node's folder back, or start the run anew",
+        )
+        try:
+            with deterministic(bool(message.header.get("deterministic", True))):
+                (result,) = engine.train([task])
+        except LostStateError as error:
+            raise lost from error
         if state is None and result.state:
-            raise LostStateError(
-                f"what it kept after round {since}",
-                f"it is not in {self.states.folder}",
-                "put the node's folder back, or start the run anew",
-            )
+            raise lost
         # a client that keeps nothing differs from one whose state is lost
         always = fed.method.personalised
         then = [int(number) for number in message.header.get("checkpoints", ())]

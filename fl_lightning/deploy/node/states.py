@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
-from fl_lightning.errors import InputError, as_bad_input, require
+from fl_lightning.errors import LostStateError, as_bad_input, require
 from fl_lightning.support import disk
 from fl_lightning.support.tensor_bytes import separate
 
@@ -35,11 +35,6 @@ def run_id(value: object) -> str:
     given = f"{run[:64]!r} is no id of a run"
     require(RUN_ID.fullmatch(run), given, "it has 8 to 64 hexadecimal digits", "send such a one")
     return run
-
-
-class LostStateError(InputError):
-    """What a client kept is not here, cannot be read, or is of other data: without it, it is not
-    trained."""
 
 
 class StateFolder:
