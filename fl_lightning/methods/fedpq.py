@@ -107,4 +107,5 @@ class FedPQ(CodedUpdates):
             product.index_bits(self._num_centroids(size)) * -(-size // self.dim)
             for size in self.coded.sizes
         ]
-        return {"bits/average": sum(bits) / self.coded.size if self.coded.size else 32.0}
+        average = sum(bits) / self.coded.size if self.coded.size else 32.0
+        return {**super().server_metrics(), "bits/average": average}

@@ -50,7 +50,7 @@ class FedSAM(Method):
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
         if self.rho == 0:
             return super().training_step(batch, batch_idx)
-        weights, (found, moved) = self.trained_weights(), self._first_pass(batch, batch_idx)
+        weights, (found, moved) = self._moving_weights(), self._first_pass(batch, batch_idx)
         uphill = moved_along([*weights.values()], found, self.rho / (length_of(found) + 1e-7))
         # the second pass normalises with its batch, and moves copies of the statistics
         there = {**moved, **dict(zip(weights, uphill, strict=True))}
@@ -58,9 +58,8 @@ class FedSAM(Method):
         return self.with_terms({"loss": task, "loss_task": task}, batch, logits)
 
     def _first_pass(self, batch: Any, batch_idx: int) -> tuple[Sequence[Tensor], dict[str, Tensor]]:
-        """Return q, in the order of the trained weights, and copies of the statistics, which have
-        moved."""
-        weights = self.trained_weights()
+        """Return q, in the order of the weights, and copies of the statistics, which have moved."""
+        weights = self._moving_weights()
         if are_parameters([*weights.values()]):
             found = torch.autograd.grad(
                 self.task_and_logits(batch, batch_idx)[0], [*weights.values()]
@@ -77,6 +76,15 @@ class FedSAM(Method):
         for name, buffer in self._statistics().items():
             buffer.copy_(moved[name])
         return [*by_name.values()], moved
+
+    def _moving_weights(self) -> dict[str, Tensor]:
+        """Return the trained weights by name, without those that rest in this round, which have no
+        gradient."""
+        weights, moving = self.trained_weights(), self.adapters.moving(self)
+        if moving is None:
+            return weights
+        parts = self.layout.unpack(moving)
+        return {name: w for name, w in weights.items() if name not in parts or parts[name].any()}
 
     def _statistics(self) -> dict[str, Tensor]:
         """Return the buffers that a pass may move."""

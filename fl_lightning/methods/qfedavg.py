@@ -51,7 +51,7 @@ class QFedAvg(CodedUpdates):
     ) -> None:
         super().__init__(**settings)
         self.bits, self.bucket = bits, bucket
-        self.reads_public = bits != 32  # else whole weights travel
+        self.reads_public = self.codes_weights = bits != 32  # else whole weights travel
 
     def upload(self, client: Client) -> Payload:
         return Method.upload(self, client) if self.bits == 32 else super().upload(client)

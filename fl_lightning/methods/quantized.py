@@ -46,6 +46,8 @@ class QuantizedMethod(Method, ABC):
     """
 
     shows = frozenset({"bit_widths"})
+    codes_weights = True
+    """As :class:`~fl_lightning.methods.updates.CodedUpdates` has it."""
 
     def __init__(
         self,
@@ -118,6 +120,7 @@ class QuantizedMethod(Method, ABC):
         bits = self.allocate(self.mean_budget())
         names = [name.removesuffix(".weight") for name in self.codec.names]
         return {
+            **super().server_metrics(),
             "bits/average": average_bits(self.codec.sizes, bits),
             **{f"bits/layer/{name}": float(n) for name, n in zip(names, bits, strict=True)},
         }

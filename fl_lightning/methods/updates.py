@@ -29,6 +29,9 @@ class CodedUpdates(Method, ABC):
     """
 
     reads_public = True
+    codes_weights = True
+    """Whether an upload codes all weights, so that no client may have a part of them, such as an
+    adapter of a rank of its own."""
 
     def build(self, data: FederatedData) -> None:
         super().build(data)

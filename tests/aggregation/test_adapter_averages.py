@@ -10,6 +10,7 @@ import pytest
 import torch
 from adapter_runs import Extreme, deployed_weights, fitted
 from golden_cases import cases_in, differences
+from outcomes import rows_of
 from refusals import refused
 from tiny_language import adam, fit, method_of, records, tiny
 from torch import nn
@@ -23,13 +24,17 @@ from fl_lightning.aggregation.server_optimizers import EVALUATED, Extrapolation
 from fl_lightning.clock import Clock, FedBuff, LogNormalDevices, SameDevice
 from fl_lightning.compatibility import Run, check_run
 from fl_lightning.conformance.bench import prepare_data
+from fl_lightning.errors import LostStateError
 from fl_lightning.hooks import Stressor
 from fl_lightning.methods import (
+    AQFL,
     MOON,
     SCAFFOLD,
     DynamicTerm,
     FedAvg,
     FedNTD,
+    FedPQ,
+    FedSAM,
     Krum,
     QFedAvg,
     ServerAdam,
@@ -242,6 +247,72 @@ class Spy(Residual):
         return super().beside(method, found, made)
 
 
+class NarrowLinear(nn.Linear):
+    """Computes in the precision of its inputs, as autocast does."""
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.to(x))
+
+
+def narrow(vocab_size: int, dtype: torch.dtype) -> nn.Module:
+    network = tiny(vocab_size)
+    for layer in adapter_layers(network).values():
+        layer.base_layer.__class__ = NarrowLinear
+        layer.base_layer.weight.data = layer.base_layer.weight.data.to(dtype)
+    return network
+
+
+class NarrowSpy(Spy):
+    """Keeps the frozen weights before a round, and how far those after it are from what they were
+    to be, in a plain way."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def frozen_weights(self, method):
+        self.base.write(method.network, BaseChange.read(self.base.shapes, method.server, "base"))
+        layers = adapter_layers(method.network).values()
+        return torch.cat([layer.base_layer.weight.flatten().double() for layer in layers])
+
+    def beside(self, method, found, made):
+        before = self.frozen_weights(method)
+        entries = super().beside(method, found, made)
+        method.server |= entries
+        pairs = zip(self.pairs, self.pairs_in(method.layout, made), strict=True)
+        mean = torch.cat([(pair.scaling * b @ a).flatten() for pair, (a, b) in pairs])
+        left = self.mean - mean - (self.frozen_weights(method) - before)
+        self.found.append(float(left.norm() / self.mean.norm()))
+        return entries
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_a_narrow_base_rounds_away_is_measured(dtype, tmp_path, caplog):
+    rule = NarrowSpy()
+    method = FedAvg(network=partial(narrow, dtype=dtype), optimizer=adam(), adapter_average=rule)
+    ended = fit(method, tmp_path, max_rounds=3, eval_every=9)
+    told = [float(row["average/factor_error"]) for row in rows_of(ended.run_dir / "metrics.csv")]
+    assert told == pytest.approx(rule.found, rel=1e-2, abs=1e-5)
+    wide = dtype == torch.float32
+    assert all((error < 1e-5) == wide for error in told)
+    said = [line for line in caplog.messages if "frozen weights of" in line]
+    assert len(said) == (0 if wide else 1)
+    assert wide or str(dtype).removeprefix("torch.") in said[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_new_adapters_on_a_narrow_base_are_measured(dtype, tmp_path):
+    """All that a round has learnt is in the base: one of a change that it cannot hold has lost
+    it."""
+    ended = fit(
+        FedAvg(network=partial(narrow, dtype=dtype), optimizer=adam(), adapter_average="stack"),
+        tmp_path,
+        eval_every=9,
+    )
+    for row in rows_of(ended.run_dir / "metrics.csv"):
+        assert (float(row["average/factor_error"]) < 1e-5) == (dtype == torch.float32)
+
+
 def test_the_nearest_adapter_of_each_rank():
     torch.manual_seed(0)
     pair = torch.randn(6, 7).double(), torch.randn(5, 6).double()
@@ -387,6 +458,31 @@ def weights_of(method) -> torch.Tensor:
 def test_other_rules_refuse_ranks_of_their_own(rule, tmp_path):
     with refused("--model.network.rank [1, 3]", "product, stack or padded"):
         fitted(tmp_path, rule, rank=[1, 3])
+
+
+@pytest.mark.parametrize("rule", ["product", "padded"])
+@pytest.mark.parametrize("cls", [QFedAvg, FedPQ, AQFL])
+def test_codes_of_all_weights_refuse_ranks_of_their_own(cls, rule, tmp_path):
+    with refused(f"--model.network.rank [1, 2] with --model {cls.__name__}", "one rank"):
+        fitted(tmp_path, rule, rank=[1, 2], cls=cls)
+    assert "average/factor_error" in fitted(tmp_path, rule, rank=[2, 2], cls=cls)[1][-1]
+
+
+def test_whole_weights_of_qfedavg_have_ranks_of_their_own(tmp_path):
+    whole, _ = fitted(tmp_path, "product", rank=[1, 2], cls=QFedAvg, settings={"bits": 32})
+    plain, _ = fitted(tmp_path, "product", rank=[1, 2])
+    assert weights_of(whole).equal(weights_of(plain))
+
+
+@pytest.mark.parametrize("cls", [FedPQ, AQFL])
+def test_codes_of_all_weights_are_measured(cls, tmp_path):
+    """Beside what they say of their bits without a rule."""
+    _, plain = fitted(tmp_path, None, cls=cls)
+    _, rows = fitted(tmp_path, "factors", cls=cls)
+    bits = [name for name in plain[-1] if name.startswith("bits/")]
+    assert [rows[-1][name] for name in bits] == [plain[-1][name] for name in bits]
+    assert "32.0" not in {plain[-1][name] for name in bits}
+    assert all(0.001 < float(row["average/factor_error"]) < 2 for row in rows)
 
 
 @pytest.mark.parametrize("rule", ["product", "padded"])
@@ -567,6 +663,30 @@ def test_a_network_without_two_factors_is_refused(tmp_path):
         fitted(tmp_path, "factors", rank=0)
     with refused("--model.personal", "share_a"):
         fitted(tmp_path, "product", settings={"personal": "*lora_B.*"})
+
+
+def test_steps_uphill_are_along_the_factor_that_is_trained(tmp_path, caplog):
+    """As of a network in which the other factor is frozen, and in a stack of clients too."""
+    one = {"cls": FedSAM, "engine": "sequential", "settings": {"rho": 0.3}}
+    frozen, _ = fitted(tmp_path, None, ffa=True, max_rounds=1, **one)
+    method, rows = fitted(tmp_path, "alternate", max_rounds=1, **one)
+    assert deployed_weights(method).equal(deployed_weights(frozen))
+    assert float(rows[0]["average/factor_error"]) < 1e-6
+    plain, _ = fitted(tmp_path, "alternate", max_rounds=1, engine="sequential")
+    assert not deployed_weights(plain).equal(deployed_weights(method))
+    both, _ = fitted(tmp_path, "alternate", **one)
+    stacked, _ = fitted(tmp_path, "alternate", **{**one, "engine": "batched"})
+    torch.testing.assert_close(
+        deployed_weights(stacked), deployed_weights(both), rtol=1e-3, atol=1e-4
+    )
+    assert "one by one" not in caplog.text
+
+
+def test_a_client_without_the_factor_that_rests_is_named(tmp_path):
+    method, _ = fitted(tmp_path, "alternate")
+    method.round, client = 3, prepare_data(records(generate=False)).client(1)
+    with refused("client 1, which took part in round 2", "put back", LostStateError):
+        method.receive(method.broadcast(client), client)
 
 
 @pytest.mark.parametrize("rule", ["residual", "stack"])

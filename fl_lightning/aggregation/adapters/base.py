@@ -77,6 +77,12 @@ class AdapterAverage(PlainWeights):
             "both factors are made anew, and what is frozen stays",
             "write --model.network.adapter lora, or --model.adapter_average frozen_a",
         )
+        require(
+            not (self.ranks and getattr(method, "codes_weights", False)),
+            f"--model.network.rank {[*self.ranks]} with --model {type(method).__name__}",
+            "it codes all weights, and a client of a rank of its own has a part of them",
+            "write one rank, or --model FedAvg",
+        )
         self.parts = {
             rank: values_of_rank(method.layout, self.pairs, rank) for rank in {*self.ranks}
         }
@@ -216,9 +222,18 @@ class AdapterAverage(PlainWeights):
         products = found.products(self, method.layout)
         for true, pair, names in zip(products, made, self.pairs, strict=True):
             whole += (names.scaling * algebra.norm(true)) ** 2
-            lost += (names.scaling * algebra.norm(algebra.joined(true, algebra.minus(pair)))) ** 2
+            lost += self.apart(names, algebra.joined(true, algebra.minus(pair))) ** 2
         if whole > 0:
             self.error = method.round, (lost / whole) ** 0.5
+
+    def apart(self, names: FactorNames, left: Pair) -> float:
+        """Return how far a layer that is deployed is from what it was to be.
+
+        Args:
+            names: the layer.
+            left: a pair whose product, scaled as adapters are, is what it lacks.
+        """
+        return names.scaling * algebra.norm(left)
 
     def metrics(self, method: Averaging) -> dict[str, float]:
         round, error = self.error

@@ -4,12 +4,17 @@ the wire.
 The change of a layer ``[m, n]`` since the start is a pair of factors of some rank q, or the whole
 matrix where that takes fewer values, q (m + n) >= m n. Changes of several rounds are joined, so
 that server and clients, who join the same ones in the same order, have the same bits.
+
+Frozen weights that are narrower than float32 are the start and the whole change, rounded once. What
+a round adds to them is therefore not its change, and is measured as it is.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import parent_process
 
 import torch
 from torch import Tensor
@@ -19,6 +24,8 @@ from fl_lightning.aggregation.adapters.base import AdapterAverage
 from fl_lightning.aggregation.adapters.plain_weights import Averaging
 from fl_lightning.models.adapters.low_rank import FactorNames
 from fl_lightning.models.tensors import tensors_of
+
+log = logging.getLogger("fl_lightning")
 
 WHOLE = -1
 """The rank of a layer whose change is written as a matrix."""
@@ -191,9 +198,22 @@ class MovingBase:
         """Make the frozen weights those of the start and a change."""
         tensors = tensors_of(network)
         for number, pair in enumerate(self.pairs):
-            change = total.matrix(number)
-            change = change.T if pair.transposed else change
-            tensors[pair.base].copy_(self.start[pair.base].float() + change)
+            tensors[pair.base].copy_(self._weight(number, total))
+
+    def _weight(self, number: int, total: BaseChange) -> Tensor:
+        """Return the frozen weight of a layer before it is rounded, float32."""
+        pair, change = self.pairs[number], total.matrix(number)
+        return self.start[pair.base].float() + (change.T if pair.transposed else change)
+
+    def narrow(self) -> list[FactorNames]:
+        """Return the layers whose frozen weights are narrower than float32."""
+        return [pair for pair in self.pairs if self.start[pair.base].itemsize < 4]
+
+    def rounding(self, pair: FactorNames, total: BaseChange) -> Tensor:
+        """Return what rounding adds to the frozen weight of a layer, float64 ``[m, n]``."""
+        weight = self._weight(self.pairs.index(pair), total)
+        added = weight.to(self.start[pair.base].dtype).double() - weight.double()
+        return added.T if pair.transposed else added
 
 
 class MovesBase(AdapterAverage):
@@ -204,6 +224,8 @@ class MovesBase(AdapterAverage):
     sums_products = True
     own_messages = True
     resend: bool
+    totals: tuple[BaseChange, BaseChange] | None = None
+    """The change of narrow frozen weights before and after the round that is measured."""
 
     def bind(self, method: Averaging, clients: int) -> dict[str, Tensor]:
         super().bind(method, clients)
@@ -211,6 +233,14 @@ class MovesBase(AdapterAverage):
         entries = self.base.first_entries()
         self.not_summed = frozenset(entries)
         self.growing = frozenset({f"{TOTAL}_values", f"{LAST}_values"})
+        if self.base.narrow() and parent_process() is None:
+            log.warning(
+                "--model.adapter_average %s adds what adapters have learnt to frozen weights of "
+                "%s, which round it: average/factor_error says how much is lost, and a base of "
+                "dtype: float32 loses nothing",
+                self.name,
+                str(self.base.start[self.base.narrow()[0].base].dtype).removeprefix("torch."),
+            )
         return entries
 
     def take_base(
@@ -223,11 +253,20 @@ class MovesBase(AdapterAverage):
         if not self.resend:
             state |= total.entries(TOTAL)
 
-    def moved(self, step: BaseChange) -> list[Pair]:
-        """Return a pair for each layer whose product, scaled as adapters are, is a step."""
+    def moved(self, method: Averaging, step: BaseChange) -> list[Pair]:
+        """Return a pair for each layer whose product, scaled as adapters are, is a step, and
+        remember what is rounded to what before and after it."""
+        before = BaseChange.read(self.base.shapes, method.server, TOTAL)
+        self.totals = (before, before.plus(step)) if self.base.narrow() else None
         return [
             (a, b / pair.scaling) for pair, (a, b) in zip(self.pairs, step.pairs(), strict=True)
         ]
+
+    def apart(self, names: FactorNames, left: Pair) -> float:
+        if self.totals is None:
+            return super().apart(names, left)
+        before, after = (self.base.rounding(names, total) for total in self.totals)
+        return float((names.scaling * (left[1] @ left[0]) - (after - before)).norm())
 
     def write_base(self, method: Averaging) -> None:
         total = BaseChange.read(self.base.shapes, method.server, TOTAL)

@@ -25,8 +25,8 @@ from fl_lightning.wire import Layout, Payload
 
 
 class Residual(MovesBase):
-    """The mean of each factor, and their residual in the base: exact. With equal A it is
-    ``factors``, bit for bit.
+    """The mean of each factor, and their residual in the base: exact where that is float32.
+    With equal A it is ``factors``, bit for bit.
 
     Args:
         rank: largest rank of R in a round, at least 1; what a truncated singular value
@@ -66,7 +66,7 @@ class Residual(MovesBase):
     def beside(self, method: Averaging, found: CohortAdapters, made: Tensor) -> dict[str, Tensor]:
         mean = self.pairs_in(method.layout, made)
         step = self._step(method, found, mean)
-        both = zip(mean, self.moved(step), strict=True)
+        both = zip(mean, self.moved(method, step), strict=True)
         deployed = [algebra.joined(one, two) for one, two in both]
         self.measure(method, found, deployed)
         return self.base.grown(method.server, step, method.round, method.served)

@@ -11,7 +11,7 @@ from fl_lightning.aggregation.adapters.base import AdapterAverage
 
 
 class ShareA(AdapterAverage):
-    """Personal models with one A. A client that was never counted has its B of the start, zeros."""
+    """Personal models with one A. A client that was never counted has its B of the start."""
 
     name = "share_a"
     personal = "*lora_B.*"

@@ -23,8 +23,8 @@ from fl_lightning.wire import Layout, Payload
 
 
 class Stack(MovesBase):
-    """The sum of all adapters in the base: exact, whatever the ranks. The network's ``rank`` may be
-    a list.
+    """The sum of all adapters in the base: exact where that is float32, whatever the ranks. The
+    network's ``rank`` may be a list.
 
     Args:
         resend: as ``Residual`` has it.
@@ -93,7 +93,7 @@ class Stack(MovesBase):
     def beside(self, method: Averaging, found: CohortAdapters, made: Tensor) -> dict[str, Tensor]:
         layers = zip(found.products(self, method.layout, compact=True), self.pairs, strict=True)
         step = BaseChange.of(self.base.shapes, [(a, pair.scaling * b) for (a, b), pair in layers])
-        self.measure(method, found, self.moved(step))
+        self.measure(method, found, self.moved(method, step))
         others = made[:0] if self.others is None else made[self.others]
         weights = method.layout.to_wire(self.started(method, method.round + 1, others))
         return {
