@@ -211,6 +211,13 @@ def test_svft_is_the_sum_of_its_entries_and_spectral_its_diagonal():
     torch.testing.assert_close(plain(x), spectral(x))
 
 
+def test_svft_of_rank_1_has_one_diagonal():
+    network = LlamaTiny(BYTE_VOCABULARY, adapter="svft", rank=1)
+    assert {layer.svft_m.numel() for layer in adapter_layers(network).values()} == {1}
+    layers = adapter_layers(add_adapter(small(), "svft", 2)).values()
+    assert {layer.svft_m.numel() for layer in layers} == {4}
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_language import adam, fit
+from tiny_language import adam, fit, set_up
 from torch import Tensor
 
+from fl_lightning.aggregation.adapters import RULES
 from fl_lightning.data import IID, TokenData
 from fl_lightning.energy import (
     BHSPController,
@@ -230,6 +231,36 @@ def test_what_does_not_work_is_refused_in_one_line(folder: Path, tmp_path: Path)
     refused(
         f"network hf:{tmp_path}: .*save_pretrained wrote", name=tmp_path, gguf_file="damaged.gguf"
     )
+
+
+def test_a_rank_above_the_size_of_a_layer_is_refused_of_pissa(folder: Path, gpt2: Path):
+    """peft takes it, and trains fewer directions than were asked for."""
+    hf.TransformersLM(50, str(folder), adapter="pissa", rank=24)
+    whole = r"pissa of rank 25 on model.layers.0.self_attn.q_proj of 24 x 24; .*write rank 24"
+    with pytest.raises(InputError, match=whole):
+        hf.TransformersLM(50, str(folder), adapter="pissa", rank=25)
+    wide = r"pissa of rank 17 on transformer.h.0.attn.c_attn of 16 x 48; .*write rank 16"
+    with pytest.raises(InputError, match=wide):
+        hf.TransformersLM(259, str(gpt2), adapter="pissa", rank=17)
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_rules_refuse_an_adapter_on_an_embedding_by_its_name(rule: str, gpt2: Path):
+    network = partial(hf.TransformersLM, name=str(gpt2), rank=2, targets=["c_attn", "wte"])
+    _, data = set_up(FedAvg(network=network), answers_of_bytes())
+    with pytest.raises(InputError, match=r"transformer.wte, an embedding; .*out of targets"):
+        FedAvg(network=network, adapter_average=rule).build(data)
+
+
+def test_an_embedding_is_refused_where_its_adapter_cannot_learn(folder: Path):
+    """A of an embedding starts at zero: where it is frozen, B has no gradient."""
+    words = r"with adapter ffa; .* model.embed_tokens would never learn; leave it out of targets"
+    with pytest.raises(InputError, match=words):
+        hf.TransformersLM(50, str(folder), ffa=True, targets=["q_proj", "embed_tokens"])
+    network = hf.TransformersLM(50, str(folder), targets=["q_proj", "embed_tokens"])
+    network(prompts()[0]).logsumexp(-1).mean().backward()
+    names = {name for name, weight in network.named_parameters() if weight.grad is not None}
+    assert any("lora_embedding_A" in name for name in names)
 
 
 @pytest.mark.parametrize(("num_classes", "warned"), [(24, True), (25, False), (1, False)])

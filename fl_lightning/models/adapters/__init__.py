@@ -64,7 +64,7 @@ def add_adapter(
     *,
     alpha: float = DEFAULT_ALPHA,
     targets: str | Sequence[str] = ALL_LINEAR,
-    band: int = DEFAULT_BAND,
+    band: int | None = None,
     seed: int | None = None,
 ) -> nn.Module:
     """Freeze a network and put an adapter of one kind on its linear layers.
@@ -80,7 +80,7 @@ def add_adapter(
         alpha: the factor of ``lora``, ``ffa``, ``pissa`` and ``adalora`` is alpha / r; others have
             none.
         targets: ``all-linear``, or the last parts of the layers' names, as ``[qkv_proj, o_proj]``.
-        band: diagonals of ``svft`` on each side of the main one.
+        band: diagonals of ``svft`` on each side of the main one; None: 1, and none of rank 1.
         seed: what is random is drawn from the stream (seed, "adapter"); None: from torch's current
             generator. ``pissa``, ``svft`` and ``spectral`` draw nothing.
 
@@ -107,7 +107,8 @@ def add_adapter(
             case "adalora":
                 return AdaLoRALinear(base, rank, alpha)
             case "svft":
-                return SVFTLinear(base, rank, band)
+                sides = min(DEFAULT_BAND, rank - 1) if band is None else band
+                return SVFTLinear(base, rank, sides)
             case "spectral":
                 return SpectralLinear(base, rank)
         return LoRALinear(base, rank, alpha, ffa=kind == "ffa")

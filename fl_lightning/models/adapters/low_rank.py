@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from fl_lightning.errors import require
 from fl_lightning.models.tensors import tensors_of
 
 
@@ -49,6 +50,9 @@ def low_rank_layers(network: nn.Module) -> dict[str, LowRankLayer]:
     adapter.
 
     AdaLoRA's layers have a third factor and are left out.
+
+    Raises:
+        InputError: one of them is an embedding, whose factors have another form.
     """
     found = {}
     for name, module in network.named_modules():
@@ -60,6 +64,12 @@ def low_rank_layers(network: nn.Module) -> dict[str, LowRankLayer]:
             continue
         a, b, scaling = module.lora_A, module.lora_B, module.scaling
         if isinstance(a, nn.ModuleDict):
+            require(
+                a,
+                f"an adapter on {name}, an embedding",
+                "factors A and B are those of linear layers, and here have another form",
+                "leave it out of targets",
+            )
             key = next(iter(a))
             a, b, scaling = a[key], b[key], scaling[key]
         transposed = bool(getattr(module, "fan_in_fan_out", False))

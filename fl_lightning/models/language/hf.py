@@ -31,6 +31,7 @@ from fl_lightning.models.adapters import (
     largest_rank,
     merged_lora,
     plain_weights,
+    require_directions,
 )
 from fl_lightning.models.language.generating import Generating
 from fl_lightning.models.language.llama import (
@@ -451,7 +452,17 @@ def adapt(
     given = f"targets={targets!r} for {HF_PREFIX}{name}"
     with as_bad_input(given, "peft refuses them", f"write {ALL_LINEAR}", ValueError):
         adapted = get_peft_model(model, config)
-    frozen = {"ffa": ("lora_A", "lora_embedding_A"), "adalora": ("ranknum",)}.get(kind, ())
+    for place, module in adapted.named_modules():
+        layer = place.removeprefix("base_model.model.")
+        if kind == "pissa" and getattr(module, "lora_A", None):  # peft takes fewer in silence
+            require_directions(kind, layer, module, rank)
+        require(
+            kind != "ffa" or not getattr(module, "lora_embedding_A", None),
+            f"{given} with adapter ffa",
+            f"A of an embedding starts at zero, and {layer} would never learn",
+            "leave it out of targets, or write adapter lora",
+        )
+    frozen = {"ffa": ("lora_A",), "adalora": ("ranknum",)}.get(kind, ())
     # peft would train ranknum on a bfloat16 base
     for parameter, weight in adapted.named_parameters():
         is_frozen = any(part in frozen for part in parameter.split("."))
