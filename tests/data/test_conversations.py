@@ -197,6 +197,45 @@ def test_a_chat_template_of_a_tokeniser(tmp_path: Path):
         made(train, test=str(other), template="chat", tokenizer=own)
 
 
+def chat_of(tmp_path: Path, template: str, *lines: object) -> ConversationFiles:
+    pytest.importorskip("transformers")
+    from tiny_transformers import tokenizer_of_bytes
+
+    tokens = tokenizer_of_bytes()
+    tokens.chat_template = template
+    train, test = written(tmp_path, *lines), tmp_path / "test.jsonl"
+    test.write_text(json.dumps({"conversations": said("x", "y")}))
+    own = HuggingFaceTokenizer(tokenizer=tokens)
+    return made(train, test=str(test), template="chat", tokenizer=own)
+
+
+def test_a_conversation_that_a_chat_template_refuses_is_named(tmp_path: Path):
+    template = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system here') }}{% endif %}"
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
+    )
+    talks = {"conversations": said("a", "b")}, {"conversations": said("c", "d", "e", "f")}
+    chat_of(tmp_path, template, *talks)
+    system = {"conversations": [{"from": "system", "value": "Be."}, *said("c", "d")]}
+    words = (
+        r"talks.jsonl, line 2, turn 3; the tokeniser's chat template refuses it \(.*No system here"
+    )
+    with pytest.raises(InputError, match=words) as caught:
+        chat_of(tmp_path, template, talks[0], system)
+    assert "in place of chat" in caught.value.instead
+
+
+def test_a_chat_template_that_writes_the_date_writes_the_same_on_another_day(tmp_path: Path):
+    """As Llama 3.2's does, where a clock is there."""
+    template = (
+        "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y %f') %}{% endif %}"
+        "{{ date_string }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
+    )
+    found = chat_of(tmp_path, template, {"conversations": said("a", "b")})
+    ((read, _),) = spelled(found, tokens=found.tokenizer)
+    assert read.startswith("26 Jul 2024<user>a$")
+
+
 @pytest.mark.parametrize(
     ("line", "told"),
     [

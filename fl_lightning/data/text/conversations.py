@@ -16,7 +16,7 @@ from fl_lightning.data.text.prompts import Prompt, Record
 from fl_lightning.data.text.records import SURROGATE
 from fl_lightning.data.text.token_items import TokenItem
 from fl_lightning.data.text.tokens import Tokenizer
-from fl_lightning.errors import InputError, require
+from fl_lightning.errors import InputError, as_bad_input, require
 
 LISTS = ("conversations", "messages")
 """Keys under which the turns of a conversation stand: ShareGPT's, and that of chat interfaces."""
@@ -30,6 +30,10 @@ ROLES = {
 """Who speaks, by the names that files have for it."""
 CHAT = "chat"
 """The template that means the tokeniser's own."""
+CHAT_DATE = "26 Jul 2024"
+"""What a chat template writes as today's date, so that tokens are the same on another day.
+
+Llama 3's has it where there is no clock."""
 
 
 class Turn(NamedTuple):
@@ -158,7 +162,7 @@ class ChatTurns:
             if turn.role != "assistant":
                 continue
             for count, learnt in ((number, False), (number + 1, True)):
-                ids = self._ids(turns[:count], asks=not learnt)
+                ids = self._ids(turns[:count], f"{place}, turn {number + 1}", asks=not learnt)
                 if ids[: len(before)] != before:
                     raise InputError(
                         f"{place}, turn {number + 1}",
@@ -168,13 +172,17 @@ class ChatTurns:
                 yield ids[len(before) :], learnt
                 before = ids
 
-    def _ids(self, turns: Sequence[Turn], asks: bool) -> list[int]:
+    def _ids(self, turns: Sequence[Turn], place: str, asks: bool) -> list[int]:
+        from jinja2 import TemplateError
+
         said = [{"role": turn.role, "content": turn.text} for turn in turns]
-        return list(
-            self.tokenizer.apply_chat_template(
-                said, tokenize=True, add_generation_prompt=asks, return_dict=False
+        asked = {"add_generation_prompt": asks, "date_string": CHAT_DATE}
+        rule = "the tokeniser's chat template refuses it"
+        instead = "leave the line out, or write a template with {inputs} in place of chat"
+        with as_bad_input(place, rule, instead, TemplateError):
+            return list(
+                self.tokenizer.apply_chat_template(said, tokenize=True, return_dict=False, **asked)
             )
-        )
 
 
 def turn_template(template: str, system: str, tokenizer: Tokenizer) -> TurnTemplate:

@@ -72,7 +72,8 @@ class NaturalInstructions(TextData):
             out.
         context: largest number of tokens that the network sees.
         too_long: what is done with a record longer than the context; refuse: an error; cut: the end
-            of its inputs is left out, and ``partition.json`` says of how many records.
+            of its inputs is left out, and what stands before them where that is not enough, and
+            ``partition.json`` says of how many records.
         generate: whether answers are generated for exact match and ROUGE-L.
         settings: those of all text, see :class:`~fl_lightning.data.TextData`.
     """

@@ -54,7 +54,8 @@ class TextFiles(TextData):
         group: key of a record that says its group, by which partitions deal it out; null: the file.
         num_clients: number of clients; 0: as many as write in the training files.
         too_long: what is done with a record longer than the context; refuse: an error; cut: the end
-            of its inputs is left out, and ``partition.json`` says of how many records.
+            of its inputs is left out, and what stands before them where that is not enough, and
+            ``partition.json`` says of how many records.
         columns: names of keys that are not those of the fields, by field, such as ``{inputs:
             instruction, targets: response}``; null: those of the fields.
         constants: texts of fields that no key has, by field; null: none.

@@ -216,8 +216,8 @@ def encode_records(
         tokenizer: makes the tokens; prompt and answer are encoded apart.
         context: T, the largest number of positions.
         too_long: what is done with a record of more positions. refuse: an error; cut: the end of
-            its inputs is left out, and of its answer too where that is not enough, and
-            ``Sequences.cut`` counts it.
+            its inputs is left out, and of what stands before them, such as its definition, where
+            that is not enough, and then of its answer; ``Sequences.cut`` counts it.
         places: where each record stands, for the message, such as a file and line; None: its
             number.
         can_cut: whether ``too_long`` is a setting of the data, which the message may propose.
