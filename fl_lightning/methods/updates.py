@@ -74,7 +74,7 @@ class CodedUpdates(Method, ABC):
             {
                 "examples": self.examples_of(client),
                 **self.encode_updates(updates, client),
-                "rest": self.rest.to_wire(self.rest.read(self.network)),
+                "rest": self.layout.to_wire(self.rest.read(self.network)),
             }
         )
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 from test_weighing import Keeps
 from tiny_language import adam, fit, records, tiny
+from torch import nn
+from toy import ready, run, sgd
 
 from fl_lightning import methods
 from fl_lightning.aggregation.receiving import check_values
@@ -100,6 +102,41 @@ def test_every_method_of_language_trains_such_a_network(name, tmp_path):
     last = trainer.progress.history[-1]
     assert last["clients/trained"] == 4
     assert last["test/loss"] < 10
+
+
+class Mixed(nn.Module):
+    """A float32 layer without a bias, then one in bfloat16: what QFedAvg and FedPQ send as it is,
+    the bias, is bfloat16, and the whole is not."""
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.first = nn.Linear(3 * 32 * 32, 8, bias=False)
+        self.last = nn.Linear(8, num_classes).bfloat16()
+
+    def forward(self, images):
+        return self.last(self.first(images.flatten(1)).bfloat16()).float()
+
+
+class KeepsRest(Keeps):
+    def change_upload(self, upload, *, client, round, context):
+        self.weight[client.id] = int(upload.tensor("examples"))
+        self.sent[client.id] = upload.tensor("rest").double()
+        return upload
+
+
+@pytest.mark.parametrize("name", ["QFedAvg", "FedPQ"])
+def test_a_network_of_two_precisions_is_trained_by_methods_that_code_updates(name, tmp_path):
+    """All uploads count, and the bias, which is not coded, becomes the clients' mean."""
+    keeps = KeepsRest()
+    method = getattr(methods, name)(network=Mixed, optimizer=sgd(0.05))
+    trainer = run(method, ready(num_clients=3), tmp_path, callbacks=[keeps], max_rounds=1)
+    assert trainer.progress.history[-1]["clients/trained"] == 3
+    assert list(method.rest.shapes) == ["last.bias"]
+    assert all(torch.equal(bias, bias.bfloat16().double()) for bias in keeps.sent.values())
+    assert not torch.equal(keeps.sent[0], keeps.sent[1])
+    mean = sum(keeps.weight[id] * keeps.sent[id] for id in range(3)) / sum(keeps.weight.values())
+    found = method.layout.unpack(method.server["weights"])["last.bias"]
+    torch.testing.assert_close(found, mean.float(), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("cls", [FedMPQ, FedMPQKD])
