@@ -21,7 +21,7 @@ from fl_lightning.errors import InputError, require
 from fl_lightning.methods.base import Method
 from fl_lightning.models.recipe import copied
 from fl_lightning.quantization import Quantized, average_bits, dequantize_codes, quantize
-from fl_lightning.quantization.activations import quantize_activations
+from fl_lightning.quantization.activations import keep_activations, quantize_activations
 from fl_lightning.quantization.allocation import MAX_BITS
 from fl_lightning.wire import Codes, Layout, Limit, Payload, PayloadError
 
@@ -236,8 +236,7 @@ class LayerCodec:
         """Return a copy of ``network`` with these weights as they are, and activations that nobody
         quantises."""
         copy = copied(network)
-        for module in copy.modules():
-            module._forward_pre_hooks.clear()
+        keep_activations(copy)
         self.layout.write(copy, vector)
         return copy
 

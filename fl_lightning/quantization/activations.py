@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -12,16 +15,47 @@ def fake_quantize(x: Tensor, bits: int) -> Tensor:
 
     The backward pass is the identity (straight-through gradient).
     """
-    step = (x.detach().abs().amax() / (2**bits - 1)).clamp_min(1e-12)
+    kind = torch.finfo(x.dtype)
+    least = max(1e-12, kind.tiny * kind.eps)  # in float16, 1e-12 is 0
+    step = (x.detach().abs().amax() / (2**bits - 1)).clamp_min(least)
     return x + ((x / step).round() * step - x).detach()
 
 
+@dataclass(frozen=True)
+class QuantizedInput:
+    """A hook before a layer that quantises its first input, given by position or by name; numbers
+    that are whole, such as ids, stay.
+
+    Args:
+        bits: magnitude bits.
+    """
+
+    bits: int
+
+    def __call__(self, module: nn.Module, args: Any, named: dict[str, Any]) -> Any:
+        if args:
+            return (self._quantized(args[0]), *args[1:]), named
+        return args, {
+            name: value if place else self._quantized(value)
+            for place, (name, value) in enumerate(named.items())
+        }
+
+    def _quantized(self, x: Tensor) -> Tensor:
+        return fake_quantize(x, self.bits) if x.is_floating_point() else x
+
+
 def quantize_activations(network: nn.Module, weights: Iterable[str], bits: int) -> None:
-    """Quantise the inputs of the layers that own these named weights in every later forward pass;
-    the inputs of an embedding are ids and stay."""
-    for name in weights:
-        layer = network.get_submodule(name.rpartition(".")[0])
-        if not isinstance(layer, nn.Embedding):
-            layer.register_forward_pre_hook(
-                lambda module, args: (fake_quantize(args[0], bits), *args[1:])
-            )
+    """Quantise the inputs of the layers that have these named weights, shared ones too, in every
+    later forward pass; the inputs of an embedding are ids and stay."""
+    quantized = {id(network.get_parameter(name)) for name in weights}
+    for layer in network.modules():
+        if id(layer._parameters.get("weight")) in quantized:
+            layer.register_forward_pre_hook(QuantizedInput(bits), with_kwargs=True)
+
+
+def keep_activations(network: nn.Module) -> None:
+    """Undo :func:`quantize_activations`; other hooks stay."""
+    for layer in network.modules():
+        for key, hook in list(layer._forward_pre_hooks.items()):
+            if isinstance(hook, QuantizedInput):
+                del layer._forward_pre_hooks[key], layer._forward_pre_hooks_with_kwargs[key]

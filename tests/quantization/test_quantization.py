@@ -1,4 +1,6 @@
 import json
+import pickle
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from fl_lightning.quantization import (
     quantize,
     quantize_and_prune,
 )
+from fl_lightning.quantization.activations import fake_quantize, quantize_activations
 from fl_lightning.quantization.latent import Latent, counts_without_waiting
 from fl_lightning.quantization.layer import Grid, Layer
 from fl_lightning.quantization.planes import (
@@ -362,3 +365,130 @@ def test_what_a_quantised_method_leaves_out_is_said_by_name(caplog):
     assert "not quantised, and sent in full precision, are first.weight [4, 3, 1]:" in caplog.text
     assert method.codec.names == ["last.weight"]
     assert "first.weight" in method.rest.shapes
+
+
+def fake_quantize_of_today(x, bits):
+    """As it was for float32 and bfloat16, and stays."""
+    step = (x.detach().abs().amax() / (2**bits - 1)).clamp_min(1e-12)
+    return x + ((x / step).round() * step - x).detach()
+
+
+@pytest.mark.parametrize("bits", [1, 4, 8])
+def test_activations_of_zero_stay_zero_in_half_precision_and_others_are_as_they_were(bits):
+    tiny = 2.0**-24  # the least number of float16
+    for value in (0.0, tiny, 100 * tiny, 1e-5, 1.0, 6e4):
+        x = value * torch.tensor([1.0, -0.4, 0.0], dtype=torch.float16)
+        found = fake_quantize(x, bits)
+        assert found.isfinite().all()
+        assert (found - x).abs().max() <= x.abs().max() / (2**bits - 1) / 2 * 1.01 + tiny
+        if value >= 1e-5:  # not only what is finite
+            assert torch.equal(found, fake_quantize_of_today(x, bits))
+    assert torch.equal(fake_quantize(torch.zeros(3).half(), bits), torch.zeros(3).half())
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for scale in (0.0, 1e-40, 1e-20, 1e-13, 1e-10, 1.0, 1e30):
+            x = (scale * torch.randn(50, generator=torch.Generator().manual_seed(0))).to(dtype)
+            assert torch.equal(fake_quantize(x, bits), fake_quantize_of_today(x, bits))
+
+
+class Tied(torch.nn.Module):
+    """An embedding whose weight the first of two further layers has too, and a layer that is called
+    by a name; before the last layer a hook of its author's doubles what comes."""
+
+    def __init__(self, num_classes: int = 5) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(7, 7)
+        self.a, self.b = torch.nn.Linear(7, 7), torch.nn.Linear(7, 7)
+        self.last = torch.nn.Linear(7, num_classes)
+        self.a.weight = self.b.weight = self.embedding.weight
+        self.last.register_forward_pre_hook(doubled)
+
+    def forward(self, ids):
+        return self.last(self.b(self.a(input=self.embedding(ids))).tanh())
+
+    def by_hand(self, ids, bits):
+        """The same with the inputs of all linear layers on a grid of so many bits."""
+
+        def grid(x):
+            return fake_quantize_of_today(x, bits)
+
+        x = grid(self.embedding.weight[ids])
+        for layer in (self.a, self.b):
+            x = grid(x) @ layer.weight.T + layer.bias
+        return grid(2 * x.tanh()) @ self.last.weight.T + self.last.bias
+
+
+def doubled(module, args):
+    return tuple(2 * each for each in args)
+
+
+def tied() -> tuple[Tied, torch.Tensor]:
+    torch.manual_seed(0)
+    return Tied(), torch.tensor([[1, 2, 3], [4, 5, 6]])
+
+
+def test_the_inputs_of_every_layer_are_quantised_once_however_it_is_called():
+    """The second layer of a weight too, and one that is called by name."""
+    network, ids = tied()
+    plain = network(ids)
+    quantize_activations(network, ["embedding.weight", "last.weight"], 2)
+    found = network(ids)
+    torch.testing.assert_close(found, network.by_hand(ids, 2))
+    assert not torch.allclose(found, plain)
+    for copy in (deepcopy(network), pickle.loads(pickle.dumps(network))):
+        assert torch.equal(copy(ids), found)
+
+
+def test_ids_stay_as_they_are_in_whatever_layer_has_a_quantised_weight():
+    class Bag(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last, self.bag = torch.nn.Linear(7, 7), torch.nn.EmbeddingBag(7, 7)
+            self.bag.weight = self.last.weight
+
+        def forward(self, ids):
+            return self.last(self.bag(ids))
+
+    network, ids = Bag(), torch.tensor([[1, 2, 6]])
+    expected = fake_quantize_of_today(network.bag(ids), 2) @ network.last.weight.T
+    quantize_activations(network, ["last.weight"], 2)
+    torch.testing.assert_close(network(ids), expected + network.last.bias)
+
+
+class Hooked(torch.nn.Sequential):
+    """Two layers, before each of which a hook of its author's changes what comes."""
+
+    def __init__(self, num_classes: int) -> None:
+        layers = torch.nn.Linear(768, 8), torch.nn.Linear(8, num_classes)
+        super().__init__(torch.nn.Flatten(), *layers)
+        layers[0].register_forward_pre_hook(doubled)
+        layers[1].register_forward_pre_hook(one_more, with_kwargs=True)
+
+
+def one_more(module, args, named):
+    return (args[0] + 1,), named
+
+
+def test_full_precision_leaves_the_hooks_of_a_networks_author():
+    from fl_lightning.conformance.toy import images, sgd
+    from fl_lightning.methods import AQFL
+
+    data = images()
+    data.prepare_data()
+    data.setup()
+    data.distribute(0, torch.device("cpu"))
+    method = AQFL(bits=2, activation_bits=1, network=Hooked, optimizer=sgd(0.1))
+    method.build(data)
+    x = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    _, first, last = method.network
+
+    def by_hand(grid):
+        hidden = grid(2 * x.flatten(1)) @ first.weight.T + first.bias
+        return grid(hidden + 1) @ last.weight.T + last.bias
+
+    full = method.full_precision()
+    torch.testing.assert_close(full(x), by_hand(lambda x: x))
+    quantised = by_hand(lambda x: fake_quantize_of_today(x, 1))
+    torch.testing.assert_close(method.network(x), quantised)
+    for layer in (full[1], full[2]):
+        assert len(layer._forward_pre_hooks) == 1
+        assert layer._forward_pre_hooks_with_kwargs.keys() <= layer._forward_pre_hooks.keys()
