@@ -28,7 +28,7 @@ def lay_out(network: nn.Module) -> nn.Module:
             and _after_pooling not in module._forward_hooks.values()
         ):
             module.register_forward_hook(_after_pooling)
-    return network.to(memory_format=torch.channels_last)
+    return network._apply(_converted)
 
 
 def gradient_channels_last(pooled: Tensor) -> Tensor:
@@ -46,6 +46,11 @@ def gradient_channels_last(pooled: Tensor) -> Tensor:
     if pooled.requires_grad and pooled.device.type == "cpu" and not pooled.is_contiguous():
         pooled.register_hook(_channels_last)
     return pooled
+
+
+def _converted(tensor: Tensor) -> Tensor:
+    # ``Module.to`` would convert tensors of five dimensions too, which have no such order
+    return tensor.to(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
 
 
 def _after_pooling(module: nn.Module, inputs: Any, output: Any) -> None:

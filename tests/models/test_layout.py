@@ -118,3 +118,45 @@ def test_fedmosaics_reference_has_the_layout_that_was_chosen() -> None:
         method.build(ready())
         kernels = [each for each in method.reference.parameters() if each.ndim == 4]
         assert {each.is_contiguous() for each in kernels} == {not last}
+
+
+class Both(nn.Module):
+    """A convolution of images, and weights and a buffer of five dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.images, self.volumes = nn.Conv2d(3, 4, 3), nn.Conv3d(4, 2, (1, 3, 3))
+        self.register_buffer("scale", torch.rand(1, 2, 1, 1, 1))
+        self.register_buffer("maps", torch.rand(1, 4, 6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.volumes((self.images(x) + self.maps)[:, :, None]) * self.scale
+
+
+def test_weights_of_five_dimensions_stay_as_they_are() -> None:
+    torch.manual_seed(0)
+    plain, images = Both(), torch.randn(2, 3, 8, 8)
+    kept = deepcopy(plain)
+    ours = lay_out(plain)
+    assert ours is plain
+    assert not any(each.is_contiguous() for each in (ours.images.weight, ours.maps))
+    assert all(each.is_contiguous() for each in (ours.volumes.weight, ours.scale))
+    assert all(map(torch.equal, ours.state_dict().values(), kept.state_dict().values()))
+    for one, other in zip(gradients(ours, images), gradients(kept, images), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_each_tensor_is_laid_out_as_torch_does_it() -> None:
+    for make in (
+        lambda: with_pool(POOLS["max"]),
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.LSTM(4, 5)),
+    ):
+        torch.manual_seed(0)
+        plain = make().half()
+        theirs, ours = deepcopy(plain).to(memory_format=torch.channels_last), lay_out(plain)
+        of_ours, of_theirs = ours.state_dict(), theirs.state_dict()
+        assert of_ours.keys() == of_theirs.keys()
+        for name, one in of_ours.items():
+            other = of_theirs[name]
+            assert torch.equal(one, other)
+            assert (one.dtype, one.stride()) == (other.dtype, other.stride())
