@@ -175,6 +175,9 @@ class TableData(ArrayData):
         texts = [
             name for name, some in known if np.isnan(pd.to_numeric(some, errors="coerce")).any()
         ]
+        named = self.run_form.classes if self.run_form else ()
+        if named and all(isinstance(name, str) for name in named):
+            texts.append(self.target)
         table, self._columns, self._mended = read_table(self.train_path, texts), {}, {}
         self._check_columns(table)
         test_table = None
@@ -381,18 +384,19 @@ class TableData(ArrayData):
         return list(numbers), [torch.tensor(codes_of(some[name], numbers)) for some in tables]
 
     def _check_target(self, table: pd.DataFrame) -> None:
-        """Refuse classes that are numbers to be learnt."""
+        """Refuse classes that are numbers to be learnt; those of a run are known."""
         import pandas as pd
 
-        if not self.task.has_classes:
+        if not self.task.has_classes or self.run_form is not None:
             return
         column, place = table[self.target], f"{self.train_path}, column {self.target}"
-        fractions = pd.api.types.is_float_dtype(column) and not np.all(column == column.round())
+        # what is left of infinity is NaN
+        fractions = pd.api.types.is_float_dtype(column) and not np.all(column % 1 == 0)
         regression = "write --data.task regression, or another target"
         require(
             not fractions,
             place,
-            "classes are texts or whole numbers, and these are fractions",
+            "classes are texts or whole numbers, and here are fractions or infinity",
             regression,
         )
         classes = column.nunique()
@@ -405,7 +409,7 @@ class TableData(ArrayData):
         require(
             self.continued or self.target in self.categorical or not _may_be_amounts(column),
             place,
-            f"it has {classes} different numbers, which may be amounts to predict or names of classes",
+            f"it has {classes} different numbers, which may be amounts or names of classes",
             f"write --data.task regression, or --data.categorical [{self.target}] for classification",
         )
 

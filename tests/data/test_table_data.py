@@ -329,6 +329,7 @@ WRONG_FILES = {
     "target as feature": (rows(), {"features": ["size", "kind"]}, "the network does not see the target"),
     "no rows": (rows(0), {}, "the table has no rows"),
     "fractions": (rows(), {"target": "size"}, "classes are texts or whole numbers"),
+    "infinite classes": (rows().assign(kind=[[1, 2, "inf"][i % 3] for i in range(60)]), {}, "classes are texts or whole numbers"),
     "many classes": (rows().assign(kind=range(60)), {}, "classes in"),
     "amounts": (
         rows(400).assign(kind=[18 + i % 70 for i in range(400)]),

@@ -1,12 +1,17 @@
-"""A value is the same name, or the same number, in the training file and in the test file."""
+"""A value is the same name, or the same number, in the training file, in the test file and in that of
+a node."""
 
 from __future__ import annotations
+
+import json
 
 import numpy as np
 import pandas as pd
 import pytest
 from test_table_data import ready, written
 
+from fl_lightning.data import TableData
+from fl_lightning.data.form import Form
 from fl_lightning.errors import InputError
 
 
@@ -53,3 +58,57 @@ def test_numbers_beyond_64_bits(tmp_path, caplog):
         ready(written(tmp_path, of([0]).assign(z=[10**400 + n for n in range(60)])))
     ready(written(tmp_path, of([0]).assign(z=[2**60 + n for n in range(60)])))
     assert "column z: whole numbers from 2^53 on are rounded" in caplog.text
+
+
+def classified(classes, count: int = 180) -> pd.DataFrame:
+    """Rows of these classes in turn."""
+    return of([1], count).assign(kind=[classes[n % len(classes)] for n in range(count)])
+
+
+def node_of(run: TableData, folder, table: pd.DataFrame, **settings) -> TableData:
+    """A node's own table, of the form of a run's as it travels."""
+    node = TableData(str(written(folder, table, "node.csv")), num_clients=1, **settings)
+    node.run_form = Form(**json.loads(json.dumps(vars(run.form()))))
+    node.setup()
+    return node
+
+
+@pytest.mark.parametrize("classes", [[*range(20)], ["a", "b", "c", "d"]])
+def test_a_node_has_few_rows_of_many_classes(classes, tmp_path):
+    """It is the run that says what the classes are."""
+    run = ready(written(tmp_path, classified(classes)), target="kind")
+    held = [classes[0], classes[2], classes[-1]]
+    node = node_of(run, tmp_path, classified(held, 3), target="kind")
+    assert node.train_target.tolist() == [0, 2, len(classes) - 1]
+    assert node.num_classes == len(classes)
+
+
+def test_a_node_lacks_one_of_many_numbered_classes(tmp_path):
+    table = classified([*range(1, 61)])
+    run = ready(written(tmp_path, table), target="kind")
+    node = node_of(run, tmp_path, table[table["kind"] != 7], target="kind")
+    assert sorted(set(node.train_target.tolist())) == [n for n in range(60) if n != 6]
+
+
+@pytest.mark.parametrize("wrong", [61, 1.5, "inf"])
+def test_a_class_of_a_node_that_is_none_of_the_runs_is_refused(wrong, tmp_path):
+    run = ready(written(tmp_path, classified([*range(1, 61)])), target="kind")
+    with pytest.raises(InputError, match=f"its class {wrong} is none of the run's: 1, 2, "):
+        node_of(run, tmp_path, classified([1, 2, wrong], 3), target="kind")
+
+
+@pytest.mark.parametrize(
+    ("classes", "held"),
+    [
+        (["1", "2", "0A"], ["1", "2"]),
+        (["01", "02", "0A"], ["01", "02"]),
+        (["True", "False", "maybe"], ["True"]),
+    ],
+)
+def test_a_node_has_none_of_the_classes_that_are_no_numbers(classes, held, tmp_path):
+    """Its file alone would have numbers, or true and false."""
+    run = ready(written(tmp_path, of(classes)), target="z")
+    node = node_of(run, tmp_path, of(held, 8), target="z")
+    assert run.names.classes == sorted(classes) == node.names.classes
+    expected = [sorted(classes).index(held[n % len(held)]) for n in range(8)]
+    assert node.train_target.tolist() == expected
