@@ -98,14 +98,15 @@ class FeatureNoise(FeatureSkew):
     anew whenever it reads an image; here an image has one noise.
 
     Args:
-        sigma: standard deviation of the last client's noise.
+        sigma: standard deviation of the last client's noise, 0 to 30: the most that float16 holds
+            whatever is drawn.
     """
 
     dtype = torch.float16
 
     def __init__(
         self,
-        sigma: Annotated[float, within("[0, inf)", "noise has a level of 0 or more", 0.1)] = 0.1,
+        sigma: Annotated[float, within("[0, 30]", "noise has a level from 0 to 30", 0.1)] = 0.1,
     ) -> None:
         self.sigma = float(sigma)
 

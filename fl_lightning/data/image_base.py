@@ -132,9 +132,9 @@ class ImageData(FederatedData):
             "write local_test_fraction: 0, or another partition",
         )
         require(
-            moments is None or moments[1] > 0,
+            moments is None or (np.isfinite(moments).all() and moments[1] > 0),
             f"moments={moments}",
-            "pixels are divided by the standard deviation, a positive number",
+            "both are finite, and the standard deviation, by which pixels are divided, above 0",
             "write e.g. [0.5, 0.5]",
         )
         self.view_side = crop_size if crop == "shrink" else side

@@ -454,6 +454,7 @@ def _numbers(items: Items) -> Tensor:
             row = np.array(math.nan, np.float32)
         require(
             row.ndim <= 1
+            and row.size
             and np.isfinite(row).all()
             and row.shape == (rows[0].shape if rows else row.shape),
             f"{items.place}, item {number}",

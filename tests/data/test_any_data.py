@@ -239,6 +239,7 @@ WRONG = {
     "fractions": ([(torch.ones(2), 0.5)] * 9, {}, "a class is a whole number or a text, and this is a float"),
     "one class": ([(torch.ones(2), 1)] * 9, {}, "all training examples are of the class 1"),
     "names of regression": (pairs(), {"task": "regression"}, "item 0; its target is not one or several finite"),
+    "no number of regression": ([(torch.ones(2), [])] * 9, {"task": "regression"}, "item 0; its target is not one or several finite"),
     "unknown class": (pairs(), {"test": [(torch.ones(2), "prime")]}, "its class .'prime'. is not among"),
     "other test": (pairs(), {"test": [(torch.ones(3), "odd")]}, "its inputs are torch.float32 .3., and the training"),
     "no clients": (pairs(), {"num_clients": 0}, "nothing says whose an example is"),

@@ -139,6 +139,20 @@ def test_one_that_is_not_clipped_says_so_and_is_finite() -> None:
             skewed(Unclipped(lambda images, value=value: images + value))
 
 
+def test_the_loudest_noise_fits_into_half_precision() -> None:
+    """8.21 standard deviations are the most that NumPy draws in float32: where its tail begins,
+    3.654, and 24 ln 2 / 3.654 of what lies beyond."""
+
+    class Loud:
+        def standard_normal(self, shape, dtype):
+            return np.where(np.arange(np.prod(shape)) % 2, 8.21, -8.21).reshape(shape).astype(dtype)
+
+    skew, images = FeatureNoise(30), torch.full((2, 3, 4, 4), 255, dtype=torch.uint8)
+    changed = skew._checked(skew.change(images, 3, 4, Loud()), images)
+    assert changed.isfinite().all()
+    assert changed.max() > 60_000
+
+
 def test_it_is_drawn_once_and_anew_for_another_seed() -> None:
     data = skewed(FeatureNoise(0.2))
     first = data.train_images.clone(), data.test_images.clone()
@@ -191,12 +205,14 @@ def test_skews_are_settings_of_a_run(tmp_path, monkeypatch, capsys) -> None:
         main(["fit", "--config", "plain", *few, "FeatureNoise", "--data.feature_skew.sigma", "-1"])
         == 2
     )
-    assert "noise has a level of 0 or more; write 0.1" in capsys.readouterr().err
+    assert "noise has a level from 0 to 30; write 0.1" in capsys.readouterr().err
 
 
 def test_bad_skews_are_refused() -> None:
     for make in (
         lambda: FeatureNoise(float("nan")),
+        lambda: FeatureNoise(30.5),
+        lambda: FeatureNoise(float("inf")),
         lambda: RotatedClients([]),
         lambda: RotatedClients([float("inf")]),
         lambda: CorruptedClients(["rain"]),

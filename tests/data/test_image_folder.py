@@ -197,3 +197,19 @@ def test_folders_are_trained_by_the_documented_commands(tmp_path, monkeypatch):
             assert "fgsm/accuracy" in json.dumps(measured)
             assert "corrupted/accuracy" in json.dumps(measured)
         Path("runs").rename(f"runs{clients}")
+
+
+def test_colours_of_five_and_six_bits_are_read(tmp_path):
+    """A BMP of 16 bits a pixel has 5 of red, 6 of green and 5 of blue."""
+    write(tmp_path)
+    masks = struct.pack("<3I", 0xF800, 0x07E0, 0x001F)
+    colour = 31 << 11 | 21 << 5 | 10
+    pixels = struct.pack("<10H", *[colour] * 9, 0) * 9  # a row is a multiple of 4 bytes
+    head = struct.pack("<IiiHHIIiiII", 40, 9, 9, 1, 16, 3, len(pixels), 0, 0, 0, 0)
+    start = 14 + len(head) + len(masks)
+    file = struct.pack("<2sIHHI", b"BM", start + len(pixels), 0, 0, start)
+    (tmp_path / "red" / "five.bmp").write_bytes(file + head + masks + pixels)
+    data = ready(tmp_path)
+    every = np.concatenate([data.train_images, data.test_images])
+    expected = [255, round(21 * 255 / 63), round(10 * 255 / 31)]
+    assert any(np.array_equal(image[:, 10, 10], expected) for image in every)

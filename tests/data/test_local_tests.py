@@ -7,6 +7,7 @@ The content of images by a name has a SHA-256 as well, by which runs are paired 
 from __future__ import annotations
 
 import hashlib
+import math
 
 import numpy as np
 import pytest
@@ -147,8 +148,9 @@ def test_pixels_are_normalised_by_the_moments_that_are_given() -> None:
     index = torch.arange(5)
     expected = (data.train_images[index].float() / 255 - 0.5) / 0.25
     assert torch.allclose(data.inputs("train", index), expected)
-    with refused("moments=(0.5, 0.0)"):
-        FederatedImages(moments=(0.5, 0.0))
+    for wrong in ((0.5, 0.0), (0.5, math.nan), (math.nan, 0.5), (0.5, math.inf), (-math.inf, 0.5)):
+        with refused(f"moments={wrong}"):
+            FederatedImages(moments=wrong)
 
 
 def test_what_does_not_go_with_test_sets_of_clients_is_refused() -> None:
