@@ -120,6 +120,7 @@ class PrivateAggregation(Meter):
     def _forget(self) -> None:
         self.clip_norm = self.clipped_at = self.settings.clip_norm
         self.rounds = self.begun = 0
+        self.least_clip = 0.0
 
     @property
     def releases(self) -> int:

@@ -27,6 +27,7 @@ from fl_lightning.methods.lit_module import module_loss
 from fl_lightning.methods.losses import distillation
 from fl_lightning.methods.schedules import CosineSchedule, LinearSchedule, at, ends
 from fl_lightning.models.recipe import copied
+from fl_lightning.quantization.activations import keep_activations
 from fl_lightning.tasks import Classification
 from fl_lightning.wire import Payload
 
@@ -94,8 +95,7 @@ class FedMPQKD(FedMPQ):
     def build(self, data: FederatedData) -> None:
         super().build(data)
         self.teacher = copied(self.network).requires_grad_(self.teacher_mode == "joint")
-        for module in self.teacher.modules():
-            module._forward_pre_hooks.clear()  # activations stay full precision
+        keep_activations(self.teacher)
         self.alpha = self.temperature = 0.0
 
     def train(self, mode: bool = True) -> FedMPQKD:

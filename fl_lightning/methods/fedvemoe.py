@@ -188,8 +188,8 @@ class FedVEMoE(Method):
         plain_mean = type(self.average) is WeightedMean and self.max_share == 1
         require(
             plain_mean or wire != "private",
-            f"--model.average {type(self.average).__name__}, max_share {self.max_share:g} with wire "
-            "private",
+            f"--model.average {type(self.average).__name__}, max_share {self.max_share:g} with "
+            "wire private",
             "its sums are of updates, in which each client counts once",
             "leave both out, or write --model.wire oblivious",
         )

@@ -4,8 +4,8 @@ that need them.
 Where every epoch shows the same inputs (no augmentation), an example's logits are computed in the
 first epoch and looked up in the others: at E epochs the teacher costs 1/E. On a GPU it sees many
 batches at once, since a pass over 64 small images takes there about as long as one over 512. In
-evaluation mode an example's logits do not depend on its batch, but for the rounding of float32, within
-1e-4 of the batch's largest logit.
+evaluation mode an example's logits do not depend on its batch, but for the rounding of float32,
+within 1e-4 of the batch's largest logit.
 
 ``B`` batch, ``C`` classes, ``n`` examples of the client.
 """

@@ -15,9 +15,9 @@ UNIT_BITS = 53
 
 
 class SystemGenerator:
-    """Those of the draws of ``numpy.random.Generator`` that private and secret sums need, from the operating
-    system's randomness, which is made for keys. NumPy's own generators are not: their draws tell
-    their state.
+    """Those of the draws of ``numpy.random.Generator`` that private and secret sums need, from the
+    operating system's randomness, which is made for keys. NumPy's own generators are not: their
+    draws tell their state.
 
     Args:
         read: returns so many random bytes.

@@ -352,7 +352,7 @@ def metric_name(name: str) -> str:
 
 
 def _key(name: str) -> str:
-    """Return the name of a parameter or a tag as MLflow takes it: it is a path in its shortest form.
+    """Return the name of a parameter or a tag as MLflow takes it: a path in its shortest form.
 
     >>> _key("lr(max)"), _key("../a//b"), _key("%")
     ('lrmax', 'a/b', '_')
