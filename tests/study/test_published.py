@@ -17,6 +17,7 @@ from synthetic_runs import make_study
 
 from fl_lightning.errors import InputError
 from fl_lightning.study.execute.sweep import sweep
+from fl_lightning.study.execute.until import with_flags
 from fl_lightning.study.plan.published import PublishedStudy, find_published
 from fl_lightning.study.plan.study import Study
 from fl_lightning.study.report.compare import compare
@@ -91,6 +92,58 @@ def test_fewer_seeds_and_levels_than_are_published_may_be_compared(tmp_path):
     (level,) = report_of(tmp_path / "out")["levels"]
     assert level["differences"][0]["differences"] == pytest.approx([C[0] - A[0], C[2] - A[2]])
     assert {row["seed"] for row in rows_of(tmp_path / "out/runs.csv")} == {"0", "2"}
+
+
+def test_axes_may_be_listed_in_another_order_than_they_are_published_in(tmp_path):
+    """A level is known by its axes; every number is that of the same level, and none is missing."""
+    grid = {"noise": {"on": {}, "off": {}}, "bits": {"4": {}, "8": {}}}
+    places = [(noise, bits) for noise in grid["noise"] for bits in grid["bits"]]
+    theirs, mine = {}, {}
+    for place, (noise, bits) in enumerate(places):
+        theirs[("noise", noise), ("bits", bits)] = {seed: A[seed] - 0.1 * place for seed in A}
+        mine[("bits", bits), ("noise", noise)] = {seed: A[seed] + 0.01 * place for seed in A}
+    published = publish(tmp_path, {"A": theirs}, grid=grid)
+    own_study(tmp_path, published, {"Mine": mine}, grid=dict(reversed(grid.items())))
+    compare("mine", tmp_path / "out", tmp_path / "runs")
+    report = report_of(tmp_path / "out")
+    found = {
+        (one["levels"]["noise"], one["levels"]["bits"]): one["differences"][0]["mean"]
+        for one in report["levels"]
+    }
+    assert found == {place: pytest.approx(0.11 * n) for n, place in enumerate(places)}
+    assert {tuple(run["levels"]) for run in report["runs"]} == {("bits", "noise")}
+
+
+def stop_early(folder: Path) -> None:
+    """Let the runs of a study say that early stopping has ended them."""
+    for file in folder.glob("*/metadata.json"):
+        said = json.loads(file.read_text()) | {"stopped_early": "val/accuracy has not improved"}
+        file.write_text(json.dumps(said))
+
+
+def test_runs_that_early_stopping_has_ended_are_paired_with_published_ones(tmp_path):
+    """A published table says how many rounds a run made, and not how many it was to make; those are
+    part of the protocol."""
+    run = {"config": changed(trainer__max_rounds=9)}
+    make_study(tmp_path / "runs", THEIRS, name="board", run=run, **AXIS)
+    stop_early(tmp_path / "runs/board")
+    compare("board", tmp_path / "published/board", tmp_path / "runs")
+    own_study(tmp_path, tmp_path / "published/board", run={**run, "rounds": 7})
+    stop_early(tmp_path / "runs/mine")
+    compare("mine", tmp_path / "out", tmp_path / "runs")
+    (one, *_) = report_of(tmp_path / "out")["levels"]
+    assert {label: found["seeds"] for label, found in one["methods"].items()} == {
+        label: [0, 1, 2] for label in ("Mine", "A", "B")
+    }
+
+
+def test_seeds_are_not_added_beside_published_runs_by_a_flag_either(tmp_path):
+    published = publish(tmp_path, THEIRS, **AXIS)
+    own_study(tmp_path, published, criteria=["accuracy(Mine) > accuracy(A)"])
+    study = Study.read(tmp_path / "runs/mine/study.yaml")
+    with refused("until with published", "leave one of them out"):
+        with_flags(study, "decided", None, None)
+    assert with_flags(study, None, None, None) is study
 
 
 BROKEN = {

@@ -252,6 +252,23 @@ def test_an_edited_registration_and_one_that_came_late_are_told(runs):
     assert "9 runs were" in line
 
 
+def test_a_registration_from_which_a_level_was_cut_is_told(tmp_path):
+    """No run was made by a plan that says nothing of it."""
+    root = tmp_path / "runs"
+    at_levels = {"A": {ON: A, OFF: B}, "B": {ON: B, OFF: A}}
+    folder = make_study(root, at_levels, grid={"noise": {"on": {}, "off": {}}}, criteria=[STRICT])
+    register_as(folder, 0)
+    document = json.loads((folder / "registration.json").read_text())
+    del document["entries"][0]["plan"]["methods"]["A"]["sha256"]["noise=off"]
+    (folder / "registration.json").write_text(json.dumps(document))
+    line, report = head(root)
+    assert "registration.json was edited" in line
+    judged = report["registration"]["registered"]["criteria"][0]["levels"]
+    seeds = {one["levels"]["noise"]: one["seeds"] for one in judged}
+    assert seeds == {"on": [0, 1, 2], "off": []}
+    assert [run["name"] for run in report["runs"]].count("A-noise=off-seed0") == 1
+
+
 def test_a_stopping_rule_allows_the_seeds_that_it_names_and_no_choice_among_them(tmp_path):
     root = tmp_path / "runs"
     folder = make_study(root, {"A": A, "B": B, "C": C}, criteria=[STRICT])

@@ -21,7 +21,7 @@ from fl_lightning.study.execute.jobs import Job, RunningJob, threads_per_job
 from fl_lightning.study.execute.session import SweepSession
 from fl_lightning.study.plan.spec_file import SpecFile
 from fl_lightning.study.plan.stopping import Ending, Stopping, StoppingRule, check_rule
-from fl_lightning.study.plan.study import Study, check_cells
+from fl_lightning.study.plan.study import Study, check_cells, check_published_seeds
 from fl_lightning.study.report.looks import counted, looks
 from fl_lightning.study.report.verdicts import check_task
 from fl_lightning.study.results.gather import gather_registered
@@ -62,6 +62,7 @@ def with_flags(
     found = replace(study, until=rule)
     for _, record in found.tuned.parts if found.tuned else ():
         record.check_seeds("", found.seed_order)
+    check_published_seeds(SpecFile(study.path), found)
     check_cells(SpecFile(study.path), found)
     return found
 

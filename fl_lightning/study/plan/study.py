@@ -516,10 +516,7 @@ def _check(file: SpecFile, study: Study) -> None:
         file.require(not twice, given, rule, f"write {twice} here, or another name")
         published.check(f"{file.path}: ", study.seeds, study.combinations(), study.selection)
         taken |= {*published.labels}
-    rule = "seeds are added in every method, and those of published runs are fixed"
-    file.require(
-        not (study.published and study.until), "until with published", rule, "leave one of them out"
-    )
+    check_published_seeds(file, study)
     if study.until is not None:
         check_rule(study.until, study.seeds, study.criteria, f"{file.path}: ")
     if isinstance(study.tuned, TunedByLevel):
@@ -543,6 +540,14 @@ def _check(file: SpecFile, study: Study) -> None:
     # of a metric of another family, the runs will say what they declare
     if study.metric.partition("/")[0] in PACKAGE_FAMILIES:
         higher_is_better(study.metric)
+
+
+def check_published_seeds(file: SpecFile, study: Study) -> None:
+    """Refuse seeds that are added beside published runs."""
+    rule = "seeds are added in every method, and those of published runs are fixed"
+    file.require(
+        not (study.published and study.until), "until with published", rule, "leave one of them out"
+    )
 
 
 def check_cells(file: SpecFile, study: Study) -> None:

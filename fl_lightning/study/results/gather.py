@@ -134,7 +134,8 @@ def assign(
     named = read_cells(folder)
     cells = replace(plan, seeds=plan.seed_order).cells()
     if registered is not None:
-        hashes = {one.name: registered[one.method][level_key(one.levels)] for one in cells}
+        # of a plan that was edited, one may be missing: no run was made by it then
+        hashes = {one.name: registered[one.method].get(level_key(one.levels)) for one in cells}
         named = {name: {**named.get(name, {}), "registered": hash} for name, hash in hashes.items()}
     runs, excluded, used = [], [], set()
     for cell in cells:
@@ -273,7 +274,8 @@ def check_comparable(results: Results) -> None:
         hint = "a study has one data set; give each its own study"
         _require_one(runs, "data set", lambda run: run.dataset, hint)
         hint = "run them again with the same --trainer.max_rounds"
-        rounds = [run for run in runs if not run.has_versions]
+        # of published runs it is part of the protocol, and nothing says which were stopped early
+        rounds = [run for run in runs if not run.has_versions and run.published is None]
         _require_one(rounds, "number of rounds", lambda run: str(run.asked_rounds), hint)
         hint = (
             "give all methods the same data.* settings (FedKD's public set is taken from the training "

@@ -150,7 +150,7 @@ def _runs(published: PublishedStudy, study: Study) -> Iterator[FinishedRun]:
     """Yield the published runs at the levels and seeds of a study."""
     wanted, needed = study.combinations(), _needed(published)
     for row in published_rows(published):
-        levels = {axis: row[axis] for axis in published.levels[0]["levels"]}
+        levels = {axis: row[axis] for axis in study.grid}  # their order is part of a level's key
         seed, rounds, metrics = _numbers(row, needed)
         if levels not in wanted or seed not in study.seeds:
             continue
