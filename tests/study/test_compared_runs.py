@@ -25,6 +25,7 @@ from fl_lightning.study.results import gather as gathering
 from fl_lightning.study.results.gather import gather
 from fl_lightning.study.results.run_records import read_directory
 from fl_lightning.study.results.runs import run_metrics
+from fl_lightning.tasks import LanguageModelling
 
 pytestmark = pytest.mark.usefixtures("figures_only_where_looked_at")
 
@@ -439,6 +440,33 @@ def test_a_test_of_another_checkpoint_takes_nothing_from_the_tables(tmp_path):
     assert not results.not_counted
 
 
+@pytest.mark.parametrize("of_others", [{}, {"weights_sha256": "f" * 64}])
+def test_a_test_that_another_one_stands_in_for_is_found_by_tables_of_its_own_round(
+    tmp_path, of_others
+):
+    """The best round, 3, was tested after the last one, 5; each table finds its own, in whichever
+    order they are asked. A test of other weights takes nothing from that of the other round."""
+    for seed in range(2):
+        tested = {"tested": {"fgsm/loss": 0.3}, "chosen": "best", "tested_round": 3}
+        folder = make_run(tmp_path / "study", "A", seed, 8.0, task=LanguageModelling(), **tested)
+        of_last = {"chosen": "last", "round": 5, "metrics": {"fgsm/loss": 0.5}, **of_others}
+        (folder / "test_round_000005.json").write_text(json.dumps(of_last))
+    last = Comparison(gather("study", tmp_path))
+    expected = [[None, 0.3] if of_others else [0.5, 0.3]] * 2
+    for _ in range(2):
+        best = last.other
+        found = [
+            [one.metrics.get("fgsm/loss") for one in both]
+            for both in zip(last.results.runs, best.results.runs, strict=True)
+        ]
+        assert found == expected
+        assert [entry.name for entry in last.results.not_counted] == (
+            ["test.json of A-seed0", "test.json of A-seed1"] if of_others else []
+        )
+        assert not best.results.not_counted
+        last = best.other
+
+
 def test_tags_that_only_some_runs_carry_are_no_axis(tmp_path):
     for seed in range(2):
         make_run(tmp_path / "tuned", "A", seed, 0.9, tags={"tuned_by": "tune_kd"})
@@ -448,6 +476,14 @@ def test_tags_that_only_some_runs_carry_are_no_axis(tmp_path):
     assert results.study.grid == {}
     assert [run.name for run in results.runs] == ["A-seed0", "A-seed1", "B-seed0", "B-seed1"]
     assert list(gather("swept", tmp_path).study.grid) == ["noise"]
+
+
+def test_tags_of_a_search_are_no_axis_where_all_runs_carry_them(tmp_path):
+    """Those that ``tune`` gives to the run with the best settings."""
+    tags = {"label": "tuned", "tuned_by": "tune_kd", "trial": "7"}
+    make_run(tmp_path / "tuned", "FedMPQKD", 0, 0.9, tags=tags)
+    results = gather("tuned", tmp_path)
+    assert (results.study.grid, [run.levels for run in results.runs]) == ({}, [{}])
 
 
 def test_one_label_of_different_settings_is_not_one_method(tmp_path, monkeypatch):

@@ -15,7 +15,8 @@ from fl_lightning.study.results.runs import ExcludedRun, FinishedRun, Results
 
 MAX_SETTINGS_LENGTH = 60
 """Characters of settings in a label; longer ones are shown as a hash."""
-OWN_TAGS = {*RESERVED, "tuning", "trial"}
+OWN_TAGS = {*RESERVED, "tuned_by", "trial"}
+"""Tags that are no axis; ``tune`` gives the last two."""
 
 
 def label_all(name: str, folder: Path, records: list[RunRecord]) -> Results:

@@ -55,7 +55,7 @@ class Tested(NamedTuple):
     Args:
         metrics: by name.
         checkpoint: the one that it was told to take: ``last``, ``best`` or a name.
-        round: the round of that checkpoint.
+        round: the round of that checkpoint; None: nothing was tested.
         weights: SHA-256 of its weights; None: not known.
         recorded: what training had measured of that round, by name.
     """
@@ -73,6 +73,11 @@ class Tested(NamedTuple):
         chosen, recorded = str(document.get("chosen", "last")), document.get("recorded", {})
         known = document.get("weights_sha256")
         return cls(metrics, chosen, document.get("round"), known, _numbers(recorded))
+
+    @property
+    def is_there(self) -> bool:
+        """Whether something was tested, also where all that was asked could only be skipped."""
+        return self.round is not None
 
 
 @dataclass(frozen=True)
@@ -112,11 +117,17 @@ class RunRecord:
 
     def tested_at(self, round: float) -> RunRecord:
         """Return the record with what ``test`` measured of a round in the place of its last test,
-        if that was of another round."""
+        if that was of another round; that one is then among the older ones, before the others."""
         older = next((one for one in self.older_tests if one.round == round), None)
         if self.test.round == round or older is None:
             return self
-        return replace(self, test=older)
+        kept = [one for one in self.without_test().older_tests if one is not older]
+        return replace(self, test=older, older_tests=kept)
+
+    def without_test(self) -> RunRecord:
+        """Return the record without its last test, which is then among the older ones."""
+        older = [one for one in (self.test, *self.older_tests) if one.is_there]
+        return replace(self, test=Tested(), older_tests=older)
 
     @property
     def is_test_of_others(self) -> bool:

@@ -382,9 +382,9 @@ def selected(results: Results) -> Results:
         why = record.test_problem
         if record.test.metrics and record.test.round != chosen:
             why = _why_other(run, chosen, study.selection)
-        elif record.test.metrics and record.is_test_of_others:
+        elif record.test.is_there and record.is_test_of_others:
             why = f"it is of other weights: round {chosen:.0f} was made anew since; test it again"
-            record = replace(record, test=record.test._replace(metrics={}))
+            record = record.without_test()
             run = replace(run, record=record)
         if why:
             others.append(ExcludedRun(f"test.json of {run.name}", why))

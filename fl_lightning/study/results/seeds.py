@@ -24,7 +24,7 @@ def complete_seeds(results: Results) -> list[int]:
     count = len(study.methods) * math.prod(map(len, study.grid.values()))
     done = dict.fromkeys(study.seed_order, 0)
     for run in results.runs:
-        is_tested = study.test is None or bool(run.record.test.metrics) or not run.record.typed
+        is_tested = study.test is None or run.record.test.is_there or not run.record.typed
         done[run.seed] = done.get(run.seed, 0) + is_tested
     complete = []
     for seed in study.seed_order:
