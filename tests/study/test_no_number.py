@@ -7,9 +7,10 @@ from shutil import rmtree
 
 import numpy as np
 import pytest
-from compared import comparison_of
+from compared import A, B, comparison_of
 from synthetic_runs import make_run, make_study
 
+from fl_lightning.study.report.looks import is_awaited
 from fl_lightning.study.report.markdown import undecided
 from fl_lightning.study.report.tables import differences
 from fl_lightning.study.report.unequal import lost_uploads, missing_seeds
@@ -47,6 +48,64 @@ def test_a_target_that_some_seeds_never_reach_is_not_judged_by_the_others(tmp_pa
         criteria[1]: ("holds", "the whole interval is <= 0"),
         criteria[2]: ("undecided", "no rounds(C) in seed 0, 1, 2, 3, 4, 5, 6"),
     }
+
+
+@pytest.mark.parametrize(
+    ("criterion", "premises", "awaited"),
+    [  # A - B = 0.01, 0.02, 0.03 is undecided at 0, holds at -0.005 and fails at 0.045
+        ("gap(A, B) >= 0", [], True),
+        ("rounds(B) <= 5", [], False),
+        ("accuracy(A) / (accuracy(B) - accuracy(B)) > 1", [], False),
+        ("no_increase(rounds, A, B, 0.01)", [], False),
+        ('mean("train/loss", A) <= 1', [], True),
+        ('mean("train/loss", A) <= 1 / (accuracy(A) - accuracy(A))', [], False),
+        ("rounds(B) <= 5 or gap(A, B) >= 0", [], True),  # it may hold
+        ("rounds(B) <= 5 and gap(A, B) >= 0", [], True),  # it may fail
+        ("rounds(B) <= 5 or gap(A, B) >= 0.045", [], False),
+        ("rounds(B) <= 5 and gap(A, B) >= -0.005", [], False),
+        ("rounds(B) <= 5 and rounds(B) <= 6", [], False),
+        ("gap(A, B) >= -0.005", ["rounds(B) <= 5"], False),
+        ("gap(A, B) >= 0", ["rounds(B) <= 5"], False),
+        ("rounds(B) <= 5", ["gap(A, B) >= 0"], True),  # it may be not tested
+        ("gap(A, B) >= 0", ["rounds(B) <= 5", "gap(A, B) >= 0"], True),
+        ("rounds(B) <= 5", ["gap(A, B) >= -0.005"], False),
+    ],
+)
+def test_seeds_are_awaited_where_they_can_decide(tmp_path, criterion, premises, awaited):
+    accuracies = {"A": A, "B": B}
+    keys = {"criteria": [criterion], "premises": premises, "target_accuracy": 0.999}
+    make_study(tmp_path, accuracies, **keys)
+    (found,) = verdicts(comparison_of(tmp_path))
+    assert (found.decision, is_awaited(found)) == ("undecided", awaited)
+
+
+def test_no_seed_is_awaited_for_a_count_that_is_true_in_some_seeds(tmp_path):
+    """Its part is undecided for good. The other part is 1.1 in the mean, more than 0 and less than
+    5."""
+    counted, other = 'metric("bits/average", A) <= 4', 'metric("own/x", A)'
+    awaited = {
+        f"{counted} and {other} > 0": False,
+        f"{counted} or {other} > 5": False,
+        f"{counted} and {other} > 1.1": True,
+    }
+    three_runs(tmp_path, [*awaited], **{"bits/average": [3, 4, 5], "own/x": [1, 1.1, 1.2]})
+    found = verdicts(comparison_of(tmp_path))
+    assert {one.decision for one in found} == {"undecided"}
+    assert {one.criterion.text: is_awaited(one) for one in found} == awaited
+
+
+@pytest.mark.parametrize(("share", "awaited"), [(1.0, True), (0.6, False), (0.3, True)])
+def test_a_level_is_awaited_where_it_can_turn_the_whole(tmp_path, share, awaited):
+    """At two of three levels B never reaches the target. The third can fail the whole where all
+    must hold, and hold it where one is enough; where two must hold it can do neither."""
+    never, late = dict.fromkeys((0, 1, 2), 0.3), {0: 0.9, 1: 0.8, 2: 0.55}  # in rounds 3, 4, 5
+    by_level = {(("noise", "on"),): never, (("noise", "low"),): never, (("noise", "off"),): late}
+    keys = {"grid": {"noise": {"on": {}, "low": {}, "off": {}}}, "target_accuracy": 0.5}
+    criteria = [{"criterion": "rounds(B) <= 4", "share": share}]
+    make_study(tmp_path, {"B": by_level}, criteria=criteria, **keys)
+    (found,) = verdicts(comparison_of(tmp_path))
+    assert [one.decision for _, one in found.judgements] == ["undecided"] * 3
+    assert is_awaited(found) is awaited
 
 
 def test_of_many_pairs_a_report_names_those_with_the_smallest_p(tmp_path):

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from compared import comparable
 from places import CONFIGS
-from synthetic_runs import CLASSIFICATION, make_run
+from synthetic_runs import CLASSIFICATION, make_run, make_study
 
 from fl_lightning.__main__ import main
 from fl_lightning.errors import InputError
@@ -28,6 +28,7 @@ from fl_lightning.study.report.document import report
 from fl_lightning.study.report.looks import counted
 from fl_lightning.study.report.markdown import HOW_TO_READ, IN_A_SEQUENCE
 from fl_lightning.study.results.gather import gather
+from fl_lightning.study.results.seeds import complete_seeds
 from fl_lightning.study.statistics import sequence_interval
 from fl_lightning.tasks import LanguageModelling, Task
 
@@ -232,6 +233,31 @@ def test_budgets_end_it_and_more_budget_goes_on(tmp_path):
     pool, said = sweep(tmp_path, text=spent)
     assert (pool.started, said["ending"], len(said["seeds"])) == ([], "max_hours", 7)
     assert said["seconds"] >= 1900
+
+
+def test_no_seed_is_added_for_what_no_seed_can_decide(tmp_path):
+    """A target that a seed never reaches leaves a criterion undecided, however many seeds come."""
+    text = STUDY.replace("- upload", "- rounds(A) <= rounds(B)\n  - upload")
+    _, said = sweep(tmp_path, text=text + "target_accuracy: 0.999\n")
+    assert (said["ending"], len(said["seeds"])) == ("decided", first_decided())
+    found = report_of(tmp_path)
+    assert [one["verdict"] for one in found["criteria"]] == ["holds", "holds", "undecided", "holds"]
+    assert "lost" not in found["criteria"][2]["levels"][0]  # the sweep alone needs it
+
+
+def test_a_seed_is_complete_where_the_test_of_a_run_could_skip_all_that_was_asked(tmp_path):
+    """As a sweep has it, which would look at nothing otherwise. A test of other weights is none."""
+    criteria = ['metric("final/accuracy", A) >= 0.9']
+    keys = {"test": ["membership"], "until": {"max_seeds": 9}, "criteria": criteria}
+    accuracies = {"A": {0: 0.5, 1: 0.51, 2: 0.52}}
+    folder = make_study(tmp_path, accuracies, name="small", run={"tested": {}}, **keys)
+    assert complete_seeds(gather("small", tmp_path)) == [0, 1, 2]
+    assert counted(gather("small", tmp_path)).stopping.seeds == (0, 1, 2)
+    file = folder / "A-seed1/test.json"
+    file.write_text(json.dumps({"round": 5, "metrics": {}, "weights_sha256": f"{7:064x}"}))
+    assert complete_seeds(gather("small", tmp_path)) == [0]
+    file.unlink()
+    assert complete_seeds(gather("small", tmp_path)) == [0]
 
 
 @pytest.mark.slow

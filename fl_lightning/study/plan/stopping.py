@@ -84,7 +84,7 @@ class Stopping:
         ending: ``decided``: every criterion is; ``max_seeds``, ``max_hours``: a budget is spent;
             ``failed``: a cell failed, so that no seed after it can count; ``open``: the sweep is to
             go on.
-        undecided: the criteria that more seeds may decide.
+        undecided: the criteria that are undecided, as long as more seeds may decide one of them.
         beyond: the seeds after these that were begun, since a slot was free for them.
     """
 

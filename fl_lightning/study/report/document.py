@@ -23,6 +23,7 @@ from fl_lightning.study.plan.registration import level_key
 from fl_lightning.study.plan.selection import selection_of
 from fl_lightning.study.report import transfer_tables
 from fl_lightning.study.report.comparison import Comparison, Difference, Levels
+from fl_lightning.study.report.judging import Judgement
 from fl_lightning.study.report.overall import overall
 from fl_lightning.study.report.places import places
 from fl_lightning.study.report.registered import NOT_REGISTERED, RegistrationReport
@@ -241,9 +242,7 @@ def _difference(one: Difference) -> dict[str, Any]:
 
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:
-    judged = [
-        {"levels": dict(levels), **asdict(judgement)} for levels, judgement in verdict.judgements
-    ]
+    judged = [{"levels": dict(levels), **_judgement(one)} for levels, one in verdict.judgements]
     criterion = verdict.criterion
     named = {"name": criterion.name, "text": criterion.claim}
     return {
@@ -253,6 +252,12 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
         "needed_levels": verdict.needed,
         "levels": judged,
     }
+
+
+def _judgement(one: Judgement) -> dict[str, Any]:
+    """Return a judgement without what a sweep alone needs."""
+    found = {key: value for key, value in vars(one).items() if key != "lost"}
+    return {**found, "parts": [(text, _judgement(part)) for text, part in one.parts]}
 
 
 def _registration(registration: RegistrationReport) -> dict[str, Any]:

@@ -59,6 +59,8 @@ class Judgement:
         seeds: the seeds that were used.
         reason: why, in words.
         parts: the text and the judgement of each part that ``and`` or ``or`` joins.
+        lost: whether it is undecided for good: a seed has no number of what is compared, or one
+            that is infinite, or seeds disagree on what is counted, and more seeds change none.
     """
 
     decision: Decision
@@ -70,12 +72,18 @@ class Judgement:
     seeds: tuple[int, ...]
     reason: str
     parts: tuple[tuple[str, Judgement], ...] = ()
+    lost: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is undecided, and more seeds may decide it."""
+        return self.decision == "undecided" and not self.lost
 
     @classmethod
     def without_numbers(
-        cls, decision: Decision, reason: str, seeds: Sequence[int] = ()
+        cls, decision: Decision, reason: str, seeds: Sequence[int] = (), lost: bool = False
     ) -> Judgement:
-        return cls(decision, nan, nan, nan, nan, nan, tuple(seeds), reason)
+        return cls(decision, nan, nan, nan, nan, nan, tuple(seeds), reason, lost=lost)
 
 
 class Evidence(Protocol):
@@ -117,7 +125,7 @@ def judge(condition: Condition, evidence: Evidence, interval: Interval = t_inter
     if not told:
         return found
     others = f"; without them it {found.decision}" if found.decision in ("holds", "fails") else ""
-    return replace(found, decision="undecided", reason=f"{' and '.join(told)}{others}")
+    return replace(found, decision="undecided", reason=f"{' and '.join(told)}{others}", lost=True)
 
 
 def _joined(condition: AllOf | AnyOf, judged: Sequence[Judgement]) -> Judgement:
@@ -135,7 +143,8 @@ def _joined(condition: AllOf | AnyOf, judged: Sequence[Judgement]) -> Judgement:
     joined = "all of" if isinstance(condition, AllOf) else "at least one of"
     parts = tuple(zip(map(_text, condition.parts), judged, strict=True))
     reason = f"{joined} {len(judged)} parts: {counted}"
-    return replace(Judgement.without_numbers(decision, reason, seeds), parts=parts)
+    lost = decision == "undecided" and not any(one.is_open for one in judged)
+    return replace(Judgement.without_numbers(decision, reason, seeds, lost), parts=parts)
 
 
 def _text(condition: Condition) -> str:
@@ -163,12 +172,14 @@ def _judge_inequality(condition: Inequality, evidence: Evidence, interval: Inter
     left, right = (_evaluated(side, columns, index) for side in (condition.left, condition.right))
     if not seeds or left.isna().any() or right.isna().any():
         reason = "division by zero, or infinity less infinity" if seeds else missing
-        return Judgement.without_numbers("undecided", reason, seeds)
+        return Judgement.without_numbers("undecided", reason, seeds, lost=bool(seeds))
     differences = left - right
     low, high = _bounds(differences, interval)
     decision, reason = _decide(condition, left, right, low, high)
     of_left, of_right, of_both = map(_mean, (left, right, differences))
-    return Judgement(decision, of_left, of_right, of_both, low, high, seeds, reason)
+    is_exact = all(quantity.is_exact for quantity in condition.quantities)
+    lost = decision == "undecided" and (is_exact or not np.isfinite(differences).all())
+    return Judgement(decision, of_left, of_right, of_both, low, high, seeds, reason, lost=lost)
 
 
 def _bounds(differences: pd.Series, interval: Interval) -> tuple[float, float]:
@@ -214,7 +225,7 @@ def _judge_no_increase(condition: NoIncrease, evidence: Evidence, interval: Inte
     differences = a - limit
     if not seeds or differences.isna().any():
         reason = "infinity less infinity" if seeds else missing
-        return Judgement.without_numbers("undecided", reason, seeds)
+        return Judgement.without_numbers("undecided", reason, seeds, lost=bool(seeds))
     if np.isfinite(differences).all():
         low, high = interval(differences.to_numpy(), 2 * LEVEL)
         counted = all(quantity.is_count for quantity in condition.quantities)
@@ -225,7 +236,8 @@ def _judge_no_increase(condition: NoIncrease, evidence: Evidence, interval: Inte
         decision, reason = "undecided", "a difference is infinite"
     of_a, of_limit, of_both = map(_mean, (a, limit, differences))
     low, high = _bounds(differences, interval)
-    return Judgement(decision, of_a, of_limit, of_both, low, high, seeds, reason)
+    lost = decision == "undecided" and not np.isfinite(differences).all()
+    return Judgement(decision, of_a, of_limit, of_both, low, high, seeds, reason, lost=lost)
 
 
 def _decide_no_increase(

@@ -20,6 +20,15 @@ from fl_lightning.study.results.seeds import begun_beyond, complete_seeds, of_se
 def is_awaited(verdict: Verdict) -> bool:
     """Return whether seeds are added because of this verdict.
 
+    They are not where no seed can decide it any more, and where it is not of seeds, see
+    :func:`is_of_seeds`.
+    """
+    return verdict.is_open and is_of_seeds(verdict)
+
+
+def is_of_seeds(verdict: Verdict) -> bool:
+    """Return whether seeds are a way to decide such a criterion.
+
     They are not for what a clock measured, since two sweeps would then stop at different seeds, nor
     for what is only counted (bytes): it has no interval that more seeds would narrow.
     """
@@ -28,7 +37,7 @@ def is_awaited(verdict: Verdict) -> bool:
         isinstance(one, Inequality) and all(quantity.is_exact for quantity in one.quantities)
         for one in criterion.conditions
     )
-    return verdict.decision == "undecided" and not criterion.is_timing and not is_counted
+    return not criterion.is_timing and not is_counted
 
 
 def looks(results: Results, listed: int) -> Iterator[Stopping]:
@@ -44,9 +53,11 @@ def looks(results: Results, listed: int) -> Iterator[Stopping]:
     for count in range(listed, len(complete) + 1):
         seeds = tuple(complete[:count])
         judged = verdicts(Comparison(of_seeds(results, seeds)))
-        undecided = tuple(one.criterion.title for one in judged if is_awaited(one))
+        undecided: tuple[str, ...] = ()
         ending: Ending = "decided"
-        if undecided:
+        if any(map(is_awaited, judged)):
+            found = [one for one in judged if one.decision == "undecided" and is_of_seeds(one)]
+            undecided = tuple(one.criterion.title for one in found)
             ending = "max_seeds" if count == rule.max_seeds else "open"
         yield Stopping(seeds, ending, undecided)
         if not undecided:

@@ -60,8 +60,18 @@ class Verdict:
             return "fails"
         if held >= needed:
             return "holds"
-        could_be_decided = held + undecided >= needed or failed + undecided > levels - needed
-        return "undecided" if could_be_decided or not levels else "not tested"
+        return "undecided" if self._turns_with(undecided) or not levels else "not tested"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is undecided, and more seeds may decide it."""
+        levels = sum(judgement.is_open for _, judgement in self.judgements)
+        return self.decision == "undecided" and self._turns_with(levels)
+
+    def _turns_with(self, levels: int) -> bool:
+        """Return whether so many more levels could hold it or fail it, if all of them agreed."""
+        held, failed = self.count("holds"), self.count("fails")
+        return held + levels >= self.needed or failed + levels > len(self.judgements) - self.needed
 
     def count(self, decision: Decision) -> int:
         """Return at how many levels the decision was this."""
@@ -99,7 +109,7 @@ def _under_premises(
     comparison: Comparison,
 ) -> Judgement:
     """Return the judgement as it stands once the premises at its level are known."""
-    open_premise: tuple[str, Judgement] | None = None
+    open_premises: list[tuple[str, Judgement]] = []
     for verdict in premises:
         premise = verdict.criterion
         if premise.needed_by and criterion.name not in premise.needed_by:
@@ -110,13 +120,16 @@ def _under_premises(
             at = f" at {level_key(where)}" if where and where != levels else ""
             if found.decision == "fails":
                 said = f"premise '{premise.title}' fails{at}: {found.reason}; alone it {_alone(judgement)}"
-                return replace(judgement, decision="not tested", reason=said)
-            if found.decision != "holds" and open_premise is None:
-                open_premise = f"premise '{premise.title}' is undecided{at}", found
-    if open_premise is None:
+                return replace(judgement, decision="not tested", reason=said, lost=False)
+            if found.decision != "holds":
+                open_premises.append((f"premise '{premise.title}' is undecided{at}", found))
+    if not open_premises:
         return judgement
-    said = f"{open_premise[0]}: {open_premise[1].reason}; alone the criterion {_alone(judgement)}"
-    return replace(judgement, decision="undecided", reason=said)
+    (first, found), *_ = open_premises
+    said = f"{first}: {found.reason}; alone the criterion {_alone(judgement)}"
+    # a premise that may still fail decides: the criterion is not tested then
+    lost = not any(one.is_open for _, one in open_premises)
+    return replace(judgement, decision="undecided", reason=said, lost=lost)
 
 
 def _alone(judgement: Judgement) -> str:
