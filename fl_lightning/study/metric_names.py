@@ -294,6 +294,8 @@ OF_THE_RUN = (
 )
 """Headline columns that are of all rounds, whichever model is selected, beside the area under the
 curve."""
+OF_EVERY_METHOD = ("method", "seeds")
+"""The first columns of a table of methods."""
 OF_EXPERTS = ("experts/active", "router/purity", "target/rounds_to_purity")
 """Headline columns of methods that find clusters of clients."""
 OF_ENERGY = ("energy/joules", "energy/joules_model", "energy/over_budget", "energy/refused")
@@ -389,10 +391,20 @@ def headline(
     found = [
         titled.get(name) or column(name, task) for name in dict.fromkeys(names) if name in measured
     ]
-    titles = Counter(one.title for one in found)
+    return with_own_titles(found)
+
+
+def with_own_titles(columns: Sequence[Column]) -> list[Column]:
+    """Return the columns of a table of methods with titles that no other column of it has.
+
+    >>> columns = [Column("a", "t"), Column("b", "t"), Column("c", "seeds")]
+    >>> [one.title for one in with_own_titles(columns)]
+    ['t, a', 't, b', 'seeds, c']
+    """
+    titles = Counter([*OF_EVERY_METHOD, *(one.title for one in columns)])
     return [
         one if titles[one.title] == 1 else replace(one, title=f"{one.title}, {one.metric}")
-        for one in found
+        for one in columns
     ]
 
 

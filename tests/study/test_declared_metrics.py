@@ -20,6 +20,10 @@ from fl_lightning.run.metadata import task_of
 from fl_lightning.study.metric_names import TaskMetrics, column, direction, headline
 from fl_lightning.study.plan.study import Study
 from fl_lightning.study.report.compare import compare
+from fl_lightning.study.report.comparison import Comparison
+from fl_lightning.study.report.latex import Layout
+from fl_lightning.study.report.latex import results as results_on_paper
+from fl_lightning.study.report.tables import results
 from fl_lightning.study.results.gather import gather, with_metric
 from fl_lightning.tasks import Classification
 
@@ -167,6 +171,42 @@ def test_two_columns_of_one_title_are_told_apart():
     names = [one.name for one in twice]
     titles = [one.title for one in headline("test/accuracy", [], names, task)]
     assert len({*titles}) == len(titles) == 2
+
+
+class Confusing(Meter):
+    """Titles of which two are one, two are those of other columns, and short forms that others
+    have."""
+
+    declared_metrics = (
+        Metric("doubt/a", "doubt", short="doubtful"),
+        Metric("doubt/b", "doubt", short="doubtful"),
+        Metric("doubt/c", "seeds", short="method"),
+        Metric("doubt/d", "method", short="sure"),
+        Metric("doubt/e", "sure"),
+    )
+
+
+@pytest.mark.parametrize("asked", ["doubt/a,doubt/b,doubt/c,doubt/d,doubt/e", None])
+def test_no_column_takes_the_place_of_another_of_its_title(tmp_path, asked):
+    names = "abcde"
+    for seed in range(3):
+        for place, label in enumerate("AB"):
+            values = {f"doubt/{one}": n + 0.5 * place for n, one in enumerate(names, start=3)}
+            if (label, seed) != ("B", 2):  # the numbers of seeds are a column too
+                made = {"emitters": (Confusing(),), "rounds": 2, **values}
+                make_run(tmp_path / "study", label, seed, 0.5, **made)
+    layout = Layout.read(asked, None, None)
+    comparison = Comparison(gather("study", tmp_path))
+    on_paper, _ = results_on_paper(comparison, {}, layout)
+    for table in (on_paper, results(comparison, {})):
+        assert len({*table.header}) == len(table.header)
+        row = dict(zip(table.header, table.rows[0], strict=True))
+        assert (row.pop("method"), row.pop("seeds")) == ("A", "3")
+        cells = [cell for cell in row.values() if cell.endswith(".000 ± 0.000")]
+        assert [cell for cell in cells if cell[0] in "34567"] == [
+            f"{n}.000 ± 0.000" for n in (3, 4, 5, 6, 7)
+        ]
+    compare(str(tmp_path / "study"), tmp_path / "out", columns=asked)
 
 
 def test_a_run_keeps_what_its_method_and_its_callbacks_declare(tmp_path):

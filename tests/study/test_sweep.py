@@ -39,6 +39,7 @@ from fl_lightning.study.execute.jobs import Job, Pool, slots_for
 from fl_lightning.study.execute.shards import WHOLE
 from fl_lightning.study.plan.registration import Registration
 from fl_lightning.study.plan.study import Cell
+from fl_lightning.study.report.tables import ReportTable, at
 from fl_lightning.tracking.loggers import Tracking
 from fl_lightning.tracking.runs import begin_study, end_study
 
@@ -479,6 +480,30 @@ def test_on_a_terminal_the_runs_at_work_are_a_live_table(tmp_path):
     text = console.export_text()
     for shown in ("1 of 2 cells finished", "FedAvg-seed0", "2/60", "0.250", "3.00"):
         assert shown in text
+
+
+def test_names_in_square_brackets_are_shown_in_the_terminal_as_they_are(tmp_path):
+    """They are no markup, in no table, and no smileys either."""
+    name, levels = "A [bold] :heart:", {"axis": "[red]"}
+    cell = Cell(name, 0, levels, [])
+    state = CellState(cell, {"trainer.max_rounds": 2}, "", "interrupted", tmp_path)
+    (tmp_path / "metrics.csv").write_text("round,time/round\n1,2.0\n")
+    cells = StudyCells(SimpleNamespace(name="small"), tmp_path, str, WHOLE)  # type: ignore[arg-type]
+    cells.states.append(state)
+    console = Console(record=True, width=300, file=io.StringIO())
+    show_plan(cells, 1, console=console)
+    assert (
+        console.export_text().count(cell.name) == 2
+    )  # of the cell, and what its cost is known from
+    display = Display(lambda: f"{cell.name} runs", lambda job: (tmp_path, 2), console)
+    running = jobs.RunningJob(Job(cell.name, ["fit"], tmp_path / "log"), None, 0)
+    console.print(display.table([running]))
+    assert console.export_text().count(cell.name) == 2  # of the title, and of the row
+    table = ReportTable.of(f"Bits{at(levels)}", ["layer", name], [[name, name]], caption="[C]")
+    console.print(table.rich())
+    said = console.export_text()
+    assert said.count(name) == 3
+    assert "axis=[red]: [C]" in said
 
 
 @pytest.mark.slow

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 from fl_lightning.run.directory import read_json
 from fl_lightning.study.execute.jobs import Job, RunningJob
@@ -76,13 +77,16 @@ class Display:
         found = [(one, *self.find(one.job)) for one in running]
         self.task = next((task_of(run) for _, run, _ in found if run), self.task)
         columns = ("run", "round", self.task.primary_in_words, "s/round", "since")
-        table = Table(*columns, title=f"{self.state()}, {self.elapsed}", title_justify="left")
+        title = Text(f"{self.state()}, {self.elapsed}", style="table.title")
+        heads = (Column(Text(name)) for name in columns)
+        table = Table(*heads, title=title, title_justify="left")
         for one, run, rounds in found:
             rows, name = read_metrics(run), f"test/{self.task.primary}"
             value = next((shown(row[name], self.task) for row in reversed(rows) if name in row), "")
             pace = f"{rows[-1].get('time/round', 0.0):.2f}" if rows else ""
             stage = f"{len(rows)}/{rounds}" if one.job.args[0] == "fit" else one.job.args[0]
-            table.add_row(one.job.name, stage, value, pace, clock(time.monotonic() - one.since))
+            since = clock(time.monotonic() - one.since)
+            table.add_row(*map(Text, (one.job.name, stage, value, pace, since)))
         return table
 
 

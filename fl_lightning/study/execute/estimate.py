@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from fl_lightning.study.execute.cells import CellState, StudyCells
 from fl_lightning.support.terminal import clock
@@ -111,12 +112,8 @@ def show_plan(cells: StudyCells, jobs: int, console: Console | None = None) -> N
         if cost:
             minutes, megabytes = state.rounds * cost.seconds / 60, state.rounds * cost.bytes / 1e6
             figures = [f"{minutes:.1f}", f"{megabytes:.1f}", cost.source]
-        table.add_row(
-            state.cell.name,
-            state.status,
-            f"{len(known[state.cell.name])}/{state.rounds}",
-            *figures,
-        )
+        row = [state.cell.name, state.status, f"{len(known[state.cell.name])}/{state.rounds}"]
+        table.add_row(*map(Text, (*row, *figures)))
     console.print(table)
     for line in cells.problems():
         console.print(line, markup=False)

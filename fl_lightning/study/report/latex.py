@@ -16,7 +16,7 @@ import pandas as pd
 
 from fl_lightning.config.near_names import nearest_or_list
 from fl_lightning.errors import InputError, require
-from fl_lightning.study.metric_names import Column, direction
+from fl_lightning.study.metric_names import OF_EVERY_METHOD, Column, direction, with_own_titles
 from fl_lightning.study.plan.quantities import metric_of
 from fl_lightning.study.plan.registration import level_key
 from fl_lightning.study.plan.selection import ACCURACY
@@ -107,7 +107,7 @@ class Layout:
                     f"write {nearest_or_list(name, known)}",
                 )
             found[metric] = comparison.column(metric)
-        return list(found.values())
+        return with_own_titles([*found.values()])
 
 
 def tables_tex(comparison: Comparison, layout: Layout) -> str:
@@ -182,10 +182,12 @@ def results(
         cells["seeds"] = table.cells.seeds
     elif labels:
         seeds = f"over {table.cells.seeds[0]} seed{'s' * (table.cells.seeds[0] != '1')}"
+    taken = {*OF_EVERY_METHOD, *(one.title for one in columns)}
     for number, one in enumerate(columns):
         is_constant = table.cells[one.title].nunique() == 1 < len(labels)
         if layout.columns or number == 0 or not is_constant:
-            name = one.short if one.short and one.short not in cells else one.title
+            name = one.short if one.short and one.short not in taken else one.title
+            taken.add(name)
             cells[name] = table.cells[one.title]
             places[one.metric] = len(cells.columns) - 1
     bold = set()

@@ -9,11 +9,13 @@ from typing import Any
 
 import pandas as pd
 from rich.box import SIMPLE_HEAD
+from rich.console import JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
 from fl_lightning.study.metric_names import (
     CLOCKS,
+    OF_EVERY_METHOD,
     OF_THE_RUN,
     Column,
     column,
@@ -109,10 +111,11 @@ class ReportTable:
 
     def rich(self) -> Table:
         """Return the table for the terminal, where Markdown's marks are left out."""
-        style: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "box": SIMPLE_HEAD}
-        table = Table(title=self.line, pad_edge=False, **style)
+        title = Text(self.line, style="bold")  # no text of a report is rich's markup
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
         for i, name in enumerate(self.header):
-            table.add_column(name, justify="left" if i < self.texts else "right", overflow="fold")
+            side: JustifyMethod = "left" if i < self.texts else "right"
+            table.add_column(Text(name), justify=side, overflow="fold")
         for row in self.rows:
             cells = [Text(cell.replace("**", "").replace("`", "")) for cell in row]
             for cell in cells:
@@ -268,7 +271,7 @@ def means_of(
     rows = [
         [label, str(counts[label]), *(written(label, one) for one in columns)] for label in labels
     ]
-    return ReportTable.of(title, ["method", "seeds", *cells], rows, caption=caption)
+    return ReportTable.of(title, [*OF_EVERY_METHOD, *cells], rows, caption=caption)
 
 
 def differences(comparison: Comparison, levels: Levels) -> ReportTable | None:
