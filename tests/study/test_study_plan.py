@@ -96,6 +96,33 @@ def test_a_grid_that_nobody_could_run_is_refused_at_once(write):
         study.cells()
 
 
+def test_what_a_merge_brings_may_be_overridden_and_nothing_else_is_given_twice(write):
+    """As YAML 1.1 has it; wherever what is merged stands, and whether it merges something
+    itself."""
+    text = SMALL.replace(
+        "  A: {}\n",
+        "  A: {settings: &a {model.alpha: 0.3, model.mu: 1}}\n"
+        "  C: {settings: &c {<<: *a, model.alpha: 0.4}}\n"
+        "  D: {settings: {model.mu: 2, <<: [*c, *a]}}\n"
+        "  E: {settings: {<<: *a, model.mu: 3}}\n",
+    )
+    text += "claimed: {x: &x {k: 1, l: 1}, y: &y {<<: *x, k: 2}, <<: *y, k: 3}\n"
+    y = {"k": 2, "l": 1}
+    claimed = {"x": {"k": 1, "l": 1}, "y": y, "k": 3, "l": 1}
+    assert Study.read(write(text)).claimed == claimed
+    settings = {label: one.settings for label, one in Study.read(write(text)).methods.items()}
+    assert settings == {
+        "A": {"model.alpha": 0.3, "model.mu": 1},
+        "C": {"model.alpha": 0.4, "model.mu": 1},
+        "D": {"model.alpha": 0.4, "model.mu": 2},
+        "E": {"model.alpha": 0.3, "model.mu": 3},
+        "B b=1": {"model.alpha": 0.2},
+    }
+    for own in ("<<: *a, model.mu: 3, model.mu: 3", "model.mu: 3, <<: *a, model.mu: 4"):
+        with pytest.raises(InputError, match=r"line 11.*model\.mu is given twice"):
+            Study.read(write(text.replace("<<: *a, model.mu: 3", own)))
+
+
 def test_a_copy_says_the_same_from_anywhere(write, tmp_path):
     study = Study.read(write(SMALL))
     copy = tmp_path / "elsewhere" / "study.yaml"

@@ -28,7 +28,7 @@ from fl_lightning.study.plan.kinds import check_kind
 from fl_lightning.study.plan.schema import entries
 
 T = TypeVar("T")
-TRUE_FALSE = "tag:yaml.org,2002:bool"
+TRUE_FALSE, MERGE = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:merge"
 SETTINGS_OF_THE_SWEEP = {
     *("trainer.experiment", "trainer.run_name", "trainer.auto_resume", "trainer.allow_changed"),
     *("trainer.tags", "trainer.fast_dev_run", "trainer.default_root_dir"),
@@ -61,16 +61,22 @@ class _TextLoader(yaml.SafeLoader):
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:  # type: ignore[override]
-        self.flatten_mapping(node)
-        result: dict[str, Any] = {}
-        for key, value in node.value:
-            given_twice = isinstance(key, yaml.ScalarNode) and key.value in result
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Look at the keys as they are written, before a merge (``<<``) puts others among them."""
+        node = super().compose_mapping_node(anchor)
+        seen = set[str]()
+        for key, _ in node.value:
+            given_twice = isinstance(key, yaml.ScalarNode) and key.value in seen
             if given_twice or not isinstance(key, yaml.ScalarNode):
                 problem = f"{key.value} is given twice" if given_twice else "a key must be text"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            result[key.value] = self.construct_object(value, deep=True)
-        return result
+                raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
+            if key.tag != MERGE:
+                seen.add(key.value)
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        self.flatten_mapping(node)  # what is merged comes first, so that own keys override it
+        return {key.value: self.construct_object(value, deep=True) for key, value in node.value}
 
 
 @cache
