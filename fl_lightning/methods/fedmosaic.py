@@ -146,12 +146,6 @@ class FedMosaic(Method):
                 "FedMosaic mixes by relevance and averages no weights",
                 "leave it out, write --model.average WeightedMean",
             )
-        if self.weigh_by != "examples":
-            raise InputError(
-                f"--model.weigh_by {self.weigh_by}",
-                "FedMosaic mixes by relevance and weighs nobody by what it has",
-                "leave it out",
-            )
         self.specs = networks or [network]
         self.reference_spec = reference
         self.adapter_settings = (num_blocks, rank, scale, gate, full_gradient)

@@ -18,7 +18,6 @@ from mosaics import (
     mosaic_on_points,
     point_client,
 )
-from refusals import refused
 from safetensors.torch import load_file
 from torch import nn
 from toy import CENTRES, Points, run, run_for_nothing, sgd
@@ -150,14 +149,6 @@ def test_bytes_equal_the_hand_formula(tmp_path):
 def test_uploads_that_do_not_fit_are_refused(bad):
     with pytest.raises(PayloadError):
         check_upload(built(mosaic()), Payload({**uploads(1)[0], **bad}), point_client(0), ())
-
-
-def test_what_weighs_no_client_is_refused():
-    for settings in ({"weigh_by": "clients"}, {"weigh_by": "tokens"}, {"max_share": 0.5}):
-        (name,) = settings
-        with refused(f"--model.{name} {settings[name]}", "leave it out"):
-            FedMosaic(**settings)
-    FedMosaic(weigh_by="examples", max_share=1.0)
 
 
 def test_a_client_that_diverges_is_rejected_and_starts_again_from_what_it_kept(tmp_path):

@@ -203,7 +203,7 @@ def toy_run(name: str, feature: str, folder: Path) -> None:
     elif feature == "topology":
         trainer["topology"] = Hierarchy(groups=2)
     elif feature == "privacy":
-        model["weigh_by"] = "examples" if name == "FedMosaic" else "clients"  # it weighs nobody
+        model["weigh_by"] = "clients"
         trainer["privacy"] = ClientPrivacy(noise_multiplier=1.0, clip_norm=0.1)
     method = method_under_test(kind).make(**model)
     if feature != "module":
