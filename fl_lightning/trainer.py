@@ -262,7 +262,7 @@ class FederatedTrainer(RunViews):
             every, keep = self.checkpoint_every, self.keep_checkpoints
             self.progress = Progress(settings, identity_of(fed), data.task, every=every, keep=keep)
             self.progress.restore(fed, start, self.allow_changed)
-            self.parts.continue_in(start.run, self.progress)
+            self.parts.continue_in(start.run, self.progress, self.fabric.device)
             method.round = self.progress.done.round
             place = self.root, self.experiment, str(self._name)
             self.journal = Journal(start, self.progress, config, *place, logger=self.logger)

@@ -99,8 +99,14 @@ def _other_mean(context: Context) -> str:
         return f"{type(average).__name__} takes one of what it makes of each"
     if isinstance(context.aggregation, NodeAggregation):
         return "each node of a topology has its own"
-    one_mean = "weights" in method.server or overrides(method, SummingServer, "averaged")
-    return "" if one_mean else f"{type(method).__name__} has one for each group of clients"
+    several = overrides(method, SummingServer, "averaged")
+    if several and method.max_share < 1:
+        return f"max_share bounds shares of several means in {type(method).__name__}"
+    return (
+        ""
+        if several or "weights" in method.server
+        else f"{type(method).__name__} has one for each group of clients"
+    )
 
 
 def _weighted(rows: Mapping[int, Tensor], method: Method) -> tuple[Tensor, Tensor]:

@@ -265,7 +265,8 @@ class PrivateAggregation(Meter):
         log.info(
             "client-level privacy: epsilon %.4g at delta %g after %d round%s; %s",
             self.accountant.epsilon(sums), self.settings.delta, rounds, "s"[: rounds > 1]
-            + f", as many of {context.max_rounds} as max_epsilon allows" * (rounds < context.max_rounds),
+            + f", as many of {context.max_rounds} as max_epsilon allows" * (rounds < context.max_rounds)
+            + ", and more than it allows" * (self.accountant.epsilon(sums) > most),
             NOISE_OF_SEED if self.randomness is rng.stream else NOISE_OF_SYSTEM,
         )  # fmt: skip
 

@@ -144,7 +144,7 @@ class PoolEngine(Engine):
                     given += 1
                     hand_out(given + 2 * ahead)
             if isinstance(into, AddedUploads) and opening.adds:
-                self._add_up(into)
+                self._add_up(into, opening)
         finally:
             if busy:  # someone raised: what they are at is of no use
                 self.close()
@@ -193,10 +193,10 @@ class PoolEngine(Engine):
                 units = [[tasks[at] for at in unit] for unit in busy[worker]]
                 worker.give(units, common, opening)
 
-    def _add_up(self, into: AddedUploads) -> None:
+    def _add_up(self, into: AddedUploads, opening: Opening) -> None:
         """Give ``into`` what the workers have added up in this round."""
-        # who had a portion
-        adding = [worker for worker in self.workers if worker.opening is not None]
+        # who had a portion; of a round that was not added up others may still have the opening
+        adding = [worker for worker in self.workers if worker.opening is opening]
         for worker in adding:
             worker.ask_for_sums()
         for worker in adding:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -35,13 +36,14 @@ class QuantizedInput:
     def __call__(self, module: nn.Module, args: Any, named: dict[str, Any]) -> Any:
         if args:
             return (self._quantized(args[0]), *args[1:]), named
-        return args, {
-            name: value if place else self._quantized(value)
-            for place, (name, value) in enumerate(named.items())
-        }
+        first = next((name for name in signature(module.forward).parameters if name in named), None)
+        if first is None:
+            return args, named
+        return args, {**named, first: self._quantized(named[first])}
 
-    def _quantized(self, x: Tensor) -> Tensor:
-        return fake_quantize(x, self.bits) if x.is_floating_point() else x
+    def _quantized(self, x: Any) -> Any:
+        is_values = isinstance(x, Tensor) and x.is_floating_point()
+        return fake_quantize(x, self.bits) if is_values else x
 
 
 def quantize_activations(network: nn.Module, weights: Iterable[str], bits: int) -> None:

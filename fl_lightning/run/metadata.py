@@ -126,6 +126,11 @@ def continued_metadata(
     if other := [name for name, sha in here["code"].items() if code.get(name, sha) != sha]:
         log.warning("the code of %s has changed since the run began", ", ".join(other))
     resumed, deployment = before.get("resumed"), before.get("deployment")
+    moved = {
+        f"{name}_before": before[name]
+        for name in ("engine", "device")
+        if name in before and before[name] != here[name]
+    }
     return {
         **here,
         # it has the id under which nodes keep states, which a process that is killed now must not
@@ -146,6 +151,7 @@ def continued_metadata(
                 "at": now(),
                 **({"changed": True} if changed else {}),
                 **({"code_before": code} if other else {}),
+                **moved,
             },
         ],
     }

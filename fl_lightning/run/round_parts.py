@@ -148,12 +148,13 @@ class RoundParts:
                 type(fed.method).__name__,
             )
 
-    def continue_in(self, run_dir: Path | None, progress: Progress) -> None:
+    def continue_in(self, run_dir: Path | None, progress: Progress, device: object) -> None:
         """Go on with the budget of a run, as :meth:`PrivateAggregation.continue_in` has it."""
         done = progress.done.round
         if self.privacy is not None:
             changed = progress.changed or (
-                run_dir is not None and made_otherwise(run_dir, done, flatten(progress.settings))
+                run_dir is not None
+                and made_otherwise(run_dir, done, flatten(progress.settings), str(device))
             )
             self.privacy.continue_in(run_dir, done, there=progress.there, changed=changed)
         elif done and run_dir is not None and was_private(run_dir):

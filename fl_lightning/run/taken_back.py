@@ -13,6 +13,9 @@ from fl_lightning.privacy.begun import NoisySums
 from fl_lightning.run.directory import read_json
 from fl_lightning.support.user_code import changed_code
 
+BEFORE = {"code_before", "engine_before", "device_before"}
+"""Of a session in ``metadata.json``: what made the rounds before it, where it was another one."""
+
 
 def was_private(run_dir: Path) -> bool:
     """Return whether the tables of a run have rounds with privacy."""
@@ -42,25 +45,26 @@ def note_drawn_noise(run_dir: Path, done: int, there: int) -> None:
         drawn.add(there, there)
 
 
-def made_otherwise(run_dir: Path, done: int, settings: Mapping[str, Any]) -> bool:
-    """Return whether rounds after ``done`` have been made with other settings, another engine or
-    accelerator, or by other versions of a user's files, than they would be made now.
+def made_otherwise(run_dir: Path, done: int, settings: Mapping[str, Any], device: str) -> bool:
+    """Return whether rounds after ``done`` have been made with other settings, by another engine or
+    kind of device, or by other versions of a user's files, than they would be made now.
 
     Args:
         run_dir: the run.
         done: the last round that stays.
         settings: of this call, flat.
+        device: of this call.
 
     Raises:
         InputError: its configuration cannot be read.
     """
     metadata = read_json(run_dir / "metadata.json")
-    before, engine = config_of(run_dir), settings.get("trainer.engine", "auto")
+    engine, there = settings.get("trainer.engine", "auto"), str(metadata.get("device", device))
     sessions = [one for one in metadata.get("resumed") or [] if one.get("after_round", 0) > done]
     return (
-        bool(changed_settings(before, settings))
+        bool(changed_settings(config_of(run_dir), settings))
         or engine not in ("auto", metadata.get("engine"))
-        or before.get("trainer.accelerator") != settings.get("trainer.accelerator")
+        or there.partition(":")[0] != device.partition(":")[0]
         or bool(changed_code(metadata.get("code") or {}))
-        or any("code_before" in one or one.get("changed") for one in sessions)
+        or any(one.get("changed") or BEFORE & one.keys() for one in sessions)
     )

@@ -347,18 +347,26 @@ def log_settings(
 
 
 def metric_name(name: str) -> str:
-    """Return the name of a metric as MLflow takes it: all other characters go."""
-    return _NOT_IN_NAMES.sub("", name)
+    """Return the name of a metric as MLflow takes it.
+
+    >>> metric_name("kind/copy (bank)/accuracy"), metric_name("kind/(?)/accuracy")
+    ('kind/copy bank/accuracy', 'kind/accuracy')
+    """
+    return _as_path(_NOT_IN_NAMES.sub("", name))
 
 
 def _key(name: str) -> str:
-    """Return the name of a parameter or a tag as MLflow takes it: a path in its shortest form.
+    """Return the name of a parameter or a tag as MLflow takes it.
 
     >>> _key("lr(max)"), _key("../a//b"), _key("%")
     ('lrmax', 'a/b', '_')
     """
-    path = posixpath.normpath("/" + _NOT_IN_KEYS.sub("", name)).lstrip("/")
-    return path[:MAX_KEY_CHARACTERS] or "_"
+    return _as_path(_NOT_IN_KEYS.sub("", name))
+
+
+def _as_path(name: str) -> str:
+    """Return a name as a path in its shortest form, not too long and never empty."""
+    return posixpath.normpath("/" + name.lstrip("/")[:MAX_KEY_CHARACTERS])[1:] or "_"
 
 
 def _cut(value: str, length: int) -> str:

@@ -396,6 +396,11 @@ EVALUATIONS = {
         loss=torch.ones(2), accuracy=torch.ones(2), evil=torch.ones(2)
     ),
     "a metric is missing": other_sums(accuracy=torch.ones(2)),
+    "a share above 1": other_sums(loss=torch.ones(2), accuracy=torch.tensor([1e6, 2.0])),
+    "a share that is no number": other_sums(
+        loss=torch.ones(2), accuracy=torch.tensor([math.nan, 2.0])
+    ),
+    "a negative weight": other_sums(loss=-torch.ones(2), accuracy=torch.ones(2)),
     "a name with escapes": other_sums(**{"\x1b[2J": torch.ones(2)}),
 }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,6 +32,7 @@ from test_deploy import (
 )
 
 from callbacks import ByzantineClients, SecureDropout
+from fl_lightning import rng
 from fl_lightning.aggregation.masked_round import MaskedRound
 from fl_lightning.aggregation.sum_form import SumForm
 from fl_lightning.deploy.node.build import builder
@@ -42,13 +44,14 @@ from fl_lightning.deploy.server.roster import RoundRules
 from fl_lightning.deploy.server.server import deploy_over
 from fl_lightning.errors import InputError
 from fl_lightning.hooks import Stressor
+from fl_lightning.privacy import from_system
 from fl_lightning.privacy.secure import PHASES, SecureSum
 from fl_lightning.wire import Payload, PayloadError
 
 pytest.importorskip("Crypto")
 
 from fl_lightning.deploy.node.secure import KeptRound, SecureRounds
-from fl_lightning.deploy.server.secure import add_up_on_nodes, common_form
+from fl_lightning.deploy.server.secure import add_up_on_nodes, common_form, drawn_ring
 from fl_lightning.privacy.secure.client import SecureClient
 
 SECURE = "--trainer.secure_sum={threshold: 0.6}"  # 3 of 4 clients
@@ -429,6 +432,17 @@ def kept_rounds(folder: Path, round: int = 1, start: str = "0") -> dict[int, Sec
 def phase_message(phase: str, id: int, part: bytes = b"", round: int = 1) -> Message:
     header = {"kind": "phase", "run": RUN, "round": round, "phase": phase, "clients": [id]}
     return Message(header, (part,) if phase != "keys" else ())
+
+
+def test_nobody_knows_the_ring_of_a_deployment_before():
+    """It is an order of the cohort, another one each time, and not that of the seed."""
+    asked = SimpleNamespace(
+        method=SimpleNamespace(seed=0), round=1, leaves_before=dict.fromkeys(range(100), "")
+    )
+    rings = [drawn_ring(asked, source) for source in (from_system, from_system, rng.stream)]
+    assert all(sorted(ring) == [*range(100)] for ring in rings)
+    assert len({tuple(ring) for ring in rings}) == 3
+    assert signature(deploy_over).parameters["randomness"].default is from_system
 
 
 def add_up(

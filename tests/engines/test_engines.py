@@ -80,6 +80,24 @@ def test_a_pool_without_workers_says_so():
         list(PoolEngine(SequentialEngine(None, None, None), None, None, 2).train([], []))
 
 
+class SendsMore(FedAvg):
+    """Says nothing of the shapes that it sends, so that its uploads are not added up by workers."""
+
+    def upload(self, client):
+        return Payload({**super().upload(client), "more": torch.ones(1)})
+
+
+class NobodyInRoundTwo(Stressor):
+    def change_cohort(self, cohort, *, round, context):
+        return [replace(one, trains=round != 2) for one in cohort]
+
+
+def test_workers_sit_out_a_round_in_which_nobody_trains(tmp_path):
+    settings = {"callbacks": [NobodyInRoundTwo()], "max_rounds": 3, "engine": "sequential"}
+    alone, _ = fit(SendsMore(network=SMALL), tmp_path / "alone", workers=1, **settings)
+    assert same(alone, fit(SendsMore(network=SMALL), tmp_path / "pooled", workers=2, **settings)[0])
+
+
 def test_workers_change_no_bit_of_stacks(tmp_path, monkeypatch):
     """Stacks are cut before they are dealt."""
     monkeypatch.setattr("fl_lightning.engines.stacked.batched.MAX_STACK", 2)

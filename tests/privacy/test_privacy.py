@@ -227,6 +227,7 @@ def test_the_log_counts_the_rounds_that_are_done(caplog):
     caplog.set_level("INFO")
     found.on_setup(SimpleNamespace(max_rounds=9))
     assert f"epsilon {accountant.epsilon(5):.4g} at delta 1e-05 after 3 rounds" in caplog.text
+    assert "and more than it allows" in caplog.text
 
 
 def test_c_goes_on_as_configured(tmp_path):
@@ -358,6 +359,19 @@ def test_no_noise_is_drawn_again_where_settings_went_to_and_fro(tmp_path, monkey
     with refused("trainer.privacy, changed after round 1", "from the last checkpoint"):
         fit(tmp_path, **back)
     fit(tmp_path, **again)
+
+
+def test_no_noise_is_drawn_again_where_the_engine_went_to_and_fro(tmp_path, monkeypatch):
+    """Rounds 2 and 3 are those of one engine, and the run goes on with another."""
+    begun = {"engine": "sequential", **EVERY}
+    interrupted(monkeypatch, 3, tmp_path, **begun)
+    (folder,) = tmp_path.glob("*/run")
+    again = {"ckpt_path": str(folder), "allow_changed": True}
+    interrupted(monkeypatch, 4, tmp_path, **EVERY, engine="batched", **again)
+    back = {"ckpt_path": str(folder / "checkpoints/round_000001"), "allow_changed": True}
+    for engine in ("auto", "batched", "sequential"):
+        with refused("trainer.privacy, changed after round 1", "from the last checkpoint"):
+            fit(tmp_path, **EVERY, engine=engine, **back)
 
 
 @pytest.mark.parametrize("goes_on", [False, True])

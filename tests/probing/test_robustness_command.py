@@ -202,6 +202,8 @@ def test_models_are_tuned_on_the_labels_of_the_run(caplog):
     assert found["metrics"]["test/accuracy"] == row["test/accuracy"]
 
 
+@pytest.mark.slow
+@pytest.mark.essential
 def test_the_checkpoint_is_the_one_that_is_named(run, caplog, capsys):
     best = json.loads((run / "checkpoints" / "round_000003" / "progress.json").read_text())[
         "best_round"

@@ -114,7 +114,7 @@ def check_metrics(found: dict[str, Any], run_dir: Path) -> None:
 def test_a_run_that_was_never_tracked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Names are written as MLflow takes them."""
     run_dir = fit(tmp_path, experiment="e", tags={"team": "red", "lr(max)//": "0.1"})
-    tested = {"probe/clean": 0.5, "kind/copy (bank)/accuracy": 0.25}
+    tested = {"probe/clean": 0.5, "kind/copy (bank)/accuracy": 0.25, "kind/(?)/accuracy": 0.75}
     (run_dir / "test.json").write_text(
         json.dumps({"round": 5, "metrics": tested, "timings": {"probe/ms": 2.0}})
     )
@@ -128,6 +128,7 @@ def test_a_run_that_was_never_tracked(tmp_path: Path, capsys: pytest.CaptureFixt
     } == {name: [(5, value)] for name, value in metadata.items() if name.startswith("final/")}
     assert found["metrics"]["probe/clean"] == [(5, 0.5)]
     assert found["metrics"]["kind/copy bank/accuracy"] == [(5, 0.25)]
+    assert found["metrics"]["kind/accuracy"] == [(5, 0.75)]
     assert found["params"] == {"model.alpha": "0.5", "seed_everything": "0"}
     assert (
         found["tags"].items()

@@ -262,6 +262,10 @@ class MovesBase(AdapterAverage):
             (a, b / pair.scaling) for pair, (a, b) in zip(self.pairs, step.pairs(), strict=True)
         ]
 
+    def measure(self, method: Averaging, found: CohortAdapters, made: Sequence[Pair]) -> None:
+        super().measure(method, found, made)
+        self.totals = None  # as large as the network
+
     def apart(self, names: FactorNames, left: Pair) -> float:
         if self.totals is None:
             return super().apart(names, left)

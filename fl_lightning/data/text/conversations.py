@@ -162,7 +162,7 @@ class ChatTurns:
             if turn.role != "assistant":
                 continue
             for count, learnt in ((number, False), (number + 1, True)):
-                ids = self._ids(turns[:count], f"{place}, turn {number + 1}", asks=not learnt)
+                ids = self._ids(turns[:count], f"{place}, up to turn {number + 1}", asks=not learnt)
                 if ids[: len(before)] != before:
                     raise InputError(
                         f"{place}, turn {number + 1}",

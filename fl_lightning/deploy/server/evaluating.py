@@ -31,6 +31,7 @@ from fl_lightning.evaluation import (
     with_logs,
 )
 from fl_lightning.federation import Federation
+from fl_lightning.tasks import Task
 
 log = logging.getLogger("fl_lightning")
 KEY = re.compile(r"(\d{1,18})/.+")
@@ -125,12 +126,31 @@ def try_sums(fed: Federation, sums: Mapping[str, Mapping[str, Tensor]]) -> None:
         (fed.fabric, fed.method, fed.data),
         logs_for(fed.method, "val", 0, sums.get(LOGS["val"])),
     )
+    named, logged_there = sums.get(NAMED), sums.get(LOGS["test"])
+    require_possible(fed.data.task, sums)
+    if (named or logged_there) and not sums.get("test"):
+        raise MessageError("it has states of metrics without the sums of their batches")
     if sums.get("test"):
-        named, logged_there = sums.get(NAMED), sums.get(LOGS["test"])
         on_test_set(*subject, answers=False, sums=sums["test"], named=named, logs=logged_there)
     if sums.get("validation"):
         validate(*subject, sums=sums["validation"])
     with_logs({}, fed.method, logs)
+
+
+def require_possible(task: Task, sums: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Refuse sums that no examples have.
+
+    Raises:
+        MessageError: a weight is below 0, or a share of it is not within 0 and 1.
+    """
+    for split in SPLITS:
+        for key, value in sums.get(split, {}).items():
+            total, weight = value[..., -2], value[..., -1]
+            right = weight >= 0
+            if key.partition("/")[2] in task.shares:
+                right &= (total >= 0) & (total <= weight * (1 + 1e-9))
+            if not bool(right.all()):
+                raise MessageError(f"its sums of {printable(key)} are those of no examples")
 
 
 def alike(

@@ -39,7 +39,12 @@ from fl_lightning.engines.base import (
 )
 from fl_lightning.engines.sequential import SequentialEngine, upload_of
 from fl_lightning.engines.stacked.batches import can_stack, stacked_batches
-from fl_lightning.engines.stacked.stack import CannotStackError, Stack, StackLosses
+from fl_lightning.engines.stacked.stack import (
+    CannotStackError,
+    NeverStacksError,
+    Stack,
+    StackLosses,
+)
 from fl_lightning.engines.stacked.start_state import StartState
 from fl_lightning.engines.stacked.uploads import default_uploads
 from fl_lightning.methods import Method
@@ -81,7 +86,7 @@ class BatchedEngine(Engine):
     def __init__(self, fabric: Fabric, method: Method, data: FederatedData) -> None:
         self.fabric, self.method, self.data = fabric, method, data
         self.one_by_one = SequentialEngine(fabric, method, data)
-        self.reason = ""
+        self.reason, self.never = "", False
         self.names: list[str] = []  # attributes that receive sets
 
     @property
@@ -121,22 +126,24 @@ class BatchedEngine(Engine):
         """Train clients as one stack for each kind among them, or one by one where that cannot be,
         which is logged once.
 
-        Each stack is tried, whatever became of others: who is trained as one depends on neither the
-        process nor where a run was continued.
+        Each stack is tried, whatever became of others, where the configuration allows any: who is
+        trained as one depends on neither the process nor where a run was continued.
         """
+        if self.never:
+            return list(self.one_by_one.train(tasks))
         try:
             with one_thread(self.fabric.device):
                 return self._train_stacks(tasks)
         except CannotStackError as reason:
             if not self.reason:
                 log.warning("clients are trained one by one, not batched: %s", reason)
-            self.reason = str(reason)
+            self.reason, self.never = str(reason), isinstance(reason, NeverStacksError)
         return list(self.one_by_one.train(tasks))
 
     def _train_stacks(self, tasks: Sequence[ClientTask]) -> list[ClientResult]:
         precision = self.fabric.strategy.precision
         if isinstance(precision, MixedPrecision) and precision.scaler is not None:
-            raise CannotStackError("each client has a loss scale of its own in 16-mixed")
+            raise NeverStacksError("each client has a loss scale of its own in 16-mixed")
         self.method.round = tasks[0].round
         before = dict(vars(self.method))
         rows = self._ready(tasks)
@@ -341,7 +348,7 @@ def _has_tied_weights(method: Method) -> bool:
     parameters = [id(p) for module in modules for p in module._parameters.values() if p is not None]
     tied = len(set(parameters)) < len(parameters)
     if tied and len(modules) < len(list(method.named_modules(remove_duplicate=False))):
-        raise CannotStackError(
+        raise NeverStacksError(
             f"{type(method).__name__} has tied weights and a module under two names"
         )
     return tied

@@ -20,6 +20,10 @@ class CannotStackError(Exception):
     """Raised where clients of this method, network or optimiser cannot be trained as one stack."""
 
 
+class NeverStacksError(CannotStackError):
+    """Raised where that is so whichever clients they are, and in every round."""
+
+
 class Stack:
     """The tensors of K clients between two local steps.
 
@@ -54,7 +58,7 @@ class Stack:
         self.optimizer = local_optimizer(method)
         self.clip = method.gradient_clip_val, method.gradient_clip_algorithm
         if not is_elementwise(self.optimizer):
-            raise CannotStackError(
+            raise NeverStacksError(
                 f"a step of {type(self.optimizer).__name__} on a stack is not known to be the step of each"
             )
         names = {id(parameter): name for name, parameter in method.named_parameters()}
