@@ -102,11 +102,9 @@ def _other_mean(context: Context) -> str:
     several = overrides(method, SummingServer, "averaged")
     if several and method.max_share < 1:
         return f"max_share bounds shares of several means in {type(method).__name__}"
-    return (
-        ""
-        if several or "weights" in method.server
-        else f"{type(method).__name__} has one for each group of clients"
-    )
+    if several or "weights" in method.server:
+        return ""
+    return f"{type(method).__name__} has one for each group of clients"
 
 
 def _weighted(rows: Mapping[int, Tensor], method: Method) -> tuple[Tensor, Tensor]:

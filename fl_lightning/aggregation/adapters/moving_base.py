@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fl_lightning.aggregation.adapters.algebra import Pair, joined
 from fl_lightning.aggregation.adapters.base import AdapterAverage
+from fl_lightning.aggregation.adapters.cohort import CohortAdapters
 from fl_lightning.aggregation.adapters.plain_weights import Averaging
 from fl_lightning.models.adapters.low_rank import FactorNames
 from fl_lightning.models.tensors import tensors_of
