@@ -84,6 +84,9 @@ def test_ours_are_the_best_rounds_of_finished_runs_with_their_interval(
     assert "| 3 of 50 rounds, 3 seeds; all take" in lines[1]
     assert "points" not in lines[1]
     assert "not run, " in published.page()
+    fallen = [dict(zip(rows[0], row, strict=True)) | {"last": "0.1"} for row in rows[1:3]]
+    said = published.ours("niid_bench", fallen, "FedAvg", 90.0)[1]
+    assert said == "2 seeds; +0.5 points; 2 ended at 10.00, 10.00"
 
 
 def test_pfllibs_own_code_is_compared_in_rounds_that_both_have_made(published, tmp_path):
