@@ -47,7 +47,7 @@ class QuantizedMethod(Method, ABC):
 
     shows = frozenset({"bit_widths"})
     codes_weights = True
-    """As :class:`~fl_lightning.methods.updates.CodedUpdates` has it."""
+    """Whether an upload codes all weights, so that no client may have a part of them."""
 
     def __init__(
         self,

@@ -14,7 +14,8 @@ from fl_lightning.run.directory import read_json
 from fl_lightning.support.user_code import changed_code
 
 BEFORE = {"code_before", "engine_before", "device_before"}
-"""Of a session in ``metadata.json``: what made the rounds before it, where it was another one."""
+"""Entries of a session in ``metadata.json`` that name the code, engine or device of the rounds
+before it, where the session had another one."""
 
 
 def was_private(run_dir: Path) -> bool:
