@@ -135,11 +135,11 @@ class RunSession:
         fed, summary = self.fed, self.progress.summary
         with self.interrupts.held(), self.journal.writing():
             self.progress.save(self.journal.run)
-        self.progress.check_learned()
         record = RoundRecord(self.progress.done.round, summary)
         for callback in fed.callbacks:
             with record.written_by(callback):
                 tell([callback], "on_fit_end", summary, fed)
+        self.progress.check_learned()
         early = self.progress.done.round < fed.max_rounds
         reason = self.stop_reason() if early else ""
         with self.journal.writing():
