@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ from fl_lightning.deploy.node.node import Node, NodeSettings
 from fl_lightning.deploy.node.states import StateFolder
 from fl_lightning.deploy.protocol.gate import config_for_nodes
 from fl_lightning.deploy.protocol.messages import Message, MessageError, cut_in_parts, refusal
-from fl_lightning.deploy.server.roster import RoundRules
+from fl_lightning.deploy.server.roster import Roster, RoundRules
 from fl_lightning.deploy.server.server import deploy_over
 from fl_lightning.errors import InputError, RunStopped
 from fl_lightning.hooks import Stressor
@@ -362,6 +363,36 @@ def test_it_is_said_that_a_round_waits_for_a_node_that_has_left(tmp_path, caplog
         deployed("fedavg", tmp_path, Leaves(nodes_in(tmp_path)), rules=rules)
     assert "1 of the 2 nodes that a round begins with are here; waiting 1 s" in caplog.text
     assert ", 60 at most: n1" in caplog.text
+
+
+def test_a_newcomer_that_never_answers_its_check_holds_rounds_up_for_a_tenth_of_the_time(
+    monkeypatch,
+):
+    """It is given a minute at first and twice as long each time, and asked again after ten times
+    what it was given."""
+    clock, waits, here = [0.0], [], ["dumb"]
+
+    def silent(messages: dict, seconds: float) -> tuple[()]:
+        if messages:
+            waits.append(seconds)
+            clock[0] += seconds
+        return ()
+
+    mail = SimpleNamespace(transport=SimpleNamespace(nodes=lambda: here), exchange=silent)
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    roster = Roster(SimpleNamespace(data=SimpleNamespace(active=[])), b"", RoundRules(), mail)
+    roster.names = {"good": "good"}
+    here.append("good")
+    for _ in range(1000):
+        clock[0] += 10.0
+        roster.gather()
+    assert waits[:4] == [60, 120, 240, 300]
+    assert sum(waits[:-1]) <= 0.1 * clock[0]
+    here.remove("dumb")
+    roster.gather()
+    here.append("dumb")
+    roster.gather()
+    assert waits[-1] == 60  # it came back, and is a newcomer again
 
 
 def test_messages_survive_and_damaged_ones_are_refused():

@@ -20,6 +20,8 @@ from fl_lightning.federation import Federation
 
 log = logging.getLogger("fl_lightning")
 POLL_SECONDS = 0.5  # between looks at which nodes are connected, while there are too few
+NEWCOMER_SECONDS = 60.0  # of a check that enough nodes wait for; each further one has twice as long
+REST = 10  # times that long a node that has not answered its check is asked nothing
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class RoundRules:
 
     Args:
         min_nodes: nodes that fit the run before a round begins, at least 1.
-        wait_seconds: seconds that a round waits for so many, and that a check of a node may take.
+        wait_seconds: seconds that a round waits for so many, and that a check of a node may take
+            while there are fewer. With enough nodes a newcomer's first check may take a minute.
         round_seconds: seconds after which a round goes on without the clients that have not
             answered.
     """
@@ -68,7 +71,9 @@ class Roster:
         self.refused: dict[str, tuple[str, str]] = {}  # names and reasons, by key
         self.displaced: set[str] = set()  # those of them whose place another node has
         self.homeless: set[int] = set()  # clients that have no node, as was last said
-        self.left_out: set[str] = set()  # connections that were replaced, or did not answer a check
+        # connections that were replaced or did not answer a check, and when they are asked again
+        self.left_out: dict[str, float] = {}
+        self.waited: dict[str, float] = {}  # seconds for an answer to a check that did not come
         mail.name_of = self.name
 
     def name(self, node: str) -> str:
@@ -96,9 +101,12 @@ class Roster:
             self.here = here = set(self.mail.transport.nodes())
             for node in [node for node in self.names if node not in here]:
                 self.forget(node)
-            self.left_out &= here
-            self.refused = {node: why for node, why in self.refused.items() if node in here}
-            self._check(sorted(here - self.names.keys() - self.refused.keys() - self.left_out))
+            for kept in (self.left_out, self.waited, self.refused):
+                for node in kept.keys() - here:
+                    kept.pop(node)
+            now = time.monotonic()
+            left_out = {node for node, until in self.left_out.items() if until > now}
+            self._check(sorted(here - self.names.keys() - self.refused.keys() - left_out))
             if len(self.names) >= self.rules.min_nodes or (first and self.refused):
                 break
             if time.monotonic() >= ends:
@@ -156,12 +164,17 @@ class Roster:
         private = self.run and self.fed.aggregation.privacy is not None
         about = {"kind": "check", **({"run": self.run} if private else {})}
         order = Message(about, (self.config,)).to_bytes()
-        self.left_out |= set(nodes)
+        seconds = self.rules.wait_seconds
+        if len(self.names) >= self.rules.min_nodes:
+            longest = max((self.waited.get(node, 0.0) for node in nodes), default=0.0)
+            seconds = min(seconds, max(NEWCOMER_SECONDS, 2 * longest))
+        until = time.monotonic() + REST * seconds
+        self.left_out.update(dict.fromkeys(nodes, until))
+        self.waited.update(dict.fromkeys(nodes, seconds))
         asked = time.time()
-        for node, answer in self.mail.exchange(
-            dict.fromkeys(nodes, order), self.rules.wait_seconds
-        ):
-            self.left_out.discard(node)
+        for node, answer in self.mail.exchange(dict.fromkeys(nodes, order), seconds):
+            self.left_out.pop(node, None)
+            self.waited.pop(node, None)
             name = name_of(answer, node)
             try:
                 reason = reason_of(answer.header) if answer.kind != "checked" else ""
@@ -214,7 +227,7 @@ class Roster:
                     "other clients; give each node a --folder of its own"
                 )
             self.forget(before)  # the same node, started again
-            self.left_out.add(before)
+            self.left_out[before] = math.inf
         return ""
 
     def _taken(self, found: Checked) -> str:
