@@ -29,8 +29,10 @@ from fl_lightning.hooks import Callback
 from fl_lightning.methods import Method
 from fl_lightning.methods.optimizing import local_optimizer
 from fl_lightning.trainer import FederatedTrainer
-from fl_lightning.wire import Ledger, LedgerEntry, Payload
+from fl_lightning.wire import Codes, Ledger, LedgerEntry, Payload
 
+Value = Tensor | Codes
+"""One entry of a payload."""
 ONE_PROCESS = {"engine": "sequential", "workers": 1}  # the verdict is the same on every machine
 NO_EVALUATION = 10**6  # rounds: ``eval_every`` beyond the end of every toy run
 

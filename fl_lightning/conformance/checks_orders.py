@@ -8,13 +8,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from fl_lightning.conformance.bench import Bench, prepare_data
+from fl_lightning.conformance.bench import Bench, Value, prepare_data
 from fl_lightning.conformance.federations import other_labels
-from fl_lightning.conformance.verdicts import expect, not_finite
+from fl_lightning.conformance.verdicts import NotApplicable, expect, not_finite
 from fl_lightning.data import FederatedData
 from fl_lightning.engines import ClientResult, ClientTask, SequentialEngine
+from fl_lightning.engines.attributes import is_stackable
+from fl_lightning.engines.stacked.batched import BatchedEngine
+from fl_lightning.wire import Codes, Payload
 
 CLIENT, EPOCHS = 4, 2
+STACK_NOISE = 1e-3  # of the largest entry of a tensor, and of the codes of an entry
 
 
 def _result(
@@ -60,6 +64,60 @@ def clients_read_messages_only(bench: Bench) -> None:
     expect(
         _upload(bench, forget=True) == _upload(bench),
         "the upload depends on server tensors that clients do not receive",
+    )
+
+
+def stacked_as_alone(bench: Bench) -> str:
+    """Clients trained as one stack send and keep what each does alone, up to rounding."""
+    if not is_stackable(bench.untrained()):
+        raise NotApplicable("it does not declare that clients can be trained as one stack")
+    run, data = bench.everyone, bench.data
+    clients = [data.client(id) for id in range(data.num_clients)]
+    tasks = [
+        ClientTask(
+            client,
+            1,
+            run.log.broadcasts[1, client.id],
+            labels=data.labels(client),
+            epochs=EPOCHS,
+            steps=data.num_steps(client, EPOCHS),
+        )
+        for client in clients
+    ]
+    alone = SequentialEngine(run.trainer.fabric, bench.untrained(), data)
+    stacked = BatchedEngine(run.trainer.fabric, bench.untrained(), data)
+    expected, found = list(alone.train(tasks)), list(stacked.train(tasks))
+    if stacked.reason:
+        return f"one by one here: {stacked.reason}"
+    for client, mine, other in zip(clients, expected, found, strict=True):
+        sent = [dict(Payload.from_bytes(result.upload)) for result in (mine, other)]
+        for (a, b), verb in ((sent, "sends"), ((mine.state, other.state), "keeps")):
+            wrong = [name for name in a if name not in b or not _alike(a[name], b[name])]
+            expect(
+                not wrong and a.keys() == b.keys(),
+                f"in a stack client {client.id} {verb} another {', '.join(wrong) or 'set of entries'}; take "
+                "away stackable, or let its steps read and set tensors of the module alone",
+            )
+    return ""
+
+
+def _alike(value: Value, other: Value) -> bool:
+    """Whether two entries are equal but for how sums are rounded."""
+    if isinstance(value, Codes) or isinstance(other, Codes):
+        if not (isinstance(value, Codes) and isinstance(other, Codes)):
+            return False
+        if value.bits != other.bits or value.values.shape != other.values.shape:
+            return False
+        differ = value.values != other.values
+        return not differ.numel() or float(differ.double().mean()) <= STACK_NOISE
+    if value.shape != other.shape or value.dtype != other.dtype:
+        return False
+    return torch.allclose(
+        value.double(),
+        other.double(),
+        rtol=0.0,
+        atol=STACK_NOISE * float(value.abs().max()) if value.numel() else 0.0,
+        equal_nan=True,
     )
 
 

@@ -9,11 +9,10 @@ from dataclasses import replace
 from itertools import product
 
 import torch
-from torch import Tensor
 
 from fl_lightning.aggregation.exact_sum import MAX_MAGNITUDE
 from fl_lightning.aggregation.receiving import check_upload, declared_limits, decode_upload
-from fl_lightning.conformance.bench import Bench, expect_same_server
+from fl_lightning.conformance.bench import Bench, Value, expect_same_server
 from fl_lightning.conformance.formulas import coded_sizes
 from fl_lightning.conformance.verdicts import NotApplicable, Violation, expect
 from fl_lightning.conformance.watch import client_without_data
@@ -23,8 +22,6 @@ from fl_lightning.wire import Codes, Payload, PayloadError
 MAX_ROUNDING_ERROR = 1e-5
 """Largest difference of float32 sums that are taken in another order, relative to the largest
 value."""
-
-Value = Tensor | Codes
 
 
 def bytes_on_the_wire(bench: Bench) -> str:

@@ -54,6 +54,7 @@ CHECKS: tuple[Check, ...] = (
     checks_wire.broadcast,
     checks_wire.budget,
     checks_orders.clients_read_messages_only,
+    checks_orders.stacked_as_alone,
     checks_orders.orders_are_obeyed,
     checks_orders.only_its_own_examples,
     checks_orders.deployed_from_the_server,

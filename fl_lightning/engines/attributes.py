@@ -3,6 +3,8 @@ class declares for itself alone."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from fl_lightning.methods import Method
@@ -10,6 +12,17 @@ from fl_lightning.methods import Method
 REGISTERED = ("_parameters", "_buffers", "_modules")
 """Attributes in which ``torch.nn.Module`` keeps its tensors and submodules."""
 PLAIN = (bool, int, float, str, type(None))
+
+
+def attributes_of(method: nn.Module) -> dict[str, Any]:
+    """Return what a module and its submodules have beside tensors, submodules and their mode, by
+    name: ``network.conv.bits`` is that of a submodule."""
+    return {
+        f"{path}.{name}" if path else name: value
+        for path, module in method.named_modules()
+        for name, value in vars(module).items()
+        if name not in REGISTERED and name != "training"
+    }
 
 
 def is_plain(value: object) -> bool:

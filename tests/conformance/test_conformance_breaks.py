@@ -115,6 +115,21 @@ class ReadsTheServer(FedAvg):
         self.layout.write(self.network, self.server["weights"])
 
 
+@BROKEN.fails("stacked as alone")
+class RemembersInAList(FedAvg):
+    """It says that clients can be stacked, and changes a list that all of a stack share."""
+
+    stackable = True
+
+    def receive(self, message, client):
+        super().receive(message, client)
+        vars(self).setdefault("whose", [0])[0] = client.id
+
+    def training_step(self, batch, batch_idx=0):
+        outputs = super().training_step(batch, batch_idx)
+        return {**outputs, "loss": outputs["loss"] * (1 + self.whose[0])}
+
+
 @BROKEN.fails("orders are obeyed")
 class IgnoresLabels(FedAvg):
     def local_batches(self, data, client, *, labels, **order):

@@ -433,7 +433,22 @@ class Prints(FedAvg):
             self.network.classifier.bias += len(str(client)) % 7
 
 
-@pytest.mark.parametrize("method", [Counts, Freezes, Shuffles, Perturbs, Personal, Prints])
+class Rescales(FedAvg):
+    """Its steps read a plain value of a submodule, which differs from client to client."""
+
+    def receive(self, message, client):
+        super().receive(message, client)
+        self.network.classifier.scale = 1.0 + client.id % 3
+
+    def training_step(self, batch, batch_idx=0):
+        outputs = super().training_step(batch, batch_idx)
+        return {**outputs, "loss": outputs["loss"] * self.network.classifier.scale}
+
+
+MORE = [Counts, Freezes, Shuffles, Perturbs, Personal, Prints, Rescales]
+
+
+@pytest.mark.parametrize("method", MORE)
 def test_a_method_that_does_more_is_the_same_in_stacks(method, tmp_path):
     servers = [
         fit(method(network=SMALL), tmp_path, engine=engine)[0]

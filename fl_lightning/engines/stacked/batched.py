@@ -27,7 +27,7 @@ from fl_lightning import rng
 from fl_lightning.client import Client
 from fl_lightning.config.overriding import overrides
 from fl_lightning.data import FederatedData
-from fl_lightning.engines.attributes import REGISTERED, has_same_start
+from fl_lightning.engines.attributes import REGISTERED, attributes_of, has_same_start
 from fl_lightning.engines.base import (
     ClientResult,
     ClientTask,
@@ -87,7 +87,7 @@ class BatchedEngine(Engine):
         self.fabric, self.method, self.data = fabric, method, data
         self.one_by_one = SequentialEngine(fabric, method, data)
         self.reason, self.never = "", False
-        self.names: list[str] = []  # attributes that receive sets
+        self.names: list[str] = []  # attributes of the method and its modules that receive sets
 
     @property
     def constants(self) -> dict[str, Tensor]:
@@ -145,7 +145,7 @@ class BatchedEngine(Engine):
         if isinstance(precision, MixedPrecision) and precision.scaler is not None:
             raise NeverStacksError("each client has a loss scale of its own in 16-mixed")
         self.method.round = tasks[0].round
-        before = dict(vars(self.method))
+        before = attributes_of(self.method)
         rows = self._ready(tasks)
         states = {id(row.start): row.start for row in rows}.values()
         changed = {
@@ -154,7 +154,7 @@ class BatchedEngine(Engine):
             for name, value in state.attributes.items()
             if before.get(name) is not value
         }
-        self.names = sorted(changed - {*REGISTERED})
+        self.names = sorted(changed)
         key_of = {
             id(state): state.stack_key(self.names, type(self.method).__name__) for state in states
         }

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_lightning.engines.attributes import REGISTERED, is_plain
+from fl_lightning.engines.attributes import REGISTERED, attributes_of, is_plain
 from fl_lightning.engines.stacked.stack import CannotStackError
 from fl_lightning.methods import Method
 from fl_lightning.models.tensors import modules_of, tensors_of
@@ -22,13 +22,15 @@ class StartState:
 
     Args:
         tensors: values of its parameters and buffers, by name.
-        attributes: of the module itself, by name.
+        attributes: of the module and its submodules, by name.
+        registered: its own tensors and submodules, by where it keeps them and by name.
         modes: which of its modules are in training mode.
         trainable: which of its tensors are trained.
     """
 
     tensors: dict[str, Tensor]
     attributes: dict[str, Any]
+    registered: dict[str, dict[str, Any]]
     modes: tuple[bool, ...]
     trainable: tuple[bool, ...]
 
@@ -44,7 +46,8 @@ class StartState:
                 else tensor.detach().clone()
                 for name, tensor in tensors.items()
             },
-            vars(method) | {name: dict(vars(method)[name]) for name in REGISTERED},
+            attributes_of(method),
+            {name: dict(vars(method)[name]) for name in REGISTERED},
             modes=tuple(module.training for module in modules_of(method)),
             trainable=tuple(tensor.requires_grad for tensor in tensors.values()),
         )
@@ -62,7 +65,7 @@ class StartState:
                     f"{owner}.receive sets {name!r}, which is neither a parameter, a buffer nor a "
                     "plain value; register it as a buffer"
                 )
-        modules = tuple(map(id, self.attributes["_modules"].values()))
+        modules = tuple(map(id, self.registered["_modules"].values()))
         shapes = tuple((name, tensor.shape) for name, tensor in self.tensors.items())
         return (
             modules,
@@ -77,9 +80,11 @@ class StartState:
         tensors."""
         for name in REGISTERED:
             vars(method)[name].clear()
-            vars(method)[name].update(self.attributes[name])
-        for name in names:
-            vars(method)[name] = self.attributes.get(name)
+            vars(method)[name].update(self.registered[name])
+        modules = dict(method.named_modules()) if names else {}
+        for path, _, own in (name.rpartition(".") for name in names):
+            if path in modules:
+                modules[path].__dict__[own] = self.attributes.get(f"{path}.{own}" if path else own)
         for module, training in zip(modules_of(method), self.modes, strict=True):
             if module.training != training:
                 module.training = training
