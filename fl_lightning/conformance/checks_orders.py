@@ -33,17 +33,22 @@ def _result(
         changes: fields of the client's task that differ from the regular ones.
     """
     method, run, data = bench.untrained(), bench.everyone, data or bench.data
-    client = data.client(CLIENT)
+    if forget:
+        method.server = {name: torch.ones_like(tensor) for name, tensor in method.server.items()}
+    engine = SequentialEngine(run.trainer.fabric, method, data)
+    return engine.train_client(_task(bench, data, CLIENT, **changes))
+
+
+def _task(bench: Bench, data: FederatedData, id: int, **changes: Any) -> ClientTask:
+    """Return what a client does in round 1, with some fields changed."""
+    client = data.client(id)
     task = {
         "labels": data.labels(client),
         "epochs": EPOCHS,
         "steps": data.num_steps(client, EPOCHS),
         **changes,
     }
-    if forget:
-        method.server = {name: torch.ones_like(tensor) for name, tensor in method.server.items()}
-    engine = SequentialEngine(run.trainer.fabric, method, data)
-    return engine.train_client(ClientTask(client, 1, run.log.broadcasts[1, CLIENT], **task))
+    return ClientTask(client, 1, bench.everyone.log.broadcasts[1, id], **task)
 
 
 def _upload(bench: Bench, **changes: Any) -> bytes:
@@ -69,34 +74,26 @@ def clients_read_messages_only(bench: Bench) -> None:
 
 def stacked_as_alone(bench: Bench) -> str:
     """Clients trained as one stack send and keep what each does alone, up to rounding."""
-    if not is_stackable(bench.untrained()):
+    method, fabric, data = bench.untrained(), bench.everyone.trainer.fabric, bench.data
+    if not is_stackable(method):
         raise NotApplicable("it does not declare that clients can be trained as one stack")
-    run, data = bench.everyone, bench.data
-    clients = [data.client(id) for id in range(data.num_clients)]
-    tasks = [
-        ClientTask(
-            client,
-            1,
-            run.log.broadcasts[1, client.id],
-            labels=data.labels(client),
-            epochs=EPOCHS,
-            steps=data.num_steps(client, EPOCHS),
-        )
-        for client in clients
-    ]
-    alone = SequentialEngine(run.trainer.fabric, bench.untrained(), data)
-    stacked = BatchedEngine(run.trainer.fabric, bench.untrained(), data)
-    expected, found = list(alone.train(tasks)), list(stacked.train(tasks))
-    if stacked.reason:
-        return f"one by one here: {stacked.reason}"
-    for client, mine, other in zip(clients, expected, found, strict=True):
+    stack = BatchedEngine(fabric, bench.untrained(), data)
+    alone = SequentialEngine(fabric, method, data)
+    expected, found = (
+        list(engine.train([_task(bench, data, id) for id in range(data.num_clients)]))
+        for engine in (alone, stack)
+    )
+    if stack.reason:
+        return f"one by one here: {stack.reason}"
+    for mine, other in zip(expected, found, strict=True):
         sent = [dict(Payload.from_bytes(result.upload)) for result in (mine, other)]
         for (a, b), verb in ((sent, "sends"), ((mine.state, other.state), "keeps")):
             wrong = [name for name in a if name not in b or not _alike(a[name], b[name])]
+            what = ", ".join(wrong) or "set of entries"
             expect(
                 not wrong and a.keys() == b.keys(),
-                f"in a stack client {client.id} {verb} another {', '.join(wrong) or 'set of entries'}; take "
-                "away stackable, or let its steps read and set tensors of the module alone",
+                f"in a stack client {mine.client.id} {verb} another {what}; take away stackable, or let its "
+                "steps read and set tensors of the module alone",
             )
     return ""
 

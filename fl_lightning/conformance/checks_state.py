@@ -10,7 +10,7 @@ from fl_lightning.client import Client
 from fl_lightning.conformance.bench import Bench, FinishedRun, expect_same_tensors
 from fl_lightning.conformance.declarations import declared
 from fl_lightning.conformance.verdicts import NotApplicable, expect
-from fl_lightning.conformance.watch import OnlyClients, StateHalver, halve_state
+from fl_lightning.conformance.watch import OnlyClients, StateChanger, with_changed_state
 from fl_lightning.engines import ClientTask
 from fl_lightning.engines.attributes import has_same_start, is_plain
 from fl_lightning.engines.base import start_client
@@ -42,14 +42,14 @@ def kept_state_is_used(bench: Bench) -> None:
         raise NotApplicable("clients keep nothing")
     for name in kept:
         used = (
-            bench.run(StateHalver(CLIENT, name, round=2)).log.uploads[2, CLIENT]
+            bench.run(StateChanger(CLIENT, name, round=2)).log.uploads[2, CLIENT]
             != run.log.uploads[2, CLIENT]
         )
         used = used or _deployed_from(run, name)
         if name in declared(run.method).measured:
             expect(not used, f"{name!r} is declared as measured, but the method reads it")
         else:
-            expect(used, f"client {CLIENT} keeps {name!r}, but halving it changes nothing")
+            expect(used, f"client {CLIENT} keeps {name!r}, but other values of it change nothing")
 
 
 def same_start_as_declared(bench: Bench) -> None:
@@ -81,7 +81,7 @@ def _deployed_from(run: FinishedRun, name: str) -> bool:
     """Return whether the personalised model of the client depends on this kept tensor."""
     client = run.trainer.data.client(CLIENT, run.log.kept[CLIENT])
     return run.method.personalised and not torch.equal(
-        _answers(run, client), _answers(run, halve_state(client, name))
+        _answers(run, client), _answers(run, with_changed_state(client, name))
     )
 
 

@@ -14,8 +14,9 @@ from fl_lightning.aggregation.exact_sum import MAX_MAGNITUDE
 from fl_lightning.aggregation.receiving import check_upload, declared_limits, decode_upload
 from fl_lightning.conformance.bench import Bench, Value, expect_same_server
 from fl_lightning.conformance.formulas import coded_sizes
-from fl_lightning.conformance.verdicts import NotApplicable, Violation, expect
+from fl_lightning.conformance.verdicts import NotApplicable, Violation, expect, not_finite
 from fl_lightning.conformance.watch import client_without_data
+from fl_lightning.methods.quantized import QuantizedMethod
 from fl_lightning.quantization import average_bits
 from fl_lightning.wire import Codes, Payload, PayloadError
 
@@ -120,14 +121,17 @@ def _forge(bench: Bench, what: str, forge: Callable[[Value], Sequence[Value | No
         except PayloadError:
             refused += 1
             continue
+        server = bench.untrained(1, run.log.servers[0], cohort)
         try:
-            bench.untrained(1, run.log.servers[0], cohort).aggregate({**uploads, id: read})
+            server.aggregate({**uploads, id: read})
         except Exception as error:
             raise Violation(
                 f"an upload whose entry {name!r} {what} is not refused and ends the run "
                 f"({type(error).__name__}: {error}); declare the shapes of all entries in upload_limits, and "
                 "read each in check"
             ) from error
+        where = not_finite(server=server.server)
+        expect(not where, f"an upload whose entry {name!r} {what} is not refused; after it {where}")
         harmless += 1
     return f"{refused} refused" + (f", {harmless} are harmless" if harmless else "")
 
@@ -200,7 +204,7 @@ def broadcast(bench: Bench) -> None:
 
 def budget(bench: Bench) -> None:
     """No client receives or sends more bits per weight than its budget."""
-    if not hasattr(bench.subject.make(), "budgets"):
+    if not isinstance(bench.subject.make(), QuantizedMethod):
         raise NotApplicable("it has no budgets")
     for bits in (1, 4, [1, 2, 3, 4, 6, 8]):
         run = bench.run(method=bench.subject.make(bits=bits), max_rounds=3)

@@ -105,8 +105,8 @@ class AnswerRecorder(Meter):
         self.seen.append(context.method.deploy(None).eval()(torch.ones(1, 1))[0].clone())
 
 
-class StateHalver(Stressor):
-    """Halves one tensor that a client kept, before one round."""
+class StateChanger(Stressor):
+    """Changes one tensor that a client kept, before one round."""
 
     def __init__(self, client: int, name: str, round: int) -> None:
         self.client, self.name, self.round = client, name, round
@@ -115,7 +115,9 @@ class StateHalver(Stressor):
         self, cohort: list[Assignment], *, round: int, context: Context
     ) -> list[Assignment]:
         return [
-            replace(a, client=halve_state(a.client, self.name)) if self._is_target(a, round) else a
+            replace(a, client=with_changed_state(a.client, self.name))
+            if self._is_target(a, round)
+            else a
             for a in cohort
         ]
 
@@ -127,9 +129,12 @@ class StateHalver(Stressor):
         )
 
 
-def halve_state(client: Client, name: str) -> Client:
-    """Return the client with one tensor of its state halved."""
-    return replace(client, state={**client.state, name: client.state[name] / 2})
+def with_changed_state(client: Client, name: str) -> Client:
+    """Return the client with other values in one tensor of its state, of other length and
+    direction."""
+    value = client.state[name]
+    factors = torch.linspace(0.25, 0.75, value.numel()).view(value.shape).to(value)
+    return replace(client, state={**client.state, name: value * factors})
 
 
 class InPlaceDetector(Meter):
