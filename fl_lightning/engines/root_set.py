@@ -55,6 +55,12 @@ class RootSet:
             "write --model FedAvg, or --model.average MultiKrum",
         )
         require(
+            not (method.own.size and method.own_part_learns),
+            f"{given} with --model {type(method).__name__}, of which a part stays on the clients",
+            "the server's own update would be that of a part that never learns beside it",
+            "write --model.average MultiKrum, or leave personal out",
+        )
+        require(
             len(data.public) > 0 and not data.public_dataset,
             f"{given} without a public set of the training examples",
             "the server trains on labelled examples of its own",

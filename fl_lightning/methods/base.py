@@ -47,7 +47,7 @@ from fl_lightning.methods.with_terms import WithTerms
 from fl_lightning.metrics.declared import Emitter
 from fl_lightning.models import KNOWN_NETWORK, NetworkName, build_network
 from fl_lightning.models.recipe import copied
-from fl_lightning.models.tensors import UnsentBuffers
+from fl_lightning.models.tensors import UnsentBuffers, moving_buffers
 from fl_lightning.tasks import Classification, Task
 from fl_lightning.wire import Layout, Limit, Payload
 
@@ -292,7 +292,10 @@ class Method(Recorded, Emitter, SummingServer, WithLocalWork, WithPersonal, With
             reads them.
         """
         if self.module is not None:
-            logits = self._logits(batch[0], weights) if self.terms_read("logits") else None
+            logits = None
+            if self.terms_read("logits"):  # the module's own pass moves the statistics
+                still = moving_buffers(self.network)
+                logits = self._logits(batch[0], {**still, **(weights or {})})
             return module_loss(self.module, batch, batch_idx, weights), logits
         inputs, target = batch
         outputs = self._logits(inputs, weights)

@@ -139,9 +139,9 @@ class ChangingMethod(CorrectedMethod):
     @property
     def _starts(self) -> dict[str, Tensor]:
         """Zeros, which changes are counted from, where ``average`` is no sum: a robust one guards
-        them too. It cannot be guided by a root set here."""
-        guarded = not self.average.is_sum and self.average.guide != "root_update"
-        return {"change": torch.zeros(self.trained.size)} if guarded and self.corrects else {}
+        them too."""
+        guarded = self.corrects and not self.average.is_sum
+        return {"change": torch.zeros(self.trained.size)} if guarded else {}
 
     def next_state(self, sums: Sums) -> None:
         super().next_state(sums)

@@ -97,7 +97,9 @@ class FedCM(CorrectedMethod):
         if not self.corrects:
             return found
         start, steps = self.starts()["directions"], float(upload.tensor("steps"))
-        reached = start + (self.decode(upload)[: self.trained.size] - start) / steps
+        # a bound on an update's length is on what the client has moved, and not on a step's share
+        moved = self.average.bounded(self.decode(upload), self.starts()["weights"])
+        reached = start + (moved[: self.trained.size] - start) / steps
         return {**found, "directions": Addend(reached, weight, self.largest_weight, start)}
 
     def starts(self) -> Mapping[str, Tensor]:

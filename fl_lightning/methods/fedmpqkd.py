@@ -27,6 +27,7 @@ from fl_lightning.methods.lit_module import module_loss
 from fl_lightning.methods.losses import distillation
 from fl_lightning.methods.schedules import CosineSchedule, LinearSchedule, at, ends
 from fl_lightning.models.recipe import copied
+from fl_lightning.models.tensors import moving_buffers
 from fl_lightning.quantization.activations import keep_activations
 from fl_lightning.tasks import Classification
 from fl_lightning.wire import Payload
@@ -163,6 +164,9 @@ class FedMPQKD(FedMPQ):
         readers = ("local_batches", "training_step", "on_train_batch_end")
         return not any(overrides(self, FedMPQKD, name) for name in readers)
 
+    def terms_read(self, *what: str) -> bool:
+        return ("logits" in what and self.alpha > 0) or super().terms_read(*what)
+
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
         """FedMPQ's terms and ``loss_kd`` = alpha * T^2 * KL, as it enters. ``batch``: inputs,
         target, and the teacher's logits if known."""
@@ -172,10 +176,7 @@ class FedMPQKD(FedMPQ):
         inputs, target, *known = batch
         teacher = known[0] if known else self._asked(inputs)
         weights, bit_norm = self.quantized_weights()
-        student = functional_call(self.network, weights, (inputs,))
-        task = self.task_loss(student, target)
-        if self.module is not None:
-            task = module_loss(self.module, (inputs, target), batch_idx, weights)
+        task, student = self.task_and_logits((inputs, target), batch_idx, weights)
         bit = self.lambda_b * bit_norm
         kd = self.alpha * distillation(
             self.task.class_rows(student, target),
@@ -196,7 +197,11 @@ class FedMPQKD(FedMPQ):
     def _asked(self, inputs: Any) -> Tensor:
         """Return the teacher's logits; only a teacher that is trained has gradients."""
         if self.teacher_mode == "joint":
-            return self.teacher(inputs)
+            # of a module, the pass of its own loss moves the statistics
+            still = {} if self.module is None else moving_buffers(self.teacher)
+            return (
+                functional_call(self.teacher, still, (inputs,)) if still else self.teacher(inputs)
+            )
         with torch.no_grad():
             return self.teacher(inputs)
 

@@ -112,7 +112,9 @@ class FedNova(Method):
             self.starts()["weights"],
             self.largest_weight,
         )
-        ended = self._normalised(self.decode(upload), self.work_of(steps))
+        # a bound on an update's length is on what the client has moved, and not on a step's share
+        moved = self.average.bounded(self.decode(upload), start)
+        ended = self._normalised(moved, self.work_of(steps))
         return {
             "weights": Addend(ended, weight, most, start),
             "lengths": Addend(torch.tensor([self._length_of(steps)]), weight, most),

@@ -20,7 +20,7 @@ from torch.func import grad
 from fl_lightning.config.constraints import within
 from fl_lightning.methods.base import Method
 from fl_lightning.methods.products import are_parameters, length_of, moved_along
-from fl_lightning.models.tensors import constant_buffers
+from fl_lightning.models.tensors import moving_buffers
 
 
 class FedSAM(Method):
@@ -64,17 +64,17 @@ class FedSAM(Method):
             found = torch.autograd.grad(
                 self.task_and_logits(batch, batch_idx)[0], [*weights.values()]
             )
-            return found, {name: buffer.clone() for name, buffer in self._statistics().items()}
+            return found, moving_buffers(self.network)
 
         def loss_of(weights: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-            copies = {name: buffer.clone() for name, buffer in self._statistics().items()}
+            copies = moving_buffers(self.network)
             return self.task_and_logits(batch, batch_idx, {**copies, **weights})[0], copies
 
         # a stack of clients can take a gradient within a step by torch.func.grad alone
         start = {name: weight.detach() for name, weight in weights.items()}
         by_name, moved = grad(loss_of, has_aux=True)(start)
-        for name, buffer in self._statistics().items():
-            buffer.copy_(moved[name])
+        for name, value in moved.items():
+            self.network.get_buffer(name).copy_(value)
         return [*by_name.values()], moved
 
     def _moving_weights(self) -> dict[str, Tensor]:
@@ -85,8 +85,3 @@ class FedSAM(Method):
             return weights
         parts = self.layout.unpack(moving)
         return {name: w for name, w in weights.items() if name not in parts or parts[name].any()}
-
-    def _statistics(self) -> dict[str, Tensor]:
-        """Return the buffers that a pass may move."""
-        constants = constant_buffers(self.network)
-        return {name: b for name, b in self.network.named_buffers() if name not in constants}

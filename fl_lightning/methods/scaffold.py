@@ -93,13 +93,13 @@ class SCAFFOLD(ChangingMethod):
         weights = [tensor for _, tensor in self.own_parameters()]
         before = [(buffer, buffer.clone()) for buffer in self.network.buffers()]
         total, steps = torch.zeros(self.trained.size, device=self.device), data.num_steps(client, 1)
-        seen = 0
+        seen = 0.0
         for number, batch in enumerate(
             super().local_batches(data, client, epochs=1, labels=labels, steps=steps)
         ):
             loss = super().training_step(batch, number)["loss"]
             found = torch.autograd.grad(loss, weights)
-            size = len(tree_leaves(batch)[0])
+            size = self._weight_of(batch)
             total, seen = (
                 total + size * torch.cat([part.reshape(-1) for part in found]),
                 seen + size,
@@ -108,6 +108,12 @@ class SCAFFOLD(ChangingMethod):
             for buffer, value in before:
                 buffer.copy_(value)
         return (total / seen).cpu()
+
+    def _weight_of(self, batch: Any) -> float:
+        """Return how much a batch's loss counts: its examples, or their labelled tokens."""
+        if self.module is not None:
+            return len(tree_leaves(batch)[0])
+        return float(self.task.weight(batch[1]).sum())
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
         outputs = super().training_step(batch, batch_idx)

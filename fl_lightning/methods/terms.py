@@ -50,6 +50,8 @@ class LocalStep:
         features: of the model that is trained, ``[B, ..., d]``; None where no term reads them.
         class_counts: float32 ``[C]``; None where no term reads them.
         shift: returns how far the client's earlier rounds have moved these weights, by name.
+        of_module: whether the task loss is that of a user's module, of which nobody knows how it
+            is made.
     """
 
     def __init__(
@@ -65,11 +67,13 @@ class LocalStep:
         features: Tensor | None = None,
         class_counts: Tensor | None = None,
         shift: Callable[[], Mapping[str, Tensor]] = dict,
+        of_module: bool = False,
     ) -> None:
         self.inputs, self.target, self.task = inputs, target, task
         self._logits, self._frozen, self._class_rows = logits, frozen, class_rows
         self._trained, self._received = trained, received
         self._features, self._class_counts, self._shift = features, class_counts, shift
+        self._of_module = of_module
 
     @cached_property
     def rows(self) -> ClassRows:
@@ -77,6 +81,16 @@ class LocalStep:
         token."""
         assert self._logits is not None, "a term that reads logits says reads_logits"
         return self._class_rows(self._logits, self.target)
+
+    @property
+    def replaced(self) -> Tensor:
+        """The cross-entropy that a term puts another one in the place of, a scalar: the task loss,
+        or that part of a module's loss which its logits tell."""
+        if not self._of_module:
+            return self.task
+        return self.rows.mean(
+            F.cross_entropy(self.rows.logits.float(), self.rows.target, reduction="none")
+        )
 
     @cached_property
     def trained_weights(self) -> Mapping[str, Tensor]:
@@ -235,7 +249,7 @@ class LabelSmoothing(Term):
 
     def __call__(self, step: LocalStep) -> Tensor:
         uniform = step.rows.mean(-F.log_softmax(step.rows.logits, dim=1).mean(dim=1))
-        return self.smoothing * (uniform - step.task)
+        return self.smoothing * (uniform - step.replaced)
 
 
 class ProximalTerm(Term):
@@ -355,7 +369,7 @@ class _Recalibrated(Term):
     def __call__(self, step: LocalStep) -> Tensor:
         shifted = step.rows.logits.float() + self.shift(step.class_counts)
         losses = F.cross_entropy(shifted, step.rows.target, reduction="none")
-        return step.rows.mean(losses) - step.task
+        return step.rows.mean(losses) - step.replaced
 
     @abstractmethod
     def shift(self, counts: Tensor) -> Tensor:

@@ -171,6 +171,7 @@ class WithTerms(LightningModule):
             features=self._take_features("network"),
             class_counts=self.class_counts if self.terms_read("class_counts") else None,
             shift=lambda: self.anchored.unpack(self.shift),
+            of_module=self.module is not None,
         )
         added = {f"loss_{term.name}": term(step) for term in terms}
         return {**outputs, "loss": sum(added.values(), outputs["loss"]), **added}

@@ -50,6 +50,12 @@ def constant_buffers(module: nn.Module) -> set[str]:
     }
 
 
+def moving_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return copies, by name, of the buffers that a forward pass may move."""
+    still = constant_buffers(module)
+    return {name: b.clone() for name, b in module.named_buffers() if name not in still}
+
+
 def apart_from(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors without gradients, copies of those that share memory with a module's."""
     live = (

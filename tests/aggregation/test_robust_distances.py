@@ -28,6 +28,7 @@ from fl_lightning.methods import (
     FedAvg,
     FedKD,
     FedMPQ,
+    FedPer,
     FLTrust,
     GeometricMedian,
     Krum,
@@ -449,6 +450,7 @@ def test_v_is_kept_between_rounds(tmp_path):
     [
         (FedAvg, {}, "labelled examples of its own"),
         (FedMPQ, {"public_examples": 20}, "compares its own update"),
+        (FedPer, {"public_examples": 20}, "a part that never learns beside it"),
     ],
 )
 def test_a_root_set_is_asked_for(kind, public, rule, tmp_path):

@@ -33,6 +33,7 @@ from fl_lightning.methods import (
     FedSpeed,
     Krum,
     MoFedSAM,
+    NormClipping,
 )
 from fl_lightning.methods.optimizing import round_lr
 from fl_lightning.privacy.secure import SecureSum
@@ -202,6 +203,25 @@ def test_a_robust_average_guards_fedcms_momentum(average, tmp_path):
         run(method, images(), tmp_path, max_rounds=1, callbacks=attack)
         sizes.append(float(method.server["M"].norm()))
     assert 0 < sizes[0] < sizes[1] / 20
+
+
+class Start(Meter):
+    """The server's weights before the first round."""
+
+    def on_round_start(self, round, context):
+        self.weights = context.method.server["weights"].clone()
+
+
+@pytest.mark.parametrize("kind", [FedAvg, FedNova, FedCM])
+def test_clipping_bounds_what_a_client_moves_whatever_its_update_is_divided_by(kind, tmp_path):
+    """``max_norm`` is a length of what a client moves, in twenty steps or more, and not of one."""
+    attack, start = ByzantineClients(clients=0.5, strength=1000.0, round=1), Start()
+    method = kind(network=point_network, optimizer=sgd(0.01), average=NormClipping(0.1))
+    method.task_loss = Quadratic()
+    run(method, Points((2, 2)), tmp_path, max_rounds=1, local_epochs=20, callbacks=[attack, start])
+    lengths = [float((method.server["weights"] - start.weights).norm())]
+    lengths += [20 * 0.01 * float(method.server["M"].norm())] if kind is FedCM else []
+    assert 0 < max(lengths) <= 0.1 * 1.001
 
 
 @pytest.mark.parametrize("kind", [FedNova, FedCM])

@@ -242,6 +242,54 @@ class Twice(Lit):
         return 2 * super().training_step(batch, batch_idx)["loss"]
 
 
+class WithStatistics(Lit):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10), nn.BatchNorm1d(10))
+
+
+@pytest.mark.parametrize("name", ["FedNTD", "FedLC", "FedMPQKD"])
+def test_logits_that_a_term_reads_move_no_statistics(name, tmp_path):
+    """They are computed beside the module's own pass, which moves them once."""
+    make = partial(getattr(methods, name), optimizer=sgd(0.05), **ADDITIVE.get(name, {}))
+    wrapped = make(module=seeded(WithStatistics))
+    plain = make(network=lambda classes: seeded(WithStatistics).net)
+    found = []
+    for method in (wrapped, plain):
+        run(method, ready(), tmp_path, max_rounds=1, participation=0.2)
+        found.append(dict(method.deploy().named_buffers()))
+    statistics = {name.removeprefix("net."): value for name, value in found[0].items()}
+    assert statistics["2.running_mean"].abs().sum() > 0
+    for key in ("2.running_mean", "2.running_var"):
+        torch.testing.assert_close(statistics[key], found[1][key], rtol=1e-3, atol=1e-4)
+
+
+class Penalised(Lit):
+    """A loss with more in it than the cross-entropy."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx)["loss"] + self.penalty()
+
+    def penalty(self):
+        return sum(weight.square().sum() for weight in self.parameters())
+
+
+def test_a_term_in_place_of_the_cross_entropy_leaves_what_else_a_module_wants(tmp_path):
+    """Both took away all of the module's loss, or a share of it."""
+    smooth = FedAvg(module=seeded(Penalised), terms=[methods.LabelSmoothing(0.5)])
+    calibrated = methods.FedLC(module=seeded(Penalised), tau=2.0)
+    inputs, target = torch.ones(4, 3, 32, 32), torch.tensor([0, 1, 2, 2])
+    for method in (smooth, calibrated):
+        run(method, ready(), tmp_path, max_rounds=1, workers=1)
+        logits = method.train().module(inputs)
+        if method is calibrated:
+            logits = logits + methods.CalibratedLogits(2.0).shift(method.class_counts)
+        smoothing = 0.5 if method is smooth else 0.0
+        expected = F.cross_entropy(logits, target, label_smoothing=smoothing)
+        found = method.training_step((inputs, target), 0)["loss"]
+        torch.testing.assert_close(found, expected + method.module.penalty())
+
+
 class Scheduled(Lit):
     settings: ClassVar[dict] = {}
     make = partial(schedules.StepLR, step_size=1, gamma=0.5)
