@@ -39,7 +39,7 @@ from fl_lightning.compatibility import Feature, Run, adopt_former, check_run
 from fl_lightning.config.constraints import within
 from fl_lightning.config.recorded import Recorded
 from fl_lightning.data import FederatedData
-from fl_lightning.methods.lit_module import adopt, check_module, module_loss, own_copy
+from fl_lightning.methods.lit_module import adopt, check_module, loss_and_logits, own_copy
 from fl_lightning.methods.local_work import WithLocalWork
 from fl_lightning.methods.personal import FineTuning, WithPersonal
 from fl_lightning.methods.terms import Term, check_terms
@@ -47,7 +47,7 @@ from fl_lightning.methods.with_terms import WithTerms
 from fl_lightning.metrics.declared import Emitter
 from fl_lightning.models import KNOWN_NETWORK, NetworkName, build_network
 from fl_lightning.models.recipe import copied
-from fl_lightning.models.tensors import UnsentBuffers, moving_buffers
+from fl_lightning.models.tensors import UnsentBuffers
 from fl_lightning.tasks import Classification, Task
 from fl_lightning.wire import Layout, Limit, Payload
 
@@ -292,20 +292,15 @@ class Method(Recorded, Emitter, SummingServer, WithLocalWork, WithPersonal, With
             reads them.
         """
         if self.module is not None:
-            logits = None
-            if self.terms_read("logits"):  # the module's own pass moves the statistics
-                still = moving_buffers(self.network)
-                logits = self._logits(batch[0], {**still, **(weights or {})})
-            return module_loss(self.module, batch, batch_idx, weights), logits
+            of = self.network if self.terms_read("logits") else None
+            return loss_and_logits(self.module, batch, batch_idx, weights, of)
         inputs, target = batch
         outputs = self._logits(inputs, weights)
         return self.task_loss(outputs, target), outputs
 
     def _logits(self, inputs: Any, weights: Mapping[str, Tensor] | None) -> Tensor:
-        by_name = {} if weights is None else dict(weights)
-        return (
-            functional_call(self.network, by_name, (inputs,)) if by_name else self.network(inputs)
-        )
+        own = dict(weights or {})
+        return functional_call(self.network, own, (inputs,)) if own else self.network(inputs)
 
     def task_loss(self, outputs: Tensor, target: Tensor) -> Tensor:
         """L_task of outputs and target, the mean over the batch: of the data's task."""

@@ -24,7 +24,7 @@ from fl_lightning.methods.module_steps import EPOCH_HOOKS, NoTrainer, call_step,
 from fl_lightning.metrics.states import clear, parts_of
 from fl_lightning.models.checks import check_outputs
 from fl_lightning.models.recipe import copied, innermost
-from fl_lightning.models.tensors import constant_buffers
+from fl_lightning.models.tensors import constant_buffers, moving_buffers
 
 log = logging.getLogger("fl_lightning")
 
@@ -173,6 +173,22 @@ def adopt(method: Host, module: LightningModule, data: FederatedData) -> Lightni
             used, unused = unused, used
         log.info("the local optimiser is that of %s; %s is not used", used, unused)
     return module
+
+
+def loss_and_logits(
+    module: Any,
+    batch: Any,
+    batch_idx: int,
+    weights: Mapping[str, Tensor] | None,
+    network: nn.Module | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the loss of the module's ``training_step``, and its network's logits ``[B, C]``; None
+    without a network. The logits' pass moves no statistics: the module's own does."""
+    logits = None
+    if network is not None:
+        by_name = {**moving_buffers(network), **(weights or {})}
+        logits = functional_call(network, by_name, (batch[0],))
+    return module_loss(module, batch, batch_idx, weights), logits
 
 
 def module_loss(

@@ -58,11 +58,8 @@ def moving_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 def apart_from(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors without gradients, copies of those that share memory with a module's."""
-    live = (
-        {tensor.untyped_storage().data_ptr() for tensor in tensors_of(module).values()}
-        if tensors
-        else ()
-    )
+    own = tensors_of(module).values() if tensors else ()
+    live = {tensor.untyped_storage().data_ptr() for tensor in own}
     detached = {name: tensor.detach() for name, tensor in tensors.items()}
     return {
         name: tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor
