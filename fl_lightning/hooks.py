@@ -229,7 +229,7 @@ class Meter(Callback):
 
     def on_fit_end(self, summary: dict[str, float], context: Context) -> None:
         """After the last round, when it is on disk; a run that ends early has ``on_exception``
-        instead."""
+        instead, and one that went through all rounds and learned nothing has both."""
 
     def on_exception(self, error: BaseException, context: Context) -> None:
         """The run ends early. What was done is on disk, if that could be written."""
