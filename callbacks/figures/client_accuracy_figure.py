@@ -61,13 +61,18 @@ def client_accuracy_figure(
     Args:
         values: of each client ``[K]``.
         held: validation examples of each client ``[K]``; of one example an accuracy is 0 or 1.
+            Clients without a finite value are left out, and counted in the title.
         task: names the metric.
     """
     from matplotlib.ticker import MaxNLocator
 
-    K, primary = len(values), task.primary
-    if not K:
+    asked, primary = len(values), task.primary
+    if not asked:
         raise ValueError("no client has been validated")
+    finite = np.isfinite(values)
+    values, held, K = values[finite], held[finite], int(finite.sum())
+    if not K:
+        raise ValueError(f"none of {asked} clients has a finite {words_of(primary)}")
     name, title, is_share = words_of(primary), task.title(primary), primary in task.shares
     shown = task.scale(primary) * np.sort(values)
     worst = -(-K // 10) if K > 1 else 0
@@ -120,6 +125,7 @@ def client_accuracy_figure(
     few = f"{held.min()} validation examples each"
     if held.min() < held.max():
         few = f"{held.min()} to {held.max()} validation examples each, median {np.median(held):.0f}"
+    few += f"; {asked - K} without a finite value are left out" if asked > K else ""
     figure.suptitle(
         f"{name[0].upper()}{name[1:]} of {sample(K, K)} on their own examples, round {round} ({few})",
         fontsize="medium",

@@ -151,7 +151,13 @@ def option_figure(
     if seen["prices"]:
         at, least, mean, most = np.array(seen["prices"]).T
         right.fill_between(
-            at, least, most, color=ORANGE, alpha=0.25, linewidth=0, label="price, all clients"
+            at,
+            least,
+            most,
+            color=ORANGE,
+            alpha=0.25,
+            linewidth=0,
+            label="price, clients of the round",
         )
         right.plot(
             at, mean, color=ORANGE, marker="D", markersize=4, label="price, mean over clients"

@@ -111,9 +111,12 @@ def timeline_figure(
 
 
 def _draw_bars(axes: Axes, bars: Sequence[Bar], ends: Sequence[float], what: str) -> None:
-    clients = sorted({bar[1] for bar in bars})
+    workers = sorted({bar[1] for bar in bars})
+    edges = [id for id in workers if id < 0]  # servers between clients and the cloud
+    clients = [id for id in workers if id >= 0]
     shown = [clients[place] for place in evenly_spaced(len(clients), MOST_ROWS)]
-    rows = {client: row for row, client in enumerate(shown)}
+    listed = [*edges[::-1][:MOST_ROWS], *shown]
+    rows = {worker: row for row, worker in enumerate(listed)}
     for status, (words, colour, hatch) in LOOKS.items():
         of_one = [bar for bar in bars if bar[2] == status and bar[1] in rows]
         if of_one:
@@ -130,13 +133,13 @@ def _draw_bars(axes: Axes, bars: Sequence[Bar], ends: Sequence[float], what: str
         label = f"a {what.lower()[:-1]} ends" if number == 0 else None
         axes.axvline(end, color=BLACK, linewidth=0.8, linestyle="--", label=label)
     numbers = [bar[0] for bar in bars]
-    every = -(-len(shown) // MOST_LABELS)
+    every = -(-len(listed) // MOST_LABELS)
     axes.set(
         title=f"{what} {min(numbers)} to {max(numbers)}: {sample(len(shown), len(clients))}",
         xlabel="virtual seconds",
         ylabel="client",
-        yticks=range(0, len(shown), every),
-        yticklabels=[str(client) for client in shown[::every]],
+        yticks=range(0, len(listed), every),
+        yticklabels=[f"edge {-1 - id}" if id < 0 else str(id) for id in listed[::every]],
     )
     axes.margins(x=0.01)
     axes.invert_yaxis()

@@ -192,8 +192,10 @@ def gradient_figure(history: list[tuple[int, dict[str, float]]]) -> Figure:
     names = list(dict.fromkeys(name for _, norms in history for name in norms))
     if not names:
         raise ValueError("no round was measured")
+    last = any(name.startswith("last_") for name in names)
+    when = "in the first and the last step" if last else "at the start"
     figure, axes = new_axes(
-        "Gradient of each loss term, at the start of a client's round",
+        f"Gradient of each loss term, {when} of a client's round",
         "round",
         "L2 norm of the gradient",
     )

@@ -24,7 +24,8 @@ class NewTasks(Stressor):
     A client's group is the one that most of its examples have: its cluster or domain where the data
     say so, else its most frequent class. With ``ExpertFigure`` before it among the callbacks, it
     logs ``tasks/rounds_to_recover`` in the round in which every group among the clients that
-    trained in it has an expert of its own again: rounds since the group arrived or left.
+    trained in it has an expert of its own again: rounds since the group arrived or left. Where two
+    changes are recovered from in one round, the number is that of the ``NewTasks`` listed first.
 
     Args:
         group: name of the group, or its number.
@@ -84,7 +85,8 @@ class NewTasks(Stressor):
             self.changed = record.round
         purity = record.metrics.get("router/purity")
         if self.changed and purity is not None and purity >= RECOVERED:
-            record.metrics["tasks/rounds_to_recover"] = record.round - self.changed + 1
+            since = record.round - self.changed + 1
+            record.metrics.setdefault("tasks/rounds_to_recover", since)
             self.changed = 0
 
     def state_dict(self) -> dict[str, Any]:

@@ -113,8 +113,9 @@ def _ended(entries: Sequence[LedgerEntry], outcome: Outcome, void: str) -> list[
 
 def _phase_of_leaving(assignment: Assignment, entry: LedgerEntry) -> str:
     """Return the phase before which a client drops out; empty where it stays."""
-    if assignment.leaves_before:
-        return assignment.leaves_before
+    phase = assignment.leaves_before
+    if phase and (assignment.trains or phase not in ("masked", "unmask")):
+        return phase
     if entry.status == "dropped":  # nobody asked it to train, or its machine did not answer
         return "keys"
     return "" if entry.status == "trained" else "masked"

@@ -98,8 +98,8 @@ def _facts(model: TrainedModel) -> list[str]:
     if traffic := about.get("bytes"):
         up, down, wasted = (traffic[way] for way in ("upload", "download", "wasted"))
         lines.append(
-            f"**Bytes.** All clients together sent {up:,} bytes and were sent {down:,}; {wasted:,} of those "
-            "that they sent did not count."
+            f"**Bytes.** All together {up:,} bytes went up and {down:,} down; {wasted:,} of "
+            "those up did not count."
         )
     if levels := about.get("levels"):
         rows = [

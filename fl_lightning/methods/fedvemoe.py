@@ -412,8 +412,8 @@ class FedVEMoE(Method):
         outputs = super().training_step(batch, batch_idx)
         if self.k_max == 0 or len(self.choice.slots) < 2 or self.gate_weight == 0:
             return outputs
-        gate = self._gate_divergence(batch[1])
-        return {**outputs, "loss": outputs["loss"] + self.gate_weight * gate, "loss_gate": gate}
+        gate = self.gate_weight * self._gate_divergence(batch[1])
+        return {**outputs, "loss": outputs["loss"] + gate, "loss_gate": gate}
 
     def _gate_divergence(self, target: Tensor) -> Tensor:
         """Return KL(mean of a_t over labelled tokens || share)."""

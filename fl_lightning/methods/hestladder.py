@@ -250,6 +250,12 @@ class HESTLadder(Method):
         """Whether clients report the losses of subsets in this round."""
         return self.limited and self.plan.asks(self.round)
 
+    def work_kind(self, client: Client) -> str:
+        if not self.has_masks:
+            return super().work_kind(client)
+        stage = "ladder" if self.round >= self.plan.first_ladder else "subsets"
+        return f"{stage}, searching" if self.searches else stage
+
     # The client's half
 
     def receive(self, message: Payload, client: Client) -> None:

@@ -27,12 +27,12 @@ def fgsm(forward: Forward, pixels: Tensor, target: Tensor, eps: float = EPS) -> 
 
     Args:
         forward: pixels ``[B, ...]`` to logits ``[B, C]``.
-        pixels: in [0, 1].
+        pixels: in [0, 1], or beyond it where the run's own images are noisy.
         target: int64 ``[B]``.
         eps: largest change of a pixel.
     """
     _, gradient = _loss_and_gradient(forward, pixels, target)
-    return (pixels + eps * gradient.sign()).clamp(0, 1)
+    return _kept_in_range(pixels + eps * gradient.sign(), pixels)
 
 
 def pgd(
@@ -50,7 +50,7 @@ def pgd(
 
     Args:
         forward: pixels ``[B, ...]`` to logits ``[B, C]``.
-        pixels: in [0, 1].
+        pixels: in [0, 1], or beyond it where the run's own images are noisy.
         target: int64 ``[B]``.
         start: starting point relative to eps, uniform in [-1, 1], in the shape of ``pixels``.
         eps: largest change of a pixel.
@@ -59,14 +59,21 @@ def pgd(
     """
     best = fgsm(forward, pixels, target, eps)
     highest, _ = _loss_and_gradient(forward, best, target)
-    x = (pixels + eps * start).clamp(0, 1)
+    x = _kept_in_range(pixels + eps * start, pixels)
     for step in range(steps + 1):
         loss, gradient = _loss_and_gradient(forward, x, target)
         higher = (loss > highest).view(-1, *[1] * (x.ndim - 1))
         best, highest = torch.where(higher, x, best), torch.maximum(loss, highest)
         if step < steps:
-            x = (x + share * eps * gradient.sign()).clamp(pixels - eps, pixels + eps).clamp(0, 1)
+            x = (x + share * eps * gradient.sign()).clamp(pixels - eps, pixels + eps)
+            x = _kept_in_range(x, pixels)
     return best
+
+
+def _kept_in_range(changed: Tensor, pixels: Tensor) -> Tensor:
+    """Return changed pixels in [0, 1]; one that was beyond it moves no further out, and is not
+    brought back by more than its change."""
+    return changed.clamp(pixels.clamp(max=0), pixels.clamp(min=1))
 
 
 def _loss_and_gradient(forward: Forward, pixels: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

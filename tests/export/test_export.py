@@ -586,7 +586,7 @@ def test_the_card_says_where_a_model_comes_from_and_how_it_did(tmp_path: Path):
     )
     for part in (*said, "**Method.** FedAvg", "| test/perplexity |"):
         assert part in card
-    assert f"sent {about['bytes']['upload']:,} bytes" in card
+    assert f"{about['bytes']['upload']:,} bytes went up" in card
 
 
 @pytest.mark.parametrize(

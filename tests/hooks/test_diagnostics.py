@@ -426,6 +426,7 @@ def test_figures_of_extreme_runs_can_be_drawn():
     figures = [
         bit_width_figure([7], np.array([[3, 8]]), np.zeros(1), ["a", "b"], np.array([10, 20])),
         client_accuracy_figure(ones, np.array([1]), 1),
+        client_accuracy_figure(np.array([1.0, np.nan, np.inf]), np.array([1, 2, 3]), 1),
         confusion_figure(np.diag([1, 0, 2]), "a class without examples"),
         confusion_figure(rng.integers(0, 9, (100, 100)), "many classes"),
         feature_figure(
@@ -449,6 +450,7 @@ def test_figures_of_extreme_runs_can_be_drawn():
         lambda: contour_figure(nothing, {"a": np.full((3, 3), np.nan)}, ""),
         lambda: accuracy_bytes_figure(nothing, nothing, nothing, nothing),
         lambda: client_accuracy_figure(np.empty(0), np.empty(0), 1),
+        lambda: client_accuracy_figure(nothing, np.ones(3), 1),
         lambda: embed(np.full((5, 2), np.nan), 1, rng),
     ):
         with pytest.raises(ValueError, match=r"finite|no round|no client"):

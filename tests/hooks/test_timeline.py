@@ -92,6 +92,13 @@ def test_bars_lie_where_the_ledger_says(tmp_path):
         timeline_figure([], [])
 
 
+def test_edge_servers_are_no_clients():
+    bars = [[1, 3, "trained", 0.0, 1.0], [1, -1, "edge", 1.0, 2.0]]
+    (axes,) = timeline_figure(bars, [0.0, 2.0]).axes
+    assert axes.get_title().endswith("1 client")
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["edge 0", "3"]
+
+
 def test_without_a_clock_it_is_idle(tmp_path, caplog):
     trained(tmp_path, clock=None, callbacks=[TimelineFigure()], max_rounds=1)
     assert "no virtual time" in caplog.text

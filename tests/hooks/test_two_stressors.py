@@ -10,8 +10,10 @@ import torch
 from toy import ready
 
 from callbacks import ByzantineClients, LabelNoise, NewTasks, SecureDropout, StragglerDropout
+from fl_lightning.aggregation.masked import _phase_of_leaving
 from fl_lightning.client import Assignment, Client
 from fl_lightning.errors import InputError
+from fl_lightning.hooks import RoundRecord
 from fl_lightning.tasks import Classification
 
 CLIENTS = 400
@@ -51,6 +53,30 @@ def test_dropouts_of_a_secure_sum_are_independent(second, first_of_its_kind):
     assert (dropped(other) <= both) is True
     alone = dropped(SecureDropout(0.3, phase=second))
     assert (alone == both - (dropped(masked) - alone)) is first_of_its_kind
+
+
+def test_who_drops_before_training_leaves_a_secure_sum_before_its_keys():
+    """Whichever of the two stressors comes first."""
+    straggles, leaves = StragglerDropout(1.0), SecureDropout(1.0, phase="unmask")
+    for order in ([straggles, leaves], [leaves, straggles]):
+        cohort = [Assignment(client(0))]
+        for one in order:
+            cohort = one.change_cohort(cohort, round=1, context=context(*order))
+        assert _phase_of_leaving(cohort[0], SimpleNamespace(status="dropped")) == "keys"
+    (alone,) = leaves.change_cohort([Assignment(client(0))], round=1, context=context(leaves))
+    assert _phase_of_leaving(alone, SimpleNamespace(status="lost")) == "unmask"
+
+
+def test_two_changes_that_are_recovered_from_at_once_end_no_run():
+    pair = [NewTasks(0, arrives=2), NewTasks(1, arrives=3)]
+    for one in pair:
+        one.changed = one.arrives
+    record = RoundRecord(5, {"router/purity": 1.0})
+    for one in pair:
+        with record.written_by(one):
+            one.on_round_end(record, context(*pair))
+    assert record.metrics["tasks/rounds_to_recover"] == 4
+    assert [one.changed for one in pair] == [0, 0]
 
 
 def flipped(*callbacks: LabelNoise) -> np.ndarray:

@@ -122,6 +122,16 @@ def test_attacks_stay_within_eps_and_the_pixel_range(network, examples, eps):
             assert torch.equal(found, pixels)
 
 
+def test_attacks_leave_the_noise_of_a_run_in_its_images(network, examples):
+    """They brought pixels beyond [0, 1] back to it, by far more than eps."""
+    pixels, target, start = examples
+    noisy = 1.5 * pixels - 0.25
+    for found in (fgsm(network, noisy, target), pgd(network, noisy, target, start)):
+        assert (found - noisy).abs().max() <= EPS + 1e-6
+        assert found.min() >= noisy.min()
+        assert found.max() <= noisy.max()
+
+
 def test_an_attack_on_one_example_does_not_depend_on_the_others(network, examples):
     pixels, target, start = examples
     together = pgd(network, pixels, target, start)
