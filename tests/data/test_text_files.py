@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from fl_lightning.data import IID, TextFiles
+from fl_lightning.data.text.prompts import PLAIN
 from fl_lightning.data.text.tokens import IGNORED, ByteTokenizer
 from fl_lightning.errors import InputError
 
@@ -60,6 +62,49 @@ def test_a_file_is_a_client_and_a_task_a_group(folder):
     summary = json.loads(json.dumps(found.partition_summary()))
     assert summary["text"]["clients"] == ["a.jsonl", "b.jsonl"]
     assert summary["groups"] == ["task_add", "task_plus"]
+
+
+def read_prompts(found: TextFiles, split: str) -> list[str]:
+    """What the network reads of each example before its first label."""
+    some = found._sequences[split]
+    asked = (some.target != IGNORED).long().argmax(1) + 1
+    rows = zip(some.input_ids.tolist(), asked.tolist(), strict=True)
+    return [BYTES.decode(ids[:length]) for ids, length in rows]
+
+
+@pytest.mark.parametrize("own_test", [False, True])
+@pytest.mark.parametrize(("template", "name"), [("{inputs}=", "definition"), (PLAIN, "task_name")])
+def test_what_the_template_leaves_out_parts_no_equal_prompts(tmp_path, template, name, own_test):
+    """Each prompt stands in the file four times, with another text that the network never reads."""
+    some = [line(n, **{name: f"{k}."}) for n in range(80) for k in range(4)]
+    test = [line(n, **{name: "other"}) for n in range(70, 90)]
+    (tmp_path / "train.jsonl").write_text("\n".join(some))
+    (tmp_path / "test.jsonl").write_text("\n".join(test))
+    settings = {"test": str(tmp_path / "test.jsonl")} if own_test else {"test_fraction": 0.3}
+    found = data(tmp_path / "train.jsonl", template=template, val_fraction=0.3, **settings)
+    prompts, held_out = read_prompts(found, "train"), found.train_held_out
+    trained, validated = (
+        {prompt for prompt, held in zip(prompts, held_out, strict=True) if held == part}
+        for part in (False, True)
+    )
+    tested = set(read_prompts(found, "test"))
+    assert len(tested) >= 10
+    assert len(validated) > 10
+    assert not trained & validated
+    assert not (trained | validated) & tested
+
+
+@pytest.mark.parametrize("template", [PLAIN, "{inputs}="])
+def test_different_prompts_stay_where_they_were(tmp_path, template):
+    """Runs of before have the split by the hash of task, definition and inputs, written out."""
+    (tmp_path / "train.jsonl").write_text("\n".join(line(n) for n in range(200)))
+    found = data(tmp_path / "train.jsonl", template=template, test_fraction=0.25)
+    digests = [
+        blake2b(f"0/text/place/task_add\0Add.\0{n}+1/0/0".encode(), digest_size=16).digest()
+        for n in range(200)
+    ]
+    tested = [n for n in range(200) if int.from_bytes(digests[n][:6], "little") < 2**48 / 4]
+    assert answers(found, "test") == [str(n + 1) for n in tested]
 
 
 def test_equal_prompts_are_never_on_both_sides(tmp_path):

@@ -23,6 +23,7 @@ from fl_lightning.data.text.records import (
     JSON_SUFFIXES,
     FieldSources,
     json_records,
+    places_by_prompt,
     prompt_place,
     read_text,
     texts_sha256,
@@ -142,7 +143,8 @@ class NaturalInstructions(TextData):
         left_out: Counter[str] = Counter()
         records = self._chosen(train, left_out)
         both = self._chosen(tests[0], left_out) if tests else None
-        records, test, held_out = self.split(records, both, prompt_place)
+        place_of = places_by_prompt([*records, *(both or [])], self.prompt)
+        records, test, held_out = self.split(records, both, place_of)
         if both is not None:
             left_out["test records among the training records"] = self.tests_left_out
         groups = [self.category(record) for record in records]

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fl_lightning.data.json_text import load_json
+from fl_lightning.data.text.prompts import Prompt
 from fl_lightning.data.text.tokens import Record
 from fl_lightning.errors import InputError, as_bad_input, require
 from fl_lightning.rng import key
@@ -243,9 +244,27 @@ def unit_hash(seed: int, text: str) -> float:
 
 
 def prompt_place(record: Record, purpose: str = "place") -> float:
-    """Return a number in [0, 1) that is a hash of a record's prompt: equal prompts are never held
-    apart."""
+    """Return a number in [0, 1) that is a hash of a record's task, definition and inputs."""
     return unit_hash(0, f"{purpose}/" + "\0".join(record[:3]))
+
+
+def places_by_prompt(records: Iterable[Record], prompt: Prompt) -> Callable[[Record], float]:
+    """Return a function that gives each of some records its place: all that a network reads as the
+    same prompt have that of their first in sorted order, so that they are never held apart.
+
+    Args:
+        records: those of all splits.
+        prompt: what a network reads of a record.
+    """
+
+    def shown(record: Record) -> bytes:
+        return key(0, "text/shown/" + "".join(prompt.parts(record)[:2]))
+
+    first: dict[bytes, Record] = {}
+    for record in records:
+        one = shown(record)
+        first[one] = min(first.get(one, record), record)
+    return lambda record: prompt_place(first[shown(record)])
 
 
 def split_by_hash(

@@ -22,7 +22,7 @@ from fl_lightning.data.text.records import (
     Line,
     json_records,
     name_under,
-    prompt_place,
+    places_by_prompt,
     read_text,
 )
 from fl_lightning.data.text.tokens import Sequences, TooLong, encode_records, encode_windows
@@ -139,11 +139,10 @@ class TextFiles(TextData):
         return train, test
 
     def _records(self, files: list[Path], tests: list[Path]) -> tuple[TextExamples, TextExamples]:
-        lines, test, held_out = self.split_lines(
-            [line for path in files for line in self._lines(path)],
-            [line for path in tests for line in self._lines(path)] if tests else None,
-            prompt_place,
-        )
+        both = [[line for path in some for line in self._lines(path)] for some in (files, tests)]
+        records = (line.content for some in both for line in some)
+        place = places_by_prompt(records, self.prompt)
+        lines, test, held_out = self.split_lines(both[0], both[1] if tests else None, place)
 
         def examples(some: list[Line]) -> TextExamples:
             records = [line.content for line in some]
