@@ -30,6 +30,7 @@ from fl_lightning.data.partition import check_memory
 from fl_lightning.data.table_file import (
     MAX_WHOLE,
     TABLE_FILE,
+    as_names_of,
     block_of,
     check_column,
     check_file,
@@ -188,6 +189,11 @@ class TableData(ArrayData):
             ]
             words = [name for name in others if name not in texts and _is_text(table[name])]
             test_table = read_table(self.test_path, [*texts, *words])
+            names = [name for name in self._others if self._is_name(name)]
+            numeric = {*table.columns} - {*others}
+            for name in numeric & {*names, *self._categorical} & {*test_table.columns}:
+                if _is_text(test_table[name]):
+                    test_table[name] = as_names_of(test_table[name], table[name])
         self._check_target(table[table[self.target].notna()])
         for path, some in zip(self._files, (table, test_table), strict=True):
             if some is not None:

@@ -107,6 +107,22 @@ def read_table(path: Path, texts: Iterable[str] = ()) -> pd.DataFrame:
     return table
 
 
+def as_names_of(texts: pd.Series, column: pd.Series) -> pd.Series:
+    """Return texts with the number that a column has in the place of each text that is one of its
+    numbers: a file with one text among the numbers of a column has texts alone.
+
+    Args:
+        texts: a column of one file.
+        column: that of the other file, which has numbers.
+    """
+    import pandas as pd
+
+    known = {value: value for value in column.dropna().unique().tolist()}
+    spelled = {str(value): value for value in known}
+    found = {text: pd.to_numeric(text, errors="coerce") for text in texts.dropna().unique()}
+    return texts.map({text: spelled.get(text, known.get(n, text)) for text, n in found.items()})
+
+
 def _as_float(number: int) -> float:
     """Return a whole number as a float, infinite where it is too large for one."""
     try:

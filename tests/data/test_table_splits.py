@@ -112,3 +112,30 @@ def test_a_node_has_none_of_the_classes_that_are_no_numbers(classes, held, tmp_p
     assert run.names.classes == sorted(classes) == node.names.classes
     expected = [sorted(classes).index(held[n % len(held)]) for n in range(8)]
     assert node.train_target.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "expected"),
+    [
+        ([7, 8, 9], ["7", "8", "guest"], [0, 1, -1]),
+        (["007", "008", "009"], ["008", "guest", "7"], [1, -1, 0]),
+        ([0.5, 1.5], ["guest", "1.50"], [-1, 1]),
+        ([True, False], ["True", "maybe"], [1, -1]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["test.csv", "test.parquet"])
+def test_a_text_in_the_test_file_hides_no_client_or_group(train, test, expected, name, tmp_path):
+    """The column has numbers in the training file, and texts in the other one."""
+    paths = written(tmp_path, of(train)), str(written(tmp_path, of(test, 18), name))
+    settings, expected = {"test": paths[1], "features": ["x"]}, (expected * 18)[:18]
+    data = ready(paths[0], client="z", num_clients=0, partition=None, **settings)
+    assert data.test_owner.tolist() == expected
+    grouped = ready(paths[0], group="z", **settings)
+    assert grouped.num_groups == len(train) + 1
+    known = {*grouped.train_group.tolist()}
+    found = [group in known for group in grouped.test_group.tolist()]
+    assert found == [at >= 0 for at in expected]
+    (inputs, _), *_ = ready(paths[0], test=paths[1], categorical=["z"]).test_batches()
+    found = [row.argmax().item() if row.any() else -1 for row in inputs[:, 1:]]
+    assert found == expected
