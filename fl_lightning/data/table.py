@@ -34,6 +34,7 @@ from fl_lightning.data.table_file import (
     block_of,
     check_column,
     check_file,
+    check_single,
     check_spellings,
     moments,
     numbers_of,
@@ -181,6 +182,7 @@ class TableData(ArrayData):
             texts.append(self.target)
         table, self._columns, self._mended = read_table(self.train_path, texts), {}, {}
         self._check_columns(table)
+        check_single(self.train_path, table, self._others)
         test_table = None
         # "01" beside "0A" is no number, nor is it where it stands alone
         if self.test_path is not None:
@@ -189,6 +191,7 @@ class TableData(ArrayData):
             ]
             words = [name for name in others if name not in texts and _is_text(table[name])]
             test_table = read_table(self.test_path, [*texts, *words])
+            check_single(self.test_path, test_table, self._others)
             names = [name for name in self._others if self._is_name(name)]
             numeric = {*table.columns} - {*others}
             for name in numeric & {*names, *self._categorical} & {*test_table.columns}:

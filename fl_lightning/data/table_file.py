@@ -9,7 +9,7 @@ import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,7 +42,8 @@ def read_table(path: Path, texts: Iterable[str] = ()) -> pd.DataFrame:
 
     Args:
         path: the file.
-        texts: columns of a CSV file that are text even where all their values are numbers.
+        texts: columns that are text even where all their values are numbers, of a Parquet file whole
+            ones or true and false.
 
     Raises:
         InputError: it cannot be read, has no rows, or has two columns of one name.
@@ -54,6 +55,8 @@ def read_table(path: Path, texts: Iterable[str] = ()) -> pd.DataFrame:
     try:
         if path.name.endswith(PARQUET_SUFFIXES):
             table = pd.read_parquet(path)
+            for name in table.columns.intersection([*texts]):
+                table[name] = _as_texts(table[name])
         else:
             separator = _separator(path)
             with warnings.catch_warnings():  # of rows that are longer than the names above them
@@ -103,6 +106,9 @@ def read_table(path: Path, texts: Iterable[str] = ()) -> pd.DataFrame:
     if len(table.columns) > MANY_COLUMNS:
         table = table.copy()
     if not isinstance(table.index, pd.RangeIndex):  # of a Parquet file: it may hold a column
+        twice = [name for name in table.index.names if name in table.columns]
+        table = table.reset_index(twice, drop=True) if twice else table
+    if not isinstance(table.index, pd.RangeIndex):
         table = table.reset_index() if all(table.index.names) else table.reset_index(drop=True)
     return table
 
@@ -121,6 +127,15 @@ def as_names_of(texts: pd.Series, column: pd.Series) -> pd.Series:
     spelled = {str(value): value for value in known}
     found = {text: pd.to_numeric(text, errors="coerce") for text in texts.dropna().unique()}
     return texts.map({text: spelled.get(text, known.get(n, text)) for text, n in found.items()})
+
+
+def _as_texts(column: pd.Series) -> pd.Series:
+    """Return a column in which whole numbers, true and false are texts, if it has no others."""
+    kind, values = column.dtype.kind, column.dropna()
+    if kind not in "iufb" or not (values % 1 == 0 if kind == "f" else values.notna()).all():
+        return column
+    made = str if kind == "b" else lambda number: str(int(number))  # beside a gap they are floats
+    return column.astype(object).map(made, na_action="ignore")
 
 
 def _as_float(number: int) -> float:
@@ -190,6 +205,20 @@ def check_spellings(path: Path, table: pd.DataFrame, names: Iterable[str]) -> No
                 f"one value is written as {' and '.join(double.iloc[0][:2])}",
                 "write it in one way, or with a letter if these are two",
             )
+
+
+def check_single(path: Path, table: pd.DataFrame, names: Iterable[str]) -> None:
+    """Refuse lists and structs, which a Parquet file can have, in the columns of these names."""
+    for name in names:
+        if name not in table or table[name].dtype.kind != "O":
+            continue
+        wrong = ~table[name].map(lambda value: isinstance(value, Hashable)).to_numpy(bool)
+        if wrong.any():
+            given = f"{path}, row {row_of(table, wrong)}, column {name}"
+            rule = (
+                "the value of a target, group or client is one number or text, and this is several"
+            )
+            raise InputError(given, rule, "write a column with one of them")
 
 
 def place_of(table: pd.DataFrame, position: int, name: str, path: Path) -> str:

@@ -520,3 +520,34 @@ def test_what_a_configuration_keeps_of_its_federation_is_said(tmp_path, capsys):
         "data.num_clients 100 with min_size 1; 48 training examples cannot give each client 1; "
         "write data.num_clients 48 or less, or data.partition.min_size 0"
     )
+
+
+@pytest.mark.parametrize(
+    ("value", "split"), [([1, 2], "train"), ({"a": 1}, "train"), ([1, 2], "test")], ids=str
+)
+@pytest.mark.parametrize("name", ["kind", "group", "client"])
+def test_lists_and_structs_are_no_names(tmp_path, name, value, split):
+    """A Parquet file can have them in any column."""
+    good = rows().assign(group="g", client="c")
+    bad = good.assign(**{name: [value] * 60})
+    paths = {
+        part: written(tmp_path, bad if part == split else good, f"{part}.parquet")
+        for part in ("train", "test")
+    }
+    settings = {"test": str(paths["test"]), "client": "client", "group": "group"}
+    said = rf"{split}\.parquet, row 1, column {name}; .* one number or text, and this is several"
+    for task in ("classification", "regression")[: 2 if name == "kind" else 1]:
+        with pytest.raises(InputError, match=said):
+            ready(paths["train"], task=task, features=["size"], **settings)
+
+
+def test_an_index_of_the_name_of_a_column_adds_none(tmp_path):
+    """pandas keeps one, of which a column was made by ``set_index(..., drop=False)``."""
+    table, path = rows(), tmp_path / "train.parquet"
+    table.set_index("hospital", drop=False).to_parquet(path)
+    plain = ready(written(tmp_path, table), client="hospital")
+    found = ready(path, client="hospital")
+    assert found.names.clients == plain.names.clients
+    assert torch.equal(found.train_target, plain.train_target)
+    table.set_index(["hospital", "kind"]).assign(kind=[*table["kind"]]).to_parquet(path)
+    assert ready(path, client="hospital").names.clients == plain.names.clients

@@ -139,3 +139,17 @@ def test_a_text_in_the_test_file_hides_no_client_or_group(train, test, expected,
     (inputs, _), *_ = ready(paths[0], test=paths[1], categorical=["z"]).test_batches()
     found = [row.argmax().item() if row.any() else -1 for row in inputs[:, 1:]]
     assert found == expected
+
+
+@pytest.mark.parametrize("held", [[1, 2], [1.0, 2.0], [1.0, None, 2.0], [True, False]], ids=str)
+def test_whole_numbers_of_a_parquet_file_are_classes_that_are_texts(held, tmp_path):
+    """The run's classes are texts, as those of a CSV file with one text among them."""
+    classes = ["1", "2", "0A", "True", "False"]
+    run = ready(written(tmp_path, of(classes)), target="z")
+    path = written(tmp_path, of(held, 9), "node.parquet")
+    node = TableData(str(path), num_clients=1, target="z", missing="drop")
+    node.run_form = Form(**json.loads(json.dumps(vars(run.form()))))
+    node.setup()
+    known = [str(name if held[-1] is False else int(name)) for name in held if name is not None]
+    expected = [sorted(classes).index(name) for name in known]
+    assert node.train_target.tolist() == (expected * 9)[: len(node.train_target)]
