@@ -152,7 +152,9 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
 
     @property
     def test_group(self) -> Tensor:
-        """The groups of the test examples, int64 ``[n]``."""
+        """The groups of the test examples, int64 ``[n]``, numbered as those of the training
+        examples. Test examples go to clients that hold their group; a class with a
+        :attr:`train_group` of its own has this too, or they are dealt out evenly."""
         return self._groups["test"] if self._groups else group_by_target(self.test_target)
 
     @property

@@ -12,6 +12,7 @@ from PIL import Image
 
 from fl_lightning.data import (
     IID,
+    FederatedData,
     ImageFolder,
     LeafData,
     Natural,
@@ -115,3 +116,44 @@ def test_a_test_file_need_not_say_whose_an_example_is(tmp_path):
     data.distribute(0, torch.device("cpu"))
     assert data.test_owner is None
     assert {*deal_test_set(data)} <= {0, 1, 2, 3}
+
+
+class Grouped(FederatedData):
+    """Two classes, of which each has examples of both groups; a client has one group alone."""
+
+    num_classes, example_shape = 2, (1,)
+
+    def __init__(self):
+        super().__init__(
+            dataset="own", num_clients=2, partition=Natural(), batch_size=4, val_fraction=0.0
+        )
+
+    def setup(self, stage=None):
+        self.group = torch.arange(800) // 400
+        self.train_target = self.test_target = torch.arange(800) % 2
+        self._owner = self.group.numpy()
+
+    def inputs(self, split, index, draws=None):
+        return self.group[index, None].float()
+
+    @property
+    def train_group(self):
+        return self.group
+
+
+class WithBoth(Grouped):
+    @property
+    def test_group(self):
+        return self.group
+
+
+def test_the_test_set_goes_by_groups_or_evenly_where_its_own_are_not_said():
+    """The classes of the test examples are no groups of the training examples."""
+    data = WithBoth(), Grouped()
+    for some in data:
+        some.setup()
+        some.distribute(0, torch.device("cpu"))
+    assert deal_test_set(data[0]).tolist() == data[0].group.tolist()
+    dealt, target = deal_test_set(data[1]), data[1].test_target.numpy()
+    for value in (0, 1):
+        assert abs(dealt[target == value].mean() - 0.5) < 0.1
