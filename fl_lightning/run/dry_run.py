@@ -245,7 +245,9 @@ def _network(method: Method, data: FederatedData) -> nn.Module:
 def _rows(data: Any) -> int:
     """Return the examples of the largest batch."""
     tokens = getattr(data, "batch_tokens", None)
-    return int(data.batch_size if tokens is None else min(data.batch_size, tokens // data.context))
+    if tokens is None:
+        return int(data.batch_size)
+    return int(min(data.batch_size, tokens // (data.context * data.task.outputs_per_example)))
 
 
 def _optimizer(method: Method) -> Any:

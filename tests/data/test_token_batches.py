@@ -10,7 +10,7 @@ import pytest
 import torch
 from toy import run, sgd
 
-from fl_lightning.data import InstructionData
+from fl_lightning.data import InstructionData, PreferencePairs
 from fl_lightning.data.text.token_batches import draw_token_pass, token_batch_sizes
 from fl_lightning.errors import InputError
 from fl_lightning.methods import FedAvg
@@ -99,3 +99,17 @@ def test_a_bound_that_not_every_example_meets_is_refused():
         InputError, match=r"^batch_tokens=71; a batch holds at least one example of context=72"
     ):
         made(batch_tokens=71)
+
+
+def test_both_sequences_of_a_pair_are_within_the_bound():
+    data = PreferencePairs(num_clients=2, examples_per_client=40, batch_size=64, batch_tokens=256)
+    data.setup()
+    data.distribute(0, CPU)
+    sizes = [
+        some["input_ids"].numel()
+        for some, _ in data.train_batches(data.client(0), round=1, epochs=2)
+    ]
+    assert 128 < max(sizes) <= 256
+    assert len(sizes) == data.num_steps(data.client(0), 2)
+    with pytest.raises(InputError, match=r"^batch_tokens=111; .* one pair, .*write 112 or more"):
+        PreferencePairs(batch_tokens=111)

@@ -182,6 +182,9 @@ def test_a_pair_has_two_sequences_and_a_frozen_base_no_gradients():
     assert two.cohort == plain.cohort == 2
     assert two.memory.base == plain.memory.base > plain.memory.trained == plain.memory.gradients
     assert 1.9 < two.memory.activations / plain.memory.activations < 2.1
+    bounded = PreferencePairs(num_clients=4, batch_size=8, batch_tokens=8 * 72, context=72)
+    half = forecast(method_of(), bounded, participation=0.5, rounds=3)
+    assert 1.9 < two.memory.activations / half.memory.activations < 2.1
     assert plain.memory.optimizer == 2 * plain.memory.trained  # AdamW's moments
     sgd = FedAvg(network=method_of().network_spec, optimizer=partial(torch.optim.SGD, lr=0.1))
     whole = forecast(sgd, records(generate=False), participation=1.0, rounds=1)

@@ -238,7 +238,7 @@ class TextData(FederatedData):
                 )
         self._owner, self._test_owner = train.owner, test.owner
         self._held_out = train.held_out
-        self._length = train.sequences.length.numpy()
+        self._length = train.sequences.length.numpy() * self.task.outputs_per_example
         self._sequences = {"train": train.sequences, "test": test.sequences}
         self.test_task = list(test.task)
         self._groups = {

@@ -51,7 +51,8 @@ class PreferenceData(TextData):
     Args:
         beta: how much a nat counts in the loss, above 0.
         primary: the metric that selects: preference_accuracy, reward_margin or loss.
-        settings: those of all text, see :class:`TextData`, but ``generate``.
+        settings: those of all text, see :class:`TextData`, but ``generate``; ``batch_tokens`` is at
+            least twice the ``context``, since a pair is two sequences.
     """
 
     asked = ("{inputs}",)
@@ -69,6 +70,12 @@ class PreferenceData(TextData):
             "leave generate out",
         )
         super().__init__(**settings)
+        require(
+            self.batch_tokens is None or self.batch_tokens >= 2 * self.context,
+            f"batch_tokens={self.batch_tokens}",
+            f"a batch holds at least one pair, two sequences of context={self.context}",
+            f"write {2 * self.context} or more, or null",
+        )
         self.primary, self.task = primary, Preference(beta, primary)
 
     @abstractmethod
