@@ -38,6 +38,9 @@ log = logging.getLogger("fl_lightning")
 
 Key = int | str
 
+CHANNELS = (1, 3, 4)
+"""Numbers of channels by which it is known where an image has them."""
+
 
 @dataclass(frozen=True)
 class Keys:
@@ -406,7 +409,15 @@ def _tensor(value: Any, where: str) -> Tensor:
     )
     if found.is_floating_point() or found.dtype == torch.bool:
         return found.float()
-    return found if found.dtype == torch.uint8 and found.ndim == 3 else found.long()
+    if found.dtype != torch.uint8 or found.ndim != 3:
+        return found.long()
+    require(
+        found.shape[0] in CHANNELS or found.shape[-1] not in CHANNELS,
+        f"{where}, input uint8 {list(found.shape)}",
+        "an image of bytes is [C, H, W]",
+        "give the dataset a transform that puts channels first, such as .permute(2, 0, 1)",
+    )
+    return found
 
 
 def _put(inputs: Any, number: int, leaves: Any, where: str) -> None:

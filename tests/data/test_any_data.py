@@ -235,6 +235,7 @@ WRONG = {
     "16 bits": ([(Image.fromarray(np.full((9, 9), 40_000, np.uint16)), 1)] * 9, {}, "item 0; .* more than 8 bits a channel"),
     "real pixels": ([(Image.fromarray(np.full((9, 9), 0.5, np.float32)), 1)] * 9, {}, "mode F has more than 8 bits"),
     "shapes": ([*pairs(), (torch.ones(3), "odd")], {}, r"item 40, input torch.float32 \[3\]; the first item's"),
+    "channels last": ([(np.zeros((28, 28, 3), np.uint8), 1)] * 9, {}, r"item 0, input uint8 \[28, 28, 3\]; an image of bytes is \[C, H, W\]; .* .permute\(2, 0, 1\)"),
     "not finite": (nan(7), {}, "item 7; its input has values that are not finite"),
     "fractions": ([(torch.ones(2), 0.5)] * 9, {}, "a class is a whole number or a text, and this is a float"),
     "one class": ([(torch.ones(2), 1)] * 9, {}, "all training examples are of the class 1"),
@@ -253,6 +254,14 @@ def test_a_mistake_is_one_line(mistake):
     with pytest.raises(InputError, match=words) as error:
         ready(train, **settings)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 28, 28), (3, 5, 3), (4, 9, 4), (2, 9, 9)])
+def test_images_with_channels_first_are_taken(shape):
+    """Also one that is as wide as an image has channels."""
+    data = ready([(torch.full(shape, n, dtype=torch.uint8), n % 2) for n in range(20)])
+    assert data.example_shape == shape
+    assert len(data._scale[0]) == shape[0]
 
 
 def test_too_many_items_are_refused_before_they_are_read():
