@@ -366,7 +366,7 @@ def checked_name(value: Any, name: str, where: str) -> Any:
     """
     found = plain(value)
     require(
-        isinstance(found, Hashable) and found is not None and found == found,
+        _is_name(found),
         f"{where}, {name} {found}",
         f"a {name} is a number or a text, and none is missing",
         "say whose it is, or leave the item out"
@@ -374,6 +374,14 @@ def checked_name(value: Any, name: str, where: str) -> Any:
         else "give it one, or leave it out",
     )
     return found
+
+
+def _is_name(value: Any) -> bool:
+    """Return whether a value, or each of a tuple's, can be told from others."""
+    if isinstance(value, tuple):
+        return all(map(_is_name, value))
+    single = isinstance(value, Hashable) and not isinstance(value, Tensor)
+    return single and value is not None and bool(value == value)
 
 
 def plain(value: Any) -> Any:
@@ -396,7 +404,9 @@ def _tensor(value: Any, where: str) -> Tensor:
         return torch.from_numpy(np.array(value.convert("RGB"))).permute(2, 0, 1)
     try:
         found = (
-            value.detach().cpu() if isinstance(value, Tensor) else torch.as_tensor(np.array(value))
+            value.detach().cpu().to_dense()
+            if isinstance(value, Tensor)
+            else torch.as_tensor(np.array(value))
         )
     except (TypeError, ValueError):
         raise InputError(
@@ -459,8 +469,9 @@ def _numbers(items: Items) -> Tensor:
     if not items.target:
         return torch.empty(0)
     for number, value in enumerate(items.target):
+        known = value.detach().cpu() if isinstance(value, Tensor) else value
         try:
-            row = np.asarray(value, dtype=np.float32)
+            row = np.asarray(known, dtype=np.float32)
         except (TypeError, ValueError, OverflowError):
             row = np.array(math.nan, np.float32)
         require(

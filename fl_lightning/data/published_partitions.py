@@ -230,7 +230,7 @@ class NIIDBenchDirichlet(IndexPartition):
             members = members_of(labels)
             owner = self._draw(members, num_clients, rng)
             if owner is not None and np.bincount(owner, minlength=num_clients).min() >= fewest:
-                return DealtOut(owner, np.concatenate(members), rng)
+                return DealtOut(owner, np.concatenate([np.empty(0, np.int64), *members]), rng)
         raise _no_draw(self, num_clients, fewest, len(labels))
 
     def _draw(
@@ -356,7 +356,7 @@ class PFLlibPathological(IndexPartition):
                 holders, self._sizes(len(examples), len(holders), least, rng)
             )
             left[holders] -= 1
-        return DealtOut(owner, np.concatenate(members), rng)
+        return DealtOut(owner, np.concatenate([np.empty(0, np.int64), *members]), rng)
 
     def _sizes(
         self, count: int, holders: int, least: float, rng: np.random.RandomState

@@ -231,6 +231,8 @@ WRONG = {
     "nobody's": ([{"x": 1, "y": 2, "who": float("nan")}] * 9, {"target": "y", "client": "who"}, "item 0, client nan; a client is a number or a text, and none is missing; say whose"),
     "no group": ([{"x": 1, "y": 2, "kind": None}] * 9, {"target": "y", "group": "kind"}, "item 0, group None; a group is"),
     "a list of clients": ([{"x": 1, "y": 2, "who": ["a"]}] * 9, {"target": "y", "client": "who"}, "a client is a number or a text"),
+    "a tuple with a list": ([{"x": 1, "y": 2, "who": ("a", [1])}] * 9, {"target": "y", "client": "who"}, "item 0, client .'a', .1..; a client is a number or a text"),
+    "a tensor of clients": ([{"x": 1, "y": 2, "who": torch.ones(2)}] * 9, {"target": "y", "client": "who"}, "item 0, client tensor.*; a client is a number or a text"),
     "text": ([("a text", 1)] * 9, {}, "an input is a tensor, an array, an image or numbers, and this is a str"),
     "16 bits": ([(Image.fromarray(np.full((9, 9), 40_000, np.uint16)), 1)] * 9, {}, "item 0; .* more than 8 bits a channel"),
     "real pixels": ([(Image.fromarray(np.full((9, 9), 0.5, np.float32)), 1)] * 9, {}, "mode F has more than 8 bits"),
@@ -254,6 +256,16 @@ def test_a_mistake_is_one_line(mistake):
     with pytest.raises(InputError, match=words) as error:
         ready(train, **settings)
     assert "\n" not in str(error.value)
+
+
+def test_tensors_of_a_graph_and_sparse_ones_are_their_values():
+    x, y = (torch.arange(20.0, requires_grad=True) for _ in range(2))
+    plain = ready([([float(n)], float(n)) for n in range(20)], task="regression")
+    graph = ready([(x[n, None], y[n]) for n in range(20)], task="regression")
+    sparse = ready([(x[n, None].to_sparse(), n) for n in range(20)], task="regression")
+    for data in (graph, sparse):
+        assert torch.equal(all_inputs(data), all_inputs(plain))
+        assert torch.equal(data.train_target, plain.train_target)
 
 
 @pytest.mark.parametrize("shape", [(1, 28, 28), (3, 28, 28), (3, 5, 3), (4, 9, 4), (2, 9, 9)])

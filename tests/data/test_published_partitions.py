@@ -159,6 +159,11 @@ def test_five_hundred_clients_of_a_hundred_classes_come_to_an_end(partition: Par
     assert not np.array_equal(one, owners(partition, labels, 500, 2))
 
 
+@pytest.mark.parametrize("partition", [NIIDBenchDirichlet(min_size=0), PFLlibPractical()], ids=repr)
+def test_no_example_is_dealt_out_to_nobody(partition: Partition) -> None:
+    assert owners(partition, TEN[:0], 3, 0).tolist() == []
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("partition", "labels", "num_clients", "words"),

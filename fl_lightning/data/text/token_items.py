@@ -180,7 +180,7 @@ def _parts(item: Any, where: str) -> Mapping[str, Any]:
             "give one of them",
         )
         return {name: item[name] for name in PARTS if name in item}
-    if isinstance(item, tuple) and item and np.ndim(item[0]) == 1:
+    if isinstance(item, tuple) and item and _array(item[0]).ndim == 1:
         return dict(zip((IDS, LABELS), item, strict=False))
     return {IDS: item}
 
@@ -201,12 +201,18 @@ def _value(item: Any, key: Key, where: str) -> Any:
     return item[key]
 
 
+def _array(values: Any) -> np.ndarray:
+    """Return values as an array; of what is none, such as lists of several lengths, an empty
+    one."""
+    try:
+        return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    except (TypeError, ValueError):
+        return np.empty((0, 0))
+
+
 def _whole_numbers(values: Any, name: str, where: str) -> np.ndarray:
     """Return a row of whole numbers, int64 ``[L]``."""
-    try:
-        found = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
-    except (TypeError, ValueError):  # lists of several lengths
-        found = np.empty((0, 0))
+    found = _array(values)
     is_row = found.ndim == 1 and (found.dtype.kind in "iu" or not len(found))
     require(
         is_row,
@@ -241,7 +247,7 @@ def _labelled(parts: Mapping[str, Any], ids: np.ndarray, where: str) -> np.ndarr
 
 
 def _mask(values: Any, name: str, length: int, where: str) -> np.ndarray:
-    found = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    found = _array(values)
     _check_length(found, name, length, where)
     require(
         np.isin(found, (0, 1)).all(),
