@@ -333,6 +333,28 @@ def number_names(values: Iterable[Hashable]) -> dict[Any, int]:
     return {name: number for number, name in enumerate(names)}
 
 
+def check_names(names: Iterable[Hashable], name: str, place: str) -> None:
+    """Refuse two values that are written alike, such as ``1`` and ``"1"``.
+
+    Args:
+        names: of clients or groups; None where an example has none.
+        name: ``client`` or ``group``.
+        place: what has them, for messages.
+    """
+    seen: dict[str, Hashable] = {}
+    for value in dict.fromkeys(names):
+        if value is None:
+            continue
+        other = seen.setdefault(str(value), value)
+        both = " and ".join(sorted((repr(other), repr(value))))
+        require(
+            other == value,
+            f"{place}, {name} {both}",
+            f"they are two values, and a {name} is known by its text",
+            f"write one {name} in one way, or two with different texts",
+        )
+
+
 def numbers_by_name(
     names: Iterable[Hashable] | None, numbers: Mapping[Any, int]
 ) -> np.ndarray | None:

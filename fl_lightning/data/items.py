@@ -23,6 +23,7 @@ from fl_lightning.data.arrays import (
     ArrayData,
     Examples,
     Names,
+    check_names,
     class_numbers,
     in_test,
     number_names,
@@ -173,7 +174,8 @@ def to_examples(
         test: the test items; None: there are none.
 
     Raises:
-        InputError: a target is not that of the task, or a class of the test is unknown.
+        InputError: a target is not that of the task, a class of the test is unknown, or two clients
+            or groups are written alike.
     """
     classifies, form = data.task.has_classes, data.run_form
     if classifies:
@@ -201,6 +203,10 @@ def to_examples(
         targets = [torch.tensor([classes[name] for name in some.target]) for some in (train, test)]
     else:
         classes, targets = {}, [_numbers(some) for some in (train, test)]
+    for name in ("client", "group"):
+        check_names(
+            [*(getattr(train, name) or []), *(getattr(test, name) or [])], name, train.place
+        )
     groups = number_names([*(train.group or []), *(test.group or [])])
     clients = number_names(train.client or [])
     first, second = (

@@ -214,6 +214,7 @@ WRONG = {
     "too long behind a split": ([*([k, k] for k in range(20)), list(range(30))], {}, "data.train ListData, item 20 of 30 tokens"),
     "cut before the answer": ([(list(range(30)), [-100] * 29 + [29])], {"test": [[1, 2]], "too_long": "cut"}, "none of its first 17 tokens is to be learnt"),
     "no client": ([{"input_ids": [1, 2]}], {"client": "writer", "num_clients": 0}, "writer; .*item 0 has no such name"),
+    "two clients of one name": ([{"input_ids": [1, n], "who": [3, "3"][n % 2]} for n in range(20)], {"client": "who", "num_clients": 0}, "client '3' and 3; they are two values"),
     "no such place": ([([1, 2], [1, 2])], {"client": 2, "num_clients": 0}, "2; .*item 0 has no such position"),
     "clients of nobody": ([[1, 2]], {"num_clients": 0}, "nothing says whose an example is"),
     "one item": ([[1, 2]] * 5, {}, "there are not two different ones"),

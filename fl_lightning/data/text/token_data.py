@@ -15,6 +15,7 @@ from fl_lightning.config.recorded import Recorded
 from fl_lightning.data.arrays import (
     ClientCount,
     check_count,
+    check_names,
     check_test_fraction,
     number_names,
     numbers_by_name,
@@ -171,6 +172,8 @@ class TokenData(TextData):
         if self.count_clients:
             self.num_clients = len(clients)
         every = parts["train"] + parts["test"]
+        for name in ("client", "group"):
+            check_names((getattr(item, name) for item in every), name, every[0].place)
         groups = number_names(item.group for item in every if item.group is not None)
         self.groups = tuple(map(str, groups)) or (self.dataset,)
         train, test = (self._examples(parts[split], groups, clients) for split in ("train", "test"))
