@@ -71,6 +71,8 @@ class LanguageModelling(Task):
     hits = frozenset({"exact_match"})
     has_classes = True
     of_tokens = True
+    num_tokens: int | None = None
+    """Number of the data's tokens, for metrics by class path; None: it is not known."""
 
     def __init__(
         self,
@@ -155,12 +157,22 @@ class LanguageModelling(Task):
     metric_form = "probabilities [n, V] and tokens [n], nor logits [B, T, V] and tokens [B, T]"
 
     def metric_inputs(self, outputs: Tensor, target: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
-        """Probabilities float32 ``[M, V]`` and tokens ``[M]`` of the labelled positions, and the
-        logits ``[B, T, V]`` with the target ``[B, T]``, for perplexities."""
+        """Probabilities float32 ``[M, V]`` and tokens ``[M]`` of the labelled positions, the logits
+        ``[B, T, V]`` with the target ``[B, T]``, for perplexities, and the probabilities of the
+        data's tokens alone, where the network has more."""
         target = target[:, : outputs.shape[1]]
         labelled = target != IGNORED
         rows = outputs[labelled].softmax(1).cpu(), target[labelled].cpu()
-        return [rows, (outputs.cpu(), target.cpu())]
+        forms = [rows, (outputs.cpu(), target.cpu())]
+        if self.num_tokens and self.num_tokens < outputs.shape[2]:
+            forms.append((rows[0][:, : self.num_tokens], rows[1]))
+        return forms
+
+    def measuring(self, metrics: Sequence[Any], primary: str | None, num_outputs: int) -> Task:
+        task = super().measuring(metrics, primary, num_outputs)
+        assert isinstance(task, LanguageModelling), "it is a copy"
+        task.num_tokens = num_outputs
+        return task
 
     def metric_arguments(self, num_outputs: int) -> dict[str, Any]:
         return {"num_classes": num_outputs, "task": "multiclass", "ignore_index": IGNORED}

@@ -337,6 +337,31 @@ def test_text(small_batches, tmp_path):
         records(generate=False, primary="own_perplexity")
 
 
+def test_a_vocabulary_that_is_rounded_up_is_cut_to_the_tokens_of_the_data(small_batches, tmp_path):
+    """A metric that is told the number of outputs gets all of them."""
+
+    class OfData(MulticlassAccuracy):
+        pass
+
+    class OfAll(MulticlassAccuracy):
+        pass
+
+    data, wide = Counting(), 16
+    data.metrics = [
+        partial(OfData, average="micro"),
+        partial(OfAll, average="micro", num_classes=wide),
+    ]
+    method = FedAvg(network=lambda tokens: Bigrams(wide), optimizer=sgd(0.01))
+    row = rows_of(run(method, data, tmp_path, max_rounds=1))[-1]
+    with torch.no_grad():
+        outputs = method.deploy()(data.inputs("test", slice(None)))
+    labelled = data.test_target != -100
+    for name, tokens in (("of_data", data.num_classes), ("of_all", wide)):
+        right = outputs[..., :tokens].argmax(2) == data.test_target
+        assert row[f"test/{name}"] == pytest.approx(float(right[labelled].float().mean()), abs=1e-6)
+    assert row["test/of_data"] > row["test/of_all"] == pytest.approx(row["test/token_accuracy"])
+
+
 def test_a_client_with_too_few_examples_has_no_value(tmp_path):
     """R2 needs two: clients with a single example are left out of its mean, and of no other."""
     data = Line(num_clients=40)
