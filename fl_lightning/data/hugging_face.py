@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ class HuggingFaceData(ItemData):
         input: column that the network sees; a list of columns: it takes a dictionary; null: all
             columns that are nothing else.
         group: column by which partitions deal the rows out; null: the class.
-        client: column that says whose a row is, for the partition Natural; null: none.
+        client: column that says whose a row is, for the partition Natural, which the test split
+            need not have; null: none.
         settings: those of all data in memory, see :class:`~fl_lightning.data.arrays.ArrayData`.
 
     Raises:
@@ -96,7 +98,10 @@ class HuggingFaceData(ItemData):
             for split, rows, place in zip(("train", "test"), loaded, places, strict=True)
             if rows is not None
         }
-        first, second, names = self.examples_of(splits)
+        test = loaded[1]
+        nameless = test is not None and self.keys.client not in test.column_names
+        test_keys = replace(self.keys, client=None) if nameless else self.keys
+        first, second, names = self.examples_of(splits, test_keys)
         if coded and not self.run_form:
             known = {*orders[0], *orders[-1]} if by_names else range(len(orders[0]))
             unknown = [
@@ -132,9 +137,9 @@ class HuggingFaceData(ItemData):
     def _load(self) -> list[Any]:
         """Return the training split and the test split, or None where it is not named."""
         keys = self.keys
-        columns = [keys.target, keys.group, keys.client, *self.input_columns()]
+        columns = [keys.target, keys.group, *self.input_columns()]
         named = [name for name in columns if name is not None]
-        return load_splits(self.path, self.configuration, self.splits, named)
+        return load_splits(self.path, self.configuration, self.splits, named, keys.client)
 
 
 def named_classes(rows: Any, column: Any) -> Any:
@@ -156,7 +161,11 @@ def named_classes(rows: Any, column: Any) -> Any:
 
 
 def load_splits(
-    path: str, name: str | None, wanted: tuple[str, str | None], columns: Iterable[object]
+    path: str,
+    name: str | None,
+    wanted: tuple[str, str | None],
+    columns: Sequence[object],
+    client: object = None,
 ) -> list[Any]:
     """Return the training split and the test split of a data set, or None where it is not named.
 
@@ -165,6 +174,7 @@ def load_splits(
         name: configuration of a data set on the Hub; None: its default.
         wanted: names of the two splits.
         columns: names of the columns that both have to have.
+        client: name of a column that the training split has to have; None: none.
 
     Raises:
         InputError: it cannot be loaded, or lacks a split or a column.
@@ -198,8 +208,9 @@ def load_splits(
             f"write {nearest_or_list(split, found)}",
         )
         splits.append(found[split])
-    for split, one in zip(wanted, splits, strict=True):
-        for column in columns if one is not None else ():
+    needed = (columns if client is None else [*columns, client]), columns
+    for split, one, names in zip(wanted, splits, needed, strict=True):
+        for column in names if one is not None else ():
             require(
                 column in one.column_names,
                 f"{path}, {split}",

@@ -55,15 +55,22 @@ class ItemData(ArrayData):
         self.keys, self.natural = Keys(input, target, group, client), client is not None
         super().__init__(**settings)
 
-    def examples_of(self, splits: Splits) -> tuple[Examples, Examples, Names]:
+    def examples_of(
+        self, splits: Splits, test_keys: Keys | None = None
+    ) -> tuple[Examples, Examples, Names]:
         """Read the items of the training and the test dataset; without the latter the test items
         are taken from the training items.
+
+        Args:
+            splits: the datasets.
+            test_keys: where the parts of a test item are; None: where they are of a training item.
 
         Raises:
             InputError: one cannot be read.
         """
+        keys = {"train": self.keys, "test": test_keys or self.keys}
         found = {
-            split: read_items(dataset, self.keys, place)
+            split: read_items(dataset, keys[split], place)
             for split, (dataset, place) in splits.items()
         }
         return to_examples(self, found["train"], found.get("test"))

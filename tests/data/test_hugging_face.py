@@ -69,6 +69,23 @@ def test_saved_splits_with_clients_by_a_column(tmp_path, datasets):
         assert {i % 4 for i in held} == {id}
 
 
+def test_a_test_split_need_not_say_whose_a_row_is(tmp_path, datasets):
+    """A misspelt column is refused by the training split."""
+    both, other = datasets.Dataset.from_dict(rows()), datasets.Dataset.from_dict(rows(12))
+    splits = {"train": both, "test": other.remove_columns("garden")}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "flowers")
+    settings = {"test": "test", "target": "species", "num_clients": 0, "partition": None}
+    data = ready(tmp_path / "flowers", client="garden", **settings)
+    assert data.num_clients == 4
+    assert data.test_owner is None
+    assert data.test_target.tolist() == [i % 3 for i in range(12)]
+    assert data.inputs("test", torch.arange(12)).shape == (12, 3)
+    with pytest.raises(InputError, match="there is no column gardn; write garden"):
+        ready(tmp_path / "flowers", client="gardn", **settings)
+    with pytest.raises(InputError, match="flowers, test; there is no column garden"):
+        ready(tmp_path / "flowers", group="garden", **settings | {"num_clients": 3})
+
+
 def test_a_class_is_its_name_where_the_test_split_numbers_them_in_another_order(tmp_path, datasets):
     def split(names: list[str], count: int):
         features = datasets.Features(

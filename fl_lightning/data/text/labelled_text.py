@@ -106,7 +106,7 @@ class LabelledText(HuggingFaceData):
         wrong = next((number for number, ids in enumerate(found) if not ids), None)
         require(wrong is None, f"{place}, item {wrong}", "its text has no token", "leave it out")
         padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-        known = {key: list(rows[key]) for key in self._named()}
+        known = {key: list(rows[key]) for key in self._named() if key in rows.column_names}
         return [
             {
                 IDS: torch.tensor(ids + [padding] * (self.max_length - len(ids))),
