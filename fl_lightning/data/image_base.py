@@ -60,7 +60,8 @@ class ImageData(FederatedData):
             Training and test images are then dealt out together, as PFLlib does with 0.25, and the
             test set is that of all clients. 0: the data's own test set.
         moments: mean and standard deviation by which pixels in [0, 1] are normalised, such as
-            ``[0.5, 0.5]``; null: those of the training images, by channel.
+            ``[0.5, 0.5]``; null: those of the training images, by channel, with
+            ``local_test_fraction`` of all that the files have for training.
         metrics: metrics of torchmetrics by class path that are evaluated beside the task's, as
             ``test/*`` and ``val/*``; null: none.
         primary: the metric that selects, of the task's or of ``metrics``; null: the task's primary
