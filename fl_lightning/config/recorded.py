@@ -20,8 +20,8 @@ from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
-from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
+from typing import Any, ClassVar, SupportsIndex, TypeVar
+from weakref import finalize
 
 import numpy as np
 import torch
@@ -32,13 +32,25 @@ from fl_lightning.config.near_names import nearest_or_list
 from fl_lightning.errors import InputError
 from fl_lightning.support.tensor_bytes import raw_bytes
 
+T = TypeVar("T")
 NOT_RECORDED = "not recorded: "
 # A longer list is replaced by its hash, or the configuration would be too large to be read back.
 MAX_ITEMS = 1000
 
-_ARGUMENTS: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
-"""The recorded arguments of each object. They are not attributes, since those are compared and
-copied."""
+
+class _Arguments(dict[str, Any]):
+    """Recorded arguments: copies of an object share them, and a pickle holds their description."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Arguments:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Arguments, ({name: describe(value) for name, value in self.items()},)
+
+
+_ARGUMENTS: dict[int, _Arguments] = {}
+"""The recorded arguments of each object that lives, by its id: some objects have no hash. They are
+not attributes, since those are compared and copied."""
 
 
 _IN_WORK: set[int] = set()  # functions whose hash is being computed
@@ -58,6 +70,26 @@ class Recorded:
         super().__init_subclass__(**settings)
         if "__init__" in vars(cls):
             cls.__init__ = _recording(cls, cls.__init__)  # type: ignore[method-assign]
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+        """Return how the object is copied or pickled: with the record of its arguments."""
+        made = super().__reduce_ex__(protocol)
+        arguments = _ARGUMENTS.get(id(self))
+        if arguments is None or isinstance(made, str):
+            return made
+        return _made_again, (arguments, *made[:2]), *made[2:]
+
+
+def _made_again(arguments: _Arguments, function: Callable[..., T], given: tuple[Any, ...]) -> T:
+    """Return a copy of an object, before its state is set, with the record of the original."""
+    copied = function(*given)
+    _record(copied, arguments)
+    return copied
+
+
+def _record(made: object, arguments: _Arguments) -> None:
+    _ARGUMENTS[id(made)] = arguments
+    finalize(made, _ARGUMENTS.pop, id(made), None).atexit = False
 
 
 def _recording(cls: type, constructor: Callable[..., None]) -> Callable[..., None]:
@@ -84,8 +116,8 @@ def _recording(cls: type, constructor: Callable[..., None]) -> Callable[..., Non
         for name, value in bound.items():
             require_made(name, value)
         # the subclass's constructor is called first, and its arguments count
-        if self not in _ARGUMENTS:
-            _ARGUMENTS[self] = dict(list(bound.items())[1:])
+        if id(self) not in _ARGUMENTS:
+            _record(self, _Arguments(list(bound.items())[1:]))
         check_arguments(type(self), constraints(), bound)
         constructor(*given.args, **given.kwargs)
 
@@ -120,18 +152,35 @@ def settings_of_run(
 
 def arguments_of(made: Recorded) -> dict[str, Any]:
     """Return the arguments of an object's constructor as plain YAML, with the defaults of the
-    others."""
-    given = dict(_ARGUMENTS.get(made, {}))
-    described = {}
+    others.
+
+    Those of a dataclass are its fields. Of an object whose constructor was not seen, such as one
+    that its class copies itself, they are ``NOT_RECORDED``.
+    """
+    known = _fields_of(made) if _has_made_constructor(type(made)) else _ARGUMENTS.get(id(made))
+    given = dict(known or {})
+    described: dict[str, Any] = {}
     for parameter in _parameters(type(made)):
         if parameter.kind is parameter.VAR_KEYWORD:
             given |= given.pop(parameter.name, {})
         elif parameter.kind is parameter.VAR_POSITIONAL:
             described[parameter.name] = describe(given.pop(parameter.name, ()))
         elif parameter.name not in described:
-            value = given.pop(parameter.name, parameter.default)
+            unknown = f"{NOT_RECORDED}an argument of {import_path(type(made))}"
+            default = unknown if known is None else parameter.default
+            value = given.pop(parameter.name, default)
             described[parameter.name] = None if value is parameter.empty else describe(value)
     return described | {name: describe(value) for name, value in given.items()}
+
+
+def _has_made_constructor(cls: type) -> bool:
+    """Return whether ``dataclass`` made the constructor, after the class had been defined: it
+    records nothing."""
+    return is_dataclass(cls) and not hasattr(cls.__init__, "__wrapped__")
+
+
+def _fields_of(made: Any) -> dict[str, Any]:
+    return {one.name: getattr(made, one.name) for one in fields(made) if one.init}
 
 
 def _parameters(cls: type) -> Iterator[inspect.Parameter]:

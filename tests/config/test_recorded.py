@@ -3,10 +3,13 @@ comparison."""
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from functools import partial
+from pickle import dumps, loads
 
 import numpy as np
 import pytest
@@ -296,3 +299,65 @@ def test_descriptions():
         1.0,
         "small_cnn",
     )
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda one: loads(dumps(one))])
+def test_a_copy_is_described_as_its_original(again):
+    original = LabelNoise(clients=0.4, round=3)
+    copied = again(again(original))
+    assert type(copied) is LabelNoise
+    assert vars(copied) == vars(original)
+    assert describe(copied) == describe(original)
+
+
+def test_a_copied_method_is_not_continued_with_other_arguments(tmp_path):
+    def run_of(mu, **settings):
+        method = copy.deepcopy(FedProx(mu=mu, network=SMALL, optimizer=optimizer()))
+        return run(method, data_of("FedAvg"), tmp_path, max_rounds=1, local_epochs=1, **settings)
+
+    run_of(5.0)
+    (made,) = (path.parent for path in tmp_path.glob("*/*/config.yaml"))
+    assert config_of(made)["model.init_args.mu"] == 5.0
+    with pytest.raises(InputError, match=r"mu: 5.0 -> 0.1"):
+        run_of(0.1, ckpt_path=str(made))
+
+
+class CopiesItself(Stressor):
+    def __init__(self, rate: float = 0.5) -> None:
+        self.rate = rate
+
+    def __deepcopy__(self, memo):
+        copied = object.__new__(type(self))
+        copied.rate = self.rate
+        return copied
+
+
+def test_a_copy_of_unknown_arguments_is_not_described_by_defaults():
+    rate = describe(copy.deepcopy(CopiesItself(rate=0.9)))["init_args"]["rate"]
+    assert rate.startswith(NOT_RECORDED)
+
+
+@dataclass
+class DataclassNoise(LabelNoise):
+    share: float = 0.1
+    seen: list[int] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        LabelNoise.__init__(self, clients=self.share)
+
+
+@dataclass(frozen=True)
+class FrozenStressor(Stressor):
+    rate: float = 0.1
+
+
+@pytest.mark.parametrize(
+    ("made", "arguments"),
+    [
+        (DataclassNoise(share=0.7), {"share": 0.7}),
+        (FrozenStressor(rate=0.9), {"rate": 0.9}),
+        (copy.deepcopy(FrozenStressor(0.8)), {"rate": 0.8}),
+    ],
+)
+def test_a_dataclass_is_described_by_its_fields(made, arguments):
+    assert describe(made)["init_args"] == arguments
