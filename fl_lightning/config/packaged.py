@@ -130,6 +130,8 @@ def with_found_configs(args: Sequence[str]) -> list[str]:
     while left:
         arg = left.pop(0)
         flag, equals, name = arg.partition("=")
+        if re.match("-c[^=]", arg):  # glued to its value
+            flag, equals, name = "-c", "=", arg[2:]
         if flag not in ("--config", "-c") or not (equals or left):
             found.append(arg)
             continue

@@ -246,6 +246,12 @@ def test_a_file_is_layered_on_its_base(
     }
 
 
+def test_a_file_glued_to_its_flag_has_its_base_too(here: Path, capsys) -> None:
+    assert printed(capsys, "-cconfigs/fedprox.yaml") == printed(
+        capsys, "-c", "configs/fedprox.yaml"
+    )
+
+
 FORMS = {
     "plain": "base: {}\nmodel: FedAvg\n",
     "quoted": 'base: "{}"   # with a comment\nmodel: FedAvg\n',
