@@ -108,6 +108,13 @@ def with_bare_flags(args: list[str], switches: Iterable[str]) -> list[str]:
     return found
 
 
+def with_printing_last(args: list[str]) -> list[str]:
+    """Return the arguments with ``--print_config`` at the end: the parser prints the settings that
+    it has read before that word."""
+    last = [arg for arg in args if arg.partition("=")[0] == "--print_config"]
+    return [arg for arg in args if arg not in last] + last
+
+
 def with_config_of_run(command: str, args: list[str]) -> list[str]:
     """Return the arguments of ``test`` or ``export``, with the configuration of the run in front if
     they name none; those of other commands stay as they are.

@@ -52,6 +52,7 @@ from fl_lightning.cli.configs import (
     read_configs,
     with_bare_flags,
     with_config_of_run,
+    with_printing_last,
 )
 from fl_lightning.cli.description import Description, read_description, write_description
 from fl_lightning.cli.help import class_help
@@ -110,7 +111,8 @@ class FederatedCLI(LightningCLI):
 
     def __init__(self, command: str, args: list[str]) -> None:
         self.command, self.typed = command, args
-        self.args = args = with_bare_flags(with_found_configs(args), _switches_of_trainer(command))
+        found = with_found_configs(with_printing_last(args))
+        self.args = args = with_bare_flags(found, _switches_of_trainer(command))
         super().__init__(
             model_class=Method,
             datamodule_class=FederatedData,
@@ -336,7 +338,7 @@ def run(command: str, args: list[str], *, describe: bool = False) -> None:
 def _run_function(command: str, function: Any, args: list[str]) -> None:
     """Run a command without trainer, model and data: its flags are the parameters of
     ``function``."""
-    args = with_found_configs(args)
+    args = with_found_configs(with_printing_last(args))
     parser, names, switches = _parser_of_function(command, function)
     args = with_bare_flags(args, switches)
     texts = read_configs(args, COMMANDS[command].usual_config)

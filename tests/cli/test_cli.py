@@ -364,6 +364,15 @@ def test_print_config_can_be_run(
     assert call(runs, "--config printed.yaml").trainer.max_rounds == 4
 
 
+def test_print_config_prints_the_whole_command_line_wherever_it_stands(here, capsys) -> None:
+    shown = []
+    for line in ("--config base.yaml --print_config", "--print_config --config base.yaml"):
+        assert main(["fit", *line.split(), "--trainer.max_rounds", "4"]) == 0
+        shown.append(yaml.safe_load(capsys.readouterr().out))
+    assert shown[0] == shown[1]
+    assert (shown[1]["seed_everything"], shown[1]["trainer"]["max_rounds"]) == (3, 4)
+
+
 @pytest.mark.parametrize("name", ["MLFlowLogger", "TensorBoardLogger", "WandbLogger", "CSVLogger"])
 def test_loggers_by_their_short_name(
     here: Path, capsys: pytest.CaptureFixture[str], name: str
