@@ -119,7 +119,8 @@ def with_config_of_run(command: str, args: list[str]) -> list[str]:
     """Return the arguments of ``test`` or ``export``, with the configuration of the run in front if
     they name none; those of other commands stay as they are.
 
-    A run directory as the first argument means the same as after ``--ckpt_path``.
+    It takes precedence over a configuration in the environment, as every file does. A run directory
+    as the first argument means the same as after ``--ckpt_path``.
 
     Raises:
         InputError: the arguments name no run, or one without a configuration.
@@ -136,13 +137,11 @@ def with_config_of_run(command: str, args: list[str]) -> list[str]:
         given = finder.parse_known_args(args)[0]
     except argparse.ArgumentError:  # a flag has no value, which the real parser reports
         return args
-    if (
-        given.config
-        or given.model
-        or f"{ENV_PREFIX}CONFIG" in os.environ
-        or {"-h", "--help"} & {*args}
-    ):
+    if given.config or given.model or {"-h", "--help"} & {*args}:
         return args
+    in_environment = bool(os.environ.get(f"{ENV_PREFIX}CONFIG"))
+    if in_environment and given.ckpt_path in (None, "", "last"):
+        return args  # the run is looked for in the experiment that it names
     if not given.ckpt_path or given.ckpt_path == "last":
         raise InputError(
             f"{command} {f'--ckpt_path {given.ckpt_path}' if given.ckpt_path else 'without --ckpt_path'} "
@@ -150,9 +149,11 @@ def with_config_of_run(command: str, args: list[str]) -> list[str]:
             "it needs to know the run",
             "write --ckpt_path and the run's directory",
         )
-    path = Path(given.ckpt_path)
+    path = Path(os.path.expanduser(given.ckpt_path))
     run = path.parent.parent if path.parent.name == "checkpoints" else path
     if not (run / "config.yaml").is_file():
+        if in_environment:
+            return args
         raise InputError(
             given.ckpt_path if named_first else f"--ckpt_path {given.ckpt_path}",
             "it is neither a run directory nor a checkpoint in one",

@@ -324,8 +324,10 @@ def run(command: str, args: list[str], *, describe: bool = False) -> None:
     import_short_names()
     if describe and find_theirs() is None and read_description(command) is None:
         write_description(command, description_of(command))
-    if config := find_config(os.environ.get(f"{ENV_PREFIX}CONFIG", "")):
+    if config := find_config(name := os.environ.get(f"{ENV_PREFIX}CONFIG", "")):
         os.environ[f"{ENV_PREFIX}CONFIG"] = str(config)
+    elif not name:
+        os.environ.pop(f"{ENV_PREFIX}CONFIG", None)
     function = COMMANDS[command].function
     if function is None:
         FederatedCLI(command, with_config_of_run(command, args)).start()
