@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from os.path import expanduser
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -194,7 +195,7 @@ class FederatedTrainer(RunViews):
         self.checkpoint_every = checkpoint_every
         self.keep_checkpoints = keep_checkpoints
         self.logger = logger
-        self.root = Path(default_root_dir)
+        self.root = Path(expanduser(default_root_dir))
         self.experiment = experiment
         self.run_name = run_name
         self.deterministic = deterministic

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ def check_folder(folder: str | Path, overwrite: bool) -> Path:
         InputError: it is a file, or holds something that is not to be overwritten.
     """
     require(folder, "export without --to", "it writes a folder", "write --to FOLDER")
-    path = Path(folder)
+    path = Path(os.path.expanduser(folder))
     with as_bad_input(f"--to {path}", "it cannot be written", NEW):
         there = path.exists() and (not path.is_dir() or any(path.iterdir()))
     require(not there or path.is_dir(), f"--to {folder}", "it is a file", NEW)

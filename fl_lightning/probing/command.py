@@ -129,7 +129,7 @@ def parse_request(ckpt_path: str | None, checkpoint: str | None) -> tuple[str, s
             "the run to be tested is needed",
             "write --ckpt_path and its directory, or last",
         )
-    path = Path(ckpt_path)
+    path = Path(os.path.expanduser(ckpt_path))
     if path.parent.name != "checkpoints" or not path.name.startswith("round_"):
         return ckpt_path, checkpoint or "last"
     if checkpoint not in (None, path.name):

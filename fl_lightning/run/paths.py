@@ -17,7 +17,7 @@ def run_and_checkpoints(ckpt_path: str) -> tuple[Path, list[Path]]:
     Raises:
         InputError: there is no such run or checkpoint.
     """
-    path = Path(ckpt_path).absolute()
+    path = Path(os.path.expanduser(ckpt_path)).absolute()
     if path.name.startswith("round_") and path.parent.name == "checkpoints":
         run, candidates = (
             path.parent.parent,

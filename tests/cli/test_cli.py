@@ -23,6 +23,9 @@ from fl_lightning.__main__ import main
 from fl_lightning.cli import commands
 from fl_lightning.cli.configs import check_encoding
 from fl_lightning.errors import InputError
+from fl_lightning.export.folder import check_folder
+from fl_lightning.probing.command import parse_request
+from fl_lightning.run.paths import run_and_checkpoints
 from fl_lightning.support.imports import garbage_collection_off
 from fl_lightning.trainer import FederatedTrainer
 
@@ -325,6 +328,55 @@ def test_a_config_from_the_environment(
 ) -> None:
     monkeypatch.setenv("FL_LIGHTNING_CONFIG", "base.yaml")
     assert call(runs, "").trainer.max_rounds == 7
+
+
+def test_numbers_of_flags_and_of_the_environment_are_decimal(
+    runs: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FL_LIGHTNING_TRAINER__EVAL_EVERY", "011")
+    words = ["--config", "base.yaml", "--seed_everything", "010", "--trainer.run_name", "1:30"]
+    assert main(["fit", *words, "--data.partition", "{min_size: 010}"]) == 0
+    trainer = runs[-1].trainer
+    assert (runs[-1].seed, trainer.eval_every, trainer.run_name) == (10, 11, "1:30")
+    assert runs[-1].data.partition.min_size == 10
+
+
+@pytest.mark.parametrize("given", ["base.yaml", ""])
+def test_the_configuration_of_a_run_beats_that_of_the_environment(
+    here: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    tested: list[FederatedTrainer] = []
+
+    def test(
+        self: FederatedTrainer,
+        method: Any,
+        data: Any,
+        *,
+        seed: int = 0,
+        ckpt_path: str | None = None,
+    ) -> None:
+        tested.append(self)
+
+    monkeypatch.setattr(FederatedTrainer, "test", test)
+    (here / "run").mkdir()
+    (here / "run" / "config.yaml").write_text(BASE.replace("max_rounds: 7", "max_rounds: 9"))
+    monkeypatch.setenv("FL_LIGHTNING_CONFIG", given)
+    assert main(["test", "run"]) == 0
+    assert tested[0].max_rounds == 9
+    assert main(["test", "--ckpt_path", "last"]) == (0 if given else 2)
+
+
+def test_a_tilde_is_the_home_folder(
+    runs: list[SimpleNamespace], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(here))
+    run = call(runs, "--config base.yaml --trainer.default_root_dir ~/runs")
+    assert run.trainer.root == here / "runs"
+    (here / "run").mkdir()
+    (here / "run" / "config.yaml").write_text(BASE)
+    assert run_and_checkpoints("~/run") == (here / "run", [])
+    assert parse_request("~/run/checkpoints/round_000002", None)[0] == str(here / "run")
+    assert check_folder("~/made", overwrite=False) == here / "made"
 
 
 @pytest.mark.parametrize(
