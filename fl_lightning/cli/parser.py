@@ -33,6 +33,7 @@ from jsonargparse import (
     set_loader,
     set_parsing_settings,
 )
+from jsonargparse._loaders_dumpers import get_yaml_default_loader
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -66,7 +67,7 @@ from fl_lightning.cli.types import (
     import_class,
     settings_of,
 )
-from fl_lightning.config.documents import check_size, load_yaml
+from fl_lightning.config.documents import ODD_NUMBER, check_size, load_yaml
 from fl_lightning.config.packaged import configs_folder, find_config, with_found_configs
 from fl_lightning.data import FederatedData, FederatedImages
 from fl_lightning.errors import InputError, MisuseError
@@ -501,6 +502,9 @@ def _load_limited_yaml(document: str) -> Any:
     return _load_yaml(as_layer(document))
 
 
+# a text for the loader, of which an int makes decimal digits and no minutes
+for _resolvers in get_yaml_default_loader().yaml_implicit_resolvers.values():
+    _resolvers.insert(0, ("tag:yaml.org,2002:str", ODD_NUMBER))
 set_loader("yaml", _load_limited_yaml, exceptions=(yaml.YAMLError,))
 
 

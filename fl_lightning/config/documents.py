@@ -9,6 +9,8 @@ That size is computed from the parser's events, in time linear in the text.
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,25 @@ def load_yaml(text: str) -> Any:
 def as_yaml(value: Any) -> str:
     """Return a value as a YAML text; libyaml takes a tenth of the time of ``yaml.safe_dump``."""
     return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False))
+
+
+ODD_NUMBER = re.compile(r"[-+]?(?:0[0-7_]+|[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?)$")
+"""A number that YAML 1.1 reads to the base 8, as ``010``, or 60, as ``1:30``."""
+
+
+def odd_numbers(node: yaml.Node | None) -> Iterator[yaml.ScalarNode]:
+    """Yield the numbers of a document that YAML 1.1 does not read as decimal ones."""
+    if isinstance(node, yaml.MappingNode):
+        for pair in node.value:
+            yield from (found for one in pair for found in odd_numbers(one))
+    elif isinstance(node, yaml.SequenceNode):
+        yield from (found for one in node.value for found in odd_numbers(one))
+    elif (
+        isinstance(node, yaml.ScalarNode)
+        and node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+        and ODD_NUMBER.match(node.value)
+    ):
+        yield node
 
 
 def read_document(path: Path, given: str) -> str:

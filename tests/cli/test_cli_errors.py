@@ -64,6 +64,8 @@ data:
     "beside.yaml": "model:\n  class_path: FedAvg\n  network: resnet20\n",
     "callback_beside.yaml": "model: FedAvg\ntrainer:\n  callbacks:\n    - class_path: LabelNoise\n      round: 3\n",
     "no_list.yaml": "model: FedAvg\ntrainer:\n  callbacks: LabelNoise\n",
+    "octal.yaml": "model: FedAvg\nseed_everything: 010\n",
+    "sexagesimal.yaml": "model: FedAvg\ntrainer: {callbacks: [], max_rounds: 1:30}\n",
 }
 
 BAD = [
@@ -106,6 +108,11 @@ BAD = [
     ),
     ("fit --config base.yaml --trainer.max_rounds 0", "max_rounds"),
     ("fit --config base.yaml --trainer.devices nonsense", "devices"),
+    # what YAML 1.1 reads to other bases
+    ("fit --config octal.yaml", "octal.yaml, line 2: 010; YAML 1.1 reads it to the base 8 or 60"),
+    ("fit --config sexagesimal.yaml", "sexagesimal.yaml, line 2: 1:30; YAML 1.1"),
+    ("fit --config base.yaml --trainer.max_rounds 1:30", "1:30; it must be an int"),
+    ("fit --config base.yaml --trainer.participation 0:0.5", "0:0.5; it must be a number"),
     # names of settings
     ("fit --config base.yaml --model.alhpa 3", "write --model.alpha 3"),
     ("fit --config base.yaml --model.num_classes 3", "comes from the data"),
@@ -326,6 +333,8 @@ ONLY_BY_THE_PARSER = {
     # what YAML may read in several ways
     "fit --config base.yaml --trainer.participation '{a: 1}'",
     "fit --config base.yaml --data.num_clients null",
+    "fit --config base.yaml --trainer.max_rounds 1:30",
+    "fit --config base.yaml --trainer.participation 0:0.5",
     "fit --config base.yaml --trainer.tags three",
     "fit --config seed.yaml",
     "fit --config null.yaml",

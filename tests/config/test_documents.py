@@ -8,9 +8,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from places import ROOT
 
 from fl_lightning.__main__ import main
-from fl_lightning.config.documents import MAX_VALUES, check_size
+from fl_lightning.config.documents import (
+    MAX_VALUES,
+    check_size,
+    odd_numbers,
+)
 from fl_lightning.errors import InputError
 
 
@@ -107,3 +112,13 @@ def test_ordinary_anchors_and_merges_stay(here: Path, capsys: pytest.CaptureFixt
     )
     assert main(["fit", "--config", "base.yaml", "--print_config"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["trainer"]["max_rounds"] == 7
+
+
+def test_numbers_of_other_bases_are_found_and_no_others():
+    text = "{a: 010, b: [1:30, 1:30.5], c: '010', d: 10, e: 0.01, f: 0x10, g: a:30, h: 2024-01-02}"
+    assert [one.value for one in odd_numbers(yaml.compose(text))] == ["010", "1:30", "1:30.5"]
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/**/*.yaml")), ids=lambda path: path.stem)
+def test_no_shipped_file_has_a_number_of_another_base(path):
+    assert [*odd_numbers(yaml.compose(path.read_text()))] == []
