@@ -380,6 +380,7 @@ def bad_value(
     if near is None and setting.choices and not setting.has_example and _names_a_class(value):
         instead = _listed_choices(path, setting, is_flag=flagged is not None)
     elif variable:
+        instead = f"[{instead}]" if setting.is_list else instead
         instead = (
             f"{variable}={instead}"
             if variable == variable_of(path)

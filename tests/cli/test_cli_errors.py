@@ -453,6 +453,11 @@ def test_bad_input(
             "environment variable FL_LIGHTNING_DATA={num_clients: ten}; it must be an int",
         ),
         ("FL_LIGHTNING_CONFIG", "bas.yaml", "there is no such file"),
+        (
+            "FL_LIGHTNING_TRAINER__CALLBACKS",
+            "LabelNoise",
+            "write FL_LIGHTNING_TRAINER__CALLBACKS=[LabelNoise]",
+        ),
     ],
 )
 def test_bad_environment(
