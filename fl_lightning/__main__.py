@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from errno import EDQUOT, ENOSPC, EROFS
+from errno import EACCES, EDQUOT, ENOSPC, EPERM, EROFS
 from typing import Any, NoReturn
 
 from fl_lightning.cli.commands import TRACEBACK_VARIABLE, answer_quickly
@@ -33,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         code = _answer_quickly(argv)
         if code is None:
+            _check_folder()
             # imports yaml, which --help does without
             from fl_lightning.cli.early import refuse_early
 
@@ -45,14 +46,19 @@ def main(argv: list[str] | None = None) -> int:
     except RunStopped as error:
         return _one_line(error, str(error), code=1)
     except OSError as error:
-        if hasattr(error, "run_log"):
+        if hasattr(error, "run_log") or hasattr(error, "failed_at"):
             return _bug(error)
+        if error.errno in (EACCES, EPERM) and error.filename is not None:
+            path = os.fsdecode(error.filename)
+            rule = f"it cannot be read or written ({error.strerror})"
+            return _one_line(error, f"{path}; {rule}; name one that can", code=2)
         if error.errno not in (ENOSPC, EDQUOT, EROFS):
             raise
         again = "continue with --ckpt_path" if argv[0] in CONTINUED else "give the command again"
-        return _one_line(
-            error, f"{error}; {argv[0]} needs room to write; make some and {again}", code=1
-        )
+        needed = "needs room to write; make some"
+        if error.errno == EROFS:
+            needed = "writes, and this file system is read-only; make it writable"
+        return _one_line(error, f"{error}; {argv[0]} {needed} and {again}", code=1)
     except KeyboardInterrupt:
         return 130
     except SystemExit as stop:  # --help and --print_config: 0; after SIGTERM: 143
@@ -62,6 +68,15 @@ def main(argv: list[str] | None = None) -> int:
             raise
         return _bug(error)
     return code or 0
+
+
+def _check_folder() -> None:
+    """Refuse a working directory that has been removed or may not be entered."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        rule = f"it is not there any more, or closed ({error.strerror})"
+        raise InputError("the working directory", rule, "change to another one with cd") from None
 
 
 def _answer_quickly(argv: list[str]) -> int | None:
@@ -113,12 +128,14 @@ def _wait_for_rank_zero() -> None:
     Usually all ranks have the same error. Rank 0 reports it, and its end stops the other processes
     before they report it too. An error of one other rank alone is reported after the wait.
     """
-    if int(
+    rank = (
         os.environ.get("RANK")
         or os.environ.get("LOCAL_RANK")
         or os.environ.get("SLURM_PROCID")
-        or 0
-    ):
+        or "0"
+    )
+    # a text that is no number is no rank's
+    if rank.isdecimal() and int(rank):
         time.sleep(10)
 
 

@@ -549,6 +549,48 @@ def test_a_full_disk_is_answered_with_what_the_command_has(monkeypatch, capsys, 
 
 
 @pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (
+            PermissionError(errno.EACCES, "Permission denied", "closed/runs"),
+            2,
+            "closed/runs; it cannot be read or written (Permission denied); name one that can",
+        ),
+        (
+            OSError(errno.EROFS, "Read-only file system", "mnt/runs"),
+            1,
+            "fit writes, and this file system is read-only; make it writable and continue",
+        ),
+    ],
+)
+def test_a_closed_folder_is_one_line(monkeypatch, capsys, error, code, said):
+    def closed(*_):
+        raise error
+
+    monkeypatch.setattr(Path, "is_dir", closed)
+    assert main(["fit", "--config", "closed/base.yaml"]) == code
+    shown = capsys.readouterr().err
+    assert said in shown
+    assert shown.count("\n") == 1
+
+
+@pytest.mark.parametrize("rank", ["node1", "0"])
+def test_an_error_is_told_whatever_the_rank_is_called(monkeypatch, capsys, rank):
+    monkeypatch.setenv("RANK", rank)
+    assert main(["fitt"]) == 2
+    assert "the first argument must be a command" in capsys.readouterr().err
+
+
+def test_a_working_directory_that_is_gone_is_one_line(monkeypatch, capsys, tmp_path):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["fit", "--model", "FedAvg"]) == 2
+    assert "the working directory; it is not there any more" in capsys.readouterr().err
+    assert main(["--help"]) == 0
+
+
+@pytest.mark.parametrize(
     ("variable", "value", "expected"),
     [("MODEL__OPTIMIZER__LR", "0.5", "lr: 0.5"), ("MODEL__NETWORK", "mlp", "network: mlp")],
 )
