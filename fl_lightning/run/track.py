@@ -223,23 +223,26 @@ def track(run_dirs: list[str], uri: str | None = None) -> None:
             "write python -m fl_lightning track runs/EXPERIMENT/NAME",
         )
     address = absolute_uri(uri) if uri else default_uri()
-    stored = [StoredRun.read(path) for path in run_dirs]
-    for one in stored:
-        one.run.lock()
+    paths = [StoredRun.read(path).run.path for path in run_dirs]  # before anything is added
+    for path in paths:
+        run = RunDirectory(path)
+        run.lock()
         try:
+            # again, since another process may have gone on with it until it was locked
+            one = StoredRun.read(str(path))
             missing, run_id = add_missing(one, address)
         except InputError:
             raise
         except Exception as error:
             raise InputError(
                 f"--uri {redact(address)}",
-                f"MLflow there does not take {one.run.path} ({reason(error)})",
+                f"MLflow there does not take {path} ({reason(error)})",
                 "make it reachable and writable, or name another one",
             ) from error
         finally:
-            one.run.unlock()
+            run.unlock()
         sys.stdout.write(
-            f"{one.run.path}: {missing} of {len(one.rounds)} rounds were missing; "
+            f"{path}: {missing} of {len(one.rounds)} rounds were missing; "
             f"run {run_id} at {redact(address)}\n"
         )
 
@@ -293,26 +296,25 @@ def find_in_store(stored: StoredRun, uri: str) -> str | None:
 def note_tracked(stored: StoredRun, uri: str, run_id: str) -> None:
     """Note in ``metadata.json`` the id of a run that had none, and that the store lacks no rounds.
 
-    The file keeps its modification time, which tells when the run ended.
+    The file keeps its modification time, which tells when the run ended, and whatever else it has.
     """
-    before = to_json(stored.metadata)
-    if not stored.metadata.get("tracking_run_id") or is_tracked_elsewhere(
-        stored.metadata, stored.run.path
-    ):
-        stored.metadata |= {"tracking_run_id": run_id, "tracking_run_dir": str(stored.run.path)}
-    lacking = stored.metadata.pop("untracked_rounds", {})
+    metadata = stored.run.read_json("metadata.json")
+    before = to_json(metadata)
+    if not metadata.get("tracking_run_id") or is_tracked_elsewhere(metadata, stored.run.path):
+        metadata |= {"tracking_run_id": run_id, "tracking_run_dir": str(stored.run.path)}
+    lacking = metadata.pop("untracked_rounds", {})
     left = {
         name: rounds
         for name, rounds in lacking.items()
         if absolute_uri(name.removeprefix("MLflow at ")) != redact(uri)
     }
     if left:
-        stored.metadata["untracked_rounds"] = left
+        metadata["untracked_rounds"] = left
     path = stored.run.path / "metadata.json"
-    if to_json(stored.metadata) != before:
+    if to_json(metadata) != before:
         with suppress(OSError):  # the user may read the run and not write it
             time = path.stat().st_mtime_ns
-            stored.run.write_json("metadata.json", stored.metadata)
+            stored.run.write_json("metadata.json", metadata)
             os.utime(path, ns=(time, time))
 
 

@@ -18,6 +18,7 @@ from test_tracking import Ending
 from fl_lightning.__main__ import main
 from fl_lightning.conformance.toy import Points, on_points, run
 from fl_lightning.methods import FedAvg
+from fl_lightning.run import track as track_module
 from fl_lightning.run.directory import RunDirectory
 from fl_lightning.run.metadata import milliseconds, round_times
 from fl_lightning.tracking import loggers as tracking
@@ -362,6 +363,33 @@ def test_a_damaged_test_leaves_the_run_to_be_tracked(content, tmp_path, caplog) 
     (run_dir / "test.json").write_text(content)
     assert main(["track", str(run_dir)]) == 0
     assert "test.json cannot be read and is left out" in caplog.text
+
+
+def test_what_another_process_wrote_in_the_meantime_stays(tmp_path, monkeypatch, capsys) -> None:
+    """Between the first look at the run and the lock, and while the store is written to."""
+    run_dir, lock = fit(tmp_path, experiment="e"), RunDirectory.lock
+    whole = (run_dir / "metadata.json").read_bytes()
+    (run_dir / "metadata.json").write_text(
+        json.dumps({**json.loads(whole), "status": "interrupted", "finished": None})
+    )
+
+    def late(self: RunDirectory) -> None:
+        (run_dir / "metadata.json").write_bytes(whole)
+        lock(self)
+
+    def noting(*given: Any) -> None:
+        (run_dir / "metadata.json").write_text(json.dumps({**metadata_of(run_dir), "more": 1}))
+        log_rounds(*given)
+
+    log_rounds = track_module.log_rounds
+    monkeypatch.setattr(RunDirectory, "lock", late)
+    monkeypatch.setattr(track_module, "log_rounds", noting)
+    assert main(["track", str(run_dir)]) == 0
+    found = metadata_of(run_dir)
+    run_id, _ = found.pop("tracking_run_id"), found.pop("tracking_run_dir")
+    before = {**json.loads(whole), "more": 1}
+    assert found == {name: one for name, one in before.items() if "tracking_run" not in name}
+    assert stored(tmp_path, run_id)["status"] == "FINISHED"
 
 
 def test_a_run_of_an_older_release_can_be_tracked(tmp_path: Path) -> None:
