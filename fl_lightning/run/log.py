@@ -7,6 +7,7 @@ import logging
 import re
 import sys
 import time
+from contextlib import suppress
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
@@ -112,7 +113,8 @@ class _FileHandler(logging.StreamHandler):
 
     def close(self) -> None:
         super().close()
-        self.file.close()
+        with suppress(OSError):  # what is left in the buffer does not fit on the disk
+            self.file.close()
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass
