@@ -151,7 +151,7 @@ def change_uploads(fed: Federation, round: int, uploads: Uploads, receipts: list
             continue
         try:
             after = changed.get(id)
-            if after is not None and after is not before:
+            if after is not None:  # a stressor may have changed it in place
                 check_upload(fed.method, after, receipt.client, uploads)
             if after is not None:
                 uploads[id] = after

@@ -162,6 +162,19 @@ def test_a_changed_upload_is_checked_again(tmp_path):
     assert row["comm/wasted_bytes"] > 0
 
 
+def test_an_upload_that_is_changed_in_place_is_checked_again(tmp_path):
+    class Overwrites(Stressor):
+        def change_uploads(self, uploads, *, round, context):
+            uploads[min(uploads)].tensor("weights").fill_(float("nan"))
+            return uploads
+
+    method = FedAvg(optimizer=sgd(0.05))
+    trainer = run(method, digits(), tmp_path, max_rounds=1, callbacks=[Overwrites()])
+    (row,) = trainer.progress.history
+    assert (row["clients/rejected"], row["clients/trained"]) == (1, 5)
+    assert method.server["weights"].isfinite().all()
+
+
 @pytest.mark.slow
 @pytest.mark.essential
 def test_what_they_send_does_not_depend_on_the_way_of_the_sum(tmp_path):
