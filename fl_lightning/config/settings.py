@@ -103,6 +103,8 @@ FORMER_DEFAULTS = {"trainer.callbacks.*.init_args.monitor": "val/accuracy"}
 """Settings that are null since they follow the task, by pattern, with the default that they had
 before. It is also what null means where the task is classification, so hashes have it in place of
 null."""
+LISTS = ("trainer.callbacks",)
+"""Lists of which null and an empty one, which leaves no key, mean the same."""
 SAME_CLASS = {
     "fl_lightning.Meter": "fl_lightning.hooks.Meter",
     "fl_lightning.Method": "fl_lightning.methods.Method",
@@ -219,6 +221,7 @@ def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> lis
         f"{key}: {shown(before, key)} -> {shown(after, key)}"
         for key in {**before, **after}
         if shown(before, key) != shown(after, key)
+        and not (key in LISTS and before.get(key) is None and after.get(key) is None)
         # 4 from Python is 4.0 where the command line has read it for a float
         and not (is_number(before.get(key)) and before.get(key) == after.get(key))
     ]

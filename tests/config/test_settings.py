@@ -9,7 +9,13 @@ from fnmatch import fnmatchcase
 import pytest
 
 from fl_lightning import methods
-from fl_lightning.config.settings import FREE_KEYS, NEUTRAL_VALUES, changed_settings, settings_hash
+from fl_lightning.config.settings import (
+    FREE_KEYS,
+    NEUTRAL_VALUES,
+    changed_settings,
+    flatten,
+    settings_hash,
+)
 from fl_lightning.models.language import LlamaTiny
 from fl_lightning.models.language.hf import TransformersLM
 from fl_lightning.trainer import FederatedTrainer
@@ -80,6 +86,16 @@ def test_a_whole_number_is_one_from_python_and_from_the_command_line():
     assert changed_settings({"model.init_args.bits": 4}, {"model.init_args.bits": 4.0}) == []
     assert changed_settings({"model.init_args.bits": 4}, {"model.init_args.bits": 4.5})
     assert changed_settings({"trainer.deterministic": True}, {"trainer.deterministic": 1})
+
+
+def test_no_callbacks_are_null_or_an_empty_list():
+    null, empty, one = (
+        flatten({"trainer": {"callbacks": given}}) for given in (None, [], ["LabelNoise"])
+    )
+    assert changed_settings(null, empty) == changed_settings(empty, null) == []
+    assert changed_settings(null, one)
+    assert changed_settings(empty, one)
+    assert changed_settings({"trainer.sampler": "x"}, {})
 
 
 def test_a_default_that_follows_the_task_has_the_hash_of_the_former_one():
