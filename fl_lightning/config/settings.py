@@ -14,7 +14,7 @@ import yaml
 from fl_lightning.config.documents import document_hash, read_document
 from fl_lightning.config.recorded import former_path
 from fl_lightning.errors import as_bad_input
-from fl_lightning.support.redaction import redact_settings
+from fl_lightning.support.redaction import redact, redact_settings
 
 FREE_KEYS = (
     "trainer.devices",
@@ -182,8 +182,8 @@ def result_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     def same(key: str, value: Any) -> Any:
         if key.endswith("class_path"):
             return SAME_CLASS.get(value, value)
-        if isinstance(value, str):
-            return former_path(value)
+        if isinstance(value, str):  # prompts are hashed as earlier versions wrote them down
+            return redact(former_path(value))
         former = (default for name, default in FORMER_DEFAULTS.items() if fnmatchcase(key, name))
         return next(former, None) if value is None else value
 

@@ -54,6 +54,9 @@ _TOKEN = re.compile(
     r"(?<![A-Za-z0-9])(?:gh[opsur]_[A-Za-z0-9]{10,}|github_pat_\w{10,}|glpat-[\w-]{10,}|hf_[A-Za-z0-9]{16,}"
     r"|sk-(?=[\w-]*\d)[\w-]{16,}|A[KS]IA[A-Z0-9]{12,}|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{30,}|xox[abeoprs]-[\w-]{10,})"
 )
+PROMPTS = frozenset(("template", "constants", "system"))
+"""Settings of ``data`` whose texts a language model is shown: a name and a colon there are no
+secret's."""
 _PLAIN = re.compile(r"(?i)(?:null|none|true|false|~|\*\*\*)?$")
 _NUMBER = re.compile(r"[-+]?[\d.]+(?:[eE][-+]?\d+)?$")
 
@@ -85,8 +88,12 @@ def redact(text: str) -> str:
     >>> redact("pushed with ghp_16C7e42F292c6912E7")
     'pushed with ***'
     """
-    text = _BEARER.sub(rf"\1{HIDDEN}", _TOKEN.sub(HIDDEN, _URL.sub(HIDDEN, text)))
-    return _hide_named(_FLAG, _hide_named(_NAMED, text))
+    return _hide_named(_FLAG, _hide_named(_NAMED, _redact_known(text)))
+
+
+def _redact_known(text: str) -> str:
+    """Return a text without what is a secret by its own form, whatever stands before it."""
+    return _BEARER.sub(rf"\1{HIDDEN}", _TOKEN.sub(HIDDEN, _URL.sub(HIDDEN, text)))
 
 
 def _hide_named(names: re.Pattern[str], text: str) -> str:
@@ -163,16 +170,18 @@ def _redact_word(word: str, before: str) -> str:
 def redact_settings(settings: Any, name: str = "", *, secret: bool = False) -> Any:
     """Return nested settings of the same form without secrets.
 
+    Of prompts (:data:`PROMPTS` of ``data``) only what is a secret by its own form is hidden.
+
     Args:
         settings: mappings, lists, texts and numbers.
-        name: the name of these settings.
+        name: the dotted name of these settings.
         secret: whether they lie below the name of a secret; all texts and numbers are then hidden.
     """
     secret = secret or is_secret(name)
     if isinstance(settings, Mapping):
         return {
             redact(key) if isinstance(key, str) else key: redact_settings(
-                value, str(key), secret=secret
+                value, f"{name}.{key}" if name else str(key), secret=secret
             )
             for key, value in settings.items()
         }
@@ -180,7 +189,11 @@ def redact_settings(settings: Any, name: str = "", *, secret: bool = False) -> A
         return [redact_settings(value, name, secret=secret) for value in settings]
     if secret and not isinstance(settings, bool) and isinstance(settings, (str, int, float)):
         return HIDDEN if _tells(name, str(settings)) else settings
-    return redact(settings) if isinstance(settings, str) else settings
+    if not isinstance(settings, str):
+        return settings
+    group, *below = name.split(".")
+    is_prompt = group == "data" and not PROMPTS.isdisjoint(below)
+    return _redact_known(settings) if is_prompt else redact(settings)
 
 
 class RedactionFilter(logging.Filter):

@@ -142,6 +142,31 @@ def test_settings_keep_their_form() -> None:
     )
 
 
+def test_a_prompt_is_kept_and_hashed_as_before() -> None:
+    """What has a secret's own form is hidden in it too."""
+    prompts = {
+        "template": "Mask the token: {inputs}\npassword=\n",
+        "constants": {"definition": "Find the api_key: it is secret"},
+    }
+    config = {
+        "data": {"init_args": {**prompts, "system": "See http://u:hush@h"}},
+        "trainer": {"tags": {"template": "password: hush"}},
+        "model": {"init_args": {"template": "password: hush"}},
+    }
+    shown = redact_settings(config)
+    assert shown["data"]["init_args"] == {**prompts, "system": "See http://***@h"}
+    assert "hush" not in str(shown)
+    assert redact_settings(flatten(config)) == flatten(shown)
+    written = {**shown, "data": {"init_args": {**shown["data"]["init_args"]}}}
+    written["data"]["init_args"] |= {
+        "template": redact(prompts["template"]),
+        "constants": {"definition": redact(prompts["constants"]["definition"])},
+    }
+    assert written != shown
+    assert settings_hash(flatten(written)) == settings_hash(flatten(shown))
+    assert changed_settings(flatten(written), flatten(shown)) == []
+
+
 def test_a_command_line() -> None:
     words = [
         "--x.password",
