@@ -31,7 +31,7 @@ from fl_lightning.run.metadata import (
 )
 from fl_lightning.run.paths import short_path
 from fl_lightning.run.progress import Progress
-from fl_lightning.run.resume import Start
+from fl_lightning.run.resume import Start, newest_round
 from fl_lightning.run.taken_back import note_drawn_noise
 from fl_lightning.support.redaction import redact_settings
 from fl_lightning.tracking.loggers import Tracking
@@ -190,6 +190,12 @@ class Journal:
     def _reopen(self, fed: Federation) -> None:
         done, changed = self.progress.done, self.progress.changed
         self.run.lock()
+        require(
+            newest_round(self.run.path) == self.start.newest,
+            f"--ckpt_path {self.run.path}",
+            "another process has gone on with this run in the meantime",
+            "give the command again",
+        )
         log.info("continuing %s after round %d", short_path(self.run.path), done.round)
         self.metadata = continued_metadata(
             self.run.read_json("metadata.json"), self.metadata, done.round, changed=changed

@@ -16,7 +16,7 @@ from fl_lightning.federation import Federation
 from fl_lightning.models.constants import other_constants, what_never_travels
 from fl_lightning.run.checkpoint import CheckpointError
 from fl_lightning.run.directory import RunName, free_name, numbered
-from fl_lightning.run.paths import checkpoints_in, run_and_checkpoints
+from fl_lightning.run.paths import checkpoints_in, rounds_kept, run_and_checkpoints
 from fl_lightning.run.snapshot import Checkpoint
 
 log = logging.getLogger("fl_lightning")
@@ -36,11 +36,13 @@ class Start:
         new_name: the name that a new run must get, since ``auto_resume`` found no run to continue.
             If it is taken by the time the run is created, another process has started the same run.
             Empty if any name will do.
+        newest: round of the newest checkpoint that the run had then, whole or damaged; -1: none.
     """
 
     run: Path | None = None
     checkpoint: Checkpoint | None = None
     new_name: str = ""
+    newest: int = -1
 
     @property
     def name(self) -> str:
@@ -64,11 +66,12 @@ def find_start(ckpt_path: str, experiment: Path, run_name: str | None = None) ->
         InputError: there is no such run or checkpoint, or none of its checkpoints can be read.
     """
     run, candidates = checkpoints_of(ckpt_path, experiment, run_name)
+    newest = newest_round(run)
     if not candidates:
-        return Start(run)
+        return Start(run, newest=newest)
     for candidate in candidates:
         try:
-            return Start(run, Checkpoint.read(candidate))
+            return Start(run, Checkpoint.read(candidate), newest=newest)
         except (CheckpointError, KeyError, TypeError, AttributeError) as error:
             log.warning(
                 "checkpoint refused: %s",
@@ -79,6 +82,11 @@ def find_start(ckpt_path: str, experiment: Path, run_name: str | None = None) ->
         f"none of its {len(candidates)} checkpoints can be used",
         "start the run anew without it",
     )
+
+
+def newest_round(run: Path) -> int:
+    """Return the round of a run's newest checkpoint; -1 if it has none."""
+    return next(iter(rounds_kept(run)), -1)
 
 
 def checkpoints_of(
