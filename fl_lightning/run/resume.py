@@ -207,7 +207,12 @@ def find_same(experiment: Path, name: RunName, config: Mapping[str, Any]) -> Sta
             log.warning("%s; the run is not continued", error)
             continue
         if same:
-            return find_start(str(run), experiment)
+            try:
+                return find_start(str(run), experiment)
+            except InputError as error:
+                given = f"--trainer.auto_resume, which finds {run}"
+                instead = "write another --trainer.run_name to start anew"
+                raise InputError(given, error.rule, instead) from error
     return Start(new_name=new_name)
 
 
