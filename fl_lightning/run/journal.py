@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.loggers import Logger
@@ -241,7 +242,7 @@ class Journal:
             raise RunStopped(
                 f"{self.run.path} cannot be written any more ({error})",
                 "a run needs its directory and room in it",
-                f"put that right, then continue with --ckpt_path {self.run.path}",
+                f"put that right, then continue with --ckpt_path {quote(str(self.run.path))}",
             ) from error
 
     def track(self) -> None:

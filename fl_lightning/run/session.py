@@ -7,11 +7,13 @@ import signal
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from shlex import quote
 
 from fl_lightning.clock.asynchronous import forget_flights
 from fl_lightning.config.recorded import arguments_of
 from fl_lightning.distributed.launch import start_others, stop_others
 from fl_lightning.engines import Engine, spread_states
+from fl_lightning.errors import RunStopped
 from fl_lightning.federation import Federation, weights_hash
 from fl_lightning.hooks import Meter, RoundRecord, Stressor, tell
 from fl_lightning.loop import run_round
@@ -178,11 +180,14 @@ class RunSession:
             )
         if not self.keeps:
             log.error("fast_dev_run: stopped in round %d; nothing was kept", done + 1)
-        elif min(done, self.progress.saved) < self.fed.max_rounds:
+        # an error of its own after the last round says itself what to do
+        elif min(done, self.progress.saved) < self.fed.max_rounds or not isinstance(
+            error, RunStopped
+        ):
             again = (
                 f"after round {self.progress.saved}" if self.progress.saved else "from the start"
             )
-            by = f"--ckpt_path {short_path(run.path)}"
+            by = f"--ckpt_path {quote(str(short_path(run.path)))}"
             if not self.command_line:  # it was started from Python
                 by = f"trainer.fit(method, data, seed={self.fed.seed}, ckpt_path={str(run.path)!r})"
             reached = min(done + 1, self.fed.max_rounds)
