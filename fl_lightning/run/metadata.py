@@ -136,6 +136,7 @@ def continued_metadata(
         # it has the id under which nodes keep states, which a process that is killed now must not
         # lose
         **({"deployment": deployment} if isinstance(deployment, dict) else {}),
+        "tags": {**_mapping(before.get("tags")), **_mapping(here.get("tags"))},
         "started": before["started"] if is_time(before.get("started")) else here["started"],
         "tracking_run_id": before.get("tracking_run_id"),
         "tracking_run_dir": before.get("tracking_run_dir"),
@@ -155,6 +156,11 @@ def continued_metadata(
             },
         ],
     }
+
+
+def _mapping(value: object) -> dict[str, Any]:
+    """Return a mapping; an empty one for what a damaged file has in its place."""
+    return dict(value) if isinstance(value, Mapping) else {}
 
 
 def tracked_anew(metadata: Mapping[str, Any]) -> dict[str, Any]:

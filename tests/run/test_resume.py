@@ -7,6 +7,7 @@ import fcntl
 import json
 import logging
 import os
+import shlex
 import shutil
 from functools import partial
 from pathlib import Path
@@ -22,13 +23,16 @@ from torch import nn
 from toy import sgd
 
 from callbacks import LabelNoise, StragglerDropout
-from fl_lightning.conformance.toy import images
+from fl_lightning.conformance.toy import images, trainer_in
 from fl_lightning.conformance.toy import run as toy_run
 from fl_lightning.data import Dirichlet, FederatedImages
 from fl_lightning.errors import InputError, RunStopped
 from fl_lightning.methods import FedAvg
 from fl_lightning.models import SmallCNN
 from fl_lightning.run import checkpoint
+from fl_lightning.run.directory import RunDirectory
+from fl_lightning.run.journal import Journal
+from fl_lightning.run.log import RunLog
 from fl_lightning.run.paths import rounds_kept
 from fl_lightning.run.resume import find_start
 from fl_lightning.run.snapshot import Snapshot
@@ -217,6 +221,73 @@ def test_no_whole_checkpoint_is_refused(tmp_path):
         (folder / "manifest.json").unlink()
     with pytest.raises(InputError, match=r"none of its \d checkpoints can be used"):
         fit(tmp_path, ckpt_path="last")
+
+
+def test_auto_resume_of_damaged_checkpoints_says_how_to_start_anew(tmp_path):
+    run = fit(tmp_path, until=2, auto_resume=True).run
+    for folder in run.checkpoints.glob("round_*"):
+        (folder / "manifest.json").unlink()
+    with refused("--trainer.auto_resume", "another --trainer.run_name"):
+        fit(tmp_path, auto_resume=True)
+    fit(tmp_path, **named("anew"))
+
+
+def test_a_run_that_another_process_has_continued_is_read_again(tmp_path, monkeypatch):
+    """It had the lock after this process had read the checkpoint."""
+    run, lock = fit(tmp_path, until=2).run, RunDirectory.lock
+
+    def late(self):
+        shutil.copytree(run.checkpoints / "round_000002", run.checkpoints / "round_000003")
+        lock(self)
+
+    monkeypatch.setattr(RunDirectory, "lock", late)
+    with pytest.raises(InputError, match="another process has gone on with this run"):
+        fit(tmp_path, ckpt_path="last")
+    assert rounds_kept(run.path)[:2] == [3, 2]
+
+
+def test_tags_of_before_stay(tmp_path):
+    fit(tmp_path, until=2, tags={"team": "red", "try": "1"})
+    run = fit(tmp_path, ckpt_path="last", tags={"try": "2"}).run
+    assert run.read_json("metadata.json")["tags"] == {"team": "red", "try": "2"}
+
+
+def test_the_line_that_says_how_to_continue_is_one_of_a_shell(tmp_path, caplog):
+    trainer = trainer_in(tmp_path / "my runs", callbacks=[Interrupt(1, KeyboardInterrupt())])
+    trainer.command_line = ["python"]
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(FedAvg(optimizer=sgd(0.05)), images())
+    assert shlex.split(caplog.text.rpartition("--ckpt_path ")[2]) == [str(trainer.run_dir)]
+    assert find_start(str(trainer.run_dir), Path()).checkpoint is not None
+    with pytest.raises(RunStopped) as stopped, trainer.journal.writing():
+        raise OSError
+    assert shlex.split(str(stopped.value).rpartition("--ckpt_path ")[2]) == [str(trainer.run_dir)]
+
+
+def test_an_interrupt_while_the_trackers_close_says_how_to_continue(tmp_path, caplog, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "finish", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            fit(tmp_path)
+    assert "stopped in round 5; continue after round 5 with trainer.fit(" in caplog.text
+    assert fit(tmp_path, ckpt_path="last").run.read_json("metadata.json")["status"] == "finished"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full disk")
+def test_a_log_that_a_full_disk_does_not_take_hides_no_error(tmp_path):
+    log_file = RunLog()
+    log_file.__enter__()
+    log_file.write_to(tmp_path)
+    handler = log_file._handler
+    handler.file.close()
+    handler.file = open("/dev/full", "w")  # noqa: SIM115
+    handler.stream = handler.file
+    logging.getLogger("fl_lightning").error("no room")
+    log_file.__exit__()
+    assert handler.file.closed
 
 
 def test_an_earlier_checkpoint_by_name(wanted, tmp_path):
