@@ -11,9 +11,9 @@ import posixpath
 import re
 import sqlite3
 from bisect import bisect_left
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from threading import Thread
 from types import MappingProxyType
@@ -355,6 +355,19 @@ def metric_name(name: str) -> str:
     return _as_path(_NOT_IN_NAMES.sub("", name))
 
 
+def warn_of_equal_names(names: Iterable[str]) -> None:
+    """Say which metrics MLflow shows as one, since their names differ in what it does not take."""
+    found: dict[str, str] = {}
+    for name in names:
+        if (other := found.setdefault(metric_name(name), name)) != name:
+            _warn_of_equal_name(metric_name(name), other, name)
+
+
+@cache  # once for each, and not in every round
+def _warn_of_equal_name(name: str, one: str, other: str) -> None:
+    log.warning("MLflow shows the metrics %r and %r as one, %r; rename one", one, other, name)
+
+
 def _key(name: str) -> str:
     """Return the name of a parameter or a tag as MLflow takes it.
 
@@ -419,6 +432,7 @@ def log_rounds(
         )
         # Lightning skips texts as well
         numbers = {key: value for key, value in named.items() if not isinstance(value, str)}
+        warn_of_equal_names(numbers)
         row = [
             Metric(metric_name(key), value, round.time, round.step)
             for key, value in numbers.items()

@@ -37,6 +37,7 @@ from fl_lightning.tracking.mlflow_store import (
     metric_name,
     open_run,
     reason,
+    warn_of_equal_names,
 )
 
 log = logging.getLogger("fl_lightning")
@@ -179,6 +180,7 @@ def _add(
     from mlflow.entities import Metric
 
     known = client.get_run(run_id).data.metrics
+    warn_of_equal_names(metrics)
     metrics = {metric_name(name): value for name, value in metrics.items()}
     there = {
         name

@@ -392,6 +392,19 @@ def test_what_another_process_wrote_in_the_meantime_stays(tmp_path, monkeypatch,
     assert stored(tmp_path, run_id)["status"] == "FINISHED"
 
 
+def test_metrics_that_mlflow_shows_as_one_are_named_once(tmp_path, caplog, capsys) -> None:
+    run_dir = fit(tmp_path, experiment="e")
+    tested = {"kind/copy (bank)/accuracy": 0.25, "kind/copy bank/accuracy": 0.5, "kind/add": 1.0}
+    (run_dir / "test.json").write_text(json.dumps({"round": 5, "metrics": tested}))
+    for name in ("one", "two"):
+        assert main(["track", str(run_dir), "--uri", f"sqlite:///{tmp_path}/{name}.db"]) == 0
+    warned = [one.getMessage() for one in caplog.records if "as one" in one.getMessage()]
+    assert warned == [
+        "MLflow shows the metrics 'kind/copy (bank)/accuracy' and 'kind/copy bank/accuracy' "
+        "as one, 'kind/copy bank/accuracy'; rename one"
+    ]
+
+
 def test_a_run_of_an_older_release_can_be_tracked(tmp_path: Path) -> None:
     run_dir = fit(tmp_path / "e")
     metadata = json.loads((run_dir / "metadata.json").read_text())
