@@ -72,6 +72,29 @@ def test_every_combination_is_a_cell_whose_later_settings_win(write, tmp_path):
     assert study.degradation == {"axis": "noise", "stressed": "on", "clean": "off"}
 
 
+def test_the_later_of_two_settings_wins_where_one_is_a_part_of_the_other(write):
+    """The last flag is what `fit` runs with: the rate of the method, of the level, of the trial."""
+    lr, other = (
+        "model.optimizer.init_args.lr",
+        "{class_path: torch.optim.SGD, init_args: {lr: 1e-3}}",
+    )
+    study = f"""
+study: small
+seeds: [0]
+settings: {{{lr}: 0.1}}
+methods: {{A: {{settings: {{model.optimizer: {other}}}}}}}
+grid: {{lr: {{large: {{}}, small: {{settings: {{{lr}: 0.01}}}}}}}}
+"""
+    search = f"study: small.yaml\nspace: {{{lr}: [0.03]}}\ntrials: 1\nseed: 9\n"
+    path = write(study)
+    (path.parent / "search.yaml").write_text(search)
+    (part,) = Search.read(path.parent / "search.yaml").parts
+    cells = [cell.args for cell in Study.read(path).cells()]
+    for args, rate in zip([*cells, part.args({lr: 0.03})], (0.001, 0.01, 0.03), strict=True):
+        model = yaml.safe_load(cli.resolve(["--config=fedavg.yaml", *args]))["model"]["init_args"]
+        assert model["optimizer"]["init_args"]["lr"] == rate, args
+
+
 def test_a_method_outside_the_grid_is_run_once_for_each_seed(write):
     study = Study.read(write(SMALL.replace("  A: {}", "  A: {grid: false}")))
     cells = study.cells()

@@ -55,7 +55,7 @@ from fl_lightning.study.metric_names import MEASURES, TaskMetrics, direction
 from fl_lightning.study.plan.entries import PATHS, SETTINGS
 from fl_lightning.study.plan.schema import entry
 from fl_lightning.study.plan.spec_file import Seed, SpecFile
-from fl_lightning.study.plan.study import Study, as_arguments
+from fl_lightning.study.plan.study import Study, as_arguments, layered_settings
 from fl_lightning.study.plan.tuned import method_hash
 
 METRIC = "final/best_val_accuracy"
@@ -191,7 +191,7 @@ class Search:
     ) -> list[str]:
         """Return the arguments of ``fit`` with these values of the space, at the first seed or
         another."""
-        settings = {**self.settings, **(self.final if final else {}), **chosen}
+        settings = layered_settings(self.settings, self.final if final else {}, chosen)
         return as_arguments(self.configs, settings, self.seed if seed is None else seed)
 
     def corners(self) -> list[dict[str, Any]]:
@@ -364,7 +364,7 @@ def _search_of_study(
         MethodSearch(
             study=name,
             configs=(*study.configs, *method.configs, *study.overlays, *configs),
-            settings={**study.settings, **method.settings, **settings},
+            settings=layered_settings(study.settings, method.settings, settings),
             final={},
             label=label,
             method_sha256=method_hash(method.configs, method.settings),

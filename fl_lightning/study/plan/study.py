@@ -34,6 +34,7 @@ from typing import Any, Literal
 import yaml
 
 from fl_lightning.config.near_names import nearest
+from fl_lightning.config.settings import is_under
 from fl_lightning.errors import InputError
 from fl_lightning.study.metric_names import (
     CLASSIFICATION,
@@ -451,9 +452,12 @@ class Study:
             *self.overlays,
             *(path for level in chosen for path in level.configs),
         ]
-        settings = {**self.settings, **method.settings, **tuned_settings(self.tuned, label, levels)}
-        for level in chosen:
-            settings |= level.settings
+        settings = layered_settings(
+            self.settings,
+            method.settings,
+            tuned_settings(self.tuned, label, levels),
+            *(level.settings for level in chosen),
+        )
         return Cell(label, seed, levels, as_arguments(configs, settings, seed))
 
     def to_yaml(self, path: Callable[[Path], str] = absolute) -> str:
@@ -472,6 +476,23 @@ class Study:
         return yaml.safe_dump(
             redact_settings(given), sort_keys=False, allow_unicode=True, width=130
         )
+
+
+def layered_settings(*parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of which those of a later part win.
+
+    Flags are read in their order, and one setting can be a part of another: one that is given again
+    then comes last. Others keep their place, since a class comes before settings that only it has.
+
+    >>> layered_settings({"a.b": 1, "c": 1}, {"a": {"b": 2}}, {"a.b": 3, "c": 3})
+    {'c': 3, 'a': {'b': 2}, 'a.b': 3}
+    """
+    found: dict[str, Any] = {}
+    for key, value in (item for part in parts for item in part.items()):
+        if any(one != key and (is_under(one, [key]) or is_under(key, [one])) for one in found):
+            found.pop(key, None)
+        found[key] = value
+    return found
 
 
 def as_arguments(configs: Sequence[Path], settings: Mapping[str, Any], seed: int) -> list[str]:
