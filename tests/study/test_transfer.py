@@ -127,6 +127,27 @@ def test_criteria_are_about_the_gains(tmp_path):
     check_criteria(comparison)
 
 
+@pytest.mark.parametrize("diverged", ["FedAvg", "LocalOnly"])
+def test_a_seed_of_which_a_client_has_no_number_decides_nothing(tmp_path, diverged):
+    """Seed 3, of which the reference has no run, is not named."""
+    criteria = ["gain(FedAvg) > -99", "worst_client(FedAvg) < 99"]
+    folder = study_of(tmp_path, alone="LocalOnly", criteria=criteria)
+    make_run(folder, "FedAvg", 3, 0.5, task=PERPLEXITY)
+    document = yaml.safe_load((folder / "study.yaml").read_text())
+    (folder / "study.yaml").write_text(json.dumps(document | {"seeds": [0, 1, 2, 3]}))
+    values = [float("nan"), *(TOGETHER if diverged == "FedAvg" else ALONE)[0][1:]]
+    write_clients(folder / f"{diverged}-seed0", values, values)
+    comparison = comparison_of(tmp_path)
+    reasons = [one.judgements[0][1] for one in verdicts(comparison)]
+    assert [(one.decision, one.reason) for one in reasons] == [
+        ("undecided", f"no {what}(FedAvg) in seed 0; without them it holds")
+        for what in ("gain", "worst_client")
+    ]
+    assert [one.seeds for one in reasons] == [(1, 2)] * 2
+    assert comparison.transfer.clients({}, "FedAvg", "perplexity").gain.values == {1: 2 / 3, 2: -1}
+    assert f"client 0 of {diverged}-seed0" in [one.name for one in comparison.not_counted]
+
+
 @pytest.mark.parametrize(
     ("criterion", "keys", "said"),
     [

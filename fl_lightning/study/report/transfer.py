@@ -100,6 +100,7 @@ class NegativeTransfer:
         self.results, self.interval = results, interval
         self.study = results.study
         self.left_out: list[ExcludedRun] = []
+        self._diverged: set[tuple[str, str, int, str]] = set()  # level, label, seed, metric
         self.alone = self._reference()
 
     def _reference(self) -> str:
@@ -155,16 +156,19 @@ class NegativeTransfer:
             alone = {} if is_reference else read(reference)[1]
             for (name, metric), value in values.items():
                 sign = direction(f"test/{metric}", self.study.task)
-                other = alone.get((name, metric), nan)
-                if sign is None or not (is_reference or isfinite(other)):
+                if sign is None or not (is_reference or (name, metric) in alone):
                     continue
-                if not isfinite(value):
-                    self._leave_out(f"{of} {name} of {run.name}", f"its {metric} is not finite")
+                other = nan if is_reference else alone[name, metric]
+                place = (level_key(run.levels), run.label, run.seed)
+                if not (isfinite(value) and (is_reference or isfinite(other))):
+                    if of == "client":
+                        self._diverged.add((*place, metric))
+                    if not isfinite(value):
+                        self._leave_out(f"{of} {name} of {run.name}", f"its {metric} is not finite")
                     continue
                 found = (
                     (value, nan, nan) if is_reference else (value, other, sign * (value - other))
                 )
-                place = (level_key(run.levels), run.label, run.seed)
                 yield (*place, of, name, *about.get(name, ("", "")), metric, *found)
 
     def _clients(
@@ -208,8 +212,13 @@ class NegativeTransfer:
         return frame[mine & (frame.of == of) & (frame.metric == metric)]
 
     def clients(self, levels: Mapping[str, str], label: str, metric: str) -> ClientTransfer | None:
-        """Return what the clients of a method gain; None where nothing is known."""
+        """Return what the clients of a method gain; None where nothing is known.
+
+        A seed counts where all of its clients have a number, see :meth:`diverged`: the others are a
+        choice by the outcome.
+        """
         rows = self.rows(levels, label, "client", metric)
+        rows = rows[~rows.seed.isin(self.diverged(levels, label, metric))]
         if rows.empty:
             return None
         by_seed = rows.groupby("seed")
@@ -221,6 +230,15 @@ class NegativeTransfer:
         harmed = gains.apply(lambda gain: float((gain < 0).mean()))
         found = (gains.mean(), harmed, gains.min(), worst)
         return ClientTransfer(counts, *map(self._summary, found))
+
+    def diverged(self, levels: Mapping[str, str], label: str, metric: str) -> list[int]:
+        """Return the seeds in which the metric of a client of a method, or of the same client
+        alone, is not finite."""
+        _ = self.frame  # notes them
+        mine = level_key(levels), label
+        return sorted(
+            seed for *place, seed, of in self._diverged if (*place, of) == (*mine, metric)
+        )
 
     def kinds(self, levels: Mapping[str, str], label: str, metric: str) -> dict[str, SeedSummary]:
         """Return what a method gains in each kind of test examples; of the reference, its

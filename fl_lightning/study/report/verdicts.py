@@ -217,15 +217,16 @@ class RunEvidence:
     def without_number(self, quantity: Quantity) -> Sequence[int]:
         comparison, study = self.comparison, self.comparison.study
         if quantity.metric in TRANSFER.values():
-            return []  # what is left out of these is listed with its reason
+            levels, primary = self.levels_of(quantity), study.task.primary
+            return comparison.transfer.diverged(levels, quantity.labels[-1], primary)
         if quantity.name in ("gap", "p", "drop"):
-            levels = [self.levels_of(quantity)]
+            several = [self.levels_of(quantity)]
             if quantity.name == "drop":
-                levels = [*comparison.stressed_and_clean(self.others)] if study.degradation else []
+                several = [*comparison.stressed_and_clean(self.others)] if study.degradation else []
             found = (
                 comparison.without_number(study.metric, label, one)
                 for label in quantity.labels
-                for one in levels
+                for one in several
             )
             return sorted({seed for seeds in found for seed in seeds})
         runs = comparison.runs(quantity.labels[-1], self.levels_of(quantity))
