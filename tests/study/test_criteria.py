@@ -19,6 +19,9 @@ from fl_lightning.study.plan.criteria import parse
 from fl_lightning.study.plan.study import Study
 from fl_lightning.study.report.compare import compare
 from fl_lightning.study.report.comparison import Comparison
+from fl_lightning.study.report.document import report as document
+from fl_lightning.study.report.looks import is_of_seeds
+from fl_lightning.study.report.markdown import markdown
 from fl_lightning.study.report.verdicts import verdicts
 from fl_lightning.study.results.gather import check_comparable, gather
 
@@ -345,6 +348,28 @@ def test_a_criterion_is_undecided_while_a_whole_level_has_no_run(tmp_path):
     for verdict in verdicts(comparison_of(tmp_path)):
         assert [one.decision for _, one in verdict.judgements] == ["holds", "undecided"]
         assert verdict.decision == "undecided"
+
+
+def test_a_clock_decides_by_a_premise_and_by_the_metric_too(tmp_path):
+    """No seed is added for such a criterion, and it stands in the part of the report on time."""
+    timed = [{"name": "x", "criterion": "accuracy(A) > 0.5"}, "gap(A, B) > 0"]
+    criteria = [*timed, "accuracy(B) > 0.5"]
+    premises = [{"name": "fast", "criterion": "time(A) <= 0.001", "needed_by": ["x"]}]
+    make_study(
+        tmp_path, {"A": A, "B": B}, criteria=criteria, premises=premises, metric="time/round"
+    )
+    comparison = comparison_of(tmp_path)
+    found = verdicts(comparison)
+    assert [(one.is_timing, is_of_seeds(one)) for one in found] == [(True, False)] * 2 + [
+        (False, True)
+    ]
+    counted, _, timed_part = markdown(comparison, []).partition("## Time")
+    assert "Criteria that no clock decides: 1 holds" in counted
+    assert "fast" not in counted
+    assert "fast: `time(A) <= 0.001`" in timed_part
+    told = document(comparison)
+    assert [len(told[key]) for key in ("premises", "criteria")] == [0, 1]
+    assert [len(told["timings"][key]) for key in ("premises", "criteria")] == [1, 2]
 
 
 LEVELS = [(("bits", str(level)),) for level in range(5)]

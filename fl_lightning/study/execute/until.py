@@ -109,7 +109,7 @@ class UntilSession(SweepSession):
             limits += f", {self.rule.max_hours:g} hours at most ({self.hours:.2f} are spent)"
         self.display.line(f"seeds are added until every criterion is decided; {limits}")
         for criterion in self.cells.study.parsed_criteria():
-            if criterion.is_timing:
+            if self.cells.study.is_timing(criterion):
                 self.display.line(f"no seed is added for `{criterion.title}`: a clock decides it")
 
     @property

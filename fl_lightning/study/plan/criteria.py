@@ -22,8 +22,10 @@ from dataclasses import dataclass
 from math import ceil
 
 from fl_lightning.errors import InputError, require
+from fl_lightning.study.metric_names import is_timing
 from fl_lightning.study.plan.quantities import (
     ARGUMENTS,
+    OF_THE_METRIC,
     QUANTITIES,
     TRANSFER,
     Quantity,
@@ -146,9 +148,14 @@ class Criterion:
         """All quantities that it mentions, each once."""
         return tuple(dict.fromkeys(one for leaf in self.conditions for one in leaf.quantities))
 
-    @property
-    def is_timing(self) -> bool:
-        return any(quantity.is_timing for quantity in self.quantities)
+    def is_timing(self, metric: str) -> bool:
+        """Return whether a clock decides it, in a study with this metric."""
+        of_metric = is_timing(metric) and any(map(self.mentions, OF_THE_METRIC))
+        return of_metric or any(quantity.is_timing for quantity in self.quantities)
+
+    def is_premise_of(self, criterion: Criterion) -> bool:
+        """Return whether it, a premise, belongs to a criterion."""
+        return not self.needed_by or criterion.name in self.needed_by
 
     def needed_levels(self, levels: int) -> int:
         """Return at how many of so many levels it has to hold.

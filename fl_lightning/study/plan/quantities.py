@@ -57,6 +57,8 @@ COUNTS = (
 every run."""
 WITH_METRIC = ("metric", *OVER_ROUNDS)
 """Quantities whose first argument is the name of a metric, in quotes."""
+OF_THE_METRIC = ("gap", "p", "drop")
+"""Quantities in the metric of the study."""
 AT_ITS_LEVEL = ("drop", "p")
 """Quantities that cannot be taken at another level than the one that is judged."""
 ARGUMENTS = {

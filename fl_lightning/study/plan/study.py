@@ -355,6 +355,11 @@ class Study:
         """
         return self._parsed(self.premises)
 
+    def is_timing(self, criterion: Criterion) -> bool:
+        """Return whether a clock decides a criterion, itself or by one of its premises."""
+        premises = [one for one in self.parsed_premises() if one.is_premise_of(criterion)]
+        return any(one.is_timing(self.metric) for one in (criterion, *premises))
+
     def _parsed(self, entries: Sequence[str | dict[str, Any]]) -> list[Criterion]:
         return [
             parse(**entry, labels=self.labels, grid=self.grid) for entry in map(as_entry, entries)

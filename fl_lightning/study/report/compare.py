@@ -229,7 +229,7 @@ def show(
     if (places := proposed_table(comparison)) is not None:
         console.print(places.rich())
     drops = tables.degradation(comparison)
-    judged = [tables.premises(comparison)]
+    judged = [tables.premises(comparison, timing) for timing in (False, True)]
     for one, title in criteria_tables(comparison, registration):
         judged += [tables.verdicts(one, timing, title) for timing in (False, True)]
     for found in (drops, *judged):

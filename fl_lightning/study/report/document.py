@@ -59,6 +59,7 @@ def report(
     """Return the whole comparison, fit for JSON: what is not a number is null."""
     study, main, runs = comparison.study, comparison.main_levels, comparison.results.runs
     judged, stopping = verdicts(comparison), comparison.results.stopping
+    premises = premise_verdicts(comparison)
     document = {
         "registration": _registration(registration),
         "study": study.name,
@@ -88,8 +89,8 @@ def report(
                 for levels in comparison.levels
             ],
         },
-        "premises": [_verdict(verdict) for verdict in premise_verdicts(comparison)],
-        "criteria": [_verdict(verdict) for verdict in judged if not verdict.criterion.is_timing],
+        "premises": [_verdict(verdict) for verdict in premises if not verdict.is_timing],
+        "criteria": [_verdict(verdict) for verdict in judged if not verdict.is_timing],
         "degradation": [
             {"levels": others, "method": label, **_difference(one)}
             for others, label, one in comparison.degradations()
@@ -105,7 +106,8 @@ def report(
                 {"levels": levels, "methods": _methods(comparison, levels, is_timing)}
                 for levels in comparison.levels
             ],
-            "criteria": [_verdict(verdict) for verdict in judged if verdict.criterion.is_timing],
+            "premises": [_verdict(verdict) for verdict in premises if verdict.is_timing],
+            "criteria": [_verdict(verdict) for verdict in judged if verdict.is_timing],
             "runs": [_run(run, is_timing) for run in runs],
         },
         "provenance": {**provenance(comparison), "registration": list(registration.dates)},

@@ -32,12 +32,11 @@ def is_of_seeds(verdict: Verdict) -> bool:
     They are not for what a clock measured, since two sweeps would then stop at different seeds, nor
     for what is only counted (bytes): it has no interval that more seeds would narrow.
     """
-    criterion = verdict.criterion
     is_counted = all(
         isinstance(one, Inequality) and all(quantity.is_exact for quantity in one.quantities)
-        for one in criterion.conditions
+        for one in verdict.criterion.conditions
     )
-    return not criterion.is_timing and not is_counted
+    return not verdict.is_timing and not is_counted
 
 
 def looks(results: Results, listed: int) -> Iterator[Stopping]:

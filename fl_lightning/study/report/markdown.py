@@ -111,7 +111,7 @@ def _parts(
     yield _averaged(comparison)
     yield from _at_each_level(comparison, tables.other_results)
     yield from _tuned(comparison)
-    yield _section(tables.premises(comparison))
+    yield _section(tables.premises(comparison, timing=False))
     for one, title in criteria_tables(comparison, registration):
         yield _section(tables.verdicts(one, timing=False, title=title))
     yield from _at_each_level(comparison, tables.differences)
@@ -139,6 +139,7 @@ def _parts(
         "they do not."
     )
     yield from _at_each_level(comparison, tables.clocks, "###")
+    yield _section(tables.premises(comparison, timing=True), "###")
     for one, title in criteria_tables(comparison, registration):
         yield _section(tables.verdicts(one, timing=True, title=title), "###")
     yield from _provenance(comparison, registration)
@@ -186,9 +187,7 @@ def answers(comparison: Comparison) -> Iterator[str]:
     unequal = unequal_methods(comparison), *unequal_seeds(comparison), *unequal_code(comparison)
     yield from filter(None, (_unlike(comparison), *unequal, missing_seeds(comparison)))
     yield from lost_uploads(comparison)
-    counted = [
-        verdict.decision for verdict in verdicts(comparison) if not verdict.criterion.is_timing
-    ]
+    counted = [verdict.decision for verdict in verdicts(comparison) if not verdict.is_timing]
     if counted:
         tally = ", ".join(
             f"{counted.count(decision)} {decision}"
@@ -312,7 +311,7 @@ def undecided(comparison: Comparison) -> Iterator[str]:
     """Yield what these runs cannot tell."""
     study = comparison.study
     for verdict in verdicts(comparison):
-        if verdict.decision in ("undecided", "not tested") and not verdict.criterion.is_timing:
+        if verdict.decision in ("undecided", "not tested") and not verdict.is_timing:
             reasons = [
                 one.reason for _, one in verdict.judgements if one.decision == verdict.decision
             ]

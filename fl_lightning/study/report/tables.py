@@ -360,15 +360,14 @@ def degradation(comparison: Comparison) -> ReportTable | None:
 def verdicts(comparison: Comparison, timing: bool, title: str = "Criteria") -> ReportTable | None:
     """Return criteria and their verdicts; those on time apart, because they differ from machine to
     machine."""
-    chosen = [
-        verdict for verdict in every_verdict(comparison) if verdict.criterion.is_timing == timing
-    ]
+    chosen = [verdict for verdict in every_verdict(comparison) if verdict.is_timing == timing]
     return _verdict_table(title, "criterion", chosen)
 
 
-def premises(comparison: Comparison) -> ReportTable | None:
-    """Return the premises and whether they hold."""
-    return _verdict_table("Premises", "premise", premise_verdicts(comparison))
+def premises(comparison: Comparison, timing: bool) -> ReportTable | None:
+    """Return the premises and whether they hold; those on time apart."""
+    chosen = [verdict for verdict in premise_verdicts(comparison) if verdict.is_timing == timing]
+    return _verdict_table("Premises", "premise", chosen)
 
 
 def _verdict_table(title: str, what: str, judged: Sequence[Verdict]) -> ReportTable | None:

@@ -18,6 +18,7 @@ from fl_lightning.errors import InputError, require
 from fl_lightning.study.plan.criteria import Criterion, check_needs
 from fl_lightning.study.plan.quantities import (
     ACCURACY,
+    OF_THE_METRIC,
     PRIMARY,
     TRANSFER,
     Quantity,
@@ -38,10 +39,12 @@ class Verdict:
         criterion: the criterion.
         judgements: one per level of the grid (for a criterion with ``drop``: of the axes but the
             stressor's).
+        is_timing: whether a clock decides it.
     """
 
     criterion: Criterion
     judgements: Sequence[tuple[Levels, Judgement]]
+    is_timing: bool
 
     @property
     def needed(self) -> int:
@@ -89,6 +92,7 @@ def verdicts(comparison: Comparison) -> list[Verdict]:
                 (levels, _under_premises(judgement, criterion, levels, premises, comparison))
                 for levels, judgement in _judgements(comparison, criterion)
             ],
+            comparison.study.is_timing(criterion),
         )
         for criterion in comparison.criteria
     ]
@@ -96,8 +100,10 @@ def verdicts(comparison: Comparison) -> list[Verdict]:
 
 def premise_verdicts(comparison: Comparison) -> list[Verdict]:
     """Judge every premise, in the study's order."""
+    metric = comparison.study.metric
     return [
-        Verdict(premise, list(_judgements(comparison, premise))) for premise in comparison.premises
+        Verdict(premise, list(_judgements(comparison, premise)), premise.is_timing(metric))
+        for premise in comparison.premises
     ]
 
 
@@ -112,7 +118,7 @@ def _under_premises(
     open_premises: list[tuple[str, Judgement]] = []
     for verdict in premises:
         premise = verdict.criterion
-        if premise.needed_by and criterion.name not in premise.needed_by:
+        if not premise.is_premise_of(criterion):
             continue
         for where, found in verdict.judgements:
             if not _is_about(comparison, criterion, levels, where):
@@ -219,7 +225,7 @@ class RunEvidence:
         if quantity.metric in TRANSFER.values():
             levels, primary = self.levels_of(quantity), study.task.primary
             return comparison.transfer.diverged(levels, quantity.labels[-1], primary)
-        if quantity.name in ("gap", "p", "drop"):
+        if quantity.name in OF_THE_METRIC:
             several = [self.levels_of(quantity)]
             if quantity.name == "drop":
                 several = [*comparison.stressed_and_clean(self.others)] if study.degradation else []
