@@ -509,6 +509,7 @@ seed: 9
             "space_of",
         ),
         (text.replace("[1, 2]", "[[1]]"), "space_of.B.model.alpha"),
+        (text.replace("model.alpha", "model.lr"), "space_of.B.model.lr; it is in space as well"),
         (
             text.replace("{low: 0.1, high: 1.0}", "[0.1, 1.0]").replace("trials: 2", "trials: 3"),
             "trials: 3; A has 2 combinations of values; every method has as many trials; write trials: 2",

@@ -351,6 +351,10 @@ def _search_of_study(
     free = max(study.seed_order) + 1000
     judged = next((seed for seed in shared["seeds"] if seed in study.seed_order), None)
     file.require(judged is None, f"seed: {judged}", rule, f"write seed: {free}")
+    rule, instead = "it is in space as well, which every method has", "leave it out of one of them"
+    for label, own_space in given.space_of.items():
+        twice = min({*own_space} & {*given.space}, default=None)
+        file.require(twice is None, f"space_of.{label}.{twice}", rule, instead)
     foreign = min(set(given.space_of) - set(study.methods), default=None)
     rule, instead = (
         f"the study {study.name} has no such method",
