@@ -7,11 +7,12 @@ from shutil import rmtree
 
 import numpy as np
 import pytest
-from compared import A, B, comparison_of
+from compared import A, B, C, comparison_of
 from synthetic_runs import make_run, make_study
 
 from fl_lightning.study.report.looks import is_awaited
 from fl_lightning.study.report.markdown import undecided
+from fl_lightning.study.report.places import places_table
 from fl_lightning.study.report.tables import differences
 from fl_lightning.study.report.unequal import lost_uploads, missing_seeds
 from fl_lightning.study.report.verdicts import verdicts
@@ -123,6 +124,23 @@ def test_of_many_pairs_a_report_names_those_with_the_smallest_p(tmp_path):
         line.startswith("105 of 105 differences are not decided. Found")
         for line in undecided(comparison)
     )
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"proposed": ["A"]}, True),
+        ({}, False),  # all pairs are in the table of differences
+        ({"proposed": ["A"], "criteria": ["p(C, B) < 0.05"]}, False),
+    ],
+)
+def test_a_report_says_which_tables_test_no_baselines_against_each_other(tmp_path, keys, said):
+    make_study(tmp_path, {"A": A, "B": B, "C": C}, **keys)
+    comparison = comparison_of(tmp_path)
+    assert "all 3 pairs" in places_table(comparison, {}).caption
+    lines = [line for line in undecided(comparison) if "baselines" in line.lower()]
+    assert len(lines) == said
+    assert all(line.startswith("In the tables of differences baselines are not") for line in lines)
 
 
 def test_runs_that_lost_uploads_are_counted_in_the_report(tmp_path):

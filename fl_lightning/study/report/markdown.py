@@ -335,9 +335,12 @@ def undecided(comparison: Comparison) -> Iterator[str]:
             f"With {few} seed{'s' * (few > 1)} the spread between seeds is hardly known; at least three "
             "are needed."
         )
-    untested = comparison.baselines if comparison.proposed else []
-    if len(untested) > 1:
-        yield "Baselines are not tested against each other."
+    baselines = {*comparison.baselines}
+    if len(baselines) > 1 and not any({*pair} <= baselines for pair in comparison.pairs):
+        yield (
+            "In the tables of differences baselines are not tested against each other; those of places test "
+            "all pairs."
+        )
     datasets = ", ".join(sorted({run.dataset for run in comparison.results.runs}))
     yield (
         f"Everything is about {datasets} and the settings of this study; how it carries over to other "
