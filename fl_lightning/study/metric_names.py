@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from math import inf, isfinite
 from typing import Any
 
+from fl_lightning.config.near_names import nearest
 from fl_lightning.errors import InputError
 from fl_lightning.metrics.declared import Metric
 from fl_lightning.metrics.names import words_of
@@ -169,6 +170,18 @@ def measure_of(metric: str) -> str:
     found = FORMS.fullmatch(metric)
     assert found is not None, "it matches every text"
     return found[1]
+
+
+def may_be_of_named(metric: str) -> bool:
+    """Return whether a metric can be a form of one that was named by class path and is the primary
+    one of its runs; what is near one of :data:`MEASURES` is a misspelling.
+
+    >>> names = ("final/last5_f1_score", "final/r2_score", "final/last5_acuracy", "total/f1_score")
+    >>> tuple(map(may_be_of_named, names))
+    (True, True, False, False)
+    """
+    measure = FORMS.fullmatch(metric)[1]  # type: ignore[index]
+    return metric.startswith("final/") and nearest(measure, (*MEASURES, "round")) is None
 
 
 def _share(metric: str, title: str, short: str = "") -> Column:

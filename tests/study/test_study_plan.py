@@ -519,6 +519,19 @@ seed: 9
             Search.read(write(wrong))
 
 
+def test_the_primary_metric_may_be_one_that_was_named(write):
+    """`data.primary` takes any of torchmetrics, and the plan of a published study names it."""
+    for metric in ("final/last5_f1_score", "final/last5_matthews_corr_coef", "final/auc_r2_score"):
+        text = f"{SMALL}metric: {metric}\ncriteria: ['metric(\"{metric}\", A) > 0.1']\n"
+        assert Study.read(write(text)).metric == metric
+    search = "study: small\nconfig: base.yaml\nspace: {model.alpha: [1, 2]}\ntrials: 2\nmetric: "
+    for metric in ("final/best_val_f1_score", "final/last5_val_auroc"):
+        assert Search.read(write(search + metric)).metric == metric
+    for metric in ("final/best_val_test_f1_score", "final/f1_score", "final/best_val_round"):
+        with pytest.raises(InputError, match="the test set must not choose"):
+            Search.read(write(search + metric))
+
+
 def test_a_search_file_says_what_may_be_chosen(write):
     text = """
 study: small

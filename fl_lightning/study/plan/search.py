@@ -33,6 +33,7 @@ outcome is a record that the study reads by ``tuned``:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -51,7 +52,7 @@ from optuna.samplers import TPESampler
 
 from fl_lightning.config.near_names import nearest
 from fl_lightning.rng import stream
-from fl_lightning.study.metric_names import MEASURES, TaskMetrics, direction
+from fl_lightning.study.metric_names import MEASURES, TaskMetrics, direction, may_be_of_named
 from fl_lightning.study.plan.entries import PATHS, SETTINGS
 from fl_lightning.study.plan.schema import entry
 from fl_lightning.study.plan.spec_file import Seed, SpecFile
@@ -275,7 +276,9 @@ def _search(file: SpecFile, given: SearchEntries) -> Search:
             raise file.wrong(SearchEntries, key, getattr(given, key))
     metric, way = given.metric, given.direction
     if metric is not None:
-        allowed = metric in OF_VALIDATION or metric.startswith(("val/", "train/", "comm/", "bits/"))
+        of_named = re.match("final/(best|last5)_val_(?!test_)", metric) and may_be_of_named(metric)
+        of_rounds = metric.startswith(("val/", "train/", "comm/", "bits/"))
+        allowed = metric in OF_VALIDATION or of_named or of_rounds
         near = nearest(metric, OF_VALIDATION) or METRIC
         rule = "it is none of validation or training, and the test set must not choose settings"
         instead = f"write metric: {near}, or one of val/*"

@@ -44,6 +44,7 @@ from fl_lightning.study.metric_names import (
     PACKAGE_FAMILIES,
     TaskMetrics,
     higher_is_better,
+    may_be_of_named,
     task_columns,
 )
 from fl_lightning.study.plan.criteria import Criterion, check_needs, parse
@@ -140,8 +141,10 @@ def _metric(file: SpecFile, metric: str, key: str) -> str:
 
 
 def _check_metric(file: SpecFile, metric: str, given: str, write: str) -> None:
-    known = metric in METRICS or (
-        "/" in metric and not metric.startswith(("final/", "total/", "target/"))
+    known = (
+        metric in METRICS
+        or ("/" in metric and not metric.startswith(("final/", "total/", "target/")))
+        or may_be_of_named(metric)
     )
     near = nearest(metric, METRICS) or selected_metric("last5")
     file.require(known, given, "no run has such a metric", f"{write}{near}")
@@ -563,8 +566,9 @@ def _check(file: SpecFile, study: Study) -> None:
     )
     check_cells(file, study)
     _check_criteria(file, study)  # hours before the report finds it
-    # of a metric of another family, the runs will say what they declare
-    if study.metric.partition("/")[0] in PACKAGE_FAMILIES:
+    # of a metric of another family, or that was named, the runs will say which way is better
+    family = study.metric.partition("/")[0]
+    if family in PACKAGE_FAMILIES and not may_be_of_named(study.metric):
         higher_is_better(study.metric)
 
 
