@@ -154,6 +154,16 @@ def test_methods_are_tried_at_the_same_points(tmp_path):
     )
 
 
+def test_a_report_counts_the_trials_that_were_made(tmp_path):
+    """Three rates are no more than three trials, however many the file asks for."""
+    space = "{low: 1.0e-3, high: 1.0e-1, log: true}"
+    write(tmp_path, search=SEARCH.replace(space, "[0.004, 0.02, 0.05]"))
+    tune(tmp_path)
+    record = TunedRecord.read(tmp_path / "tuned" / "small.yaml")
+    assert record.trials == 6
+    assert "of 3 trials over" in _how_tuned(record)
+
+
 def test_of_several_seeds_the_mean_chooses_and_a_killed_search_is_the_same(tmp_path, monkeypatch):
     """At the first seed alone another rate is the best."""
     write(tmp_path / "one")

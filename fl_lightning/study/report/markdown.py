@@ -259,8 +259,10 @@ def _how_tuned(record: TunedRecord) -> str:
         if record.seeds
         else f"at seed {record.seed}"
     )
+    made = {one.finished + one.pruned + one.failed for one in record.chosen.values()}
+    trials = " to ".join(map(str, sorted({min(made), max(made)})))
     return (
-        f"Chosen for each method by `{record.metric}` ({record.direction}d), of {record.trials} trials over "
+        f"Chosen for each method by `{record.metric}` ({record.direction}d), of {trials} trials over "
         f"{same} {at}, on {record.date}; search `{Path(record.search).name}`, "
         f"SHA-256 {record.search_sha256[:16]}. The test set chose nothing."
     )
