@@ -10,9 +10,11 @@ import pytest
 from compared import A, B, C, comparison_of
 from synthetic_runs import make_run, make_study
 
+from fl_lightning.study.plan.registration import plan_of, register
 from fl_lightning.study.report.looks import is_awaited
 from fl_lightning.study.report.markdown import undecided
 from fl_lightning.study.report.places import places_table
+from fl_lightning.study.report.registered import registration_report
 from fl_lightning.study.report.tables import differences
 from fl_lightning.study.report.unequal import lost_uploads, missing_seeds
 from fl_lightning.study.report.verdicts import verdicts
@@ -151,6 +153,25 @@ def test_runs_that_lost_uploads_are_counted_in_the_report(tmp_path):
     refused, unused = lost_uploads(comparison_of(tmp_path / "lost"))
     assert "Uploads were refused in 2 of 3 runs (A 2); " in refused
     assert "A round or more used no upload in 1 of 3 runs (A 1); " in unused
+
+
+def test_a_run_that_is_compared_at_every_level_is_counted_once(tmp_path):
+    """Its refused uploads, its loss that is no number, the test of another round that it has, and
+    that it was not registered."""
+    grid, other = {"noise": {"on": {}, "off": {}}}, {"test/loss": 1.0}
+    methods = {"A": {"grid": False}, "B": {}}
+    levels = {(("noise", level),): {0: 0.7} for level in grid["noise"]}
+    folder = make_study(tmp_path, {"B": levels}, grid=grid, methods=methods)
+    lost = {"clients/rejected": 1, "train/loss": nan}
+    make_run(folder, "A", 0, 0.8, tested=other, tested_round=3, **lost)
+    comparison = comparison_of(tmp_path)
+    assert next(lost_uploads(comparison)).startswith("Uploads were refused in 1 of 3 runs (A 1); ")
+    assert comparison.not_numbers() == [{"run": "A-seed0", "metric": "train/loss"}]
+    assert [one.name for one in comparison.not_counted] == ["test.json of A-seed0"]
+    plan = plan_of(comparison.study, [("A", {}, {}), *(("B", dict(one), {}) for one in levels)])
+    register(folder, plan, 0)
+    line = registration_report(comparison.results, folder).line
+    assert "3 runs, such as A-seed0, were not made by the sweep" in line
 
 
 @pytest.mark.parametrize(

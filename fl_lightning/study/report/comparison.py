@@ -297,7 +297,8 @@ class Comparison:
         A target that was never reached is not among them.
         """
         wrong = ~np.isfinite(self.frame.value) & ~self.frame.metric.str.startswith("target/")
-        return self.frame.loc[wrong, ["run", "metric"]].to_dict("records")
+        found = self.frame[wrong].drop_duplicates(["run", "label", "metric"])  # of several levels
+        return found[["run", "metric"]].to_dict("records")
 
     @cached_property
     def pairs(self) -> list[tuple[str, str]]:

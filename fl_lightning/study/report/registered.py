@@ -137,15 +137,15 @@ def _registered(
 def _different_runs(registration: Registration, results: Results) -> list[str]:
     """Return what of the runs themselves was not registered: their settings, or their
     registration."""
-    plan, found = registration.first.plan, []
-    changed = [run for run in results.runs if _has_other_settings(run, plan)]
+    plan, found, runs = registration.first.plan, list[str](), results.distinct
+    changed = [run for run in runs if _has_other_settings(run, plan)]
     if changed:
         labels = ", ".join(dict.fromkeys(run.label for run in changed))
         found.append(f"{len(changed)} runs of {labels} have other settings than registered")
-    strange = [run.name for run in results.runs if _tag(run) not in {*registration.tags, None}]
+    strange = [run.name for run in runs if _tag(run) not in {*registration.tags, None}]
     if strange:
         found.append(f"{_some(strange)} made under a registration that is not in registration.json")
-    unmarked = [run.name for run in results.runs if _tag(run) is None]
+    unmarked = [run.name for run in runs if _tag(run) is None]
     if unmarked and not registration.first.runs:
         found.append(f"{_some(unmarked)} not made by the sweep that registered the study")
     return found

@@ -73,7 +73,7 @@ def unequal_code(comparison: Comparison) -> Iterator[str]:
 def lost_uploads(comparison: Comparison) -> Iterator[str]:
     """Yield of how many runs of each method uploads were refused, and of how many a round used no
     upload: such a method is compared at settings at which it does not train as it could."""
-    runs = [run for run in comparison.results.runs if run.published is None]
+    runs = comparison.results.distinct
     for what, lost in (
         ("Uploads were refused", lambda row: row.get("clients/rejected", 0) > 0),
         ("A round or more used no upload", lambda row: row.get("clients/trained", 1) == 0),

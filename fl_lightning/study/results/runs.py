@@ -386,8 +386,9 @@ def selected(results: Results) -> Results:
             why = f"it is of other weights: round {chosen:.0f} was made anew since; test it again"
             record = record.without_test()
             run = replace(run, record=record)
-        if why:
-            others.append(ExcludedRun(f"test.json of {run.name}", why))
+        other = ExcludedRun(f"test.json of {run.name}", why)
+        if why and other not in others:  # a run may be compared at several levels
+            others.append(other)
         metrics = run_metrics(record, study.target_value, study.selection, study.task)
         runs.append(replace(run, metrics=metrics))
     return replace(results, study=study, runs=runs, other_tests=others)
