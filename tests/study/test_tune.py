@@ -17,6 +17,7 @@ from places import CONFIGS
 from fl_lightning.__main__ import main
 from fl_lightning.errors import InputError
 from fl_lightning.run.metadata import task_of
+from fl_lightning.study.execute import jobs, tune
 from fl_lightning.study.execute import trials as module
 from fl_lightning.study.execute.jobs import Job, RunningJob
 from fl_lightning.study.execute.trials import SearchSession, open_search
@@ -421,6 +422,20 @@ def test_no_trial_no_run(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="1"):
         tune.run()
     assert [job.name for job in runs.jobs][-1] == "trial-0007"
+
+
+def test_the_first_start_decides_the_threads_of_trials(tmp_path, monkeypatch):
+    """As a sweep does: the number changes how sums are rounded."""
+    given = []
+    monkeypatch.setattr(SearchSession, "run", lambda self: given.append(self.environment))
+    monkeypatch.setattr(jobs, "cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    search_in(tmp_path)
+    for at_a_time in (2, 1, 8):
+        tune.tune(
+            f"{tmp_path}/search.yaml", at_a_time, f"{tmp_path}", "none", False, resolve=resolve
+        )
+    assert given == [{"OMP_NUM_THREADS": "4"}] * 3
 
 
 @pytest.mark.slow

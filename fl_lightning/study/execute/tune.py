@@ -3,7 +3,8 @@ joins the study; or, for all methods of a study, a record of what was chosen for
 
 The search is in ``<root>/<study>-tune/optuna.db``. Trial n is drawn from the trials before it by a
 sampler seeded with (seed, n). A trial that was at work when the search was killed continues from
-its checkpoint: with ``--jobs 1``, killed or not, the search is the same.
+its checkpoint: with ``--jobs 1``, killed or not, the search is the same. The threads of a trial are
+those of the first start.
 """
 
 from __future__ import annotations
@@ -13,11 +14,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fl_lightning.errors import InputError
+from fl_lightning.run.directory import read_json, to_json
 from fl_lightning.study.execute.jobs import Pool, slots_for, threads_per_job
 from fl_lightning.study.execute.lock import only_one
 from fl_lightning.study.execute.trials import SearchSession
 from fl_lightning.study.execute.tune_study import StudySearchSession, check_record
 from fl_lightning.study.plan.search import Search
+from fl_lightning.support.disk import replace
+
+THREADS = "threads.json"
+"""The file in the folder of the trials that keeps their threads."""
 
 
 def tune(
@@ -64,9 +70,18 @@ def tune(
         check_record(search)
     folder = Path(root) / search.name
     with only_one(folder) as held:
-        environment = {"OMP_NUM_THREADS": str(threads_per_job(jobs))}
+        environment = {"OMP_NUM_THREADS": str(_threads(folder, jobs))}
         pool = Pool(slots, held)
         if search.parts:
             StudySearchSession(search, folder, pool, logger, environment, resolve).run()
         else:
             SearchSession(search, folder, pool, logger, environment, resolve).run()
+
+
+def _threads(folder: Path, jobs: int) -> int:
+    """Return the threads of each trial, which the first start decides, and keep them in the folder:
+    they change how sums are rounded."""
+    before = read_json(folder / THREADS).get("threads", 0)
+    threads = threads_per_job(jobs, before if isinstance(before, int) else 0)
+    replace(folder / THREADS, to_json({"threads": threads}).encode())
+    return threads

@@ -2,7 +2,7 @@
 
 Every method has the same space and the same number of trials. Each runs one trial at a time, and
 several methods are at work together, so that what is tried does not depend on which trial ends
-first: with any ``--jobs``, killed or not, the record is the same.
+first: with any ``--jobs`` and as many threads a trial, killed or not, the record is the same.
 """
 
 from __future__ import annotations
