@@ -17,6 +17,7 @@ from synthetic_runs import make_study
 from fl_lightning.__main__ import main
 from fl_lightning.config.settings import config_of
 from fl_lightning.errors import InputError
+from fl_lightning.study.plan.differences import different
 from fl_lightning.study.plan.registration import (
     Registration,
     differences,
@@ -129,6 +130,16 @@ def test_whatever_is_edited_is_named(runs, changes, said):
     assert said in line
     assert said in report["registration"]["differences"][0]
     assert report["registration"]["registered"]["criteria"][0]["verdict"] == "fails"
+
+
+def test_two_criteria_of_one_text_are_told_apart():
+    """They differ in the share of the levels."""
+    lax, strict = {"criterion": STRICT, "share": 0.2}, {"criterion": STRICT}
+    assert different("criteria", [lax, strict], [{**lax, "share": 0.4}, strict]) == [
+        f"criterion {STRICT}: registered `{STRICT}` (share 0.2), now `{STRICT}` (share 0.4)"
+    ]
+    assert different("criteria", [lax, strict], [lax]) == [f"criterion `{STRICT}` removed"]
+    assert different("criteria", [lax], [lax, strict]) == [f"criterion `{STRICT}` added"]
 
 
 @dataclass(frozen=True, kw_only=True)

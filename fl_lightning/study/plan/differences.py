@@ -33,23 +33,24 @@ def different_names(key: str, before: Sequence[Any], after: Sequence[Any]) -> li
     return [f"{key}: {', '.join(parts)}"] if parts else []
 
 
-def _different_claims(key: str, before: Sequence[Mapping], after: Sequence[Mapping]) -> list[str]:
-    what = {"criteria": "criterion", "premises": "premise"}[key]
+def _different_claims(name: str, before: Sequence[Mapping], after: Sequence[Mapping]) -> list[str]:
+    what = {"criteria": "criterion", "premises": "premise"}[name]
 
-    def by_title(entries: Sequence[Mapping]) -> dict[str, Mapping]:
-        return {entry.get("name") or entry["criterion"]: entry for entry in entries}
+    def by_title(entries: Sequence[Mapping]) -> dict[tuple[str, int], Mapping]:
+        titles = [entry.get("name") or entry["criterion"] for entry in entries]
+        # one text may be there several times, with other shares
+        keys = [(title, titles[:number].count(title)) for number, title in enumerate(titles)]
+        return dict(zip(keys, entries, strict=True))
 
     old, new, found = by_title(before), by_title(after), []
-    for title, entry in old.items():
-        if title not in new:
+    for key, entry in old.items():
+        if key not in new:
             found.append(f"{what} `{entry['criterion']}` removed")
-        elif new[title] != entry:
-            found.append(
-                f"{what} {title}: registered {_written(entry)}, now {_written(new[title])}"
-            )
+        elif new[key] != entry:
+            found.append(f"{what} {key[0]}: registered {_written(entry)}, now {_written(new[key])}")
     return [
         *found,
-        *(f"{what} `{new[title]['criterion']}` added" for title in new if title not in old),
+        *(f"{what} `{new[key]['criterion']}` added" for key in new if key not in old),
     ]
 
 
