@@ -23,6 +23,12 @@ def test_a_proposed_method_is_placed_by_its_own_comparisons_and_all_methods_by_a
     assert proposed_table(comparison).rows == [["C", "all", "none", "3 of 3", "3"]]
 
 
+def test_without_a_seed_that_all_have_there_is_no_mean_rank(tmp_path):
+    make_study(tmp_path, {"A": {0: 0.9, 1: 0.8}, "B": {0: 0.8, 1: 0.7}, "C": {2: 0.7}})
+    rows = places_table(comparison_of(tmp_path), {}).rows
+    assert [row[-1] for row in rows] == ["-"] * 3
+
+
 def test_two_methods_have_no_table_and_no_diagram(tmp_path):
     make_study(tmp_path, {"A": A, "B": B}, proposed=["A"])
     comparison = comparison_of(tmp_path)

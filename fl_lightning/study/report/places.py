@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isnan
 from typing import TYPE_CHECKING
 
 from fl_lightning.figures import BLACK, GREY, RED, legend_outside, new_axes
@@ -50,7 +51,8 @@ def table_of(
     header = ["method", "cannot be told apart from", "place", "95 % interval", "mean rank"]
     rows = []
     for one in found:
-        ends, rank = ends_of(one.first, one.last), f"{one.mean_rank:.2f}"
+        ends = ends_of(one.first, one.last)
+        rank = "-" if isnan(one.mean_rank) else f"{one.mean_rank:.2f}"
         rows.append([one.label, named(one.alike), str(one.place), ends, rank])
     if intervals:
         header.append("interval of the rank")
