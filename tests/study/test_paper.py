@@ -311,3 +311,13 @@ def test_figures_of_a_run_have_whole_rounds_and_names_that_can_be_read(figures):
         assert figure.legends  # outside the axes
         assert not any(axes.get_legend() for axes in figure.axes)
     assert {line.get_markersize() for line in norms.axes[0].lines} == {8}
+
+
+def test_a_column_is_sorted_by_its_numbers_however_they_are_written():
+    """The expression is the same in Python as in the script of the page."""
+    script = (Path(command.__file__).parent / "report.js").read_text()
+    number = re.search(r"match\(/(.+)/\)", script)[1]
+    texts = ["1e-05", "0.0002", "71.8 ± 0.9 (2 of 3)", "[-1, 2]", "< 0.001", "2.5e+06 MB"]
+    found = [float(re.match(number, text)[1]) for text in texts]
+    assert found == [1e-5, 0.0002, 71.8, -1.0, 0.001, 2.5e6]
+    assert re.match(number, "e5") is None

@@ -1,7 +1,7 @@
 "use strict";
-// A number as the tables write it: "71.8 ± 0.9 (2 of 3)", "−1.20", "< 0.001", "[−1, 2]"; null for other text.
+// A number as the tables write it: "71.8 ± 0.9 (2 of 3)", "−1.20", "< 0.001", "[−1, 2]", "1e-05"; null for other text.
 const numberOf = (text) => {
-  const found = text.replace(/−/g, "-").match(/^[\s\[<>]*([+-]?\d[\d.]*)/);
+  const found = text.replace(/−/g, "-").match(/^[\s\[<>]*([+-]?\d[\d.]*(?:e[+-]?\d+)?)/);
   return found ? parseFloat(found[1]) : null;
 };
 
