@@ -24,6 +24,7 @@ from fl_lightning.study.report.compare import compare
 from fl_lightning.study.report.curves import rounds_curve
 from fl_lightning.study.report.figures import figures as figures_of
 from fl_lightning.study.report.registered import registration_report
+from fl_lightning.study.report.tables import claims
 from fl_lightning.study.report.verdicts import check_criteria
 from fl_lightning.study.results.gather import gather, with_metric
 from fl_lightning.tasks import Classification, LanguageModelling, Regression
@@ -100,6 +101,13 @@ def test_a_report_follows_the_primary_metric(tmp_path, task, selection):
     assert f"final/{other}_{name}".replace("last_", "") in measured
     assert main(["compare", "--study", "study", "--root", str(tmp_path), "--out", str(tmp_path / "again"),
                  "--metric", "final/accuracy"]) == 2  # fmt: skip
+
+
+def test_a_claimed_accuracy_has_no_perplexity_beside_it(tmp_path):
+    claimed = {"A": {"accuracy": 0.9, "perplexity": 5.0}}
+    make_study(tmp_path, {"B": B, "A": A}, task=LanguageModelling(), claimed=claimed)
+    table, _ = claims(comparison_of(tmp_path))
+    assert [row[3] == "-" for row in table.rows] == [True, False]
 
 
 def test_what_stress_adds_to_a_perplexity_is_a_loss(tmp_path):

@@ -6,6 +6,7 @@ import json
 import random
 from collections import deque
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from fl_lightning.study.plan.study import Study
 from fl_lightning.study.plan.tuned import TunedRecord, file_hash
 from fl_lightning.study.report.compare import compare
 from fl_lightning.study.report.markdown import _how_tuned
+from fl_lightning.study.report.tables import tuned as chosen_table
 
 STUDY = """
 study: small
@@ -162,6 +164,17 @@ def test_a_report_counts_the_trials_that_were_made(tmp_path):
     record = TunedRecord.read(tmp_path / "tuned" / "small.yaml")
     assert record.trials == 6
     assert "of 3 trials over" in _how_tuned(record)
+
+
+def test_settings_that_end_alike_are_named_in_full(tmp_path):
+    write(tmp_path)
+    tune(tmp_path)
+    record = TunedRecord.read(tmp_path / "tuned" / "small.yaml")
+    assert chosen_table(record).rows[0][1].startswith("lr ")
+    chosen = replace(record.chosen["Low"], settings={LR: 0.1, "model.server_optimizer.lr": 1})
+    table = chosen_table(replace(record, chosen={"Low": chosen, "High": record.chosen["High"]}))
+    assert table.rows[0][1] == f"{LR} 0.1, model.server_optimizer.lr 1"
+    assert table.rows[1][1].startswith(f"{LR} ")
 
 
 def test_of_several_seeds_the_mean_chooses_and_a_killed_search_is_the_same(tmp_path, monkeypatch):

@@ -28,12 +28,13 @@ from fl_lightning.study.metric_names import (
 )
 from fl_lightning.study.plan.quantities import PRIMARY, metric_of
 from fl_lightning.study.plan.registration import level_key
-from fl_lightning.study.plan.selection import described, selected_metrics
+from fl_lightning.study.plan.selection import ACCURACY, described, selected_metrics
 from fl_lightning.study.plan.tuned import TunedRecord
 from fl_lightning.study.report.comparison import Comparison, Difference, Levels
 from fl_lightning.study.report.judging import Judgement
 from fl_lightning.study.report.verdicts import Verdict, premise_verdicts
 from fl_lightning.study.report.verdicts import verdicts as every_verdict
+from fl_lightning.study.results.labels import short_names
 from fl_lightning.study.statistics import mean_std
 
 AVERAGE, LAYER = "bits/average", "bits/layer/"
@@ -295,12 +296,11 @@ def differences(comparison: Comparison, levels: Levels) -> ReportTable | None:
 
 def tuned(record: TunedRecord) -> ReportTable:
     """Return what ``tune`` chose for each method, and how good it was on validation."""
+    names = short_names({key: None for one in record.chosen.values() for key in one.settings})
     rows = [
         [
             label,
-            ", ".join(
-                f"{key.rpartition('.')[2]} {_rounded(value)}" for key, value in one.settings.items()
-            ),
+            ", ".join(f"{names[key]} {_rounded(value)}" for key, value in one.settings.items()),
             f"{one.value:.4g}",
             f"{one.finished} finished, {one.pruned} pruned, {one.failed} failed",
         ]
@@ -444,8 +444,10 @@ def _measured(comparison: Comparison, name: str, label: str, levels: Levels) -> 
         found = comparison.drops(comparison.study.metric, label, others)
     else:
         study = comparison.study
-        quantity = PRIMARY if name == study.task.primary else name
-        metric = metric_of(quantity, study.selection, study.task.primary) or name
+        quantity, primary = PRIMARY if name == study.task.primary else name, study.task.primary
+        of_other_task = name == ACCURACY != primary
+        meant = None if of_other_task else metric_of(quantity, study.selection, primary)
+        metric = meant or name
         found = comparison.measured(metric, label, levels)
     mean, std = mean_std(found)
     return plain(mean) + (f" ± {plain(std)}" if isfinite(std) else "")

@@ -98,11 +98,20 @@ def _labels(records: list[RunRecord], axes: Iterable[str]) -> dict[str, str]:
     return labels
 
 
+def short_names(keys: Iterable[str]) -> dict[str, str]:
+    """Return the last part of each of these settings, or the whole where others end so too.
+
+    >>> short_names(["a.lr", "b.lr", "c.mu"])
+    {'a.lr': 'a.lr', 'b.lr': 'b.lr', 'c.mu': 'mu'}
+    """
+    short = {key: key.rpartition(".")[2] for key in keys}
+    last = [*short.values()]
+    return {key: name if last.count(name) == 1 else key for key, name in short.items()}
+
+
 def _shown(keys: list[str], values: Mapping[str, Any]) -> str:
-    short = [key.rpartition(".")[2] for key in keys]
-    names = [short[i] if short.count(short[i]) == 1 else key for i, key in enumerate(keys)]
-    given = {key: values.get(key, "not set") for key in keys}
-    text = ", ".join(f"{name}={value}" for name, value in zip(names, given.values(), strict=True))
+    names, given = short_names(keys), {key: values.get(key, "not set") for key in keys}
+    text = ", ".join(f"{names[key]}={value}" for key, value in given.items())
     return text if len(text) <= MAX_SETTINGS_LENGTH else settings_hash(given)[:8]
 
 
