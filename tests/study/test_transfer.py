@@ -222,6 +222,8 @@ def test_what_cannot_be_compared_is_named(tmp_path):
         tmp_path, methods={"LocalOnly": {}, "FedAvg": {}, "FedAvg IID": {}}, controls=["FedAvg IID"]
     )
     make_run(folder, "FedAvg IID", 0, 0.5, task=PERPLEXITY, partition="f" * 64)
+    make_run(folder, "FedAvg IID", 1, 0.5, task=PERPLEXITY)  # by chance the partition of the others
+    write_clients(folder / "FedAvg IID-seed1", ALONE[1], ALONE[1])
     (folder / "FedAvg-seed1" / "clients.csv").unlink()
     (folder / "FedAvg-seed2" / "clients.csv").write_text("round,client\nx,0\n")
     compare("study", tmp_path / "out", tmp_path)

@@ -133,12 +133,11 @@ class NegativeTransfer:
         }
         for run in self.results.runs if references else ():
             reference = references.get((level_key(run.levels), run.seed))
-            if reference is None:
+            if reference is None or (run is not reference and run.label in self.study.controls):
                 continue
             if reference.partition != run.partition:
                 reason = f"its clients hold other examples than those of {reference.name}"
-                if run.label not in self.study.controls:
-                    self._leave_out(run.name, f"no gain of a client is known: {reason}")
+                self._leave_out(run.name, f"no gain of a client is known: {reason}")
                 continue
             rows += self._rows(run, reference)
         return pd.DataFrame(rows, columns=COLUMNS)
