@@ -239,6 +239,7 @@ def test_nothing_but_arithmetic_is_a_criterion(text, tmp_path, monkeypatch):
         ("drop(A) < 0.1", "degradation"),
         ("rounds(A) < 10", "target_accuracy"),
         ("p(A, A) < 0.05", "p compares two"),
+        ("no_increase(upload, A, B, noise=on)", "it is about the level that is judged"),
     ],
 )
 def test_an_unknown_name_is_told_the_nearest(tmp_path, capsys, criterion, near):

@@ -273,7 +273,8 @@ def _no_increase(node: ast.Call, labels: Sequence[str], wrong: Wrong) -> NoIncre
         or len(node.args) not in (3, 4)
         or isinstance(margin, ast.Name)
     ):
-        raise wrong(shown(node), rule, NO_INCREASE_EXAMPLE)
+        level = "; it is about the level that is judged" if node.keywords else ""
+        raise wrong(shown(node), f"{rule}{level}", NO_INCREASE_EXAMPLE)
     what, *pair = words
     known = what in QUANTITIES and isinstance(node.args[0], ast.Name)
     if not known and not (isinstance(node.args[0], ast.Constant) and "/" in what):
