@@ -12,7 +12,7 @@ from synthetic_runs import make_run, make_study
 
 from fl_lightning.study.plan.registration import plan_of, register
 from fl_lightning.study.report.looks import is_awaited
-from fl_lightning.study.report.markdown import undecided
+from fl_lightning.study.report.markdown import how_to_read, undecided
 from fl_lightning.study.report.places import places_table
 from fl_lightning.study.report.registered import registration_report
 from fl_lightning.study.report.tables import differences
@@ -120,6 +120,7 @@ def test_of_many_pairs_a_report_names_those_with_the_smallest_p(tmp_path):
     table = differences(comparison, {})
     assert (len(tests), len(table.rows)) == (105, 100)
     assert "of 105 pairs the 100 with the smallest p, report.json has all" in table.caption
+    assert "corrected for all pairs of its level;" in how_to_read(comparison)
     largest = {f"{one.a} − {one.b}" for one in sorted(tests, key=lambda one: one.test.p_t)[100:]}
     assert largest.isdisjoint(row[0] for row in table.rows)
     assert any(

@@ -48,7 +48,11 @@ def test_ranks_are_averaged_over_settings_seed_by_seed(tmp_path):
     assert found["A"].alike == ("B",)
     # C - A is 1.5 three times, and C - B nearly so: told apart
     assert (found["C"].first, found["C"].last, found["C"].alike) == (3, 3, ())
-    assert proposed_table(comparison).rows[-1] == ["C", "all, by mean rank", "none", "3 of 3", "3"]
+    table = proposed_table(comparison)
+    assert table.rows[-1] == ["C", "all, by mean rank", "none", "3 of 3", "3"]
+    level, over_all = table.caption.split("; ")
+    assert level.endswith("which is corrected for all pairs of its level (Holm)")
+    assert over_all.startswith("by mean rank by the method's own pairs over all levels")
     assert [row[0] for row in overall_table(comparison).rows] == ["B", "A", "C"]
 
 

@@ -36,7 +36,7 @@ SAME_CONDITIONS = "both methods met the same partition, cohorts, drop-outs and n
 HOW_TO_READ = (
     f"Differences are paired by seed: {SAME_CONDITIONS}. "
     "The 95 % t interval decides; the bootstrap (BCa) beside it is too narrow below about "
-    "ten seeds. p (Holm) is the t-test's, corrected for all rows of its table; Wilcoxon's cannot be "
+    "ten seeds. p (Holm) is the t-test's, corrected for all pairs of its level; Wilcoxon's cannot be "
     "below 2^(1 − n) with n seeds. g_z is the mean in standard deviations of the differences, "
     "corrected for small samples; detectable: the true difference that so many seeds find with "
     f"{POWER:.0%} probability at the strictest step of the correction; seeds needed: to find an "

@@ -121,7 +121,7 @@ def overall_diagram(comparison: Comparison) -> Figure | None:
 def proposed_table(comparison: Comparison) -> ReportTable | None:
     """Return the place of each proposed method at every level, by its own comparisons; None where
     no method is proposed, or too few are compared."""
-    rows = []
+    rows, over_all = [], ""
     for label in comparison.proposed:
         for levels in comparison.levels:
             found = {one.label: one for one in places(comparison, levels)}
@@ -139,11 +139,14 @@ def proposed_table(comparison: Comparison) -> ReportTable | None:
             rows.append([label, level_key(levels) or "all", named(alike), place, ends])
         if (row := own_row(comparison, label)) is not None:
             rows.append(row)
+            over_all = (
+                "; by mean rank by the method's own pairs over all levels, corrected for these"
+            )
     if not rows:
         return None
     caption = (
-        f"in {comparison.column(comparison.study.metric).title}, by the differences in its table, which are "
-        "corrected for their number (Holm)"
+        f"in {comparison.column(comparison.study.metric).title}, by the table of differences, which is "
+        f"corrected for all pairs of its level (Holm){over_all}"
     )
     header = ["method", "levels", "cannot be told apart from", "place", "95 % interval"]
     return ReportTable.of("Place of what is proposed", header, rows, 3, caption)
