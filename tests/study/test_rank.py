@@ -15,7 +15,8 @@ from refusals import refused
 from fl_lightning.__main__ import main
 from fl_lightning.cli.parser import resolve
 from fl_lightning.study.execute import sweep
-from fl_lightning.study.execute.rank import rank
+from fl_lightning.study.execute.rank import _levels, rank
+from fl_lightning.study.plan.variations import Variation
 from fl_lightning.study.report.compare import compare
 
 pytestmark = pytest.mark.usefixtures("figures_only_where_looked_at")
@@ -215,3 +216,16 @@ def test_a_method_can_be_ranked_against_the_leaderboard_that_comes_with_the_proj
     rank("FedAvgM", dry_run=True, resolve=resolve)
     assert "leaderboard_digits-FedAvgM: 18 cells, 18 to run, 144 rounds" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
+
+
+def test_a_level_of_two_axes_is_named_with_its_axis():
+    axes = {"noise": ("on", "off"), "drop": ("on", "some")}
+    grid = {axis: dict.fromkeys(levels, Variation()) for axis, levels in axes.items()}
+    with refused("--setting on", "write --setting noise=on"):
+        _levels(grid, "on")
+    for setting, noise, drop in (
+        ("noise=on", ["on"], ["on", "some"]),
+        ("off,some", ["off"], ["some"]),
+    ):
+        found = _levels(grid, setting)
+        assert ([*found["noise"]], [*found["drop"]]) == (noise, drop)

@@ -213,14 +213,16 @@ def _levels(
         return dict(grid)
     wanted = [name.strip() for name in setting.split(",")]
     names = {f"{axis}={level}": level for axis, levels in grid.items() for level in levels}
-    known = [*names.values()] if len({*names.values()}) == len(names) else [*names]
+    levels = [*names.values()]
+    known = levels if len({*levels}) == len(names) else [*names]
     for name in wanted:
         rule = f"it is one of {', '.join(known)}" if known else "the published study has no grid"
         near = nearest(name, known)
         instead = (
             f"write --setting {near or known[0]}, or another of them" if known else "leave it out"
         )
-        require(name in {*names, *names.values()}, f"--setting {name}", rule, instead)
+        # a level of two axes, such as on, would restrict both
+        require(name in names or levels.count(name) == 1, f"--setting {name}", rule, instead)
     chosen = {
         axis: {one: levels[one] for one in levels if {one, f"{axis}={one}"} & {*wanted}}
         for axis, levels in grid.items()
