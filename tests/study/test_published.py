@@ -8,6 +8,7 @@ from copy import deepcopy
 from pathlib import Path
 
 import pytest
+import yaml
 from compared import GRID, OFF, ON, A, B, C, report_of
 from outcomes import rows_of
 from places import ROOT
@@ -334,3 +335,16 @@ def test_a_report_has_the_plan_of_its_study_with_paths_that_hold_elsewhere(tmp_p
         tmp_path / "mine.yaml",
     ]
     assert (plan.seeds, list(plan.methods), list(plan.grid)) == ([0, 1, 2], ["A", "B"], ["noise"])
+
+
+def test_published_runs_do_not_join_a_study_to_which_seeds_were_added(tmp_path):
+    """The rule is that of the sweep, by a flag: the file has none."""
+    own_study(tmp_path, publish(tmp_path, THEIRS, **AXIS), criteria=["gap(Mine, A) > 0"])
+    swept = tmp_path / "runs/mine/study.yaml"
+    (tmp_path / "mine.yaml").write_text(swept.read_text())
+    rule = {"criteria": ["accuracy(Mine) > 0.1"], "until": {"max_seeds": 9}}
+    document = {**yaml.safe_load(swept.read_text()), **rule}
+    del document["published"]
+    swept.write_text(yaml.safe_dump(document))
+    with refused("mine.yaml: until with published", "leave one of them out"):
+        compare(str(tmp_path / "mine.yaml"), tmp_path / "out", tmp_path / "runs")

@@ -16,7 +16,8 @@ from fl_lightning.errors import InputError, require
 from fl_lightning.study.metric_names import direction, higher_is_better
 from fl_lightning.study.plan.kinds import folder_of, is_study_file
 from fl_lightning.study.plan.registration import level_key, registered_study, seedless_hash
-from fl_lightning.study.plan.study import Cell, Study
+from fl_lightning.study.plan.spec_file import SpecFile
+from fl_lightning.study.plan.study import Cell, Study, check_published_seeds
 from fl_lightning.study.results.labels import label_all
 from fl_lightning.study.results.run_records import RunRecord, from_store, read_cells, read_folder
 from fl_lightning.study.results.runs import (
@@ -89,7 +90,9 @@ def _with_rule_of_sweep(plan: Study, folder: Path) -> Study:
     swept = folder / "study.yaml"
     if plan.until is not None or not swept.is_file():
         return plan
-    return replace(plan, until=_copy_of_sweep(swept).until)
+    found = replace(plan, until=_copy_of_sweep(swept).until)
+    check_published_seeds(SpecFile(plan.path), found)
+    return found
 
 
 def _copy_of_sweep(file: Path) -> Study:
