@@ -505,7 +505,15 @@ def is_timing(metric: str) -> bool:
     return metric.startswith(("time/", "latency/", "memory/"))
 
 
+def is_of_test_set(metric: str) -> bool:
+    """Return whether a metric is the test set's although its name begins as that of a count:
+    ``bits/at/2/accuracy`` of ``BitBudgets``."""
+    return metric.startswith("bits/at/")
+
+
 def is_exact(metric: str) -> bool:
     """Return whether a metric is counted and not estimated: one seed is enough to decide on it."""
+    if is_of_test_set(metric):
+        return False
     counted = metric.startswith(("total/", "bits/")) or metric == "privacy/epsilon"
     return counted or (metric.endswith("_bytes") and not is_timing(metric))

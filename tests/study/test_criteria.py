@@ -155,6 +155,18 @@ def test_joules_by_a_table_may_be_the_same_in_all_seeds(tmp_path):
     ]
 
 
+def test_accuracies_at_other_bits_are_no_counts(tmp_path):
+    """Above the bound in all three seeds, and not by an interval; a number of bits would hold."""
+    texts = [f'last("bits/{name}", A) > 0.5' for name in ("at/2/accuracy", "moved")]
+    folder = make_study(tmp_path, {"A": A, "B": B}, criteria=texts)
+    for path in folder.glob("*/metrics.csv"):
+        value = {"seed0": 0.501, "seed1": 0.9, "seed2": 0.502}[path.parent.name.rsplit("-", 1)[1]]
+        header, *rows = path.read_text().splitlines()
+        added = [f"{row},{value},{value}" for row in rows]
+        path.write_text("\n".join([f"{header},bits/at/2/accuracy,bits/moved", *added, ""]))
+    assert [one.decision for one in verdicts(comparison_of(tmp_path))] == ["undecided", "holds"]
+
+
 def test_labels_that_are_no_names(tmp_path):
     accuracies = {"KD a=1": A, "KD-a": B, "KD": C}
     text = [

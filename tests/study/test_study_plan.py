@@ -565,6 +565,7 @@ trials: 5
         ("trials: 5", "trials: 0", "1 or more"),
         ("trials: 5", "trials: 5\nmetric: final/accuracy", "the test set must not choose"),
         ("trials: 5", "trials: 5\nmetric: test/loss", "the test set must not choose"),
+        ("trials: 5", "trials: 5\nmetric: bits/at/2/accuracy", "the test set must not choose"),
         (
             "trials: 5",
             "trials: 5\nmetric: final/last5_val_acuracy",

@@ -10,7 +10,7 @@ from math import isfinite
 
 from fl_lightning.config.near_names import nearest, nearest_of_listed
 from fl_lightning.errors import InputError
-from fl_lightning.study.metric_names import is_exact, is_timing
+from fl_lightning.study.metric_names import is_exact, is_of_test_set, is_timing
 from fl_lightning.study.plan.selection import Selection, selected_metric
 
 Wrong = Callable[..., InputError]
@@ -115,6 +115,7 @@ class Quantity:
         counts = (
             self.is_over_rounds
             and self.arguments[0].startswith(COUNTS)
+            and not is_of_test_set(self.arguments[0])
             and OVER not in self.arguments[0]
         )
         return self.is_exact or counts

@@ -52,7 +52,13 @@ from optuna.samplers import TPESampler
 
 from fl_lightning.config.near_names import nearest
 from fl_lightning.rng import stream
-from fl_lightning.study.metric_names import MEASURES, TaskMetrics, direction, may_be_of_named
+from fl_lightning.study.metric_names import (
+    MEASURES,
+    TaskMetrics,
+    direction,
+    is_of_test_set,
+    may_be_of_named,
+)
 from fl_lightning.study.plan.entries import PATHS, SETTINGS
 from fl_lightning.study.plan.schema import entry
 from fl_lightning.study.plan.spec_file import Seed, SpecFile
@@ -278,6 +284,7 @@ def _search(file: SpecFile, given: SearchEntries) -> Search:
     if metric is not None:
         of_named = re.match("final/(best|last5)_val_(?!test_)", metric) and may_be_of_named(metric)
         of_rounds = metric.startswith(("val/", "train/", "comm/", "bits/"))
+        of_rounds = of_rounds and not is_of_test_set(metric)
         allowed = metric in OF_VALIDATION or of_named or of_rounds
         near = nearest(metric, OF_VALIDATION) or METRIC
         rule = "it is none of validation or training, and the test set must not choose settings"
