@@ -142,6 +142,23 @@ def test_the_noise_has_the_variance_that_is_accounted(z):
 
 @pytest.mark.slow
 @pytest.mark.essential
+@pytest.mark.parametrize("where", ["central", "distributed"])
+def test_the_count_of_messages_below_the_clip_has_the_noise_that_is_accounted(where):
+    """Over 1 000 sums of messages of zeros, of which each is below C: what the share is off by."""
+    private = mechanism(where=where, min_returned=1, target_quantile=0.5, count_noise=3.0)
+    of, found = {id: message(0.0, 0.0, 0.0) for id in range(COHORT)}, []
+    for round in range(1, 1001):
+        private.clip_norm = C  # it would follow the quantile
+        sums = private.sums(Server(), of, COHORT, round)
+        found.append([COHORT * (sums.share_below - 1), *sums.total("weights").tolist()])
+    count = np.array(found)[:, 0]
+    assert count.mean() == pytest.approx(0, abs=4 * 3 / math.sqrt(1000))
+    assert count.std() == pytest.approx(3, rel=0.08)
+    assert np.abs(np.corrcoef(np.array(found).T)[0, 1:]).max() < 0.13
+
+
+@pytest.mark.slow
+@pytest.mark.essential
 def test_distributed_noise_is_central_noise():
     """Kolmogorov-Smirnov, with as many clients as have to return; with all of them it is larger,
     never smaller."""
