@@ -17,6 +17,7 @@ from toy import CENTRES, Points, on_points, run, run_for_nothing, sgd
 from fl_lightning.aggregation import averages, robust
 from fl_lightning.aggregation.average import NoAverageError
 from fl_lightning.conformance.bench import build_method
+from fl_lightning.conformance.watch import RunRecorder
 from fl_lightning.data import IID, FederatedImages
 from fl_lightning.engines.root_set import prepare_guides
 from fl_lightning.errors import InputError
@@ -508,7 +509,16 @@ def test_secure_sums_have_no_single_vectors(average, tmp_path):
 @pytest.mark.quick("average1")
 @pytest.mark.parametrize("average", [Krum(1), GeometricMedian(), CenteredClipping(0.5), FLTrust(2)])
 def test_codes_are_averaged_as_what_they_decode_to(average, tmp_path):
-    method = QFedAvg(optimizer=sgd(0.05), average=average)
-    before = run(method, digits(public_examples=64), tmp_path, max_rounds=2)
-    assert before is not None
-    assert torch.isfinite(method.server["weights"]).all()
+    method, seen = QFedAvg(optimizer=sgd(0.05), average=average), RunRecorder()
+    run(method, digits(public_examples=64), tmp_path, max_rounds=2, callbacks=[seen])
+    found, uploads, method.server = method.server["weights"], seen.uploads_of(2), seen.servers[1]
+    start = method.server["weights"]
+    rows = [method.decode(upload) for upload in uploads.values()]
+    examples = [int(upload.tensor("examples")) for upload in uploads.values()]
+    shares = [n / sum(examples) for n in examples]
+    if average.guide:
+        expected = average.guided(rows, shares, start, method.guides()["weights"])
+    else:
+        expected = average(rows, shares, start)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
+    assert float((found - start).norm()) > 1e-3
