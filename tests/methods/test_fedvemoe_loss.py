@@ -1,0 +1,39 @@
+"""What clients of Fed-VEMoE minimise, by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tiny_language import method_of, set_up
+
+from fl_lightning.methods import FedVEMoE
+from fl_lightning.methods.fedvemoe import Choice
+from fl_lightning.metrics.text import IGNORED
+
+
+def test_the_local_loss_draws_the_mean_weights_of_labelled_tokens_to_the_shares():
+    """L_CE + gate_weight KL(mean_t a_t || share), with a seat that is empty and tokens without a
+    label, a whole example of them included."""
+    method, data = set_up(method_of(FedVEMoE, k_init=3, k_max=3, top_m=4, gate_weight=0.3))
+    client, share = data.client(0), np.array([0.8, 0.2])
+    method.receive(method.broadcast(client), client)
+    method._take(Choice(torch.full((4,), 0.25), [1, 3], torch.from_numpy(share)))
+    with torch.no_grad():
+        method.seats.gate.router.normal_()
+    index = torch.arange(4)
+    target = data.train_target[index].clone()
+    target[0], target[1:, ::3] = IGNORED, IGNORED
+    terms = method.training_step((data.inputs("train", index), target))
+
+    weights = method.seats.gate.log_weights.detach().double().exp().numpy()
+    labelled = target[:, : weights.shape[1]].numpy() != IGNORED
+    assert 0 < labelled[1:].sum() < labelled[1:].size
+    mean = weights[labelled].mean(axis=0)
+    assert mean[2] == 0  # the empty seat
+    divergence = (mean[:2] * np.log(mean[:2] / share)).sum()
+    loss, task, gate = (terms[name].detach() for name in ("loss", "loss_task", "loss_gate"))
+    assert gate.item() == pytest.approx(divergence, rel=1e-4)
+    assert (loss - task).item() == pytest.approx(0.3 * divergence, rel=1e-3)
+    terms["loss_gate"].backward()
+    assert method.seats.gate.router.grad[:2].norm() > 0
