@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ import pytest
 import torch
 import yaml
 from deploy_transports import InProcess, Sockets
-from places import ROOT
+from places import ROOT, SUPPORT
 
 from fl_lightning.cli.parser import FederatedCLI
 from fl_lightning.deploy.node import sockets
@@ -211,17 +211,10 @@ def test_a_server_that_is_started_again_comes_to_the_same_weights(tmp_path):
     assert metadata_of(cli)["deployment"]["run"] == before
 
 
-def start_node(folder: Path, number: int, of: int) -> subprocess.Popen:
-    words = [
-        sys.executable,
-        "-m",
-        "fl_lightning",
-        "node",
-        "--superlink",
-        "none",
-        "--folder",
-        str(folder),
-    ]
+def start_node(
+    folder: Path, number: int, of: int, program: Sequence[str] = ("-m", "fl_lightning")
+) -> subprocess.Popen:
+    words = [sys.executable, *program, "node", "--superlink", "none", "--folder", str(folder)]
     words += ["--partition_id", str(number), "--num_partitions", str(of)]
     environment = {
         **os.environ,
@@ -240,36 +233,26 @@ def wait_until(condition: Callable[[], object], seconds: float = 120.0) -> None:
 
 
 class Processes(Sockets):
-    """Nodes that are processes; the second is killed in round 2, when one of its two clients has
-    trained, and started again before round 3."""
+    """Two nodes that are processes, of which the second runs ``program`` until it is restarted."""
+
+    program: Sequence[str] = ("-m", "fl_lightning")
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.processes = [start_node(folder / f"node{number}", number, 2) for number in range(2)]
+        self.processes = [
+            start_node(folder / "node0", 0, 2),
+            start_node(folder / "node1", 1, 2, self.program),
+        ]
         super().__init__([folder / f"node{number}" / "node.sock" for number in range(2)])
 
     def wait(self) -> None:
         wait_until(lambda: len(self.nodes()) == 2)
 
-    def exchange(self, messages, timeout):
-        (round,) = {
-            Message.from_bytes(message).header.get("round") for message in messages.values()
-        }
-        if round == 2:
-            threading.Thread(target=self.kill_in_mid_round, daemon=True).start()
-        yield from super().exchange(messages, timeout)
-        if round == 2:
-            self.restart()
-
     def restart(self) -> None:
-        self.processes[1].wait(60)
+        """Start the second node again, which was killed."""
+        assert self.processes[1].wait(60) == -signal.SIGKILL
         self.processes[1] = start_node(self.folder / "node1", 1, 2)
         self.wait()
-
-    def kill_in_mid_round(self) -> None:
-        kept = self.folder / "node1" / "states"
-        wait_until(lambda: list(kept.glob("*/client_*/after_000002.safetensors")))
-        self.processes[1].send_signal(signal.SIGKILL)
 
     def close(self) -> None:
         for process in self.processes:
@@ -277,10 +260,24 @@ class Processes(Sockets):
             process.wait(60)
 
 
+class KilledInMidRound(Processes):
+    """The second node is killed in round 2, when one of its two clients has trained, and started
+    again before round 3."""
+
+    program = (str(SUPPORT / "mortal_node.py"),)
+
+    def exchange(self, messages, timeout):
+        yield from super().exchange(messages, timeout)
+        if {Message.from_bytes(one).header.get("round") for one in messages.values()} == {2}:
+            kept = (self.folder / "node1" / "states").glob("*/client_*/after_000002.safetensors")
+            assert len([*kept]) == 1
+            self.restart()
+
+
 @pytest.mark.slow
 @pytest.mark.essential
 def test_a_node_that_is_killed_in_mid_round_costs_its_clients_that_round(tmp_path):
-    with closing(Processes(tmp_path)) as transport:
+    with closing(KilledInMidRound(tmp_path)) as transport:
         transport.wait()
         rules = RoundRules(wait_seconds=200, round_seconds=200)
         cli = deployed("fedkd", tmp_path, transport, *ALL, rules=rules)

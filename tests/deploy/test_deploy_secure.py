@@ -264,17 +264,17 @@ class KilledBeforeMasked(Processes):
     round 3."""
 
     def exchange(self, messages, timeout):
-        headers = [Message.from_bytes(message).header for message in messages.values()]
-        if (headers[0].get("round"), headers[0].get("phase")) == (2, "masked"):
+        header = Message.from_bytes(next(iter(messages.values()))).header
+        masked = (header.get("round"), header.get("phase")) == (2, "masked")
+        if masked:
             self.processes[1].send_signal(signal.SIGKILL)
             self.processes[1].wait(60)
-        yield from super(Processes, self).exchange(messages, timeout)
-        if (headers[0].get("round"), headers[0].get("phase")) == (2, "masked"):
+        yield from super().exchange(messages, timeout)
+        if masked:
             self.restart()
 
 
 @pytest.mark.slow
-@pytest.mark.essential
 def test_a_process_that_is_killed_between_phases(tmp_path):
     """With it go two of four clients: the round is void. When it is back it holds nothing of that
     round."""
