@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from outcomes import differences, outcome
+from outcomes import differences, outcome, rows_of
 from places import ROOT, SUPPORT
 
 
@@ -49,108 +49,102 @@ def server():
     server.close()
 
 
-@pytest.fixture(scope="module")
-def reference(server, tmp_path_factory) -> tuple[dict, float]:
-    """The run that was never killed, and its seconds."""
-    folder = tmp_path_factory.mktemp("reference") / "a"
-    code, seconds = server.run(folder)
+def whole(server, folder: Path, **request) -> tuple[dict, float, int]:
+    """The outcome of a run that is never killed, its seconds, and how often it touches the file
+    system."""
+    code, seconds = server.run(folder, event=-1, **request)
     assert code == 0, (folder / "log.txt").read_text()
-    return outcome(folder), seconds
+    return outcome(folder), seconds, int((folder / "touches.txt").read_text())
 
 
 @pytest.fixture(scope="module")
-def store(server, tmp_path_factory) -> tuple[Path, dict, float]:
-    """A folder with an MLflow database, made once since that takes seconds; the outcome of a run
-    that was never killed."""
+def reference(server, tmp_path_factory) -> tuple[dict, float, int]:
+    return whole(server, tmp_path_factory.mktemp("reference") / "a")
+
+
+@pytest.fixture(scope="module")
+def store(server, tmp_path_factory) -> tuple[Path, tuple[dict, float, int]]:
+    """A folder with an MLflow database, made once since that takes seconds, and the run of it that
+    was never killed."""
     folder = tmp_path_factory.mktemp("mlflow") / "a"
     assert (
         server.run(folder, mlflow=True, settings={"max_rounds": 1, "experiment": "other"})[0] == 0
     )
     assert (folder / "mlflow.db").exists(), (folder / "log.txt").read_text()
-    template = folder.with_name("template")
+    template, copy = folder.with_name("template"), folder.with_name("whole")
     template.mkdir()
     shutil.copy(folder / "mlflow.db", template)
-    whole = folder.with_name("whole")
-    shutil.copytree(template, whole)
-    code, seconds = server.run(whole, mlflow=True)
-    assert code == 0
-    return template, outcome(whole), seconds
+    shutil.copytree(template, copy)
+    return template, whole(server, copy, mlflow=True)
 
 
 def kill_and_continue(
-    server, folder: Path, wanted: dict, seconds: float, random: random.Random, *, mlflow: bool
+    server, folder: Path, known: tuple[dict, float, int], random: random.Random, *, mlflow: bool
 ) -> list[str]:
-    """Up to three kills at random instants, then to the end."""
-    for _ in range(random.choice((1, 1, 2, 3))):
+    """Kill it before a random touch of the file system, which is certain to hit, up to twice more
+    at random instants, which may come after its end, and run it to the end."""
+    wanted, seconds, touches = known
+    killed, _ = server.run(folder, event=random.randint(1, touches), mlflow=mlflow)
+    for _ in range(random.choice((0, 0, 1, 2))):
         server.run(folder, after=random.uniform(0, seconds), mlflow=mlflow)
-    code, _ = server.run(folder, mlflow=mlflow)
-    return (
-        differences(outcome(folder), wanted)
-        if code == 0
-        else [f"exit {code}: {(folder / 'log.txt').read_text()}"]
-    )
+    return [
+        *([] if killed == -signal.SIGKILL else [f"exit {killed} before it was killed"]),
+        *continued(server, folder, wanted, mlflow=mlflow),
+    ]
+
+
+def continued(server, folder: Path, wanted: dict, **request) -> list[str]:
+    """Run it to the end; what is not as it was in the run that was never killed."""
+    code, _ = server.run(folder, **request)
+    if code:
+        return [f"exit {code}: {(folder / 'log.txt').read_text()}"]
+    return differences(outcome(folder), wanted)
 
 
 @pytest.mark.slow
-@pytest.mark.essential
 def test_killed_at_random_instants(server, reference, tmp_path):
-    wanted, seconds = reference
     random_ = random.Random(1)
-    # about 20 kills, with 10 before a touch of the file system and those with a store 30
     for trial in range(12):
-        assert (
-            kill_and_continue(server, tmp_path / str(trial), wanted, seconds, random_, mlflow=False)
-            == []
-        )
+        folder = tmp_path / str(trial)
+        assert kill_and_continue(server, folder, reference, random_, mlflow=False) == []
 
 
 @pytest.mark.slow
 @pytest.mark.essential
-def test_peers_killed_at_random_instants(server, tmp_path):
+def test_killed_peers_go_on(server, tmp_path):
     """The models of all peers, and the weights that they push, are in the checkpoint."""
-    code, seconds = server.run(tmp_path / "whole", peers=True)
-    assert code == 0, (tmp_path / "whole" / "log.txt").read_text()
-    wanted = outcome(tmp_path / "whole")
+    wanted, _, touches = whole(server, tmp_path / "whole", peers=True)
     assert {row["consensus/least_mass"] for row in wanted["metrics"]} != {"1.0"}
     for trial, share in enumerate((0.5, 0.75)):
         folder = tmp_path / str(trial)
-        server.run(folder, after=share * seconds, peers=True)
-        code, _ = server.run(folder, peers=True)
-        assert code == 0, (folder / "log.txt").read_text()
-        assert differences(outcome(folder), wanted) == []
+        code, _ = server.run(folder, event=int(share * touches), peers=True)
+        assert code == -signal.SIGKILL
+        (table,) = (folder / "runs").glob("*/*/metrics.csv")
+        assert 1 <= len(rows_of(table)) < 6
+        assert continued(server, folder, wanted, peers=True) == []
 
 
 @pytest.mark.slow
 @pytest.mark.essential
 def test_killed_at_a_random_instant_the_store_has_every_step_once(server, store, tmp_path):
-    template, wanted, seconds = store
+    template, known = store
     shutil.copytree(template, tmp_path / "a")
-    assert (
-        kill_and_continue(server, tmp_path / "a", wanted, seconds, random.Random(2), mlflow=True)
-        == []
-    )
+    assert kill_and_continue(server, tmp_path / "a", known, random.Random(2), mlflow=True) == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_killed_a_hundred_times(server, reference, store, tmp_path):
     random_, bad = random.Random(3), []
+    template, with_store = store
     for trial in range(100):
-        mlflow = trial % 2 == 1
+        folder, mlflow = tmp_path / str(trial), trial % 2 == 1
         if mlflow:
-            shutil.copytree(store[0], tmp_path / str(trial))
-        wanted, seconds = store[1:] if mlflow else reference
-        bad += kill_and_continue(
-            server, tmp_path / str(trial), wanted, seconds, random_, mlflow=mlflow
-        )
-        shutil.rmtree(tmp_path / str(trial))
+            shutil.copytree(template, folder)
+        known = with_store if mlflow else reference
+        bad += kill_and_continue(server, folder, known, random_, mlflow=mlflow)
+        shutil.rmtree(folder)
     assert bad == []
-
-
-def touches(server, folder: Path) -> int:
-    """How often a run touches the file system."""
-    assert server.run(folder, event=-1)[0] == 0
-    return int((folder / "touches.txt").read_text())
 
 
 @pytest.mark.slow
@@ -162,16 +156,11 @@ def touches(server, folder: Path) -> int:
     ],
 )
 def test_killed_before_any_touch_of_the_file_system(stride, server, reference, tmp_path):
-    bad = {}
-    for event in range(1, touches(server, tmp_path / "count") + 1, stride):
+    (wanted, _, touches), bad = reference, {}
+    for event in range(1, touches + 1, stride):
         folder = tmp_path / str(event)
         assert server.run(folder, event=event)[0] == -signal.SIGKILL
-        code, _ = server.run(folder)
-        found = (
-            differences(outcome(folder), reference[0])
-            if code == 0
-            else [(folder / "log.txt").read_text()]
-        )
+        found = continued(server, folder, wanted)
         bad |= {event: found} if found else {}
     assert bad == {}
 
@@ -181,17 +170,11 @@ def test_killed_before_any_touch_of_the_file_system(stride, server, reference, t
 def test_killed_with_uploads_on_their_way(server, tmp_path):
     """Versions that clients who come and go make: before every 31st touch of the file system."""
     settings = {"flights": True}
-    assert server.run(tmp_path / "whole", event=-1, settings=settings)[0] == 0
-    wanted, bad = outcome(tmp_path / "whole"), {}
-    for event in range(1, int((tmp_path / "whole" / "touches.txt").read_text()) + 1, 31):
+    (wanted, _, touches), bad = whole(server, tmp_path / "whole", settings=settings), {}
+    for event in range(1, touches + 1, 31):
         folder = tmp_path / str(event)
         assert server.run(folder, event=event, settings=settings)[0] == -signal.SIGKILL
-        code, _ = server.run(folder, settings=settings)
-        found = (
-            differences(outcome(folder), wanted)
-            if code == 0
-            else [(folder / "log.txt").read_text()]
-        )
+        found = continued(server, folder, wanted, settings=settings)
         bad |= {event: found} if found else {}
     assert bad == {}
 
@@ -208,5 +191,4 @@ def test_interrupted_it_keeps_the_last_round_and_says_how_to_continue(
     (run,) = (folder / "runs" / "fl_lightning").iterdir()
     assert json.loads((run / "metadata.json").read_text())["status"] == "interrupted"
     assert f"seed=3, ckpt_path='runs/fl_lightning/{run.name}')" in (folder / "log.txt").read_text()
-    assert server.run(folder)[0] == 0
-    assert differences(outcome(folder), reference[0]) == []
+    assert continued(server, folder, reference[0]) == []
