@@ -33,7 +33,8 @@ class AQFL(QuantizedMethod):
             bit-width.
         activation_bits: magnitude bits of the inputs of quantised layers, 1 to 8, or null for full
             precision.
-        quantise_shortcuts: whether 1x1 convolutions on shortcuts are quantised too.
+        quantise_shortcuts: whether layers inside modules whose names have ``shortcut`` or
+            ``downsample`` in them, such as 1x1 convolutions, are quantised too.
     """
 
     kind = "quantised"

@@ -80,7 +80,8 @@ class FedMPQ(QuantizedMethod):
             bit-widths.
         activation_bits: magnitude bits of the inputs of quantised layers, 1 to 8, or null for full
             precision.
-        quantise_shortcuts: whether 1x1 convolutions on shortcuts are quantised too.
+        quantise_shortcuts: whether layers inside modules whose names have ``shortcut`` or
+            ``downsample`` in them, such as 1x1 convolutions, are quantised too.
         supernet: whether each step also trains three narrower allocations, taught by the client's
             own, so that the one model serves every budget below; of FedMPQ with ``representation:
             latent`` alone.

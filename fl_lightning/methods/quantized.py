@@ -38,7 +38,8 @@ class QuantizedMethod(Method, ABC):
             budget.
         activation_bits: magnitude bits of the inputs of quantised layers, 1 to 8, or null for full
             precision.
-        quantise_shortcuts: whether 1x1 convolutions on shortcuts are quantised too.
+        quantise_shortcuts: whether layers inside modules whose names have ``shortcut`` or
+            ``downsample`` in them, such as 1x1 convolutions, are quantised too.
 
     Raises:
         InputError: ``bits`` or ``activation_bits`` out of range, or a ``download`` that there is
@@ -145,7 +146,8 @@ class LayerCodec:
     Args:
         network: of which the tensors in ``layout`` travel.
         layout: of a vector of weights.
-        shortcuts: whether 1x1 convolutions on shortcuts are quantised too.
+        shortcuts: whether layers inside modules whose names have ``shortcut`` or ``downsample`` in
+            them are quantised too.
     """
 
     def __init__(self, network: nn.Module, layout: Layout, shortcuts: bool = True) -> None:

@@ -14,7 +14,7 @@ from fl_lightning import rng
 from fl_lightning.conformance.toy import images, on_images
 from fl_lightning.data import IID, Dirichlet, FederatedImages
 from fl_lightning.errors import InputError
-from fl_lightning.methods import FedAvg, FedMPQ, FedMPQKD
+from fl_lightning.methods import AQFL, FedAvg, FedMPQ, FedMPQKD
 from fl_lightning.methods.fedmpq import GROWTH
 from fl_lightning.wire import Payload, PayloadError
 
@@ -44,6 +44,32 @@ def test_misspelt_settings_from_python_are_refused(setting):
     ((name, value),) = setting.items()
     with refused(f"--model.{name} {value}", f"write --model.{name} "):
         FedMPQKD(**setting)
+
+
+class Shortcuts(nn.Module):
+    """A main convolution, and shortcuts of two names."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.downsample = nn.Sequential(nn.Conv2d(3, 4, 1))
+        self.shortcut = nn.Conv2d(3, 4, 3, padding=1)
+        self.head = nn.Linear(4, classes)
+
+    def forward(self, x):
+        return self.head((self.conv(x) + self.downsample(x) + self.shortcut(x)).mean((2, 3)))
+
+
+@pytest.mark.parametrize("kind", [AQFL, FedMPQ, FedMPQKD])
+def test_layers_on_shortcuts_can_stay_in_full_precision(kind, tmp_path):
+    """Those inside modules of these names, whatever their kernels."""
+    main, shortcuts = ["conv.weight", "head.weight"], ["downsample.0.weight", "shortcut.weight"]
+    for quantised in (True, False):
+        method = kind(network=Shortcuts, optimizer=sgd(0.1), quantise_shortcuts=quantised)
+        run(method, images(), tmp_path / str(quantised), max_rounds=1, max_local_steps=1)
+        coded, rest = set(method.codec.names), set(method.rest.shapes)
+        assert coded == {*main, *(shortcuts if quantised else ())}
+        assert set(shortcuts) <= (coded if quantised else rest)
 
 
 def silos(num_clients=4):
