@@ -24,7 +24,7 @@ from fl_lightning.aggregation.private import PrivateAggregation
 from fl_lightning.aggregation.sums import Addend, sums_of
 from fl_lightning.conformance.toy import images
 from fl_lightning.errors import MisuseError
-from fl_lightning.methods import NormClipping
+from fl_lightning.methods import FedAdaLoRA, FedVEMoE, HESTLadder, NormClipping
 from fl_lightning.privacy import ClientPrivacy, clip_together, discrete_gaussian
 
 C, COHORT = 0.5, 20
@@ -185,6 +185,16 @@ def test_noise_hides_that_nobody_returned(quantile):
     )
     assert float(moved.std()) == pytest.approx(expected, rel=0.1)
     assert mechanism(where="distributed").sums(method, {}, 0, 1) is None
+
+
+@pytest.mark.parametrize("kind", [FedAdaLoRA, FedVEMoE, HESTLadder])
+@pytest.mark.parametrize("where", ["central", "distributed"])
+def test_of_sums_of_its_own_a_round_without_uploads_has_none_and_says_so(kind, where, caplog):
+    """Nobody knows their names and sizes then."""
+    method = kind.__new__(kind)  # which is asked for nothing
+    assert mechanism(where=where, target_quantile=0.5).sums(method, {}, 0, 7) is None
+    assert f"round 7: nobody returned, and what {kind.__name__} adds up is not known" in caplog.text
+    assert "the model stays, without noise, which says that nobody returned" in caplog.text
 
 
 def test_a_round_in_which_shares_of_noise_are_missing_is_void(caplog):
