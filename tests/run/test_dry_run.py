@@ -226,14 +226,23 @@ def measured(*words: str) -> dict[str, float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def check_forecast(*words: str) -> None:
+    """Compare the growth of one process with the forecast, or of a second one where that was off:
+    pages come and go with what else the machine does."""
+    for last in (False, True):
+        found = measured(*words)
+        assert found["weights"] == found["memory/base_bytes"] + found["memory/trained_bytes"]
+        added = found["memory/total_bytes"] - found["weights"]
+        if abs(found["grown"] - added) <= MARGIN * added:
+            return
+        assert not last, f"grown by {found['grown']:,} bytes of {added:,}"
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is read from /proc")
 @pytest.mark.slow
 @pytest.mark.essential
 def test_a_process_takes_what_was_forecast():
-    found = measured("llama_tiny", "32", "72")
-    assert found["weights"] == found["memory/base_bytes"] + found["memory/trained_bytes"]
-    added = found["memory/total_bytes"] - found["weights"]
-    assert abs(found["grown"] - added) <= MARGIN * added
+    check_forecast("llama_tiny", "32", "72")
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is read from /proc")
@@ -249,10 +258,7 @@ def test_a_process_with_a_model_of_transformers_does_too(words: list[str], tmp_p
         "num_attention_heads": 6,
     }
     base = save_base(tmp_path / "base", "SmolLM2", vocab_size=2048, **sizes)
-    found = measured("hf", "16", "128", f"name={base}", *words)
-    assert found["weights"] == found["memory/base_bytes"] + found["memory/trained_bytes"]
-    added = found["memory/total_bytes"] - found["weights"]
-    assert abs(found["grown"] - added) <= MARGIN * added
+    check_forecast("hf", "16", "128", f"name={base}", *words)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
