@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 from multiprocessing import forkserver
 
@@ -27,12 +26,9 @@ def imported_once():
 
 def run(what: str, size: int, folder) -> tuple[list[int | None], list[str]]:
     """Exit codes of the ranks, and what they raised."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     context = multiprocessing.get_context("forkserver")
     processes = [
-        context.Process(target=serve, args=(rank, size, port, what, folder)) for rank in range(size)
+        context.Process(target=serve, args=(rank, size, what, folder)) for rank in range(size)
     ]
     for process in processes:
         process.start()

@@ -20,12 +20,16 @@ from fl_lightning.engines import ClientTask, ranks
 from fl_lightning.errors import InputError
 
 
-def serve(rank: int, size: int, port: int, what: str, folder: Path) -> None:
+def serve(rank: int, size: int, what: str, folder: Path) -> None:
     """Rank ``rank`` of ``size``; what it raises is written to ``folder``."""
     frames.RANK_REPORT_SECONDS, frames.FRAME_BYTES = 0.0, 1000
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    seconds = 60 if what != "silent" else 3
     dist.init_process_group(
-        "gloo", rank=rank, world_size=size, timeout=timedelta(seconds=60 if what != "silent" else 3)
+        "gloo",
+        init_method=f"file://{folder}/meeting",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=seconds),
     )
     try:
         globals()[what](rank, size)
