@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from all_methods import METHODS
 from hypothesis import given
 from hypothesis import strategies as st
 from outcomes import rows_of
@@ -19,7 +20,7 @@ from ranks_program import Dropped, data_of, fit, method_of
 from ten import TEN
 from toy import sgd
 
-from fl_lightning import rng
+from fl_lightning import methods, rng
 from fl_lightning.aggregation.base import Receipt, Round
 from fl_lightning.aggregation.choice import choose_aggregation
 from fl_lightning.aggregation.exact_sum import MAX_MAGNITUDE
@@ -554,7 +555,14 @@ def test_a_bug_in_addends_is_no_rejection(kind, tmp_path):
         fit("FedAvg", tmp_path, Wrong(network=Dropped, optimizer=sgd(0.05)))
 
 
-def test_every_method_of_the_package_declares_the_shapes_of_its_entries(built):
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_declares_shapes_beside_its_upload(name):
+    kind = getattr(methods, name)
+    own = next(vars(c) for c in kind.__mro__ if {"upload", "upload_limits"} & vars(c).keys())
+    assert "upload_limits" in own
+
+
+def test_an_upload_without_an_entry_that_is_declared_is_refused(built):
     for name in TEN:
         method, client, sent = built(name)
         limits = declared_limits(method, client)
