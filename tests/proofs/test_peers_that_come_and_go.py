@@ -147,6 +147,7 @@ FORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.essential
 @pytest.mark.parametrize("form", FORMS)
 def test_workers_and_stops_change_nothing(form, tmp_path):
