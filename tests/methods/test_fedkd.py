@@ -310,11 +310,8 @@ def test_averaged_weights_without_distillation_are_fedavg(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.essential
-def test_resumed_equals_uninterrupted(tmp_path):
-    """From a checkpoint of round 2, and from an interruption in the middle of round 3, after a
-    client has already trained."""
-    whole, trainer = after(small(), digits(), tmp_path / "a", max_rounds=4)
+def test_continued_from_a_checkpoint_it_equals_uninterrupted(tmp_path):
+    whole, _ = after(small(), digits(), tmp_path / "a", max_rounds=4)
     _, half = after(small(), digits(), tmp_path / "b", max_rounds=2)
     resumed, _ = after(
         small(),
@@ -325,6 +322,13 @@ def test_resumed_equals_uninterrupted(tmp_path):
         allow_changed=True,
     )
     assert same(whole, resumed)
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+def test_interrupted_in_mid_round_it_equals_uninterrupted(tmp_path):
+    """After a client of round 3 has already trained."""
+    whole, trainer = after(small(), digits(), tmp_path / "a", max_rounds=4)
 
     class Pull(Stressor):
         last = 2

@@ -128,7 +128,6 @@ def test_detectable_effect_is_found_in_80_of_100(n, family):
 
 
 @pytest.mark.slow
-@pytest.mark.essential
 def test_intervals_hold_the_truth_as_often_as_they_say():
     """The t interval 95 %; the bootstrap as seldom as the module's docstring warns."""
     generator = np.random.default_rng(2)
