@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         if error.errno in (EACCES, EPERM) and error.filename is not None:
             path = os.fsdecode(error.filename)
             rule = f"it cannot be read or written ({error.strerror})"
-            return _one_line(error, f"{path}; {rule}; name one that can", code=2)
+            return _one_line(error, f"{path}; {rule}; make it so, or name another", code=2)
         if error.errno not in (ENOSPC, EDQUOT, EROFS):
             raise
         again = "continue with --ckpt_path" if argv[0] in CONTINUED else "give the command again"

@@ -146,14 +146,12 @@ def change_uploads(fed: Federation, round: int, uploads: Uploads, receipts: list
     changed = stress(fed.callbacks, "change_uploads", dict(uploads), round=round, context=fed)
     for position, receipt in enumerate(receipts):
         id, entry = receipt.client.id, receipt.entry
-        before = uploads.pop(id, None)
-        if before is None:
+        if uploads.pop(id, None) is None:
             continue
         try:
             after = changed.get(id)
             if after is not None:  # a stressor may have changed it in place
                 check_upload(fed.method, after, receipt.client, uploads)
-            if after is not None:
                 uploads[id] = after
             else:
                 entry = entry.unused()

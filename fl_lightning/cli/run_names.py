@@ -11,6 +11,7 @@ import yaml
 
 from fl_lightning.cli.configs import read_configs
 from fl_lightning.cli.flags import flags_in
+from fl_lightning.config.documents import ODD_NUMBER
 from fl_lightning.config.packaged import with_found_configs
 from fl_lightning.config.settings import is_free, is_under
 from fl_lightning.errors import InputError
@@ -92,6 +93,8 @@ def _value(files: Sequence[Any], path: str) -> Any:
 def _loaded(text: str) -> Any:
     """Return a typed value as the parser reads it: of ``1e-3``, which is a text in YAML 1.1, the
     number."""
+    if ODD_NUMBER.match(text):  # to another base in YAML 1.1
+        return text if ":" in text else int(text)
     try:
         value = yaml.safe_load(text)
         return float(value) if isinstance(value, str) else value

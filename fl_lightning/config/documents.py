@@ -62,6 +62,16 @@ def odd_numbers(node: yaml.Node | None) -> Iterator[yaml.ScalarNode]:
         yield node
 
 
+def refuse_odd_numbers(path: Path, node: yaml.Node | None) -> None:
+    """Refuse a number of a document that YAML 1.1 does not read as a decimal one, by its line."""
+    for number in odd_numbers(node):
+        raise InputError(
+            f"{path}, line {number.start_mark.line + 1}: {number.value}",
+            "YAML 1.1 reads it to the base 8 or 60",
+            f"write a decimal number without leading zeros, or the text '{number.value}'",
+        )
+
+
 def read_document(path: Path, given: str) -> str:
     """Return the text of a YAML file.
 

@@ -14,7 +14,7 @@ import yaml
 from fl_lightning.config.documents import document_hash, read_document
 from fl_lightning.config.recorded import former_path
 from fl_lightning.errors import as_bad_input
-from fl_lightning.support.redaction import redact, redact_settings
+from fl_lightning.support.redaction import HIDDEN, redact, redact_settings
 
 FREE_KEYS = (
     "trainer.devices",
@@ -162,13 +162,15 @@ def is_under(key: str, names: Collection[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
-def result_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+def result_settings(settings: Mapping[str, Any], *, prompts: bool = False) -> dict[str, Any]:
     """Return the settings that can change a result, without secrets.
 
     A setting that came after version 0.1.0 is left out while it has its neutral value.
 
     Args:
         settings: the settings with dotted keys.
+        prompts: whether prompts are whole, and not as earlier versions wrote and hashed them, who
+            took ``password: {inputs}`` for a secret.
     """
     data = str(settings.get("data.class_path")).rpartition(".")[2]
     neutral_values = NEUTRAL_VALUES | NEUTRAL_VALUES_OF_CLASS.get(data, {})
@@ -182,8 +184,8 @@ def result_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     def same(key: str, value: Any) -> Any:
         if key.endswith("class_path"):
             return SAME_CLASS.get(value, value)
-        if isinstance(value, str):  # prompts are hashed as earlier versions wrote them down
-            return redact(former_path(value))
+        if isinstance(value, str):
+            return former_path(value) if prompts else redact(former_path(value))
         former = (default for name, default in FORMER_DEFAULTS.items() if fnmatchcase(key, name))
         return next(former, None) if value is None else value
 
@@ -211,16 +213,23 @@ def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> lis
 
     Secrets are not compared, since no run directory holds them.
     """
-    before, after = result_settings(before), result_settings(after)
+    before, after = (result_settings(each, prompts=True) for each in (before, after))
 
     def shown(settings: Mapping[str, Any], key: str) -> str:
         # texts are compared, since NaN does not equal itself
         return json.dumps(settings[key]) if key in settings else "not set"
 
+    def was_hidden(key: str) -> bool:
+        """Whether an earlier version has hidden a part of a prompt."""
+        texts = [value for value in (before.get(key), after.get(key)) if isinstance(value, str)]
+        hidden = {redact(text) for text in texts}
+        return len(texts) == 2 and len(hidden) == 1 and any(HIDDEN in text for text in texts)
+
     return [
         f"{key}: {shown(before, key)} -> {shown(after, key)}"
         for key in {**before, **after}
         if shown(before, key) != shown(after, key)
+        and not was_hidden(key)
         and not (key in LISTS and before.get(key) is None and after.get(key) is None)
         # 4 from Python is 4.0 where the command line has read it for a float
         and not (is_number(before.get(key)) and before.get(key) == after.get(key))

@@ -123,8 +123,8 @@ def as_names_of(texts: pd.Series, column: pd.Series) -> pd.Series:
     """
     import pandas as pd
 
-    known = {value: value for value in column.dropna().unique().tolist()}
-    spelled = {str(value): value for value in known}
+    spelled = {str(value): value for value in column.dropna().unique().tolist()}
+    known = {} if column.dtype.kind == "b" else {value: value for value in spelled.values()}
     found = {text: pd.to_numeric(text, errors="coerce") for text in texts.dropna().unique()}
     return texts.map({text: spelled.get(text, known.get(n, text)) for text, n in found.items()})
 

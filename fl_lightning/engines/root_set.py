@@ -58,7 +58,7 @@ class RootSet:
             not (method.own.size and method.own_part_learns),
             f"{given} with --model {type(method).__name__}, of which a part stays on the clients",
             "the server's own update would be that of a part that never learns beside it",
-            "write --model.average MultiKrum, or leave personal out",
+            "write --model.average MultiKrum, or --model FedAvg without personal",
         )
         require(
             len(data.public) > 0 and not data.public_dataset,

@@ -181,7 +181,8 @@ def may_be_of_named(metric: str) -> bool:
     (True, True, False, False)
     """
     measure = FORMS.fullmatch(metric)[1]  # type: ignore[index]
-    return metric.startswith("final/") and nearest(measure, (*MEASURES, "round")) is None
+    others = (*MEASURES, "acc", "los", "round", "time", "upload", "download", "bytes")
+    return metric.count("/") == 1 and metric.startswith("final/") and not nearest(measure, others)
 
 
 def _share(metric: str, title: str, short: str = "") -> Column:

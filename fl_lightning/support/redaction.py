@@ -191,8 +191,8 @@ def redact_settings(settings: Any, name: str = "", *, secret: bool = False) -> A
         return HIDDEN if _tells(name, str(settings)) else settings
     if not isinstance(settings, str):
         return settings
-    group, *below = name.split(".")
-    is_prompt = group == "data" and not PROMPTS.isdisjoint(below)
+    parts = name.split(".")  # of a study also settings.data.template
+    is_prompt = "data" in parts and not PROMPTS.isdisjoint(parts[parts.index("data") + 1 :])
     return _redact_known(settings) if is_prompt else redact(settings)
 
 

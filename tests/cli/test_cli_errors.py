@@ -554,7 +554,7 @@ def test_a_full_disk_is_answered_with_what_the_command_has(monkeypatch, capsys, 
         (
             PermissionError(errno.EACCES, "Permission denied", "closed/runs"),
             2,
-            "closed/runs; it cannot be read or written (Permission denied); name one that can",
+            "closed/runs; it cannot be read or written (Permission denied); make it so, or name another",
         ),
         (
             OSError(errno.EROFS, "Read-only file system", "mnt/runs"),

@@ -390,6 +390,12 @@ def test_a_newcomer_that_never_answers_its_check_holds_rounds_up_for_a_tenth_of_
     here.append("dumb")
     roster.gather()
     assert waits[-1] == 60  # it came back, and is a newcomer again
+    here.remove("good")
+    monkeypatch.setattr(roster, "forget", roster.names.pop)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    with pytest.raises(RunStopped, match="0 nodes are connected"):
+        roster.gather()
+    assert waits[-1] == 300  # nobody else is here, so it does not rest
 
 
 def test_messages_survive_and_damaged_ones_are_refused():

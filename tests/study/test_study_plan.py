@@ -95,6 +95,24 @@ grid: {{lr: {{large: {{}}, small: {{settings: {{{lr}: 0.01}}}}}}}}
         assert model["optimizer"]["init_args"]["lr"] == rate, args
 
 
+def test_a_class_that_is_named_again_stays_before_the_settings_that_only_it_has(write):
+    study = """
+study: small
+seeds: [0]
+settings: {model.optimizer: torch.optim.Adam, model.optimizer.eps: 1.0e-6}
+methods: {A: {settings: {model.optimizer: torch.optim.AdamW}}}
+"""
+    (cell,) = Study.read(write(study)).cells()
+    found = yaml.safe_load(cli.resolve(["--config=fedavg.yaml", *cell.args]))
+    assert found["model"]["init_args"]["optimizer"]["class_path"] == "torch.optim.AdamW"
+    assert found["model"]["init_args"]["optimizer"]["init_args"]["eps"] == 1e-6
+
+
+def test_a_study_reads_no_number_to_another_base(write):
+    with pytest.raises(InputError, match=r"line 2: 010; YAML 1\.1 reads it to the base 8 or 60"):
+        Study.read(write("study: small\nseeds: [010]\nmethods: {A: {}}\n"))
+
+
 def test_a_method_outside_the_grid_is_run_once_for_each_seed(write):
     study = Study.read(write(SMALL.replace("  A: {}", "  A: {grid: false}")))
     cells = study.cells()

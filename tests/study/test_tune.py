@@ -429,7 +429,7 @@ def test_the_first_start_decides_the_threads_of_trials(tmp_path, monkeypatch):
     given = []
     monkeypatch.setattr(SearchSession, "run", lambda self: given.append(self.environment))
     monkeypatch.setattr(jobs, "cores", lambda: 8)
-    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     search_in(tmp_path)
     for at_a_time in (2, 1, 8):
         tune.tune(

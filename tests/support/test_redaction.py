@@ -157,6 +157,12 @@ def test_a_prompt_is_kept_and_hashed_as_before() -> None:
     assert shown["data"]["init_args"] == {**prompts, "system": "See http://***@h"}
     assert "hush" not in str(shown)
     assert redact_settings(flatten(config)) == flatten(shown)
+    assert redact_settings({"settings": {"data.template": prompts["template"]}}) == {
+        "settings": {"data.template": prompts["template"]}
+    }
+    masks, other = ({"data.template": f"password: {{{name}}}"} for name in ("inputs", "definition"))
+    assert len(changed_settings(masks, other)) == 1
+    assert changed_settings({"data.template": "password: ***"}, masks) == []
     written = {**shown, "data": {"init_args": {**shown["data"]["init_args"]}}}
     written["data"]["init_args"] |= {
         "template": redact(prompts["template"]),

@@ -252,6 +252,9 @@ def places_by_prompt(records: Iterable[Record], prompt: Prompt) -> Callable[[Rec
     """Return a function that gives each of some records its place: all that a network reads as the
     same prompt have that of their first in sorted order, so that they are never held apart.
 
+    The place of such a prompt depends on which of its records are here: of two nodes with some of
+    them each, one may train on it and the other validate.
+
     Args:
         records: those of all splits.
         prompt: what a network reads of a record.

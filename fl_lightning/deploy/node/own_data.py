@@ -11,6 +11,7 @@ import torch
 import yaml
 
 from fl_lightning.cli.types import import_class
+from fl_lightning.config.documents import refuse_odd_numbers
 from fl_lightning.data import FederatedData
 from fl_lightning.data.apart import own_holdings
 from fl_lightning.data.form import Form
@@ -62,7 +63,9 @@ class OwnData:
             }
             return {**run, "data": {**data, "init_args": {**data["init_args"], **here}}}
         try:
-            own = yaml.safe_load(self.given.read_text())
+            text = self.given.read_text()
+            refuse_odd_numbers(self.given, yaml.compose(text))
+            own = yaml.safe_load(text)
         except (OSError, yaml.YAMLError) as error:
             log.error("--data %s cannot be read: %s", self.given, error)
             raise InputError(

@@ -97,6 +97,7 @@ class Roster:
             RunStopped: they were not in time.
         """
         ends, is_said, before = time.monotonic() + self.rules.wait_seconds, first, {*self.names}
+        asked: set[str] = set()
         while True:
             self.here = here = set(self.mail.transport.nodes())
             for node in [node for node in self.names if node not in here]:
@@ -104,9 +105,9 @@ class Roster:
             for kept in (self.left_out, self.waited, self.refused):
                 for node in kept.keys() - here:
                     kept.pop(node)
-            now = time.monotonic()
-            left_out = {node for node, until in self.left_out.items() if until > now}
-            self._check(sorted(here - self.names.keys() - self.refused.keys() - left_out))
+            new = here - self.names.keys() - self.refused.keys() - asked
+            asked |= (new := {node for node in new if not self._rests(node)})
+            self._check(sorted(new))
             if len(self.names) >= self.rules.min_nodes or (first and self.refused):
                 break
             if time.monotonic() >= ends:
@@ -131,6 +132,14 @@ class Roster:
         if {*self.names} != before:
             self._name_homeless()
 
+    def _rests(self, node: str) -> bool:
+        """Return whether a node is not asked to check the run now: it was replaced, or has not
+        answered before and enough others are here."""
+        until = self.left_out.get(node, -math.inf)
+        if len(self.names) < self.rules.min_nodes:
+            return until == math.inf
+        return until > time.monotonic()
+
     def exchange(
         self, orders: Mapping[str, bytes], seconds: float
     ) -> Iterator[tuple[str, Message]]:
@@ -151,7 +160,7 @@ class Roster:
                     "node %s (%s) was started again: it is checked again", self.names[node], node
                 )
                 self._leave(node)
-                self._check([node])
+                self._check([node], self.rules.wait_seconds)
             if node in self.names and epoch_of(answer) == self.epochs[node]:
                 yield node, answer
             else:
@@ -159,15 +168,22 @@ class Roster:
                     "node %s: its answer is that of a process that was not checked", self.name(node)
                 )
 
-    def _check(self, nodes: Sequence[str]) -> None:
-        """Have new nodes build the run, and take those whose answer fits."""
+    def _check(self, nodes: Sequence[str], seconds: float | None = None) -> None:
+        """Have new nodes build the run, and take those whose answer fits.
+
+        Args:
+            nodes: keys of the nodes.
+            seconds: that their answers are waited for; None: by how many nodes are here, and by how
+                long these were waited for before.
+        """
         private = self.run and self.fed.aggregation.privacy is not None
         about = {"kind": "check", **({"run": self.run} if private else {})}
         order = Message(about, (self.config,)).to_bytes()
-        seconds = self.rules.wait_seconds
-        if len(self.names) >= self.rules.min_nodes:
-            longest = max((self.waited.get(node, 0.0) for node in nodes), default=0.0)
-            seconds = min(seconds, max(NEWCOMER_SECONDS, 2 * longest))
+        if seconds is None:
+            seconds = self.rules.wait_seconds
+            if len(self.names) >= self.rules.min_nodes:
+                longest = max((self.waited.get(node, 0.0) for node in nodes), default=0.0)
+                seconds = min(seconds, max(NEWCOMER_SECONDS, 2 * longest))
         until = time.monotonic() + REST * seconds
         self.left_out.update(dict.fromkeys(nodes, until))
         self.waited.update(dict.fromkeys(nodes, seconds))

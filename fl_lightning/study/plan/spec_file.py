@@ -19,7 +19,7 @@ import yaml
 from jsonargparse import ArgumentParser, set_loader
 from jsonargparse.typing import PositiveFloat, restricted_number_type
 
-from fl_lightning.config.documents import read_document
+from fl_lightning.config.documents import read_document, refuse_odd_numbers
 from fl_lightning.config.near_names import nearest, nearest_of_listed
 from fl_lightning.config.packaged import configs_folder, find_config
 from fl_lightning.errors import InputError, require
@@ -129,7 +129,9 @@ class SpecFile:
             InputError: it cannot be read, or is no YAML.
         """
         try:
-            return yaml.load(read_document(self.path, str(self.path)), Loader=_TextLoader)
+            text = read_document(self.path, str(self.path))
+            refuse_odd_numbers(self.path, yaml.compose(text, Loader=_TextLoader))
+            return yaml.load(text, Loader=_TextLoader)
         except InputError:
             raise
         except (OSError, UnicodeDecodeError) as error:

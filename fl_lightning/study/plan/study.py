@@ -489,15 +489,18 @@ class Study:
 def layered_settings(*parts: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings of which those of a later part win.
 
-    Flags are read in their order, and one setting can be a part of another: one that is given again
-    then comes last. Others keep their place, since a class comes before settings that only it has.
+    Flags are read in their order, and one setting can be a part of another: a part that is given
+    again, and a mapping of which parts were given, then come last. Others keep their place, since a
+    class comes before settings that only it has.
 
     >>> layered_settings({"a.b": 1, "c": 1}, {"a": {"b": 2}}, {"a.b": 3, "c": 3})
     {'c': 3, 'a': {'b': 2}, 'a.b': 3}
     """
     found: dict[str, Any] = {}
     for key, value in (item for part in parts for item in part.items()):
-        if any(one != key and (is_under(one, [key]) or is_under(key, [one])) for one in found):
+        others = [one for one in found if one != key]
+        covers = isinstance(value, Mapping) and any(is_under(one, [key]) for one in others)
+        if covers or any(is_under(key, [one]) for one in others):
             found.pop(key, None)
         found[key] = value
     return found
