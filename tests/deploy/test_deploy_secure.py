@@ -8,7 +8,7 @@ whose stressor has its clients leave before that phase.
 from __future__ import annotations
 
 import signal
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from inspect import signature
 from pathlib import Path
@@ -53,6 +53,7 @@ pytest.importorskip("Crypto")
 from fl_lightning.deploy.node.secure import KeptRound, SecureRounds
 from fl_lightning.deploy.server.secure import add_up_on_nodes, common_form, drawn_ring
 from fl_lightning.privacy.secure.client import SecureClient
+from fl_lightning.privacy.secure.server import SecureServer
 
 SECURE = "--trainer.secure_sum={threshold: 0.6}"  # 3 of 4 clients
 IMAGES = [
@@ -508,6 +509,38 @@ def test_a_second_sum_of_a_round_is_the_same_or_refused(tmp_path):
     for other in (kept_rounds(tmp_path, start="1"), kept_rounds(tmp_path, round=2)):
         outcome, _ = add_up(other, silent={"masked": 2}, round=other[0].rounds[RUN].round)
         assert outcome.living == {0, 1}
+
+
+def private_rounds(folder: Path, ids: Sequence[int]) -> SecureRounds:
+    """One node's clients, of whose private round nothing has been answered."""
+    node = SecureRounds(folder)
+    vectors = {id: torch.arange(5) + id for id in ids}
+    starts = dict.fromkeys(ids, "0")
+    node.rounds[RUN] = KeptRound(1, 2, vectors, starts, once=True)
+    return node
+
+
+def masked_of(node: SecureRounds, ids: Sequence[int]) -> set[int]:
+    """The clients whose masked vectors leave a node; it is not asked for more."""
+    header = {"kind": "phase", "run": RUN, "round": 1, "clients": [*ids]}
+    server = SecureServer(SecureSum(threshold=0.6), ids, 5)
+
+    def ask(phase: str, messages: Mapping[int, bytes]) -> dict[int, bytes]:
+        parts = tuple(messages[id] for id in ids) if messages else ()
+        answer, found = node.answer(Message({**header, "phase": phase}, parts))
+        return dict(zip(answer["clients"], found, strict=True))
+
+    lists = server.pass_on_keys(ask("keys", {}))
+    return set(ask("masked", server.pass_on_shares(ask("shares", lists))))
+
+
+def test_a_private_vector_leaves_once_though_its_sum_was_never_unmasked_here(tmp_path, caplog):
+    """Others hold its shares. A node that was started again in between knows, and a client that was
+    in no sum of the round is in the next one."""
+    assert masked_of(private_rounds(tmp_path, [0, 1, 2]), [0, 1, 2]) == {0, 1, 2}
+    again = private_rounds(tmp_path, [1, 2, 3, 4])
+    assert masked_of(again, [1, 2, 3, 4]) == {3, 4}
+    assert caplog.text.count("with other noise; a private round is unmasked once") == 2
 
 
 def test_the_form_is_the_one_that_most_clients_have():

@@ -38,6 +38,9 @@ MAX_RUNS = 4
 """Runs whose round a node keeps in memory; of more, the one that began its round first is
 forgotten."""
 
+Known = dict[str, dict[str, list[int]]]
+"""Of a round, the company in which each client's vector was unmasked, by its start."""
+
 
 @dataclass
 class KeptRound:
@@ -51,7 +54,7 @@ class KeptRound:
         starts: SHA-256 of the broadcast that each of them started from.
         clients: the clients' halves of the protocol, once it has begun.
         done: phases that were answered.
-        once: whether the round is unmasked once at most, as a private one is.
+        once: whether a client's vector leaves once at most, as in a private round.
     """
 
     round: int
@@ -101,7 +104,8 @@ class SecureRounds:
         folder: ``<folder>/<run>/round_<round>.json`` says for each client of the node and each
             broadcast that it started the round from in whose company its vector was unmasked. A
             server that is started again and repeats a round gets the same sum once more, and no
-            other: two sums that differ by one client are that client's vector.
+            other: two sums that differ by one client are that client's vector. Of a private round
+            the company is empty, and the client is there before its vector leaves.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -168,13 +172,14 @@ class SecureRounds:
         kept.done += 1
         if phase == "unmask":
             del self.rounds[str(run)]
-            self._check_unmasked(str(run), kept, given)
+            if not kept.once:  # else each client was noted before its vector left
+                self._check_unmasked(str(run), kept, given)
         elif phase == "keys":
             kept.clients = {id: SecureClient(id, kept.least_shares, os.urandom) for id in ids}
         answers = {}
         for id, part in given.items():
             try:
-                answers[id] = _answer(kept, str(phase), id, part)
+                answers[id] = self._answer(str(run), kept, str(phase), id, part)
             except (ProtocolError, PayloadError) as error:
                 log.error("round %d: client %d leaves the secure sum: %s", kept.round, id, error)
         kept.clients = {id: client for id, client in kept.clients.items() if id in answers}
@@ -187,20 +192,53 @@ class SecureRounds:
         }
         return header, [*answers.values()]
 
-    def _check_unmasked(self, run: str, kept: KeptRound, requests: Mapping[int, bytes]) -> None:
-        """Write in whose company vectors are about to be unmasked, and refuse another company than
-        before, and of a private round any second sum.
+    def _answer(self, run: str, kept: KeptRound, phase: str, id: int, message: bytes) -> bytes:
+        """Return one client's message of a phase."""
+        client = kept.clients[id]
+        if phase == "keys":
+            return client.keys()
+        if phase == "shares":
+            return client.shares(message)
+        if phase == "unmask":
+            return client.unmask(message)
+        vector = kept.vectors.pop(id)
+        if vector is None:
+            raise ProtocolError(
+                f"client {id} has no vector", "its upload was refused on its node", "leave it out"
+            )
+        try:
+            client.take_shares(message)
+        except UnopenedError as error:
+            log.error("client %d leaves the secure sum: %s", id, error)
+            return error.complaint
+        if kept.once:
+            self._note_masked(run, kept, id)
+        return client.masked(vector)
+
+    def _note_masked(self, run: str, kept: KeptRound, id: int) -> None:
+        """Write that a client's vector is about to leave in a private round, and refuse a second
+        one.
+
+        The others that hold shares can have it unmasked without this node, so what counts is that
+        it left.
+
+        Raises:
+            ProtocolError: it was in another sum of the round, which alone leaves.
         """
-        path = self.folder / run / f"round_{kept.round:06d}.json"
-        known: dict[str, dict[str, list[int]]] = (
-            json.loads(path.read_text()) if path.exists() else {}
-        )
-        if kept.once and (again := sorted(id for id in requests if str(id) in known)):
-            raise InputError(
-                f"a second sum of round {kept.round} over client {again[0]}, with other noise",
+        known = self._known(run, kept.round)
+        if str(id) in known:
+            raise ProtocolError(
+                f"a second sum of round {kept.round} over client {id}, with other noise",
                 "a private round is unmasked once, and accounted once",
                 "leave the round",
             )
+        self._write(run, kept.round, {**known, str(id): {kept.starts[id]: []}})
+
+    def _check_unmasked(self, run: str, kept: KeptRound, requests: Mapping[int, bytes]) -> None:
+        """Write in whose company vectors are about to be unmasked, and refuse another company than
+        before.
+        """
+        known = self._known(run, kept.round)
         for id, request in requests.items():
             living = Payload.from_bytes(request).tensor("living").tolist()
             if known.setdefault(str(id), {}).setdefault(kept.starts[id], living) != living:
@@ -209,27 +247,16 @@ class SecureRounds:
                     "two sums that differ by one client are that client's vector",
                     "leave the round",
                 )
+        self._write(run, kept.round, known)
+
+    def _known(self, run: str, round: int) -> Known:
+        path = self._path(run, round)
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def _write(self, run: str, round: int, known: Known) -> None:
+        path = self._path(run, round)
         path.parent.mkdir(parents=True, exist_ok=True)
         disk.replace(path, json.dumps(known).encode())
 
-
-def _answer(kept: KeptRound, phase: str, id: int, message: bytes) -> bytes:
-    """Return one client's message of a phase."""
-    client = kept.clients[id]
-    if phase == "keys":
-        return client.keys()
-    if phase == "shares":
-        return client.shares(message)
-    if phase == "unmask":
-        return client.unmask(message)
-    vector = kept.vectors.pop(id)
-    if vector is None:
-        raise ProtocolError(
-            f"client {id} has no vector", "its upload was refused on its node", "leave it out"
-        )
-    try:
-        client.take_shares(message)
-    except UnopenedError as error:
-        log.error("client %d leaves the secure sum: %s", id, error)
-        return error.complaint
-    return client.masked(vector)
+    def _path(self, run: str, round: int) -> Path:
+        return self.folder / run / f"round_{round:06d}.json"
