@@ -51,7 +51,8 @@ from fl_lightning.wire import Payload, PayloadError
 pytest.importorskip("Crypto")
 
 from fl_lightning.deploy.node.secure import KeptRound, SecureRounds
-from fl_lightning.deploy.server.secure import add_up_on_nodes, common_form, drawn_ring
+from fl_lightning.deploy.server.ring import drawn_ring, kept_ring
+from fl_lightning.deploy.server.secure import add_up_on_nodes, common_form
 from fl_lightning.privacy.secure.client import SecureClient
 from fl_lightning.privacy.secure.server import SecureServer
 
@@ -64,6 +65,7 @@ IMAGES = [
     "--data.synthetic_test_examples=40",
     SECURE,
 ]
+RING = "--trainer.secure_sum={threshold: 0.6, neighbours: 2}"
 TEXTS = [
     "--trainer.participation=1.0",
     "--trainer.max_local_steps=2",
@@ -133,7 +135,7 @@ class Mortal(InProcess):
         ("fedavg", [*IMAGES, "--model.server_optimizer=Extrapolation"]),
         pytest.param(
             "qfedavg",
-            [*IMAGES, "--trainer.secure_sum={threshold: 0.6, neighbours: 2}"],
+            [*IMAGES, RING],
             marks=pytest.mark.essential,
         ),
         ("fedmpq", IMAGES),
@@ -241,16 +243,19 @@ class Restarted(Mortal):
 
 @pytest.mark.slow
 @pytest.mark.essential
-@pytest.mark.parametrize("away", [(), (3,)], ids=["all", "one-away"])
-def test_a_server_that_repeats_a_round_gets_the_same_sum_or_none(away, tmp_path, caplog):
+@pytest.mark.parametrize(
+    ("away", "more"), [((), []), ((3,), []), ((), [RING])], ids=["all", "one-away", "ring"]
+)
+def test_a_server_that_repeats_a_round_gets_the_same_sum_or_none(away, more, tmp_path, caplog):
     with pytest.raises(KeyboardInterrupt):
-        deployed("fedavg", tmp_path, Restarted(tmp_path), *IMAGES)
+        deployed("fedavg", tmp_path, Restarted(tmp_path), *IMAGES, *more)
     (run,) = (tmp_path / "deployed" / "fedavg").iterdir()
     again = Mortal(tmp_path, away, "masked")
-    cli = deployed("fedavg", tmp_path, again, *IMAGES, f"--ckpt_path={run}")
+    cli = deployed("fedavg", tmp_path, again, *IMAGES, *more, f"--ckpt_path={run}")
     voids = [row["secure/void"] for row in table(cli, "metrics")]
+    assert (run / "ring.key").exists() == bool(more)
     if not away:
-        assert weights(cli) == simulated("fedavg", tmp_path, *IMAGES)
+        assert weights(cli) == simulated("fedavg", tmp_path, *IMAGES, *more)
         assert voids == ["0", "0", "0"]
     else:
         assert "a second sum of round 2 over other clients" in caplog.text
@@ -444,6 +449,25 @@ def test_nobody_knows_the_ring_of_a_deployment_before():
     assert all(sorted(ring) == [*range(100)] for ring in rings)
     assert len({tuple(ring) for ring in rings}) == 3
     assert signature(deploy_over).parameters["randomness"].default is from_system
+
+
+def test_a_ring_of_a_run_is_the_same_in_a_repeated_round_and_in_no_other(tmp_path):
+    """It follows from a secret that the run's directory keeps, and a part of which is none."""
+
+    def ring(run: str, round: int = 1, cohort: int = 100) -> list[int]:
+        (tmp_path / run).mkdir(exist_ok=True)
+        asked = SimpleNamespace(round=round, leaves_before=dict.fromkeys(range(cohort), ""))
+        return kept_ring(asked, tmp_path / run)
+
+    first, path = ring("a"), tmp_path / "a" / "ring.key"
+    assert ring("a") == first
+    others = [ring("a", round=2), ring("a", cohort=101)[:100], ring("b"), [*range(100)]]
+    assert len({tuple(each) for each in [first, *others]}) == 5
+    assert sorted(first) == [*range(100)]
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.write_bytes(path.read_bytes()[:31])
+    assert ring("a") not in (first, *others)
+    assert ring("a") == ring("a")
 
 
 def add_up(

@@ -70,7 +70,8 @@ class RemoteEngine(Engine):
         keeps: of a run that is continued, whether a client has kept something; None: nobody knows.
         deterministic: whether nodes use deterministic algorithms.
         on_begin: is called with the run directory before the first round.
-        randomness: what the rings of secure sums are drawn from.
+        randomness: what the rings of secure sums are drawn from; those of a run without privacy
+            follow from a secret that it keeps where this is the operating system's.
 
     Raises (from :meth:`start`):
         InputError: the run cannot be deployed, or a node does not fit it.
@@ -204,8 +205,11 @@ class RemoteEngine(Engine):
         def ask(phase: str, messages: Mapping[int, bytes]) -> Iterator[tuple[int, bytes]]:
             return self._ask(asked.round, phase, messages)
 
-        started = time.monotonic()
-        added = add_up_on_nodes(asked, self.forms, ask, self.randomness)
+        started, keeps_ring = time.monotonic(), self.randomness is from_system
+        # a repeated round of a private run has no second sum, and of all neighbours there is no ring
+        keeps_ring &= self.fed.aggregation.privacy is None and asked.settings.neighbours != "all"
+        run_dir = self.fed.run_dir if keeps_ring else None
+        added = add_up_on_nodes(asked, self.forms, ask, self.randomness, run_dir)
         self.mail.traffic.beside_training[-1] += time.monotonic() - started
         return added
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 from fl_lightning.aggregation.masked_round import MaskedRound
 from fl_lightning.aggregation.receiving import max_undeclared
 from fl_lightning.aggregation.sum_form import SumForm
+from fl_lightning.deploy.server.ring import drawn_ring, kept_ring
 from fl_lightning.privacy import Randomness, from_system
 from fl_lightning.privacy.secure.server import RoundVoid, SecureServer
 from fl_lightning.privacy.secure.simulation import Outcome, add_delivered, lengths, stays
@@ -25,6 +27,7 @@ def add_up_on_nodes(
     forms: Mapping[int, SumForm],
     ask: Ask,
     randomness: Randomness = from_system,
+    run_dir: Path | None = None,
 ) -> tuple[SumForm, Outcome]:
     """Have clients that were trained on nodes mask and add up their uploads.
 
@@ -37,6 +40,7 @@ def add_up_on_nodes(
         ask: reaches the nodes.
         randomness: what the ring is drawn from. Whoever knew it before could take the places beside
             a client.
+        run_dir: the run's, whose secret the ring follows from in place of that.
 
     Returns:
         The form of all vectors, and what came of the round.
@@ -46,7 +50,7 @@ def add_up_on_nodes(
     for id in sorted(forms.keys() - here):
         log.warning("round %d: client %d leaves: its vector has another form", asked.round, id)
     try:
-        ring = drawn_ring(asked, randomness)
+        ring = drawn_ring(asked, randomness) if run_dir is None else kept_ring(asked, run_dir)
         _exchange(asked, ring, here, form.length, ask, outcome)
     except RoundVoid as error:
         outcome.void = str(error)
@@ -65,12 +69,6 @@ def common_form(forms: Mapping[int, SumForm], most: int) -> SumForm:
         form for _, form in sorted(forms.items()) if form.parts and form.length <= most
     )
     return max(counts, key=lambda form: counts[form]) if counts else SumForm()
-
-
-def drawn_ring(asked: MaskedRound, randomness: Randomness) -> list[int]:
-    """Return the cohort in the order of the ring on which neighbours have masks in common."""
-    draws = randomness(asked.method.seed, "secure_ring", asked.round, 0)
-    return draws.permutation(sorted(asked.leaves_before)).tolist()
 
 
 def _exchange(
