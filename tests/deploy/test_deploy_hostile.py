@@ -191,6 +191,15 @@ def test_an_answer_that_cannot_be_read_costs_its_clients_the_round(tmp_path, cap
     assert_one_line(caplog, sum(statuses != NOBODY_DROPPED for statuses in expected.values()))
 
 
+def test_a_node_that_refuses_an_order_was_sent_it(tmp_path):
+    """In round 2 it refuses, and is let go at once; the ledger has what it was sent."""
+    transport = Hostile(nodes_in(tmp_path), "train", [having(kind="refused", reason="no")])
+    cli = deployed("fedavg", tmp_path, transport, *SMALL, rules=RULES)
+    assert ledger(cli)[2] == NODE_DROPPED
+    sent = [int(row["download"]) for row in table(cli, "ledger")]
+    assert sent == sent[:1] * 8
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> tuple[Federation, bytes, dict[str, Node]]:
     """A server's federation, the configuration for nodes, and two nodes that have built it."""

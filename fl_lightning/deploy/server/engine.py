@@ -139,6 +139,8 @@ class RemoteEngine(Engine):
         messages = self._messages(tasks, terms)
         found: dict[int, ClientResult] = {}
         by_id = {task.client.id: task for task in tasks}
+        # one that refuses is forgotten at once
+        sent_to = {id: self.roster.node_of[id] for id in by_id if id in self.roster.node_of}
         silent, beside, started = set(messages), list[float](), time.monotonic()
         wall, seconds, enough = self._wall, self.rules.round_seconds, math.inf
         alone = self._of_one_client(messages, by_id)  # of nodes that may be forgotten meanwhile
@@ -177,7 +179,7 @@ class RemoteEngine(Engine):
             if id in found:
                 yield found[id]
             else:
-                sent = len(task.message) if self.roster.node_of.get(id) in messages else 0
+                sent = len(task.message) if id in sent_to else 0
                 yield ClientResult(task.client, b"", {}, {}, 0, status="dropped", download=sent)
 
     def _of_one_client(
