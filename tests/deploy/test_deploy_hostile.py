@@ -191,6 +191,19 @@ def test_an_answer_that_cannot_be_read_costs_its_clients_the_round(tmp_path, cap
     assert_one_line(caplog, sum(statuses != NOBODY_DROPPED for statuses in expected.values()))
 
 
+def test_a_node_has_as_many_results_as_orders_and_one_line_of_what_cannot_be_read(tmp_path, caplog):
+    cases = [having(results=["x"] * 1000), having(results=["x", "y"])]
+    transport = Hostile(nodes_in(tmp_path), "train", cases)
+    cli = deployed("fedavg", tmp_path, transport, *rounds(cases), rules=RULES)
+    assert [*ledger(cli).values()] == [NOBODY_DROPPED, NODE_DROPPED, NODE_DROPPED]
+    said = [line for line in caplog.messages if line.startswith("node n1: ")]
+    assert said == [
+        "node n1: its answer cannot be read (results: 1000 entries, and not at most 2): its clients "
+        "count as dropped",
+        "node n1: a result cannot be read (a result: x, and not a dict), nor 1 more",
+    ]
+
+
 def test_a_node_that_refuses_an_order_was_sent_it(tmp_path):
     """In round 2 it refuses, and is let go at once; the ledger has what it was sent."""
     transport = Hostile(nodes_in(tmp_path), "train", [having(kind="refused", reason="no")])

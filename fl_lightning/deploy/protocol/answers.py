@@ -207,13 +207,16 @@ class Trained:
             return cls(client, "", upload, steps, _losses(header.get("losses")), keeps=keeps)
 
 
-def results_of(answer: Message) -> list[Any]:
+def results_of(answer: Message, most: int) -> list[Any]:
     """Return the results in the answer to an order, none of which has been read.
 
+    Args:
+        most: clients that were ordered to be trained.
+
     Raises:
-        MessageError: there is no list of them.
+        MessageError: there is no list of so many at most.
     """
-    return collection(answer.header.get("results"), "results", list)
+    return collection(answer.header.get("results"), "results", list, most)
 
 
 def seconds_of(answer: Message) -> float:

@@ -141,6 +141,9 @@ class RemoteEngine(Engine):
         by_id = {task.client.id: task for task in tasks}
         # one that refuses is forgotten at once
         sent_to = {id: self.roster.node_of[id] for id in by_id if id in self.roster.node_of}
+        ordered = {node: dict[int, ClientTask]() for node in messages}
+        for id, node in sent_to.items():
+            ordered[node][id] = by_id[id]
         silent, beside, started = set(messages), list[float](), time.monotonic()
         wall, seconds, enough = self._wall, self.rules.round_seconds, math.inf
         alone = self._of_one_client(messages, by_id)  # of nodes that may be forgotten meanwhile
@@ -152,7 +155,7 @@ class RemoteEngine(Engine):
         for node, answer in self.roster.exchange(messages, seconds):
             silent.discard(node)
             beside.append(max(0.0, time.monotonic() - started - seconds_of(answer)))
-            results = list(self._results(node, answer, by_id))
+            results = list(self._results(node, answer, ordered[node]))
             found |= {result.client.id: result for result in results}
             if wall is not None:
                 took = seconds_of(answer) if node in alone else None
@@ -294,7 +297,7 @@ class RemoteEngine(Engine):
     def _results(
         self, node: str, answer: Message, tasks: Mapping[int, ClientTask]
     ) -> Iterator[ClientResult]:
-        """Yield the results in an answer that belong to this round's clients of the node."""
+        """Yield the results in an answer that are of the clients which the node was to train."""
         name = self.roster.name(node)
         secure = self.fed.aggregation.masks is not None
         if answer.kind != ("kept" if secure else "trained"):
@@ -303,17 +306,18 @@ class RemoteEngine(Engine):
                 self.roster.forget(node)  # it is checked again before the next round
             return
         try:
-            entries = results_of(answer)
+            entries = results_of(answer, len(tasks))
         except MessageError as error:
             log.warning(
                 "node %s: its answer cannot be read (%s): its clients count as dropped", name, error
             )
             return
+        unread: list[MessageError] = []
         for entry in entries:
             try:
                 read = Trained.from_entry(entry, answer.parts, secure=secure)
             except MessageError as error:
-                log.warning("node %s: a result cannot be read (%s)", name, error)
+                unread.append(error)
                 continue
             mine = read.client in tasks and self.roster.node_of.get(read.client) == node
             if read.reason:
@@ -344,6 +348,9 @@ class RemoteEngine(Engine):
                     )
                 client, losses = tasks[read.client].client, dict(read.losses or {})
                 yield ClientResult(client, read.upload, {}, losses, read.steps)
+        if unread:
+            more = f", nor {len(unread) - 1} more" if len(unread) > 1 else ""
+            log.warning("node %s: a result cannot be read (%s)%s", name, unread[0], more)
 
     def _missing_terms(self, read: Trained) -> list[str]:
         """Return the losses of the method's terms that a client with losses lacks."""
