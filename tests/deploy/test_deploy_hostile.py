@@ -51,6 +51,7 @@ from fl_lightning.deploy.protocol.messages import (
     printable,
 )
 from fl_lightning.deploy.server.census import Census
+from fl_lightning.deploy.server.engine import RemoteEngine
 from fl_lightning.deploy.server.roster import Roster, RoundRules
 from fl_lightning.errors import InputError
 from fl_lightning.evaluation import MAX_PARTS
@@ -189,6 +190,29 @@ def test_an_answer_that_cannot_be_read_costs_its_clients_the_round(tmp_path, cap
     found_losses = {name for name in table(cli, "metrics")[-1] if name.startswith("train/")}
     assert found_losses == {"train/loss", "train/loss_task"}
     assert_one_line(caplog, sum(statuses != NOBODY_DROPPED for statuses in expected.values()))
+
+
+@pytest.mark.parametrize(
+    ("config", "since", "others", "counts"),
+    [
+        ("scaffold", 1, [], True),
+        ("scaffold", 0, [], False),
+        ("fedavg", 1, [], False),
+        ("fedavg", 1, ["node1"], False),
+        ("fedavg", 1, ["node0"], True),  # somebody's own method that does not declare it
+    ],
+)
+def test_no_state_is_lost_that_no_client_can_have_kept(config, since, others, counts, tmp_path):
+    """It would stop a run in which this node's clients are the only ones."""
+    cli = command_line(config, tmp_path, *SMALL)
+    fed = cli.trainer.prepare(cli.model, cli.datamodule, seed=0)
+    engine = RemoteEngine(InProcess({}), fed, {}, since={1: since})
+    engine.keepers |= {*others}
+    engine.roster.node_of = {1: "node1"}
+    claim = {"client": 1, "reason": "gone", "lost": True}
+    answer = Message({"kind": "trained", "results": [claim]})
+    assert [*engine._results("node1", answer, {1: None})] == []
+    assert engine.refused == ({1} if counts else set())
 
 
 def test_a_node_has_as_many_results_as_orders_and_one_line_of_what_cannot_be_read(tmp_path, caplog):

@@ -107,6 +107,8 @@ class RemoteEngine(Engine):
         # since
         self.since = dict(since or {})
         self.keeps, self.lost = keeps, LostStates()
+        # nodes that said that a client keeps something; the empty one, that some did before
+        self.keepers = {""} if keeps else set[str]()
         self.refused: set[int] = set()  # clients whose node lacks their state in this round
 
     def start(self) -> None:
@@ -322,13 +324,14 @@ class RemoteEngine(Engine):
             mine = read.client in tasks and self.roster.node_of.get(read.client) == node
             if read.reason:
                 log.warning("node %s: client %d: %s", name, read.client, read.reason)
-                if mine and read.lost:
+                if mine and read.lost and self._may_be_lost(node, read.client):
                     self.refused.add(read.client)
                 continue
             if not mine:
                 log.warning("node %s: client %d was not asked of it", name, read.client)
                 continue
             self.keeps = bool(self.keeps) or read.keeps
+            self.keepers |= {node} if read.keeps else set()
             if read.form is not None:
                 self.forms[read.client] = read.form
                 client = tasks[read.client].client
@@ -351,6 +354,13 @@ class RemoteEngine(Engine):
         if unread:
             more = f", nor {len(unread) - 1} more" if len(unread) > 1 else ""
             log.warning("node %s: a result cannot be read (%s)%s", name, unread[0], more)
+
+    def _may_be_lost(self, node: str, client: int) -> bool:
+        """Return whether a client can have lost what it kept: its upload has counted, and clients
+        keep something, as the method declares or another node has shown."""
+        method = self.fed.method
+        keeps = method.keeps_state or method.personalised or bool(self.keepers - {node})
+        return keeps and self.since.get(client, 0) > 0
 
     def _missing_terms(self, read: Trained) -> list[str]:
         """Return the losses of the method's terms that a client with losses lacks."""
