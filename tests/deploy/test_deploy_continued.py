@@ -12,8 +12,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from own_leaves import config, leaf, leaf_file, own_nodes
 from own_leaves import deployed as deployed_on_own_data
+from safetensors.torch import load_file
 from test_deploy import (
     ALL,
     InProcess,
@@ -31,6 +33,7 @@ from fl_lightning.deploy import command
 from fl_lightning.deploy.protocol.messages import Message
 from fl_lightning.errors import InputError, RunStopped
 from fl_lightning.hooks import Callback
+from fl_lightning.methods import FedAvg
 
 SMALL = [*ALL[:5], "--trainer.max_local_steps=2"]
 KD = [*ALL, "--trainer.max_local_steps=2"]
@@ -186,6 +189,23 @@ def test_deploy_refuses_before_anything_is_started(tmp_path, monkeypatch, capsys
         "it was simulated, and what its clients keep is in its checkpoints"
         in capsys.readouterr().err
     )
+
+
+def test_clients_may_begin_to_keep_something_in_a_later_round(tmp_path, monkeypatch):
+    """What they have not kept until then is not lost."""
+    ended = FedAvg.end_client
+
+    def end_client(self, client):
+        ended(self, client)
+        if self.round > 1:
+            client.state["rounds"] = client.state.get("rounds", torch.zeros(1)) + 1
+
+    monkeypatch.setattr(FedAvg, "end_client", end_client)
+    monkeypatch.setattr(FedAvg, "keeps_state", True)
+    cli = deployed("fedavg", tmp_path, InProcess(nodes_in(tmp_path)), *SMALL)
+    assert ",dropped," not in (cli.trainer.run_dir / "ledger.csv").read_text()
+    (last,) = tmp_path.glob("node0/states/*/client_000000/after_000003.safetensors")
+    assert load_file(last)["rounds"] == 2
 
 
 class LosesFolders(InProcess):

@@ -286,8 +286,8 @@ class Node:
             raise lost from error
         if state is None and result.state:
             raise lost
-        # a client that keeps nothing differs from one whose state is lost
-        always = fed.method.personalised
+        # a client that keeps nothing yet differs from one whose state is lost
+        always = fed.method.personalised or fed.method.keeps_state
         then = [int(number) for number in message.header.get("checkpoints", ())]
         self.states.save(
             run, id, round, result.state, started_from=since, checkpoints=then, always=always
