@@ -14,6 +14,8 @@ from fl_lightning.aggregation.masked_round import MaskedRound
 from fl_lightning.aggregation.plain import PlainSum
 from fl_lightning.aggregation.sums import Addend
 from fl_lightning.client import Assignment
+from fl_lightning.distributed.collectives import world_size
+from fl_lightning.errors import MisuseError, error_reason
 from fl_lightning.privacy import Randomness
 from fl_lightning.privacy.secure import PHASES, SecureSum
 from fl_lightning.wire import LedgerEntry, Payload
@@ -51,7 +53,8 @@ class MaskedSum(Aggregation):
         """Mask what the clients would have uploaded, and add it up. A client counts if it is in the
         sum.
 
-        The round is void where no clients that keep to the rules could have made its sum.
+        The round is void where no clients that keep to the rules could have made its sum, or where
+        clients on other machines named sums that the method cannot take.
 
         Raises:
             MisuseError: clients' addends have different forms, or values out of range.
@@ -89,10 +92,26 @@ class MaskedSum(Aggregation):
         round.named.update(outcome.named)
         if sums is None:
             log.warning("round %d is void, and the model stays: %s", round.number, void)
-        else:
-            counted = sum(entry.status == "trained" for entry in entries)
-            sums = self.sums.finished(sums, round, uploads, counted)
-        return self.sums.taken(sums, round, entries)
+            return self.sums.taken(None, round, entries)
+        counted = sum(entry.status == "trained" for entry in entries)
+        before = dict(method.server)
+        try:
+            return self.sums.taken(
+                self.sums.finished(sums, round, uploads, counted), round, entries
+            )
+        except (LookupError, MisuseError, RuntimeError) as error:
+            if uploads or world_size() > 1:  # this program has made the sums, and not its clients
+                raise
+            method.server = before
+            round.metrics["secure/void"] = 1
+            log.warning(
+                "round %d is void, and the model stays: clients named sums that %s cannot take (%s)",
+                round.number,
+                type(method).__name__,
+                error_reason(error),
+                exc_info=True,
+            )
+            return self.sums.taken(None, round, entries)
 
 
 def _ended(entries: Sequence[LedgerEntry], outcome: Outcome, void: str) -> list[LedgerEntry]:

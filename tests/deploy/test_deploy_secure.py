@@ -44,6 +44,7 @@ from fl_lightning.deploy.server.roster import RoundRules
 from fl_lightning.deploy.server.server import deploy_over
 from fl_lightning.errors import InputError
 from fl_lightning.hooks import Stressor
+from fl_lightning.methods import FedAvg
 from fl_lightning.privacy import from_system
 from fl_lightning.privacy.secure import PHASES, SecureSum
 from fl_lightning.wire import Payload, PayloadError
@@ -52,7 +53,7 @@ pytest.importorskip("Crypto")
 
 from fl_lightning.deploy.node.secure import KeptRound, SecureRounds
 from fl_lightning.deploy.server.ring import drawn_ring, kept_ring
-from fl_lightning.deploy.server.secure import add_up_on_nodes, common_form
+from fl_lightning.deploy.server.secure import add_up_on_nodes, common_form, lengths_known
 from fl_lightning.privacy.secure.client import SecureClient
 from fl_lightning.privacy.secure.server import SecureServer
 
@@ -567,12 +568,69 @@ def test_a_private_vector_leaves_once_though_its_sum_was_never_unmasked_here(tmp
     assert caplog.text.count("with other noise; a private round is unmasked once") == 2
 
 
+def test_the_package_says_which_sums_its_methods_have_and_others_may_have_any(tmp_path):
+    cli = command_line("fedavg", tmp_path, *IMAGES)
+    method = cli.trainer.prepare(cli.model, cli.datamodule, seed=0).method
+    assert lengths_known(method) == {"weights": method.layout.size}
+
+    class Other(FedAvg):
+        def addends(self, upload, client_id, weight):
+            return {"own": super().addends(upload, client_id, weight)["weights"]}
+
+    method.__class__ = Other
+    assert lengths_known(method) == {}
+
+
+class Renames(InProcess):
+    """All clients say from round 2 on that their vectors hold another sum than the method's, by
+    round."""
+
+    def __init__(self, folder: Path, *names: str) -> None:
+        super().__init__(nodes_in(folder))
+        self.names = names
+
+    def exchange(self, messages, timeout):
+        for key, data in super().exchange(messages, timeout):
+            answer, order = Message.from_bytes(data), Message.from_bytes(messages[key])
+            if answer.kind == "kept" and order.header["round"] > 1:
+                renamed = self.names[order.header["round"] - 2]
+                for part in (part for one in answer.header["results"] for part in one["form"]):
+                    part[0] = "evil" if part[0] == renamed else part[0]
+                data = answer.to_bytes()
+            yield key, data
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+def test_sums_that_the_method_does_not_have_void_the_round(tmp_path, caplog):
+    """Clients know all that they mask, so the vectors add up; the state is that of before."""
+    transport = Renames(tmp_path, "weights", "change")
+    cli = deployed("scaffold", tmp_path, transport, *IMAGES)
+    assert [row["secure/void"] for row in table(cli, "metrics")] == ["0", "1", "1"]
+    assert "clients named sums that SCAFFOLD cannot take (KeyError: 'change')" in caplog.text
+    assert {row["status"] for row in table(cli, "ledger")[4:]} <= {"lost", "rejected"}
+    (tmp_path / "one").mkdir()
+    one = deployed(
+        "scaffold",
+        tmp_path / "one",
+        InProcess(nodes_in(tmp_path / "one")),
+        *IMAGES,
+        "--trainer.max_rounds=1",
+    )
+    assert weights(cli) == weights(one)
+
+
 def test_the_form_is_the_one_that_most_clients_have():
     longer, huge = SumForm((("weights", 5, 10),)), SumForm((("weights", 2**40, 10),))
     assert common_form({0: longer, 1: FORM, 2: FORM}, 100) == FORM
     assert common_form({0: huge, 1: huge, 2: FORM}, 100) == FORM
     assert common_form({0: SumForm(), 1: longer, 2: FORM}, 100) == longer
     assert common_form({0: SumForm()}, 100) == SumForm()
+    # a sum of the method is missing, or has another length; there may be more of them
+    other, more = SumForm((("evil", 4, 10),)), SumForm((("change", 3, 1), ("weights", 4, 10)))
+    for wrong in (other, longer):
+        assert common_form({0: wrong, 1: wrong, 2: more}, 100, {"weights": 4}) == more
+        assert common_form({0: wrong}, 100, {"weights": 4}) == SumForm()
     for wrong in ([["weights", -1, 10]], [["weights", 4]], [["weights", 4, 0]], None):
         with pytest.raises((ValueError, TypeError)):
             SumForm.from_json(wrong)

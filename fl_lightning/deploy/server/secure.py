@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fl_lightning.aggregation.masked_round import MaskedRound
 from fl_lightning.aggregation.receiving import max_undeclared
+from fl_lightning.aggregation.server import SummingServer
 from fl_lightning.aggregation.sum_form import SumForm
 from fl_lightning.deploy.server.ring import drawn_ring, kept_ring
 from fl_lightning.privacy import Randomness, from_system
@@ -45,7 +46,8 @@ def add_up_on_nodes(
     Returns:
         The form of all vectors, and what came of the round.
     """
-    form, outcome = common_form(forms, max_undeclared(asked.method)), Outcome()
+    method, outcome = asked.method, Outcome()
+    form = common_form(forms, max_undeclared(method), lengths_known(method))
     here = {id for id, other in forms.items() if other in (form, SumForm())}
     for id in sorted(forms.keys() - here):
         log.warning("round %d: client %d leaves: its vector has another form", asked.round, id)
@@ -57,18 +59,35 @@ def add_up_on_nodes(
     return form, outcome
 
 
-def common_form(forms: Mapping[int, SumForm], most: int) -> SumForm:
+def common_form(
+    forms: Mapping[int, SumForm], most: int, known: Mapping[str, int] | None = None
+) -> SumForm:
     """Return the form that most clients have; of equally many, that of the client with the smallest
     id.
 
     Args:
         forms: by client.
         most: longest vector that a server takes memory for.
+        known: lengths of sums that every form has, by name; others are no clients' of the method.
     """
+    wanted = (known or {}).items()
     counts = Counter(
-        form for _, form in sorted(forms.items()) if form.parts and form.length <= most
+        form
+        for _, form in sorted(forms.items())
+        if form.parts
+        and form.length <= most
+        and wanted <= {name: size for name, size, _ in form.parts}.items()
     )
     return max(counts, key=lambda form: counts[form]) if counts else SumForm()
+
+
+def lengths_known(method: SummingServer) -> dict[str, int]:
+    """Return the lengths of sums that every client adds to, by name: those of ``starts``; none of a
+    method of somebody's own whose ``addends`` may have other names."""
+    owner = next((cls for cls in type(method).__mro__ if "addends" in vars(cls)), type(method))
+    if "addends" in vars(method) or not owner.__module__.startswith("fl_lightning."):
+        return {}
+    return {name: len(start) for name, start in method.starts().items()}
 
 
 def _exchange(
