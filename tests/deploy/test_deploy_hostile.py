@@ -215,6 +215,23 @@ def test_no_state_is_lost_that_no_client_can_have_kept(config, since, others, co
     assert engine.refused == ({1} if counts else set())
 
 
+def test_nodes_add_no_names_of_losses_for_ever(tmp_path, caplog):
+    """The result counts, as do the losses that everybody has."""
+
+    def names(round: int) -> dict[str, list[float]]:
+        own = {f"own{round}_{number}": [1.0, 1] for number in range(63)}
+        return {"loss": [1.0, 1], **own}
+
+    cases = [result(losses=names(round)) for round in range(5)]
+    transport = Hostile(nodes_in(tmp_path), "train", cases)
+    cli = deployed("fedavg", tmp_path, transport, *rounds(cases), rules=RULES)
+    assert all(statuses == NOBODY_DROPPED for statuses in ledger(cli).values())
+    columns = table(cli, "metrics")[-1].keys()
+    assert len([name for name in columns if name.startswith("train/own")]) == 4 * 63
+    said = "node n1: client 1: 63 losses are not counted: a run has 256 names of them at most"
+    assert caplog.messages.count(said) == 1
+
+
 def test_a_node_has_as_many_results_as_orders_and_one_line_of_what_cannot_be_read(tmp_path, caplog):
     cases = [having(results=["x"] * 1000), having(results=["x", "y"])]
     transport = Hostile(nodes_in(tmp_path), "train", cases)

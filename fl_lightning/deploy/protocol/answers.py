@@ -27,6 +27,7 @@ MAX_COUNTED_ID = 2**20 - 1
 MAX_EXAMPLES = 2**31 - 1  # of one client
 MAX_SECONDS = 1e9
 MAX_LOSSES, MAX_LOSS, MAX_WEIGHT = 64, 1e100, 2**53
+MAX_RUN_LOSSES = 256  # names of all clients' losses in all rounds
 MAX_SUMS = 2**16  # in the form of one client's vector
 MAX_SUMS_BEGUN = 2**31 - 1
 MAX_REASON = 1000  # characters

@@ -19,6 +19,7 @@ import yaml
 from fl_lightning.aggregation.masked_round import MaskedRound
 from fl_lightning.aggregation.sum_form import SumForm
 from fl_lightning.deploy.protocol.answers import (
+    MAX_RUN_LOSSES,
     Trained,
     phase_parts,
     reason_of,
@@ -37,6 +38,7 @@ from fl_lightning.engines import ClientResult, ClientTask, Engine
 from fl_lightning.engines.base import ClientSums, Units
 from fl_lightning.errors import InputError
 from fl_lightning.federation import Federation
+from fl_lightning.metrics import Mean
 from fl_lightning.privacy import Randomness, from_system
 from fl_lightning.run.paths import rounds_kept
 
@@ -109,6 +111,9 @@ class RemoteEngine(Engine):
         self.keeps, self.lost = keeps, LostStates()
         # nodes that said that a client keeps something; the empty one, that some did before
         self.keepers = {""} if keeps else set[str]()
+        # those of the method are counted whatever else nodes name
+        terms = {f"loss_{term.name}" for term in fed.method.active_terms()}
+        self.loss_names = {"loss", "loss_task", *terms}
         self.refused: set[int] = set()  # clients whose node lacks their state in this round
 
     def start(self) -> None:
@@ -349,11 +354,27 @@ class RemoteEngine(Engine):
                         name,
                         read.client,
                     )
-                client, losses = tasks[read.client].client, dict(read.losses or {})
+                client, losses = tasks[read.client].client, self._losses(name, read)
                 yield ClientResult(client, read.upload, {}, losses, read.steps)
         if unread:
             more = f", nor {len(unread) - 1} more" if len(unread) > 1 else ""
             log.warning("node %s: a result cannot be read (%s)%s", name, unread[0], more)
+
+    def _losses(self, name: str, read: Trained) -> dict[str, Mean]:
+        """Return the losses of a client that are counted: each name is a column of the run's
+        tables, so one node cannot add names for ever."""
+        losses = dict(read.losses or {})
+        if len(self.loss_names | losses.keys()) <= MAX_RUN_LOSSES:
+            self.loss_names |= losses.keys()
+        elif new := losses.keys() - self.loss_names:
+            log.warning(
+                "node %s: client %d: %d losses are not counted: a run has %d names of them at most",
+                name,
+                read.client,
+                len(new),
+                MAX_RUN_LOSSES,
+            )
+        return {loss: mean for loss, mean in losses.items() if loss in self.loss_names}
 
     def _may_be_lost(self, node: str, client: int) -> bool:
         """Return whether a client can have lost what it kept: its upload has counted, and clients
