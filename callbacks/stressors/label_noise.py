@@ -54,8 +54,7 @@ class LabelNoise(Stressor):
             float, within("[0, 1]", "a share lies in [0, 1]", "for 10 % write labels: 0.1")
         ] = 0.2,
         among: Annotated[
-            Literal["federation", "cohort"],
-            Constraint("it is federation or cohort", "federation"),
+            Literal["federation", "cohort"], Constraint("it is federation or cohort", "federation")
         ] = "federation",
     ) -> None:
         self.round, self.clients, self.labels, self.among = round, clients, labels, among

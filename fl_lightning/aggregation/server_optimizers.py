@@ -272,10 +272,7 @@ class AdaptiveOptimizer(ServerOptimizer):
     """
 
     def __init__(
-        self,
-        lr: Rate = 0.1,
-        betas: tuple[float, float] = (0.9, 0.99),
-        tau: Tau = 1e-3,
+        self, lr: Rate = 0.1, betas: tuple[float, float] = (0.9, 0.99), tau: Tau = 1e-3
     ) -> None:
         if not (0 <= betas[0] < 1 and 0 <= betas[1] <= 1):
             raise InputError(
@@ -345,12 +342,7 @@ class Extrapolation(ServerOptimizer):
     needs_squares = True
     evaluates_iterates = True
 
-    def __init__(
-        self,
-        eps: Eps = 1e-3,
-        eps_decay: Decay = 1.0,
-        mean_of_two: bool = True,
-    ) -> None:
+    def __init__(self, eps: Eps = 1e-3, eps_decay: Decay = 1.0, mean_of_two: bool = True) -> None:
         self.eps, self.eps_decay, self.mean_of_two = eps, eps_decay, mean_of_two
 
     def start(self, weights: Tensor) -> Step:

@@ -94,10 +94,7 @@ class DatasetData(ItemData):
     examplewise = True
 
     def __init__(
-        self,
-        train: DatasetCallable,
-        test: DatasetCallable | None = None,
-        **settings: Any,
+        self, train: DatasetCallable, test: DatasetCallable | None = None, **settings: Any
     ) -> None:
         self.dataset, self.has_test = name_of(train), test is not None
         super().__init__(**settings)
@@ -144,11 +141,7 @@ class DataModuleData(ItemData):
 
     examplewise = True
 
-    def __init__(
-        self,
-        module: DataModuleCallable,
-        **settings: Any,
-    ) -> None:
+    def __init__(self, module: DataModuleCallable, **settings: Any) -> None:
         self.dataset = name_of(module)
         super().__init__(**settings)
         self.source = module

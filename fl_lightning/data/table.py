@@ -448,8 +448,7 @@ class TableData(ArrayData):
                 block = self._one_hot(names[0], tables)
             width += block[0].shape[1]
             check_memory(
-                f"{self.train_path} with {width} numbers a row",
-                4 * width * sum(map(len, tables)),
+                f"{self.train_path} with {width} numbers a row", 4 * width * sum(map(len, tables))
             )
             blocks.append([some.astype(np.float32) for some in block])
         both = [np.concatenate(some, axis=1) for some in zip(*blocks, strict=True)]

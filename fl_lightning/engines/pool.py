@@ -266,11 +266,7 @@ class Worker:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        method: Method,
-        boards: tuple[mmap, mmap],
-        others: Sequence[Worker],
+        self, engine: Engine, method: Method, boards: tuple[mmap, mmap], others: Sequence[Worker]
     ) -> None:
         self.data: FederatedData = engine.data  # type: ignore[attr-defined]
         context = multiprocessing.get_context("fork")

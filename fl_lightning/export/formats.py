@@ -14,13 +14,7 @@ from torch.utils._pytree import tree_map
 
 from fl_lightning.errors import InputError, require
 from fl_lightning.export import language
-from fl_lightning.export.loader import (
-    LOADER,
-    WEIGHTS,
-    shares_of_seats,
-    source,
-    weights_loader,
-)
+from fl_lightning.export.loader import LOADER, WEIGHTS, shares_of_seats, source, weights_loader
 from fl_lightning.export.trained_model import TrainedModel
 from fl_lightning.models.language.hf import layers_in_4bit
 
@@ -89,10 +83,7 @@ def _write_safetensors(model: TrainedModel, folder: Path) -> str:
     # tensors that share memory, as tied embeddings do, are written one by one
     weights = {
         name: tensor.contiguous().clone()
-        for name, tensor in {
-            **model.network.state_dict(),
-            **shares_of_seats(model.network),
-        }.items()
+        for name, tensor in {**model.network.state_dict(), **shares_of_seats(model.network)}.items()
         if not name.startswith(layers_in_4bit(model.network))
     }
     save_file(weights, folder / WEIGHTS, {"format": "pt"})

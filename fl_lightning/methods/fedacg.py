@@ -32,10 +32,7 @@ class FedACG(Method):
     own_terms = frozenset({"prox"})
 
     def __init__(
-        self,
-        lam: Share = 0.85,
-        beta: Annotated[float, a_weight(0.01)] = 0.01,
-        **settings: Any,
+        self, lam: Share = 0.85, beta: Annotated[float, a_weight(0.01)] = 0.01, **settings: Any
     ) -> None:
         super().__init__(server_optimizer=Lookahead(lam), **settings)
         self.terms = [ProximalTerm(beta), *self.terms]

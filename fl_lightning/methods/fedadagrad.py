@@ -33,10 +33,6 @@ class FedAdagrad(Method):
     same_start = True
 
     def __init__(
-        self,
-        server_lr: Rate = 0.1,
-        beta1: Share = 0.0,
-        tau: Tau = 1e-3,
-        **settings: Any,
+        self, server_lr: Rate = 0.1, beta1: Share = 0.0, tau: Tau = 1e-3, **settings: Any
     ) -> None:
         super().__init__(server_optimizer=ServerAdagrad(server_lr, (beta1, 1.0), tau), **settings)

@@ -31,10 +31,6 @@ class FedAvgM(Method):
     same_start = True
 
     def __init__(
-        self,
-        beta: Share = 0.9,
-        server_lr: Rate = 1.0,
-        nesterov: bool = False,
-        **settings: Any,
+        self, beta: Share = 0.9, server_lr: Rate = 1.0, nesterov: bool = False, **settings: Any
     ) -> None:
         super().__init__(server_optimizer=ServerSGD(server_lr, beta, nesterov), **settings)

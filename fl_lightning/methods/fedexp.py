@@ -33,10 +33,6 @@ class FedExP(Method):
     same_start = True
 
     def __init__(
-        self,
-        eps: Eps = 1e-3,
-        eps_decay: Decay = 1.0,
-        mean_of_two: bool = True,
-        **settings: Any,
+        self, eps: Eps = 1e-3, eps_decay: Decay = 1.0, mean_of_two: bool = True, **settings: Any
     ) -> None:
         super().__init__(server_optimizer=Extrapolation(eps, eps_decay, mean_of_two), **settings)

@@ -94,7 +94,7 @@ class FedMPQ(QuantizedMethod):
     own_terms = frozenset({"bit"})
     module_optimizes = False  # it would step on weights that are made of the variables
     refuses = {
-        "privacy": "bit-widths travel beside weights, and noise for both leaves nothing of them",
+        "privacy": "bit-widths travel beside weights, and noise for both leaves nothing of them"
     }
 
     def __init__(

@@ -51,11 +51,7 @@ class FedProto(PersonalMethod):
         "received_terms": "its clients receive no model",
     }
 
-    def __init__(
-        self,
-        lam: Annotated[float, a_weight(1)] = 1.0,
-        **settings: Any,
-    ) -> None:
+    def __init__(self, lam: Annotated[float, a_weight(1)] = 1.0, **settings: Any) -> None:
         super().__init__(**settings)
         self.lam = lam
 

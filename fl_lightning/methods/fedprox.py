@@ -27,11 +27,7 @@ class FedProx(Method):
     same_start = True
     own_terms = frozenset({"prox"})
 
-    def __init__(
-        self,
-        mu: Annotated[float, a_weight(0.01)] = 0.01,
-        **settings: Any,
-    ) -> None:
+    def __init__(self, mu: Annotated[float, a_weight(0.01)] = 0.01, **settings: Any) -> None:
         super().__init__(**settings)
         self.mu = mu
         self.terms = [ProximalTerm(mu), *self.terms]

@@ -36,9 +36,5 @@ class FedSpeed(FedDyn, FedSAM):
     stackable = True
     refuses = {**FedDyn.refuses, **FedSAM.refuses}
 
-    def __init__(
-        self,
-        lamb: Annotated[float, a_weight(0.1)] = 0.1,
-        **settings: Any,
-    ) -> None:
+    def __init__(self, lamb: Annotated[float, a_weight(0.1)] = 0.1, **settings: Any) -> None:
         super().__init__(alpha=lamb, **settings)

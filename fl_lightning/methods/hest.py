@@ -28,13 +28,7 @@ from fl_lightning.client import Client
 from fl_lightning.compatibility import no_personal, only
 from fl_lightning.config.constraints import within
 from fl_lightning.data import FederatedData
-from fl_lightning.energy import (
-    OPTIONS,
-    BHSPController,
-    CostTable,
-    HESTController,
-    TABSController,
-)
+from fl_lightning.energy import OPTIONS, BHSPController, CostTable, HESTController, TABSController
 from fl_lightning.energy.budgets.device import Device
 from fl_lightning.energy.budgets.measuring import COUNTED
 from fl_lightning.energy.budgets.network import BudgetedNetwork, Controller, embedding_of

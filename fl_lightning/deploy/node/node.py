@@ -229,12 +229,7 @@ class Node:
                 continue
             losses = {name: [mean.total, mean.weight] for name, mean in result.losses.items()}
             results.append(
-                {
-                    **about,
-                    "steps": result.steps,
-                    "losses": losses,
-                    "upload": len(uploads),
-                }
+                {**about, "steps": result.steps, "losses": losses, "upload": len(uploads)}
             )
             uploads.append(result.upload)
         header = {

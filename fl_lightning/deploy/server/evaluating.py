@@ -23,13 +23,7 @@ from fl_lightning.deploy.protocol.batch_states import LOGS, NAMED, parts_asked, 
 from fl_lightning.deploy.protocol.messages import MAX_NAME, Message, MessageError, printable
 from fl_lightning.deploy.server.roster import Roster
 from fl_lightning.engines.base import ClientSums
-from fl_lightning.evaluation import (
-    MAX_PARTS,
-    logs_for,
-    on_test_set,
-    validate,
-    with_logs,
-)
+from fl_lightning.evaluation import MAX_PARTS, logs_for, on_test_set, validate, with_logs
 from fl_lightning.federation import Federation
 from fl_lightning.tasks import Task
 

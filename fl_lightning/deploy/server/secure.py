@@ -91,12 +91,7 @@ def lengths_known(method: SummingServer) -> dict[str, int]:
 
 
 def _exchange(
-    asked: MaskedRound,
-    ring: list[int],
-    here: set[int],
-    length: int,
-    ask: Ask,
-    outcome: Outcome,
+    asked: MaskedRound, ring: list[int], here: set[int], length: int, ask: Ask, outcome: Outcome
 ) -> None:
     cohort, traffic = sorted(asked.leaves_before), outcome.traffic
     server = SecureServer(asked.settings, ring, length)

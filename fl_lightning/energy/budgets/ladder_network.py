@@ -19,11 +19,7 @@ from fl_lightning.energy.budgets.ladder_decoding import Decoding, options
 from fl_lightning.energy.budgets.layer_gates import LayerGates, masks_by_cost
 from fl_lightning.energy.budgets.levels import LevelLedger, levels_of, mixed_levels
 from fl_lightning.energy.budgets.passes import Lengths
-from fl_lightning.energy.regret import (
-    RegretController,
-    acting_after,
-    prompt_states,
-)
+from fl_lightning.energy.regret import RegretController, acting_after, prompt_states
 from fl_lightning.energy.switched.branches import BranchPlan, BranchWeights, switch_branches
 from fl_lightning.metrics.text import IGNORED
 from fl_lightning.models.adapters import merged_lora

@@ -15,11 +15,7 @@ from fl_lightning.config.packaged import HF_PREFIX
 from fl_lightning.energy.switched import SwitchedLinear, merge_adapters
 from fl_lightning.energy.switched.kinds import MERGED, kind_and_rank
 from fl_lightning.models import LANGUAGE_NETWORKS, LlamaTiny, build_network
-from fl_lightning.models.adapters import (
-    ADAPTERS,
-    ALL_LINEAR,
-    DEFAULT_RANK,
-)
+from fl_lightning.models.adapters import ADAPTERS, ALL_LINEAR, DEFAULT_RANK
 from fl_lightning.models.language.hf import TransformersLM
 from fl_lightning.models.language.llama_pretrained import LlamaPretrained
 from fl_lightning.models.language.tiny import BYTE_VOCABULARY

@@ -42,11 +42,7 @@ from fl_lightning.models.adapters.layer import (
     merged_lora,
     plain_weights,
 )
-from fl_lightning.models.adapters.lora import (
-    LoRALinear,
-    largest_rank,
-    require_rank,
-)
+from fl_lightning.models.adapters.lora import LoRALinear, largest_rank, require_rank
 from fl_lightning.models.adapters.pissa import PiSSALinear
 from fl_lightning.models.adapters.spectral import SpectralLinear
 from fl_lightning.models.adapters.svd import require_directions, signed_svd

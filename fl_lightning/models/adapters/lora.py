@@ -14,11 +14,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from fl_lightning.errors import require
-from fl_lightning.models.adapters.layer import (
-    DEFAULT_ALPHA,
-    DEFAULT_RANK,
-    AdaptedLinear,
-)
+from fl_lightning.models.adapters.layer import DEFAULT_ALPHA, DEFAULT_RANK, AdaptedLinear
 
 
 class LoRALinear(AdaptedLinear):

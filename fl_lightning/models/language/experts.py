@@ -90,11 +90,7 @@ class ExpertLoRA(nn.Module):
     """
 
     def __init__(
-        self,
-        adapted: nn.Module,
-        factors: LowRankLayer,
-        gate: TokenGate,
-        shared: bool,
+        self, adapted: nn.Module, factors: LowRankLayer, gate: TokenGate, shared: bool
     ) -> None:
         super().__init__()
         base, a, b, self.scaling, _ = factors

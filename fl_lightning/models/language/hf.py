@@ -189,10 +189,7 @@ class TransformersLM(Generating):
         length = ids.shape[1]
         places = torch.arange(length, device=ids.device) - (length - lengths).unsqueeze(1)
         config = GenerationConfig(
-            do_sample=False,
-            max_new_tokens=max_new_tokens,
-            eos_token_id=eos,
-            pad_token_id=filler,
+            do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=eos, pad_token_id=filler
         )
         training, own = self.model.training, self.base.generation_config
         self.model.eval()  # gradient checkpointing keeps no cache in training mode

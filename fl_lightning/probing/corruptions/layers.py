@@ -16,13 +16,7 @@ from scipy.ndimage import zoom
 
 from fl_lightning.errors import InputError
 
-FROST_FILES = (
-    "frost1.png",
-    "frost2.png",
-    "frost3.png",
-    "frost4.jpg",
-    "frost5.jpg",
-)
+FROST_FILES = ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg")
 """The published photographs that the published code uses; it never uses the sixth."""
 FROST_COLOURS = np.array(
     [[78, 149, 166], [201, 205, 214], [201, 205, 214], [138, 153, 166], [112, 123, 135]], np.float32

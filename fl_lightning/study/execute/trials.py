@@ -21,13 +21,7 @@ import yaml
 from optuna.trial import FrozenTrial, TrialState
 
 from fl_lightning.config.near_names import nearest_or_list
-from fl_lightning.config.settings import (
-    changed_settings,
-    flatten,
-    is_free,
-    is_under,
-    settings_hash,
-)
+from fl_lightning.config.settings import changed_settings, flatten, is_free, is_under, settings_hash
 from fl_lightning.errors import InputError, require
 from fl_lightning.run.directory import read_json
 from fl_lightning.study.execute.cells import resolved_settings

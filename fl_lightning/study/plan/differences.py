@@ -48,10 +48,7 @@ def _different_claims(name: str, before: Sequence[Mapping], after: Sequence[Mapp
             found.append(f"{what} `{entry['criterion']}` removed")
         elif new[key] != entry:
             found.append(f"{what} {key[0]}: registered {_written(entry)}, now {_written(new[key])}")
-    return [
-        *found,
-        *(f"{what} `{new[key]['criterion']}` added" for key in new if key not in old),
-    ]
+    return [*found, *(f"{what} `{new[key]['criterion']}` added" for key in new if key not in old)]
 
 
 def _written(entry: Mapping[str, Any]) -> str:

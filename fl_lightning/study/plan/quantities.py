@@ -210,9 +210,7 @@ def require_levels(
         if axis not in grid:
             rule = f"axes of the grid are {', '.join(grid) or 'not given'}"
             raise wrong(
-                axis,
-                rule,
-                f"write {nearest_of_listed(axis, grid)}" if grid else "leave it out",
+                axis, rule, f"write {nearest_of_listed(axis, grid)}" if grid else "leave it out"
             )
         for quantity in quantities:
             level = dict(quantity.at).get(axis)

@@ -152,8 +152,7 @@ def register(folder: Path, plan: Mapping[str, Any], runs: int) -> Registration:
 
 
 def plan_of(
-    study: Study,
-    cells: Iterable[tuple[str, Mapping[str, str], Mapping[str, Any]]],
+    study: Study, cells: Iterable[tuple[str, Mapping[str, str], Mapping[str, Any]]]
 ) -> dict[str, Any]:
     """Return what is registered of a study, fit for JSON.
 

@@ -294,9 +294,7 @@ def _changed_metrics(run: Path, history: Sequence[Mapping[str, float]]) -> str:
 
 
 def _changed_metadata(
-    metadata: Mapping[str, Any],
-    history: Sequence[Mapping[str, float]],
-    settings: Mapping[str, Any],
+    metadata: Mapping[str, Any], history: Sequence[Mapping[str, float]], settings: Mapping[str, Any]
 ) -> str:
     """Return what ``metadata.json`` has that is not what the rounds, or ``config.yaml``, say; empty
     where nothing is."""
