@@ -122,10 +122,8 @@ def reliability_diagram(bins: CalibrationBins, title: str, M: int) -> Figure:
         edgecolor="white",
         label="accuracy",
     )
-    low, high = (
-        np.minimum(bins.accuracy, bins.confidence),
-        np.maximum(bins.accuracy, bins.confidence),
-    )
+    low = np.minimum(bins.accuracy, bins.confidence)
+    high = np.maximum(bins.accuracy, bins.confidence)
     gap: dict[str, Any] = {"color": "none", "edgecolor": RED, "hatch": "////", "linewidth": 1.0}
     if M > HATCHED:  # the hatching of narrow bars hides what is behind it
         gap = {"color": RED, "alpha": 0.35, "linewidth": 0}

@@ -34,10 +34,8 @@ class SlowClients(Meter):
                 validation examples.
         """
         given = "callbacks.SlowClients"
-        rule, instead = (
-            "the run has no virtual time",
-            "write --trainer.clock.devices LogNormalDevices",
-        )
+        rule = "the run has no virtual time"
+        instead = "write --trainer.clock.devices LogNormalDevices"
         require(context.timing is not None, given, rule, f"{instead}, or leave it out")
         rule = "the seconds of a deployment are measured, and nothing is known of those to come"
         require(not context.timing.is_measured, given, rule, "leave it out")

@@ -61,10 +61,8 @@ class MaskedSum(Aggregation):
             RankLost: a process died or did not answer in time.
         """
         assert self.masks is not None
-        method, by_id = (
-            self.method,
-            {assignment.client.id: assignment for assignment in round.cohort},
-        )
+        method = self.method
+        by_id = {assignment.client.id: assignment for assignment in round.cohort}
         leaves_before = {
             receipt.client.id: _phase_of_leaving(by_id[receipt.client.id], receipt.entry)
             for receipt in receipts

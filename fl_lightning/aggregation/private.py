@@ -316,11 +316,9 @@ class PrivateAggregation(Meter):
     @property
     def _accounted(self) -> dict[str, float]:
         """What the epsilon of a round follows from."""
-        z, clients, cohort = (
-            self.accountant.noise_multiplier,
-            self.accountant.clients,
-            self.accountant.cohort,
-        )
+        z = self.accountant.noise_multiplier
+        clients = self.accountant.clients
+        cohort = self.accountant.cohort
         return {"noise_multiplier": z, "clients": clients, "cohort": cohort}
 
     def _check_rounds(self, done: int) -> None:

@@ -358,10 +358,8 @@ def check_kind(texts: Mapping[str, str], command: str = "fit") -> None:
             if {"study", key} <= keys:
                 rule, instead = "fit runs one configuration", f"{PROGRAM} {other} --config {path}"
                 if command == "compare" and other == "sweep":
-                    rule, instead = (
-                        "compare finds the arguments of its flags there",
-                        f"--study {path}",
-                    )
+                    rule = "compare finds the arguments of its flags there"
+                    instead = f"--study {path}"
                 raise InputError(
                     f"--config {path}", f"it is {what}, and {rule}", f"write {instead}"
                 )

@@ -48,12 +48,10 @@ def export_model(
     else:
         import_short_names()
         cli: Any = FederatedCLI("export", with_config_of_run("export", [str(run)]))
-        trainer, method, data, seed = (
-            cli.trainer,
-            cli.model,
-            cli.datamodule,
-            cli.config["seed_everything"],
-        )
+        trainer = cli.trainer
+        method = cli.model
+        data = cli.datamodule
+        seed = cli.config["seed_everything"]
         trainer.config, place = yaml.safe_load(cli.config_text), Path(run)
     return trainer.export(
         method,

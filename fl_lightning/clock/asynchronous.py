@@ -96,11 +96,9 @@ class Asynchronous(Rounds):
             InputError: the federation is too small, its server needs more than weights, or clients
                 keep something.
         """
-        given, method, clients = (
-            f"--trainer.rounds {type(self).__name__}",
-            context.method,
-            context.data.active,
-        )
+        given = f"--trainer.rounds {type(self).__name__}"
+        method = context.method
+        clients = context.data.active
         for name in ("concurrency", "buffer"):
             require(
                 getattr(self, name) <= len(clients),
@@ -358,11 +356,9 @@ class Flights:
     ) -> None:
         """Take what arrives into a version."""
         id, limit = flight.client, self.rounds.max_staleness
-        kept, entry, versions = (
-            context.states.pop(id, {}),
-            flight.entry(round),
-            round - 1 - flight.version,
-        )
+        kept = context.states.pop(id, {})
+        entry = flight.entry(round)
+        versions = round - 1 - flight.version
         examples, found.offline = 0, found.offline + flight.offline
         if flight.status == "trained" and limit is not None and versions > limit:
             entry = entry.unused()

@@ -186,10 +186,8 @@ class Deadline(Rounds):
         lot: Callable[[int], float] = float,
     ) -> Ending:
         there = {client: at for client, at in answered.items() if at <= self.seconds}
-        used, late = (
-            frozenset(there) & frozenset(valid),
-            sum(answered[one] > self.seconds for one in valid),
-        )
+        used = frozenset(there) & frozenset(valid)
+        late = sum(answered[one] > self.seconds for one in valid)
         waits = len(there) < began or len(used) < self.least
         last = super().end(there, used, cohort=cohort, began=began).seconds
         length = self.seconds if waits and math.isfinite(self.seconds) else last

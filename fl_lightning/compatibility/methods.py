@@ -94,10 +94,8 @@ def adapter_average(run: Run) -> Iterator[Refusal]:
     method, rule = run.method, run.method.adapters
     if not rule.name:
         return
-    given, linear = (
-        f"--model.adapter_average {rule.name} with",
-        "write --model.adapter_average frozen_a",
-    )
+    given = f"--model.adapter_average {rule.name} with"
+    linear = "write --model.adapter_average frozen_a"
     if why := why_not(method, "adapter_average"):
         yield f"{given} --model {run.name}", why, "leave it out, or write --model FedAvg"
     own = own_messages_of(method) if rule.own_messages else []

@@ -64,10 +64,8 @@ class Run:
     def timed(self, timing: Any) -> Run:
         """Return the same with virtual or measured time, a :class:`fl_lightning.clock.Timing`."""
         reached, measured = timing.clock.reached, timing.is_measured
-        name, deployed = (
-            "" if reached.is_always else type(reached).__name__,
-            self.deployed or measured,
-        )
+        name = "" if reached.is_always else type(reached).__name__
+        deployed = self.deployed or measured
         return replace(
             self,
             rounds=timing.rounds,

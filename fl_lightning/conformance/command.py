@@ -44,11 +44,9 @@ def check(
         "a deviation is 0 or more",
         "write --noise 0.01",
     )
-    given_settings, given_neutral, kind = (
-        made_terms(settings),
-        made_terms(neutral),
-        find_method(model),
-    )
+    given_settings = made_terms(settings)
+    given_neutral = made_terms(neutral)
+    kind = find_method(model)
     require(
         not kind.pools_examples,
         f"--model {model}",
@@ -61,10 +59,8 @@ def check(
         (neutral, given_neutral, "neutral"),
     ):
         shown = f"no --{name}" if given is None else f"--{name} {given}"
-        rule, instead = (
-            f"{model} cannot be made with them",
-            "write the arguments of its constructor as YAML",
-        )
+        rule = f"{model} cannot be made with them"
+        instead = "write the arguments of its constructor as YAML"
         with as_bad_input(shown, rule, instead, TypeError, ValueError):
             subject.make(**(made or {}))
     results = list(run_checks(subject))

@@ -66,11 +66,9 @@ def scaffold_path(
         divisor: what the sum of the clients' changes is divided by, given N and |S|.
         factor: factor of (x - y_i) / (K_i eta_l), given the round and the client.
     """
-    x, c, own = (
-        start.double(),
-        torch.zeros(CENTRES.shape[1], dtype=torch.float64),
-        dict[int, Tensor](),
-    )
+    x = start.double()
+    c = torch.zeros(CENTRES.shape[1], dtype=torch.float64)
+    own = dict[int, Tensor]()
     answers = []
     for round in rounds:
         moved, changes = torch.zeros_like(x), torch.zeros_like(c)

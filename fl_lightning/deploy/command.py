@@ -173,10 +173,8 @@ def _run(cli: Any, settings: Deployment, rules: RoundRules) -> Mapping[str, Any]
     with Interrupts():
         try:
             words = ["python", "-m", "fl_lightning", "deploy", *cli.typed]
-            nodes, ckpt_path = (
-                Path(cli.trainer.root).absolute() / "nodes",
-                cli.config_init["ckpt_path"],
-            )
+            nodes = Path(cli.trainer.root).absolute() / "nodes"
+            ckpt_path = cli.config_init["ckpt_path"]
             write_job(
                 folder,
                 cli.config_text,

@@ -65,10 +65,8 @@ def _measured(fabric: Fabric, method: Method, data: FederatedData, task: ClientT
     """Return mean and root mean square of a client's losses, float64 ``[2]`` on the CPU."""
     start_client(method, replace(task, client=task.client.apart()))
     method.eval()
-    index, sums = (
-        torch.from_numpy(task.client.train).to(data.device),
-        torch.zeros(3, dtype=torch.float64),
-    )
+    index = torch.from_numpy(task.client.train).to(data.device)
+    sums = torch.zeros(3, dtype=torch.float64)
     parts = zip(index.split(EXAMPLES_AT_ONCE), task.labels.split(EXAMPLES_AT_ONCE), strict=True)
     for positions, target in parts:
         with fabric.autocast():

@@ -118,18 +118,14 @@ def _can_fork(fabric: Fabric) -> bool:
 def _measured(fabric: Fabric, method: Method, data: FederatedData) -> str:
     if collectives.rank() != 0:
         return ""
-    sequential, batched = (
-        SequentialEngine(fabric, method, data),
-        BatchedEngine(fabric, method, data),
-    )
+    sequential = SequentialEngine(fabric, method, data)
+    batched = BatchedEngine(fabric, method, data)
     method.round = 1
 
     def task(id: int) -> ClientTask:
         client = data.client(id)
-        message, steps = (
-            method.broadcast(client).to_bytes(),
-            min(PROBE_STEPS, data.num_steps(client, 1)),
-        )
+        message = method.broadcast(client).to_bytes()
+        steps = min(PROBE_STEPS, data.num_steps(client, 1))
         return ClientTask(client, 1, message, data.labels(client), 1, steps)
 
     first, *others = map(int, data.active[:MAX_STACK])

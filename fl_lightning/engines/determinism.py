@@ -24,10 +24,8 @@ def deterministic(wanted: bool) -> Iterator[None]:
 
     An operation that has none runs all the same and is named in the log once.
     """
-    before, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(wanted, warn_only=True)
     try:
         with warnings.catch_warnings():

@@ -29,10 +29,8 @@ def asking_lines(model: TrainedModel) -> list[str]:
     first = "" if tokens.bos is None else f"{tokens.bos}, "
     if model.tokenizer is None:
         tools = ["from transformers import GenerationConfig", ""]
-        encode, decode = (
-            "part.encode()",
-            'bytes(id for id in answer if id < 256).decode(errors="replace")',
-        )
+        encode = "part.encode()"
+        decode = 'bytes(id for id in answer if id < 256).decode(errors="replace")'
     else:
         tools = [
             "from transformers import AutoTokenizer, GenerationConfig",

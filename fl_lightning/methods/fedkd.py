@@ -205,11 +205,9 @@ class FedKD(Method):
     def check(self, upload: Payload, client: Client) -> None:
         upload.tensor("examples")
         soft_labels = upload.tensor("soft_labels")
-        low, high, off = (
-            soft_labels.min(),
-            soft_labels.max(),
-            (soft_labels.double().sum(dim=1) - 1).abs().max(),
-        )
+        low = soft_labels.min()
+        high = soft_labels.max()
+        off = (soft_labels.double().sum(dim=1) - 1).abs().max()
         if low < 0 or high > 1 or off > SUM_TOLERANCE:
             raise PayloadError(
                 f"soft labels of client {client.id} from {float(low):g} to {float(high):g}, rows up to "

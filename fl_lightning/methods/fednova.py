@@ -67,10 +67,8 @@ class FedNova(Method):
         why = "a_i is how far steps of SGD go, with momentum and a proximal term"
         require_plain_sgd(self, why, momentum=True, decay=True, clipping=True)
         pull = self.mu * round_lr(self)
-        given, why = (
-            f"mu {self.mu:g} at a learning rate of {pull / (self.mu or 1):g}",
-            "mu lr is at most 1",
-        )
+        given = f"mu {self.mu:g} at a learning rate of {pull / (self.mu or 1):g}"
+        why = "mu lr is at most 1"
         above = pull <= 1 and min(map(self.work_of, range(1, SWING_STEPS))) > 0
         require(above, given, f"{why}, or a_i need not be above 0", "write --model.mu 0.01")
         if self.server_momentum:
@@ -107,11 +105,9 @@ class FedNova(Method):
         return total
 
     def addends(self, upload: Payload, client_id: int, weight: int) -> dict[str, Addend]:
-        steps, start, most = (
-            int(upload.tensor("steps")),
-            self.starts()["weights"],
-            self.largest_weight,
-        )
+        steps = int(upload.tensor("steps"))
+        start = self.starts()["weights"]
+        most = self.largest_weight
         # a bound on an update's length is on what the client has moved, and not on a step's share
         moved = self.average.bounded(self.decode(upload), start)
         ended = self._normalised(moved, self.work_of(steps))

@@ -67,10 +67,8 @@ class FedPQ(CodedUpdates):
                     points, self._num_centroids(update.numel()), self.iterations, noise
                 )
             else:  # for the server to see and refuse
-                index, codebook = (
-                    np.zeros(len(points), np.int64),
-                    np.full((1, self.dim), np.nan, np.float32),
-                )
+                index = np.zeros(len(points), np.int64)
+                codebook = np.full((1, self.dim), np.nan, np.float32)
             entries[f"i{tensor}"] = Codes(
                 torch.from_numpy(index).to(torch.int32),
                 product.index_bits(len(codebook)),
@@ -91,10 +89,8 @@ class FedPQ(CodedUpdates):
         for tensor, (name, size) in enumerate(
             zip(self.coded.shapes, self.coded.sizes, strict=True)
         ):
-            index, codebook = (
-                upload.codes(f"i{tensor}").values.flatten().long(),
-                upload.tensor(f"c{tensor}"),
-            )
+            index = upload.codes(f"i{tensor}").values.flatten().long()
+            codebook = upload.tensor(f"c{tensor}")
             if int(index.max()) >= len(codebook):
                 rule = f"its codebook has {len(codebook)} entries"
                 raise PayloadError(f"index {int(index.max())} for {name}", rule, "encode it again")

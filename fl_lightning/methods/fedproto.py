@@ -99,10 +99,8 @@ class FedProto(PersonalMethod):
         examples, and how many examples it has, float32 ``[C]``, of the network as it is, in
         evaluation mode."""
         self.network.eval()
-        sums, counts = (
-            torch.zeros_like(self.prototypes, dtype=torch.float64),
-            torch.zeros_like(self.known),
-        )
+        sums = torch.zeros_like(self.prototypes, dtype=torch.float64)
+        counts = torch.zeros_like(self.known)
         index = torch.from_numpy(client.train).to(self.device)
         size = self.train_data.evaluation_batch
         for part, target in zip(index.split(size), labels.split(size), strict=True):

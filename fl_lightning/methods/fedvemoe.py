@@ -375,10 +375,8 @@ class FedVEMoE(Method):
         if len(client.val) < 2 or "own" not in client.state:
             return None
         data, index = self._data, torch.from_numpy(client.val)
-        inputs, target = (
-            data.inputs("train", index.to(data.device)),
-            data.train_target[index.to(data.device)],
-        )
+        inputs = data.inputs("train", index.to(data.device))
+        target = data.train_target[index.to(data.device)]
         given = self._nats({}, self.deploy(client), inputs, target)
         return Paired.of(given, self._nats({}, self.own_network, inputs, target))
 

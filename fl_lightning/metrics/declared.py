@@ -76,10 +76,8 @@ def declared_by(emitters: Iterable[Emitter]) -> dict[str, Metric]:
         are_metrics = isinstance(given, (tuple, list)) and all(
             isinstance(one, Metric) for one in given
         )
-        rule, instead = (
-            "it is a tuple of Metric",
-            'write (Metric("novel/drift", higher_is_better=False),)',
-        )
+        rule = "it is a tuple of Metric"
+        instead = 'write (Metric("novel/drift", higher_is_better=False),)'
         require(are_metrics, f"{what}: {given!r}", rule, instead)
         for metric in given:
             if found.setdefault(metric.name, metric) != metric:

@@ -254,10 +254,8 @@ def _parameters(make: Callable[..., Any]) -> Mapping[str, Parameter]:
 def _import(path: str) -> Callable[..., Any]:
     check_import(path)
     module, _, name = path.rpartition(".")
-    errors, instead = (
-        (ImportError, AttributeError, ValueError),
-        "write e.g. torchvision.models.resnet18",
-    )
+    errors = (ImportError, AttributeError, ValueError)
+    instead = "write e.g. torchvision.models.resnet18"
     with as_bad_input(f"network={path!r}", "a class path must be importable", instead, *errors):
         return getattr(import_module(module), name)
 

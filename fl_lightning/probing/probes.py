@@ -73,10 +73,8 @@ def corruptions(subject: ProbedModel) -> Finding:
     if data is None:
         return Finding(skipped=[NO_IMAGES.format("corruptions", type(subject.data).__name__)])
     published = PublishedImages(data.dataset, data.root)
-    skipped, details = (
-        [],
-        {"severity": SEVERITY, "source": "published", "folder": str(published.folder)},
-    )
+    skipped = []
+    details = {"severity": SEVERITY, "source": "published", "folder": str(published.folder)}
     photographs: list[np.ndarray] = []
     if data.local_test_fraction or data.feature_skew is not None:
         why_not: str | None = "the run's test images are not those of the data set"

@@ -19,10 +19,8 @@ def run_and_checkpoints(ckpt_path: str) -> tuple[Path, list[Path]]:
     """
     path = Path(os.path.expanduser(ckpt_path)).absolute()
     if path.name.startswith("round_") and path.parent.name == "checkpoints":
-        run, candidates = (
-            path.parent.parent,
-            [c for c in checkpoints_in(path.parent) if round_of(c) <= round_of(path)],
-        )
+        run = path.parent.parent
+        candidates = [c for c in checkpoints_in(path.parent) if round_of(c) <= round_of(path)]
         if not path.exists() or round_of(path) < 0:
             raise InputError(
                 f"--ckpt_path {ckpt_path}",

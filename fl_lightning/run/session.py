@@ -157,11 +157,9 @@ class RunSession:
     def _stop(self, error: BaseException) -> None:
         """End the run early: keep what is done and say how to continue."""
         self.interrupts.ignore()
-        interrupted, done, run = (
-            self._is_interrupt(error),
-            self.progress.done.round,
-            self.journal.run,
-        )
+        interrupted = self._is_interrupt(error)
+        done = self.progress.done.round
+        run = self.journal.run
         if not interrupted:
             self.log_file.add_traceback(error)
             if self.log_file.path is not None and self.keeps:

@@ -286,10 +286,8 @@ def find_in_store(stored: StoredRun, uri: str) -> str | None:
     noted, path = stored.metadata.get("tracking_run_id"), stored.run.path
     if noted and not is_tracked_elsewhere(stored.metadata, path) and has_run(connect(uri), noted):
         return str(noted)
-    since, former = (
-        tracked_since(stored.metadata) / 1000,
-        stored.metadata.get("former_tracking_runs", ()),
-    )
+    since = tracked_since(stored.metadata) / 1000
+    former = stored.metadata.get("former_tracking_runs", ())
     return find_mlflow_run(uri, path.parent.name, "run_dir", str(path), since, former)
 
 

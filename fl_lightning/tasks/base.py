@@ -117,10 +117,8 @@ class Task(Recorded):
         """
         from fl_lightning.metrics.named import NamedMetric
 
-        task, taken = (
-            copy(self),
-            {*self.per_client, *self.lower_is_better, *self.shares, "ece", "brier"},
-        )
+        task = copy(self)
+        taken = {*self.per_client, *self.lower_is_better, *self.shares, "ece", "brier"}
         for metric in metrics:
             named = NamedMetric(metric, self.metric_arguments(num_outputs))
             require(

@@ -271,10 +271,8 @@ def _read_run(client: Any, run: Any) -> dict[str, Any]:
     settings: dict[str, Any] = dict(run.data.params)
     typed = False
     with suppress(Exception):
-        settings, typed = (
-            flatten(yaml.safe_load(load_text(f"{run.info.artifact_uri}/config.yaml"))),
-            True,
-        )
+        settings = flatten(yaml.safe_load(load_text(f"{run.info.artifact_uri}/config.yaml")))
+        typed = True
     clients = ""
     with suppress(Exception):  # earlier releases wrote none
         clients = load_text(f"{run.info.artifact_uri}/clients.csv")

@@ -151,11 +151,9 @@ def _answer(message: bytes, context: Any) -> bytes:
     """
     config = context.node_config
     if simulated.in_worker():
-        job, number, of = (
-            context.run_config["job"],
-            config["partition-id"],
-            config["num-partitions"],
-        )
+        job = context.run_config["job"]
+        number = config["partition-id"]
+        of = config["num-partitions"]
         return simulated.answer(message, Path(str(job)), int(number), int(of))
     path = config.get("socket")
     if path is None:

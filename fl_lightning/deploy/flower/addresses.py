@@ -92,10 +92,8 @@ def check_handshake(address: str, certificates: str | None, flag: str) -> None:
         return
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
-    given, instead = (
-        f"{flag} {certificates}",
-        "name the file of the one that signed the SuperLink's",
-    )
+    given = f"{flag} {certificates}"
+    instead = "name the file of the one that signed the SuperLink's"
     with as_bad_input(given, "it cannot be read, or holds no certificate", instead, OSError):
         trusted = ssl.create_default_context(cafile=certificates)
     try:

@@ -82,10 +82,8 @@ class Started:
             InputError: there is no such program.
         """
         parent, env = os.getpid(), environment(home)
-        rule, instead = (
-            "it comes with flwr and is not on the PATH",
-            "activate the environment that has flwr",
-        )
+        rule = "it comes with flwr and is not on the PATH"
+        instead = "activate the environment that has flwr"
         missing = as_bad_input(words[0], rule, instead, FileNotFoundError)
         with open(output or os.devnull, "ab") as file, missing:
             program = subprocess.Popen(

@@ -116,10 +116,8 @@ def try_sums(fed: Federation, sums: Mapping[str, Mapping[str, Tensor]]) -> None:
     Raises:
         Exception: whatever comes of sums that are not those of the run's metrics.
     """
-    subject, logs = (
-        (fed.fabric, fed.method, fed.data),
-        logs_for(fed.method, "val", 0, sums.get(LOGS["val"])),
-    )
+    subject = (fed.fabric, fed.method, fed.data)
+    logs = logs_for(fed.method, "val", 0, sums.get(LOGS["val"]))
     named, logged_there = sums.get(NAMED), sums.get(LOGS["test"])
     require_possible(fed.data.task, sums)
     if (named or logged_there) and not sums.get("test"):

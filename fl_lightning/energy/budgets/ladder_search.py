@@ -238,10 +238,8 @@ class LadderSearch:
         every = all_masks(known["ladder"].shape[1])
         possible = every[:, : self.kept].all(1)
         masks, losses = every[possible], losses[possible]
-        shares, ladder = (
-            BranchCosts.of(budgeted.devices[0], "q99").share(masks),
-            known["ladder"].clone(),
-        )
+        shares = BranchCosts.of(budgeted.devices[0], "q99").share(masks)
+        ladder = known["ladder"].clone()
         of_levels = torch.full_like(known["ladder_losses"], float(losses[-1]))
         wanted = sorted({share for share in self.budgets if share < 1}, reverse=True)
         for level, budget in enumerate(wanted[: self.levels], start=1):

@@ -58,10 +58,8 @@ class SpectralLinear(AdaptedLinear):
             return False
         (outputs, inputs), rank = self.base_layer.weight.shape, len(self.spectral_m)
         tokens = x.numel() // inputs
-        merged, apart = (
-            (tokens + 2 * rank) * inputs * outputs,
-            2 * tokens * rank * (inputs + outputs),
-        )
+        merged = (tokens + 2 * rank) * inputs * outputs
+        apart = 2 * tokens * rank * (inputs + outputs)
         return merged < apart
 
     def added(self, x: Tensor) -> Tensor:

@@ -62,10 +62,8 @@ def corrupt(name: str, images: Images, seed: int, photographs: Sequence[np.ndarr
     """
     blocks = []
     for number, start in enumerate(range(0, len(images), IMAGES_PER_BLOCK)):
-        block, rng = (
-            images[start : start + IMAGES_PER_BLOCK],
-            stream(seed, f"corruption/{name}", number),
-        )
+        block = images[start : start + IMAGES_PER_BLOCK]
+        rng = stream(seed, f"corruption/{name}", number)
         done = _frost(block, rng, photographs) if name == "frost" else RECIPES[name](block, rng)
         blocks.append(done if done.dtype == np.uint8 else _to_bytes(done))
     return np.concatenate(blocks)

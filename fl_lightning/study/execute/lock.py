@@ -99,10 +99,8 @@ def _take_shared(held: list[int], folder: Path, shard: Shard) -> None:
     except BlockingIOError:
         _take(held, sweep, refusal(folder, "another process is running this study"), shared=True)
         count = int(os.pread(held[0], 20, 0) or shard.count)
-        rule, instead = (
-            f"its shards that run now are {count}",
-            f"write --shard 1/{count}, or wait for them",
-        )
+        rule = f"its shards that run now are {count}"
+        instead = f"write --shard 1/{count}, or wait for them"
         require(count == shard.count, f"{folder}: --shard {shard}", rule, instead)
         _wait_for_cells(held, cells, shared=True)
         return

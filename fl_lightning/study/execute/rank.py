@@ -126,10 +126,8 @@ def rank(
         )
     out = out or Path("reports") / study.name
     check_out(out, overwrite=read_json(out / REPORT).get("study") == study.name)
-    slots, cells = (
-        slots_for(jobs, devices),
-        planned(StudyCells.plan(study, Path(root), resolve), jobs),
-    )
+    slots = slots_for(jobs, devices)
+    cells = planned(StudyCells.plan(study, Path(root), resolve), jobs)
     if stale := cells.stale():
         names, modules = map(", ".join, stale)
         rule = f"trained with another {modules}, and ranked as if it were this one"
@@ -176,10 +174,8 @@ def study_of(
     count = most if seeds is None else seeds
     rule = f"{most} seeds are published, and runs are paired by seed"
     require(0 < count <= most, f"--seeds {seeds}", rule, f"write --seeds {most}")
-    rule, instead = (
-        f"a method of that name is published in {published.name}",
-        f"write --label My{label}",
-    )
+    rule = f"a method of that name is published in {published.name}"
+    instead = f"write --label My{label}"
     require(not published.label_among([label]), f"--label {label}", rule, instead)
     study = Study(
         path=path,

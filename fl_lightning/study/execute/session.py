@@ -72,10 +72,8 @@ class SweepSession:
             self.registration = register(cells.folder, plan, runs_in(cells.folder))
             replace(cells.folder / "study.yaml", study.to_yaml().encode())
             if self.logger and any(one.config.get("trainer.logger") is True for one in cells.every):
-                tags, view = (
-                    {"cells": str(len(cells.every))},
-                    mlflow_page.view_tags(list(study.grid)),
-                )
+                tags = {"cells": str(len(cells.every))}
+                view = mlflow_page.view_tags(list(study.grid))
                 self.parent = begin_study(study.name, cells.folder, tags, view)
         cells.write()
         self.display = Display(

@@ -277,10 +277,8 @@ class SearchSession(SearchRun):
         if len(before) >= self.search.wanted:
             return None
         self.study.sampler = self.search.sampler(len(before))
-        drawn, tried = (
-            self.study.ask(self.search.distributions()),
-            [trial.params for trial in before],
-        )
+        drawn = self.study.ask(self.search.distributions())
+        tried = [trial.params for trial in before]
         another = self.search.untried(tried, len(before)) if drawn.params in tried else None
         if another is not None:  # the same seed would give the same metric
             drawn.set_user_attr(REPEATED, True)

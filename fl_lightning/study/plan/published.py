@@ -139,10 +139,8 @@ class PublishedStudy:
             "without settings; it can be read, and nothing can be paired with it"
         )
         require(all(one.get("protocol_sha256") for one in self.levels), given, rule, AGAIN)
-        known, other = (
-            ", ".join(map(str, self.seeds)),
-            [one for one in seeds if one not in self.seeds],
-        )
+        known = ", ".join(map(str, self.seeds))
+        other = [one for one in seeds if one not in self.seeds]
         said = f"{given}; seeds {', '.join(map(str, other))} are not published"
         require(
             not other,
@@ -153,10 +151,8 @@ class PublishedStudy:
         for levels in combinations:
             self.level(levels, given)
         of = self.report["selection"]
-        said, rule = (
-            f"{given}; selection: {of} is published, {selection} is asked",
-            "one model is compared",
-        )
+        said = f"{given}; selection: {of} is published, {selection} is asked"
+        rule = "one model is compared"
         require(selection == of, said, rule, f"write selection: {of}")
 
     def level(self, levels: Mapping[str, str], where: str) -> Mapping[str, Any]:

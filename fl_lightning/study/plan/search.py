@@ -306,10 +306,8 @@ def _search(file: SpecFile, given: SearchEntries) -> Search:
         "seeds": _seeds(file, given.seed),
         "prune": given.prune,
     }
-    configs, settings = (
-        file.configs(given.config, "config"),
-        file.settings(given.settings, "settings"),
-    )
+    configs = file.configs(given.config, "config")
+    settings = file.settings(given.settings, "settings")
     final = file.settings(given.final, "final")
     for where, fixed in (("settings", settings), ("final", final)):
         twice = min(
@@ -320,10 +318,8 @@ def _search(file: SpecFile, given: SearchEntries) -> Search:
         file.require(not twice, f"{where}: {twice}", rule, "leave one of them out")
     if Path(given.study).suffix in (".yaml", ".yml"):
         return _search_of_study(file, given, shared, configs, settings)
-    rule, instead = (
-        "one configuration is tuned, of which there is no record",
-        "write study: my_study.yaml",
-    )
+    rule = "one configuration is tuned, of which there is no record"
+    instead = "write study: my_study.yaml"
     file.require(given.record is None, f"record: {given.record}", rule, instead)
     rule, instead = "one configuration is tuned, with one space", "write its settings under space"
     file.require(not given.space_of, "space_of", rule, instead)
@@ -366,10 +362,8 @@ def _search_of_study(
         twice = min({*own_space} & {*given.space}, default=None)
         file.require(twice is None, f"space_of.{label}.{twice}", rule, instead)
     foreign = min(set(given.space_of) - set(study.methods), default=None)
-    rule, instead = (
-        f"the study {study.name} has no such method",
-        f"write one of {', '.join(study.methods)}",
-    )
+    rule = f"the study {study.name} has no such method"
+    instead = f"write one of {', '.join(study.methods)}"
     file.require(foreign is None, f"space_of.{foreign}", rule, instead)
     record = file.path.parent / (given.record or f"tuned/{study.name}.yaml")
     name = file.name(record.stem, "record")  # several searches of one study have a folder each
@@ -388,10 +382,8 @@ def _search_of_study(
         for label, method in study.methods.items()
     )
     fewest = min(parts, key=lambda part: part.wanted)
-    few, rule = (
-        f"trials: {given.trials}; {fewest.label} has {fewest.wanted} combinations of values",
-        "every method has as many trials",
-    )
+    few = f"trials: {given.trials}; {fewest.label} has {fewest.wanted} combinations of values"
+    rule = "every method has as many trials"
     instead = f"write trials: {fewest.wanted}, or more values"
     file.require(len({part.wanted for part in parts}) == 1, few, rule, instead)
     return Search(

@@ -247,10 +247,8 @@ class SpecFile:
         """
         for key, value in settings.items():
             self.setting(key, where)
-            rule, instead = (
-                "no setting has such a value",
-                "write text in quotes, as in '2024-01-01'",
-            )
+            rule = "no setting has such a value"
+            instead = "write text in quotes, as in '2024-01-01'"
             self.require(_is_json(value), f"{where}.{key}: {value!r}", rule, instead)
         return dict(settings)
 

@@ -407,10 +407,8 @@ class Study:
         if count > MAX_CELLS:
             grid = f"a grid of {len(self.grid)} axes"
             parts = f"{len(self.methods)} methods, {len(self.seeds)} seeds and {grid}"
-            given, rule = (
-                f"{self.path}: {count} cells of {parts}",
-                f"a study has at most {MAX_CELLS}",
-            )
+            given = f"{self.path}: {count} cells of {parts}"
+            rule = f"a study has at most {MAX_CELLS}"
             raise InputError(given, rule, "leave axes or levels out")
         return [
             self._cell(label, seed, levels if method.in_grid else {})
@@ -560,10 +558,8 @@ def _check(file: SpecFile, study: Study) -> None:
         runs = {label: study.runs_hash(label) for label in hashes} if file.find_configs else None
         for _, record in study.tuned.parts:
             record.check(f"{file.path}: ", hashes, study.seed_order, runs)
-    rule, instead = (
-        "each is compared with it, and clients hold other examples in a control",
-        "leave it out",
-    )
+    rule = "each is compared with it, and clients hold other examples in a control"
+    instead = "leave it out"
     file.require(
         study.alone not in study.controls, f"controls: {study.alone} is alone too", rule, instead
     )

@@ -107,10 +107,8 @@ def check_out(out: Path, overwrite: bool) -> None:
     with as_bad_input(f"--out {out}", "it cannot be looked at", "name another folder", OSError):
         require(not out.exists() or out.is_dir(), f"--out {out}", "it is a file", "name a folder")
     if out.is_dir() and any(out.iterdir()):
-        rule, instead = (
-            "it is not empty and nothing is overwritten",
-            "name another, or add --overwrite true",
-        )
+        rule = "it is not empty and nothing is overwritten"
+        instead = "name another, or add --overwrite true"
         require(overwrite, f"--out {out}", rule, instead)
         rule = "only a report is overwritten and there is no report.json in it"
         require((out / "report.json").is_file(), f"--out {out}", rule, "name another folder")

@@ -237,11 +237,9 @@ def _panels(
 def degradation(comparison: Comparison, others: Levels) -> Figure | None:
     """Draw how much worse the primary metric is with the stressor than without it, same seed, round
     by round."""
-    entry, task, tested = (
-        comparison.study.degradation or {},
-        comparison.study.task,
-        tested_as(comparison),
-    )
+    entry = comparison.study.degradation or {}
+    task = comparison.study.task
+    tested = tested_as(comparison)
     stressed, clean = comparison.stressed_and_clean(others)
     name, sign = task.primary_in_words, 1 if task.higher_is_better else -1
     sides = " − ".join((entry["clean"], entry["stressed"])[::sign])

@@ -32,10 +32,8 @@ Points = Mapping[str, tuple[float, float]]
 def points_of(comparison: Comparison, levels: Levels, cost: str) -> Points:
     """Return cost and quality of each method that has both, over the seeds that all of them have;
     empty where all cost the same, or fewer than three have them."""
-    quality, costs = (
-        comparison.means(comparison.study.metric, levels),
-        comparison.means(cost, levels),
-    )
+    quality = comparison.means(comparison.study.metric, levels)
+    costs = comparison.means(cost, levels)
     labels = [label for label in quality if label in costs]
     tables = [
         comparison.table(metric, levels)[labels] for metric in (cost, comparison.study.metric)

@@ -244,10 +244,8 @@ def check_comparable(results: Results) -> None:
         having, f"direction of {metric}", lambda run: str(direction(metric, run.task)), hint
     )
     degradation = results.study.degradation or {}
-    axis, compared = (
-        degradation.get("axis", ""),
-        (degradation.get("stressed"), degradation.get("clean")),
-    )
+    axis = degradation.get("axis", "")
+    compared = (degradation.get("stressed"), degradation.get("clean"))
     groups: dict[tuple[tuple[str, str], ...], list[FinishedRun]] = {}
     alike: dict[tuple[tuple[str, str], ...], list[FinishedRun]] = {}
     for run in results.runs:

@@ -107,10 +107,8 @@ def check_paired(published: PublishedStudy, run: FinishedRun, is_control: bool =
         )
     theirs = str((level.get("partition_sha256") or {}).get(str(run.seed)) or "")
     given = f"{run.name} has partition {run.partition[:12]}, {where} has {theirs[:12] or 'none'}"
-    rule, instead = (
-        f"runs are paired on one partition, here that of seed {run.seed}",
-        "use the published data",
-    )
+    rule = f"runs are paired on one partition, here that of seed {run.seed}"
+    instead = "use the published data"
     require(run.partition == theirs, given, rule, instead)
 
 
