@@ -79,8 +79,6 @@ def sample(shown: int, total: int) -> str:
     """Return how many clients a figure shows, for its title."""
     if total == 1:
         return "1 client"
-    return (
-        f"{total} clients"
-        if shown == total
-        else f"{shown} of {total} clients (evenly spaced sample)"
-    )
+    if shown == total:
+        return f"{total} clients"
+    return f"{shown} of {total} clients (evenly spaced sample)"

@@ -115,11 +115,9 @@ def silhouette(features: np.ndarray, target: np.ndarray) -> float:
     """NaN where there are fewer than two classes, or as many as images."""
     from sklearn.metrics import silhouette_score
 
-    return (
-        float(silhouette_score(features, target))
-        if 2 <= len(np.unique(target)) < len(target)
-        else float("nan")
-    )
+    if 2 <= len(np.unique(target)) < len(target):
+        return float(silhouette_score(features, target))
+    return float("nan")
 
 
 def feature_figure(

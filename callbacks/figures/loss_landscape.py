@@ -78,11 +78,9 @@ class LossLandscape(FigureMeter):
         title = (
             f"Test loss around the weights of round {context.method.round} ({examples} examples)"
         )
-        return (
-            contour_figure(steps, losses, title)
-            if self.dimensions == 2
-            else curve_figure(steps, losses, title)
-        )
+        if self.dimensions == 2:
+            return contour_figure(steps, losses, title)
+        return curve_figure(steps, losses, title)
 
     def _losses(self, context: Context, steps: np.ndarray) -> tuple[dict[str, np.ndarray], int]:
         """Return the loss of each network at every point of the slice, ``[points]`` or ``[points,

@@ -175,11 +175,9 @@ class ProgressBar(Meter):
         left = sum(self._durations) / len(self._durations) * (self._max_rounds - self._finished) - (
             now - self._mark
         )
-        return (
-            f"{elapsed}, {clock(max(left, 0))} left"
-            if self._finished < self._max_rounds
-            else elapsed
-        )
+        if self._finished < self._max_rounds:
+            return f"{elapsed}, {clock(max(left, 0))} left"
+        return elapsed
 
     @property
     def _is_shown(self) -> bool:

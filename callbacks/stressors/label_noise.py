@@ -115,11 +115,9 @@ class LabelNoise(Stressor):
         return context.data.task.corrupt(labels, where, random, context.data.num_classes)
 
     def state_dict(self) -> dict[str, Any]:
-        return (
-            {"noisy": sorted(self._noisy)}
-            if self.among == "cohort" and self._noisy is not None
-            else {}
-        )
+        if self.among == "cohort" and self._noisy is not None:
+            return {"noisy": sorted(self._noisy)}
+        return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._noisy = frozenset(state["noisy"]) if "noisy" in state else None

@@ -52,11 +52,9 @@ class ClientWeights:
         """Return n_k."""
         if self.equal:
             return 1
-        return (
-            len(client.train)
-            if self.per_example is None
-            else int(self.per_example[client.train].sum())
-        )
+        if self.per_example is None:
+            return len(client.train)
+        return int(self.per_example[client.train].sum())
 
     def largest(self, data: FederatedData) -> int:
         """Return the largest n_k of the clients of ``data``."""

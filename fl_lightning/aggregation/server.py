@@ -308,11 +308,9 @@ class SummingServer:
         """
         optimizer, hidden = self.server_optimizer, self.adapters.not_summed
         state = self.server if optimizer is None else optimizer.without_own(self.server)
-        return (
-            {name: tensor for name, tensor in state.items() if name not in hidden}
-            if hidden
-            else state
-        )
+        if hidden:
+            return {name: tensor for name, tensor in state.items() if name not in hidden}
+        return state
 
     def next_state(self, sums: Sums) -> None:
         """Make the next server state of the sums over the clients that returned.

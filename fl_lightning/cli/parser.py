@@ -441,11 +441,9 @@ def named_class(args: list[str], group: str, base: type) -> str:
         named = named_last(group, args, read_configs(args).values())
         imported = import_class(str(named))  # it may define the class
         found = {cls for cls in concrete_classes(base) if cls is imported or cls.__name__ == named}
-        return (
-            "".join(f"{cls.__module__}.{cls.__qualname__}" for cls in found)
-            if len(found) == 1
-            else ""
-        )
+        if len(found) == 1:
+            return "".join(f"{cls.__module__}.{cls.__qualname__}" for cls in found)
+        return ""
     return ""
 
 

@@ -128,11 +128,9 @@ class Reach:
         """
         if self.clock.reached.is_always:
             count = min(count, len(pool))
-            return (
-                (list(draw(pool, count, number)), number + 1, math.inf)
-                if count
-                else ([], number, math.inf)
-            )
+            if count:
+                return (list(draw(pool, count, number)), number + 1, math.inf)
+            return ([], number, math.inf)
         found, span = list[int](), partial(self.clock.reached.span, self.seed)
         for _ in range(TRIES if len(pool) > MANY and count <= FEW else 0):
             (one,) = draw(pool, 1, number)

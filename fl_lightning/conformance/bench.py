@@ -239,11 +239,9 @@ class Bench:
         except Exception:
             return "its uploads do not decode to weights, so where it goes is not known"
         averaged = weights.shape == (CENTRES.shape[1],) and not method.personalised
-        return (
-            ""
-            if averaged
-            else "it does not average all of the network's weights, so where it goes is not known"
-        )
+        if averaged:
+            return ""
+        return "it does not average all of the network's weights, so where it goes is not known"
 
 
 def _answers(

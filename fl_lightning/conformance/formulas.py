@@ -226,11 +226,9 @@ def grids_down(method: Any, message: Payload) -> int:
 
 def one_width_down(method: Any, message: Payload) -> int:
     """Broadcasts of AQFL hold every value in fp32, or the codes with ``download: quantised``."""
-    return (
-        weights_down(method, message)
-        if method.download == "full"
-        else payload_bytes(_codes(method, message))
-    )
+    if method.download == "full":
+        return weights_down(method, message)
+    return payload_bytes(_codes(method, message))
 
 
 def soft_labels_up(method: Any, upload: Payload) -> int:

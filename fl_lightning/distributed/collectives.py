@@ -154,11 +154,9 @@ def _on_cpu(part: Tensor) -> Tensor:
 
 def _type_and_shape(part: bytes | Tensor) -> tuple[str, list[int]]:
     """Return the name of the type (empty for bytes) and the shape of a part."""
-    return (
-        ("", [len(part)])
-        if isinstance(part, bytes)
-        else (str(part.dtype).removeprefix("torch."), list(part.shape))
-    )
+    if isinstance(part, bytes):
+        return ("", [len(part)])
+    return (str(part.dtype).removeprefix("torch."), list(part.shape))
 
 
 def _itemsize(kind: str) -> int:

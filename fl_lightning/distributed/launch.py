@@ -204,11 +204,9 @@ def make_fabric(
     )
     try:
         fabric = make(strategy=strategy)
-        return (
-            make(strategy=RankStrategy(timeout))
-            if isinstance(fabric.strategy, DDPStrategy)
-            else fabric
-        )
+        if isinstance(fabric.strategy, DDPStrategy):
+            return make(strategy=RankStrategy(timeout))
+        return fabric
     except Exception as error:
         raise InputError(
             f"--trainer.accelerator {accelerator} devices {devices} strategy {strategy} precision "

@@ -106,11 +106,9 @@ def seats_of(network: nn.Module) -> str:
 def _of_module(network: nn.Module) -> Recipe | None:
     """Return how a LightningModule is made that has noted its arguments with
     ``save_hyperparameters``."""
-    return (
-        Recipe(type(network), (), dict(network.hparams))
-        if isinstance(network, LightningModule)
-        else None
-    )
+    if isinstance(network, LightningModule):
+        return Recipe(type(network), (), dict(network.hparams))
+    return None
 
 
 def _call(recipe: Recipe) -> tuple[str, str] | None:

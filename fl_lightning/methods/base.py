@@ -312,11 +312,9 @@ class Method(Recorded, Emitter, SummingServer, WithLocalWork, WithPersonal, With
         if self.module is not None and self.module_optimizes:
             return self.module.configure_optimizers()
         trainable = self.trainable()
-        return (
-            self.optimizer_spec(trainable)
-            if self.optimizer_spec
-            else SGD(trainable, 0.05, momentum=0.9)
-        )
+        if self.optimizer_spec:
+            return self.optimizer_spec(trainable)
+        return SGD(trainable, 0.05, momentum=0.9)
 
     def trainable(self) -> Iterable[nn.Parameter] | Iterable[dict[str, Any]]:
         """Return what the local optimiser steps on, or groups of it. Override where the module

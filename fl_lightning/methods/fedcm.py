@@ -104,11 +104,9 @@ class FedCM(CorrectedMethod):
 
     def starts(self) -> Mapping[str, Tensor]:
         starts = super().starts()
-        return (
-            {**starts, "directions": starts["weights"][: self.trained.size]}
-            if self.corrects
-            else starts
-        )
+        if self.corrects:
+            return {**starts, "directions": starts["weights"][: self.trained.size]}
+        return starts
 
     def next_state(self, sums: Sums) -> None:
         starts, lr = self.starts(), round_lr(self)

@@ -119,11 +119,9 @@ class FedNova(Method):
     def _normalised(self, ended: Tensor, work: float) -> Tensor:
         """Return x + (y_i - x) / a_i, and statistics as they are, ``[P]``."""
         start, P = self.starts()["weights"], self.trained_values
-        return (
-            ended
-            if work == 1
-            else torch.cat([start[:P] + (ended[:P] - start[:P]) / work, ended[P:]])
-        )
+        if work == 1:
+            return ended
+        return torch.cat([start[:P] + (ended[:P] - start[:P]) / work, ended[P:]])
 
     def _length_of(self, steps: int) -> float:
         """Return what a client of so many steps adds to tau."""

@@ -71,11 +71,9 @@ class QFedAvg(CodedUpdates):
         return {"codes": Codes(torch.cat(codes), self.bits), "norms": torch.cat(norms)}
 
     def code_limits(self) -> Mapping[str, Limit]:
-        return (
-            {"codes": (self.coded.size,), "norms": (sum(self._buckets()),)}
-            if self.coded.sizes
-            else {}
-        )
+        if self.coded.sizes:
+            return {"codes": (self.coded.size,), "norms": (sum(self._buckets()),)}
+        return {}
 
     def upload_limits(self, client: Client) -> Mapping[str, Limit]:
         return (

@@ -70,11 +70,9 @@ def at(value: float | LinearSchedule | CosineSchedule, round: int) -> float:
 
 def ends(value: float | LinearSchedule | CosineSchedule) -> tuple[float, float]:
     """Return the values between which it stays: schedules are monotone."""
-    return (
-        (float(value), float(value))
-        if isinstance(value, (int, float))
-        else (value.start, value.end)
-    )
+    if isinstance(value, (int, float)):
+        return (float(value), float(value))
+    return (value.start, value.end)
 
 
 def _progress(round: int, rounds: int) -> float:

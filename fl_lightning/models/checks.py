@@ -108,11 +108,9 @@ def name_of(given: object) -> str:
     given = innermost(given)
     if isinstance(given, str):
         return repr(given)
-    return (
-        f"{given.__module__}.{given.__qualname__}"
-        if hasattr(given, "__qualname__")
-        else type(given).__qualname__
-    )
+    if hasattr(given, "__qualname__"):
+        return f"{given.__module__}.{given.__qualname__}"
+    return type(given).__qualname__
 
 
 def error_text(error: Exception) -> str:

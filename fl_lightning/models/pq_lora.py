@@ -84,11 +84,9 @@ class PQLoRALinear(nn.Module):
         return self.base(x) + self.scale * F.linear(mixed, self.B)
 
     def _own(self, low: Tensor) -> Tensor:
-        return (
-            F.linear(low, self.P.detach(), self.Q.detach())
-            if self.full_gradient
-            else F.linear(low, self.P, self.Q)
-        )
+        if self.full_gradient:
+            return F.linear(low, self.P.detach(), self.Q.detach())
+        return F.linear(low, self.P, self.Q)
 
 
 def _input_gate(base: nn.Linear) -> nn.Linear:

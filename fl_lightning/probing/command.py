@@ -434,8 +434,6 @@ def _format_value(name: str, value: float) -> str:
         return f"{value / 1e6:.2f} MFLOP"
     if "bytes" in name:
         return f"{value / 1e6:.3f} MB"
-    return (
-        f"{100 * value:.2f} %"
-        if name.endswith(SHARES) or name.startswith("corrupted/")
-        else f"{value:.4f}"
-    )
+    if name.endswith(SHARES) or name.startswith("corrupted/"):
+        return f"{100 * value:.2f} %"
+    return f"{value:.4f}"

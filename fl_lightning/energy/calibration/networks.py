@@ -120,8 +120,6 @@ def _targets(network: Any, layers: Sequence[SwitchedLinear]) -> str:
     plain = [
         one for one in network.modules() if isinstance(one, nn.Linear) and id(one) not in inside
     ]
-    return (
-        ",".join(dict.fromkeys(one.name.rpartition(".")[2] for one in layers))
-        if plain
-        else ALL_LINEAR
-    )
+    if plain:
+        return ",".join(dict.fromkeys(one.name.rpartition(".")[2] for one in layers))
+    return ALL_LINEAR

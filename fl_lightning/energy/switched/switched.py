@@ -144,11 +144,9 @@ class SwitchedLinear(nn.Module):
         if not self.available[z]:
             raise self._not_available(z)
         if z == OFF:
-            return (
-                x.new_zeros(*x.shape[:-1], self.shape[1])
-                if self.scope == "model"
-                else self._base(x)
-            )
+            if self.scope == "model":
+                return x.new_zeros(*x.shape[:-1], self.shape[1])
+            return self._base(x)
         if z == HIGH and self.high == "float32":
             return self.adapted(x)
         return self._narrow(z, x.flatten(0, -2)).to(x.dtype).view(*x.shape[:-1], self.shape[1])

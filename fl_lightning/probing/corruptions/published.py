@@ -40,11 +40,9 @@ class PublishedImages:
         """The reason why the published images cannot be used; None if they can."""
         if not self.known:
             return "the data set has no published corrupted images"
-        return (
-            f"{self.folder} lacks {len(self.missing)} of 20 files, first {self.missing[0]}"
-            if self.missing
-            else None
-        )
+        if self.missing:
+            return f"{self.folder} lacks {len(self.missing)} of 20 files, first {self.missing[0]}"
+        return None
 
     def read(self, name: str) -> np.ndarray:
         """Return the images of one corruption at severity 3, uint8 RGB ``[10000, 32, 32, 3]``.

@@ -337,11 +337,9 @@ def plan_yaml(comparison: Comparison, out: Path) -> str:
     def place(path: Path) -> str:
         found, project = path.resolve(), configs_folder().resolve()
         inside = found.is_relative_to(project)
-        return (
-            found.relative_to(project).as_posix()
-            if inside
-            else Path(relpath(found, out)).as_posix()
-        )
+        if inside:
+            return found.relative_to(project).as_posix()
+        return Path(relpath(found, out)).as_posix()
 
     return study.to_yaml(place)
 

@@ -64,11 +64,9 @@ def how_to_read(comparison: Comparison) -> str:
         text = text.replace(fixed, sequential)
     if unequal_methods(comparison):
         text = text.replace(SAME_CONDITIONS, f"{SAME_CONDITIONS}, but for the settings named above")
-    return (
-        text
-        if comparison.study.task.primary == ACCURACY
-        else text.replace("(accuracies in", "(shares in")
-    )
+    if comparison.study.task.primary == ACCURACY:
+        return text
+    return text.replace("(accuracies in", "(shares in")
 
 
 def markdown(
@@ -224,11 +222,9 @@ def _gap(gap: Difference | None) -> str:
     written, test = gap.column, gap.test
     size = f"{gap.a} − {gap.b}: {written.number(test.mean, sign=True)}{written.unit}"
     bounds = tables.interval(written, test.low, test.high)
-    return (
-        f"{size}, 95 % interval {bounds}, {test.n} seed{'s' * (test.n > 1)}."
-        if bounds != "-"
-        else f"{size}, no interval."
-    )
+    if bounds != "-":
+        return f"{size}, 95 % interval {bounds}, {test.n} seed{'s' * (test.n > 1)}."
+    return f"{size}, no interval."
 
 
 def _tuned(comparison: Comparison) -> Iterator[str]:

@@ -67,11 +67,9 @@ class FinishedRun:
     def asked_rounds(self) -> int:
         """The rounds that it was to make: more than ``rounds`` where early stopping ended it."""
         early = self.record.metadata.get("stopped_early")
-        return (
-            int(self.record.settings.get("trainer.max_rounds", self.rounds))
-            if early
-            else self.rounds
-        )
+        if early:
+            return int(self.record.settings.get("trainer.max_rounds", self.rounds))
+        return self.rounds
 
     @property
     def has_versions(self) -> bool:
