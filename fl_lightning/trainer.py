@@ -311,8 +311,8 @@ class FederatedTrainer(RunViews):
         """Probe a run that has ended, in one process, and return the metrics; nothing is trained.
 
         Args:
-            ckpt_path: a run directory, one of its checkpoints, or ``last``. Without --config, the
-                run's own configuration is used.
+            ckpt_path: a run directory or one of its checkpoints, whose configuration is used; with
+                --config also ``last``, the last run of the experiment.
             checkpoint: which of the run's checkpoints: ``last`` (the default), ``best`` (of
                 validation), or a name like round_000060.
             probes: which of clean, clients, calibration, corruptions, fgsm, pgd, kinds, cost,
@@ -354,8 +354,8 @@ class FederatedTrainer(RunViews):
         """Write the model of a run into a folder that other programs load, and return the folder.
 
         Args:
-            ckpt_path: a run directory, one of its checkpoints, or ``last``. Without --config, the
-                run's own configuration is used.
+            ckpt_path: a run directory or one of its checkpoints, whose configuration is used; with
+                --config also ``last``, the last run of the experiment.
             to: the folder; it is new or empty.
             client: whose model, of a personalised method.
             checkpoint: which of the run's checkpoints: ``last`` (the default), ``best`` (of
