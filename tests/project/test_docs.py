@@ -344,7 +344,7 @@ def test_the_method_of_the_page_that_remembers():
     ] == []
     silent = type("Silent", (remembers,), {"measured": frozenset()})
     (kept,) = run_checks(method_under_test(silent), [kept_state_is_used])
-    assert "keeps 'history', but halving it changes nothing" in kept.detail
+    assert "keeps 'history', but other values of it change nothing" in kept.detail
 
 
 def test_the_stressor_of_the_page(tmp_path, forgotten):
