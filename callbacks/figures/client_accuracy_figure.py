@@ -125,7 +125,7 @@ def client_accuracy_figure(
     few = f"{held.min()} validation examples each"
     if held.min() < held.max():
         few = f"{held.min()} to {held.max()} validation examples each, median {np.median(held):.0f}"
-    few += f"; {asked - K} without a finite value are left out" if asked > K else ""
+    few += f"; {asked - K} without a finite value left out" if asked > K else ""
     figure.suptitle(
         f"{name[0].upper()}{name[1:]} of {sample(K, K)} on their own examples, round {round} ({few})",
         fontsize="medium",
