@@ -42,8 +42,8 @@ def read_table(path: Path, texts: Iterable[str] = ()) -> pd.DataFrame:
 
     Args:
         path: the file.
-        texts: columns that are text even where all their values are numbers, of a Parquet file whole
-            ones or true and false.
+        texts: columns that are text even where all their values are numbers, of a Parquet file
+            whole ones or true and false.
 
     Raises:
         InputError: it cannot be read, has no rows, or has two columns of one name.

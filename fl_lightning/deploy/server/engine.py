@@ -218,7 +218,7 @@ class RemoteEngine(Engine):
             return self._ask(asked.round, phase, messages)
 
         started, keeps_ring = time.monotonic(), self.randomness is from_system
-        # a repeated round of a private run has no second sum, and of all neighbours there is no ring
+        # a repeated private round has no second sum, and of all neighbours there is no ring
         keeps_ring &= self.fed.aggregation.privacy is None and asked.settings.neighbours != "all"
         run_dir = self.fed.run_dir if keeps_ring else None
         added = add_up_on_nodes(asked, self.forms, ask, self.randomness, run_dir)
