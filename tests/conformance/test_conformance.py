@@ -92,11 +92,9 @@ def test_every_method_conforms(name):
     expected |= {"order of uploads"} if name in SINGLE_UPLOADS else set()
     expected |= {"control variates"} if name != "SCAFFOLD" else set()
     expected |= {"dynamic regularisation"}  # which methods of others declare
-    expected |= (
-        ON_THE_QUADRATIC | {"partial participation", "weights by examples"}
-        if name in OF_TEXT
-        else set()
-    )
+    if name in OF_TEXT:  # none of which can be stacked
+        expected |= {"partial participation", "weights by examples", "stacked as alone"}
+        expected |= ON_THE_QUADRATIC
     starts_apart = {
         "AQFL",
         "FedAdaLoRA",
@@ -117,6 +115,7 @@ def test_every_method_conforms(name):
     details = {o.check: o.detail for o in outcomes}
     assert "as by hand formula" in details["bytes on the wire"]
     assert details["shapes of entries"].split()[1:] == ["refused"]
+    assert details["stacked as alone"] == "" or name in OF_TEXT
 
 
 @pytest.mark.slow
