@@ -398,6 +398,26 @@ def test_a_newcomer_that_never_answers_its_check_holds_rounds_up_for_a_tenth_of_
     assert waits[-1] == 300  # nobody else is here, so it does not rest
 
 
+def test_a_refused_node_that_comes_back_while_a_round_waits_is_asked_again(monkeypatch):
+    """A node that did not answer is asked once in that time."""
+    clock, asked, refuses = [0.0], [], Message.from_bytes(refusal("other files"))
+
+    def exchange(messages: dict, seconds: float) -> list[tuple[str, Message]]:
+        asked.extend(messages)
+        return [(node, refuses) for node in messages if node == "flickers"]
+
+    def here() -> list[str]:
+        return ["silent", *(["flickers"] if clock[0] not in (2.0, 3.0) else [])]
+
+    mail = SimpleNamespace(transport=SimpleNamespace(nodes=here), exchange=exchange)
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "sleep", lambda _: clock.__setitem__(0, clock[0] + 1))
+    data, rules = SimpleNamespace(active=[]), RoundRules(wait_seconds=9)
+    with pytest.raises(RunStopped, match="0 nodes are connected"):
+        Roster(SimpleNamespace(data=data), b"", rules, mail).gather()
+    assert asked == ["flickers", "silent", "flickers"]
+
+
 def test_messages_survive_and_damaged_ones_are_refused():
     message = Message({"kind": "train", "round": 3}, (b"", b"abc", bytes(range(256))))
     data = message.to_bytes()

@@ -105,8 +105,9 @@ class Roster:
             for kept in (self.left_out, self.waited, self.refused):
                 for node in kept.keys() - here:
                     kept.pop(node)
-            new = here - self.names.keys() - self.refused.keys() - asked
-            asked |= (new := {node for node in new if not self._rests(node)})
+            new = here - self.names.keys() - self.refused.keys()
+            new -= {node for node in self.left_out if node in asked or self._rests(node)}
+            asked |= new
             self._check(sorted(new))
             if len(self.names) >= self.rules.min_nodes or (first and self.refused):
                 break
@@ -133,12 +134,11 @@ class Roster:
             self._name_homeless()
 
     def _rests(self, node: str) -> bool:
-        """Return whether a node is not asked to check the run now: it was replaced, or has not
-        answered before and enough others are here."""
-        until = self.left_out.get(node, -math.inf)
+        """Return whether a node that is left out is not asked again now: it was replaced, or has
+        not answered lately and enough others are here."""
         if len(self.names) < self.rules.min_nodes:
-            return until == math.inf
-        return until > time.monotonic()
+            return self.left_out[node] == math.inf
+        return self.left_out[node] > time.monotonic()
 
     def exchange(
         self, orders: Mapping[str, bytes], seconds: float
