@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from fake_trainer import replace_command
 from places import ROOT
 from refusals import know_installed_classes_alone
 
@@ -59,27 +60,7 @@ def here(bare_directory: Path) -> Path:
 def runs(here: Path, monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
     """What each call handed to ``fit``."""
     calls: list[SimpleNamespace] = []
-
-    def fit(
-        self: FederatedTrainer,
-        method: Any,
-        data: Any,
-        *,
-        seed: int = 0,
-        ckpt_path: str | None = None,
-    ) -> None:
-        calls.append(
-            SimpleNamespace(
-                trainer=self,
-                method=method,
-                data=data,
-                seed=seed,
-                ckpt_path=ckpt_path,
-                config=self.config,
-            )
-        )
-
-    monkeypatch.setattr(FederatedTrainer, "fit", fit)
+    replace_command(monkeypatch, "fit", calls.append)
     return calls
 
 
@@ -345,24 +326,13 @@ def test_numbers_of_flags_and_of_the_environment_are_decimal(
 def test_the_configuration_of_a_run_beats_that_of_the_environment(
     here: Path, monkeypatch: pytest.MonkeyPatch, given: str
 ) -> None:
-    tested: list[FederatedTrainer] = []
-
-    def test(
-        self: FederatedTrainer,
-        method: Any,
-        data: Any,
-        *,
-        seed: int = 0,
-        ckpt_path: str | None = None,
-    ) -> None:
-        tested.append(self)
-
-    monkeypatch.setattr(FederatedTrainer, "test", test)
+    tested: list[SimpleNamespace] = []
+    replace_command(monkeypatch, "test", tested.append)
     (here / "run").mkdir()
     (here / "run" / "config.yaml").write_text(BASE.replace("max_rounds: 7", "max_rounds: 9"))
     monkeypatch.setenv("FL_LIGHTNING_CONFIG", given)
     assert main(["test", "run"]) == 0
-    assert tested[0].max_rounds == 9
+    assert tested[0].trainer.max_rounds == 9
     assert main(["test", "--ckpt_path", "last"]) == (0 if given else 2)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_trainer import replace_command
 from refusals import know_installed_classes_alone
 
 from fl_lightning.__main__ import main
@@ -387,18 +388,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "latin.yaml").write_bytes("trainer:\n  experiment: café\n".encode("latin-1"))
     (tmp_path / "binary.yaml").write_bytes(bytes(range(256)))
     (tmp_path / "folder").mkdir()
-
-    def fit(
-        self: FederatedTrainer,
-        method: Any,
-        data: Any,
-        *,
-        seed: int = 0,
-        ckpt_path: str | None = None,
-    ) -> None:
-        pytest.fail("bad input reached the trainer")
-
-    monkeypatch.setattr(FederatedTrainer, "fit", fit)
+    replace_command(monkeypatch, "fit", lambda given: pytest.fail("bad input reached the trainer"))
     return tmp_path
 
 
