@@ -603,3 +603,17 @@ def test_a_wrong_sentence_is_found():
     assert len(wrong_claims(right.replace("1.2", "1.3"), document)) == 1
     assert len(wrong_claims(right.replace("not tested**", "holds**"), document)) == 1
     assert wrong_claims(right + " In 3 of 4 runs.", document) == ["no source: 3", "no source: 4"]
+
+
+def test_what_holds_of_the_supernet_holds_by_its_interval_too():
+    """Its criteria were judged as counts, and compare accuracies."""
+    report = json.loads((RESULTS / "supernet" / "report.json").read_text())
+    judged = [
+        part
+        for criterion in report["criteria"]
+        if criterion["verdict"] == "holds"
+        for level in criterion["levels"]
+        for part in ([found for _, found in level["parts"]] or [level])
+    ]
+    assert len(judged) == 6
+    assert all(part["low"] > 0 for part in judged)
