@@ -24,6 +24,7 @@ from fl_lightning.data import FederatedData
 from fl_lightning.errors import require
 from fl_lightning.methods.beside import PersonalMethod, same_numbers
 from fl_lightning.methods.personal import part_of
+from fl_lightning.models.tensors import moving_buffers
 from fl_lightning.wire import Layout, Payload
 
 
@@ -98,7 +99,7 @@ class FedALA(PersonalMethod):
     def learnt(self, batch: Any) -> Tensor:
         """Return W after a step on a batch, which moves no statistics of the network."""
         W = self.W.detach().requires_grad_()
-        statistics = {name: buffer.clone() for name, buffer in self.network.named_buffers()}
+        statistics = moving_buffers(self.network)
         loss, _ = self.task_and_logits(batch, 0, statistics | self.adapted.unpack(self.mixed(W)))
         (gradient,) = torch.autograd.grad(loss, W)
         return (W.detach() - self.ala_lr * gradient).clamp(0, 1)

@@ -96,9 +96,10 @@ class FedCM(CorrectedMethod):
         found = super().addends(upload, client_id, weight)
         if not self.corrects:
             return found
-        start, steps = self.starts()["directions"], float(upload.tensor("steps"))
+        starts, steps = self.starts(), float(upload.tensor("steps"))
+        start = starts["directions"]
         # a bound on an update's length is on what the client has moved, and not on a step's share
-        moved = self.average.bounded(self.decode(upload), self.starts()["weights"])
+        moved = self.average.bounded(self.decode(upload), starts["weights"])
         reached = start + (moved[: self.trained.size] - start) / steps
         return {**found, "directions": Addend(reached, weight, self.largest_weight, start)}
 

@@ -355,12 +355,15 @@ def metric_name(name: str) -> str:
     return _as_path(_NOT_IN_NAMES.sub("", name))
 
 
-def warn_of_equal_names(names: Iterable[str]) -> None:
-    """Say which metrics MLflow shows as one, since their names differ in what it does not take."""
-    found: dict[str, str] = {}
-    for name in names:
-        if (other := found.setdefault(metric_name(name), name)) != name:
-            _warn_of_equal_name(metric_name(name), other, name)
+def metric_names(names: Iterable[str]) -> dict[str, str]:
+    """Return the name of each metric as MLflow takes it, and say which it shows as one, since their
+    names differ in what it does not take."""
+    taken = {name: metric_name(name) for name in names}
+    first: dict[str, str] = {}
+    for name, there in taken.items():
+        if (other := first.setdefault(there, name)) != name:
+            _warn_of_equal_name(there, other, name)
+    return taken
 
 
 @cache  # once for each, and not in every round
@@ -432,11 +435,8 @@ def log_rounds(
         )
         # Lightning skips texts as well
         numbers = {key: value for key, value in named.items() if not isinstance(value, str)}
-        warn_of_equal_names(numbers)
-        row = [
-            Metric(metric_name(key), value, round.time, round.step)
-            for key, value in numbers.items()
-        ]
+        names = metric_names(numbers)
+        row = [Metric(names[key], value, round.time, round.step) for key, value in numbers.items()]
         row = [metric for metric in row if round.step not in known.get(metric.key, ())]
         if batch and len(batch) + len(row) > MAX_METRICS_PER_CALL:
             client.log_batch(run_id, metrics=batch, **logger._log_batch_kwargs)

@@ -34,10 +34,9 @@ from fl_lightning.tracking.mlflow_store import (
     is_mlflow,
     log_batches,
     loggers_of,
-    metric_name,
+    metric_names,
     open_run,
     reason,
-    warn_of_equal_names,
 )
 
 log = logging.getLogger("fl_lightning")
@@ -180,8 +179,8 @@ def _add(
     from mlflow.entities import Metric
 
     known = client.get_run(run_id).data.metrics
-    warn_of_equal_names(metrics)
-    metrics = {metric_name(name): value for name, value in metrics.items()}
+    names = metric_names(metrics)
+    metrics = {names[name]: value for name, value in metrics.items()}
     there = {
         name
         for name in metrics

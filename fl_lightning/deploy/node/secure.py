@@ -39,7 +39,9 @@ MAX_RUNS = 4
 forgotten."""
 
 Known = dict[str, dict[str, list[int]]]
-"""Of a round, the company in which each client's vector was unmasked, by its start."""
+"""What a node knows of a round: for each of its clients, by id, and each broadcast that the client
+started from, by SHA-256, the ids of the clients whose vectors were unmasked in one sum with its
+own."""
 
 
 @dataclass
