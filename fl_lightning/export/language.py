@@ -51,11 +51,11 @@ def write_peft(trained: TrainedModel, folder: Path) -> str:
 
     Adapters of our own kinds become LoRA, whose product is what they add. The base of
     ``llama_tiny`` goes along, into the folder ``base``, and so does one that the run has changed;
-    that of ``hf:NAME`` and of ``LlamaPretrained`` is named.
+    that of ``hf:NAME`` and of ``LlamaPretrained`` is named, unless its weights are GGUF.
     """
     network: Any = trained.network
     adapted = _adapted(network)
-    name = network.source if isinstance(network, Llama) else network.name
+    name = network.source
     with_base = not name or trained.base_moved
     if with_base:
         base, where = f'Path(__file__).with_name("{BASE}")', BASE

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import yaml
 from lightning.fabric.loggers import Logger
 
@@ -150,7 +151,7 @@ def add_to_run(
 ) -> None:
     """Add metrics and files to a run that has ended; its status stays as it is.
 
-    Metrics that the run has already at this step are not logged again.
+    Metrics that the run has already at this step, with the same values, are not logged again.
 
     Args:
         logger: the store of the run: True for the default one, or the loggers that the run was made
@@ -182,18 +183,19 @@ def _add(
     names = metric_names(metrics)
     metrics = {names[name]: value for name, value in metrics.items()}
     there = {
-        name
+        name: m.value
         for name in metrics
         if name in known
         for m in client.get_metric_history(run_id, name)
         if m.step == step
     }
+    new = {
+        name: value
+        for name, value in metrics.items()
+        if name not in there or not np.array_equal(there[name], value, equal_nan=True)
+    }
     log_batches(
-        client,
-        run_id,
-        metrics=[
-            Metric(name, value, now, step) for name, value in metrics.items() if name not in there
-        ],
+        client, run_id, metrics=[Metric(name, value, now, step) for name, value in new.items()]
     )
     for path in files:
         client.log_artifact(run_id, str(path))

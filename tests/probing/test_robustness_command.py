@@ -17,6 +17,7 @@ from fl_lightning.probing import command as probing
 from fl_lightning.probing import select_probes
 from fl_lightning.run.paths import checkpoints_in
 from fl_lightning.tracking import mlflow_store
+from fl_lightning.tracking.runs import add_to_run
 
 SMALL = [
     *("--data.dataset", "synthetic", "--data.num_clients", "6", "--data.synthetic_examples", "120"),
@@ -371,6 +372,9 @@ def test_the_results_join_the_mlflow_record_of_the_run(monkeypatch, caplog, data
     assert [m.step for m in client.get_metric_history(run_id, "fgsm/accuracy")] == [3]
     assert len(client.get_metric_history(run_id, "test/accuracy")) == len(trained)
     assert "cost/flops" in client.get_run(run_id).data.metrics
+    other = found["metrics"]["fgsm/accuracy"] + 0.25
+    add_to_run(True, run_id, {"fgsm/accuracy": other}, 3, [run / "test.json"])
+    assert client.get_run(run_id).data.metrics["fgsm/accuracy"] == other, "tested otherwise"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///elsewhere.db")
     run_test(run, "--probes", "clean")
     assert "there is no such database" in caplog.text
