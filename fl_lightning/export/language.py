@@ -51,11 +51,12 @@ def write_peft(trained: TrainedModel, folder: Path) -> str:
 
     Adapters of our own kinds become LoRA, whose product is what they add. The base of
     ``llama_tiny`` goes along, into the folder ``base``, and so does one that the run has changed;
-    that of ``hf:NAME`` and of ``LlamaPretrained`` is named, unless its weights are GGUF.
+    that of ``hf:NAME`` and of ``LlamaPretrained`` is named.
     """
     network: Any = trained.network
     adapted = _adapted(network)
-    name = network.source
+    name = network.source if isinstance(network, Llama) else network.name
+    gguf = getattr(network, "gguf_file", None)
     with_base = not name or trained.base_moved
     if with_base:
         base, where = f'Path(__file__).with_name("{BASE}")', BASE
@@ -75,6 +76,7 @@ def write_peft(trained: TrainedModel, folder: Path) -> str:
     in_4bit = getattr(network, "in_4bit", False)
     settings = ", ".join(f"{name}={value!r}" for name, value in NF4.items())
     given = ", quantization_config=in_4bit" * in_4bit
+    given += "" if gguf is None or with_base else f", gguf_file={gguf!r}"
     lines = [
         "from pathlib import Path",
         "",

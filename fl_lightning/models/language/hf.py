@@ -133,7 +133,7 @@ class TransformersLM(Generating):
                 model.gradient_checkpointing_enable({"use_reentrant": False})
             self.model: Any = model if rank == 0 else adapt(model, name, kind, rank, alpha, targets)
         self.name, self.positions = name, learned_positions(model.config)
-        self.source = "" if gguf_file else name
+        self.gguf_file = gguf_file
 
     def forward(self, inputs: TokenInputs) -> Tensor:
         """Return the logits ``[B, T, V]`` of the next token at each position.
