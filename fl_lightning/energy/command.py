@@ -111,6 +111,12 @@ def energy(
         "an adapter that is merged into its layer cannot be left out by itself",
         "write --scope model",
     )
+    require(
+        scope != BRANCH or high == "float32",
+        f"--high {high} --scope {BRANCH}",
+        "costs of branches are measured in float32",
+        "leave --high out",
+    )
     if out is not None:
         require(
             Path(out).parent.is_dir() and not Path(out).is_dir(),

@@ -170,7 +170,8 @@ class CostTable:
     def without_useless(
         self, tokens: int | None = None, options: Sequence[str] = OPTIONS
     ) -> CostTable:
-        """Return the table without options that are not cheaper than a better one by their mean.
+        """Return the table without options that are not cheaper than a better one by their mean,
+        and without those that are removed already.
 
         Args:
             tokens: those that are useless in a step of so many tokens are removed from every step.
@@ -182,10 +183,14 @@ class CostTable:
         largest = LARGEST_STEP if tokens is None else tokens
         costs = replace(self, removed=()).by_tokens(largest).numpy()
         costs[:, [option not in options for option in OPTIONS], 1:] = np.inf
+        names = list(self.groups)
+        for one in self.removed:
+            row = costs[names.index(one.group), OPTIONS.index(one.option)]
+            row[one.first : None if one.last is None else one.last + 1] = np.inf
         better = np.stack((costs[:, 1:].min(1), costs[:, 2]), axis=1)
         useless = costs[:, :2] >= better  # [G, 2, n + 1]
-        found = []
-        for name, rows in zip(self.groups, useless, strict=True):
+        found = [*self.removed]
+        for name, rows in zip(names, useless, strict=True):
             for option, row in zip(OPTIONS[:-1], rows, strict=True):
                 if tokens is None:
                     found += [
@@ -193,7 +198,7 @@ class CostTable:
                     ]
                 elif row[-1]:
                     found.append(Removal(name, option))
-        return replace(self, removed=tuple(found))
+        return replace(self, removed=tuple(dict.fromkeys(found)))
 
     def for_groups(self, names: Sequence[str], advice: str = "calibrate this network") -> CostTable:
         """Return the table with its groups in the order of a network's.

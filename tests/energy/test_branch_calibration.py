@@ -10,13 +10,17 @@ from laddered import two_blocks
 from refusals import refused
 
 from fl_lightning.energy import from_json, shipped_table, to_json
+from fl_lightning.energy.budgets.device import Device
 from fl_lightning.energy.calibration import branches
 from fl_lightning.energy.calibration.branches import WHOLE, calibrate_branches
 from fl_lightning.energy.calibration.meters import JouleMeter
+from fl_lightning.energy.command import energy
+from fl_lightning.energy.options import HIGH
 from fl_lightning.energy.switched.branches import branch_names
 from fl_lightning.models.language.llama import Attention, FeedForward, Llama
 
 SHORT = (1, 2, 4)
+KINDS = ("mean", "q99")
 
 
 class CountingMeter(JouleMeter):
@@ -101,5 +105,37 @@ def test_the_shipped_table_is_of_the_network_and_by_it_attention_is_dear():
     assert float(costs[0]) / whole == pytest.approx(0.174, abs=0.001)
     assert 1 - float(costs[1]) / whole == pytest.approx(0.947, abs=0.001)
     assert 1 - float(costs[0] + costs[1]) / whole == pytest.approx(0.774, abs=0.001)
-    ratio = table.all_high(1, "q99") / whole
-    assert 2.0 < ratio < 3.0
+
+
+def test_quantiles_of_the_shipped_table_are_as_the_pages_say():
+    table = shipped_table("llama_tiny_branches")
+    each = [*table.groups.values()]
+    for tokens in table.rest.q99.tokens:
+        branches = [float(one["high"].q99.at(tokens) / one["high"].mean.at(tokens)) for one in each]
+        rest = float(table.rest.q99.at(tokens) / table.rest.mean.at(tokens))
+        if tokens == 32:
+            assert branches == pytest.approx([4.4] * 8, abs=0.05)
+            assert rest == pytest.approx(10, abs=0.05)
+        else:
+            assert 2.0 <= min(*branches, rest) <= max(*branches, rest) < 3.3
+    device = Device(table, 1.0, whole=True)
+    mask = torch.tensor([1, 1, 0, 0, 0, 0, 1, 1]).double()
+
+    def share(prompt: int, new: int, kind: str) -> float:
+        first, later = (
+            float(device.prompt_costs(n, kind)[:, HIGH, -1] @ mask) + device.fixed(n, kind)
+            for n in (prompt, 1)
+        )
+        return (first + new * later) / device.all_high(prompt, new, kind)
+
+    for new, most in ((1, 0.02), (10, 0.0045)):
+        more = [share(p, new, "q99") - share(p, new, "mean") for p in range(25, 48)]
+        assert most / 2 < max(more) < most
+    assert share(32, 20, "mean") == pytest.approx(0.546, abs=5e-4)
+    of_prompt = [device.all_high(32, 0, kind) / device.all_high(32, 20, kind) for kind in KINDS]
+    assert of_prompt == pytest.approx([0.09, 0.17], abs=0.005)
+
+
+def test_branches_are_measured_in_float32_alone():
+    with refused("--high bfloat16 --scope branch"):
+        energy(calibrate=True, scope="branch", high="bfloat16", seconds=0.1)

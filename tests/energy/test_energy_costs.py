@@ -104,7 +104,16 @@ def test_what_is_no_cheaper_than_something_better_is_removed_and_reported():
     assert ranges.tensors(4)[0].tolist() == [12.0, 14.0, 16.0]
     assert ranges.tensors(5)[0].tolist() == [inf, 15.0, 20.0]
     assert at[1].by_tokens(3)[0, 1].tolist() == [0.0, inf, inf, inf]
-    assert ranges.without_useless(1) == at[1], "what was removed before is looked at anew"
+    assert ranges.without_useless() == ranges
+    again = ranges.without_useless(1)
+    assert set(again.removed) == {*ranges.removed, *at[1].removed}, "what is removed stays so"
+
+
+def test_what_is_removed_stays_removed_and_makes_nothing_useless():
+    """Without int8, off is the cheaper option of a.q again, from 5 tokens on."""
+    found = table(removed=(Removal("a.q", "int8"), Removal("b.o", "off", 2, 2))).without_useless()
+    assert found.tensors(5)[0].tolist() == [15.0, math.inf, 20.0]
+    assert [found.available(n)[1, 0].item() for n in (1, 2)] == [True, False]
 
 
 def test_a_file_is_exact(tmp_path):

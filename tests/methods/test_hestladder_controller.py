@@ -113,6 +113,9 @@ def test_decisions_cost_joules_by_hand(controller, each):
         dtype=torch.float64,
     )
     decisions = lengths.new if each else torch.ones_like(lengths.new)
+    shares = [each["share"] for each in plain.levels_in_words()]
+    one, decided = 14.2e-3, DECISION if each else 0.0
+    assert shares == [round((joules + decided) / one, 4) for joules in (one, 11.7e-3, 7.7e-3)]
     assert torch.allclose(joules - network_alone, decisions.double() * DECISION)
     rows = torch.arange(len(options))
     assert (options[rows, lengths.prompts] == torch.tensor([2, 2, 0, 0])).all()

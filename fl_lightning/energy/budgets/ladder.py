@@ -37,7 +37,7 @@ class BranchCosts:
     Args:
         rest: of what no plan changes: embedding, last norm and head.
         branches: of each branch, float64 ``[G]``.
-        deciding: of the controller that chooses the level of the token, beside the network.
+        deciding: of the controller where it chooses the level of each token, beside the network.
     """
 
     rest: float
@@ -49,7 +49,7 @@ class BranchCosts:
         """Return the costs of a step of so many tokens on a device, by the ``mean`` or the
         ``q99``."""
         branches = device.prompt_costs(tokens, kind)[:, HIGH, -1]
-        return cls(device.fixed(tokens, kind), branches, device.decision(device.deciding, kind))
+        return cls(device.fixed(tokens, kind), branches, device.decision("step", kind))
 
     def share(self, masks: Tensor) -> Tensor:
         """Return what subsets cost, as a share of the full network, float64 ``[M]`` of masks ``[M,

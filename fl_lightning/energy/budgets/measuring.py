@@ -26,7 +26,8 @@ class Measurements:
       of the switched layers, or with ``budget_of: network`` of the whole network;
     - ``energy/joules_high``: the same with all groups at ``high``;
     - ``energy/joules_model``: expected joules of the whole network in either case, without the
-      controller and the ledger, which are in no table;
+      ledger, which is in no table; with the controller of levels, as in ``energy/joules``, and
+      without other controllers, which are in no table either;
     - ``energy/spent``: the 0.99 quantiles of the same joules as ``energy/joules``, which are what a
       ledger charges; and ``energy/granted``: E_max of the sequence, which they are compared with;
     - ``energy/joules_generated``: expected joules of reading the prompt and writing an answer,
