@@ -91,6 +91,3 @@ class AQFL(QuantizedMethod):
                 "every layer has them",
                 "encode them again",
             )
-
-    def server_metrics(self) -> dict[str, float]:
-        return {**super().server_metrics(), "bits/average": self.mean_budget()}

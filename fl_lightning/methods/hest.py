@@ -75,7 +75,7 @@ class HEST(Method):
 
     kind = "language models"
     personalised = True
-    keeps_state = True
+    decides = False
     refuses = {
         **no_personal("its clients have budgets of their own, and one controller"),
         **only("language", "it decides token by token"),
@@ -146,6 +146,10 @@ class HEST(Method):
             return TABSController([layer.shape[0] for layer in switches])
         with rng.torch_stream(self.seed, "controller"):
             return HESTController(embedding_of(self.network).embedding_dim, groups, self.features)
+
+    @property
+    def keeps_state(self) -> bool:
+        return super().keeps_state or self.decides
 
     @property
     def options(self) -> tuple[str, ...]:

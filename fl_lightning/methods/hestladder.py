@@ -145,9 +145,10 @@ class HESTLadder(Method):
             f"write --model.subset_rounds {levels + 1}, or fewer levels",
         )
         require(
-            search != "tabs" or (phase, controller) == ("all", "none"),
-            f"--model.search tabs with --model.phase {phase} and --model.controller {controller}",
-            "its gates choose one subset for a whole sequence, prompt and answer",
+            search not in GATED or (phase, controller) == ("all", "none"),
+            f"--model.search {search} with --model.phase {phase} and --model.controller "
+            f"{controller}",
+            "its gates are trained for one subset of a whole sequence, prompt and answer",
             "leave phase and controller out",
         )
         require(
@@ -253,8 +254,10 @@ class HESTLadder(Method):
     def work_kind(self, client: Client) -> str:
         if not self.has_masks:
             return super().work_kind(client)
-        stage = "ladder" if self.round >= self.plan.first_ladder else "subsets"
-        return f"{stage}, searching" if self.searches else stage
+        in_b = self.round < self.plan.first_ladder
+        stage = f"subsets from {self.plan.lowest_share(self.round):g}" if in_b else "ladder"
+        kind = f"{stage}, device {client.id % len(self.devices)}"
+        return f"{kind}, searching" if self.searches else kind
 
     # The client's half
 

@@ -223,6 +223,9 @@ def test_each_client_of_aqfl_has_its_own_bits_and_downloads_may_be_coded(tmp_pat
         aqfl_bytes(bits) - entry("examples", 0, 4) for bits in (1, 2, 4, 8)
     ] * 2
     assert method.server["weights"].isfinite().all()
+    found = method.server_metrics()
+    deployed = {value for name, value in found.items() if name.startswith("bits/layer/")}
+    assert {found["bits/average"]} == deployed == {3.0}, "their mean, rounded down"
 
 
 def test_aqfl_trains_through_the_grid():

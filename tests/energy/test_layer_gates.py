@@ -211,12 +211,10 @@ def test_a_run_trains_gates_and_then_the_subsets_that_they_choose(tmp_path):
 
 
 def test_what_gates_cannot_choose_for_is_refused():
-    for settings, message in (
-        ({"phase": "answer"}, "leave phase and controller out"),
-        ({"controller": "step"}, "leave phase and controller out"),
-    ):
-        with refused("--model.search tabs", message):
-            ladder_of(search="tabs", **settings)
+    for search in ("tabs", "gates"):
+        for settings in ({"phase": "answer"}, {"controller": "step"}, {"controller": "sequence"}):
+            with refused(f"--model.search {search}", "leave phase and controller out"):
+                ladder_of(search=search, **settings)
     with refused("--model.gates_lr 0.1 with --model.search random", "write --model.search gates"):
         ladder_of(search="random", gates_lr=0.1)
     many = {"network": lambda size: two_blocks(size, blocks=6), "costs": branch_costs(6)}
