@@ -14,7 +14,7 @@ from fl_lightning.client import Client
 from fl_lightning.config.overriding import overrides
 from fl_lightning.distributed.collectives import gather_parts
 from fl_lightning.errors import InputError
-from fl_lightning.hooks import Context, Meter, RoundRecord, Stressor
+from fl_lightning.hooks import Context, Meter, RoundRecord, Stressor, sees_uploads
 from fl_lightning.methods import Method
 from fl_lightning.methods.experts.merging import AdapterSpace
 from fl_lightning.models.language.experts import factors_of
@@ -44,6 +44,15 @@ class FactorError(Stressor, Meter):
                 "callbacks.FactorError",
                 f"it compares the mean of uploads, and {why}",
                 "leave it out",
+            )
+        fed: Any = context
+        after = fed.callbacks[fed.callbacks.index(self) + 1 :]
+        changing = [*filter(sees_uploads, fed.callbacks), *filter(_changes_upload, after)]
+        if changing:
+            raise InputError(
+                f"callbacks.FactorError with {type(changing[0]).__name__}",
+                "it reads each upload when its turn comes, and this one is changed after it",
+                "list FactorError last, and leave out attacks that know all uploads, such as alie",
             )
         rounds = context.timing and context.timing.rounds
         if rounds and rounds.has_versions:
@@ -84,6 +93,12 @@ class FactorError(Stressor, Meter):
             record.metrics["average/factor_error"] = (
                 sum(error for error, _ in squares) / whole
             ) ** 0.5
+
+
+def _changes_upload(callback: object) -> bool:
+    """Return whether a callback changes decoded uploads one by one; one that is a meter looks."""
+    stresses = isinstance(callback, Stressor) and not isinstance(callback, Meter)
+    return stresses and overrides(callback, Stressor, "change_upload")
 
 
 def _other_mean(context: Context) -> str:

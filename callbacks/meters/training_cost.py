@@ -30,6 +30,7 @@ from fl_lightning.exchange import asked_steps
 from fl_lightning.hooks import Context, Meter, RoundRecord
 from fl_lightning.methods.optimizing import local_optimizer
 from fl_lightning.models.step_memory import TensorMemory
+from fl_lightning.probing.cost import flop_counter
 from fl_lightning.wire import Payload
 
 
@@ -64,8 +65,8 @@ class TrainingCost(Meter):
     """Adds ``cost/train_flops`` and ``cost/train_memory`` to each round.
 
     ``cost/train_flops`` is the number of floating-point operations of all clients of the round that
-    train: of matrix products and convolutions, forward and backward, a multiply-add as two.
-    Elementwise work is not counted, nor is what the server computes (FedKD's student).
+    train: of matrix products, of integers too, and convolutions, forward and backward, a
+    multiply-add as two. Elementwise work is not counted, nor is what the server computes (FedKD's student).
 
     ``cost/train_memory`` is bytes at the peak of one local step of one client: parameters, buffers,
     the state of the optimiser, the batch, activations and gradients. On a CUDA device it is what
@@ -173,9 +174,7 @@ class TrialRound:
         self.method.start_client(Payload.from_bytes(work.message), self.client, work.labels)
         self.method.train()
         self.optimizer = local_optimizer(self.method)
-        self.counter = FlopCounterMode(
-            display=False, custom_mapping={torch.ops.aten.convolution_backward: backward_flops}
-        )
+        self.counter = flop_counter(convolution_backward=backward_flops)
         self.steps = 0
 
     def flops(self, steps: int, tracker: Any = None) -> int:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
 
 
 class MeasuredNetwork(nn.Module):
     """A network that is told what it is evaluated on, and says afterwards what that has cost."""
+
+    def in_use(self) -> AbstractContextManager[None]:
+        """Make the network, within the block, what a device answers with."""
+        return nullcontext()
 
     @abstractmethod
     def expect(self, target: Tensor) -> None:

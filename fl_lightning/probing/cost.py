@@ -20,13 +20,31 @@ from torch.utils.flop_counter import FlopCounterMode
 WARM_UP_PASSES = 10  # forward passes before the measurement
 
 
+def flop_counter(**formulas: Callable[..., int]) -> FlopCounterMode:
+    """Return torch's counter of floating-point operations, in which products of integers count as
+    those of floats do.
+
+    Args:
+        formulas: of other operations of ``torch.ops.aten``, by name.
+    """
+    every = {"_int_mm": product_flops, **formulas}
+    mapping = {getattr(torch.ops.aten, name): formula for name, formula in every.items()}
+    return FlopCounterMode(display=False, custom_mapping=mapping)
+
+
+def product_flops(left: Sequence[int], right: Sequence[int], **other: Any) -> int:
+    """Return the operations of a product of matrices of these shapes."""
+    return 2 * left[0] * left[1] * right[1]
+
+
 @torch.no_grad()
 def flops(network: nn.Module, inputs: Any) -> int:
     """Return the floating-point operations of a forward pass, as torch counts them.
 
-    They are those of matrix products and convolutions; a multiply-add counts as two.
+    They are those of matrix products, of integers too, and convolutions; a multiply-add counts as
+    two.
     """
-    with FlopCounterMode(display=False) as counter:
+    with flop_counter() as counter:
         network(inputs)
     return int(counter.get_total_flops())
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from fl_lightning.evaluation import (
     with_logs,
 )
 from fl_lightning.metrics import brier_score, expected_calibration_error
+from fl_lightning.models import MeasuredNetwork
 from fl_lightning.probing.attacks import EPS, STEPS, fgsm, pgd
 from fl_lightning.probing.by_kind import by_kind, generation
 from fl_lightning.probing.corruptions.layers import frost_photographs
@@ -237,7 +239,7 @@ def calibration_probe(subject: ProbedModel) -> Finding:
 def cost(subject: ProbedModel) -> Finding:
     """Count the FLOPs of one example and the bytes of the model, in fp32 and as clients send it."""
     network, inputs = _network_and_example(subject)
-    with evaluation_mode(network):
+    with evaluation_mode(network), _in_use(network):
         metrics = {
             "cost/flops": float(flops(network, inputs)),
             "cost/model_bytes_fp32": float(float_bytes(network)),
@@ -276,7 +278,7 @@ def latency(subject: ProbedModel) -> Finding:
     if large < LARGE_BATCH:
         why = f"outputs of {LARGE_BATCH} examples would take gigabytes"
         skipped.append(f"batches of {LARGE_BATCH} left out: {why}; memory is of {large}")
-    with subject.fabric.autocast():
+    with subject.fabric.autocast(), _in_use(networks["student"]):
         for size in (1, LARGE_BATCH) if large == LARGE_BATCH else (1,):
             batches = [subject.data.inputs("test", part) for part in index.split(size)]
             for name, seconds in latencies(networks, batches, subject.data.device).items():
@@ -300,6 +302,10 @@ def _network_and_example(subject: ProbedModel) -> tuple[nn.Module, Any]:
     return subject.method.deploy(client), subject.data.inputs(
         "test", torch.zeros(1, dtype=torch.int64, device=subject.data.device)
     )
+
+
+def _in_use(network: nn.Module) -> AbstractContextManager[None]:
+    return network.in_use() if isinstance(network, MeasuredNetwork) else nullcontext()
 
 
 PROBES: dict[str, Callable[[ProbedModel], Finding]] = {

@@ -31,6 +31,7 @@ from fl_lightning.models.adapters import (
     plain_weights,
 )
 from fl_lightning.models.language import BYTE_VOCABULARY, Llama, LlamaTiny
+from fl_lightning.probing.cost import flop_counter
 
 TEXT = torch.tensor(
     [[256, *b"Copy.\nfour words to copy\n="], [256, *b"Title case.\ngreen olives\n="]]
@@ -127,6 +128,15 @@ def test_sums_are_exact_whatever_computes_them(instructions: bool, monkeypatch: 
             np.testing.assert_array_equal(integer_product(left, right).numpy(), expected)
     most = integers.MOST_INPUTS * 127**2
     assert most < 2**31 <= most + 127**2
+
+
+@pytest.mark.parametrize("instructions", [True, False])
+def test_products_of_integers_are_counted_on_every_processor(instructions, monkeypatch):
+    monkeypatch.setattr(integers, "_has_int8_instructions", lambda: instructions)
+    matrices = (torch.ones(shape, dtype=torch.int8) for shape in ((17, 96), (24, 96)))
+    with flop_counter() as counter:
+        integer_product(*matrices)
+    assert counter.get_total_flops() == 2 * 17 * 96 * 24
 
 
 def test_a_row_of_zeros_is_zero_and_bias_is_added():

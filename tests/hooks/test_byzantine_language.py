@@ -4,14 +4,16 @@ refused."""
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
+from refusals import refused
 from tiny_language import fit, method_of, records
 
-from callbacks import ByzantineClients
+from callbacks import ByzantineClients, FactorError
 from fl_lightning.errors import InputError
-from fl_lightning.hooks import Stressor
+from fl_lightning.hooks import Meter, Stressor
 from fl_lightning.methods import (
     Centralised,
     CoordinateMedian,
@@ -117,6 +119,27 @@ def test_the_mean_of_adapters_is_moved_and_the_median_is_not(tmp_path):
         losses[type(average)] = [row["test/loss"] for row in (history[0], history[-1])]
     assert losses[CoordinateMedian][1] < losses[CoordinateMedian][0]
     assert losses[CoordinateMedian][1] < losses[WeightedMean][1]
+
+
+def test_the_error_of_factors_is_of_the_uploads_that_are_averaged(tmp_path):
+    class Last(Meter):
+        def on_round_end(self, record, context):
+            self.found = record.metrics["average/factor_error"]
+
+    stressor, data = ByzantineClients(clients=0.25), partial(records, generate=False)
+    for callbacks, said in (
+        ([FactorError(), stressor], "list FactorError last"),
+        ([ByzantineClients(attack="alie"), FactorError()], "leave out attacks that know all"),
+    ):
+        with refused("callbacks.FactorError with ByzantineClients", said):
+            fit(method_of(), tmp_path, data(), callbacks=callbacks, max_rounds=1)
+    assert not list(tmp_path.iterdir())
+    found = []
+    for callbacks in ([FactorError()], [stressor, FactorError()]):
+        last = Last()
+        fit(method_of(), tmp_path, data(), callbacks=[*callbacks, last], max_rounds=1)
+        found.append(last.found)
+    assert found[0] != found[1]
 
 
 @pytest.mark.parametrize("cls", [LocalOnly, Centralised])

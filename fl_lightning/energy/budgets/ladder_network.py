@@ -4,6 +4,7 @@ budget."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -285,6 +286,9 @@ class LadderNetwork(BudgetKeeper):
         return total / max(tokens, 1)
 
     # Evaluation
+
+    def in_use(self) -> AbstractContextManager[None]:
+        return merged_lora(self.network)
 
     @property
     def decider(self) -> nn.Module | None:
