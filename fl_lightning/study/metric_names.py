@@ -459,11 +459,15 @@ def direction(metric: str, task: TaskMetrics | None = None) -> int | None:
     >>> names = ("corrupted/fog", "fgsm/full_gradient_accuracy", "fgsm/loss", "clients/trained")
     >>> tuple(map(direction, names))
     (1, 1, -1, None)
+    >>> direction("bits/at/2/rouge_l"), direction("bits/at/2/loss"), direction("bits/average")
+    (1, -1, -1)
     """
     if task is not None and metric in task.declared:
         higher = task.declared[metric].higher_is_better
         if higher is not None:
             return 1 if higher else -1
+    if is_of_test_set(metric):
+        metric = metric.rpartition("/")[2]
     words = set(re.split(r"[/_]", metric))
     family = metric.partition("/")[0]
     if task is not None and measure_of(metric) == task.primary and "std" not in words:
