@@ -33,7 +33,12 @@ from fl_lightning.energy.budgets.device import Device
 from fl_lightning.energy.budgets.measuring import COUNTED
 from fl_lightning.energy.budgets.network import BudgetedNetwork, Controller, embedding_of
 from fl_lightning.energy.budgets.passes import Lengths
-from fl_lightning.energy.budgets.tables import budget_shares, devices_of, require_reachable
+from fl_lightning.energy.budgets.tables import (
+    budget_shares,
+    devices_of,
+    known_by,
+    require_reachable,
+)
 from fl_lightning.energy.calibration.networks import calibration_advice
 from fl_lightning.energy.gating import TEMPERATURE
 from fl_lightning.energy.switched import SwitchedLinear, add_switches
@@ -128,6 +133,7 @@ class HEST(Method):
         self.devices = devices_of(
             costs, self.budget_shares, switches, self.whole, advice, self.options
         )
+        self.measured_by = known_by(self.devices)
         for device in self.devices if self.decides else []:
             require_reachable(device, Lengths.of(data.test_target, data.test_target.shape[1]))
         controller = self._controller(switches)

@@ -44,7 +44,12 @@ from fl_lightning.energy.budgets.layer_gates import gates_for
 from fl_lightning.energy.budgets.measuring import COUNTED
 from fl_lightning.energy.budgets.network import embedding_of
 from fl_lightning.energy.budgets.passes import Lengths
-from fl_lightning.energy.budgets.tables import branch_devices, budget_shares, require_reachable
+from fl_lightning.energy.budgets.tables import (
+    branch_devices,
+    budget_shares,
+    known_by,
+    require_reachable,
+)
 from fl_lightning.energy.options import Deciding
 from fl_lightning.energy.regret import RegretController, next_price
 from fl_lightning.energy.switched.branches import PARTS, BranchWeights, blocks_of
@@ -187,6 +192,7 @@ class HESTLadder(Method):
         count = len(blocks_of(self.network))
         shipped = getattr(self.network, "block_costs", "")
         self.devices = branch_devices(costs, self.budget_shares, count, self.deciding, shipped)
+        self.measured_by = known_by(self.devices)
         lengths = Lengths.of(data.test_target, data.test_target.shape[1])
         for device in self.devices:
             require_reachable(device, lengths)

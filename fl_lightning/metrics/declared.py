@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fl_lightning.errors import InputError, require
@@ -61,6 +61,9 @@ class Emitter:
 
     declared_metrics: Sequence[Metric] = ()
     """What reports know of the metrics that it adds."""
+    measured_by: Mapping[str, str] = {}
+    """Of joules, once a run is prepared, what tells the tables of costs from others: their
+    ``sha256``, ``label`` and ``scope``."""
 
 
 def declared_by(emitters: Iterable[Emitter]) -> dict[str, Metric]:

@@ -73,6 +73,7 @@ def describe_run(
         "precision": fed.fabric.strategy.precision.precision,
         "started": now(),
         **{f"{name}_sha256": value for name, value in identity.items() if name != "constants"},
+        **{f"costs_{name}": value for name, value in fed.method.measured_by.items()},
         "weights_sha256": None,
         "status": "running",
         "tracking_run_id": None,

@@ -219,8 +219,9 @@ def find_same(experiment: Path, name: RunName, config: Mapping[str, Any]) -> Sta
 def identity_of(fed: Federation) -> dict[str, Any]:
     """Return what a run's results rest on beside its settings, each as a SHA-256: who holds which
     examples (``partition``), the examples of data of one's own (``content``), the network's weights
-    that never travel (``frozen``), and the files of devices and traces (``clock``) and of graphs
-    (``topology``); and numbers of the network's other tensors that never travel (``constants``)."""
+    that never travel (``frozen``), the files of devices and traces (``clock``) and of graphs
+    (``topology``), and tables of joules (``costs``); and numbers of the network's other tensors
+    that never travel (``constants``)."""
     found: dict[str, Any] = {
         "partition": fed.data.partition_hash,
         "content": fed.data.content_sha256,
@@ -228,6 +229,7 @@ def identity_of(fed: Federation) -> dict[str, Any]:
     }
     found["clock"] = "" if fed.timing is None else fed.timing.clock.content_sha256
     found["topology"] = fed.aggregation.content_sha256
+    found["costs"] = fed.method.measured_by.get("sha256", "")
     return {name: value for name, value in found.items() if value}
 
 
@@ -240,6 +242,7 @@ def changed_identity(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> l
         "frozen": "the network's frozen weights",
         "clock": "files of trainer.clock",
         "topology": "files of trainer.topology",
+        "costs": "tables of model.costs",
     }
     changed = [
         f"{name}: {saved[key][:12]} -> {identity.get(key, 'none')[:12]} (SHA-256)"

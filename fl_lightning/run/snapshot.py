@@ -206,6 +206,7 @@ def _problem(progress: Mapping[str, Any], clients: Mapping[str, Tensor], folder:
         "constants": is_pairs(progress.get("constants", {})),
         "clock": isinstance(progress.get("clock", ""), str),
         "topology": isinstance(progress.get("topology", ""), str),
+        "costs": isinstance(progress.get("costs", ""), str),
         "config": isinstance(progress.get("config"), dict),
         "tables": isinstance(tables, dict)
         and all(is_mark(tables.get(name)) for name in ("metrics", "ledger")),

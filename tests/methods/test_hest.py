@@ -18,9 +18,11 @@ from refusals import refused
 from tiny_language import fit, method_of, records, written_then_read
 
 from callbacks import OptionFigure
+from fl_lightning.clock import Clock, FedBuff, SameDevice
 from fl_lightning.energy import shipped_table
 from fl_lightning.energy.budgets.device import Device
 from fl_lightning.energy.budgets.passes import Lengths, expected_joules
+from fl_lightning.energy.costs import Removal
 from fl_lightning.energy.options import OPTIONS
 from fl_lightning.energy.switched import switched
 from fl_lightning.hooks import Meter
@@ -85,6 +87,17 @@ def test_an_infinite_budget_is_fedavg_bit_for_bit(tmp_path):
     for name, method in {"plain": plain, "free": free}.items():
         fit(method, tmp_path / name)
     assert torch.equal(plain.server["weights"], free.server["weights"])
+
+
+def test_without_a_budget_rounds_may_be_asynchronous(tmp_path):
+    """Nobody keeps anything then, nor where nothing decides."""
+    given = {"clock": Clock(devices=SameDevice()), "rounds": FedBuff(2, 2)}
+    plain, free = method_of(FedAvg), method_of(HEST, budget=math.inf)
+    for name, method in {"plain": plain, "free": free}.items():
+        fit(method, tmp_path / name, **given)
+    assert torch.equal(plain.server["weights"], free.server["weights"])
+    assert built()[0].keeps_state
+    assert not built(controller="none")[0].keeps_state
 
 
 def test_without_a_controller_the_adapters_are_fedavgs_and_energy_is_measured(tmp_path):
@@ -507,6 +520,17 @@ def test_joules_of_two_sources_are_not_averaged():
     counted = replace(costs(), label="NVML")
     with refused("figures of NVML and of modelled"):
         built(costs=[costs(), counted])
+
+
+def test_a_run_never_takes_what_a_table_has_removed():
+    removed = tuple(Removal(group, "int8") for group in GROUPS)
+    method, data = built(costs=replace(costs(), removed=removed), budget=5.0)
+    with torch.no_grad():
+        method.network.controller.bias[:, 0] = 50.0
+    method.server["weights"] = method.layout.read(method.network)
+    inputs, target = some(data)
+    options, _ = method.deploy(data.client(0)).eval().options_of(inputs, target)
+    assert not (options == OPTIONS.index("int8")).any()
 
 
 def test_a_budget_is_refused_by_the_lengths_of_the_test_set():

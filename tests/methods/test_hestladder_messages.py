@@ -1,9 +1,11 @@
-"""What HESTLadder sends, what it refuses, and its picture."""
+"""What HESTLadder sends, what it refuses, what its work is counted as, and its picture."""
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +16,14 @@ from tiny_language import fit, records
 from callbacks import LadderFigure
 from fl_lightning.clock import Deadline, FedBuff
 from fl_lightning.compatibility import Run, check_run
+from fl_lightning.energy import to_json
+from fl_lightning.errors import InputError
+from fl_lightning.models.adapters import adapter_layers, merged_lora
 from fl_lightning.privacy import ClientPrivacy
 from fl_lightning.privacy.secure.settings import SecureSum
+from fl_lightning.probing.cost import flops
+from fl_lightning.probing.probes import cost
+from fl_lightning.run.resume import changed_identity
 from fl_lightning.wire import Payload
 
 
@@ -131,6 +139,47 @@ def test_uploads_of_any_round_are_refused():
     with refused("--trainer.rounds FedBuff with --model HESTLadder", "Deadline"):
         check_run(run_of)
     check_run(Run(ladder_of(), rounds=Deadline(1.0), has_clock=True))
+
+
+def test_a_run_is_not_continued_where_its_table_of_costs_has_changed(tmp_path):
+    file, run = tmp_path / "costs.json", tmp_path / "runs"
+    file.write_text(to_json(branch_costs()))
+    begun = fit(ladder_of(costs=str(file)), run, max_rounds=1)
+    metadata = json.loads((begun.run_dir / "metadata.json").read_text())
+    assert metadata["costs_label"] == branch_costs().label
+    assert metadata["costs_scope"] == "branch"
+    again = {"ckpt_path": str(begun.run_dir), "max_rounds": 1}
+    fit(ladder_of(costs=str(file)), run, **again)
+    file.write_text(to_json(branch_costs(q99=2.0)))
+    said = f"tables of model.costs: {metadata['costs_sha256'][:12]} -> "
+    with pytest.raises(InputError, match=said):
+        fit(ladder_of(costs=str(file)), run, **again)
+    assert not changed_identity({"partition": "p"}, {"partition": "p", "costs": "c"})  # of before
+
+
+def test_a_probe_counts_what_a_device_computes():
+    """With all branches, of adapters that are merged: nothing is merged within a measured pass."""
+    method, data = built_ladder(budget=1.0)
+    network, index = method.deploy(data.client(0)).eval(), torch.arange(1)
+    inputs = data.inputs("test", index)
+    subject = SimpleNamespace(method=method, data=data, states={}, uploads=None)
+    with merged_lora(network.network):
+        merged = flops(network.network, inputs)
+    assert cost(subject).metrics["cost/flops"] == merged < flops(network.network, inputs)
+    assert not any(layer.merged for layer in adapter_layers(network).values())
+
+
+def test_clients_are_of_one_kind_where_they_do_the_same_work():
+    method, data = built_ladder(budget=[0.6, 0.9], round=1)
+    kinds = {}
+    for round in range(1, 7):
+        method.round = round
+        kinds[round] = [method.work_kind(data.client(id)) for id in range(4)]
+    assert kinds[1] == [kinds[1][0]] * 4
+    for round in (2, 3, 4, 5):
+        assert kinds[round] == 2 * kinds[round][:2] != 4 * kinds[round][:1]
+    assert kinds[5] == kinds[6]
+    assert not {*kinds[2]} & {*kinds[3]}, "the least share of what is drawn falls"
 
 
 def test_a_run_has_a_picture_of_its_ladder(tmp_path):

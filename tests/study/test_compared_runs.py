@@ -649,7 +649,33 @@ def test_a_file_of_the_clock_that_has_changed_between_methods_is_refused(tmp_pat
         read("A", seed, "slow.csv", "0" * 64)
         read("B", seed, "slow.csv", "1" * 64)
     assert main(words) == 2
-    assert "content of the clock's files" in capsys.readouterr().err
+    assert "content of the files of trainer.clock" in capsys.readouterr().err
     for seed in (0, 1, 2):
         read("B", seed, "fast.csv", "1" * 64)
     assert main(words) == 0
+
+
+def test_joules_of_two_sources_or_of_two_versions_of_a_table_are_refused(tmp_path, capsys):
+    folder = make_study(tmp_path, {"A": A, "B": B})
+    words = ["compare", "--study", "study", "--root", str(tmp_path), "--out", str(tmp_path / "out")]
+    words += ["--overwrite", "true"]
+
+    def measure(label, seed, source, sha256="0" * 64):
+        file = folder / f"{label}-seed{seed}" / "metadata.json"
+        found = {"costs_label": source, "costs_sha256": sha256}
+        file.write_text(json.dumps(json.loads(file.read_text()) | found))
+
+    for seed in (0, 1, 2):
+        measure("A", seed, "RAPL")
+    assert main(words) == 0, "runs of before do not say"
+    for seed in (0, 1, 2):
+        measure("B", seed, "modelled: CPU seconds x 15 W")
+    assert main(words) == 2
+    assert "source of joules RAPL" in capsys.readouterr().err
+    for seed in (0, 1, 2):
+        measure("B", seed, "RAPL", f"{seed // 2}" * 64)
+    assert main(words) == 2
+    assert "content of the files of model.costs" in capsys.readouterr().err
+    for seed in (0, 1, 2):
+        measure("B", seed, "RAPL", "1" * 64)
+    assert main(words) == 0, "each method has its own table"

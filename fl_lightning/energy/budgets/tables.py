@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from hashlib import sha256
 from numbers import Real
 from pathlib import Path
 from typing import TypeAlias
@@ -16,7 +17,7 @@ from fl_lightning.energy.options import BRANCH, OPTIONS, Deciding
 from fl_lightning.energy.switched import SwitchedLinear
 from fl_lightning.energy.switched.branches import branch_names
 from fl_lightning.energy.switched.kinds import MERGED, adapter_name
-from fl_lightning.energy.table_files import read_table, shipped_table
+from fl_lightning.energy.table_files import read_table, shipped_table, to_json
 from fl_lightning.errors import InputError, require
 from fl_lightning.models.adapters import LoRALinear, SpectralLinear
 
@@ -140,6 +141,15 @@ def _in_turn(
         Device(tables[i % len(tables)], shares[i % len(shares)], whole, deciding)
         for i in range(count)
     ]
+
+
+def known_by(devices: Sequence[Device]) -> dict[str, str]:
+    """Return what tells the tables of costs of devices from others: the ``sha256`` of their texts,
+    and the ``label`` and the ``scope`` that they have in common."""
+    texts = dict.fromkeys(to_json(device.table) for device in devices)
+    table = devices[0].table
+    hashed = sha256("".join(texts).encode()).hexdigest()
+    return {"sha256": hashed, "label": table.label, "scope": table.scope}
 
 
 def of_blocks(table: CostTable, blocks: int) -> CostTable:

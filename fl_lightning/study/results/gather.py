@@ -243,6 +243,9 @@ def check_comparable(results: Results) -> None:
     _require_one(
         having, f"direction of {metric}", lambda run: str(direction(metric, run.task)), hint
     )
+    hint = "joules of two sources are never in one table: give each source its own study"
+    with_joules = [run for run in results.runs if run.label_of_joules]
+    _require_one(with_joules, "source of joules", lambda run: run.label_of_joules, hint)
     degradation = results.study.degradation or {}
     axis = degradation.get("axis", "")
     compared = (degradation.get("stressed"), degradation.get("clean"))
@@ -256,18 +259,16 @@ def check_comparable(results: Results) -> None:
             del levels[axis]
         groups.setdefault(tuple(levels.items()), []).append(run)
     readers: dict[tuple[str, str], list[FinishedRun]] = {}
-    """Runs with the same settings of a clock or a topology, which read the same files."""
+    """Runs with the same settings of a clock or a topology, or of one method, which read the same
+    files."""
     for run in results.runs:
         for name in run.files:
-            own = {
-                key: value
-                for key, value in run.protocol.items()
-                if is_under(key, [f"trainer.{name}"])
-            }
+            own = {key: value for key, value in run.protocol.items() if is_under(key, [name])}
             readers.setdefault((name, str(own or (run.label, run.levels))), []).append(run)
     for (name, _), runs in readers.items():
-        hint = f"a file of trainer.{name} has changed: run all again with one version of it"
-        _require_one(runs, f"content of the {name}'s files", partial(_files, name), hint)
+        hint = f"a file of {name} has changed: run all again with one version of it"
+        what = f"content of the files of {name}"
+        _require_one(runs, what, partial(_files, name), hint)
     for runs in alike.values():
         hint = "the examples are not the same: run all methods again on one version of the files"
         _require_one(runs, "content of the data", lambda run: run.content, hint)

@@ -30,6 +30,8 @@ FAILED = ", failed in the sweep"
 HASHES = ("content_sha256", "partition_sha256", "protocol_sha256")
 """What ``runs.csv`` says of a run beside its numbers: what runs have in common that can be
 paired."""
+FILES = ("trainer.clock", "trainer.topology", "model.costs")
+"""Settings that read files, whose SHA-256 runs keep."""
 WARM_UP_ROUNDS = 3
 """Rounds whose seconds do not count: memory is allocated and libraries choose their algorithms."""
 
@@ -124,12 +126,17 @@ class FinishedRun:
 
     @property
     def files(self) -> dict[str, str]:
-        """SHA-256 of the files that ``trainer.clock`` and ``trainer.topology`` read, by their
-        names."""
+        """SHA-256 of the files that ``trainer.clock``, ``trainer.topology`` and ``model.costs``
+        read, by these settings."""
         hashes = {
-            name: self.record.metadata.get(f"{name}_sha256") for name in ("clock", "topology")
+            name: self.record.metadata.get(f"{name.partition('.')[2]}_sha256") for name in FILES
         }
         return {name: str(value) for name, value in hashes.items() if value}
+
+    @property
+    def label_of_joules(self) -> str:
+        """Where its joules come from; empty: it has none, or it is of before."""
+        return str(self.record.metadata.get("costs_label") or "")
 
     @property
     def task(self) -> TaskMetrics:
