@@ -66,7 +66,8 @@ class TrainingCost(Meter):
 
     ``cost/train_flops`` is the number of floating-point operations of all clients of the round that
     train: of matrix products, of integers too, and convolutions, forward and backward, a
-    multiply-add as two. Elementwise work is not counted, nor is what the server computes (FedKD's student).
+    multiply-add as two. Elementwise work is not counted, nor is what the server computes (FedKD's
+    student).
 
     ``cost/train_memory`` is bytes at the peak of one local step of one client: parameters, buffers,
     the state of the optimiser, the batch, activations and gradients. On a CUDA device it is what
