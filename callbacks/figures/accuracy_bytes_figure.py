@@ -28,8 +28,10 @@ class AccuracyBytesFigure(FigureMeter):
     empty: ClassVar = {"rows": []}
 
     def on_round_end(self, record: RoundRecord, context: Context) -> None:
-        names = (*COLUMNS, f"test/{context.data.task.primary}")
-        self.seen["rows"].append([float(record.metrics.get(name, float("nan"))) for name in names])
+        found, primary = record.metrics, f"test/{context.data.task.primary}"
+        value = float(found[primary]) if primary in found else None  # it was not evaluated
+        own = [float(found.get(name, float("nan"))) for name in COLUMNS]
+        self.seen["rows"].append([*own, value])
         super().on_round_end(record, context)
 
     def on_check(self, context: Context) -> None:
@@ -37,9 +39,10 @@ class AccuracyBytesFigure(FigureMeter):
         self.name = f"{context.data.task.primary}_bytes"  # type: ignore[misc]
 
     def figure(self, context: Context) -> Figure:
-        rows = np.array(self.seen["rows"]).reshape(-1, len(COLUMNS) + 1)
+        rows = np.array(self.seen["rows"], float).reshape(-1, len(COLUMNS) + 1)
         down, up, wasted, value = rows.T
-        return accuracy_bytes_figure(down, up, wasted, value, context.data.task)
+        last = next((row[-1] for row in reversed(self.seen["rows"]) if row[-1] is not None), None)
+        return accuracy_bytes_figure(down, up, wasted, value, context.data.task, last)
 
 
 def accuracy_bytes_figure(
@@ -48,6 +51,7 @@ def accuracy_bytes_figure(
     wasted: np.ndarray,
     value: np.ndarray,
     task: Task = CLASSIFICATION,
+    last: float | None = None,
 ) -> Figure:
     """Above: the primary metric after each evaluated round. Below, on the same axis: what the
     megabytes of the whole run were.
@@ -57,6 +61,7 @@ def accuracy_bytes_figure(
         wasted: those of ``up`` that never counted.
         value: the task's primary metric on the test set, NaN where the round was not evaluated.
         task: names that metric.
+        last: value of the last round that was evaluated; None: the last one that is finite.
     """
     evaluated, primary = np.isfinite(value), task.primary
     if not evaluated.any():
@@ -64,6 +69,7 @@ def accuracy_bytes_figure(
     figure, ((top,), (bottom,)) = new_panels((6.8, 4.6), 2, 1, sharex=True, height_ratios=[5, 1])
     megabytes = (down + up).cumsum() / 1e6
     known = value[evaluated]
+    at_end = task.shown(primary, known[-1] if last is None else last)
     shown = task.scale(primary) * known
     top.plot(megabytes[evaluated], shown, color=BLUE, marker=".", markersize=4, linewidth=1.5)
     best = int(known.argmax() if task.higher_is_better else known.argmin())
@@ -78,7 +84,7 @@ def accuracy_bytes_figure(
     top.set(
         ylabel=f"test {task.title(primary)}",
         title=(
-            f"{len(value)} rounds, {megabytes[-1]:.2f} MB: {task.shown(primary, known[-1])} at the end, "
+            f"{len(value)} rounds, {megabytes[-1]:.2f} MB: {at_end} at the end, "
             f"{task.shown(primary, known[best])} at best (circle)"
         ),
     )

@@ -8,6 +8,7 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from callbacks.figures.drawing import Every, draw, log
+from fl_lightning.config.recorded import arguments_of
 from fl_lightning.errors import require
 from fl_lightning.hooks import Context, Meter, RoundRecord
 
@@ -59,14 +60,20 @@ class FigureMeter(Meter, ABC):
 
     def on_check(self, context: Context) -> None:
         own = [each for each in context.callbacks if isinstance(each, FigureMeter)]
-        alike = sorted({type(each).__name__ for each in own if each.name == self.name})
+        alike = {each._drawing: type(each).__name__ for each in own if each.name == self.name}
         rule = f"both draw figures/{self.name}"
-        require(len(alike) <= 1, " and ".join(alike), rule, "give one another name")
+        instead = "leave one out, or give it another name"
+        require(len(alike) <= 1, " and ".join(sorted(alike.values())), rule, instead)
         self.seen = deepcopy(self.empty)
         self.applies = self.applies_to(context)
         if not self.applies:
             names = type(self).__name__, type(context.method).__name__
             log.warning("%s with %s; %s; %s", *names, self.rule, self.instead)
+
+    @property
+    def _drawing(self) -> str:
+        """The class and its arguments, without how often it draws."""
+        return repr((type(self), arguments_of(self) | {"every": 0}))
 
     def on_round_end(self, record: RoundRecord, context: Context) -> None:
         if self.applies and self.every and record.round % self.every == 0:

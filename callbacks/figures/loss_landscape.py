@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from callbacks.figures.drawing import Every, own_copy, student_and_teacher
 from callbacks.figures.figure_meter import FigureMeter
+from fl_lightning.aggregation.server_optimizers import ServerOptimizer
 from fl_lightning.config.constraints import within
 from fl_lightning.errors import require
 from fl_lightning.figures import BLUE, RED, legend_outside, new_axes
@@ -95,7 +96,7 @@ class LossLandscape(FigureMeter):
         batches = [
             (data.inputs("test", part), data.test_target[part]) for part in position.split(512)
         ]
-        centre = method.server["weights"]
+        centre, others = method.evaluated_weights, ServerOptimizer.without_own(method.server)
         draws = stream(context.seed, "landscape")
         directions = [
             filter_normalised(method.layout, method.network, centre, draws)
@@ -107,7 +108,7 @@ class LossLandscape(FigureMeter):
             weights = centre + sum(
                 float(a) * d for a, d in zip(grid[place], directions, strict=True)
             )
-            method.server = {**method.server, "weights": weights}
+            method.server = {**others, "weights": weights}
             for name, network in student_and_teacher(method).items():
                 found = losses.setdefault(name, np.empty(grid.shape[:-1]))
                 found[place] = loss(network, batches, data.task)

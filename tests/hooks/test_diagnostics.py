@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import logging
+import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,8 +45,19 @@ from callbacks.meters.gradient_norms import gradient_figure
 from fl_lightning.conformance.toy import CENTRES, Points, images, on_images, on_points, run, sgd
 from fl_lightning.federation import weights_hash
 from fl_lightning.hooks import RoundRecord, Stressor
-from fl_lightning.methods import AQFL, FedAvg, FedKD, FedMosaic, FedMPQ, FedMPQKD, FedProx, FedRep
+from fl_lightning.methods import (
+    AQFL,
+    FedAvg,
+    FedExP,
+    FedKD,
+    FedMosaic,
+    FedMPQ,
+    FedMPQKD,
+    FedProx,
+    FedRep,
+)
 from fl_lightning.models import SmallCNN
+from fl_lightning.tasks import Classification
 
 FIGURES = {
     "accuracy_bytes", "bit_widths", "client_accuracy", "confusion_matrix", "feature_map", "gradient_norms", "loss_landscape",
@@ -364,6 +376,18 @@ def test_a_landscape_of_full_precision_has_one_panel(tmp_path):
     assert list(student_and_teacher(trainer.method)) == ["deployed in full precision"]
 
 
+def test_a_landscape_is_around_the_weights_that_are_evaluated(tmp_path):
+    """A server optimiser that evaluates others than those it goes on from hides no step."""
+    trainer = run(on_images(FedExP()), images(), tmp_path, max_rounds=2)
+    method = trainer.method
+    assert not torch.equal(method.evaluated_weights, method.server["weights"])
+    landscape = LossLandscape(points=3, dimensions=1, examples=1000)
+    losses, _ = landscape._losses(trainer, np.array([-1.0, 0.0, 1.0]))
+    (found,) = losses.values()
+    assert len({*found.tolist()}) == 3
+    assert found[1] == pytest.approx(trainer.progress.history[-1]["test/loss"], rel=1e-6)
+
+
 @pytest.mark.parametrize("method", [FedMPQ(bits=2), AQFL(bits=2)], ids=["FedMPQ", "AQFL"])
 def test_features_are_what_the_last_layer_sees(method, tmp_path):
     trainer = run(on_images(method), images(), tmp_path, max_rounds=1)
@@ -423,6 +447,21 @@ def test_megabytes_are_those_of_the_ledger():
     (curve, _), bars = figure.axes[0].lines, figure.axes[1].patches
     assert curve.get_xydata().tolist() == [[5.0, 50.0], [11.0, 75.0]]
     assert [bar.get_width() for bar in bars] == [8.0, 2.5, 0.5]
+
+
+def test_the_end_of_a_run_that_diverges_is_where_it_ended():
+    """A round that was not evaluated is another thing than one that was, as NaN."""
+    data, meter = SimpleNamespace(task=Classification()), AccuracyBytesFigure()
+    context: Any = SimpleNamespace(data=data)
+    for metrics in ({"test/accuracy": 0.31}, {"test/accuracy": math.nan}, {}):
+        bytes_of = dict.fromkeys(("comm/download_bytes", "comm/upload_bytes"), 1e6)
+        record = RoundRecord(1, {**bytes_of, "comm/wasted_bytes": 0, **metrics})
+        meter.on_round_end(record, context)
+    meter.load_state_dict(json.loads(json.dumps(meter.state_dict())))
+    title = meter.figure(context).axes[0].get_title()
+    assert "31.0 % at best" in title
+    assert "31.0 % at the end" not in title
+    assert "nan % at the end" in title
 
 
 def test_figures_of_extreme_runs_can_be_drawn():

@@ -7,7 +7,7 @@ from refusals import refused
 from ten import SMALL, make
 from toy import run, sgd
 
-from callbacks import ConfusionMatrix
+from callbacks import ConfusionMatrix, LossLandscape
 from fl_lightning.conformance.toy import images
 from fl_lightning.errors import MisuseError
 from fl_lightning.hooks import Meter
@@ -66,3 +66,6 @@ def test_two_figures_of_one_name_are_refused(tmp_path):
     fit(tmp_path, ConfusionMatrix(), ConfusionMatrix(every=1))
     with refused("ConfusionMatrix and One", "another name"):
         fit(tmp_path, ConfusionMatrix(), One())
+    with refused("LossLandscape and LossLandscape", "leave one out"):
+        fit(tmp_path / "new", LossLandscape(dimensions=1), LossLandscape(dimensions=2))
+    assert not (tmp_path / "new").exists()
