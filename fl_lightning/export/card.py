@@ -37,9 +37,7 @@ def record_of(saved: Checkpoint, network: Any) -> dict[str, Any]:
         for name, value in config.items()
         if name.startswith("model.init_args.") and value is not None
     }
-    file = saved.path.parent.parent / "metrics.csv"
-    table = csv.DictReader(io.StringIO(file.read_text() if file.is_file() else ""))
-    rows = [row for row in table if int(row["round"]) <= saved.progress["round"]]
+    rows = [*csv.DictReader(io.StringIO(saved.table("metrics")))]
     traffic = {
         way: sum(int(float(row[f"comm/{way}_bytes"] or 0)) for row in rows)
         for way in ("upload", "download", "wasted")
@@ -159,7 +157,9 @@ def card_of(model: TrainedModel, format: FormatName, needs: str, loader: str) ->
     )
     shape = ", ".join(["B", *(["T"] if model.reads_tokens else map(str, form["example_shape"]))])
     length = form["example_shape"][-1] if model.reads_tokens else 0
-    outputs = model.data.task.outputs_form("B", form["num_outputs"])
+    outputs = f"logits [{shape}, {form['num_outputs']}]"
+    if not model.reads_tokens:  # those of a task may be of several sequences for an example
+        outputs = model.data.task.outputs_form("B", form["num_outputs"])
     lines = [
         f"# {about['method']} on {about['dataset']}",
         f"This is {whose} of the run `{about['run']}` (seed {about['seed']}) after {after}, "

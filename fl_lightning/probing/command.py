@@ -12,6 +12,7 @@ from pathlib import Path
 from pydoc import locate
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.fabric.loggers import Logger
 from rich.console import Console
@@ -33,7 +34,7 @@ from fl_lightning.run.snapshot import Checkpoint, restore
 from fl_lightning.run.tables import numbers
 from fl_lightning.support.user_code import changed_code
 from fl_lightning.tracking.runs import add_to_run
-from fl_lightning.wire import Ledger, LedgerEntry
+from fl_lightning.wire import Ledger
 
 log = logging.getLogger("fl_lightning")
 
@@ -107,10 +108,13 @@ def examine(
     Console().print(written, markup=False, highlight=False, soft_wrap=True)
     tracked = run.read_json("metadata.json").get("tracking_run_id")
     if tracked and logger:
+        # what training has recorded stays, as it was computed there
+        metrics, known = results["metrics"], results["recorded"]
+        new = {name: value for name, value in metrics.items() if name not in known}
         add_to_run(
             logger,
             tracked,
-            {**results["metrics"], **results["timings"]},
+            {**new, **results["timings"]},
             results["round"],
             [run.path / RESULTS_FILE],
         )
@@ -228,7 +232,8 @@ def load_model(
     fed.callbacks = tuple(one for one in fed.callbacks if tuned and isinstance(one, Stressor))
     done = restore(fed, checkpoint)
     fed.method.round = done.round
-    entries = _entries_until(run, done.round)
+    ledger = Ledger.from_csv(checkpoint.table("ledger"))
+    entries = [entry for entry in ledger.entries if entry.status == "trained"]
     deployed = "deployment" in metadata
     sizes = [entry.upload for entry in entries if entry.round == done.round]
     trained_on = frozenset(entry.client for entry in entries)
@@ -296,16 +301,6 @@ def _is_same_class(path: str, other: str) -> bool:
     return path == other or (isclass(found := imported(path)) and found is imported(other))
 
 
-def _entries_until(run: RunDirectory, round: int) -> list[LedgerEntry]:
-    """Return the ledger's entries of uploads that were used, up to this round; none if it cannot be
-    read."""
-    try:
-        entries = Ledger.from_csv(run.tables["ledger"].path.read_text()).entries
-    except (OSError, ValueError):
-        return []
-    return [entry for entry in entries if entry.round <= round and entry.status == "trained"]
-
-
 def make_report(
     fed: Federation, checkpoint: Checkpoint, found: Mapping[str, Finding]
 ) -> dict[str, Any]:
@@ -316,7 +311,9 @@ def make_report(
         if (
             name in metrics
             and name in recorded
-            and not abs(metrics[name] - recorded[name]) <= MAX_DIFFERENCE
+            and not np.isclose(
+                metrics[name], recorded[name], rtol=0, atol=MAX_DIFFERENCE, equal_nan=True
+            )
         ):
             log.warning(
                 "%s: %.9g, but %.9g in training; compare device, precision and data",
@@ -348,8 +345,7 @@ def make_report(
 
 def _recorded(checkpoint: Checkpoint) -> dict[str, float]:
     """Return the metrics of the checkpoint's round that training wrote."""
-    table = RunDirectory(checkpoint.path.parent.parent).tables["metrics"]
-    rows = numbers(table.until(checkpoint.progress["tables"]["metrics"]))
+    rows = numbers(checkpoint.table("metrics").encode())
     return rows[-1] if rows else {}
 
 

@@ -170,10 +170,19 @@ class Checkpoint:
                 "it was not written by this program",
                 "name another",
             )
-        run = RunDirectory(path.parent.parent)
-        for name, table in run.tables.items():
-            table.until(progress["tables"][name])
-        return cls(path, tensors, progress)
+        read = cls(path, tensors, progress)
+        for name in RunDirectory(path.parent.parent).tables:
+            read.table(name)
+        return read
+
+    def table(self, name: str) -> str:
+        """Return the text of a table of the run up to this checkpoint.
+
+        Raises:
+            CheckpointError: the table does not hold it any more.
+        """
+        run = RunDirectory(self.path.parent.parent)
+        return run.tables[name].until(self.progress["tables"][name]).decode()
 
 
 def _problem(progress: Mapping[str, Any], clients: Mapping[str, Tensor], folder: str) -> str:

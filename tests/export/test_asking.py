@@ -20,15 +20,31 @@ from fl_lightning.methods import FedAvg
 from fl_lightning.metrics.text import prompts_and_answers, until_end
 from fl_lightning.models import LlamaTiny
 from fl_lightning.models.language import hf
+from fl_lightning.trainer import FederatedTrainer
+
+
+def preferring(folder: Path) -> FederatedTrainer:
+    """What has learnt preferences."""
+    data = PreferencePairs(num_clients=2, batch_size=8, context=72, examples_per_client=8)
+    method = FedAvg(network=partial(LlamaTiny, rank=2), optimizer=adam())
+    return run(method, data, folder, max_rounds=1, max_local_steps=1, workers=1)
+
+
+def test_the_card_has_the_shape_of_one_sequences_outputs(tmp_path: Path):
+    """A preference is of two sequences, and the network that is written answers one."""
+    trainer = preferring(tmp_path)
+    out = fl_lightning.export_model(trainer, tmp_path / "out", format="safetensors")
+    B, T, V = trainer.method.deploy()(torch.zeros(3, 5, dtype=torch.int64)).shape
+    assert (B, T) == (3, 5)
+    said = f"token ids int64 [B, T]; outputs are logits [B, T, {V}]."
+    assert said in (out / "README.md").read_text()
 
 
 @of_peft
 def test_what_has_learnt_preferences_is_asked_too(tmp_path: Path):
     """Its task generates nothing, and the card asks for as many tokens as without a bound."""
     pytest.importorskip("peft")
-    data = PreferencePairs(num_clients=2, batch_size=8, context=72, examples_per_client=8)
-    method = FedAvg(network=partial(LlamaTiny, rank=2), optimizer=adam())
-    trainer = run(method, data, tmp_path, max_rounds=1, max_local_steps=1, workers=1)
+    trainer = preferring(tmp_path)
     for format in ("peft", "transformers"):
         out = fl_lightning.export_model(trainer, tmp_path / format, format=format)
         assert f"max_new_tokens={NEW_TOKENS}," in (out / "README.md").read_text()

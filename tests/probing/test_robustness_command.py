@@ -13,9 +13,11 @@ import pytest
 from outcomes import rows_of
 
 from fl_lightning.__main__ import main
+from fl_lightning.export.card import record_of
+from fl_lightning.probing import Finding, select_probes
 from fl_lightning.probing import command as probing
-from fl_lightning.probing import select_probes
 from fl_lightning.run.paths import checkpoints_in
+from fl_lightning.run.snapshot import Checkpoint
 from fl_lightning.tracking import mlflow_store
 from fl_lightning.tracking.runs import add_to_run
 
@@ -344,6 +346,31 @@ def test_a_test_that_disagrees_with_training_says_so(caplog, monkeypatch):
     run_test(run, "--probes", "clean")
     assert "test/accuracy" in caplog.text
     assert "0.123 in training" in caplog.text
+    nan = Finding({"test/accuracy": float("nan"), "test/loss": float("inf")})
+    monkeypatch.setattr(probing, "_recorded", lambda checkpoint: nan.metrics)
+    monkeypatch.setattr(probing, "probe", lambda subject, names: {"clean": nan})
+    caplog.clear()
+    run_test(run, "--probes", "clean")
+    assert "in training" not in caplog.text, "it diverged there too"
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_tables_are_read_as_the_checkpoint_vouches_for_them(damage, run):
+    """A kill leaves half a line, and there is a second copy of each."""
+    saved = Checkpoint.read(run / "checkpoints" / "round_000002")
+    probes = ("--checkpoint", "round_000002", "--probes", "cost,membership")
+    before, card = run_test(run, *probes), record_of(saved, None)
+    assert "cost/model_bytes_sent" in before["metrics"]
+    assert card["evaluation"]["round"] == 2
+    for name in ("ledger", "metrics"):
+        file = run / f"{name}.csv"
+        if damage == "cut":
+            file.write_text(file.read_text() + "4,1")
+        else:
+            file.unlink()
+    after = run_test(run, *probes)
+    assert (after["metrics"], after["probes"]) == (before["metrics"], before["probes"])
+    assert record_of(saved, None) == card
 
 
 @pytest.mark.slow
@@ -355,10 +382,11 @@ def test_the_results_join_the_mlflow_record_of_the_run(monkeypatch, caplog, data
     for name in ("MLFLOW_TRACKING_URI", *mlflow_store.ENVIRONMENT):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    run = fit("FedAvg", logger="true")
+    bins = '[{"class_path": "callbacks.Calibration", "init_args": {"bins": 10}}]'
+    run = fit("FedAvg", "--trainer.callbacks", bins, logger="true")
     run_id = json.loads((run / "metadata.json").read_text())["tracking_run_id"]
     client = mlflow.MlflowClient(f"sqlite:///{Path.cwd()}/mlflow.db")
-    trained = client.get_metric_history(run_id, "test/accuracy")
+    trained = client.get_metric_history(run_id, "test/ece")
     found = run_test(run, "--probes", "clean,fgsm,latency")
     record = client.get_run(run_id)
     assert record.info.status == "FINISHED"
@@ -370,7 +398,8 @@ def test_the_results_join_the_mlflow_record_of_the_run(monkeypatch, caplog, data
     assert "test.json" in {file.path for file in client.list_artifacts(run_id)}
     run_test(run, "--probes", "clean,fgsm,cost")
     assert [m.step for m in client.get_metric_history(run_id, "fgsm/accuracy")] == [3]
-    assert len(client.get_metric_history(run_id, "test/accuracy")) == len(trained)
+    assert found["metrics"]["test/ece"] != trained[-1].value, "that of 15 bins"
+    assert client.get_metric_history(run_id, "test/ece") == trained
     assert "cost/flops" in client.get_run(run_id).data.metrics
     other = found["metrics"]["fgsm/accuracy"] + 0.25
     add_to_run(True, run_id, {"fgsm/accuracy": other}, 3, [run / "test.json"])
