@@ -3,7 +3,6 @@ rounds come from :mod:`fl_lightning.evaluation`, which collects none."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,24 +17,10 @@ from fl_lightning.evaluation import (
     averages,
     evaluation_mode,
     gather_columns,
-    share,
     validation_batches,
 )
 from fl_lightning.methods import Method
 from fl_lightning.tasks import Task
-
-
-def predict(
-    fabric: Fabric, network: nn.Module, batches: Iterable[tuple[Any, ...]]
-) -> tuple[Tensor, ...]:
-    """Evaluate the network and return its outputs float32 ``[n, ...]`` and then whatever followed
-    the inputs in each batch, concatenated; on the CPU.
-
-    The batches are dealt to the ranks; every rank gets all of them back.
-    """
-    return gather_columns(
-        (number, _forward(fabric, network, batch)) for number, batch in share(batches)
-    )
 
 
 @torch.no_grad()

@@ -17,8 +17,7 @@ from fl_lightning.evaluation import evaluation_mode
 from fl_lightning.methods import Method
 from fl_lightning.probing.outputs import metrics_of
 
-# as in ``evaluation``, so that clean answers equal those during training bit for bit
-BATCH_SIZE = 512
+BATCH_SIZE = 512  # of images that are changed
 Forward = Callable[[Tensor], Tensor]
 Change = Callable[[Forward, Tensor, Tensor, int], Tensor]
 """A function that returns changed pixels. Its arguments are a network that maps pixels to logits,
@@ -125,8 +124,10 @@ class ProbedModel:
 
     def answers(self) -> Tensor:
         """Return the logits of the clean test set in its order, float32 ``[n, C]`` on the CPU."""
+        # in batches as in ``evaluation``, so that they equal those during training bit for bit
         return self._collect(
-            lambda network, index, number: self._logits(network, self.data.inputs("test", index))
+            lambda network, index, number: self._logits(network, self.data.inputs("test", index)),
+            self.data.evaluation_batch,
         )
 
     def metrics_of(self, outputs: Tensor) -> dict[str, float]:
@@ -152,7 +153,7 @@ class ProbedModel:
                 )
             return self._logits(network, data.normalise(pixels))
 
-        return self._collect(one)
+        return self._collect(one, BATCH_SIZE)
 
     def pixel_function(self, network: nn.Module) -> Forward:
         """Return the network as a differentiable function of pixels in [0, 1]."""
@@ -165,16 +166,17 @@ class ProbedModel:
 
         return forward
 
-    def _collect(self, one: Callable[[nn.Module, Tensor, int], Tensor]) -> Tensor:
+    def _collect(self, one: Callable[[nn.Module, Tensor, int], Tensor], size: int) -> Tensor:
         """Return the logits of all batches in the order of the test set, float32 ``[n, C]`` on the
         CPU.
 
         Args:
             one: logits of a batch, given network, indices and number of the batch.
+            size: examples of a batch.
         """
         logits, places, number = [], [], 0
         for network, indices in self.networks():
-            for index in indices.split(BATCH_SIZE):
+            for index in indices.split(size):
                 logits.append(one(network, index, number).cpu())
                 places.append(index.cpu())
                 number += 1

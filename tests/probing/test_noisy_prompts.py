@@ -15,6 +15,7 @@ from fl_lightning.data import IID, CorpusData, InstructionData, TokenData
 from fl_lightning.data.text.tokens import IGNORED, PROMPT_END, ByteTokenizer
 from fl_lightning.methods import FedAvg
 from fl_lightning.probing import PROBES, ProbedModel, noisy_prompts
+from fl_lightning.probing.by_kind import TIMED_PROMPTS
 from fl_lightning.probing.corruptions.typos import KEYBOARD, NEIGHBOURS, NOISES, add_noise
 from fl_lightning.probing.noisy_prompts import noisy_batch
 
@@ -136,6 +137,23 @@ def test_the_probe_measures_what_the_clean_test_does(tmp_path, monkeypatch):
     neutral = PROBES["corruptions"](probed).metrics
     for name in names:
         assert neutral[f"typos/swap/{name}"] == pytest.approx(clean[f"test/{name}"])
+
+
+def test_answers_are_timed_in_evaluation_mode(tmp_path, monkeypatch):
+    probed, modes = subject(tmp_path, made()), []
+    network = probed.method.network
+    original = type(network).generate
+
+    def generate(self, *arguments, **settings):
+        modes.append(self.training)
+        return original(self, *arguments, **settings)
+
+    monkeypatch.setattr(type(network), "generate", generate)
+    network.train()
+    found = PROBES["generation"](probed)
+    assert modes == [False] * (1 + TIMED_PROMPTS + 1)
+    assert network.training
+    assert found.details[f"batch of {TIMED_PROMPTS}"] == "measured once, so p99 is the median"
 
 
 class Dialogues(torch.utils.data.Dataset):

@@ -141,6 +141,28 @@ def test_an_attack_on_one_example_does_not_depend_on_the_others(network, example
     torch.testing.assert_close(together[:5], alone)
 
 
+def test_half_precision_hides_no_gradient(examples):
+    """Of answers that are so sure that the slope of their loss is below the least float16, and of
+    others, every example has the signs of float32."""
+    torch.manual_seed(0)
+    pixels, target, _ = examples
+    network = nn.Sequential(nn.Flatten(), nn.Linear(pixels[0].numel(), 10))
+    network[1].weight.data *= 10
+    target = network(pixels).argmax(1)
+    network[1].bias.data += 30 * F.one_hot(target[0], 10)
+    moved = fgsm(network, pixels, target) - pixels
+
+    def half(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.float16):
+            return network(x).float()
+
+    in_half = fgsm(half, pixels, target) - pixels
+    assert (F.cross_entropy(half(pixels), target, reduction="none") < 1e-8).any()
+    assert in_half.flatten(1).any(1).all()
+    inside = (pixels > 0) & (pixels < 1)
+    assert (in_half.sign() == moved.sign())[inside].double().mean() > 0.98
+
+
 def test_attacks_see_pixels_and_leave_no_gradient(tmp_path):
     """What is shown is what the test set shows, in [0, 1] before normalisation; no parameter gets a
     gradient."""
@@ -426,6 +448,19 @@ def test_probes_of_language_say_why_they_are_left_out_of_images(tmp_path):
     assert PROBES["generation"](subject).skipped == [
         "generation left out: the task is Classification"
     ]
+
+
+def test_the_answers_are_taken_in_the_batches_of_the_evaluation(tmp_path, monkeypatch):
+    """A data class says how many examples fit into the memory at once."""
+    subject = subject_of(FedAvg(), tmp_path)
+    monkeypatch.setattr(type(subject.data), "evaluation_batch", 7)
+    sizes: list[int] = []
+    network = subject.method.network
+    hook = network.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+    found = PROBES["calibration"](subject).metrics
+    hook.remove()
+    assert max(sizes) == 7
+    assert found["calibration/ece"] == PROBES["clean"](subject).metrics["test/ece"]
 
 
 def test_without_validation_examples_it_is_said(tmp_path):

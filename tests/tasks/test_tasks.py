@@ -42,7 +42,7 @@ from fl_lightning.methods import (
 )
 from fl_lightning.methods.terms import LabelSmoothing
 from fl_lightning.metrics.text import IGNORED, token_sums
-from fl_lightning.probing.outputs import predict, predict_validation
+from fl_lightning.probing.outputs import predict_validation
 from fl_lightning.rng import stream
 from fl_lightning.tasks import Classification, LanguageModelling, Regression, Task
 from fl_lightning.tasks.preference import answer_log_probability
@@ -375,7 +375,9 @@ def test_streamed_metrics_are_those_of_all_outputs():
     method, fabric = FedAvg(network=Bigrams), Fabric(accelerator="cpu", devices=1)
     method.build(data)
     metrics, answers = evaluation.on_test_set(fabric, method, data, answers=False)
-    outputs, target = predict(fabric, method.deploy(), data.test_batches(batch_size=5))
+    batches, network = [*data.test_batches(batch_size=5)], method.deploy().eval()
+    outputs = torch.cat([network(inputs).detach() for inputs, _ in batches])
+    target = torch.cat([target for _, target in batches])
     assert answers is None
     assert metrics["test/loss"] == pytest.approx(
         F.cross_entropy(outputs.transpose(1, 2).double(), target).item()
