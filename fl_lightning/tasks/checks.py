@@ -72,6 +72,13 @@ def _check_names(task: Task, found: Mapping[str, tuple[Tensor, Tensor]]) -> None
         )
     with np.errstate(divide="ignore", invalid="ignore"):
         made = task.finish({metric: np.asarray(s / w) for metric, (s, w) in totals.items()})
+    for part, returned, instead in (
+        ("examplewise", found, 'add "loss": (losses.double(), self.weight(target))'),
+        ("finish", made, "return the metrics that it was given too: {**means, ...}"),
+    ):
+        if "loss" not in returned:
+            rule = "the loss is a metric of every task, which probes and samplers read"
+            raise MisuseError(f"{name}.{part}, which returned no 'loss'", rule, instead)
     known = [*made, *(one.name for one in task.named)]
     for what, wanted in (("primary", (task.primary,)), ("per_client", task.per_client)):
         if missing := [metric for metric in wanted if metric not in known]:

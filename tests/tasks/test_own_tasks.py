@@ -159,6 +159,21 @@ def test_a_task_that_cannot_be_learnt_is_named_before_anything_is_made(name, tmp
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("part", "wrong"),
+    [
+        ("examplewise", sums(lambda found, weight: {"mse": found["mse"], "mae": found["mae"]})),
+        ("finish", {"finish": lambda self, means: {"mse": means["mse"], "mae": means["mae"]}}),
+    ],
+)
+def test_a_task_without_the_loss_among_its_metrics_is_refused(part, wrong, tmp_path):
+    data = Line()
+    data.task = type("Silent", (Weighed,), wrong)()
+    with refused(f"Silent.{part}, which returned no 'loss'", "", MisuseError):
+        run(FedAvg(network=lambda count: nn.Linear(3, count)), data, tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
 def test_trying_a_task_out_changes_nothing(tmp_path):
     hashes = set()
     for task in (Regression(), Weighed()):
