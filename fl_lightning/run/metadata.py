@@ -300,7 +300,8 @@ def git_state() -> dict[str, object]:
     """Return the commit of the project's checkout, and whether it is ``dirty`` (has uncommitted
     changes), as they were at this process's first run.
 
-    Both are None outside a checkout.
+    Both are None outside a checkout, and where the checkout is another project's, as that in whose
+    ignored ``.venv`` the package is installed.
     """
     try:
         return dict(_git_state())
@@ -310,11 +311,13 @@ def git_state() -> dict[str, object]:
 
 @cache  # two programs are started to ask
 def _git_state() -> dict[str, object]:
-    command = ["git", "-C", str(Path(__file__).parent)]
+    file = Path(__file__)
+    command = ["git", "-C", str(file.parent)]
     commit, status = (
         subprocess.run(
             [*command, *words], capture_output=True, text=True, timeout=10, check=True
         ).stdout
-        for words in (["rev-parse", "HEAD"], ["status", "--porcelain"])
+        # the second name fails where the commit does not hold this file
+        for words in (["rev-parse", "HEAD", f"HEAD:./{file.name}"], ["status", "--porcelain"])
     )
-    return {"commit": commit.strip(), "dirty": bool(status.strip())}
+    return {"commit": commit.split()[0], "dirty": bool(status.strip())}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from outcomes import rows_of
 from places import ROOT
 
 from fl_lightning.__main__ import main
+from fl_lightning.run import metadata
 
 KD = str(ROOT / "configs" / "kd_default.yaml")
 STUDIES = [
@@ -205,3 +208,31 @@ def test_the_saved_config_is_the_run():
     run = fit("--model.temperature", "3")
     again = fit(config=run / "config.yaml")
     assert fingerprint(run) == fingerprint(again)
+
+
+def test_the_commit_is_of_a_checkout_that_holds_the_package(tmp_path, monkeypatch, request):
+    """The repository of a user who has installed the package inside it is another project's."""
+    installed = tmp_path / ".venv" / "metadata.py"
+    installed.parent.mkdir()
+    shutil.copy(metadata.__file__, installed)
+    Path(".gitignore").write_text(".venv\n")
+
+    def git(*words: str) -> str:
+        person = ("-c", "user.name=n", "-c", "user.email=e")
+        return subprocess.run(
+            ["git", *person, *words], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    def state() -> dict[str, object]:
+        metadata._git_state.cache_clear()
+        return metadata.git_state()
+
+    request.addfinalizer(metadata._git_state.cache_clear)
+    monkeypatch.setattr(metadata, "__file__", str(installed))
+    git("init", "-q")
+    git("add", ".gitignore")
+    git("commit", "-qm", "theirs")
+    assert state() == {"commit": None, "dirty": None}
+    git("add", "-f", ".venv")
+    git("commit", "-qm", "its own")
+    assert state() == {"commit": git("rev-parse", "HEAD"), "dirty": False}
