@@ -209,7 +209,8 @@ class Tracking:
         if not uri.startswith(SQLITE):
             return None
         path = Path(uri.removeprefix(SQLITE))
-        return f"mlflow ui --backend-store-uri {SQLITE}{path.name if path.parent == Path.cwd() else path}"
+        shown = path.name if path.parent == Path.cwd() else path
+        return f"mlflow ui --backend-store-uri {shlex.quote(f'{SQLITE}{shown}')}"
 
     def start(self, params: Mapping[str, Any], tags: Mapping[str, Any]) -> None:
         """Open the stores, and record the settings, the tags and what has been logged already.
@@ -319,7 +320,7 @@ class Tracking:
         again = "they are in metrics.csv"
         if channel.is_mlflow:
             uri = getattr(channel.logger, "_tracking_uri", None)
-            flag = "" if uri in (None, default_uri()) else f" --uri {redact(uri)}"
+            flag = "" if uri in (None, default_uri()) else f" --uri {shlex.quote(redact(uri))}"
             again = f"to bring it in: python -m fl_lightning track {shlex.quote(str(self.run_dir))}{flag}"
         error = channel.writer.error
         log.warning(

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import shlex
 import shutil
 import subprocess
 import sys
@@ -53,6 +54,15 @@ def track(**changes: Any) -> Tracking:
 
 def steps(client: Any, run_id: str, name: str) -> list[tuple[int, float]]:
     return [(m.step, m.value) for m in client.get_metric_history(run_id, name)]
+
+
+def test_commands_that_are_proposed_can_be_pasted(caplog: pytest.LogCaptureFixture) -> None:
+    uri = "sqlite:///a b/mlflow.db"
+    tracked = track(logger=MLFlowLogger(tracking_uri=uri))
+    assert shlex.split(tracked.hint or "") == ["mlflow", "ui", "--backend-store-uri", uri]
+    tracked._tell_missing(tracked._channels[0])
+    command = caplog.messages[-1].partition("bring it in: ")[2]
+    assert shlex.split(command)[3:] == ["track", "runs", "--uri", uri]
 
 
 def test_a_run_and_its_continuation(

@@ -113,7 +113,8 @@ class SweepSession:
                 self.show_problems()
             sys.exit(1)
         if self.parent:
-            self.display.line(f"curves         mlflow ui --backend-store-uri {redact(store())}")
+            uri = shlex.quote(redact(store()))
+            self.display.line(f"curves         mlflow ui --backend-store-uri {uri}")
             self.display.line(f"               {mlflow_page.link(self.parent.experiment_id)}")
         if left:
             self.display.line(
