@@ -13,6 +13,7 @@ from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.engines.base import one_thread
 from fl_lightning.engines.sequential import descend, start_optimizer
+from fl_lightning.errors import require
 from fl_lightning.methods.base import Method
 from fl_lightning.methods.personal import training_only, tuned_names
 
@@ -33,11 +34,20 @@ def prepare_finetuning(
         method.finetuner = None
         return
 
+    names = tuned_names(method.network, tuning.part, [*method.trained_names, *method.own.shapes])
+    flag = "finetune_part" if "finetune" in method.owns else "finetune.part"
+    require(
+        bool(names),
+        f"--model.{flag} {tuning.part} with a network of which nothing there is trained",
+        "fine-tuning makes steps on what is trained",
+        f"write --model.{flag} full",
+    )
+
     def finetune(client: Client) -> None:
         network = method.network
         steps = data.num_steps(client, tuning.epochs) if tuning.epochs else tuning.steps
-        names = tuned_names(network, tuning.part, [*method.trained_names, *method.own.shapes])
         was_training = network.training
+        method.unsent.restore()
         with (
             one_thread(fabric.device),
             torch.enable_grad(),

@@ -237,6 +237,7 @@ class FedKD(Method):
         """Return the student that starts from ``weights``, after this round's passes over the
         public set."""
         self.layout.write(self.network, weights)
+        self.unsent.restore()
         self.train()
         soft_labels = self.server["soft_labels"].to(self.device)
         optimizer = round_optimizer(self)

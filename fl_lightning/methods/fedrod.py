@@ -60,10 +60,11 @@ class FedRoD(PersonalMethod):
         with torch.no_grad():
             logits = self.network.eval()(data.example_inputs())
             shared = self.tap.layer
+            ends = torch.equal(logits, shared(self.tap.take()))
             require(
-                torch.equal(logits, shared(self.tap.take())),
+                ends and all(weight.requires_grad for weight in shared.parameters()),
                 f"--model FedRoD with {type(self.network).__name__}, which does not end with a linear layer",
-                "its personal head is added to that",
+                "its personal head is added to one that is trained",
                 "take a network that does, such as small_cnn",
             )
         bias, dtype = shared.bias is not None, shared.weight.dtype

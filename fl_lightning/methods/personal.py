@@ -23,6 +23,7 @@ from fl_lightning.client import Client
 from fl_lightning.config.constraints import within
 from fl_lightning.config.recorded import Recorded
 from fl_lightning.errors import require
+from fl_lightning.models.features import linear_layers
 from fl_lightning.models.tensors import tensors_of
 from fl_lightning.wire import Layout
 
@@ -69,6 +70,7 @@ class WithPersonal:
 
     network: nn.Module
     layout: Layout
+    owns: frozenset[str]
     personal: str | None = None
     finetune: FineTuning | None = None
     own_part_learns: bool = True
@@ -87,6 +89,7 @@ class WithPersonal:
         stays = frozenset() if self.personal is None else part_of(self.network, self.personal)
         self.own = Layout.of(self.network, include=stays.__contains__)
         self.layout = Layout.of(self.network, include=lambda name: name not in stays)
+        named = "--model FedAvg " if "personal" in self.owns else ""
         require(
             self.personal is None or self.layout.size > 0,
             f"--model.personal {self.personal} with a network of which it is all",
@@ -97,7 +100,7 @@ class WithPersonal:
             self.personal in (None, "norm") or self.own.size > 0,
             f"--model.personal {self.personal} with a network of which nothing there is trained",
             "what stays on a client is what it trains",
-            "write a pattern of trained tensors, such as *.lora_B, or leave personal out",
+            f"write {named}--model.personal with a pattern of trained tensors, such as '*lora_B.*'",
         )
         self.own_start = self.own.read(self.network)
         own = [p for name, p in self.network.named_parameters() if name in self.own.shapes]
@@ -126,20 +129,18 @@ def part_of(network: nn.Module, part: str) -> frozenset[str]:
     Args:
         network: whose.
         part: ``norm``: layers of normalisation, by their type and not by their name, with their
-            statistics; ``head``: the last linear layer; ``body``: all but it; or a pattern of
-            names, such as ``blocks.*``.
+            statistics; ``head``: the last linear layer, with its adapter; ``body``: all but it; or
+            a pattern of names, such as ``blocks.*``.
 
     Raises:
         InputError: the network has no linear layer, or nothing has such a name.
     """
     names = [*tensors_of(network)]
     if part == "norm":
-        layers = [name for name, module in network.named_modules() if is_norm(module)]
-        return frozenset(
-            name for name in names if any(name.startswith(f"{layer}.") for layer in layers)
-        )
+        norms = tuple(f"{name}." for name, module in network.named_modules() if is_norm(module))
+        return frozenset(name for name in names if name.startswith(norms))
     if part in ("head", "body"):
-        linear = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
+        linear = [*linear_layers(network)]
         require(
             bool(linear),
             f"a personal {part} of {type(network).__name__}, which has no linear layer",
@@ -160,9 +161,8 @@ def part_of(network: nn.Module, part: str) -> frozenset[str]:
 
 def is_norm(module: nn.Module) -> bool:
     """Return whether a layer normalises."""
-    return isinstance(module, NORMS) or (
-        not [*module.children()] and type(module).__name__.endswith("Norm")
-    )
+    named = not [*module.children()] and type(module).__name__.endswith("Norm")
+    return isinstance(module, NORMS) or named
 
 
 @contextmanager

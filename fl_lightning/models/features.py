@@ -9,6 +9,19 @@ from torch import Tensor, nn
 from fl_lightning.errors import require
 
 
+def linear_layers(network: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linear layers of a network by name, in its order. One with an adapter is one
+    layer, of which this is the base."""
+    found: dict[str, nn.Linear] = {}
+    adapted: tuple[str, ...] = ()
+    for name, module in network.named_modules():
+        base = getattr(module, "base_layer", module)
+        if isinstance(base, nn.Linear) and not name.startswith(adapted):
+            found[name] = base
+            adapted += () if base is module else (f"{name}.",)
+    return found
+
+
 class FeatureTap:
     """Holds what entered the last linear layer of a network in its last pass, and in ``layer``
     which that is.
@@ -20,7 +33,7 @@ class FeatureTap:
     """
 
     def __init__(self, network: nn.Module) -> None:
-        linear = [module for module in network.modules() if isinstance(module, nn.Linear)]
+        linear = [*linear_layers(network).values()]
         require(
             bool(linear),
             f"a term of the features of {type(network).__name__}, which has no linear layer",

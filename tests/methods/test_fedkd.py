@@ -357,6 +357,23 @@ def test_interrupted_in_mid_round_it_equals_uninterrupted(tmp_path):
     ).read_text()
 
 
+def test_the_student_starts_from_the_counters_of_the_start(tmp_path):
+    """Whatever clients have trained in its process before."""
+
+    def counting(classes):
+        network = SmallCNN(classes, norm="batch", width=4)
+        for module in network.modules():
+            if isinstance(module, torch.nn.BatchNorm2d):
+                module.momentum = None  # a mean over all batches that a counter has counted
+        return network
+
+    one, two = (
+        after(FedKD(network=counting), digits(), tmp_path / str(workers), workers=workers)[0]
+        for workers in (1, 2)
+    )
+    assert same(one, two)
+
+
 def test_batchnorm_and_a_client_with_one_example_stay_finite(tmp_path):
     sizes = {"synthetic_examples": 60, "synthetic_test_examples": 10, "synthetic_size": 16}
     data = FederatedImages(

@@ -14,6 +14,7 @@ import pytest
 import torch
 from golden_adapters import found_by_a_file
 from lightning.pytorch import LightningModule
+from refusals import refused
 from torch import nn
 from toy import run, sgd
 
@@ -50,6 +51,7 @@ from fl_lightning.methods import (
 from fl_lightning.methods.personal import OWN, part_of
 from fl_lightning.methods.terms import ContrastiveTerm
 from fl_lightning.models import build_network
+from fl_lightning.models.language import LlamaTiny
 
 
 class End(Meter):
@@ -92,10 +94,63 @@ def test_head_body_and_patterns():
     assert not head & body
     one = next(iter(head)).rpartition(".")[0]
     assert part_of(network, f"{one}.*") == head
+    adapted = part_of(LlamaTiny(259), "head")
+    assert {name.removeprefix("layers.3.mlp.down_proj.") for name in adapted} == {
+        "base_layer.weight",
+        "lora_A.weight",
+        "lora_B.weight",
+    }
     with pytest.raises(InputError, match="no tensor of SmallCNN has such a name"):
         part_of(network, "nope.*")
     with pytest.raises(InputError, match="something has to travel"):
         FedAvg(personal="*", network=small_network).build(prepared())
+
+
+def frozen_head(classes):
+    network = small_network(classes)
+    head = part_of(network, "head")
+    for name, parameter in network.named_parameters():
+        parameter.requires_grad_(name not in head)
+    return network
+
+
+@pytest.mark.parametrize(
+    ("method", "instead"),
+    [
+        (FedPer, "write --model FedAvg --model.personal with a pattern"),
+        (FedRep, "write --model FedAvg --model.personal with a pattern"),
+        (FedBABU, "write --model FedAvg --model.personal with a pattern"),
+        (partial(FedProx, personal="head"), "write --model.personal with a pattern"),
+        (partial(FineTune, finetune_part="head"), "write --model.finetune_part full"),
+        (partial(FedAvg, finetune=FineTuning(part="head")), "write --model.finetune.part full"),
+    ],
+)
+def test_a_head_that_nobody_trains_is_refused(method, instead, tmp_path):
+    with refused("nothing there is trained", instead):
+        run(method(network=frozen_head), images(), tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+    assert part_of(small_network(4), "*weight")  # a pattern as it is told to write
+
+
+class Counting(nn.Sequential):
+    """Its statistics are means over all batches that a counter has counted, which does not
+    travel."""
+
+    def __init__(self, classes):
+        first = nn.Linear(3 * 16 * 16, 8)
+        norm = nn.BatchNorm1d(8, momentum=None)
+        super().__init__(nn.Flatten(), first, norm, nn.Linear(8, classes))
+
+
+def test_a_copy_is_tuned_from_the_counters_of_the_start(tmp_path):
+    """Whichever client was tuned before."""
+    method = FineTune(network=Counting, optimizer=sgd(0.05), finetune_steps=2)
+    data = run(method, images(), tmp_path, max_rounds=1).data
+
+    def model_of(id):
+        return method.layout.read(method.deploy(data.client(id)))
+
+    assert torch.equal(model_of(0), [model_of(2), model_of(0)][1])
 
 
 def prepared():
