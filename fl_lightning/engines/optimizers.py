@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from fl_lightning.errors import InputError, require
 from fl_lightning.methods import Method
-from fl_lightning.methods.optimizing import round_optimizer
+from fl_lightning.methods.optimizing import round_optimizer, unpack
 
 ELEMENTWISE = (
     optim.SGD,
@@ -63,6 +63,8 @@ def check_schedule(method: Method, rounds: int) -> None:
             optimizer = round_optimizer(method)
             if not method.scheduled_groups:
                 return
+            method.check_rates()
+            _check_several_rates(method, optimizer)
             lrs = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
             if not all(math.isfinite(lr) and lr >= 0 for lr in lrs):
                 raise InputError(
@@ -85,6 +87,21 @@ def check_schedule(method: Method, rounds: int) -> None:
     finally:
         method.round = before
         method.scheduled_groups.clear()
+
+
+def _check_several_rates(method: Method, scheduled: Optimizer) -> None:
+    """Refuse a schedule that sets the rates of all groups, where the method gives one of its own to
+    some."""
+    if method.scheduler_spec is None:
+        return
+    own = [group.get("lr") for group in unpack(method.configure_optimizers(), "")[0].param_groups]
+    begun = {group.get("initial_lr") for group in scheduled.param_groups}
+    require(
+        len({*own}) == 1 or len(begun) > 1,
+        f"--model.scheduler that sets a rate, with learning rates {own}",
+        "it sets one for all parameters, and theirs would be ignored",
+        "give it a list of as many, such as max_lr: [0.1, 0.01], or take one that scales rates",
+    )
 
 
 def check_optimizer_settings(method: Method) -> None:

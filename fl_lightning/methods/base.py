@@ -162,10 +162,9 @@ class Method(Recorded, Emitter, SummingServer, WithLocalWork, WithPersonal, With
     ) -> None:
         super().__init__()
         self.network_spec, self.channels_last = network, channels_last
-        self.optimizer_spec = optimizer
+        self.optimizer_spec, self.scheduler_spec = optimizer, scheduler
         self.adapters = chosen_rule(adapter_average)
         self.average, self.max_share = average, max_share
-        self.scheduler_spec = scheduler
         self.weigh_by: Weighing = weigh_by
         self.server_optimizer, self.finetune = server_optimizer, finetune
         self.personal = self.adapters.personal if personal is None else personal
@@ -327,9 +326,8 @@ class Method(Recorded, Emitter, SummingServer, WithLocalWork, WithPersonal, With
     def upload(self, client: Client) -> Payload:
         """Return what the client sends. ``examples`` is its weight n_k. ``local_steps`` and
         ``local_lr`` say what its round was."""
-        return Payload(
-            {"examples": self.examples_of(client), "weights": self.adapters.sent(self, client)}
-        )
+        weights = self.adapters.sent(self, client)
+        return Payload({"examples": self.examples_of(client), "weights": weights})
 
     def examples_of(self, client: Client) -> Tensor:
         """Return n_k as it travels, an int32 scalar: its examples, labelled tokens or 1 by

@@ -182,12 +182,13 @@ def require_plain_sgd(
         for setting, refused in wanted.items():
             given = f"--model.optimizer.{setting} {group[setting]} with --model {name}"
             zero = str(type(group[setting])()).lower()
-            require(
-                not (refused and group[setting]),
-                given,
-                why,
-                f"write --model.optimizer.{setting} {zero}",
-            )
+            instead = f"write --model.optimizer.{setting} {zero}"
+            if setting == "momentum" and "max_momentum" in group:  # as cyclic schedules set it
+                given = (
+                    f"--model.scheduler with a momentum of {group[setting]:g} and --model {name}"
+                )
+                instead = "write --model.scheduler.cycle_momentum false"
+            require(not (refused and group[setting]), given, why, instead)
     rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
     require(
         len(rates) == 1,

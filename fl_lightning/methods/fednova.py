@@ -31,7 +31,7 @@ from fl_lightning.methods.optimizing import round_lr, round_optimizer
 from fl_lightning.methods.terms import ProximalTerm, a_weight
 from fl_lightning.wire import Limit, Payload, PayloadError
 
-SWING_STEPS = 100
+SWING_STEPS = 99
 """Steps within which a_i is least, where momentum takes it back."""
 
 
@@ -66,13 +66,17 @@ class FedNova(Method):
         super().build(data)
         why = "a_i is how far steps of SGD go, with momentum and a proximal term"
         require_plain_sgd(self, why, momentum=True, decay=True, clipping=True)
-        pull = self.mu * round_lr(self)
-        given = f"mu {self.mu:g} at a learning rate of {pull / (self.mu or 1):g}"
-        why = "mu lr is at most 1"
-        above = pull <= 1 and min(map(self.work_of, range(1, SWING_STEPS))) > 0
-        require(above, given, f"{why}, or a_i need not be above 0", "write --model.mu 0.01")
+        self.check_rates()
         if self.server_momentum:
             self.server["momentum"] = torch.zeros(self.trained_values)
+
+    def check_rates(self) -> None:
+        lr = round_lr(self)
+        given = f"mu {self.mu:g} at a learning rate of {lr:g}"
+        given += f", that of round {self.round}" if self.round > 1 else ""
+        above = self.mu * lr <= 1 and min(self._works(SWING_STEPS)[1:]) > 0
+        why = "mu lr is at most 1, or a_i need not be above 0"
+        require(above, given, why, "write --model.mu 0.01")
 
     def upload(self, client: Client) -> Payload:
         steps = torch.tensor(float(self.local_steps))
@@ -97,12 +101,16 @@ class FedNova(Method):
 
     def work_of(self, steps: int) -> float:
         """Return a_i of a client that made so many steps in this round."""
+        return self._works(steps)[-1]
+
+    def _works(self, steps: int) -> list[float]:
+        """Return a_i after 0, 1, ... and so many steps."""
         (group, *_) = round_optimizer(self).param_groups
-        momentum, shrinks, last, total = group["momentum"], group["lr"] * self.mu, 0.0, 0.0
+        momentum, shrinks, last, found = group["momentum"], group["lr"] * self.mu, 0.0, [0.0]
         for _ in range(steps if self.normalize else 1):
-            last = momentum * last + 1 - shrinks * total
-            total += last
-        return total
+            last = momentum * last + 1 - shrinks * found[-1]
+            found.append(found[-1] + last)
+        return found
 
     def addends(self, upload: Payload, client_id: int, weight: int) -> dict[str, Addend]:
         steps = int(upload.tensor("steps"))

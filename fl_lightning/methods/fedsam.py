@@ -62,7 +62,10 @@ class FedSAM(Method):
         weights = self._moving_weights()
         if are_parameters([*weights.values()]):
             found = torch.autograd.grad(
-                self.task_and_logits(batch, batch_idx)[0], [*weights.values()]
+                self.task_and_logits(batch, batch_idx)[0],
+                [*weights.values()],
+                allow_unused=True,
+                materialize_grads=True,
             )
             return found, moving_buffers(self.network)
 

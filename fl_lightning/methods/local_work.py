@@ -58,6 +58,10 @@ class WithLocalWork:
         while ``upload`` runs, and one where groups of parameters have the same."""
         return self._local_work("local_lr").lr
 
+    def check_rates(self) -> None:
+        """Refuse the learning rates of ``round`` where the method cannot go by them; asked for
+        every round of a schedule before the run."""
+
     def _local_work(self, name: str) -> LocalWork:
         if self.local_work is None:
             text = (

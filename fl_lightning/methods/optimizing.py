@@ -198,9 +198,8 @@ def _values(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _name(method: Method) -> str:
-    return type(
-        method.module if method.module is not None and method.module_optimizes else method
-    ).__name__
+    own = method.module is not None and method.module_optimizes
+    return type(method.module if own else method).__name__
 
 
 def _form(found: Any) -> str:

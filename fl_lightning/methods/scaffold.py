@@ -98,7 +98,7 @@ class SCAFFOLD(ChangingMethod):
             super().local_batches(data, client, epochs=1, labels=labels, steps=steps)
         ):
             loss = super().training_step(batch, number)["loss"]
-            found = torch.autograd.grad(loss, weights)
+            found = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
             size = self._weight_of(batch)
             total, seen = (
                 total + size * torch.cat([part.reshape(-1) for part in found]),

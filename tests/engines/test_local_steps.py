@@ -12,6 +12,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
 from places import CONFIGS
+from refusals import refused
 from ten import SMALL, assert_same_within_rounding, fit, make, same
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
@@ -25,7 +26,7 @@ from fl_lightning.conformance.toy import images
 from fl_lightning.engines.sequential import local_step
 from fl_lightning.engines.stacked.stack import clip_rows
 from fl_lightning.errors import InputError
-from fl_lightning.methods import SCAFFOLD, FedAvg
+from fl_lightning.methods import SCAFFOLD, Ditto, FedAvg, FedRep
 
 FALLING = partial(schedules.ExponentialLR, gamma=0.5)
 
@@ -294,6 +295,25 @@ def test_a_schedule_that_cannot_be_played_is_refused_before_anything_is_made(
             max_rounds=5,
         )
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        partial(Ditto, personal_lr=0.01),
+        partial(FedRep, head_lr=0.01, head_steps=1),
+    ],
+)
+def test_a_schedule_that_would_set_a_second_rate_is_refused(method, tmp_path):
+    settings = {"network": SMALL, "optimizer": sgd(0.1, momentum=0.9)}
+    cycle = partial(schedules.OneCycleLR, total_steps=5)
+    with refused("with learning rates [0.1, 0.01]", "max_lr: [0.1, 0.01]"):
+        run(method(scheduler=partial(cycle, max_lr=0.1), **settings), images(), tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+    both = method(scheduler=partial(cycle, max_lr=[0.1, 0.01]), **settings)
+    run(both, images(), tmp_path / "runs", max_rounds=1)
+    falling = method(scheduler=FALLING, **settings)
+    run(falling, images(), tmp_path / "runs", max_rounds=1)
 
 
 @pytest.mark.slow

@@ -11,7 +11,9 @@ import torch
 from fates import Fates
 from golden_adapters import found_by_a_file
 from golden_cases import Adapter, cases_of, differences, run_case
+from refusals import refused
 from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from toy import CENTRES, Points, Quadratic, point_network, run, sgd
 
 from callbacks import ByzantineClients
@@ -473,6 +475,55 @@ def test_local_steps_that_break_the_identity_are_refused(method, optimizer, says
     with pytest.raises(InputError, match=says):
         run(method(network=small_network, optimizer=optimizer), images(), tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("method", [SCAFFOLD, FedCM, FedDC])
+def test_a_schedule_that_sets_a_momentum_is_refused(method, tmp_path):
+    cycle = partial(OneCycleLR, max_lr=0.1, total_steps=5)
+    settings = {"network": small_network, "optimizer": sgd(0.1)}
+    with refused(
+        "--model.scheduler with a momentum", "write --model.scheduler.cycle_momentum false"
+    ):
+        run(method(scheduler=cycle, **settings), images(), tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+    without = method(scheduler=partial(cycle, cycle_momentum=False), **settings)
+    run(without, images(), tmp_path / "runs", max_rounds=1)
+
+
+def test_a_rate_of_a_later_round_is_refused_before_the_first(tmp_path):
+    scheduler = partial(LambdaLR, lr_lambda=lambda epoch: 30.0 if epoch == 2 else 1.0)
+    method = FedNova(mu=1.0, network=small_network, optimizer=sgd(0.1), scheduler=scheduler)
+    with refused("mu 1 at a learning rate of 3, that of round 3", "write --model.mu"):
+        run(method, images(), tmp_path / "runs", max_rounds=4)
+    assert not (tmp_path / "runs").exists()
+    run(method, images(), tmp_path / "runs", max_rounds=2)
+
+
+class WithUnused(torch.nn.Module):
+    """A network with a parameter that it does not compute with."""
+
+    def __init__(self, classes):
+        super().__init__()
+        self.used = small_network(classes)
+        self.unused = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, inputs):
+        return self.used(inputs)
+
+
+@pytest.mark.parametrize(
+    "method", [FedSAM, MoFedSAM, FedSpeed, partial(SCAFFOLD, option=1)], ids=str
+)
+def test_a_parameter_without_a_gradient_changes_nothing(method, tmp_path):
+    found = []
+    for network in (WithUnused, small_network):
+        made = method(network=network, optimizer=sgd(0.05))
+        run(made, images(), tmp_path / network.__name__, max_rounds=2, engine="sequential")
+        found.append(dict(made.layout.unpack(made.server["weights"])))
+    unused = found[0].pop("unused")
+    assert torch.equal(unused, torch.ones(3))
+    for name, values in found[0].items():
+        torch.testing.assert_close(values, found[1][name.removeprefix("used.")])
 
 
 @pytest.mark.parametrize("method", [SCAFFOLD, FedCM, FedDC])
