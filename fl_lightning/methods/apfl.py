@@ -91,6 +91,7 @@ class APFL(BesideMethod):
     def deploy(self, client: Client | None = None) -> nn.Module:
         network = super().deploy()
         if client is not None:
-            A, x = self.kept(client, "A"), self.layout.read(network)
-            self.layout.write(network, A * self.kept(client, "v") + (1 - A) * x)
+            A, part = self.kept(client, "A"), self.adapters.part(client)
+            x = self.layout.read(network) * (1 if part is None else part)
+            self.layout.write(network, A * self.own_model(client) + (1 - A) * x)
         return network

@@ -51,6 +51,12 @@ class PersonalMethod(Method, ABC):
         what ``first`` has."""
         return ({} if client is None else client.state).get(name, self.first[name])
 
+    def own_model(self, client: Client) -> Tensor:
+        """Return the weights v ``[P]`` that the client keeps, of its own rank where clients have
+        adapters of different ranks."""
+        v, part = self.kept(client, "v"), self.adapters.part(client)
+        return v if part is None else v * part
+
     def keep(self, client: Client, **vectors: Tensor) -> None:
         """Keep vectors by name, if all of them are finite: a client that has diverged stays as it
         was."""
@@ -77,7 +83,7 @@ class BesideMethod(PersonalMethod):
 
     def receive(self, message: Payload, client: Client) -> None:
         super().receive(message, client)
-        self.layout.write(self.beside, self.kept(client, "v"))
+        self.layout.write(self.beside, self.own_model(client))
 
     def own_parameters(self, network: nn.Module) -> list[nn.Parameter]:
         """Return what the local optimiser moves of one of the two networks."""

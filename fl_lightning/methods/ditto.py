@@ -119,5 +119,5 @@ class Ditto(BesideMethod):
     def deploy(self, client: Client | None = None) -> nn.Module:
         if client is None:
             return super().deploy()
-        self.layout.write(self.network, self.kept(client, "v"))
+        self.layout.write(self.network, self.own_model(client))
         return self.network

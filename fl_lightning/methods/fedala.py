@@ -73,7 +73,7 @@ class FedALA(PersonalMethod):
 
     def receive(self, message: Payload, client: Client) -> None:
         super().receive(message, client)
-        own = self.adapted.pack(self.layout.unpack(self.kept(client, "v")))
+        own = self.adapted.pack(self.layout.unpack(self.own_model(client)))
         self.W, self.own_part = self.kept(client, "W").to(self.device), own.to(self.device)
         self.global_part = self.adapted.read(self.network).to(self.device)
         self.adapted.write(self.network, self.mixed(self.W))
@@ -111,5 +111,5 @@ class FedALA(PersonalMethod):
     def deploy(self, client: Client | None = None) -> nn.Module:
         network = super().deploy()
         if client is not None:
-            self.layout.write(network, self.kept(client, "v"))
+            self.layout.write(network, self.own_model(client))
         return network

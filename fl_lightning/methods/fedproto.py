@@ -82,8 +82,9 @@ class FedProto(PersonalMethod):
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
         task, logits = self.task_and_logits(batch, batch_idx)
-        away = (self.tap.take().float() - self.prototypes[batch[1]]).square().mean(1)
-        pull = self.lam * (self.known[batch[1]] * away).mean()
+        classes = batch[1].long()
+        away = (self.tap.take().float() - self.prototypes[classes]).square().mean(1)
+        pull = self.lam * (self.known[classes] * away).mean()
         outputs = self.with_terms({"loss": task, "loss_task": task}, batch, logits)
         return {**outputs, "loss": outputs["loss"] + pull, "loss_prototypes": pull}
 
@@ -105,7 +106,7 @@ class FedProto(PersonalMethod):
         size = self.train_data.evaluation_batch
         for part, target in zip(index.split(size), labels.split(size), strict=True):
             self.network(self.train_data.inputs("train", part))
-            of_class = one_hot(target, len(counts)).T
+            of_class = one_hot(target.long(), len(counts)).T
             sums += of_class.double() @ self.tap.take().double()
             counts += of_class.sum(1)
         return (sums / counts.clamp_min(1).unsqueeze(1)).float().cpu(), counts.cpu()

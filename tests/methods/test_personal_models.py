@@ -10,6 +10,7 @@ import pytest
 import torch
 from golden_adapters import found_by_a_file
 from lightning.pytorch import LightningModule
+from tiny_language import fit, method_of
 from torch import nn
 from toy import run, sgd
 
@@ -204,6 +205,47 @@ def test_prototypes_are_means_of_the_labels_that_a_client_trains_on(tmp_path):
     assert upload.tensor("counts").tolist() == [*torch.bincount(labels).tolist(), 0]
     for c in range(3):
         torch.testing.assert_close(upload.tensor("prototypes")[c], z[labels == c].mean(0))
+
+
+def test_classes_may_be_bytes(tmp_path):
+    """As files of images have them."""
+
+    def with_bytes(data):
+        setup = data.setup
+
+        def as_bytes(stage="fit"):
+            setup(stage)
+            data.train_target = data.train_target.to(torch.uint8)
+
+        data.setup = as_bytes
+        return data
+
+    methods = of(FedProto), of(FedProto)
+    run(methods[0], images(), tmp_path / "longs", max_rounds=2)
+    run(methods[1], with_bytes(images()), tmp_path / "bytes", max_rounds=2)
+    assert torch.equal(*(method.server["prototypes"] for method in methods))
+
+
+@pytest.mark.parametrize("kind", [Ditto, APFL, FedALA])
+def test_a_client_has_a_model_of_its_own_rank(kind, tmp_path):
+    """Clients 0 and 2 have the rank 2 of 4."""
+    settings = {"rank": [2, 4], "adapter_average": "product"}
+    method, models = method_of(kind, **settings), Models()
+    if kind is APFL:
+        method.optimizer_spec = sgd(0.05)
+    trainer = fit(method, tmp_path, participation=0.5, callbacks=[models])
+    data, states = trainer.data, trainer.progress.done.states
+    for id, model in enumerate(models.own):
+        own = method.own_model(data.client(id, dict(states.get(id, {}))))
+        for name, values in (
+            *method.layout.unpack(model).items(),
+            *method.layout.unpack(own).items(),
+        ):
+            beyond = values[2:] if name.endswith("lora_A.weight") else values[:, 2:]
+            if id % 2 == 0:
+                assert (beyond == 0).all()
+            elif name.endswith("lora_A.weight"):
+                assert (beyond != 0).any()
 
 
 @pytest.mark.parametrize("counts", [[0.5, 0, 0, 0], [-1, 2, 0, 0], [1e6, 0, 0, 0]])

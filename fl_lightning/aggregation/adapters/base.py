@@ -122,7 +122,6 @@ class AdapterAverage(PlainWeights):
     # Messages
 
     def part(self, client: Client) -> Tensor | None:
-        """Return which values of ``layout`` a client has, bool ``[P]``; None: all."""
         return self.parts[self.ranks[client.id % len(self.ranks)]] if self.ranks else None
 
     def broadcast(self, method: Averaging, client: Client) -> Payload:

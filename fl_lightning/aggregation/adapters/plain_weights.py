@@ -94,6 +94,10 @@ class PlainWeights(Recorded):
 
     # Messages
 
+    def part(self, client: Client) -> Tensor | None:
+        """Return which values of ``layout`` a client has, bool ``[P]``; None: all."""
+        return None
+
     def broadcast(self, method: Averaging, client: Client) -> Payload:
         """Return what a client is sent at the start of the round."""
         return Payload({"weights": method.server["weights"]})
