@@ -20,6 +20,7 @@ from fl_lightning.data import FederatedData
 from fl_lightning.methods.base import Method
 from fl_lightning.methods.local_work import check_steps
 from fl_lightning.methods.optimizing import clip_gradients, round_optimizer
+from fl_lightning.methods.terms import refuse_readers
 from fl_lightning.metrics import Mean
 from fl_lightning.wire import Limit, Payload
 
@@ -45,6 +46,8 @@ class Centralised(Method):
     }
 
     def build(self, data: FederatedData) -> None:
+        why = "its clients have no model of their own"
+        refuse_readers(self.terms, ("previous_features",), "Centralised", why)
         super().build(data)
         self.all_data = data
         clients = [data.client(int(id)) for id in data.active]
@@ -52,6 +55,7 @@ class Centralised(Method):
         self.everyone = Client(data.num_clients, everything, np.empty(0, np.int64))
         self.asked_steps = 0
         self.losses: dict[str, Mean] = {}
+        self.losses_of = 0
 
     def broadcast(self, client: Client) -> Payload:
         return Payload({})
@@ -86,8 +90,11 @@ class Centralised(Method):
         data, everyone = self.all_data, self.everyone
         epochs = -(-steps // data.num_steps(everyone, 1))
         self.layout.write(self.network, self.server["weights"])
+        self.unsent.restore()
+        self.remember_received()
+        self.start_terms(everyone, data.labels(everyone))
         self.train()
-        self.losses = {}
+        self.losses, self.losses_of = {}, self.round
         optimizer = round_optimizer(self)
         batches = data.train_batches(everyone, round=self.round, epochs=epochs, steps=steps)
         with rng.torch_stream(self.seed, "dropout", self.round, everyone.id):
@@ -106,6 +113,7 @@ class Centralised(Method):
         self.server["weights"] = self.layout.to_wire(self.layout.read(self.network))
 
     def server_metrics(self) -> dict[str, float]:
+        losses = self.losses if self.losses_of == self.round else {}  # void: without steps
         return super().server_metrics() | {
-            f"train/{name}": mean.value for name, mean in self.losses.items()
+            f"train/{name}": mean.value for name, mean in losses.items()
         }

@@ -44,6 +44,7 @@ from fl_lightning.methods.relevance import (
     sketch,
     update_ema,
 )
+from fl_lightning.methods.terms import refuse_readers
 from fl_lightning.models import build_network
 from fl_lightning.models.pq_lora import adapted_layers, align, attach, read_adapters, write_global
 from fl_lightning.wire import Layout, Limit, Payload
@@ -146,6 +147,11 @@ class FedMosaic(Method):
                 "FedMosaic mixes by relevance and averages no weights",
                 "leave it out, write --model.average WeightedMean",
             )
+        read, why = (
+            ("features", "previous_features"),
+            "its clients' networks are of several families",
+        )
+        refuse_readers(self.terms, read, "FedMosaic", why)
         self.specs = networks or [network]
         self.reference_spec = reference
         self.adapter_settings = (num_blocks, rank, scale, gate, full_gradient)
@@ -182,6 +188,7 @@ class FedMosaic(Method):
             "adapters": adapters.new_empty(0, *adapters.shape),
             "sketches": torch.empty(0, len(self.kept)),
         }
+        self._build_terms(data)
 
     def _align_families(self, data: FederatedData) -> None:
         if not len(data.public):
@@ -210,6 +217,7 @@ class FedMosaic(Method):
     def receive(self, message: Payload, client: Client) -> None:
         index = self.family(client)
         self.network = self.families[index]
+        self.trained_names = [*self.layouts[index].shapes]
         self.layouts[index].write(self.network, client.state.get("trained", self.start[index]))
         write_global(adapted_layers(self.network), message.tensor("adapters"))
         self.remember_received()

@@ -61,6 +61,7 @@ from fl_lightning.methods.experts.sums import (
     warn_of_noise,
 )
 from fl_lightning.methods.experts.wire import ExpertWire, Received, Trained
+from fl_lightning.methods.terms import refuse_readers
 from fl_lightning.metrics.text import IGNORED
 from fl_lightning.models.language.experts import Seats
 from fl_lightning.models.recipe import copied
@@ -150,17 +151,19 @@ class FedVEMoE(Method):
         kappa: Annotated[float, within("[0, inf]", "0 or more", 1.0)] = 1.0,
         gamma: Annotated[float, within("(0, inf]", "a temperature is above 0", 1.0)] = 1.0,
         gate_weight: Annotated[float, within("[0, inf]", "0 or more", 0.01)] = 0.01,
-        server_lr: Annotated[float, within("(0, inf]", "above 0", 1.0)] = 1.0,
+        server_lr: Annotated[float, within("(0, inf)", "above 0 and finite", 1.0)] = 1.0,
         birth: Literal["test", "never"] = "test",
         birth_gap: Annotated[float, within("[0, inf]", "0 nats or more", 0.05)] = 0.05,
         birth_z: Annotated[float, within("[0, inf]", "0 or more", 2.0)] = 2.0,
         rules: Rules = RULES,
         wire: Literal["plain", "oblivious", "private"] = "plain",
         down: Literal["all", "changed"] = "all",
-        mass_scale: Annotated[float, within("(0, inf]", "above 0", 0.1)] = 0.1,
+        mass_scale: Annotated[float, within("(0, inf)", "above 0 and finite", 0.1)] = 0.1,
         **settings: Any,
     ) -> None:
         super().__init__(network=network, **settings)
+        why = "a client keeps no model but its own adapter"
+        refuse_readers(self.terms, ("previous_features",), "FedVEMoE", why)
         for name, value, valid, rule, example in (
             (
                 "k_init",
@@ -212,7 +215,7 @@ class FedVEMoE(Method):
     def build(self, data: FederatedData) -> None:
         super().build(data)
         self.initial = self.server.pop("weights").float()
-        self._data = data
+        self._data, self.changed_in = data, 0
         self.learns_own = False
         if self.keeps_own:
             frozen = {id(p): p for p in self.network.parameters() if not p.requires_grad}
@@ -237,6 +240,8 @@ class FedVEMoE(Method):
                 "write adapter lora or ffa of the network, or --model.shared false",
             )
             self.features = self.seats.gate.router.shape[1]
+            trained = (n for n, p in self.network.named_parameters() if p.requires_grad)
+            self.trained_names = [*trained]
         self.wire = ExpertWire(
             self.layout.size,
             self.features,
@@ -281,6 +286,7 @@ class FedVEMoE(Method):
                 known[slot] = row
             client.state["experts"] = known
         self._start(received, client)
+        self.remember_received()
 
     def _start(self, received: Received, client: Client) -> None:
         self.received = received
@@ -552,10 +558,11 @@ class FedVEMoE(Method):
             state["moved"] = torch.where(same, self.server["moved"], self.round)
             state["served"] = self.server["served"].clone()
             state["served"][list(self.served)] = self.round
-        self.server = state
+        self.server, self.changed_in = state, self.round
 
     def server_metrics(self) -> dict[str, float]:
         slots = self.slots
+        changes = slots.changes if self.changed_in == self.round else 0 * slots.changes
         total = slots.mass[1:].sum()
         use = slots.mass[1:] / total.clamp_min(1e-300)
         # nothing is known of it where no use is above a private sum's noise
@@ -564,7 +571,7 @@ class FedVEMoE(Method):
             **super().server_metrics(),
             "experts/active": float(slots.active.sum()),
             "experts/effective": float(effective),
-            **dict(zip(CHANGES, slots.changes.tolist(), strict=True)),
+            **dict(zip(CHANGES, changes.tolist(), strict=True)),
             "experts/rejecters": float(slots.rejecters),
             **{f"expert/{slot}/mass": float(use[slot - 1]) for slot in range(1, self.k_max + 1)},
         }

@@ -142,6 +142,11 @@ class HEST(Method):
         self.start_server()
         self._build_terms(data)
 
+    def _build_terms(self, data: FederatedData) -> None:
+        """Make room once the network is that of the budgets."""
+        if isinstance(self.network, BudgetedNetwork) or not self.limited:
+            super()._build_terms(data)
+
     def _controller(self, switches: Sequence[SwitchedLinear]) -> Controller:
         groups = len(switches)
         if self.controller_kind == "none":

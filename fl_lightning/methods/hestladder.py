@@ -219,6 +219,11 @@ class HESTLadder(Method):
         self.server |= self.plan.start(branches)
         self._build_terms(data)
 
+    def _build_terms(self, data: FederatedData) -> None:
+        """Make room once the network is that of the budgets."""
+        if isinstance(self.network, LadderNetwork) or not self.limited:
+            super()._build_terms(data)
+
     def trainable(self) -> Iterable[nn.Parameter] | Iterable[dict[str, Any]]:
         gated = self.laddered.gates if self.gates_lr and self.limited else None
         if gated is None:

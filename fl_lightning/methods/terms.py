@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from fl_lightning.config.constraints import Constraint, within
 from fl_lightning.config.recorded import Recorded
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, require
 from fl_lightning.methods.losses import distillation, not_true_distillation
 from fl_lightning.methods.products import squared_distance
 from fl_lightning.tasks import ClassRows
@@ -367,7 +367,10 @@ class _Recalibrated(Term):
     reads_class_counts = True
 
     def __call__(self, step: LocalStep) -> Tensor:
-        shifted = step.rows.logits.float() + self.shift(step.class_counts)
+        logits = step.rows.logits.float()
+        # a language model's table may be larger than its tokeniser
+        counts = F.pad(step.class_counts, (0, logits.shape[1] - len(step.class_counts)))
+        shifted = logits + self.shift(counts)
         losses = F.cross_entropy(shifted, step.rows.target, reduction="none")
         return step.rows.mean(losses) - step.replaced
 
@@ -483,6 +486,23 @@ def check_terms(terms: Sequence[Term], own: frozenset[str], method: str) -> None
                 "leave one of them out",
             )
         seen.add(term.name)
+
+
+def refuse_readers(terms: Sequence[Term], what: Sequence[str], method: str, why: str) -> None:
+    """Refuse terms that read what a method does not keep for them.
+
+    Args:
+        terms: in the order of the configuration.
+        what: ``features``, ``previous_features``, ...
+        method: its class name.
+        why: it does not.
+    """
+    require(
+        not any(getattr(term, f"reads_{each}") for term in terms for each in what),
+        f"--model.terms that read {' or '.join(what)} with --model {method}",
+        why,
+        "write ScaledLoss or LabelSmoothing",
+    )
 
 
 def require_terms(terms: Sequence[Term], losses: Iterable[str], method: str) -> None:

@@ -16,6 +16,7 @@ from fl_lightning.data import FederatedData
 from fl_lightning.errors import MisuseError
 from fl_lightning.methods.terms import LocalStep, Term
 from fl_lightning.models.features import FeatureTap
+from fl_lightning.models.measured import without_budget
 from fl_lightning.models.recipe import copied
 from fl_lightning.models.tensors import tensors_of
 from fl_lightning.tasks import Task
@@ -55,9 +56,8 @@ class WithTerms(LightningModule):
 
     def _build_terms(self, data: FederatedData) -> None:
         """Make room for what the terms read of what clients receive and keep."""
-        self.trained_names = [
-            name for name, p in self.network.named_parameters() if p.requires_grad
-        ]
+        named = self.network.named_parameters()
+        self.trained_names = [name for name, p in named if p.requires_grad]
         if self.terms_read("received_weights"):
             travels = {*self.trained_names} & self.layout.shapes.keys()
             self.anchored = Layout.of(self.network, include=travels.__contains__)
@@ -85,9 +85,8 @@ class WithTerms(LightningModule):
         """Tell the terms that the model is now what the client received."""
         if self.terms_read("received_weights"):
             trained = self.trained_weights()
-            self.received_weights = torch.cat(
-                [trained[name].reshape(-1) for name in self.anchored.shapes]
-            )
+            parts = [trained[name].reshape(-1) for name in self.anchored.shapes]
+            self.received_weights = torch.cat(parts)
         for frozen in self._frozen_networks():
             held, own = tensors_of(frozen), tensors_of(self.network)
             moved = [pair.base for pair in self.adapters.pairs] if self.adapters.moves_base else []
@@ -164,7 +163,7 @@ class WithTerms(LightningModule):
             trained=self.trained_weights,
             received=lambda: self.anchored.unpack(self.received_weights),
             frozen=lambda name, inputs: (
-                self.get_submodule(name)(inputs),
+                without_budget(self.get_submodule(name))(inputs),
                 self._take_features(name),
             ),
             class_rows=self.task.class_rows,

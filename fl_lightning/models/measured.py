@@ -16,6 +16,11 @@ class MeasuredNetwork(nn.Module):
         """Make the network, within the block, what a device answers with."""
         return nullcontext()
 
+    @property
+    def inner(self) -> nn.Module:
+        """What computes outputs where nothing is measured, and no budget holds."""
+        return self
+
     @abstractmethod
     def expect(self, target: Tensor) -> None:
         """Begin to measure the passes over a batch.
@@ -31,3 +36,8 @@ class MeasuredNetwork(nn.Module):
 
         A metric's name begins with its family, as in ``energy/joules``.
         """
+
+
+def without_budget(network: nn.Module) -> nn.Module:
+    """Return what computes a network's outputs where nothing is measured, and no budget holds."""
+    return network.inner if isinstance(network, MeasuredNetwork) else network

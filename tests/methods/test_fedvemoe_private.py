@@ -105,3 +105,9 @@ def test_privacy_needs_its_wire_and_a_frozen_a():
         with refused("with wire private", "wire oblivious"):
             private(**settings)
     assert "private" in method_of(FedVEMoE).refuses["privacy"]
+
+
+@pytest.mark.parametrize("name", ["server_lr", "mass_scale"])
+def test_a_step_and_a_scale_are_finite(name):
+    with refused(f"--model.{name} inf"):
+        method_of(FedVEMoE, **{name: float("inf")})

@@ -21,6 +21,11 @@ class BudgetKeeper(MeasuredNetwork, Generating):
     """``B`` sequences of ``T`` tokens, ``G`` groups or branches, ``V`` tokens of the vocabulary."""
 
     reads_tokens = True
+    network: nn.Module
+
+    @property
+    def inner(self) -> nn.Module:
+        return self.network
 
     def begin(self) -> None:
         """Forget what was expected and measured, as on another device."""
