@@ -125,7 +125,7 @@ ROWS = (
     ),
     Row(
         "private deployment",
-        "Shares of noise are sent under masks, and the server knows what its sums start from.",
+        "Shares of noise are sent under masks, where server and clients know what sums start from.",
         deployments.deployed_privacy,
     ),
     Row(

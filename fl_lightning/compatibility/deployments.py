@@ -52,6 +52,11 @@ def deployed_privacy(run: Run) -> Iterator[Refusal]:
         given = f"trainer.privacy and trainer.secure_sum with --model {run.name}"
         rule = f"a server that sees no upload has to know what the addends of {run.name} start from"
         yield given, rule, f"override starts of {run.name}, as addends is"
+    download = getattr(run.method, "download", "full")
+    if run.masks is not None and download != "full":
+        given = f"trainer.privacy and trainer.secure_sum with --model.download {download}"
+        rule = "clients count their message from weights that they do not know exactly"
+        yield given, rule, "write --model.download full, or leave one of them out"
 
 
 def own_data(run: Run) -> Iterator[Refusal]:

@@ -424,6 +424,11 @@ def test_what_a_private_deployment_cannot_do_is_refused(tmp_path):
     fed.method.__class__ = Other
     with pytest.raises(InputError, match="override starts of Other, as addends is"):
         check_run(Run.of(fed, deployed=True))
+    coded = ["--model=AQFL", "--model.weigh_by=clients", "--model.download=quantised", CENTRAL]
+    check_deployable(prepared(tmp_path, *coded))  # where the server counts messages
+    fed = prepared(tmp_path, *coded, SECURE)  # a simulation, whose clients read its weights
+    with pytest.raises(InputError, match=r"weights that they do not know exactly; .* full"):
+        check_deployable(fed)
 
 
 @pytest.mark.slow
