@@ -306,7 +306,7 @@ def test_complaints_convict_the_fewest_that_explain_them(complaints, liars):
 def test_a_complaint_of_strangers_or_of_nobody_is_no_complaint():
     server = SecureServer(SECURE, [0, 1, 2], 4)
     server.graph, server.fingerprints = {0: [1, 2], 1: [0, 2], 2: [0, 1]}, {0: b"", 1: b"", 2: b""}
-    for ids in ([], [0], [7], [1, 2, 3]):
+    for ids in ([], [0], [7], [1, 2, 3], 1, [[1]], [[1, 2]]):
         message = Payload({"unopened": torch.tensor(ids, dtype=torch.int32)}).to_bytes()
         with pytest.raises(PayloadError):
             server.add_masked(0, message)

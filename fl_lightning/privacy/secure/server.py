@@ -162,14 +162,11 @@ class SecureServer:
         ):
             return set()  # and a long message is not decoded twice
         try:
-            found = (
-                Payload.from_bytes(message, limits={"unopened": len(dealers)})
-                .tensor("unopened")
-                .tolist()
-            )
+            limits = {"unopened": (range(1, len(dealers) + 1),)}
+            found = {*Payload.from_bytes(message, limits=limits).tensor("unopened").tolist()}
         except PayloadError:
             return set()
-        return {*found} if isinstance(found, list) and {*found} <= {*dealers} else set()
+        return found if found <= {*dealers} else set()
 
     def _name_by_complaints(self) -> None:
         """Name the clients that complaints convict."""
