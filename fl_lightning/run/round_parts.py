@@ -128,25 +128,29 @@ class RoundParts:
         check_place(start, deployed=deployed, private=self.privacy is not None, own_data=data.apart)
 
     def check_masks(self, fed: Federation, *, deployed: bool) -> None:
-        """Refuse masks that a cohort cannot have, and say what a method loses under them.
+        """Refuse masks that a cohort cannot have, and say what a method loses under them, or with
+        privacy on several processes.
 
         Raises:
             InputError: it has one client, or the cryptography is not installed.
         """
-        if self.masks is None:
+        if self.masks is not None:
+            self.masks.check_usable(fed.cohort_size)
+            if not deployed:
+                log.info(
+                    "secure_sum: keys are drawn from the seed, for reproducible runs; they are no secrets"
+                )
+            where, becomes = "secure_sum: each client receives its upload", "is lost"
+        elif self.privacy is not None and fed.fabric.world_size > 1:
+            where, becomes = "privacy: each process receives its clients' uploads", "differs there"
+        else:
             return
-        self.masks.check_usable(fed.cohort_size)
-        if not deployed:
-            log.info(
-                "secure_sum: keys are drawn from the seed, for reproducible runs; they are no secrets"
-            )
         if not receives_anywhere(fed.method):
             log.warning(
-                "secure_sum: each client receives its upload, and what %s of %s write to the method is lost; "
-                "receives_anywhere = True says that they write nothing",
-                ", ".join(sorted(RECEIVING)),
-                type(fed.method).__name__,
-            )
+                "%s, and what %s of %s write to the method %s; receives_anywhere = True says that they "
+                "write nothing",
+                where, ", ".join(sorted(RECEIVING)), type(fed.method).__name__, becomes,
+            )  # fmt: skip
 
     def continue_in(self, run_dir: Path | None, progress: Progress, device: object) -> None:
         """Go on with the budget of a run, as :meth:`PrivateAggregation.continue_in` has it."""

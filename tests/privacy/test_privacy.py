@@ -512,7 +512,8 @@ def test_workers_change_nothing(tmp_path):
 @pytest.mark.essential
 def test_ranks_change_nothing(tmp_path):
     """Central noise once, distributed noise where the client is; one round has clients on one rank
-    alone."""
+    alone. Of a class whose hooks write to it each rank makes a state of its own, and the log says
+    so."""
     program = started(tmp_path / "two", "private")
     from ranks_program import fit_private
 
@@ -523,6 +524,8 @@ def test_ranks_change_nothing(tmp_path):
         assert result(tmp_path / "two" / name / "run") == result(tmp_path / "one" / name / "run"), (
             name
         )
+    logs = [(tmp_path / n / "writes" / "run" / "run.log").read_text() for n in ("one", "two")]
+    assert [log.count("of Counts write to the method differs there") for log in logs] == [0, 1]
 
 
 def server_after(folder, **settings) -> torch.Tensor:

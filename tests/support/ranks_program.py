@@ -144,14 +144,15 @@ def fit(name: str, root: Path, method: Method | None = None, **settings):
 
 
 def fit_private(root: Path, **settings) -> None:
-    """Private runs: with central and with distributed noise, and with one client a round, which is
-    on one rank."""
-    for name in ("central", "distributed", "lonely"):
+    """Private runs: with central and with distributed noise, with one client a round, which is on
+    one rank, and of a class whose hooks write to it."""
+    for name in ("central", "distributed", "lonely", "writes"):
+        kind = Counts if name == "writes" else FedAvg
         where = "distributed" if name == "distributed" else "central"
         fit(
-            name, root, make("FedAvg", optimizer=sgd(0.05), network=Dropped, weigh_by="clients"),
+            name, root, kind(optimizer=sgd(0.05), network=Dropped, weigh_by="clients"),
             privacy=ClientPrivacy(noise_multiplier=1.0, clip_norm=0.5, where=where, target_quantile=0.5),
-            participation=0.1 if name == "lonely" else 0.5, **settings,
+            participation=0.1 if name == "lonely" else 0.5, max_rounds=1 if name == "writes" else 2, **settings,
         )  # fmt: skip
 
 
