@@ -36,12 +36,9 @@ def decode_upload(method: SummingServer, data: bytes, client: Client, *, verifie
 
 
 def max_undeclared(method: SummingServer) -> int:
-    """Largest number of values of an upload of a method that declares no ``upload_limits`` for
-    it."""
-    return max(
-        MIN_UNDECLARED_VALUES,
-        UNDECLARED_FACTOR * sum(tensor.numel() for tensor in method.server.values()),
-    )
+    """Largest number of values of an upload of a method that does not declare ``upload_limits``."""
+    values = sum(tensor.numel() for tensor in method.server.values())
+    return max(MIN_UNDECLARED_VALUES, UNDECLARED_FACTOR * values)
 
 
 def declared_limits(method: SummingServer, client: Client) -> Mapping[str, Limit] | None:

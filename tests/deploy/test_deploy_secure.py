@@ -33,6 +33,7 @@ from test_deploy import (
 
 from callbacks import ByzantineClients, SecureDropout
 from fl_lightning import rng
+from fl_lightning.aggregation import receiving
 from fl_lightning.aggregation.masked_round import MaskedRound
 from fl_lightning.aggregation.sum_form import SumForm
 from fl_lightning.deploy.node.build import builder
@@ -179,8 +180,11 @@ def test_weights_and_bytes_are_those_of_the_simulation(config, more, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["residual", pytest.param("product", marks=pytest.mark.essential)])
-def test_products_of_adapters_are_added_up_under_masks(rule, tmp_path):
-    """Nodes make the products, which no message in the open holds."""
+def test_products_of_adapters_are_added_up_under_masks(rule, tmp_path, monkeypatch):
+    """Nodes make the products, which no message in the open holds, and which are longer than what
+    a server takes that does not know how many values they have."""
+    monkeypatch.setattr(receiving, "MIN_UNDECLARED_VALUES", 1)
+    monkeypatch.setattr(receiving, "UNDECLARED_FACTOR", 1)
     more = [*TEXTS, f"--model.adapter_average={rule}"]
     test_weights_and_bytes_are_those_of_the_simulation("lora_default", more, tmp_path)
 

@@ -193,9 +193,13 @@ class AdapterAverage(PlainWeights):
     def product_values(self, method: Averaging, upload: Payload) -> Tensor:
         return products_in(self.pairs_in(method.layout, method.decode(upload)))
 
+    def product_shapes(self, method: Averaging) -> list[tuple[int, int]]:
+        pairs = self.pairs_in(method.layout, method.layout.read(method.network))
+        return [(len(b), a.shape[1]) for a, b in pairs] if self.sums_products else []
+
     def summed(self, method: Averaging, mean: Tensor) -> SummedProducts:
         pairs = self.pairs_in(method.layout, method.layout.read(method.network))
-        matrices = matrices_in(mean, [(len(b), a.shape[1]) for a, b in pairs])
+        matrices = matrices_in(mean, self.product_shapes(method))
         return SummedProducts(matrices, [len(a) for a, _ in pairs], len(method.served))
 
     def beside(self, method: Averaging, found: CohortAdapters, made: Tensor) -> dict[str, Tensor]:

@@ -162,9 +162,12 @@ class PlainWeights(Recorded):
         return mean
 
     def product_values(self, method: Averaging, upload: Payload) -> Tensor:
-        """Return what a client adds to the sum of products under masks, float32 ``[sum of m n]``;
-        asked where ``sums_products``."""
+        """Return what a client adds to the masked sum of products, float32 ``[sum of m n]``."""
         raise NotImplementedError
+
+    def product_shapes(self, method: Averaging) -> list[tuple[int, int]]:
+        """Return m and n of each layer whose product clients add up."""
+        return []
 
     def summed(self, method: Averaging, mean: Tensor) -> SummedProducts:
         """Return what the mean of :meth:`product_values` tells of the clients' adapters."""

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from fl_lightning.aggregation.adapters.cohort import PRODUCTS
 from fl_lightning.aggregation.masked_round import MaskedRound
 from fl_lightning.aggregation.receiving import max_undeclared
 from fl_lightning.aggregation.server import SummingServer
@@ -47,7 +48,8 @@ def add_up_on_nodes(
         The form of all vectors, and what came of the round.
     """
     method, outcome = asked.method, Outcome()
-    form = common_form(forms, max_undeclared(method), lengths_known(method))
+    known = lengths_known(method)
+    form = common_form(forms, max_undeclared(method) + sum(known.values()), known)
     here = {id for id, other in forms.items() if other in (form, SumForm())}
     for id in sorted(forms.keys() - here):
         log.warning("round %d: client %d leaves: its vector has another form", asked.round, id)
@@ -82,12 +84,15 @@ def common_form(
 
 
 def lengths_known(method: SummingServer) -> dict[str, int]:
-    """Return the lengths of sums that every client adds to, by name: those of ``starts``; none of a
-    method of somebody's own whose ``addends`` may have other names."""
+    """Return the lengths of sums that every client adds to, by name: products of adapters, and
+    those of ``starts`` unless the method is somebody's own, whose ``addends`` may have other
+    names."""
+    shapes = method.adapters.product_shapes(method)
+    products = {PRODUCTS: sum(m * n for m, n in shapes)} if shapes else {}
     owner = next((cls for cls in type(method).__mro__ if "addends" in vars(cls)), type(method))
     if "addends" in vars(method) or not owner.__module__.startswith("fl_lightning."):
-        return {}
-    return {name: len(start) for name, start in method.starts().items()}
+        return products
+    return {name: len(start) for name, start in method.starts().items()} | products
 
 
 def _exchange(
