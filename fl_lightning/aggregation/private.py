@@ -222,7 +222,7 @@ class PrivateAggregation(Meter):
             settings.clip_norm >= self.least_clip,
             f"--trainer.privacy.clip_norm {settings.clip_norm:g}",
             f"the rounding of {method.layout.size} values to integers is as large as that",
-            f"write {self.least_clip:.1g} or more",
+            f"write {1.1 * self.least_clip:.2g} or more",
         )
         room = min(2.0 ** (EXACT_BITS - self.bits), MAX_MAGNITUDE) / 2 / DEVIATIONS
         require(
@@ -371,11 +371,12 @@ class PrivateAggregation(Meter):
             round: the noise is a function of it and of the seed.
 
         Returns:
-            The sums; None where so few returned that shares of noise are missing. Central noise is
-            added also where nobody returned: without it the model would say so.
+            The sums; None where so few returned that shares of noise are missing, or nobody did of
+            a method with ``addends`` of its own. Else central noise is added also where nobody
+            returned: without it the model would say so.
 
         Raises:
-            MisuseError: a stressor has made the cohort larger than the one that is accounted.
+            MisuseError: a callback has made the cohort larger than the one that is accounted.
         """
         if returned == 0:
             if overrides(method, SummingServer, "addends"):

@@ -28,7 +28,7 @@ from fl_lightning import methods
 from fl_lightning.aggregation.private import PrivateAggregation
 from fl_lightning.client import Assignment
 from fl_lightning.conformance.toy import CENTRES, images, small_network
-from fl_lightning.errors import MisuseError
+from fl_lightning.errors import InputError, MisuseError
 from fl_lightning.hooks import Meter, Stressor
 from fl_lightning.methods import CoordinateMedian
 from fl_lightning.privacy import ClientPrivacy, RoundAccountant, rounding_length
@@ -433,6 +433,30 @@ def test_a_stressor_takes_clients_away_and_brings_none(repeated, tmp_path):
     """Epsilon is accounted for the clients that were drawn, each of them once."""
     with pytest.raises(MisuseError, match="who were drawn; give each of them one assignment"):
         fit(tmp_path, callbacks=[Familiar(repeated)])
+
+
+class MoreClients(Meter):
+    def on_round_start(self, round, context):
+        context.participation = 1.0
+
+
+def test_a_callback_that_raises_participation_ends_the_run(tmp_path):
+    with pytest.raises(MisuseError, match=r"a cohort of 6 clients .* rounds of 3 are accounted"):
+        fit(tmp_path, callbacks=[MoreClients()])
+
+
+@pytest.mark.parametrize("clients", [3, 5])
+def test_the_least_clip_that_a_refusal_names_is_taken(clients, tmp_path):
+    def one_round(clip_norm):
+        share = {"participation": clients / 6, "max_rounds": 1}
+        fit(tmp_path, privacy=private(clip_norm=clip_norm), **share)
+
+    with pytest.raises(InputError) as caught:
+        one_round(1e-15)
+    named = caught.value.instead.removeprefix("write ").removesuffix(" or more")
+    one_round(float(named))
+    with pytest.raises(InputError, match="the rounding of"):
+        one_round(0.8 * float(named))
 
 
 class TheSame(Uniform):
