@@ -21,7 +21,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.errors import InputError, as_bad_input
+from fl_lightning.errors import InputError, as_bad_input, require
 
 LOOPBACK = ("localhost", "127.0.0.1")  # by which nginx and ``deploy`` reach the SuperLink
 
@@ -30,14 +30,15 @@ def make_certificates(folder: Path, hosts: Sequence[str], nodes: int, days: floa
     """Write an authority, a server certificate that it signed, and keys of nodes.
 
     Args:
-        folder: it must not have an authority yet.
+        folder: it must have none of the files yet.
         hosts: names and addresses by which the server is dialled, at least one.
         nodes: number of nodes.
         days: until the certificates expire, counted from now; a negative number makes expired ones,
             for tests.
 
     Raises:
-        InputError: the folder has an authority, or ``cryptography`` is not installed.
+        InputError: the folder has one of the files or cannot be written, a host or ``days`` can be
+            in no certificate, or ``cryptography`` is not installed. Then nothing is written.
     """
     install = "pip install 'fl_lightning[deploy]'"
     with as_bad_input("certificates", "they need the package cryptography", install, ImportError):
@@ -45,10 +46,24 @@ def make_certificates(folder: Path, hosts: Sequence[str], nodes: int, days: floa
         from cryptography.hazmat.primitives import hashes
         from cryptography.hazmat.primitives.asymmetric import ec
         from cryptography.x509.oid import NameOID
-    if (folder / "ca.crt").exists():
-        raise InputError(f"{folder}", "it has certificates already", "name another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    ends = datetime.now(timezone.utc) + timedelta(days=days)
+    keys = [name for number in range(nodes) for name in (f"node{number}", f"node{number}.pub")]
+    for name in ("ca.crt", "server.pem", "server.key", *keys):
+        require(
+            not os.path.lexists(folder / name),
+            f"{folder}",
+            f"it has {name} already",
+            "name another folder",
+        )
+    errors = (ValueError, OverflowError)
+    with as_bad_input(f"--days {days:g}", "no certificate ends then", "write --days 30", *errors):
+        ends = datetime.now(timezone.utc) + timedelta(days=days)
+        x509.CertificateBuilder().not_valid_after(ends)
+    names = []
+    for host in hosts:
+        instead = "write the form of DNS, as xn--bcher-kva.example for bücher.example"
+        with as_bad_input(f"--hosts {host}", "no certificate has this name", instead, ValueError):
+            names.append(_name(host, x509))
+            x509.NameAttribute(NameOID.COMMON_NAME, host[:64])
 
     def certificate(
         name: str, key: Any, issuer: Any, signer: Any, extensions: Sequence[Any]
@@ -87,24 +102,26 @@ def make_certificates(folder: Path, hosts: Sequence[str], nodes: int, days: floa
         ],
     )
     server = certificate(
-        hosts[0],
+        hosts[0][:64],
         server_key,
         authority.subject,
         authority_key,
         [
             (x509.BasicConstraints(ca=False, path_length=None), True),
-            (x509.SubjectAlternativeName([_name(host, x509) for host in hosts]), False),
+            (x509.SubjectAlternativeName(names), False),
             (x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.SERVER_AUTH]), False),
             (x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(its_id), False),
         ],
     )
-    _write(folder / "ca.crt", _pem(authority))
-    _write(folder / "server.pem", _pem(server))
-    _write(folder / "server.key", _private(server_key, "TraditionalOpenSSL"))
-    for number in range(nodes):
-        key = ec.generate_private_key(ec.SECP384R1())
-        _write(folder / f"node{number}", _private(key, "OpenSSH"))
-        _write(folder / f"node{number}.pub", _public(key))
+    with as_bad_input(f"{folder}", "it cannot be written", "name a folder of yours", OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder / "ca.crt", _pem(authority))
+        _write(folder / "server.pem", _pem(server))
+        _write(folder / "server.key", _private(server_key, "TraditionalOpenSSL"))
+        for number in range(nodes):
+            key = ec.generate_private_key(ec.SECP384R1())
+            _write(folder / f"node{number}", _private(key, "OpenSSH"))
+            _write(folder / f"node{number}.pub", _public(key))
 
 
 def _name(host: str, x509: Any) -> Any:

@@ -16,7 +16,7 @@ from fl_lightning.errors import InputError
 
 pytest.importorskip("cryptography")
 
-from fl_lightning.deploy.certificates import make_certificates
+from fl_lightning.deploy.certificates import main, make_certificates
 
 
 def shown(folder: Path, host: str, days: float, trusted: Path | None = None) -> None:
@@ -88,3 +88,30 @@ def test_a_superlink_without_tls_is_refused_and_one_that_is_not_there_is_waited_
                 f"127.0.0.1:{door.getsockname()[1]}", certificates, "--root_certificates"
             )
         thread.join(20)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["--hosts", "b\u00fccher.example"],
+            "--hosts b\u00fccher.example; no certificate has this name",
+        ),
+        (["--hosts", ""], "--hosts ; no certificate has this name"),
+        (["--days", "nan"], "--days nan; no certificate ends then"),
+        (["--days", "1e9"], "--days 1e+09; no certificate ends then"),
+        (["--days=-1e5"], "--days -100000; no certificate ends then"),
+        (["--nodes", "1"], "it has node0.pub already"),
+    ],
+)
+def test_what_is_in_no_certificate_is_refused_and_nothing_is_written(words, says, tmp_path, capsys):
+    (tmp_path / "node0.pub").touch()
+    assert main([str(tmp_path), "--nodes", "0", *words]) == 2
+    assert says in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["node0.pub"]
+    assert main([str(tmp_path / "node0.pub"), "--nodes", "0"]) == 2
+    assert "it cannot be written" in capsys.readouterr().err
+
+
+def test_a_long_name_has_a_certificate(tmp_path):
+    assert main([str(tmp_path), "--hosts", f"{'a' * 60}.example.org", "--nodes", "1"]) == 0
