@@ -306,6 +306,16 @@ def test_a_configuration_that_was_changed_on_the_disk_is_not_built(honest, tmp_p
     assert not kept.read_bytes().endswith(b"#")
 
 
+def test_a_name_of_files_is_not_imported(honest, mark, tmp_path, caplog):
+    """It is data's own setting that may be a class too, and the parser asks before it imports."""
+    given = {"train": "evilpkg.Thing", "num_clients": 2}
+    data = {"class_path": "fl_lightning.data.DatasetData", "init_args": given}
+    assert ask(node_in(tmp_path), changed(honest, "data", data)).kind == "refused"
+    assert "evilpkg.Thing" in caplog.text
+    assert not mark.exists()
+    assert "evilpkg" not in sys.modules
+
+
 def test_a_census_is_gated_too(honest, mark, tmp_path):
     (tmp_path / "own.json").write_text("{}")
     own = OwnData(str(tmp_path / "own.json"), 0, 1)
@@ -354,6 +364,17 @@ def test_legitimate_names_pass(honest):
         {"class_path": "torchvision.datasets.MNIST", "init_args": {"root": "files"}},
     )
     assert "mobilenetv3_small_100.lamb_in1k" in names(network, "mobilenetv3_small_100.lamb_in1k")
+    plain = names("data/init_args/root", "data")
+    for path, value in (
+        ("model/init_args/personal", "layer4.conv2"),
+        ("model/init_args/personal", "model.layers.*"),
+        ("model/init_args/network", {"init_args": {"targets": ["self_attn.q_proj"]}}),
+        ("data/init_args/train", "femnist.v2"),
+        ("data/init_args/features", ["petal.length"]),
+    ):
+        assert names(path, value) == plain
+    with pytest.raises(InputError, match=r"^data.init_args.partition.init_args.train: a.b;"):
+        names("data/init_args/partition", {"init_args": {"train": "a.b"}})
     assert names_in({"a": ["b.C", {"class_path": "own.data.D"}], "file": "x.csv"}) == {"b", "own"}
 
 

@@ -98,6 +98,15 @@ FILES = (
     "yaml",
     "yml",
 )
+NAMES = {
+    "model": ("personal", "targets"),
+    "data": (
+        *("train", "test", "root"),
+        *("target", "client", "group", "input", "text", "features", "categorical"),
+    ),
+}
+"""Settings of models and data whose texts are names of layers, files and columns. They may have
+dots; the parser still imports nothing that they name."""
 DOTTED = re.compile(r"\W*([^\W\d]\w*(?:\.[^\W\d]\w*)+)\W*")
 Place = tuple[str, ...]
 
@@ -276,6 +285,8 @@ def _check_text(place: Place, text: str, allow: Collection[str], names: set[str]
         "it has no such class there",
         "give it the package as it is now, and start it again",
     )
+    if found is None and _is_name(place):
+        return
     require(
         found is not None,
         given,
@@ -350,6 +361,14 @@ def _defined(found: Any) -> str:
         return str(found.__name__)
     thing = found if isclass(found) or isfunction(found) else type(found)
     return f"{thing.__module__}.{thing.__qualname__}"
+
+
+def _is_name(place: Place) -> bool:
+    """Return whether a setting has the names of :data:`NAMES`: those of data at the top alone,
+    where no class of another package has settings of its own."""
+    *above, last = (part for part in place if part != "[]")
+    top = above == ["data", "init_args"] if place[0] == "data" else True
+    return top and last in NAMES.get(place[0], ())
 
 
 def _is_file(text: str) -> bool:
