@@ -3,6 +3,10 @@ nodes."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 from fl_lightning.errors import require
 from fl_lightning.run.directory import read_json
 from fl_lightning.run.resume import Start
@@ -37,6 +41,14 @@ def check_place(start: Start, *, deployed: bool, private: bool, own_data: bool) 
         "its clients are those of the nodes' own data",
         "continue it with deploy and --deploy.own_data true",
     )
+    if deployed and deployment.get("clients_keep") is not False:
+        original = copied_from(start.run, deployment)
+        require(
+            original is None,
+            given,
+            f"it is a copy of {original}, and nodes keep one state of each client for both",
+            f"continue {original}, or move it away and continue the copy in its place",
+        )
     if start.checkpoint is None:  # no round is done, and it begins anew
         return
     has_states = bool(start.checkpoint.tensors["clients"])
@@ -73,3 +85,18 @@ def check_place(start: Start, *, deployed: bool, private: bool, own_data: bool) 
         "it was simulated with the batched engine, which rounds sums differently from nodes",
         "continue it with fit, or deploy a new run",
     )
+
+
+def copied_from(run: Path, deployment: Mapping[str, Any]) -> Path | None:
+    """Return the directory that a deployed run was copied from, if that is still there.
+
+    Args:
+        run: the directory of the copy.
+        deployment: the entry of its ``metadata.json``; earlier releases noted no directory.
+    """
+    noted = deployment.get("directory")
+    if not isinstance(noted, str) or Path(noted).resolve() == run.resolve():
+        return None
+    there = read_json(Path(noted) / "metadata.json").get("deployment")
+    same = isinstance(there, dict) and there.get("run") == deployment.get("run")
+    return Path(noted) if same else None

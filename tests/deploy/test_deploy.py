@@ -369,7 +369,7 @@ def test_a_newcomer_that_never_answers_its_check_holds_rounds_up_for_a_tenth_of_
     what it was given."""
     clock, waits, here = [0.0], [], ["dumb"]
 
-    def silent(messages: dict, seconds: float) -> tuple[()]:
+    def silent(messages: dict, seconds: float, **_) -> tuple[()]:
         if messages:
             waits.append(seconds)
             clock[0] += seconds
@@ -377,6 +377,7 @@ def test_a_newcomer_that_never_answers_its_check_holds_rounds_up_for_a_tenth_of_
 
     mail = SimpleNamespace(transport=SimpleNamespace(nodes=lambda: here), exchange=silent)
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr("fl_lightning.deploy.server.roster.describe", lambda fed, clients: {})
     roster = Roster(SimpleNamespace(data=SimpleNamespace(active=[])), b"", RoundRules(), mail)
     roster.names = {"good": "good"}
     here.append("good")
@@ -402,7 +403,7 @@ def test_a_refused_node_that_comes_back_while_a_round_waits_is_asked_again(monke
     """A node that did not answer is asked once in that time."""
     clock, asked, refuses = [0.0], [], Message.from_bytes(refusal("other files"))
 
-    def exchange(messages: dict, seconds: float) -> list[tuple[str, Message]]:
+    def exchange(messages: dict, seconds: float, **_) -> list[tuple[str, Message]]:
         asked.extend(messages)
         return [(node, refuses) for node in messages if node == "flickers"]
 
@@ -411,6 +412,7 @@ def test_a_refused_node_that_comes_back_while_a_round_waits_is_asked_again(monke
 
     mail = SimpleNamespace(transport=SimpleNamespace(nodes=here), exchange=exchange)
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr("fl_lightning.deploy.server.roster.describe", lambda fed, clients: {})
     monkeypatch.setattr(time, "sleep", lambda _: clock.__setitem__(0, clock[0] + 1))
     data, rules = SimpleNamespace(active=[]), RoundRules(wait_seconds=9)
     with pytest.raises(RunStopped, match="0 nodes are connected"):
@@ -451,7 +453,11 @@ def test_kept_states_are_those_that_a_server_can_ask_for(tmp_path):
         np.testing.assert_array_equal(states.load(run, 7, round)["w"], [round, round])
     # the server went back before round 9
     states.save(run, 7, 8, {"w": torch.zeros(1)}, started_from=6)
+    states.save(run, 7, 10, {"w": torch.zeros(1)}, started_from=8)
     assert states.load(run, 7, 9) is None
+    # an order that comes late leaves what a newer one has kept
+    states.save(run, 7, 9, {"w": torch.ones(1)}, started_from=8)
+    assert float(states.load(run, 7, 10)["w"]) == 0.0
     states.save(run, 8, 1, {}, started_from=0)
     assert not (tmp_path / run / "client_000008").exists()
     with pytest.raises(ValueError, match="is no id of a run"):

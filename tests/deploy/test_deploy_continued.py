@@ -142,6 +142,25 @@ def test_a_run_goes_on_from_any_checkpoint_that_the_server_has_kept(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.essential
+def test_a_copy_does_not_write_over_the_states_of_the_original(tmp_path):
+    more = [*SMALL, "--trainer.max_local_steps=1"]
+    expected, run = simulated("scaffold", tmp_path, *more), killed("scaffold", tmp_path, *more)
+    copy = shutil.copytree(run, tmp_path / "copy")
+    states = {path: path.read_bytes() for path in tmp_path.glob("node*/states/*/*/*")}
+    with pytest.raises(InputError, match=f"--ckpt_path {copy}; it is a copy of {run}, .* move it"):
+        deployed("scaffold", tmp_path, InProcess(nodes_in(tmp_path)), *more, f"--ckpt_path={copy}")
+    assert states
+    assert {path: path.read_bytes() for path in tmp_path.glob("node*/states/*/*/*")} == states
+    moved = run.rename(tmp_path / "moved")
+    cli = deployed(
+        "scaffold", tmp_path, InProcess(nodes_in(tmp_path)), *more, f"--ckpt_path={moved}"
+    )
+    assert weights(cli) == expected
+    assert metadata_of(cli)["deployment"]["directory"] == str(moved)
+
+
+@pytest.mark.slow
+@pytest.mark.essential
 def test_private_runs_and_batched_ones_are_refused_elsewhere(tmp_path):
     """Noise of a simulation follows from the seed, and stacked clients are rounded in another
     way."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from clocked import Loses, column, rows
 from deploy_transports import InProcess
 from refusals import refused
-from test_deploy import command_line, deployed, nodes_in, weights
+from test_deploy import command_line, deployed, metadata_of, nodes_in, weights
 
 from fl_lightning.clock import Deadline, FedBuff
 from fl_lightning.compatibility import Run, check_run
@@ -143,6 +144,24 @@ def test_who_answers_after_the_deadline_is_lost(tmp_path, monkeypatch):
     assert column(cli.trainer, "clock/round_seconds") == pytest.approx([4.5, 4.0, 4.5])
     assert paced.waits == [4.5] * 3
     assert weights(cli) == simulated_without("scaffold", tmp_path, lost(cli), *SMALL, every)
+
+
+def test_orders_that_measure_lines_are_not_beside_training(tmp_path, monkeypatch):
+    """They are answered after nine seconds of a clock that stands still otherwise."""
+    clock = [100.0]
+
+    class Far(Paced):
+        def exchange(self, messages, timeout):
+            kinds = {Message.from_bytes(message).header["kind"] for message in messages.values()}
+            clock[0] += 9.0 if kinds == {"echo"} else 0.0
+            yield from super().exchange(messages, timeout)
+
+    fake = SimpleNamespace(monotonic=lambda: clock[0])
+    monkeypatch.setattr("fl_lightning.deploy.server.engine.time", fake)
+    words = [*SMALL, "--data.num_clients=4", "--trainer.participation=1.0", deadline(9)]
+    cli = deployed("fedavg", tmp_path, Far(tmp_path, monkeypatch, {}), *words)
+    assert clock[0] == 136.0
+    assert metadata_of(cli)["deployment"]["messages"]["beside_training"] == [0.0] * 3
 
 
 def test_a_node_that_refuses_a_round_with_a_deadline_ends_no_run(tmp_path, monkeypatch):

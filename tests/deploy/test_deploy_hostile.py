@@ -40,7 +40,7 @@ from fl_lightning.deploy.node.build import builder
 from fl_lightning.deploy.node.node import Node, NodeSettings
 from fl_lightning.deploy.protocol import messages
 from fl_lightning.deploy.protocol.gate import config_for_nodes
-from fl_lightning.deploy.protocol.identity import facts
+from fl_lightning.deploy.protocol.identity import describe, facts, mismatches
 from fl_lightning.deploy.protocol.mail import Mail
 from fl_lightning.deploy.protocol.messages import (
     HEAD,
@@ -245,13 +245,15 @@ def test_a_node_has_as_many_results_as_orders_and_one_line_of_what_cannot_be_rea
     ]
 
 
-def test_a_node_that_refuses_an_order_was_sent_it(tmp_path):
+def test_a_node_that_refuses_an_order_was_sent_it(tmp_path, caplog):
     """In round 2 it refuses, and is let go at once; the ledger has what it was sent."""
     transport = Hostile(nodes_in(tmp_path), "train", [having(kind="refused", reason="no")])
     cli = deployed("fedavg", tmp_path, transport, *SMALL, rules=RULES)
     assert ledger(cli)[2] == NODE_DROPPED
     sent = [int(row["download"]) for row in table(cli, "ledger")]
     assert sent == sent[:1] * 8
+    assert "node n1 (node1) is checked again before the next round" in caplog.text
+    assert "has left" not in caplog.text
 
 
 @pytest.fixture(scope="module")
@@ -277,6 +279,11 @@ CHECKS = {
     "no uid": (lacking("uid"), "uid: None"),
     "uid is a list": (having(uid=["a"]), "uid: "),
     "no epoch": (having(epoch=""), "epoch: "),
+    "no message": (lambda answer: b"x", "its answer cannot be read: "),
+    "4 GiB of header": (
+        lambda answer: HEAD.pack(MAGIC, 2**32 - 1) + b"{}",
+        "(its header has 4294967295 bytes, above ",
+    ),
     "a long reason": (
         having(kind="refused", reason="\x1b]0;\u202e" * 10**4),
         r"\x1b]0;\u202e\x1b]0;",
@@ -291,7 +298,7 @@ def test_a_check_that_cannot_be_read_is_refused_by_name(case, built):
     roster = Roster(fed, sent, RULES, Mail(Hostile(nodes, "check", [change])))
     roster.gather(first=True)
     ((name, said),) = roster.refused.values()
-    assert name == "n1"
+    assert name == ("n1" if case not in ("no message", "4 GiB of header") else "node1")
     assert reason in said
     assert said.isprintable()
     assert len(said) < 1500
@@ -531,6 +538,14 @@ def test_a_census_that_cannot_be_read_is_refused_by_name(case, census):
     assert not asking.counts
 
 
+def test_a_census_that_is_no_message_is_refused_by_name(census, monkeypatch):
+    monkeypatch.setattr("fl_lightning.deploy.server.census.facts", lambda data: census[0])
+    node = SimpleNamespace(answer=lambda order: b"x")
+    asking = Census(InProcess({"key": node}), {}, RULES)
+    with pytest.raises(InputError, match=r"^node key \(key\); its answer cannot be read: "):
+        asking.deal(SimpleNamespace(), 0, torch.device("cpu"))
+
+
 def test_text_of_a_node_is_one_line_that_no_terminal_acts_on():
     assert printable("node n0:\n all \x1b[2J fine") == r"node n0: all \x1b[2J fine"
     assert printable("caf\u00e9 \u202e\ud800") == "caf\u00e9 \\u202e\\ud800"
@@ -597,6 +612,74 @@ def test_a_node_that_comes_back_as_it_was_is_checked_and_counts(tmp_path):
     assert ledger(cli)[2] == NOBODY_DROPPED
     assert transport.orders.count(("node1", "check")) == 2
     assert weights(cli) == simulated("fedavg", tmp_path, *SMALL)
+
+
+def test_a_node_fits_what_nodes_build_and_not_what_the_rounds_have_made_of_it(tmp_path, caplog):
+    """The base that residual adapters move is in the server's network since it was evaluated."""
+    words = [
+        "--trainer.max_rounds=3",
+        "--trainer.participation=1.0",
+        "--trainer.max_local_steps=2",
+        "--trainer.eval_every=1",
+        "--model.adapter_average=residual",
+        "--data.num_clients=4",
+        "--data.partition=Natural",
+        "--data.examples_per_client=12",
+        "--data.tests_per_task=1",
+        "--data.generate=false",
+    ]
+    transport = Scripted(
+        nodes_in(tmp_path), {2: lambda it: it.by_key.update(node1=second_node(tmp_path))}
+    )
+    cli = deployed("lora_default", tmp_path, transport, *words, rules=RULES)
+    assert all(statuses == NOBODY_DROPPED for statuses in ledger(cli).values())
+    assert transport.orders.count(("node1", "check")) == 2
+    assert weights(cli) == simulated("lora_default", tmp_path, *words)
+    assert "has left" not in caplog.text
+    resumed = deployed(
+        "lora_default",
+        tmp_path,
+        InProcess(nodes_in(tmp_path)),
+        *words[1:],
+        "--trainer.max_rounds=4",
+        f"--ckpt_path={cli.trainer.run_dir}",
+        "--trainer.allow_changed=true",
+        rules=RULES,
+    )
+    assert ledger(resumed)[4] == NOBODY_DROPPED
+
+
+def test_what_a_server_has_got_since_the_start_is_not_asked_of_nodes(built):
+    fed, _, _ = built
+    server = describe(fed, [])
+    later = {**server, "layout": {**server["layout"], "server.momentum": [3]}}
+    assert mismatches(later, server) == []
+    other = {**server, "layout": {**server["layout"], "server.weights": [3]}}
+    assert len(mismatches(other, server)) == 1
+
+
+def test_a_node_that_was_started_again_is_checked_within_the_time_of_its_order(
+    built, monkeypatch, tmp_path
+):
+    fed, sent, nodes = built
+    clock, waits = [100.0], []
+
+    class Slow(InProcess):
+        def exchange(self, messages, timeout):
+            waits.append(timeout)
+            for answer in super().exchange(messages, timeout):
+                clock[0] += 1.5
+                yield answer
+
+    transport = Slow(dict(nodes))
+    fake = SimpleNamespace(monotonic=lambda: clock[0], time=time.time, sleep=time.sleep)
+    monkeypatch.setattr("fl_lightning.deploy.server.roster.time", fake)
+    roster = Roster(fed, sent, RULES, Mail(transport))
+    roster.gather(first=True)
+    transport.by_key["node1"] = second_node(tmp_path)
+    order = Message({"kind": "echo"}).to_bytes()
+    assert [node for node, _ in roster.exchange({"node1": order}, 2.0)] == ["node1"]
+    assert waits[1:] == [2.0, 0.5]
 
 
 def test_a_node_that_was_refused_and_left_is_checked_again(tmp_path):

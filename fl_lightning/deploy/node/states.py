@@ -101,7 +101,8 @@ class StateFolder:
 
         Args:
             started_from: the round whose state it started from; states of rounds between are of a
-                future that the server has forgotten.
+                future that the server has forgotten. Those of later rounds stay: this one may be
+                of an order that came late.
             checkpoints: rounds of the server's checkpoints, to which it may go back: of each the
                 state of then stays.
             always: write a file also for a client that keeps nothing and never has.
@@ -127,6 +128,7 @@ class StateFolder:
         }
         past = sorted(number for number in rounds if number <= started_from)
         kept = {round, *past[1 - KEPT_ROUNDS :]}
+        kept |= {number for number in rounds if number > round}
         kept |= {
             max((number for number in past if number <= then), default=round)
             for then in checkpoints

@@ -87,7 +87,9 @@ def mismatches(server: Mapping[str, Any], node: Mapping[str, Any]) -> list[str]:
         found.append("no numbers of what the network has beside weights")
     for name, label in (("layout", "shape of {}"), ("examples", "training examples of client {}")):
         here, there = server[name], node.get(name) or {}
-        wrong = sorted(key for key in {*here, *there} if here.get(key) != there.get(key))
+        # the server of a continued run may have got entries that nobody has at the start
+        both = {*here, *there} - {key for key in {*here} ^ {*there} if key.startswith("server.")}
+        wrong = sorted(key for key in both if here.get(key) != there.get(key))
         found += [
             f"{label.format(printable(key))}: {printable(there.get(key, 'none'))} there, "
             f"{here.get(key, 'none')} here"

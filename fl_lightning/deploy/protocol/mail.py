@@ -77,13 +77,14 @@ class Mail:
     name_of: Callable[[str], str] = str
 
     def exchange(
-        self, messages: Mapping[str, bytes], seconds: float
+        self, messages: Mapping[str, bytes], seconds: float, *, refuses: bool = False
     ) -> Iterator[tuple[str, Message]]:
         """Send one message to each node, and yield node and answer of the answers that can be read.
 
         Args:
             messages: one for each node, by its key.
             seconds: that answers are waited for.
+            refuses: yield an answer that cannot be read too, as a refusal that says so.
         """
         if not messages:
             return
@@ -95,8 +96,11 @@ class Mail:
             try:
                 answer = Message.from_bytes(data, self.longest_header)
             except MessageError as error:
-                log.warning("node %s: its answer cannot be read: %s", self.name_of(node), error)
-                continue
+                reason = f"its answer cannot be read: {error}"
+                if not refuses:
+                    log.warning("node %s: %s", self.name_of(node), reason)
+                    continue
+                answer = Message({"kind": "refused", "reason": reason})
             yield node, answer
         if silent:
             names, took = ", ".join(map(self.name_of, silent)), time.monotonic() - begun

@@ -80,9 +80,8 @@ class Census:
             asked |= set(new)
             text = yaml.safe_dump(self.config, sort_keys=False).encode()
             order = Message({"kind": "census"}, (text,)).to_bytes()
-            for node, answer in self.mail.exchange(
-                dict.fromkeys(new, order), self.rules.wait_seconds
-            ):
+            orders = dict.fromkeys(new, order)
+            for node, answer in self.mail.exchange(orders, self.rules.wait_seconds, refuses=True):
                 self._take(node, answer, known)
                 answered += 1
             if answered < self.rules.min_nodes:

@@ -151,7 +151,7 @@ class RemoteEngine(Engine):
         ordered = {node: dict[int, ClientTask]() for node in messages}
         for id, node in sent_to.items():
             ordered[node][id] = by_id[id]
-        silent, beside, started = set(messages), list[float](), time.monotonic()
+        silent, beside = set(messages), list[float]()
         wall, seconds, enough = self._wall, self.rules.round_seconds, math.inf
         alone = self._of_one_client(messages, by_id)  # of nodes that may be forgotten meanwhile
         if wall is not None:
@@ -159,6 +159,7 @@ class RemoteEngine(Engine):
             seconds = min(seconds, longest)
             wall.measure_lines(alone, self.roster.exchange, seconds)
             wall.begin()
+        started = time.monotonic()  # after the probes of the lines, which are in no order
         for node, answer in self.roster.exchange(messages, seconds):
             silent.discard(node)
             beside.append(max(0.0, time.monotonic() - started - seconds_of(answer)))
@@ -237,12 +238,13 @@ class RemoteEngine(Engine):
         return ask_nodes(self.roster, about, self.since, self.rules.round_seconds)
 
     def notes(self) -> dict[str, Any]:
-        """Return the run's id among the nodes, which node has which clients, whether they keep
-        something, what messages have cost, and what a private run has spent: its last round says
-        less where later ones were taken back."""
+        """Return the run's id among the nodes and its directory, which node has which clients,
+        whether they keep something, what messages have cost, and what a private run has spent: its
+        last round says less where later ones were taken back."""
         about: dict[str, Any] = {
             "transport": self.mail.transport.name,
             "run": self.run,
+            "directory": str(self.fed.run_dir.absolute()),
             "nodes": self.roster.clients(),
             "clients_keep": self.keeps,
         }
@@ -310,7 +312,7 @@ class RemoteEngine(Engine):
         if answer.kind != ("kept" if secure else "trained"):
             log.warning("node %s did not train: %s", name, reason_of(answer.header))
             if node in self.roster.names:
-                self.roster.forget(node)  # it is checked again before the next round
+                self.roster.forget(node, "is checked again before the next round")
             return
         try:
             entries = results_of(answer, len(tasks))

@@ -75,6 +75,8 @@ class Roster:
         self.left_out: dict[str, float] = {}
         self.waited: dict[str, float] = {}  # seconds for an answer to a check that did not come
         mail.name_of = self.name
+        # what nodes build: rounds go on to change the network and what the server has
+        self.built = describe(fed, [])
 
     def name(self, node: str) -> str:
         """Return the name of a node, or its key where it takes no part."""
@@ -146,9 +148,10 @@ class Roster:
         """Send orders to nodes that take part, and yield node and answer.
 
         A node that was started again since it was checked may have other data now: what its new
-        process has done counts once this process has been checked, after the others have answered.
+        process has done counts once this process has been checked, after the others have answered
+        and within the same seconds.
         """
-        started_again = []
+        started_again, ends = [], time.monotonic() + seconds
         for node, answer in self.mail.exchange(orders, seconds):
             if answer.kind == "refused" or epoch_of(answer) == self.epochs.get(node):
                 yield node, answer
@@ -160,7 +163,8 @@ class Roster:
                     "node %s (%s) was started again: it is checked again", self.names[node], node
                 )
                 self._leave(node)
-                self._check([node], self.rules.wait_seconds)
+                left = max(0.0, ends - time.monotonic())
+                self._check([node], min(left, self.rules.wait_seconds))
             if node in self.names and epoch_of(answer) == self.epochs[node]:
                 yield node, answer
             else:
@@ -188,7 +192,8 @@ class Roster:
         self.left_out.update(dict.fromkeys(nodes, until))
         self.waited.update(dict.fromkeys(nodes, seconds))
         asked = time.time()
-        for node, answer in self.mail.exchange(dict.fromkeys(nodes, order), seconds):
+        orders = dict.fromkeys(nodes, order)
+        for node, answer in self.mail.exchange(orders, seconds, refuses=True):
             self.left_out.pop(node, None)
             self.waited.pop(node, None)
             name = name_of(answer, node)
@@ -242,7 +247,7 @@ class Roster:
                     f"it has the folder of node {self.names[before]} ({before}), which is connected and has "
                     "other clients; give each node a --folder of its own"
                 )
-            self.forget(before)  # the same node, started again
+            self.forget(before, "was started again")
             self.left_out[before] = math.inf
         return ""
 
@@ -258,12 +263,13 @@ class Roster:
         wrong = [id for id in found.clients if id >= self.fed.data.num_clients]
         if wrong:
             return f"it has client {wrong[0]}, and the federation has {self.fed.data.num_clients}"
+        sizes = {str(id): int(self.fed.data.sizes[id]) for id in found.clients}
         with reading():
-            return "; ".join(mismatches(describe(self.fed, found.clients), found.identity))
+            return "; ".join(mismatches({**self.built, "examples": sizes}, found.identity))
 
-    def forget(self, node: str) -> None:
-        """Let a node go that is not connected any more, and say so."""
-        log.warning("node %s (%s) has left", self.names[node], node)
+    def forget(self, node: str, why: str = "has left") -> None:
+        """Let a node go, and say why."""
+        log.warning("node %s (%s) %s", self.names[node], node, why)
         self._leave(node)
 
     def _leave(self, node: str) -> None:
