@@ -58,7 +58,7 @@ class FederatedTrainer(RunViews):
     """Runs a method over a federation, round by round.
 
     Args:
-        accelerator: Fabric's: ``auto``, ``cpu``, ``cuda``, ``mps``.
+        accelerator: Fabric's: ``auto``, ``cpu``, ``cuda``; none is MPS, which has no float64.
         devices: number of devices, or which ones, as Fabric takes them.
         strategy: Fabric's: ``auto``, or ``ddp`` for several processes.
         num_nodes: number of machines.

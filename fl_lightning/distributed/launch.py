@@ -1,8 +1,8 @@
 """Start of several processes, and their common end.
 
 Either rank 0 starts the others as Fabric's script launcher does (the same command again for each
-rank), or torchrun or SLURM starts all of them. Rank 0 notices and names a rank that dies within a
-second. A rank whose parent dies exits.
+rank), or torchrun or SLURM starts all of them. Rank 0 notices and names within a second a rank that
+it started and that dies. A rank whose parent dies exits.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.accelerators import MPSAccelerator
 from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.fabric.utilities.distributed import _init_dist_connection, _set_num_threads_if_needed
@@ -78,6 +79,8 @@ class RankLauncher(_SubprocessScriptLauncher):
             # children inherit this across exec
             with _ignore_signals(signal.SIGINT, signal.SIGTERM):
                 self._call_children_scripts()
+            # what else this process starts, such as torchrun, has ranks with other parents
+            del os.environ[PARENT_VARIABLE]
             RankLauncher.watch = ProcessWatch(
                 self.procs, self.cluster_environment.node_rank() * self.num_processes
             )
@@ -175,7 +178,7 @@ def make_fabric(
     """Return Fabric, with :class:`RankStrategy` if there may be several processes.
 
     Args:
-        accelerator: as in Fabric.
+        accelerator: as in Fabric, where ``auto`` is never MPS, which has no float64.
         devices: as in Fabric.
         strategy: ``auto`` or ``ddp``.
         num_nodes: number of machines.
@@ -193,6 +196,14 @@ def make_fabric(
             "processes share clients, not a model",
             "write --trainer.strategy ddp",
         )
+    on_mps = accelerator in ("auto", "gpu") and MPSAccelerator.is_available()
+    if accelerator == "mps" or (accelerator == "gpu" and on_mps):
+        raise InputError(
+            f"--trainer.accelerator {accelerator}",
+            "losses are added up in float64, which MPS does not have",
+            "write --trainer.accelerator cpu",
+        )
+    accelerator = "cpu" if on_mps else accelerator
     devices, num_nodes = processes(devices, num_nodes)
     make = partial(
         Fabric,

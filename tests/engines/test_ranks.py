@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -250,3 +252,32 @@ def test_bad_settings(settings):
         ValueError, match=r"--trainer\.\w+ .*;.*; write --trainer|--trainer\.\w+ .*; at least"
     ):
         FederatedTrainer(**settings)
+
+
+def test_no_run_is_on_mps(monkeypatch):
+    """It cannot add up losses in float64."""
+    monkeypatch.setattr(launch.MPSAccelerator, "is_available", staticmethod(lambda: True))
+    assert FederatedTrainer(accelerator="auto").fabric.device.type == "cpu"
+    for name in ("mps", "gpu"):
+        with refused(f"--trainer.accelerator {name}", "write --trainer.accelerator cpu"):
+            FederatedTrainer(accelerator=name)
+
+
+def test_the_parent_of_ranks_is_told_to_them_alone(monkeypatch):
+    """A torchrun that the same process starts later has ranks of its own."""
+    told = []
+
+    class Launcher(launch.RankLauncher):
+        def _call_children_scripts(self):
+            told.append(os.environ[launch.PARENT_VARIABLE])
+
+    monkeypatch.delenv(launch.PARENT_VARIABLE, raising=False)
+    monkeypatch.setattr(launch.RankLauncher, "watch", None)
+    monkeypatch.setattr(launch, "ProcessWatch", lambda *_: None)
+    monkeypatch.setattr(launch, "_set_num_threads_if_needed", lambda **_: None)
+    environment = SimpleNamespace(
+        validate_settings=lambda **_: None, creates_processes_externally=False, node_rank=lambda: 0
+    )
+    assert Launcher(environment, 2, 1).launch(lambda: "ran") == "ran"
+    assert told == [str(os.getpid())]
+    assert launch.PARENT_VARIABLE not in os.environ
