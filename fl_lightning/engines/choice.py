@@ -67,32 +67,30 @@ def make_engine(
         keep_freed_memory(large=size == 1)  # this process trains; workers call it themselves
     if workers != "auto" and workers > size:
         log.info("workers: %d of %d, since a round has no more clients", size, workers)
-    if engine != "auto":
-        name: str = engine
-    elif before:
-        name = before
-    else:
-        worth_it = cohort >= MIN_BATCHED_COHORT and is_stackable(method)
-        name = (
-            collectives.from_rank_zero(_measured(fabric, method, data))
-            if worth_it
-            else "sequential"
-        )
-    inner, where = _engine(name, fabric, method, data, size, timeout)
+    name: str = before or "auto" if engine == "auto" else engine
+    if name == "auto" and not (cohort >= MIN_BATCHED_COHORT and is_stackable(method)):
+        name = "sequential"
+    inner: BatchedEngine | SequentialEngine = SequentialEngine(fabric, method, data)
+    if name != "sequential":
+        inner = BatchedEngine(fabric, method, data)
+        if name == "auto":
+            name = collectives.from_rank_zero(_measured(inner))
+        inner = inner if name == "batched" else inner.one_by_one
+    made, where = _engine(inner, size, timeout)
     log.info("engine: %s, %s", name, where)
-    return RankedEngine(inner, data, holders) if collectives.world_size() > 1 else inner
+    return RankedEngine(made, data, holders) if collectives.world_size() > 1 else made
 
 
 def _engine(
-    name: str, fabric: Fabric, method: Method, data: FederatedData, size: int, timeout: float
+    inner: BatchedEngine | SequentialEngine, size: int, timeout: float
 ) -> tuple[Engine, str]:
     """Return the engine of one rank, and in words where it trains."""
-    inner = (BatchedEngine if name == "batched" else SequentialEngine)(fabric, method, data)
     if size == 1:
         return inner, "in this process"
-    if not _can_fork(fabric):
-        return inner, f"in this process; {size} workers on {fabric.device} train no stacks"
-    return PoolEngine(inner, method, data, size, timeout), f"{size} worker processes"
+    if not _can_fork(inner.fabric):
+        return inner, f"in this process; {size} workers on {inner.fabric.device} train no stacks"
+    pool = PoolEngine(inner, inner.method, inner.data, size, timeout)
+    return pool, f"{size} worker processes"
 
 
 def check_workers(fabric: Fabric, workers: int | Literal["auto"]) -> None:
@@ -115,11 +113,11 @@ def _can_fork(fabric: Fabric) -> bool:
     return fabric.device.type == "cpu" and sys.platform.startswith("linux")
 
 
-def _measured(fabric: Fabric, method: Method, data: FederatedData) -> str:
+def _measured(batched: BatchedEngine) -> str:
     if collectives.rank() != 0:
         return ""
-    sequential = SequentialEngine(fabric, method, data)
-    batched = BatchedEngine(fabric, method, data)
+    fabric, method, data = batched.fabric, batched.method, batched.data
+    sequential = batched.one_by_one
     method.round = 1
 
     def task(id: int) -> ClientTask:

@@ -8,16 +8,20 @@ from functools import partial
 import pytest
 import torch
 from fates import Fates
+from lightning.fabric import Fabric
 from ten import SMALL, fit, make, same
 from torch import nn
 from toy import run, sgd
 
 from fl_lightning.conformance.toy import images, small_group_network, small_network
 from fl_lightning.data import FederatedImages
-from fl_lightning.engines import choice
+from fl_lightning.engines import ClientTask, choice
+from fl_lightning.engines.stacked import batched
+from fl_lightning.engines.stacked.batched import BatchedEngine
 from fl_lightning.hooks import Meter, Stressor
 from fl_lightning.methods import FedAvg, FedRep, FedSAM, FedSpeed, MoFedSAM, ProximalTerm
 from fl_lightning.models import SmallCNN
+from fl_lightning.models.adapters import add_adapter
 
 
 class Noisy(FederatedImages):
@@ -162,3 +166,31 @@ def test_gradients_within_a_step_and_frozen_parts_in_stacks(name, tmp_path, capl
     assert found[0].keys() == found[1].keys()
     for tensor, value in found[0].items():
         torch.testing.assert_close(found[1][tensor], value, rtol=1e-4, atol=2e-5)
+
+
+def test_stacks_are_cut_as_if_nothing_had_been_trained(monkeypatch):
+    """A round of factors that are trained in turn freezes the other ones."""
+    monkeypatch.setattr(batched, "MAX_STACK_BYTES", 4 * 4 * 4000)
+    data = images()
+    data.prepare_data()
+    data.setup("fit")
+    data.distribute(0, torch.device("cpu"))
+
+    def adapted(num_classes):
+        net = nn.Sequential(nn.Flatten(), nn.Linear(768, 32), nn.ReLU(), nn.Linear(32, num_classes))
+        return add_adapter(net, "lora", 2, seed=0)
+
+    method = FedAvg(network=adapted, adapter_average="alternate", optimizer=sgd(0.05))
+    method.build(data)
+    engine = BatchedEngine(Fabric(accelerator="cpu"), method, data)
+    method.round = 1
+    clients = [data.client(id) for id in range(6)]
+    tasks = [
+        ClientTask(one, 1, method.broadcast(one).to_bytes(), data.labels(one), 1, 1)
+        for one in clients
+    ]
+    before = engine.units(tasks)
+    assert len([*engine.train(tasks)]) == 6
+    assert any(not p.requires_grad for n, p in method.named_parameters() if "lora" in n)
+    assert engine.units(tasks) == before
+    assert 1 < len(before) < 6

@@ -88,6 +88,8 @@ class BatchedEngine(Engine):
         self.one_by_one = SequentialEngine(fabric, method, data)
         self.reason, self.never = "", False
         self.names: list[str] = []  # attributes of the method and its modules that receive sets
+        # before any training: methods that freeze parameters in turn have others frozen after it
+        self.frozen = set(self.constants)
 
     @property
     def constants(self) -> dict[str, Tensor]:
@@ -102,9 +104,10 @@ class BatchedEngine(Engine):
 
     def units(self, tasks: Sequence[ClientTask]) -> Units:
         """Stacks of clients with about as many examples."""
-        shared = {id(tensor) for tensor in self.constants.values()}
         weights = sum(
-            p.numel() * p.element_size() for p in self.method.parameters() if id(p) not in shared
+            p.numel() * p.element_size()
+            for name, p in self.method.named_parameters()
+            if name not in self.frozen
         )
         if not tasks:
             return []
