@@ -184,8 +184,7 @@ class LossSums:
     until :meth:`means`."""
 
     def __init__(self) -> None:
-        self.sums: dict[str, Tensor] = {}
-        self.seen: dict[str, int] = {}
+        self.sums, self.seen = dict[str, Tensor](), dict[str, int]()
 
     def add(self, outputs: Mapping[str, Tensor], size: int) -> None:
         for name, value in outputs.items():
@@ -195,10 +194,7 @@ class LossSums:
     def means(self) -> dict[str, Mean]:
         """Return each term's mean so far; waits for the device once."""
         totals = torch.stack(list(self.sums.values())).tolist() if self.sums else []
-        return {
-            name: Mean(total, self.seen[name])
-            for name, total in zip(self.sums, totals, strict=True)
-        }
+        return {n: Mean(t, self.seen[n]) for n, t in zip(self.sums, totals, strict=True)}
 
 
 def start_client(method: Method, task: ClientTask) -> None:
@@ -211,11 +207,10 @@ def start_client(method: Method, task: ClientTask) -> None:
 
 def local_batches(method: Method, data: FederatedData, task: ClientTask) -> Iterator[Any]:
     """Yield the batches of a task, as the method wants them."""
-    return iter(
-        method.local_batches(
-            data, task.client, epochs=task.epochs, labels=task.labels, steps=task.steps
-        )
+    batches = method.local_batches(
+        data, task.client, epochs=task.epochs, labels=task.labels, steps=task.steps
     )
+    return iter(batches)
 
 
 def size_of(batch: Any) -> int:

@@ -92,7 +92,7 @@ def local_step(
     check_outputs(method, outputs)
     descend(fabric, method, optimizer, outputs["loss"])
     method.on_train_batch_end(outputs, batch, index)
-    return {name: value.detach() for name, value in outputs.items()}
+    return {name: value.detach().reshape(()) for name, value in outputs.items()}
 
 
 def descend(fabric: Fabric, method: Method, optimizer: Optimizer, loss: Tensor) -> None:

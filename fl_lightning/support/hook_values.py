@@ -13,19 +13,23 @@ from torch import Tensor
 from fl_lightning.errors import MisuseError
 
 
-def check_outputs(method: object, outputs: Any) -> None:
-    """Refuse what ``training_step`` returned, if it is no dictionary of tensors with a ``loss``.
+def check_outputs(method: object, outputs: Any, size: int = 1) -> None:
+    """Refuse what ``training_step`` returned for ``size`` clients, if it is no dictionary of
+    tensors with a ``loss`` and one value of each other term.
 
     Raises:
         MisuseError: it is something else.
     """
     right = isinstance(outputs, Mapping) and "loss" in outputs
-    if not right or not all(isinstance(value, Tensor) for value in outputs.values()):
+    if not right or not all(
+        isinstance(value, Tensor) and (name == "loss" or value.numel() == size)
+        for name, value in outputs.items()
+    ):
         entries = [f"{name!r}: {_kind(value)}" for name, value in outputs.items()] if right else []
         raise MisuseError(
             f"{type(method).__name__}.training_step returned {', '.join(entries) or _kind(outputs)}",
-            'a method returns a dictionary of tensors with the key "loss"',
-            'write return {"loss": loss}, and torch.tensor(...) for other numbers',
+            'a method returns a dictionary of tensors of one value with the key "loss"',
+            'write return {"loss": loss}, and torch.tensor(...) or a mean for other terms',
         )
 
 
@@ -73,4 +77,5 @@ def check_kept(owner: str, entries: Mapping[str, Any]) -> None:
 
 def _kind(value: object) -> str:
     path = f"{type(value).__module__}.{type(value).__name__}".removeprefix("builtins.")
-    return "nothing" if value is None else path
+    shape = f" of shape {[*value.shape]}" if isinstance(value, Tensor) and value.shape else ""
+    return "nothing" if value is None else path + shape

@@ -3,8 +3,10 @@ labels, uploads of any form."""
 
 from __future__ import annotations
 
+import random
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from fates import Fates
@@ -194,3 +196,68 @@ def test_stacks_are_cut_as_if_nothing_had_been_trained(monkeypatch):
     assert any(not p.requires_grad for n, p in method.named_parameters() if "lora" in n)
     assert engine.units(tasks) == before
     assert 1 < len(before) < 6
+
+
+def hooked(num_classes):
+    """A linear network whose weights see a third of their gradient."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(768, num_classes))
+    net[1].weight.register_hook(lambda gradient: gradient / 3)
+    return net
+
+
+def accumulating(num_classes):
+    net = nn.Sequential(nn.Flatten(), nn.Linear(768, num_classes))
+
+    def halve(weight):
+        weight.grad *= 0.5
+
+    net[1].weight.register_post_accumulate_grad_hook(halve)
+    return net
+
+
+def normalised(parameters):
+    """An optimiser that steps on each whole tensor's direction."""
+
+    def normalise(optimizer, args, kwargs):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad /= parameter.grad.norm()
+
+    optimizer = torch.optim.SGD(parameters, lr=0.05)
+    optimizer.register_step_pre_hook(normalise)
+    return optimizer
+
+
+class DrawsScale(nn.Sequential):
+    """Each forward pass takes the next of the draws that a test gives to ``random`` or NumPy."""
+
+    def __init__(self, draw):
+        super().__init__(nn.Flatten(), nn.Linear(768, 4))
+        self.draw = draw
+
+    def forward(self, x):
+        return super().forward(x) * self.draw()
+
+
+LEFT_OUT = {
+    "a weight's hook": (hooked, sgd(0.05)),
+    "a hook of the accumulated gradient": (accumulating, sgd(0.05)),
+    "an optimiser's hook": (SMALL, normalised),
+    "random": (lambda num_classes: DrawsScale(random.random), sgd(0.05)),
+    "NumPy": (lambda num_classes: DrawsScale(np.random.random), sgd(0.05)),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_what_a_stack_would_leave_out_is_trained_one_by_one(name, tmp_path, caplog):
+    network, optimizer = LEFT_OUT[name]
+    found = []
+    for engine in ("sequential", "batched"):
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002
+        made = FedAvg(network=network, optimizer=optimizer)
+        found.append(fit(made, tmp_path, engine=engine, workers=1, max_rounds=1)[0])
+    draws = name in ("random", "NumPy")
+    assert ("draws from random or NumPy in a step" if draws else "has hooks") in caplog.text
+    if not draws:  # else a step was tried, which has drawn
+        assert same(*found)

@@ -50,6 +50,25 @@ class ReturnsFloat(FedAvg):
         return {**outputs, "loss_other": 1.0}
 
 
+class ReturnsEach(FedAvg):
+    def training_step(self, batch, batch_idx=0):
+        outputs = super().training_step(batch, batch_idx)
+        return {**outputs, "loss_each": outputs["loss"].detach().expand(3)}
+
+
+class ReturnsLosses(FedAvg):
+    def training_step(self, batch, batch_idx=0):
+        return {"loss": super().training_step(batch, batch_idx)["loss"].expand(3)}
+
+
+class ReturnsRow(FedAvg):
+    """Its terms have one value each, in other forms."""
+
+    def training_step(self, batch, batch_idx=0):
+        loss = super().training_step(batch, batch_idx)["loss"]
+        return {"loss": loss[None], "loss_own": loss.detach()[None, None], "loss_plain": loss}
+
+
 class ReturnsNothing(FedAvg):
     def training_step(self, batch, batch_idx=0):
         super().training_step(batch, batch_idx)
@@ -95,6 +114,8 @@ class UploadsSigns(FedAvg):
             ReturnsFloat,
             r"ReturnsFloat.training_step returned 'loss': torch.Tensor, .*'loss_other': float",
         ),
+        (ReturnsEach, r"ReturnsEach.training_step returned .*'loss_each': torch.Tensor of shape"),
+        (ReturnsLosses, r"ReturnsLosses.training_step.* returned a loss of shape \(3,\); a local"),
         (ReturnsNothing, r"ReturnsNothing.training_step returned nothing"),
         (UploadsDictionary, r"UploadsDictionary.upload returned dict; it returns a Payload"),
         (UploadsHalf, r"UploadsHalf.upload, .* of torch.float16; values travel as float32"),
@@ -106,3 +127,28 @@ def test_the_hook_is_named(method, says, settings, tmp_path):
     with pytest.raises(MisuseError, match=says) as error:
         run(method(network="mlp", optimizer=sgd()), ready(), tmp_path, max_rounds=1, **settings)
     assert error.value.__context__ is None, "one error, not two"
+
+
+@pytest.mark.parametrize(("method", "says"), [(ReturnsEach, "loss_each"), (ReturnsLosses, "mean")])
+def test_a_stack_that_returns_no_terms_is_named_too(method, says, tmp_path):
+    with pytest.raises(MisuseError, match=f"{method.__name__}.training_step.*{says}"):
+        run(method(network="mlp", optimizer=sgd()), ready(), tmp_path, engine="batched")
+
+
+def test_terms_of_one_value_may_have_any_form(tmp_path, caplog):
+    found = []
+    for method, engine in (
+        (FedAvg, "sequential"),
+        (ReturnsRow, "sequential"),
+        (ReturnsRow, "batched"),
+    ):
+        method.stackable = True
+        trainer = run(
+            method(network="mlp", optimizer=sgd()), ready(), tmp_path, max_rounds=1, engine=engine
+        )
+        found.append(trainer)
+    plain, *others = (one.progress.history[-1] for one in found)
+    for metrics in others:
+        for name in ("train/loss", "train/loss_own", "train/loss_plain"):
+            assert metrics[name] == pytest.approx(plain["train/loss"], rel=1e-5)
+    assert "one by one" not in caplog.text

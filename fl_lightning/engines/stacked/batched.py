@@ -9,12 +9,14 @@ batches have one shape, and the others in turn.
 from __future__ import annotations
 
 import logging
+import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
@@ -249,12 +251,13 @@ class BatchedEngine(Engine):
         """
         leaves, others = stack.part(where)
         before = dict(vars(self.method))
+        drawn = None if step else _outer_draws()
         try:
             with self.fabric.autocast():
                 outputs, tensors = vmap(self._call, (0, 0, None, None, 0, None))(
                     leaves, others, stack.shared, "training_step", batch, step
                 )
-            check_outputs(self.method, outputs)
+            check_outputs(self.method, outputs, len(where))
             outputs["loss"].sum().backward()
             stack.step(where, leaves)
             tensors = {name: leaves.get(name, tensor).detach() for name, tensor in tensors.items()}
@@ -263,10 +266,16 @@ class BatchedEngine(Engine):
                 with torch.no_grad():
                     end = vmap(self._call, (0, None, None, None, 0, 0, None))
                     _, tensors = end(tensors, {}, {}, "on_train_batch_end", outputs, batch, step)
+            outputs = {name: value.reshape(len(where)) for name, value in outputs.items()}
         except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
             raise CannotStackError(
                 f"{type(self.method).__name__} under vmap: {str(error).splitlines()[0]}"
             ) from error
+        if drawn is not None and drawn != _outer_draws():
+            raise CannotStackError(
+                f"{type(self.method).__name__} draws from random or NumPy in a step; it would be "
+                "one draw for all of a stack"
+            )
         for name, value in vars(self.method).items():
             if name not in REGISTERED and before.get(name) is not value:
                 raise CannotStackError(
@@ -355,6 +364,12 @@ def _has_tied_weights(method: Method) -> bool:
             f"{type(method).__name__} has tied weights and a module under two names"
         )
     return tied
+
+
+def _outer_draws() -> tuple[Any, ...]:
+    """Return the states of the generators that vmap knows nothing of."""
+    kind, keys, *rest = np.random.get_state()  # noqa: NPY002
+    return random.getstate(), kind, keys.tobytes(), *rest
 
 
 def _stacked(rows: Sequence[Sequence[Any]]) -> Iterator[list[tuple[list[int], Any]]]:

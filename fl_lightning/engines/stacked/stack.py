@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from fl_lightning.engines.optimizers import is_elementwise
 from fl_lightning.methods import Method
@@ -38,7 +39,7 @@ class Stack:
             in ``shared`` and not in ``tensors``: there is no copy of it for each client.
 
     Raises:
-        CannotStackError: the optimiser is not elementwise.
+        CannotStackError: the optimiser is not elementwise, or it or a parameter has hooks.
     """
 
     def __init__(
@@ -61,6 +62,8 @@ class Stack:
             raise NeverStacksError(
                 f"a step of {type(self.optimizer).__name__} on a stack is not known to be the step of each"
             )
+        if hooked := hooked_by(method, self.optimizer):
+            raise NeverStacksError(f"{hooked} has hooks, which would see a stack or nothing")
         names = {id(parameter): name for name, parameter in method.named_parameters()}
         self.groups = [
             [names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups
@@ -202,6 +205,18 @@ def clip_rows(gradients: Sequence[Tensor | None], value: float | None, algorithm
     factor = (value / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
     for gradient in found:
         gradient.mul_(factor.view(-1, *[1] * (gradient.ndim - 1)))
+
+
+def hooked_by(method: Method, optimizer: Optimizer) -> str:
+    """Return what of a client's steps somebody has hooked into, empty where nothing is.
+
+    A step on a stack has other leaves than the parameters, and is one step of the optimiser.
+    """
+    for name, parameter in method.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return f"parameter {name}"
+    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    return type(optimizer).__name__ if any(vars(optimizer).get(name) for name in hooks) else ""
 
 
 def _is_row(key: str, value: object, parameter: Tensor) -> bool:
