@@ -368,8 +368,8 @@ def _has_tied_weights(method: Method) -> bool:
 
 def _outer_draws() -> tuple[Any, ...]:
     """Return the states of the generators that vmap knows nothing of."""
-    kind, keys, *rest = np.random.get_state()  # noqa: NPY002
-    return random.getstate(), kind, keys.tobytes(), *rest
+    state: Any = np.random.get_state()  # noqa: NPY002
+    return random.getstate(), state[1].tobytes(), *state[2:]
 
 
 def _stacked(rows: Sequence[Sequence[Any]]) -> Iterator[list[tuple[list[int], Any]]]:
