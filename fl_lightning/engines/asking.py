@@ -15,6 +15,7 @@ from fl_lightning.data import FederatedData
 from fl_lightning.distributed.collectives import gather_parts, rank, world_size
 from fl_lightning.engines.base import ClientTask, start_client
 from fl_lightning.methods import Method
+from fl_lightning.models import MeasuredNetwork
 
 EXAMPLES_AT_ONCE = 512
 
@@ -67,8 +68,10 @@ def _measured(fabric: Fabric, method: Method, data: FederatedData, task: ClientT
     method.eval()
     index = torch.from_numpy(task.client.train).to(data.device)
     sums = torch.zeros(3, dtype=torch.float64)
-    parts = zip(index.split(EXAMPLES_AT_ONCE), task.labels.split(EXAMPLES_AT_ONCE), strict=True)
-    for positions, target in parts:
+    size = min(EXAMPLES_AT_ONCE, data.evaluation_batch)
+    for positions, target in zip(index.split(size), task.labels.split(size), strict=True):
+        if isinstance(method.network, MeasuredNetwork):
+            method.network.expect(target)
         with fabric.autocast():
             inputs = data.with_labels(data.inputs("train", positions), target)
             _, found = data.task.evaluate(method.network, inputs, target)
