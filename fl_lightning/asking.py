@@ -10,6 +10,7 @@ import torch
 
 from fl_lightning.engines import ClientTask
 from fl_lightning.engines.asking import local_losses
+from fl_lightning.errors import MisuseError
 from fl_lightning.exchange import assignments, encode_broadcast
 from fl_lightning.federation import Federation
 from fl_lightning.wire import LedgerEntry, Payload
@@ -17,7 +18,18 @@ from fl_lightning.wire import LedgerEntry, Payload
 
 def ask(fed: Federation, round: int, ids: Iterable[int]) -> dict[int, float]:
     """Send clients the server's model, and return the mean loss that each of them answers with, by
-    id."""
+    id.
+
+    Raises:
+        MisuseError: one of them is asked twice in the round.
+    """
+    ids = list(ids)
+    if len({*fed.asked, *ids}) < len(fed.asked) + len(ids):
+        raise MisuseError(
+            f"{type(fed.sampler).__name__}.draw, which asks a client twice",
+            "the answer of a round is the same, and the ledger has one",
+            "keep what view.ask has returned",
+        )
     tasks = [
         ClientTask(
             one.client, round, encode_broadcast(fed, one.client), fed.labels_of(one.client), 1, 1
@@ -34,7 +46,7 @@ def ask(fed: Federation, round: int, ids: Iterable[int]) -> dict[int, float]:
     ]
     if fed.timing is not None:
         entries = fed.timing.ask(fed, entries)
-    fed.asked = {entry.client: entry for entry in entries}
+    fed.asked |= {entry.client: entry for entry in entries}
     return {
         entry.client: float(answers[entry.client].tensor("loss"))
         for entry in entries

@@ -128,7 +128,8 @@ class Timing(Meter):
         }
 
     def ask(self, context: Any, entries: Sequence[LedgerEntry]) -> list[LedgerEntry]:
-        """Return the entries of clients that are asked for their loss, with times.
+        """Return the entries of clients that are asked for their loss at the start of the round,
+        with times.
 
         The cohort begins when the last of them has answered, or has gone offline without an answer.
 
@@ -142,7 +143,7 @@ class Timing(Meter):
             if lost := reach.lost(entry):
                 entry = replace(lost, status="asked", upload=0, wasted=0)
             found.append(entry)
-        self.answers = {e.client: (e.ended or 0.0) - self.began for e in found}
+        self.answers |= {e.client: (e.ended or 0.0) - self.began for e in found}
         self.lead = max(self.answers.values(), default=0.0)
         return found
 
@@ -181,7 +182,8 @@ class Timing(Meter):
                 fmean(trained.staleness) if trained.staleness else 0.0
             )
         length = self.now - begin
-        waited = [self.lead - self.answers[id] for id in trained.examples if id in self.answers]
+        answered = [self.answers[id] for id in trained.examples if id in self.answers]
+        waited = [min(self.lead, length) - min(at, length) for at in answered]
         worked = -sum(waited) + sum(
             max(min(end, self.now) - max(start, begin), 0.0)
             for start, end in spans
@@ -254,8 +256,11 @@ class Timing(Meter):
 
 
 def _answered(trained: Trained) -> list[int]:
-    """Return the clients whose upload has arrived, whether it counts or not."""
-    return [one.client.id for one in trained.receipts if one.entry.status in ANSWERED]
+    """Return the clients whose upload has arrived, whether it counts or not; under masks a receipt
+    does not say who sends nothing."""
+    gone = {one.client.id for one in trained.cohort if not one.returns}
+    ids = [one.client.id for one in trained.receipts if one.entry.status in ANSWERED]
+    return [id for id in ids if id not in gone]
 
 
 def only_used(trained: Trained, receipts: Sequence[Receipt], used: Collection[int]) -> Trained:

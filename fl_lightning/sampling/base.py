@@ -25,8 +25,8 @@ class ServerView:
         number: of the draw within the round, from 0.
         sizes: how many training examples each client says it has, int64 ``[K]`` by id.
         randomness: makes the stream of a seed, a purpose, a round and a number.
-        ask: sends clients the server's model, which the ledger counts, and returns the mean losses
-            by id.
+        ask: sends clients the server's model, each once, which the ledger counts, and returns the
+            mean losses by id; all are asked at the start of the round.
     """
 
     seed: int

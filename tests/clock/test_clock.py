@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -11,7 +12,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 import torch
-from clocked import Loses, column, rows
+from clocked import Fixed, Loses, column, rows
 from outcomes import rows_of
 from ranked import result
 from refusals import refused
@@ -19,6 +20,7 @@ from ten import SMALL
 from toy import run, sgd
 
 from callbacks import StragglerDropout
+from callbacks.stressors.secure_dropout import leaving
 from fl_lightning.clock import (
     Clock,
     Deadline,
@@ -155,6 +157,33 @@ def test_a_round_whose_uploads_are_all_lost_lasts_as_long_as_its_clients(tmp_pat
     )
     whole = column(trained(tmp_path / "whole", rounds=rounds, **settings), "clock/seconds")
     assert [float(row["clock/seconds"])] == whole != [0.0]
+
+
+class Leaves(Stressor):
+    """Client 5 drops out before a phase of a secure sum; without a phase its upload is lost."""
+
+    def __init__(self, phase: str) -> None:
+        self.phase = phase
+
+    def change_cohort(self, cohort, *, round, context):
+        *others, last = sorted(cohort, key=lambda one: one.client.id)
+        gone = leaving(last, self.phase) if self.phase else replace(last, returns=False)
+        return [*others, gone]
+
+
+@pytest.mark.parametrize(("phase", "length"), [("", 1), ("masked", 1), ("unmask", 100)])
+def test_under_masks_nobody_waits_for_who_sends_nothing(tmp_path, phase, length):
+    settings = {
+        "clock": Clock(devices=Fixed(1, 1, 1, 1, 1, 100)),
+        "callbacks": [Leaves(phase)],
+        "participation": 1.0,
+        "max_rounds": 2,
+    }
+    plain = trained(tmp_path / "plain", **settings)
+    masked = trained(tmp_path / "masked", secure_sum=SecureSum(), **settings)
+    for trainer in (plain, masked):
+        assert column(trainer, "clock/round_seconds") == [length, length]
+        assert column(trainer, "clients/trained") == [5 + (length == 100)] * 2
 
 
 def test_examples_are_those_of_the_local_steps(tmp_path):

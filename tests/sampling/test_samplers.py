@@ -22,6 +22,7 @@ from callbacks import LabelNoise
 from fl_lightning import rng
 from fl_lightning.clock import (
     Clock,
+    Deadline,
     DrawnDevices,
     FedBuff,
     Lines,
@@ -31,6 +32,7 @@ from fl_lightning.clock import (
 )
 from fl_lightning.clock.devices import Devices
 from fl_lightning.conformance.toy import images
+from fl_lightning.errors import MisuseError
 from fl_lightning.hooks import Stressor
 from fl_lightning.methods import FedAvg
 from fl_lightning.privacy import ClientPrivacy
@@ -217,6 +219,48 @@ def test_what_asking_costs_by_hand(tmp_path):
     counts = ("clients/asked", "clients/sampled", "clients/trained", "clients/dropped")
     assert [float(metrics[name]) for name in counts] == [4, 3, 3, 0]
     assert float(metrics["comm/upload_bytes"]) == sum(int(row["upload"]) for row in found)
+
+
+class AsksInParts(Asks):
+    def draw(self, view, among, count):
+        half = len(among) // 2
+        losses = view.ask(among[:half].tolist()) | view.ask(among[half:].tolist())
+        assert losses.keys() == {*among.tolist()}
+        return Uniform().draw(view, among, count)
+
+
+class AsksAgain(Asks):
+    def draw(self, view, among, count):
+        view.ask(among.tolist())
+        view.ask(among[:1].tolist())
+
+
+def test_asking_in_parts_costs_what_asking_once_does(tmp_path):
+    for clock in (None, Clock(devices=Fixed(6, 2, 3, 4, 5, 1))):
+        once, parts = (
+            trained(tmp_path / f"{clock is None} {type(one).__name__}", sampler=one, clock=clock)
+            for one in (Asks(), AsksInParts())
+        )
+        assert result(parts.run_dir) == result(once.run_dir)
+    with pytest.raises(MisuseError, match=r"AsksAgain\.draw, which asks a client twice"):
+        trained(tmp_path / "again", sampler=AsksAgain())
+
+
+class SlowAtFirst(Devices):
+    """Client 5 takes 20 seconds in round 1; everybody else takes 2."""
+
+    def seconds(self, seed: int, round: int, client: int, examples: int) -> float:
+        return 20 if (round, client) == (1, 5) else 2
+
+
+def test_waiting_for_answers_ends_with_the_round_by_hand(tmp_path):
+    """In round 1 client 5 answers after 20 seconds, and the deadline of 10 ends the round: it has
+    worked until then, and the five others for 2 seconds."""
+    settings = {"clock": Clock(devices=SlowAtFirst()), "rounds": Deadline(10), "participation": 1.0}
+    trainer = trained(tmp_path, sampler=Asks(), max_rounds=2, **settings)
+    found = rows_of(trainer.run_dir / "metrics.csv")
+    assert [float(row["clock/round_seconds"]) for row in found] == [10, 4]
+    assert [float(row["clock/idle"]) for row in found] == pytest.approx([1 - 20 / 60, 0])
 
 
 def known(oort: Oort, *entries: tuple[float, int, float]) -> np.ndarray:
