@@ -121,6 +121,7 @@ class ByzantineClients(Stressor):
             self.change_uploads = self._attack_together  # type: ignore[method-assign]
 
     def on_check(self, context: Context) -> None:
+        self._attackers = None
         if self.attack == "label_flip" and not isinstance(context.data.task, Classification):
             raise InputError(
                 f"ByzantineClients(attack='label_flip') where the task is {type(context.data.task).__name__}",
@@ -135,9 +136,6 @@ class ByzantineClients(Stressor):
                 ),
                 self.round, context.max_rounds, context.max_rounds,
             )  # fmt: skip
-
-    def on_setup(self, context: Context) -> None:
-        self._attackers = None
 
     def change_upload(
         self, upload: Payload, *, client: Client, round: int, context: Context

@@ -62,6 +62,7 @@ class LabelNoise(Stressor):
         self._noisy: frozenset[int] | None = None
 
     def on_check(self, context: Context) -> None:
+        self._noisy = None
         if (
             self.among == "cohort"
             and context.timing is not None
@@ -89,10 +90,6 @@ class LabelNoise(Stressor):
                 ),
                 self.round, context.max_rounds, context.max_rounds,
             )  # fmt: skip
-
-    def on_setup(self, context: Context) -> None:
-        if self.among == "federation":
-            self._noisy = None
 
     def change_cohort(
         self, cohort: list[Assignment], *, round: int, context: Context

@@ -26,6 +26,7 @@ class NewTasks(Stressor):
     logs ``tasks/rounds_to_recover`` in the round in which every group among the clients that
     trained in it has an expert of its own again: rounds since the group arrived or left. Where two
     changes are recovered from in one round, the number is that of the ``NewTasks`` listed first.
+    Samplers that choose by loss or time would choose who is away, and are refused.
 
     Args:
         group: name of the group, or its number.
@@ -50,6 +51,12 @@ class NewTasks(Stressor):
 
     def on_check(self, context: Context) -> None:
         self.changed = 0
+        require(
+            context.sampler.is_uniform,
+            f"NewTasks with --trainer.sampler {type(context.sampler).__name__}",
+            "it asks and prefers clients that are not there, and they drop out",
+            "leave one of them out",
+        )
         names = _names(context)
         known = (
             self.group in range(len(names)) if isinstance(self.group, int) else self.group in names

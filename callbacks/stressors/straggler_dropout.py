@@ -18,7 +18,8 @@ class StragglerDropout(Stressor):
 
     Args:
         probability: chance in [0, 1] that a sampled client is a straggler in a round.
-        mode: ``before``: it drops before training, and nothing is sent either way; ``after``: it
+        mode: ``before``: it drops before training, and nothing is sent either way, except where a
+            sampler has asked it for its loss: it has been sent the model then; ``after``: it
             trains and its upload is lost (work and bytes are wasted); ``partial``: it returns in
             time, having done a share of its local steps.
         work: that share, in (0, 1]; only for ``partial``.

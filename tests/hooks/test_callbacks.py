@@ -124,7 +124,7 @@ def test_shares_of_classes_are_changed_as_the_classes_are() -> None:
 @pytest.mark.usefixtures("poisoned")
 def test_label_noise_is_exact_and_the_same_every_round() -> None:
     noise, context = LabelNoise(round=60, clients=0.2, labels=0.3), FakeContext()
-    noise.on_setup(context)
+    noise.on_check(context)
     assert flips(noisy_labels(noise, 59, context)) == {}
     at_60 = noisy_labels(noise, 60, context)
     assert len(flips(at_60)) == round(0.2 * 45)  # of the clients with data
@@ -135,7 +135,7 @@ def test_label_noise_is_exact_and_the_same_every_round() -> None:
         noisy_labels(LabelNoise(round=60, clients=0.2, labels=0.3), 99, context, backwards) == at_60
     )
     other_seed = FakeContext(seed=2)
-    noise.on_setup(other_seed)
+    noise.on_check(other_seed)
     assert flips(noisy_labels(noise, 60, other_seed)).keys() != flips(at_60).keys()
 
 

@@ -6,17 +6,20 @@ import json
 from functools import partial
 
 import pytest
+import torch
 from ten import make
 
 from callbacks import (
     AccuracyBytesFigure,
+    ByzantineClients,
     Calibration,
     ClientAccuracyFigure,
     GradientNorms,
+    LabelNoise,
     ProgressBar,
     TrainingCost,
 )
-from fl_lightning.conformance.toy import images, trainer_in
+from fl_lightning.conformance.toy import images, run, trainer_in
 from fl_lightning.models import SmallCNN
 
 CLASSES = (AccuracyBytesFigure, Calibration, ClientAccuracyFigure, ProgressBar, TrainingCost)
@@ -42,3 +45,31 @@ def test_callbacks_keep_nothing_of_the_fit_before(tmp_path):
     wide = trained(trainer("fresh"), 8)
     assert narrow != wide
     assert trained(used, 8) == wide
+
+
+def test_stressors_keep_no_clients_of_the_fit_before(tmp_path):
+    """Nor where the second run is tested alone, which checks it and does not set it up."""
+
+    def made():
+        noise = {"round": 1, "clients": 0.5, "labels": 1.0}
+        return [
+            ByzantineClients(0.5, "label_flip"),
+            LabelNoise(**noise),
+            LabelNoise(**noise, among="cohort"),
+        ]
+
+    def changed(trainer):
+        federation = trainer.prepare(make("FedAvg"), images(), seed=3)
+        attack, noise, late = trainer.callbacks[:3]
+        labels = torch.zeros(9, dtype=torch.int64)
+        noisy = [
+            noise.change_labels(labels, client=client, round=1, context=federation).tolist()
+            for client in map(federation.data.client, range(6))
+        ]
+        return attack.attackers(federation), noisy, late.state_dict()
+
+    used = run(make("FedAvg"), images(), tmp_path, max_rounds=1, callbacks=made())
+    assert used.callbacks[2].state_dict()
+    fresh = changed(trainer_in(tmp_path, max_rounds=1, callbacks=made()))
+    assert fresh[2] == {}
+    assert changed(used) == fresh

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 from toy import ready
 
 from callbacks import ByzantineClients, LabelNoise, NewTasks, SecureDropout, StragglerDropout
@@ -14,6 +15,7 @@ from fl_lightning.aggregation.masked import _phase_of_leaving
 from fl_lightning.client import Assignment, Client
 from fl_lightning.errors import InputError
 from fl_lightning.hooks import RoundRecord
+from fl_lightning.sampling import PowerOfChoice, Uniform
 from fl_lightning.tasks import Classification
 
 CLIENTS = 400
@@ -111,7 +113,7 @@ def test_attackers_of_two_are_others():
 def test_a_class_arrives_where_data_have_no_other_groups():
     data = ready()
     mostly = data.group_counts().argmax(1)
-    given = SimpleNamespace(seed=0, max_rounds=5, data=data, callbacks=())
+    given = SimpleNamespace(seed=0, max_rounds=5, data=data, callbacks=(), sampler=Uniform())
     arrives = NewTasks(group=1, arrives=3, leaves=4)
     arrives.on_check(given)
     cohort = [Assignment(data.client(id)) for id in range(data.num_clients)]
@@ -121,3 +123,6 @@ def test_a_class_arrives_where_data_have_no_other_groups():
         assert [a.trains for a in found] == [there or group != 1 for group in mostly]
     with pytest.raises(InputError, match="the groups of these data are 0, 1"):
         NewTasks(group="rose", arrives=3).on_check(given)
+    given.sampler = PowerOfChoice(4)
+    with refused("NewTasks with --trainer.sampler PowerOfChoice", "leave one of them out"):
+        arrives.on_check(given)
