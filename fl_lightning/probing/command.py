@@ -33,6 +33,7 @@ from fl_lightning.run.resume import changed_identity, checkpoints_of, identity_o
 from fl_lightning.run.snapshot import Checkpoint, restore
 from fl_lightning.run.tables import numbers
 from fl_lightning.support.user_code import changed_code
+from fl_lightning.topology.exchange import Peers
 from fl_lightning.tracking.runs import add_to_run
 from fl_lightning.wire import Ledger
 
@@ -243,12 +244,19 @@ def load_model(
         fed.data,
         fed.states,
         fed.seed,
-        uploads=sum(sizes) / len(sizes) if sizes else None,
+        uploads=_mean_upload(fed, sizes),
         cohort=fed.cohort_size,
         protection=_protection(fed),
         trained_on=None if fed.method.pools_examples else trained_on or None,
         newcomers=fed.method.personalised and deployed and not checkpoint.tensors["clients"],
     )
+
+
+def _mean_upload(fed: Federation, sizes: Sequence[int]) -> float | str:
+    """Return the mean bytes of uploads, or why there is no such number."""
+    if isinstance(fed.aggregation, Peers):
+        return "the ledger has all that a peer sends to its neighbours"
+    return sum(sizes) / len(sizes) if sizes else "no upload of this round counted"
 
 
 def _protection(fed: Federation) -> Protection:

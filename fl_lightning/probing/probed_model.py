@@ -76,7 +76,7 @@ class ProbedModel:
         data: its data set.
         states: tensors that clients keep, by client id.
         seed: seed of the run.
-        uploads: mean bytes of the uploads of this round that were used; None if there are none.
+        uploads: mean bytes of the uploads of this round that were used, or why they are not known.
         cohort: clients of a round.
         protection: of the run, against those who read updates.
         trained_on: ids of the clients whose examples went into the model; None: all that have some.
@@ -89,7 +89,7 @@ class ProbedModel:
     data: FederatedData
     states: Mapping[int, dict[str, Tensor]]
     seed: int
-    uploads: float | None = None
+    uploads: float | str = "they are not known"
     cohort: int = 1
     protection: Protection = Protection()
     trained_on: frozenset[int] | None = None

@@ -249,12 +249,9 @@ def cost(subject: ProbedModel) -> Finding:
         "flops": "forward pass of one example",
         "model_bytes_sent": "mean upload of this round that counted, headers included",
     }
-    if subject.uploads is None:
-        return Finding(
-            metrics,
-            details=details,
-            skipped=["bytes as sent left out: no upload of this round counted"],
-        )
+    if isinstance(subject.uploads, str):
+        skipped = [f"bytes as sent left out: {subject.uploads}"]
+        return Finding(metrics, details=details, skipped=skipped)
     return Finding(metrics | {"cost/model_bytes_sent": subject.uploads}, details=details)
 
 

@@ -195,6 +195,16 @@ def test_every_kind_of_method(model):
     assert found["metrics"]["cost/model_bytes_sent"] == sum(sent) / len(sent)
 
 
+def test_bytes_of_peers_are_not_those_of_a_message():
+    """Each peer of a ring sends its upload to two others, and the ledger has both messages."""
+    ring = ("--trainer.topology", "Gossip", "--trainer.topology.graph", "ring")
+    small = ("--model.weigh_by", "clients", "--trainer.max_rounds", "1")
+    found = run_test(fit("FedAvg", *ring, *small), "--probes", "cost")
+    assert "cost/model_bytes_fp32" in found["metrics"]
+    assert "cost/model_bytes_sent" not in found["metrics"]
+    assert "neighbours" in found["skipped"]["cost"][0]
+
+
 @pytest.mark.slow
 @pytest.mark.essential
 def test_models_are_tuned_on_the_labels_of_the_run(caplog):
