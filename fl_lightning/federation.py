@@ -77,7 +77,7 @@ class Federation:
     @property
     def cohort_size(self) -> int:
         """Clients that are wanted each round."""
-        return max(1, math.floor(self.participation * len(self.data.active) + 0.5))
+        return cohort_of(self.participation, len(self.data.active))
 
     @property
     def invited(self) -> int:
@@ -96,14 +96,8 @@ class Federation:
         """Return the labels that a client trains on in the method's round, int64 ``[n_k]``: the
         data's, as stressors have changed them."""
         (own,) = self.data.labels_of([client])
-        return stress(
-            self.callbacks,
-            "change_labels",
-            own,
-            client=client,
-            round=self.method.round,
-            context=self,
-        )
+        details = {"client": client, "round": self.method.round, "context": self}
+        return stress(self.callbacks, "change_labels", own, **details)
 
     @property
     def run_dir(self) -> Path:
@@ -122,6 +116,11 @@ class Federation:
     def _files(self) -> RunFiles:
         assert self.files is not None, "there is no run directory before on_setup"
         return self.files
+
+
+def cohort_of(participation: float, clients: int) -> int:
+    """Return how many of so many clients are wanted each round."""
+    return max(1, math.floor(participation * clients + 0.5))
 
 
 def weights_hash(fed: Federation) -> str:

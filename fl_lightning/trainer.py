@@ -294,6 +294,7 @@ class FederatedTrainer(RunViews):
             secure_sum=self.parts.masks,
             kind=self.parts.rounds,
             topology=self.parts.topology,
+            sampler=self.parts.sampler,
         )
         show(found, method, data, str(self.fabric.strategy.precision.precision))
         return Results(found.metrics())

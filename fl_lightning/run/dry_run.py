@@ -11,16 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from fl_lightning.asking import loss_message
 from fl_lightning.clock.rounds import Rounds
 from fl_lightning.compatibility.methods import own_messages_of
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import InputError, require
+from fl_lightning.federation import cohort_of
 from fl_lightning.methods import Method
 from fl_lightning.methods.personal import part_of
 from fl_lightning.models import build_network
 from fl_lightning.models.adapters.low_rank import factor_sides
 from fl_lightning.models.step_memory import StepMemory, batch_of, shapes_alone, step_memory
 from fl_lightning.privacy.secure.settings import SecureSum
+from fl_lightning.sampling import PowerOfChoice, Sampler
 from fl_lightning.topology import Star, Topology
 from fl_lightning.wire import Layout, Payload
 
@@ -44,6 +47,7 @@ class Forecast:
         cohort: clients of a round; 0: it is known once the data are read.
         rounds: rounds of the run.
         topology: who talks to whom. How many messages a peer sends is not forecast.
+        asking: bytes that it takes in a round to ask clients for their losses.
     """
 
     memory: StepMemory
@@ -55,6 +59,12 @@ class Forecast:
     cohort: int
     rounds: int
     topology: Topology
+    asking: int
+
+    @property
+    def traffic(self) -> int:
+        """Bytes of a round."""
+        return (self.down + self.up) * self.cohort + self.asking
 
     def metrics(self) -> dict[str, float]:
         """Return the forecast by name, in bytes."""
@@ -73,7 +83,7 @@ class Forecast:
             "comm/client_upload_bytes": float(self.up),
         }
         if self.cohort:
-            found["comm/total_bytes"] = float((self.down + self.up) * self.cohort)
+            found["comm/total_bytes"] = float(self.traffic)
         return found
 
 
@@ -86,6 +96,7 @@ def forecast(
     secure_sum: SecureSum | None = None,
     kind: Rounds | None = None,
     topology: Topology | None = None,
+    sampler: Sampler | None = None,
 ) -> Forecast:
     """Return what a run will take, from the configuration of its network alone.
 
@@ -97,6 +108,7 @@ def forecast(
         secure_sum: with which uploads are masked, where nobody drops out; None: they are not.
         kind: what a round is; None: everybody that is asked returns.
         topology: who talks to whom; None: clients and a server.
+        sampler: who is asked; None: whoever is drawn.
 
     Raises:
         InputError: what the network sees is known only once the data are read, or the network
@@ -123,7 +135,7 @@ def forecast(
         again = step_memory(network, batch, optimizer)
     layout = Layout.of(network, include=lambda name: name not in stays)
     known = 0 if getattr(data, "count_clients", False) else data.num_clients
-    cohort = max(1, int(participation * known + 0.5)) if known else 0
+    cohort = cohort_of(participation, known) if known else 0
     if cohort and kind is not None:
         cohort = min(kind.exchanges(cohort), known)
     down, up = method.adapters.round_values(network, layout, cohort or 1)
@@ -137,6 +149,11 @@ def forecast(
             sums.append(sum(m * n for _, m, n in factor_sides(network)))
         up_bytes, more = secure_sum.client_bytes(sum(sums) + len(sums), cohort or 2)
         down_bytes += more
+    answers = cohort if sampler is not None and sampler.reads_losses else 0
+    asking = 0
+    if cohort and isinstance(sampler, PowerOfChoice):
+        answers = min(sampler.candidates, known)
+        asking = max(answers - cohort, 0) * down_bytes
     return Forecast(
         memory,
         again,
@@ -147,6 +164,7 @@ def forecast(
         cohort,
         rounds,
         topology or Star(),
+        asking + answers * loss_message(0.0).nbytes,
     )
 
 
@@ -191,9 +209,10 @@ def _traffic(found: Forecast) -> Iterator[str]:
     if not found.cohort:
         yield "How many clients there are is known once the data are read."
         return
-    each = (found.down + found.up) * found.cohort
-    total = f"{size_of(each * found.rounds)} in {found.rounds} rounds"
-    yield f"{found.cohort} clients a round: {size_of(each)}, and {total}."
+    total = f"{size_of(found.traffic * found.rounds)} in {found.rounds} rounds"
+    yield f"{found.cohort} clients a round: {size_of(found.traffic)}, and {total}."
+    if found.asking:
+        yield f"Of a round {size_of(found.asking)} are for asking clients for their losses."
     if found.topology.has_nodes:
         yield f"What the nodes of {topology} send each other is not in it."
 

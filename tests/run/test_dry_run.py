@@ -21,7 +21,8 @@ from tiny_transformers import save_base
 from torch import nn
 
 from fl_lightning.__main__ import main
-from fl_lightning.clock import FedBuff, OverSelection
+from fl_lightning.clock import Clock, FedBuff, OverSelection, SameDevice
+from fl_lightning.conformance.toy import trainer_in
 from fl_lightning.data import FederatedImages, PreferencePairs
 from fl_lightning.errors import InputError
 from fl_lightning.methods import FedAvg
@@ -29,6 +30,7 @@ from fl_lightning.models.adapters import ADAPTERS, AdapterKind, add_adapter
 from fl_lightning.models.language import Llama
 from fl_lightning.privacy.secure.settings import SecureSum
 from fl_lightning.run.dry_run import forecast, show
+from fl_lightning.sampling import Oort, PowerOfChoice, Sampler
 from fl_lightning.topology import Gossip, Hierarchy
 
 RULES = [
@@ -139,6 +141,29 @@ def test_a_forecast_is_of_the_clients_that_a_round_exchanges_messages_with(
     data = FederatedImages(dataset="synthetic", num_clients=10)
     found = forecast(FedAvg(network="mlp"), data, participation=0.5, rounds=4, kind=kind)
     assert found.cohort == clients
+
+
+@pytest.mark.parametrize("sampler", [PowerOfChoice(3), PowerOfChoice(2), Oort()])
+def test_what_candidates_are_asked_is_in_the_forecast(sampler: Sampler, tmp_path: Path, capsys):
+    """Two of four clients train, and answers have the bytes that the ledger counts."""
+    given = {
+        "max_rounds": 2,
+        "participation": 0.5,
+        "sampler": sampler,
+        "clock": Clock(devices=SameDevice()),
+    }
+    asked, usual = given, given | {"sampler": None}
+    found, plain = (
+        trainer_in(tmp_path, **one).fit(method_of(), records(generate=False), dry_run=True)
+        for one in (asked, usual)
+    )
+    assert capsys.readouterr().out.count("asking clients") == 1
+    sent, less = (
+        rows_of(fit(method_of(), tmp_path, **one).run_dir / "metrics.csv")[-1]
+        for one in (asked, usual)
+    )
+    more = float(sent["comm/total_bytes"]) - float(less["comm/total_bytes"])
+    assert found["comm/total_bytes"] - plain["comm/total_bytes"] == more > 0
 
 
 def test_no_total_is_forecast_where_peers_talk_to_each_other(capsys):
