@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from fl_lightning.aggregation.base import Aggregation
 from fl_lightning.config.recorded import Recorded
 from fl_lightning.data import FederatedData
+from fl_lightning.errors import require
 from fl_lightning.hooks import Callback
 
 
@@ -33,6 +34,16 @@ class Topology(Recorded, ABC):
         Raises:
             InputError: there are too few or too many clients.
         """
+
+    def peers_of(self, data: FederatedData) -> list[int]:
+        """Return the ids of the clients, or refuse a single one."""
+        require(
+            len(data.active) > 1,
+            f"--trainer.topology {type(self).__name__} of one client",
+            "peers are two or more",
+            "leave it out",
+        )
+        return [int(id) for id in data.active]
 
     def meters(self) -> list[Callback]:
         """Return the callbacks that a run has because of its topology."""

@@ -19,13 +19,13 @@ from fl_lightning.aggregation.intake import Uploads
 from fl_lightning.aggregation.server import SHARE_UNITS, SummingServer
 from fl_lightning.aggregation.sums import Addend, Sums, sums_of
 from fl_lightning.client import Client
+from fl_lightning.clock.timing import ANSWERED
 from fl_lightning.topology.graphs import Mixing
 from fl_lightning.topology.nodes import PUBLIC, Nodes, State, mean_of
 from fl_lightning.wire import LedgerEntry, Payload
 
 MASS = "mass"
 """The push-sum weight of a peer, float64 ``[1]``: 1 at first."""
-ARRIVED = ("trained", "rejected")
 MixingOf = Callable[[int, list[int]], Mixing]
 """Returns W among those peers that are there, for an averaging, counted from 0 over all rounds."""
 
@@ -153,7 +153,7 @@ class Peers(NodeAggregation):
             if entry.client in gone:
                 traffic.up[entry.client] = entry.upload
                 continue
-            size, arrives = self._size(entry), entry.status in ARRIVED
+            size, arrives = self._size(entry), entry.status in ANSWERED
             for listener in heard.get(entry.client, ()):
                 traffic.send(entry.client, listener, size, arrives=arrives)
         for averaging in range(first + 1, first + self.averagings):

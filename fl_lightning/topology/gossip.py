@@ -13,7 +13,6 @@ from typing import Literal
 from fl_lightning.aggregation.base import Aggregation
 from fl_lightning.config.near_names import require_choice
 from fl_lightning.data import FederatedData
-from fl_lightning.errors import require
 from fl_lightning.hooks import Callback
 from fl_lightning.topology.base import Topology
 from fl_lightning.topology.exchange import Peers
@@ -66,13 +65,7 @@ class Gossip(Topology):
         self.push_sum, self.partners_stay = push_sum, self.graph.stays
 
     def way(self, usual: Aggregation, data: FederatedData) -> Aggregation:
-        ids, method = [int(id) for id in data.active], usual.method
-        require(
-            len(ids) > 1,
-            f"--trainer.topology {type(self).__name__} of one client",
-            "peers are two or more",
-            "leave it out",
-        )
+        ids, method = self.peers_of(data), usual.method
         self.graph.check(len(ids))
 
         push = self.push_sum and not self.graph.symmetric

@@ -50,13 +50,7 @@ class Moshpit(Topology):
         self.side, self.dims, self.averagings = side, dims, averagings
 
     def way(self, usual: Aggregation, data: FederatedData) -> Aggregation:
-        ids, places = [int(id) for id in data.active], self.side**self.dims
-        require(
-            len(ids) > 1,
-            "--trainer.topology Moshpit of one client",
-            "peers are two or more",
-            "leave it out",
-        )
+        ids, places = self.peers_of(data), self.side**self.dims
         enough = next(side for side in count(self.side) if side**self.dims >= len(ids))
         require(
             len(ids) <= places,
