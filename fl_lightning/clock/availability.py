@@ -95,6 +95,10 @@ class Always(Availability):
 
     is_always = True
 
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        cls.is_always = vars(cls).get("is_always", cls.spans is Always.spans)
+
     def spans(self, seed: int, clients: np.ndarray, at: float) -> Spans:
         return np.zeros(len(clients)), np.full(len(clients), np.inf)
 

@@ -181,7 +181,7 @@ class DeviceTable(Devices):
         self.path = path
         data = _bytes_of(Path(path))
         self._sha256 = sha256(data).hexdigest()
-        frame = _read(Path(path), data)
+        frame = _read(Path(path), data).reset_index(drop=True)
         for name in map(str, frame.columns):
             meant = MEANT.get(name.strip().lower().replace(" ", "_"), name)
             require(

@@ -86,6 +86,7 @@ class AvailabilityTrace(Availability):
         self.first = np.cumsum(counts) - counts
         self.last = np.cumsum(counts)
         self.starts, self.ends = np.concatenate([trace.spans for trace in traces]).T.copy()
+        self._drawn: tuple[int | None, np.ndarray] = None, np.empty(0, np.int64)
 
     @property
     def content_sha256(self) -> str:
@@ -124,8 +125,12 @@ class AvailabilityTrace(Availability):
     def _trace_of(self, seed: int, clients: np.ndarray) -> np.ndarray:
         if self.assign == "order":
             return clients % len(self.length)
-        drawn = stream(seed, "clock/trace").random(int(clients.max(initial=-1)) + 1)
-        return (drawn * len(self.length)).astype(np.int64)[clients]
+        size, (known, drawn) = int(clients.max(initial=-1)) + 1, self._drawn
+        if known != seed or size > len(drawn):  # the draws of fewer clients are the first of these
+            numbers = stream(seed, "clock/trace").random(size)
+            drawn = (numbers * len(self.length)).astype(np.int64)
+            self._drawn = seed, drawn
+        return drawn[clients]
 
 
 def _after(

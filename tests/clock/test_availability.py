@@ -175,6 +175,24 @@ def test_asynchronous_rounds_by_hand(tmp_path):
     assert column(trainer, "clients/staleness") == [0, 0, 0, 1]
 
 
+class Leaves(Always):
+    """Client 1 goes offline for good after 1.5 seconds."""
+
+    def spans(self, seed, clients, at):
+        start, end = super().spans(seed, clients, at)
+        end[clients == 1] = 1.5
+        start[end <= at] = end[end <= at] = np.inf
+        return start, end
+
+
+def test_a_subclass_of_always_says_who_goes(tmp_path):
+    clock = Clock(devices=Fixed(1, 2, 3, 4, 5, 6), availability=Leaves())
+    trainer = trained(tmp_path, clock=clock, max_rounds=1)
+    lost = [row["client"] for row in rows(trainer, "ledger.csv") if row["status"] == "lost"]
+    assert lost == ["1"]
+    assert type("Renamed", (Always,), {}).is_always
+
+
 def test_always_is_neutral(tmp_path):
     clock = partial(Clock, devices=LogNormalDevices(), network=Lines(up=1e5))
     for n, rounds in enumerate((OverSelection(1.5), FedBuff(4, 2))):

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from clocked import Fixed, Loses, column, rows
@@ -402,6 +403,11 @@ def test_a_table_of_devices_has_times_and_lines(tmp_path):
         path.write_text(text)
         with refused(given):
             DeviceTable(str(path))
+    pd.DataFrame({"client": [0], "seconds_per_example": [-1.0]}, index=["a"]).to_parquet(
+        tmp_path / "named.parquet"
+    )
+    with refused("named.parquet, row 2"):
+        DeviceTable(str(tmp_path / "named.parquet"))
     with refused("none.csv"):
         DeviceTable(str(tmp_path / "none.csv"))
 

@@ -6,6 +6,7 @@ import json
 import math
 import pickle
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from clocked import trace
 from refusals import refused
 
 from fl_lightning.clock import AvailabilityTrace, Clock, SameDevice
+from fl_lightning.clock import traces as traces_module
 from fl_lightning.clock.convert_traces import traces
 from fl_lightning.clock.reach import Reach
 
@@ -85,7 +87,7 @@ def test_an_instant_is_the_same_number_whenever_it_is_asked_for(tmp_path):
             assert not len(reach.online([0], at)[0])
 
 
-def test_traces_are_assigned_for_the_run(tmp_path):
+def test_traces_are_assigned_for_the_run(tmp_path, monkeypatch):
     spans = [[[10 * k, 10 * k + 5]] for k in range(10)]
     path = trace(tmp_path, *spans).path
     order, drawn = (AvailabilityTrace(path, assign=one) for one in ("order", "random"))
@@ -94,6 +96,11 @@ def test_traces_are_assigned_for_the_run(tmp_path):
     assert few.tolist() == many[:5].tolist()
     assert np.bincount((many // 10).astype(int)).min() > 200
     assert drawn.spans(2, np.arange(5), 0.0)[0].tolist() != few.tolist()
+    counted = Mock(wraps=traces_module.stream)
+    monkeypatch.setattr(traces_module, "stream", counted)
+    for who in ([2999], [0, 7], *([k] for k in range(5))):
+        assert drawn.spans(1, np.array(who), 0.0)[0].tolist() == many[who].tolist()
+    assert counted.call_count == 1
 
 
 FEDSCALE = {
