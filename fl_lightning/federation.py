@@ -42,7 +42,8 @@ class Federation:
             1].
         local_epochs: passes over its data that a client makes in a round.
         max_local_steps: bound on its local steps; None: no bound.
-        eval_every: rounds between evaluations; the last round is always evaluated.
+        eval_every: rounds between evaluations; the last of ``max_rounds`` is always evaluated, and
+            so is the one with which privacy ends the run.
         timing: virtual time, and whose uploads are in time; None: rounds take none.
         sampler: draws the clients of a round.
         files: where figures and texts of callbacks go; None outside a run.

@@ -125,7 +125,7 @@ class Callback(Recorded, Emitter):
         """Return why the run is to end after the rounds that are done; empty: it goes on.
 
         It follows from arguments and ``state_dict`` alone: a run that is continued comes to the
-        same end.
+        same end. End in an evaluated round, or ``final/*`` are of an earlier one.
         """
         return ""
 

@@ -89,16 +89,16 @@ class FederatedTrainer(RunViews):
             has it: ``noise_multiplier``, ``clip_norm``, ``delta``, ``max_epsilon`` ... Default:
             none.
         clock: virtual seconds of devices and lines, as :class:`fl_lightning.clock.Clock` has them:
-            ``devices``, ``network``, ``availability``, ``edges``. Default: rounds take no virtual
-            time.
+            ``devices``, ``network``, ``availability``, ``edges``. Default: rounds take none.
         rounds: ``Synchronous``, ``OverSelection``, ``Deadline``, ``FedBuff`` or ``FedAsync`` of
-            :mod:`fl_lightning.clock`; all but the first need a clock, and the last two have a
-            concurrency in place of ``participation``. Default: ``Synchronous``.
+            :mod:`fl_lightning.clock`; in simulation all but the first need a clock, and the last
+            two have a concurrency in place of ``participation``. Default: ``Synchronous``.
         topology: who talks to whom: ``Star``, ``Hierarchy``, ``Gossip`` or ``Moshpit`` of
             :mod:`fl_lightning.topology`. Default: ``Star``, one server.
         sampler: who is asked: ``Uniform``, ``PowerOfChoice`` or ``Oort`` of
             :mod:`fl_lightning.sampling`; the last needs a clock. Default: ``Uniform``.
-        eval_every: rounds between evaluations, at least 1; the last round is always evaluated.
+        eval_every: rounds between evaluations, at least 1; the last of ``max_rounds`` is always
+            evaluated, and so is the one with which privacy ends the run.
         checkpoint_every: rounds between checkpoints, at least 1; 0 writes only the last one.
             Default: every round, or where rounds are short as often as takes 2 % of the time.
             Resume is exact whichever it is: rounds are repeated.

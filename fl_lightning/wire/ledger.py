@@ -16,12 +16,13 @@ class LedgerEntry:
 
     Args:
         round: number of the round.
-        client: id of the client.
+        client: id of the client; below 0 of a link between an edge server and the cloud.
         status: ``trained``; ``dropped`` (before training, so nothing was sent in either direction,
-            except messages of a secure sum's first phases, and the broadcast to a machine that did
-            not answer); ``lost`` (it trained, but its upload was not used); ``rejected`` (its
-            upload arrived and was refused); ``asked`` (it was sent the broadcast to tell its loss,
-            and was not taken).
+            except messages of a secure sum's first phases, the broadcast to a machine that did not
+            answer, and those of who was asked for its loss); ``lost`` (it trained, but its upload
+            was not used); ``rejected`` (its upload arrived and was refused); ``asked`` (it was sent
+            the broadcast to tell its loss, and was not taken); ``away`` (a peer that was not
+            sampled is sent what it missed); ``edge`` (of a link between servers).
         download: bytes of the broadcast, and of a secure sum's messages to the client.
         upload: bytes of the upload; of a secure sum, of all messages of the client.
         wasted: bytes of the upload that were not used; part of ``upload``.
@@ -56,11 +57,10 @@ class LedgerEntry:
         return replace(self, upload=self.upload + more.nbytes, wasted=wasted)
 
     def unused(self) -> LedgerEntry:
-        """Return the entry of a round whose sum the server could not use: a client that trained is
-        lost."""
-        return (
-            replace(self, status="lost", wasted=self.upload) if self.status == "trained" else self
-        )
+        """Return the entry of a round whose sum was not used: a client that trained is lost."""
+        if self.status != "trained":
+            return self
+        return replace(self, status="lost", wasted=self.upload)
 
 
 class Ledger:
