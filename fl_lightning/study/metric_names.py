@@ -332,15 +332,17 @@ LOWER = {
         "flops",
     ),
     *("memory", "bits", "perplexity", "mse", "mae", "epsilon", "error", "distance"),
+    *("late", "offline", "idle"),
 }
 """Words of a name that say that lower is better."""
 HIGHER = {
-    *("accuracy", "accuracies", "match", "rouge"),
+    *("accuracy", "accuracies", "match", "rouge", "purity", "margin"),
     *("f1", "auroc", "precision", "recall", "specificity", "jaccard", "kappa", "r2"),
 }
 """Words of a name that say that higher is better."""
-LOWER_FAMILIES = {"train", "time", "latency", "memory", "energy"}
-"""First parts of names; ``train/*`` are losses, unless the name says accuracy."""
+LOWER_FAMILIES = {"train", "time", "latency", "memory", "energy", "membership"}
+"""First parts of names; ``train/*`` are losses, unless the name says accuracy, and ``membership/*``
+is what an attack finds out."""
 HIGHER_FAMILIES = {"corrupted"}
 """First parts of names; ``corrupted/fog`` is the accuracy under fog."""
 

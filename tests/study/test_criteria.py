@@ -14,7 +14,7 @@ from fl_lightning.__main__ import main
 from fl_lightning.errors import InputError
 from fl_lightning.metrics import final_summary
 from fl_lightning.run.tables import numbers
-from fl_lightning.study.metric_names import direction
+from fl_lightning.study.metric_names import CLOCKS, KNOWN, direction
 from fl_lightning.study.plan.criteria import parse
 from fl_lightning.study.plan.study import Study
 from fl_lightning.study.report.compare import compare
@@ -559,8 +559,12 @@ def test_which_way_a_metric_is_better():
              "time/round",
              "val/accuracy_std", "target/rounds", "target/megabytes", "latency/student_batch1_median", "train/loss",
              "bits/average"]  # fmt: skip
+    higher += ["router/purity", "test/reward_margin"]
+    lower += ["clock/idle", "clients/late", "clients/offline", "membership/auc", "membership/tpr"]
     assert {direction(name) for name in higher} == {1}
     assert {direction(name) for name in lower} == {-1}
+    neither = {"final/best_val_round", "val/clients_min5", "experts/active", "clients/asked"}
+    assert {one.metric for one in (*KNOWN, *CLOCKS) if direction(one.metric) is None} == neither
     assert {
         direction(name)
         for name in ("calibration/temperature", "clients/trained", "final/best_val_round")
