@@ -31,6 +31,7 @@ WATCHERS = frozenset(
         *("FeatureMap", "LadderFigure", "LossLandscape", "OptionFigure", "PartitionFigure"),
         *(
             "Calibration",
+            "FactorError",
             "GradientNorms",
             "Profile",
             "ProgressBar",
