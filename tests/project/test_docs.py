@@ -14,6 +14,7 @@ import shlex
 import shutil
 from fractions import Fraction
 from pathlib import Path
+from pkgutil import resolve_name
 from types import ModuleType
 from xml.etree import ElementTree
 
@@ -28,6 +29,8 @@ import fl_lightning
 from callbacks.figures.figure_meter import FigureMeter
 from fl_lightning import methods
 from fl_lightning.__main__ import main
+from fl_lightning.cli.commands import COMMANDS
+from fl_lightning.cli.parser import _parser_of_function
 from fl_lightning.conformance import method_under_test, run_checks
 from fl_lightning.conformance.checks_state import kept_state_is_used
 from fl_lightning.conformance.formulas import (
@@ -188,6 +191,27 @@ def test_commands_are_understood(command, tmp_path, monkeypatch, capsys):
         parts = flag.removeprefix("--").split(".")
         if parts[0] == "trainer" and len(parts) == 2 and not flag.endswith("+="):
             assert str(printed["trainer"][parts[1]]) in (value, value.capitalize())
+
+
+def commands_in_comments(file: Path) -> list[list[str]]:
+    """What follows the program's name; a note is two spaces behind a command."""
+    text = re.sub(r" *\\\n# *", " ", file.read_text())
+    found = re.findall(r"^#.*python -m fl_lightning (\S.*?)(?:  .*)?$", text, re.MULTILINE)
+    return [shlex.split(command) for command in found]
+
+
+IN_CONFIGS = {
+    " ".join(words): words
+    for file in sorted((ROOT / "configs").rglob("*.yaml"))
+    for words in commands_in_comments(file)
+    if COMMANDS[words[0]].function  # others are in tests that run each configuration
+}
+
+
+@pytest.mark.parametrize("words", IN_CONFIGS.values(), ids=IN_CONFIGS)
+def test_commands_in_comments_of_configurations_are_understood(words):
+    parser, _, _ = _parser_of_function(words[0], resolve_name(COMMANDS[words[0]].function))
+    assert parser.parse_args(words[1:])
 
 
 def test_the_tour_of_a_round():
