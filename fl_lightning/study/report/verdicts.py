@@ -63,7 +63,7 @@ class Verdict:
             return "fails"
         if held >= needed:
             return "holds"
-        return "undecided" if self._turns_with(undecided) or not levels else "not tested"
+        return "undecided" if self._turns_with(undecided) else "not tested"
 
     @property
     def is_open(self) -> bool:
