@@ -416,9 +416,20 @@ def test_a_misspelt_metric_of_rounds_ends_the_search_after_one_trial(tmp_path):
     assert len(runs.jobs) == 1
 
 
-def test_no_trial_no_run(tmp_path, monkeypatch):
+def test_a_search_where_nothing_is_validated_ends_after_one_trial(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "metric_of", lambda run, metric: None)
     tune, runs = session(tmp_path)
+    said = r"trial-0000 has finished and validated nothing; write .*data.val_fraction: 0.1"
+    with pytest.raises(InputError, match=said):
+        tune.run()
+    assert len(runs.jobs) == 1
+
+
+def test_no_trial_no_run(tmp_path, monkeypatch):
+    """All were validated, and diverged."""
+    monkeypatch.setattr(module, "metric_of", lambda run, metric: None)
+    tune, runs = session(tmp_path)
+    runs.made = [{"final/last5_val_accuracy": None}]
     with pytest.raises(SystemExit, match="1"):
         tune.run()
     assert [job.name for job in runs.jobs][-1] == "trial-0007"

@@ -401,18 +401,28 @@ class SearchSession(SearchRun):
         return PRUNED in trial.user_attrs or (run is not None and self.should_prune(trial, run))
 
     def _require_metric(self, run: Path) -> None:
-        """Refuse a metric of rounds that the first trials to finish have not."""
+        """Refuse a metric that the first trials to finish have not: of rounds, or of the end of a
+        run that validated nothing."""
+        given = f"{self.search.path}: metric: {self.metric}"
         prefix, _, _ = self.metric.partition("/")
+        if prefix == "final":  # one that diverged has it, as NaN
+            validated = f"final/last5_val_{measure_of(self.metric)}"
+            require(
+                validated in read_json(run / "metadata.json"),
+                given,
+                f"{run.name} has finished and validated nothing",
+                f"write settings: {{data.val_fraction: 0.1}}, and remove {self.folder}",
+            )
+            return
         known = sorted(
             {name for row in read_metrics(run) for name in row if name.startswith(f"{prefix}/")}
         )
-        fits = prefix == "final" or self.metric in known
         rule = f"{run.name} has finished and has no such metric"
         instead = (
             nearest_or_list(self.metric, known) if known else f"a metric that is not of {prefix}/"
         )
         instead = f"write metric: {instead}, and remove {self.folder}"
-        require(fits, f"{self.search.path}: metric: {self.metric}", rule, instead)
+        require(self.metric in known, given, rule, instead)
 
     def name_of(self, trial: FrozenTrial) -> str:
         prefix = f"{self.search.label}-" if self.search.label else ""
