@@ -134,15 +134,15 @@ def orders_are_obeyed(bench: Bench) -> None:
 
 
 def only_its_own_examples(bench: Bench) -> None:
-    """An upload does not depend on examples of others or on validation examples."""
+    """What a client sends and keeps depends on its own training examples and on no others."""
     federation = bench.subject.federation
     data: Any = prepare_data(federation.data())
     own = np.union1d(data.client(CLIENT).train, data.public)
     others = torch.from_numpy(np.setdiff1d(np.arange(len(data.train_target)), own))
     federation.overwrite(data, others)
     expect(
-        _upload(bench, data=data) == _upload(bench),
-        f"the upload of client {CLIENT} changes with examples that are not its own",
+        _sent_and_kept(bench, data=data) == _sent_and_kept(bench),
+        f"what client {CLIENT} sends or keeps changes with examples that are not its own to train on",
     )
 
 

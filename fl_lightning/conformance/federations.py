@@ -32,7 +32,8 @@ class ToyFederation:
         name: of what the clients hold.
         data: makes the data set.
         network: makes the network, given the number of classes.
-        overwrite: changes inputs and labels of the training examples at ``index``, int64 ``[n]``.
+        overwrite: changes inputs and labels of the training examples at ``index``, int64 ``[n]``,
+            and of all test examples.
     """
 
     name: str
@@ -115,12 +116,15 @@ def small_branch_costs() -> CostTable:
 def _overwrite_images(data: Any, index: Tensor) -> None:
     data.train_images[index] = 255 - data.train_images[index]
     data.train_target[index] = other_labels(data.train_target[index], data.num_classes)
+    data.test_images[:] = 255 - data.test_images
+    data.test_target[:] = other_labels(data.test_target, data.num_classes)
 
 
 def _overwrite_text(data: Any, index: Tensor) -> None:
-    sequences = data._sequences["train"]
-    for tokens in (sequences.input_ids, sequences.target):
-        tokens[index] = other_labels(tokens[index], data.num_classes)
+    for split, rows in (("train", index), ("test", slice(None))):
+        sequences = data._sequences[split]
+        for tokens in (sequences.input_ids, sequences.target):
+            tokens[rows] = other_labels(tokens[rows], data.num_classes)
 
 
 def other_labels(labels: Tensor, num_classes: int) -> Tensor:

@@ -3,6 +3,8 @@ it."""
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 from breaking import (
@@ -149,6 +151,27 @@ class TrainsOnValidation(FedAvg):
     def local_batches(self, data, client, **order):
         yield from super().local_batches(data, client, **order)
         yield from (batch[:2] for batch in data.val_batches([client]))
+
+
+@BROKEN.fails("only its own examples")
+class TrainsOnTest(FedAvg):
+    def local_batches(self, data, client, **order):
+        yield from super().local_batches(data, client, **order)
+        yield from data.test_batches()
+
+
+@BROKEN.fails("only its own examples")
+class KeepsAModelOfValidation(FedAvg):
+    """Its upload is of its own examples alone."""
+
+    def local_batches(self, data, client, **order):
+        yield from super().local_batches(data, client, **order)
+        own = deepcopy(self.network)
+        step = SGD(own.parameters(), lr=0.05)
+        for inputs, target, *_ in data.val_batches([client]):
+            F.cross_entropy(own(inputs), target).backward()
+            step.step()
+        client.state["own"] = next(own.parameters()).detach()
 
 
 @BROKEN.fails("no stale state")
