@@ -106,7 +106,7 @@ class AnswerRecorder(Meter):
 
 
 class StateChanger(Stressor):
-    """Changes one tensor that a client kept, before one round."""
+    """Changes one tensor that a client kept, before each round from ``round`` on."""
 
     def __init__(self, client: int, name: str, round: int) -> None:
         self.client, self.name, self.round = client, name, round
@@ -123,7 +123,7 @@ class StateChanger(Stressor):
 
     def _is_target(self, assignment: Assignment, round: int) -> bool:
         return (
-            round == self.round
+            round >= self.round
             and assignment.client.id == self.client
             and self.name in assignment.client.state
         )
@@ -134,7 +134,8 @@ def with_changed_state(client: Client, name: str) -> Client:
     direction."""
     value = client.state[name]
     factors = torch.linspace(0.25, 0.75, value.numel()).view(value.shape).to(value)
-    return replace(client, state={**client.state, name: value * factors})
+    changed = torch.where(value == 0, 0.01 * factors, value * factors)
+    return replace(client, state={**client.state, name: changed})
 
 
 class InPlaceDetector(Meter):

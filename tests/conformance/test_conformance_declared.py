@@ -52,6 +52,40 @@ class StrangersNova(Method):
         )
 
 
+class LastStep(FedAvg):
+    """Clients go on by a tenth of what their weights changed by from one round to the next, which
+    they have from their second round on."""
+
+    keeps_state = True
+
+    def receive(self, message, client):
+        super().receive(message, client)
+        if (step := client.state.get("step")) is not None:
+            self.layout.write(self.network, message.tensor("weights") + 0.1 * step)
+
+    def upload(self, client):
+        now, last = self.layout.read(self.network), client.state.get("last")
+        if last is not None:
+            client.state["step"] = now - last
+        client.state["last"] = now
+        return super().upload(client)
+
+
+class LeavesNothing(FedAvg):
+    """What is left of an upload is sent with the next one; here nothing is ever left."""
+
+    def upload(self, client):
+        sent, nothing = super().upload(client), torch.zeros(self.layout.size)
+        whole = sent.tensor("weights") + client.state.get("rest", nothing)
+        client.state["rest"] = nothing
+        return Payload({**sent, "weights": whole})
+
+
+@pytest.mark.parametrize("method", [LastStep, LeavesNothing])
+def test_what_is_kept_may_act_a_round_later(method):
+    assert failures(method, "kept state is used") == {}
+
+
 @pytest.mark.parametrize("method", [Scaffold, StrangersNova, Dynamic])
 def test_a_strangers_method_passes(method):
     outcomes = list(run_checks(method_under_test(method)))
