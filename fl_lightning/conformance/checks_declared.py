@@ -102,7 +102,8 @@ def dynamic_regularisation(bench: Bench) -> str:
     alpha, keeps = alpha_of(run.method), any(run.log.kept.values())
     path = partial(feddyn_path, start, run.log.cohorts, len(EXAMPLES), EPOCHS, alpha=alpha)
     if alpha == 0 and not keeps:  # then it has no H, and is the mean of its clients
-        path = partial(path, adds=0.0)
+        alike = declared(run.method).uniform_clients
+        path = partial(path, adds=0.0, weights=() if alike else EXAMPLES)
     expected, found, noise = path(), answers.seen, bench.subject.noise
     expect(
         keeps or alpha == 0,

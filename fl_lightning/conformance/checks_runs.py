@@ -99,14 +99,13 @@ def form(value: Any) -> str:
 
 
 def neutral(bench: Bench) -> None:
-    """With its neutral settings the method equals FedAvg, bit for bit."""
+    """With its neutral settings the method equals FedAvg of the same weigh_by, bit for bit."""
     settings = bench.subject.neutral
     if settings is None:
         raise NotApplicable("no neutral setting is known")
-    runs = (
-        bench.run(method=method, participation=0.5)
-        for method in (bench.subject.make(**settings), FedAvg())
-    )
+    method = bench.subject.make(**settings)
+    pair = method, FedAvg(weigh_by=method.weigh_by)
+    runs = (bench.run(method=each, participation=0.5) for each in pair)
     mine, fedavg = (run.method.layout.read(run.method.deploy(None)) for run in runs)
     difference = float((mine - fedavg).abs().max())
     expect(

@@ -13,6 +13,7 @@ import torch
 from fl_lightning.aggregation.exact_sum import MAX_MAGNITUDE
 from fl_lightning.aggregation.receiving import check_upload, declared_limits, decode_upload
 from fl_lightning.conformance.bench import Bench, Value, expect_same_server
+from fl_lightning.conformance.declarations import declared
 from fl_lightning.conformance.formulas import coded_sizes
 from fl_lightning.conformance.verdicts import NotApplicable, Violation, expect, not_finite
 from fl_lightning.conformance.watch import client_without_data
@@ -183,6 +184,8 @@ def broadcast(bench: Bench) -> None:
     if sent is None:
         raise NotApplicable("no hand formula is known")
     history = [run.log.uploads_of(round) for round in range(1, len(run.log.cohorts))]
+    alike = declared(run.method).uniform_clients
+    weights = [min(size, 1) for size in run.sizes] if alike else run.sizes
     for round in range(2, len(run.log.cohorts) + 1):
         before = bench.untrained(round - 1, run.log.servers[round - 2])
         for client in run.log.cohorts[round - 1]:
@@ -192,7 +195,7 @@ def broadcast(bench: Bench) -> None:
             if sent.entry not in message:
                 raise NotApplicable(f"at these settings the broadcast has no {sent.entry!r}")
             found = message.tensor(sent.entry).double()
-            expected = sent.formula(history[: round - 1], run.sizes, before, client).double()
+            expected = sent.formula(history[: round - 1], weights, before, client).double()
             difference = float((found - expected).abs().max()) / max(
                 1.0, float(expected.abs().max())
             )

@@ -16,6 +16,7 @@ class Declarations:
 
     Args:
         uniform_clients: every client that returned counts once in the average, whatever its n_k.
+            Where nothing is declared, ``weigh_by`` says it.
         control_variates: clients and server keep the control variates of SCAFFOLD's option II,
             which steer local steps.
         dynamic_regularisation: clients and server keep FedDyn's H_i and H; the weight of both terms
@@ -40,7 +41,7 @@ def declared(method: object) -> Declarations:
     >>> declared(type("Mean", (), {"uniform_clients": True})).uniform_clients
     True
     """
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"uniform_clients": getattr(method, "weigh_by", "") == "clients"}
     for each in fields(Declarations):
         if hasattr(method, each.name):
             value = getattr(method, each.name)

@@ -1,9 +1,10 @@
 """FedCM on the quadratic, written out without the code of any method.
 
-Source: Xu et al., 2021. p_i are alike; c_i* is the client's centre; all values are float64.
+Source: Xu et al., 2021. p_i are alike, or by n_i where A is 1; c_i* is the client's centre; all
+values are float64.
 
     y_i <- y_i - eta (A (y_i - c_i*) + (1 - A) M),  K times from x
-    x <- x + mean D_i,  M <- -mean D_i / (K eta),  D_i = y_i - x
+    x <- x + sum p_i D_i,  M <- -sum p_i D_i / (K eta),  D_i = y_i - x
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class ClientMomentum(Expectation):
                 for _ in range(run.epochs):
                     y = y - LR * (A * (y - CENTRES[k]) + (1 - A) * M)
                 ended.append(y)
-            moved = torch.stack(ended).mean(0) - x
+            weights = torch.tensor([run.weights[k] for k in cohort]).double()
+            moved = weights @ torch.stack(ended) / weights.sum() - x
             x, M = x + moved, -moved / (run.epochs * LR)
         right = bool(((end - x).abs() <= run.noise).all())
         expect(right, f"it ends at {show(end)}", f"{show(x)}, where FedCM ends")

@@ -167,7 +167,7 @@ class DynamicRegularisation(Expectation):
         clients, controls, alpha = len(run.counts), self.controls, alpha_of(run.method)
         path = partial(feddyn_path, start, run.cohorts, clients, run.epochs, alpha)
         # with alpha 0 a method may leave out all vectors, and is the mean of its clients
-        ends = [path(adds=0.0)[-1]] if alpha == 0 else []
+        ends = [path(adds=0.0, weights=run.weights)[-1]] if alpha == 0 else []
         ends.append(path(controls)[-1])
         right = any(bool(((end - each).abs() <= run.noise).all()) for each in ends)
         known = declared(run.method).dynamic_regularisation

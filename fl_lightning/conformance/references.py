@@ -25,9 +25,9 @@ class BroadcastFormula:
 
     Args:
         entry: name of the entry.
-        formula: returns the values of the entry. Its arguments are the history, the number of
-            examples of every client, the method with the server's state at the arrival of the last
-            uploads, and the id of the client that receives the broadcast.
+        formula: returns the values of the entry. Its arguments are the history, the weight n_k of
+            every client (0 without examples), the method with the server's state at the arrival of
+            the last uploads, and the id of the client that receives the broadcast.
     """
 
     entry: str

@@ -33,7 +33,6 @@ class CorrectedMethod(Method, ABC):
         weigh_by: ``clients``, each of which counts once; another value where nothing is corrected.
     """
 
-    uniform_clients = True
     refuses = {"privacy": "clipping and noise part the server's mean from what its clients keep"}
     plain_sgd_why: str = ""
     """Why local steps have to be those of SGD without momentum, weight decay and clipping; empty:

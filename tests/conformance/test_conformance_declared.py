@@ -13,7 +13,18 @@ from fl_lightning.__main__ import main
 from fl_lightning.conformance import CHECKS, method_under_test, run_checks
 from fl_lightning.conformance.scaffold import ScaffoldRound, scaffold_path
 from fl_lightning.conformance.toy import CENTRES
-from fl_lightning.methods import SCAFFOLD, FedAvg, FedCM, FedDC, FedDyn, FedSpeed, Method
+from fl_lightning.methods import (
+    SCAFFOLD,
+    FedAdam,
+    FedAvg,
+    FedCM,
+    FedDC,
+    FedDyn,
+    FedNova,
+    FedProx,
+    FedSpeed,
+    Method,
+)
 from fl_lightning.wire import Payload
 
 # what proves the kit, which itself runs in every run
@@ -322,13 +333,27 @@ AT_NEUTRAL = ("known optimum", "agreement", "partial participation", "federation
         (FedSpeed, {"lamb": 0.0, "rho": 0.001}),
         (SCAFFOLD, {"control": False}),
         (FedCM, {"A": 1.0}),
+        (DeclaredDyn, {"alpha": 0.0, "weigh_by": "examples"}),
+        (FedDyn, {"alpha": 0.0, "weigh_by": "examples"}),
+        (FedDC, {"alpha": 0.0, "weigh_by": "examples"}),
+        (FedSpeed, {"lamb": 0.0, "rho": 0.001, "weigh_by": "examples"}),
+        (SCAFFOLD, {"control": False, "weigh_by": "examples"}),
+        (FedCM, {"A": 1.0, "weigh_by": "examples"}),
+        (FedAvg, {"weigh_by": "clients"}),
+        (FedAdam, {"weigh_by": "clients"}),
+        (FedNova, {"weigh_by": "clients"}),
     ],
 )
 def test_a_method_that_keeps_nothing_at_its_neutral_setting_passes_there(method, settings):
-    """It is the mean of its clients, and has neither vectors nor the number of all clients in its
-    steps."""
+    """It is the mean of its clients, weighed as its setting says, and has neither vectors nor the
+    number of all clients in its steps."""
     checks = [*AT_NEUTRAL, "dynamic regularisation", "control variates", "kept state is used"]
+    checks.append("weights by examples")
     assert failures(method, *checks, settings=settings) == {}
+
+
+def test_neutral_settings_are_fedavg_of_the_same_weights():
+    assert failures(FedProx, "neutral", settings={"weigh_by": "clients"}) == {}
 
 
 def test_a_feddyn_is_checked_at_alpha_0_too():
