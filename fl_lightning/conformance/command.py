@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fl_lightning import methods
+from fl_lightning.compatibility import why_not
 from fl_lightning.config.near_names import nearest_or_list
 from fl_lightning.conformance.kit import CheckResult, run_checks
 from fl_lightning.conformance.known_methods import method_under_test
@@ -34,8 +35,8 @@ def check(
         noise: largest deviation from the known optimum that its rounding may cause.
 
     Raises:
-        InputError: there is no such method, its clients do not train, or its constructor refuses
-            the settings.
+        InputError: there is no such method, its clients do not train, it learns neither images nor
+            text, or its constructor refuses the settings.
         SystemExit: a check failed; the exit code is 1.
     """
     require(
@@ -52,6 +53,13 @@ def check(
         f"--model {model}",
         "its server trains by itself, and the kit checks what clients train and send",
         "name a method whose clients train, such as FedAvg",
+    )
+    why = why_not(kind, "classification")
+    require(
+        not why or not why_not(kind, "language"),
+        f"--model {model}",
+        f"the kit has images and text, and the method refuses both: {why}",
+        "try it out on its own data, with fit --trainer.fast_dev_run 2",
     )
     subject = method_under_test(kind, given_settings, given_neutral, noise)
     for given, made, name in (

@@ -8,6 +8,7 @@ from all_methods import METHODS
 
 from fl_lightning import methods
 from fl_lightning.__main__ import main
+from fl_lightning.compatibility import only
 from fl_lightning.conformance import method_under_test, run_checks
 from fl_lightning.conformance.checks_wire import (
     broadcast,
@@ -152,8 +153,20 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == [tmp_path / "mine.py"]
 
 
+class OfNumbers(methods.FedAvg):
+    refuses = only("no_classes", "it predicts numbers")
+
+
 @pytest.mark.parametrize(
-    "model", ["FedAvgg", "no.such.Method", "..Foo", "torch.nn.Linear", "Centralised"]
+    "model",
+    [
+        "FedAvgg",
+        "no.such.Method",
+        "..Foo",
+        "torch.nn.Linear",
+        "Centralised",
+        f"{__name__}.OfNumbers",
+    ],
 )
 def test_a_name_that_cannot_be_checked_is_refused_in_a_line(model, capsys):
     assert main(["check", "--model", model]) == 2
