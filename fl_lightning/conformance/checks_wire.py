@@ -4,19 +4,26 @@ broadcasts."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
 import torch
 
 from fl_lightning.aggregation.exact_sum import MAX_MAGNITUDE
-from fl_lightning.aggregation.receiving import check_upload, declared_limits, decode_upload
+from fl_lightning.aggregation.receiving import (
+    check_upload,
+    declared_limits,
+    declares_shapes,
+    decode_upload,
+)
+from fl_lightning.aggregation.undeclared import UndeclaredUploads
 from fl_lightning.conformance.bench import Bench, Value, expect_same_server
 from fl_lightning.conformance.declarations import declared
 from fl_lightning.conformance.formulas import coded_sizes
 from fl_lightning.conformance.verdicts import NotApplicable, Violation, expect, not_finite
 from fl_lightning.conformance.watch import client_without_data
+from fl_lightning.methods import Method
 from fl_lightning.methods.quantized import QuantizedMethod
 from fl_lightning.quantization import average_bits
 from fl_lightning.wire import Codes, Payload, PayloadError
@@ -115,16 +122,13 @@ def _forge(bench: Bench, what: str, forge: Callable[[Value], Sequence[Value | No
     for id, name, value in forged:
         rest = {each: sent for each, sent in uploads[id].items() if each != name}
         upload = Payload(rest if value is None else {**uploads[id], name: value})
-        client = bench.data.client(id)
-        try:
-            read = decode_upload(method, upload.to_bytes(), client, verified=True)
-            check_upload(method, read, client, ())
-        except PayloadError:
-            refused += 1
-            continue
         server = bench.untrained(1, run.log.servers[0], cohort)
         try:
-            server.aggregate({**uploads, id: read})
+            received = _received(bench, method, {**uploads, id: upload}, id)
+            if received is None:
+                refused += 1
+                continue
+            server.aggregate(received)
         except Exception as error:
             raise Violation(
                 f"an upload whose entry {name!r} {what} is not refused and ends the run "
@@ -135,6 +139,23 @@ def _forge(bench: Bench, what: str, forge: Callable[[Value], Sequence[Value | No
         expect(not where, f"an upload whose entry {name!r} {what} is not refused; after it {where}")
         harmless += 1
     return f"{refused} refused" + (f", {harmless} are harmless" if harmless else "")
+
+
+def _received(
+    bench: Bench, method: Method, uploads: Mapping[int, Payload], id: int
+) -> dict[int, Payload] | None:
+    """Return the uploads of a round as its server reads them; None if it refuses that of client
+    ``id``."""
+    client = bench.data.client(id)
+    undeclared = None if declares_shapes(method, client) else UndeclaredUploads()
+    try:
+        read = decode_upload(method, uploads[id].to_bytes(), client, verified=True)
+        received = {**uploads, id: read}
+        for each in [id] if undeclared is None else received:
+            check_upload(method, received[each], bench.data.client(each), (), undeclared)
+    except PayloadError:
+        return None
+    return None if undeclared and id in undeclared.odd_ones() else received
 
 
 def _hostile(value: Value) -> list[Value | None]:

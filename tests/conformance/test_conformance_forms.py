@@ -4,12 +4,16 @@ told so once."""
 from __future__ import annotations
 
 import pytest
+import torch
 from breaking import OPTIMA
 from torch.nn import functional as F
 from torch.optim import SGD
 
+from fl_lightning.aggregation.sums import Addend
 from fl_lightning.conformance import method_under_test, run_checks
+from fl_lightning.conformance.checks_wire import shapes_of_entries
 from fl_lightning.methods import FedAvg
+from fl_lightning.wire import Payload
 
 # what proves the kit, which itself runs in every run
 pytestmark = [pytest.mark.slow, pytest.mark.essential]
@@ -128,3 +132,20 @@ def test_a_method_of_another_form_is_told_so_once(wrong, says):
     assert {(o.verdict, o.detail) for o in others} == {
         ("not applicable", "it makes no step: see contract")
     }
+
+
+class AddsAProduct(FedAvg):
+    """It adds u v up, of entries whose shapes it does not declare."""
+
+    def upload(self, client):
+        more = {"u": torch.ones(3, 2), "v": torch.ones(2, 4)}
+        return Payload({**super().upload(client), **more})
+
+    def addends(self, upload, client_id, weight):
+        product = (upload.tensor("u") @ upload.tensor("v")).flatten()
+        return {**super().addends(upload, client_id, weight), "product": Addend(product)}
+
+
+def test_an_upload_that_a_run_finds_odd_among_others_is_refused():
+    (outcome,) = run_checks(method_under_test(AddsAProduct), [shapes_of_entries])
+    assert outcome.verdict == "passed", outcome.detail
