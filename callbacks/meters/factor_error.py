@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from callbacks.stressors.byzantine_clients import ByzantineClients
 from fl_lightning.aggregation.average import Average
 from fl_lightning.aggregation.server import SummingServer
 from fl_lightning.client import Client
@@ -47,7 +48,9 @@ class FactorError(Stressor, Meter):
             )
         fed: Any = context
         after = fed.callbacks[fed.callbacks.index(self) + 1 :]
-        changing = [*filter(sees_uploads, fed.callbacks), *filter(_changes_upload, after)]
+        attacks = [one for one in after if isinstance(one, ByzantineClients)]
+        attacks = [one for one in attacks if one.attack != "label_flip"]
+        changing = [*filter(sees_uploads, fed.callbacks), *attacks]
         if changing:
             raise InputError(
                 f"callbacks.FactorError with {type(changing[0]).__name__}",
@@ -93,12 +96,6 @@ class FactorError(Stressor, Meter):
             record.metrics["average/factor_error"] = (
                 sum(error for error, _ in squares) / whole
             ) ** 0.5
-
-
-def _changes_upload(callback: object) -> bool:
-    """Return whether a callback changes decoded uploads one by one; one that is a meter looks."""
-    stresses = isinstance(callback, Stressor) and not isinstance(callback, Meter)
-    return stresses and overrides(callback, Stressor, "change_upload")
 
 
 def _other_mean(context: Context) -> str:

@@ -89,9 +89,6 @@ class FedNova(Method):
         super().check(upload, client)
         check_steps(upload, self.steps_asked.get(client.id))
         work = self.work_of(int(upload.tensor("steps")))
-        given = f"--model.scheduler with mu {self.mu:g}, in round {self.round}"
-        rule = f"a_i is {work:.3g} where mu lr is {self.mu * round_lr(self):.3g}, and is above 0"
-        require(work > 0, given, rule, "write a smaller --model.mu, or a lower peak of the rate")
         if work < 1 and not largest(self._normalised(self.decode(upload), work)) < MAX_MAGNITUDE:
             raise PayloadError(
                 f"an update that is too large for work of {work:.3g}",

@@ -184,7 +184,7 @@ class HEST(Method):
         if self.limited:
             self.client_id = client.id
             self.price = client.state.get(PRICE, torch.zeros(())).to(self.device)
-            self.budgeted.run_on(self.device_of(client), 0.0)
+            self.budgeted.run_on(self.device_of(client), float(self.price))
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
         """Return the loss, the task's, and ``energy``: E / E_max of the batch."""

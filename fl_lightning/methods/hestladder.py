@@ -275,15 +275,18 @@ class HESTLadder(Method):
     def receive(self, message: Payload, client: Client) -> None:
         super().receive(message, client)
         self.losses, self.client_id = None, client.id
+        if not self.limited:
+            return
+        known = torch.ones_like(self.server["ladder"], dtype=torch.bool)
         if self.has_masks:
             masks = message.codes("masks").values.bool()
             if self.round < self.plan.first_ladder:
                 self.protected, self.base = masks
+                known[-1] = self.base
             else:
-                self.levels = masks
-        if self.limited:
-            self.on = self.device_of(client)
-            self.price = kept_price(client)
+                self.levels = known = masks
+        self.on, self.price = self.device_of(client), kept_price(client)
+        self.laddered.run_on(self.on, known, self.price)
 
     def local_batches(
         self, data: FederatedData, client: Client, *, epochs: int, labels: Tensor, steps: int

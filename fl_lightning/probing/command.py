@@ -210,7 +210,7 @@ def load_model(
     instead = "leave out --config, which then is the run's own, use the version that trained it,"
     if not changed:
         changed = changed_identity(saved, identity_of(fed))
-        instead = "give the data and the network of then, as the script that trained it has them,"
+        instead = "give the data, the files and the network of then,"
     run = RunDirectory(checkpoint.path.parent.parent)
     metadata = run.read_json("metadata.json")
     if not changed:

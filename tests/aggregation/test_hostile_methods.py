@@ -215,7 +215,7 @@ def test_a_rate_that_rises_beyond_a_i_says_so(tmp_path):
         scheduler=partial(rising, total_iters=2),
         mu=1.0,
     )
-    with refused("--model.scheduler with mu 1, in round", "write a smaller --model.mu"):
+    with refused("mu 1 at a learning rate of 0.5, that of round 3", "write --model.mu 0.01"):
         run(method, images(), tmp_path, max_rounds=4, max_local_steps=8, local_epochs=9)
 
 

@@ -34,6 +34,7 @@ from test_deploy import (
 from callbacks import ByzantineClients, SecureDropout
 from fl_lightning import rng
 from fl_lightning.aggregation import receiving
+from fl_lightning.aggregation.adapters.plain_weights import AS_THEY_ARE
 from fl_lightning.aggregation.masked_round import MaskedRound
 from fl_lightning.aggregation.sum_form import SumForm
 from fl_lightning.deploy.node.build import builder
@@ -491,7 +492,7 @@ def add_up(
 
     asked = MaskedRound(
         SecureSum(threshold=0.6),
-        SimpleNamespace(seed=0, server={"weights": torch.zeros(4)}),
+        SimpleNamespace(seed=0, server={"weights": torch.zeros(4)}, adapters=AS_THEY_ARE),
         round,
         dict.fromkeys(nodes, ""),
         {},

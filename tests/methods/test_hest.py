@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from budgeted import GROUPS, built, costs
+from budgeted import GROUPS, built, costs, loss_in_use, told_loss
 from lightning.fabric import Fabric
 from outcomes import rows_of
 from refusals import refused
@@ -25,9 +25,6 @@ from fl_lightning.energy.budgets.passes import Lengths, expected_joules
 from fl_lightning.energy.costs import Removal
 from fl_lightning.energy.options import OPTIONS
 from fl_lightning.energy.switched import switched
-from fl_lightning.engines import ClientTask
-from fl_lightning.engines.asking import local_losses
-from fl_lightning.evaluation import evaluate_batch
 from fl_lightning.hooks import Meter
 from fl_lightning.methods import HEST, FedAvg
 from fl_lightning.models import LlamaTiny
@@ -610,19 +607,14 @@ def test_probes_count_what_evaluations_count():
 
 
 def test_the_loss_that_a_client_tells_is_the_one_of_evaluation(monkeypatch):
-    """And no more sequences are read at once than there."""
+    """At its own price; and no more sequences are read at once than there."""
     method, data = built(budget=0.7)
     disturb(method)
-    client, fabric = data.client(0), Fabric(accelerator="cpu")
-    (labels,) = data.labels_of([client])
-    inputs = data.inputs("train", torch.from_numpy(client.train))
-    _, found = evaluate_batch(fabric, data.task, method.deploy(client), inputs, labels)
-    total, weight = found["loss"]
+    client = replace(data.client(0), state={"price": torch.tensor(3.0)})
+    assert loss_in_use(method, data, client) != loss_in_use(method, data, data.client(0))
+    expected, read, sizes = loss_in_use(method, data, client), data.inputs, []
     monkeypatch.setattr(type(data), "evaluation_batch", 2)
-    read = data.inputs
-    sizes = []
     monkeypatch.setattr(data, "inputs", lambda split, i: sizes.append(len(i)) or read(split, i))
-    task = ClientTask(client, 1, method.broadcast(client).to_bytes(), labels, 1, 1)
-    told = local_losses(fabric, method, data, [task], {})[client.id]
-    assert told.mean == pytest.approx(float(total.sum() / weight.sum()), rel=1e-6)
+    method.deploy()
+    assert told_loss(method, data, client) == pytest.approx(expected, rel=1e-6)
     assert max(sizes) == 2

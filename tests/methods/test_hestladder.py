@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from budgeted import loss_in_use, told_loss
 from laddered import (
     LEVELS,
     branch_costs,
@@ -358,3 +359,16 @@ def test_in_use_adapters_are_merged_and_afterwards_the_base_has_its_bits():
         network(some(data)[0])
     assert merged == [True]
     assert torch.equal(layer.base_layer.weight, before)
+
+
+def test_a_client_that_is_asked_tells_the_loss_within_its_own_budget():
+    """Whoever was evaluated last, and at the levels that it has received."""
+    method, data = built_ladder(budget=[0.62, 1.0])
+    with_ladder(disturbed(method), [[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0]])
+    clients = data.client(0), data.client(1)
+    expected = [loss_in_use(method, data, client) for client in clients]
+    told = [told_loss(method, data, client) for client in clients]
+    method.deploy(clients[0])
+    again = [told_loss(method, data, client) for client in reversed(clients)]
+    assert told == pytest.approx(expected, rel=1e-6)
+    assert told == again[::-1]

@@ -102,7 +102,7 @@ def test_an_optimizer_is_itself_by_either_path_and_with_its_defaults(tmp_path, m
     ("built", "backbone", "says"),
     [
         (True, False, "its module was an object whose arguments are not known (points_of_a_script"),
-        (False, True, "give the data and the network of then, as the script that trained it has"),
+        (False, True, "give the data, the files and the network of then"),
     ],
 )
 def test_what_the_run_does_not_know_is_said(built, backbone, says, train, capsys):

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import torch
+from lightning.fabric import Fabric
 from tiny_language import method_of, set_up, tiny
 
 from fl_lightning.energy import CostLine, CostTable, MeasuredCost
 from fl_lightning.energy.switched import add_switches
+from fl_lightning.engines import ClientTask
+from fl_lightning.engines.asking import local_losses
+from fl_lightning.evaluation import evaluate_batch
 from fl_lightning.methods import HEST
 
+CPU = Fabric(accelerator="cpu")
 GROUPS = [layer.name for layer in add_switches(tiny(259))]
 
 
@@ -32,3 +38,20 @@ def built(data=None, **settings):
     given = {"costs": costs(), "budget": 0.8, "scope": "adapter", **settings}
     method = HEST(**given) if "network" in given else method_of(HEST, **given)
     return set_up(method, data)
+
+
+def loss_in_use(method, data, client) -> float:
+    """Mean loss of a client's training examples, as an evaluation of its model has it."""
+    (labels,) = data.labels_of([client])
+    inputs = data.inputs("train", torch.from_numpy(client.train))
+    found = evaluate_batch(CPU, data.task, method.deploy(client), inputs, labels)[1]
+    total, weight = found["loss"]
+    return float(total.sum() / weight.sum())
+
+
+def told_loss(method, data, client) -> float:
+    """What a client tells that is asked for its loss."""
+    (labels,) = data.labels_of([client])
+    message = method.broadcast(client).to_bytes()
+    task = ClientTask(client, method.round, message, labels, 1, 1)
+    return local_losses(CPU, method, data, [task], {})[client.id].mean

@@ -159,7 +159,7 @@ def _level(comparison: Comparison, levels: Levels) -> dict[str, Any]:
         "levels": levels,
         "dataset": runs[0].dataset,
         "content_sha256": first.content,
-        "files_sha256": first.files,
+        "files_sha256": first.shared_files,
         "protocol": first.protocol,
         "protocol_sha256": first.protocol_sha256,
         "constant_guess": first.constant_guess,

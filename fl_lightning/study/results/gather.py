@@ -22,6 +22,7 @@ from fl_lightning.study.results.labels import label_all
 from fl_lightning.study.results.run_records import RunRecord, from_store, read_cells, read_folder
 from fl_lightning.study.results.runs import (
     FAILED,
+    FILES,
     NO_RUN,
     ExcludedRun,
     FinishedRun,
@@ -263,11 +264,11 @@ def check_comparable(results: Results) -> None:
     files."""
     for run in results.runs:
         for name in run.files:
-            own = {key: value for key, value in run.protocol.items() if is_under(key, [name])}
+            own = {k: value for k, value in run.protocol.items() if is_under(k, [FILES[name]])}
             readers.setdefault((name, str(own or (run.label, run.levels))), []).append(run)
     for (name, _), runs in readers.items():
-        hint = f"a file of {name} has changed: run all again with one version of it"
-        what = f"content of the files of {name}"
+        hint = f"a file of {FILES[name]} has changed: run all again with one version of it"
+        what = f"content of the files of {FILES[name]}"
         _require_one(runs, what, partial(_files, name), hint)
     for runs in alike.values():
         hint = "the examples are not the same: run all methods again on one version of the files"

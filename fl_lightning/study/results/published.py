@@ -96,7 +96,7 @@ def check_paired(published: PublishedStudy, run: FinishedRun, is_control: bool =
     if is_control:
         return
     check_protocol(published, run.name, run.levels, run.protocol)
-    for name, ours in run.files.items():
+    for name, ours in run.shared_files.items():
         theirs = (level.get("files_sha256") or {}).get(name, ours)  # reports of before have none
         given = f"{run.name} has other files of trainer.{name} than {where}"
         require(

@@ -30,8 +30,8 @@ FAILED = ", failed in the sweep"
 HASHES = ("content_sha256", "partition_sha256", "protocol_sha256")
 """What ``runs.csv`` says of a run beside its numbers: what runs have in common that can be
 paired."""
-FILES = ("trainer.clock", "trainer.topology", "model.costs")
-"""Settings that read files, whose SHA-256 runs keep."""
+FILES = {"clock": "trainer.clock", "topology": "trainer.topology", "costs": "model.costs"}
+"""Settings that read files, by the name of the SHA-256 that runs keep of them."""
 WARM_UP_ROUNDS = 3
 """Rounds whose seconds do not count: memory is allocated and libraries choose their algorithms."""
 
@@ -126,12 +126,14 @@ class FinishedRun:
 
     @property
     def files(self) -> dict[str, str]:
-        """SHA-256 of the files that ``trainer.clock``, ``trainer.topology`` and ``model.costs``
-        read, by these settings."""
-        hashes = {
-            name: self.record.metadata.get(f"{name.partition('.')[2]}_sha256") for name in FILES
-        }
+        """SHA-256 of the files that settings read, by the names of :data:`FILES`."""
+        hashes = {name: self.record.metadata.get(f"{name}_sha256") for name in FILES}
         return {name: str(value) for name, value in hashes.items() if value}
+
+    @property
+    def shared_files(self) -> dict[str, str]:
+        """Those of the files that belong to the protocol, and not to a method."""
+        return {name: value for name, value in self.files.items() if name != "costs"}
 
     @property
     def label_of_joules(self) -> str:
