@@ -16,6 +16,7 @@ from fl_lightning.engines.sequential import descend, start_optimizer
 from fl_lightning.errors import require
 from fl_lightning.methods.base import Method
 from fl_lightning.methods.personal import training_only, tuned_names
+from fl_lightning.models.features import linear_layers
 
 
 def prepare_finetuning(
@@ -34,7 +35,9 @@ def prepare_finetuning(
         method.finetuner = None
         return
 
-    names = tuned_names(method.network, tuning.part, [*method.trained_names, *method.own.shapes])
+    trained = [*method.trained_names, *method.own.shapes]
+    there = tuning.part == "full" or linear_layers(method.network)
+    names = tuned_names(method.network, tuning.part, trained) if there else set()
     flag = "finetune_part" if "finetune" in method.owns else "finetune.part"
     require(
         bool(names),

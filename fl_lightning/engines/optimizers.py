@@ -64,7 +64,8 @@ def check_schedule(method: Method, rounds: int) -> None:
             if not method.scheduled_groups:
                 return
             method.check_rates()
-            _check_several_rates(method, optimizer)
+            if round == 1:
+                _check_several_rates(method, optimizer)
             lrs = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
             if not all(math.isfinite(lr) and lr >= 0 for lr in lrs):
                 raise InputError(

@@ -383,9 +383,10 @@ class Method(Recorded, Emitter, SummingServer, WithLocalWork, WithPersonal, With
         return self.deployed(self.evaluated_weights, client)
 
     def deployed(self, weights: Tensor, client: Client | None) -> nn.Module:
-        """Return the network with these weights ``[P]``, what stays on the client, and its
-        fine-tuning."""
-        self.layout.write(self.network, weights)
+        """Return the network with these weights ``[P]``, of the client's own rank, what stays on
+        the client, and its fine-tuning."""
+        part = None if client is None else self.adapters.part(client)
+        self.layout.write(self.network, weights if part is None else weights * part)
         self.adapters.write_base(self)
         self.take_own(client)
         if client is not None and self.finetuner is not None:

@@ -183,10 +183,8 @@ def require_plain_sgd(
             zero = str(type(group[setting])()).lower()
             instead = f"write --model.optimizer.{setting} {zero}"
             if setting == "momentum" and "max_momentum" in group:  # as cyclic schedules set it
-                given = (
-                    f"--model.scheduler with a momentum of {group[setting]:g} and --model {name}"
-                )
-                instead = "write --model.scheduler.cycle_momentum false"
+                given = f"a schedule with a momentum of {group[setting]:g} and --model {name}"
+                instead = "give the scheduler cycle_momentum false"
             require(not (refused and group[setting]), given, why, instead)
     rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
     require(

@@ -63,8 +63,9 @@ class FedRoD(PersonalMethod):
             ends = torch.equal(logits, shared(self.tap.take()))
             require(
                 ends and all(weight.requires_grad for weight in shared.parameters()),
-                f"--model FedRoD with {type(self.network).__name__}, which does not end with a linear layer",
-                "its personal head is added to one that is trained",
+                f"--model FedRoD with {type(self.network).__name__}, which does not end with a linear layer "
+                "that is trained",
+                "its personal head is added to that",
                 "take a network that does, such as small_cnn",
             )
         bias, dtype = shared.bias is not None, shared.weight.dtype

@@ -56,6 +56,7 @@ from fl_lightning.energy.switched.branches import PARTS, BranchWeights, blocks_o
 from fl_lightning.errors import require
 from fl_lightning.methods.base import KnownNetwork, Method
 from fl_lightning.methods.losses import distillation as distilled
+from fl_lightning.methods.terms import refuse_readers
 from fl_lightning.tasks import LanguageModelling
 from fl_lightning.wire import Codes, Layout, Limit, Payload, PayloadError
 
@@ -180,6 +181,8 @@ class HESTLadder(Method):
                 feature: why for feature, why in self.refuses.items() if feature != "privacy"
             }
         self.limited = self.personalised = not math.isinf(budgets[0])
+        read, why = ("features", "previous_features"), "a step also passes a subset of the branches"
+        refuse_readers(self.terms if self.limited else (), read, "HESTLadder", why)
         self.shows = frozenset({"ladder"} if self.limited and search != "tabs" else ())
         self.client_id = 0
         self.losses: Tensor | None = None

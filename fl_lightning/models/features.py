@@ -33,7 +33,7 @@ class FeatureTap:
     """
 
     def __init__(self, network: nn.Module) -> None:
-        linear = [*linear_layers(network).values()]
+        linear = linear_layers(network)
         require(
             bool(linear),
             f"a term of the features of {type(network).__name__}, which has no linear layer",
@@ -41,13 +41,14 @@ class FeatureTap:
             "take a network that ends with one, such as small_cnn",
         )
         self._held: Tensor | None = None
-        self.layer = linear[-1]
-        # which is called last, the order in which they are registered does not say
-        for layer in linear:
-            layer.register_forward_pre_hook(self)
+        self.layer = [*linear.values()][-1]
+        # which is called last, the order in which they are registered does not say; and an adapter
+        # may compute its layer without calling the base
+        for name in linear:
+            network.get_submodule(name).register_forward_pre_hook(self)
 
-    def __call__(self, layer: nn.Linear, inputs: tuple[Any, ...]) -> None:
-        self._held, self.layer = inputs[0], layer
+    def __call__(self, layer: Any, inputs: tuple[Any, ...]) -> None:
+        self._held, self.layer = inputs[0], getattr(layer, "base_layer", layer)
 
     def take(self) -> Tensor:
         """Return the features ``[B, ..., d]`` of the last pass, and hold them no longer."""

@@ -352,6 +352,11 @@ def test_legitimate_names_pass(honest):
     names(network, {"class_path": "fl_lightning.models.MLP", "init_args": {"hidden": 8}})
     names("data/init_args/root", "data.d/pictures")
     names("data/init_args/train", "table.csv")
+    names("data/init_args/name", "v1.en")
+    names("model/init_args/ala_names", ["layer4.conv2"])
+    names(
+        network, {"class_path": "fl_lightning.models.MLP", "init_args": {"gguf_file": "a.Q8.gguf"}}
+    )
     names("model/init_args/optimizer", {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}})
     names("model/init_args/scheduler", {"class_path": "torch.optim.lr_scheduler.StepLR"})
     assert "torchmetrics.classification.f_beta.F1Score" in names(

@@ -481,9 +481,7 @@ def test_local_steps_that_break_the_identity_are_refused(method, optimizer, says
 def test_a_schedule_that_sets_a_momentum_is_refused(method, tmp_path):
     cycle = partial(OneCycleLR, max_lr=0.1, total_steps=5)
     settings = {"network": small_network, "optimizer": sgd(0.1)}
-    with refused(
-        "--model.scheduler with a momentum", "write --model.scheduler.cycle_momentum false"
-    ):
+    with refused("a schedule with a momentum", "give the scheduler cycle_momentum false"):
         run(method(scheduler=cycle, **settings), images(), tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
     without = method(scheduler=partial(cycle, cycle_momentum=False), **settings)

@@ -132,6 +132,13 @@ def test_a_head_that_nobody_trains_is_refused(method, instead, tmp_path):
     assert part_of(small_network(4), "*weight")  # a pattern as it is told to write
 
 
+def test_a_network_without_a_linear_layer_is_tuned_whole(tmp_path):
+    network = partial(nn.Sequential, nn.Conv2d(3, 4, 16), nn.Flatten())
+    method = FineTune(network=lambda classes: network(), optimizer=sgd(0.05), finetune_part="head")
+    with refused("nothing there is trained", "write --model.finetune_part full"):
+        run(method, images(), tmp_path / "runs")
+
+
 class Counting(nn.Sequential):
     """Its statistics are means over all batches that a counter has counted, which does not
     travel."""

@@ -10,14 +10,26 @@ import pytest
 import torch
 from golden_adapters import found_by_a_file
 from lightning.pytorch import LightningModule
-from tiny_language import fit, method_of
+from refusals import refused
+from tiny_language import fit, method_of, set_up
 from torch import nn
 from toy import run, sgd
 
 from fl_lightning.conformance.toy import images, small_group_network, small_network
 from fl_lightning.errors import InputError
 from fl_lightning.hooks import Meter, Stressor
-from fl_lightning.methods import APFL, Ditto, FedALA, FedAvg, FedProto, FedRoD, Krum, LocalOnly
+from fl_lightning.methods import (
+    APFL,
+    Ditto,
+    FedALA,
+    FedAvg,
+    FedPer,
+    FedProto,
+    FedRoD,
+    FineTune,
+    Krum,
+    LocalOnly,
+)
 from fl_lightning.wire import Payload, PayloadError
 
 STACKED = (
@@ -246,6 +258,16 @@ def test_a_client_has_a_model_of_its_own_rank(kind, tmp_path):
                 assert (beyond == 0).all()
             elif name.endswith("lora_A.weight"):
                 assert (beyond != 0).any()
+
+
+def test_ranks_of_clients_and_what_stays_on_them():
+    settings = {"rank": [2, 4], "adapter_average": "product"}
+    method, data = set_up(method_of(FineTune, **settings, finetune_steps=2))
+    method.receive(method.broadcast(data.client(0)), data.client(0))
+    values = method.layout.unpack(method.layout.read(method.deploy(data.client(0))))
+    assert all((a[2:] == 0).all() for name, a in values.items() if name.endswith("lora_A.weight"))
+    with refused("adapters that stay on their clients", "write one rank"):
+        set_up(method_of(FedPer, **settings))
 
 
 @pytest.mark.parametrize("counts", [[0.5, 0, 0, 0], [-1, 2, 0, 0], [1e6, 0, 0, 0]])

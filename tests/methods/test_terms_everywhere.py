@@ -28,6 +28,7 @@ from fl_lightning.methods import (
     LabelSmoothing,
     Term,
 )
+from fl_lightning.models.adapters import add_adapter
 from fl_lightning.models.features import FeatureTap
 from fl_lightning.models.language import Llama
 
@@ -125,11 +126,11 @@ def hest(**settings) -> HEST:
 def test_a_ladders_teacher_has_no_budget(tmp_path):
     """Its stage A with a term of the received network is FedAvg with it; under a budget all
     sequences would be refused, and their logits 0."""
-    settings = {"terms": [DistillationTerm(), ContrastiveTerm()], "optimizer": adam()}
+    settings = {"terms": [DistillationTerm()], "optimizer": adam()}
     plain, ladder = FedAvg(network=two_blocks, **settings), ladder_of(budget=0.8, **settings)
     expected = rows_of(fit(plain, tmp_path / "plain", max_rounds=1).run_dir / "metrics.csv")
     found = rows_of(fit(ladder, tmp_path / "ladder", max_rounds=1).run_dir / "metrics.csv")
-    for name in ("train/loss", "train/loss_kd", "train/loss_contrast"):
+    for name in ("train/loss", "train/loss_kd"):
         assert expected[0][name] == found[0][name]
     assert torch.equal(plain.server["weights"], ladder.server["weights"])
 
@@ -147,9 +148,13 @@ def test_a_switched_networks_teacher_has_all_layers_at_high():
         assert torch.equal(seen[0], method.network(inputs))
 
 
-@pytest.mark.parametrize("make", [hest, ladder_of])
-def test_a_network_is_tapped_once(make):
-    method, _ = set_up(make(terms=[ContrastiveTerm()]))
+def test_features_of_two_passes_are_refused():
+    with refused("read features or previous_features with --model HESTLadder", "write ScaledLoss"):
+        ladder_of(terms=[ContrastiveTerm()])
+
+
+def test_a_network_is_tapped_once():
+    method, _ = set_up(hest(terms=[ContrastiveTerm()]))
     networks = [method.network, method.received_network, method.previous_network]
     for network in networks:
         taps = [
@@ -159,10 +164,13 @@ def test_a_network_is_tapped_once(make):
         assert max(taps) == 1
 
 
-def test_the_features_of_an_adapted_layer_are_what_enters_it():
-    network = tiny(259)
+@pytest.mark.parametrize("kind", ["lora", "spectral"])
+def test_the_features_of_an_adapted_layer_are_what_enters_it(kind):
+    """Also where one product with W + dW is cheaper, which does not call the base."""
+    network = add_adapter(tiny(259, rank=0), kind, rank=16)
     tap, seen = FeatureTap(network), []
     last = network.get_submodule("layers.0.mlp.down_proj")
     last.register_forward_pre_hook(lambda layer, inputs: seen.append(inputs[0]))
-    network(torch.ones(2, 5, dtype=torch.int64))
+    network(torch.ones(2, 64, dtype=torch.int64))
     assert torch.equal(tap.take(), seen[0])
+    assert tap.layer is last.base_layer

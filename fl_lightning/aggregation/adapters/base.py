@@ -72,6 +72,12 @@ class AdapterAverage(PlainWeights):
         own = list(getattr(method.network, "client_ranks", ()))
         self.ranks = own if len({*own}) > 1 else []
         require(
+            not self.ranks or len(self.pairs) == len(factor_pairs(method.network)),
+            f"--model.network.rank {own} with adapters that stay on their clients",
+            "what stays there has one rank",
+            "write one rank, or a personal part without adapters",
+        )
+        require(
             not self.frozen or not (self.needs_both or self.ranks),
             f"--model.adapter_average {self.name} with {next(iter(self.frozen), '')} frozen",
             "both factors are made anew, and what is frozen stays",

@@ -99,9 +99,9 @@ FILES = (
     "yml",
 )
 NAMES = {
-    "model": ("personal", "targets"),
+    "model": ("personal", "targets", "ala_names", "gguf_file"),
     "data": (
-        *("train", "test", "root"),
+        *("train", "test", "root", "name"),
         *("target", "client", "group", "input", "text", "features", "categorical"),
     ),
 }

@@ -152,7 +152,7 @@ class RemoteEngine(Engine):
         for id, node in sent_to.items():
             ordered[node][id] = by_id[id]
         silent, beside = set(messages), list[float]()
-        wall, seconds, enough = self._wall, self.rules.round_seconds, math.inf
+        wall, seconds, enough, longest = self._wall, self.rules.round_seconds, math.inf, math.inf
         alone = self._of_one_client(messages, by_id)  # of nodes that may be forgotten meanwhile
         if wall is not None:
             longest, enough = wall.rounds.patience(self.fed.cohort_size)
@@ -160,7 +160,7 @@ class RemoteEngine(Engine):
             wall.measure_lines(alone, self.roster.exchange, seconds)
             wall.begin()
         started = time.monotonic()  # after the probes of the lines, which are in no order
-        for node, answer in self.roster.exchange(messages, seconds):
+        for node, answer in self.roster.exchange(messages, seconds, until=longest):
             silent.discard(node)
             beside.append(max(0.0, time.monotonic() - started - seconds_of(answer)))
             results = list(self._results(node, answer, ordered[node]))

@@ -143,15 +143,19 @@ class Roster:
         return self.left_out[node] > time.monotonic()
 
     def exchange(
-        self, orders: Mapping[str, bytes], seconds: float
+        self, orders: Mapping[str, bytes], seconds: float, *, until: float = math.inf
     ) -> Iterator[tuple[str, Message]]:
         """Send orders to nodes that take part, and yield node and answer.
 
         A node that was started again since it was checked may have other data now: what its new
-        process has done counts once this process has been checked, after the others have answered
-        and within the same seconds.
+        process has done counts once this process has been checked, after the others have answered.
+
+        Args:
+            orders: one for each node, by its key.
+            seconds: that answers are waited for.
+            until: that such checks end within so many seconds from now too.
         """
-        started_again, ends = [], time.monotonic() + seconds
+        started_again, ends = [], time.monotonic() + until
         for node, answer in self.mail.exchange(orders, seconds):
             if answer.kind == "refused" or epoch_of(answer) == self.epochs.get(node):
                 yield node, answer
@@ -164,7 +168,8 @@ class Roster:
                 )
                 self._leave(node)
                 left = max(0.0, ends - time.monotonic())
-                self._check([node], min(left, self.rules.wait_seconds))
+                if left:
+                    self._check([node], min(left, self.rules.wait_seconds))
             if node in self.names and epoch_of(answer) == self.epochs[node]:
                 yield node, answer
             else:
