@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -150,7 +151,7 @@ class FedVEMoE(Method):
         tau: Annotated[float, within("(0, inf]", "a temperature is above 0", 0.05)] = 0.05,
         kappa: Annotated[float, within("[0, inf]", "0 or more", 1.0)] = 1.0,
         gamma: Annotated[float, within("(0, inf]", "a temperature is above 0", 1.0)] = 1.0,
-        gate_weight: Annotated[float, within("[0, inf]", "0 or more", 0.01)] = 0.01,
+        gate_weight: Annotated[float, within("[0, inf)", "0 or more and finite", 0.01)] = 0.01,
         server_lr: Annotated[float, within("(0, inf)", "above 0 and finite", 1.0)] = 1.0,
         birth: Literal["test", "never"] = "test",
         birth_gap: Annotated[float, within("[0, inf]", "0 nats or more", 0.05)] = 0.05,
@@ -365,11 +366,11 @@ class FedVEMoE(Method):
         if len(places):
             target = labels[torch.from_numpy(places).to(labels.device)]
             index = torch.from_numpy(client.train[places]).to(data.device)
-            inputs = data.with_labels(data.inputs("train", index), target)
+            nats_of = partial(self._nats, data, index, target)
             for slot in torch.nonzero(received.active).flatten().tolist():
-                nats[:, slot] = self._nats(self._with_expert(slot), self.network, inputs, target)
+                nats[:, slot] = nats_of(self.network, self._with_expert(slot))
             if self.keeps_own:
-                own = self._nats({}, self.own_network, inputs, target)
+                own = nats_of(self.own_network, {})
         r, _ = responsibilities(nats, received.prior, received.active, self.tau, self.kappa)
         rejects = is_worse_than_own(nats, own, received.active, self.birth_gap, self.birth_z)
         return Choice(r, *seated(r, received.active, self.seats_wanted), rejects)
@@ -380,11 +381,10 @@ class FedVEMoE(Method):
         where it has fewer than two validation examples, or no adapter of its own."""
         if len(client.val) < 2 or "own" not in client.state:
             return None
-        data, index = self._data, torch.from_numpy(client.val)
-        inputs = data.inputs("train", index.to(data.device))
-        target = data.train_target[index.to(data.device)]
-        given = self._nats({}, self.deploy(client), inputs, target)
-        return Paired.of(given, self._nats({}, self.own_network, inputs, target))
+        index = torch.from_numpy(client.val).to(self._data.device)
+        target = self._data.train_target[index]
+        nats_of = partial(self._nats, self._data, index, target)
+        return Paired.of(nats_of(self.deploy(client), {}), nats_of(self.own_network, {}))
 
     def _with_expert(self, slot: int) -> dict[str, Tensor]:
         """Return the tensors of the network that computes with the shared adapter and one
@@ -394,16 +394,25 @@ class FedVEMoE(Method):
 
     @torch.no_grad()
     def _nats(
-        self, tensors: dict[str, Tensor], network: nn.Module, inputs: Any, target: Tensor
+        self,
+        data: FederatedData,
+        index: Tensor,
+        target: Tensor,
+        network: nn.Module,
+        tensors: dict[str, Tensor],
     ) -> Tensor:
-        """Return the mean loss of each example over its labelled tokens, float64 ``[N]`` on the
-        CPU. Where one is not finite, all are ``UNUSABLE``: one broken expert must not decide about
-        the others."""
-        was_training = network.training
-        outputs = functional_call(network.eval(), tensors, (inputs,))
+        """Return the mean loss of each training example at ``index`` over its labelled tokens,
+        float64 ``[N]`` on the CPU. Where one is not finite, all are ``UNUSABLE``: one broken expert
+        must not decide about the others."""
+        size, was_training, parts = data.evaluation_batch, network.training, []
+        network.eval()
+        for places, labels in zip(index.split(size), target.split(size), strict=True):
+            inputs = data.with_labels(data.inputs("train", places), labels)
+            outputs = functional_call(network, tensors, (inputs,))
+            nats, tokens = self.task.examplewise(outputs, labels)["loss"]
+            parts.append((nats / tokens.clamp_min(1)).double().cpu())
         network.train(was_training)
-        nats, tokens = self.task.examplewise(outputs, target)["loss"]
-        found = (nats / tokens.clamp_min(1)).double().cpu()
+        found = torch.cat(parts)
         return found if bool(found.isfinite().all()) else torch.full_like(found, UNUSABLE)
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:

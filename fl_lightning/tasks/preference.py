@@ -28,6 +28,8 @@ PreferencePrimary = Literal["preference_accuracy", "reward_margin", "loss"]
 
 NAT_UNITS = 2**20
 """Log-probabilities of the reference are integers in targets, in units of 2^-20 nats: 1e-6."""
+TIE = 2**-16
+"""Nats, 1.5e-5, within which two answers tie: sums of float32 round below it."""
 
 
 class PairTarget(NamedTuple):
@@ -65,7 +67,8 @@ class Preference(Task):
     ``[B, 2 T + 3]``.
 
     Metrics: ``loss``; ``preference_accuracy``, the share of pairs whose preferred answer has the
-    larger h, ties counting half; ``reward_margin``, the mean of beta (h_chosen - h_rejected).
+    larger h, those within 1.5e-5 nats counting half; ``reward_margin``, the mean of beta (h_chosen
+    - h_rejected).
 
     Args:
         beta: how much a nat counts, above 0; 0.1 in the paper.
@@ -103,7 +106,8 @@ class Preference(Task):
     def examplewise(self, outputs: Tensor, target: Tensor) -> Sums:
         margins = self.margins(outputs, target).double()
         one = torch.ones_like(margins)
-        right = (margins > 0).double() + 0.5 * (margins == 0).double()
+        tied = margins.abs() <= self.beta * TIE
+        right = torch.where(tied, 0.5, (margins > 0).double())
         found = {
             "loss": -F.logsigmoid(margins),
             "preference_accuracy": right,

@@ -1,4 +1,4 @@
-"""What clients of Fed-VEMoE minimise, by hand."""
+"""What clients of Fed-VEMoE minimise and weigh experts by, by hand."""
 
 from __future__ import annotations
 
@@ -37,3 +37,19 @@ def test_the_local_loss_draws_the_mean_weights_of_labelled_tokens_to_the_shares(
     assert (loss - task).item() == pytest.approx(gate.item(), rel=1e-3)
     terms["loss_gate"].backward()
     assert method.seats.gate.router.grad[:2].norm() > 0
+
+
+def test_probes_are_read_in_batches_of_the_evaluation(monkeypatch):
+    """Logits of all at once would be gigabytes; and the choice is the same."""
+    method, data = set_up(method_of(FedVEMoE, k_init=2, k_max=2))
+    client, sizes, read = data.client(0), [], data.inputs
+    method.receive(method.broadcast(client), client)
+    with torch.no_grad():
+        method.received.rows[2].normal_()
+    whole = method.choose(data, client, data.labels(client))
+    monkeypatch.setattr(type(data), "evaluation_batch", 2)
+    monkeypatch.setattr(data, "inputs", lambda split, i: sizes.append(len(i)) or read(split, i))
+    parts = method.choose(data, client, data.labels(client))
+    assert max(sizes) == 2
+    assert parts.r.tolist() == pytest.approx(whole.r.tolist(), abs=1e-6)
+    assert 0 < whole.r[2] < 1

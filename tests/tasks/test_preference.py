@@ -26,6 +26,7 @@ from fl_lightning.data.text.pairs import AnswerPair, encode_pairs
 from fl_lightning.data.text.tokens import ByteTokenizer
 from fl_lightning.methods import FedAvg, FedVEMoE, LocalOnly, Oracle
 from fl_lightning.models.adapters import adapter_layers
+from fl_lightning.models.language import LlamaTiny
 from fl_lightning.tasks.preference import PairTarget, Preference
 
 PAIRS = [
@@ -159,6 +160,22 @@ def test_one_model_is_right_about_half_of_what_is_in_dispute(tmp_path):
     )
     assert float(apart[-1]["test/preference_accuracy"]) > 0.8
     assert float(apart[-1]["test/reward_margin"]) > 0.05
+
+
+@pytest.mark.parametrize("size", [32, 5])
+def test_what_has_learnt_nothing_is_right_about_half_of_the_pairs(size):
+    """And not about those that rounding decides."""
+    data = prepare_data(pairs(num_clients=2, tests_per_cluster=16))
+    with rng.torch_stream(0, "weights"):
+        base = LlamaTiny(data.num_classes)
+    data.see_network(base)
+    found = []
+    for index in torch.arange(len(data.test_target)).split(size):
+        target = data.test_target[index]
+        with torch.no_grad():
+            outputs = base(data.inputs("test", index))
+        found.append(data.task.examplewise(outputs, target)["preference_accuracy"][0])
+    assert set(torch.cat(found).tolist()) == {0.5}
 
 
 def test_the_reference_is_the_base_also_where_the_base_moves(tmp_path):
