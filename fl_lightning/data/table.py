@@ -355,10 +355,13 @@ class TableData(ArrayData):
         return [name for name in self._features(table) if self._encodings.get(name) != "drop"]
 
     def _features(self, table: pd.DataFrame) -> list[str]:
-        if self.features is not None:
-            return list(dict.fromkeys(self.features))
-        if self.run_form is not None:  # in the order of the run's
-            rest = [name for name in self.run_form.columns if name != self.target]
+        order = [*self.run_form.columns] if self.run_form else []
+        if self.features is not None:  # those that the run lacks come last, and are refused there
+            last = len(order)
+            place = {name: number for number, name in enumerate(order)}
+            return sorted(dict.fromkeys(self.features), key=lambda name: place.get(name, last))
+        if self.run_form is not None:
+            rest = [name for name in order if name != self.target]
             for name in rest:
                 check_column(table, name, self.train_path)
             return rest

@@ -8,6 +8,7 @@ import json
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from test_table_data import ready, written
 
 from fl_lightning.data import TableData
@@ -153,3 +154,16 @@ def test_whole_numbers_of_a_parquet_file_are_classes_that_are_texts(held, tmp_pa
     known = [str(name if held[-1] is False else int(name)) for name in held if name is not None]
     expected = [sorted(classes).index(name) for name in known]
     assert node.train_target.tolist() == (expected * 9)[: len(node.train_target)]
+
+
+def test_a_node_that_names_its_features_in_another_order_has_the_runs(tmp_path):
+    table = of([3, 1, 2]).assign(colour=["red", "blue"] * 30)
+    run = ready(written(tmp_path, table))
+    names = ["colour", "z", "x"]
+    node = node_of(run, tmp_path, table, target="kind", features=names)
+    plain = node_of(run, tmp_path, table, target="kind")
+    assert torch.equal(node._inputs["train"], plain._inputs["train"])
+    assert list(node.form().columns) == list(run.form().columns)
+    more = table.assign(size=1)
+    with pytest.raises(InputError, match="column size; the run's table has x, z, colour"):
+        node_of(run, tmp_path, more, target="kind", features=["size", *names])
