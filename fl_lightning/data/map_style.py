@@ -164,25 +164,28 @@ class DataModuleData(ItemData):
 
 
 def prepare_module(source: DataModuleCallable) -> None:
-    """Call ``prepare_data`` of a LightningDataModule.
+    """Call ``prepare_data`` of a LightningDataModule. What it draws is the same in every run.
 
     Raises:
         InputError: the module refuses its arguments or lacks its files.
     """
-    made(lambda: made(source, "data.module").prepare_data(), "data.module")
+    with torch_stream(0, "data/make"):
+        made(lambda: made(source, "data.module").prepare_data(), "data.module")
 
 
 def made_splits(train: DatasetCallable, test: DatasetCallable | None) -> Splits:
-    """Make the training dataset, and the test dataset if there is one.
+    """Make the training dataset, and the test dataset if there is one. What they draw from global
+    generators is the same in every run.
 
     Raises:
         InputError: one cannot be made.
     """
     found = {}
-    for split, source in (("train", train), ("test", test)):
-        if source is not None:
-            dataset = made(source, f"data.{split}")
-            found[split] = dataset, f"data.{split} {name_of(dataset)}"
+    with torch_stream(0, "data/make"):
+        for split, source in (("train", train), ("test", test)):
+            if source is not None:
+                dataset = made(source, f"data.{split}")
+                found[split] = dataset, f"data.{split} {name_of(dataset)}"
     return found
 
 
@@ -196,17 +199,18 @@ def module_splits(source: DataModuleCallable, splits: Sequence[str]) -> Splits:
     Raises:
         InputError: the module has no training loader, or a loader has not one dataset.
     """
-    module = made(source, "data.module")
+    with torch_stream(0, "data/make"):
+        module = made(source, "data.module")
     with torch_stream(0, "data_module"):  # a split that the module draws is the same in every run
         # before a loader is asked: one that ignores the stage splits anew
         for stage in ("fit", "test"):
             made(partial(module.setup, stage), "data.module")
+        found = {split: _dataset_of(module, split) for split in splits}
     unread = ["val_dataloader"] * ("val" not in splits) + BATCH_HOOKS
     why = (
         "not called; items are read one by one, and data.val_fraction holds validation examples out"
     )
     warn_of_ignored(overridden(module, LightningDataModule, unread), module, why)
-    found = {split: _dataset_of(module, split) for split in splits}
     return {
         split: (dataset, f"data.module {name_of(source)}, {split}")
         for split, dataset in found.items()

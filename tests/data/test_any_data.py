@@ -22,7 +22,15 @@ from toy import run
 
 from fl_lightning.__main__ import main
 from fl_lightning.config.recorded import describe
-from fl_lightning.data import IID, DataModuleData, DatasetData, FederatedData, Natural
+from fl_lightning.data import (
+    IID,
+    DataModuleData,
+    DataModuleTokens,
+    DatasetData,
+    FederatedData,
+    Natural,
+    TokenData,
+)
 from fl_lightning.errors import InputError
 from fl_lightning.methods import FedAvg
 
@@ -152,6 +160,44 @@ def test_random_transforms_are_the_same_in_every_run():
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(2)
     assert torch.equal(one, all_inputs(ready(Noisy(pairs()))))
+
+
+class Drawn(ListData):
+    """It draws its items as it is made, and adds noise as they are read."""
+
+    def __init__(self, tokens: bool) -> None:
+        super().__init__(np.random.randint(9, size=(40, 3)).tolist())  # noqa: NPY002
+        self.tokens = tokens
+
+    def __getitem__(self, index: int):
+        item = [*self.items[index], np.random.randint(9)]  # noqa: NPY002
+        return item if self.tokens else (torch.tensor(item), index % 2)
+
+
+class DrawnModule(LightningDataModule):
+    def __init__(self, tokens: bool) -> None:
+        super().__init__()
+        self.tokens, self.first = tokens, np.random.randint(200)  # noqa: NPY002
+
+    def train_dataloader(self) -> DataLoader:
+        drawn = Drawn(self.tokens)
+        drawn.items = [[self.first, *item] for item in drawn.items]
+        return DataLoader(drawn)
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+@pytest.mark.parametrize("module", [False, True])
+def test_what_datasets_draw_is_the_same_in_every_run(tokens, module):
+    kinds = (DatasetData, DataModuleData), (TokenData, DataModuleTokens)
+    source = partial(DrawnModule if module else Drawn, tokens)
+    digests = set()
+    for seed in (1, 2):
+        np.random.seed(seed)  # noqa: NPY002
+        data = kinds[tokens][module](source, num_clients=2, partition=IID())
+        digests.add(dealt(data).content_sha256)
+    assert len(digests) == 1
+    twice = DatasetData(source, source, num_clients=2) if not (tokens or module) else None
+    assert twice is None or not torch.equal(*map(dealt(twice)._inputs.get, ("train", "test")))
 
 
 def test_settings_tell_datasets_apart():

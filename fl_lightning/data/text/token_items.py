@@ -21,6 +21,7 @@ from fl_lightning.data.text.records import JSON_SUFFIXES, json_records, read_tex
 from fl_lightning.data.text.tokens import Sequences, TooLong
 from fl_lightning.errors import InputError, require
 from fl_lightning.metrics.text import IGNORED
+from fl_lightning.rng import torch_stream
 
 IDS, LABELS, LOSS_MASK, TEXT_MASK = "input_ids", "labels", "loss_mask", "attention_mask"
 """The names of an item's parts; all but the first may be missing."""
@@ -106,7 +107,8 @@ def read_token_items(
 
     Labels are those of transformers: as long as the ids, each the token itself or -100 where it is
     not learnt. Instead a loss mask says 1 or 0 of each token; with neither, all tokens are learnt.
-    Where the attention mask is 0, on either side, there is padding, which is left out.
+    Where the attention mask is 0, on either side, there is padding, which is left out. Random
+    numbers that the dataset draws from global generators are the same in every run.
 
     Args:
         dataset: a map-style dataset.
@@ -118,15 +120,16 @@ def read_token_items(
     Raises:
         InputError: an item cannot be read or is no sequence of tokens.
     """
-    return [
-        TokenItem(
-            *_token_item(item_at(dataset, number, where), where, vocab_size, client, group),
-            place,
-            number,
-        )
-        for number in range(count_items(dataset, place))
-        for where in (f"{place}, item {number}",)
-    ]
+    with torch_stream(0, "data/read"):
+        return [
+            TokenItem(
+                *_token_item(item_at(dataset, number, where), where, vocab_size, client, group),
+                place,
+                number,
+            )
+            for number in range(count_items(dataset, place))
+            for where in (f"{place}, item {number}",)
+        ]
 
 
 def _token_item(
