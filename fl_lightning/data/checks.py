@@ -8,10 +8,12 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fl_lightning.data.base import FederatedData
+from fl_lightning.data.partition import Natural
 from fl_lightning.errors import InputError, require
 from fl_lightning.tasks import Classification, Regression, Task
 
@@ -33,31 +35,52 @@ def check_training_set(data: FederatedData) -> None:
     _check_target(data, "train_target")
     if hasattr(data, "test_target"):
         _check_target(data, "test_target")
-    _check_groups(data)
+    _check_groups(data, "train_group", len(data.train_target))
+    if isinstance(data.partition, Natural) or data.run_form is not None:  # else nobody reads it
+        _check_marks(data, "train_owner", len(data.train_target), "training")
+    _check_marks(data, "train_held_out", len(data.train_target), "training")
 
 
 def check_test_set(data: FederatedData) -> None:
-    """Refuse a test set that is empty or of wrong targets; call it after ``distribute``, which may
-    set it."""
+    """Refuse a test set that is empty, or of wrong targets, groups or owners; call it after
+    ``distribute``, which may set it."""
     _check_target(data, "test_target")
+    _check_groups(data, "test_group", len(data.test_target))
+    if data.test_holdings is None:  # they say whose each is
+        _check_marks(data, "test_owner", len(data.test_target), "test")
     if data.run_form is None:  # a node of a deployment has none
         given = f"data {type(data).__name__} without a test example"
         require(len(data.test_target), given, "runs are evaluated on them", "set some aside")
 
 
-def _check_groups(data: FederatedData) -> None:
-    """Refuse groups of the training examples that no partition can go by."""
-    group = data.train_group
+def _check_groups(data: FederatedData, attribute: str, count: int) -> None:
+    """Refuse groups of examples that nothing can go by."""
+    group, given = getattr(data, attribute), f"data {type(data).__name__}, whose {attribute}"
     if not isinstance(group, Tensor):
         kind = f"{type(group).__module__}.{type(group).__name__}"
-        given = f"data {type(data).__name__}, whose train_group is {kind}"
-        raise InputError(given, "groups are a tensor", "write torch.as_tensor(...)")
-    integers = not group.is_floating_point() and len(group) == len(data.train_target)
+        raise InputError(f"{given} is {kind}", "groups are a tensor", "write torch.as_tensor(...)")
+    integers = not group.is_floating_point() and len(group) == count
     require(
         integers and (not len(group) or int(group.min()) >= 0),
-        f"data {type(data).__name__}, whose train_group is {group.dtype} {list(group.shape)}",
-        f"it has an integer for each of {len(data.train_target)} examples, and groups are 0, 1, ...",
+        f"{given} is {group.dtype} {list(group.shape)}",
+        f"it has an integer for each of {count} examples, and groups are 0, 1, ...",
         "number the groups from 0",
+    )
+
+
+def _check_marks(data: FederatedData, attribute: str, count: int, split: str) -> None:
+    """Refuse an array with another number of entries than the split has examples, or of another
+    type; None says nothing of them."""
+    found = getattr(data, attribute)
+    if found is None:
+        return
+    kinds, kind = ("b", "bool") if attribute == "train_held_out" else ("iu", "int64")
+    array = np.asarray(found)
+    require(
+        array.dtype.kind in kinds and array.shape == (count,),
+        f"data {type(data).__name__}, whose {attribute} is {array.dtype} {list(array.shape)}",
+        f"it has one entry for each {split} example, {kind} [{count}]",
+        "write an array of that form, or None",
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from toy import run, sgd
 
-from fl_lightning.data import IID, FederatedData
+from fl_lightning.data import IID, FederatedData, Natural
 from fl_lightning.errors import InputError
 from fl_lightning.methods import FedAvg
 from fl_lightning.tasks import Classification, Regression
@@ -46,6 +46,14 @@ class Own(FederatedData):
     @property
     def train_group(self):
         return self.changes.get("train_group", lambda right: right)(super().train_group)
+
+    @property
+    def test_group(self):
+        return self.changes.get("test_group", lambda right: right)(super().test_group)
+
+    @property
+    def train_held_out(self):
+        return self.changes.get("train_held_out")
 
 
 class Converts(nn.Module):
@@ -147,3 +155,40 @@ def test_data_that_a_round_would_stumble_over(changes, says, tmp_path):
     with pytest.raises(InputError, match=says):
         fit(Own(**changes), tmp_path)
     assert not any(tmp_path.iterdir())
+
+
+def of_clients(train=12, test=6, held=12, groups=6):
+    """Data of two clients with marks of these lengths."""
+    data = Own(
+        train_held_out=np.arange(held) % 4 == 0, test_group=lambda right: right[:1].repeat(groups)
+    )
+    data.partition, data._owner, data._test_owner = (
+        Natural(),
+        np.arange(train) % 2,
+        np.arange(test) % 2,
+    )
+    return data
+
+
+@pytest.mark.parametrize("more", [-4, 2])
+@pytest.mark.parametrize(
+    ("name", "attribute", "says"),
+    [
+        ("train", "train_owner", r"it has one entry for each training example, int64 \[12\]"),
+        ("held", "train_held_out", r"it has one entry for each training example, bool \[12\]"),
+        ("test", "test_owner", r"it has one entry for each test example, int64 \[6\]"),
+        ("groups", "test_group", "it has an integer for each of 6 examples"),
+    ],
+)
+def test_marks_of_another_length_are_refused(name, attribute, says, more, tmp_path):
+    count = (12 if name in ("train", "held") else 6) + more
+    with pytest.raises(InputError, match=rf"whose {attribute} is \w+(.\w+)? \[{count}\]; {says}"):
+        fit(of_clients(**{name: count}), tmp_path)
+
+
+def test_marks_of_the_right_length_are_taken(tmp_path):
+    assert fit(of_clients(), tmp_path).history.shape[0] == 1
+    data = of_clients()
+    data.changes["train_held_out"] = np.arange(12) % 4
+    with pytest.raises(InputError, match=r"train_held_out is int64 \[12\]"):
+        fit(data, tmp_path)
