@@ -337,8 +337,8 @@ def check_names(names: Iterable[Hashable], name: str, place: str) -> None:
     """Refuse two values that are written alike, such as ``1`` and ``"1"``.
 
     Args:
-        names: of clients or groups; None where an example has none.
-        name: ``client`` or ``group``.
+        names: of classes, clients or groups; None where an example has none.
+        name: ``class``, ``client`` or ``group``.
         place: what has them, for messages.
     """
     seen: dict[str, Hashable] = {}

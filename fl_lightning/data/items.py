@@ -174,8 +174,8 @@ def to_examples(
         test: the test items; None: there are none.
 
     Raises:
-        InputError: a target is not that of the task, a class of the test is unknown, or two clients
-            or groups are written alike.
+        InputError: a target is not that of the task, a class of the test is unknown, or two
+            classes, clients or groups are written alike.
     """
     classifies, form = data.task.has_classes, data.run_form
     if classifies:
@@ -192,6 +192,7 @@ def to_examples(
         test = replace(test, target=_class_names(test))
     _check_same_form(train, test)
     if classifies:
+        check_names([*train.target, *test.target], "class", train.place)
         classes = class_numbers(train.target, form, train.place)
         unknown = [name for name in test.target if name not in classes]
         require(

@@ -277,6 +277,8 @@ WRONG = {
     "nobody's": ([{"x": 1, "y": 2, "who": float("nan")}] * 9, {"target": "y", "client": "who"}, "item 0, client nan; a client is a number or a text, and none is missing; say whose"),
     "two clients of one name": ([{"x": 1, "y": n // 2 % 2, "who": n % 2 or "1"} for n in range(9)], {"target": "y", "client": "who"}, "client '1' and 1; they are two values"),
     "two groups of one name": ([{"x": n, "y": n % 2, "kind": [2, "2"][n > 5]} for n in range(9)], {"target": "y", "group": "kind"}, "group '2' and 2; they are two values"),
+    "two classes of one name": ([(torch.ones(2), [1, "1", "a"][n % 3]) for n in range(9)], {}, "class '1' and 1; they are two values, and a class is known by its text"),
+    "another class of the test": ([(torch.ones(2), n % 2) for n in range(9)], {"test": [(torch.ones(2), "1")]}, "class '1' and 1; they are two"),
     "another client of the test": ([{"x": n, "y": n % 2, "who": 1} for n in range(9)], {"target": "y", "client": "who", "test": [{"x": 1, "y": 1, "who": "1"}]}, "client '1' and 1; they are two"),
     "no group": ([{"x": 1, "y": 2, "kind": None}] * 9, {"target": "y", "group": "kind"}, "item 0, group None; a group is"),
     "a list of clients": ([{"x": 1, "y": 2, "who": ["a"]}] * 9, {"target": "y", "client": "who"}, "a client is a number or a text"),
