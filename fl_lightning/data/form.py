@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, require
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,14 @@ class Form:
             names: classes that data of a node have.
 
         Raises:
-            InputError: the run lacks one of them.
+            InputError: the run lacks one of them, or its data name none.
         """
+        require(
+            self.classes,
+            place,
+            "the run's data name no classes, and these have some",
+            "start the run with data that name them, such as --data ImageFolder",
+        )
         numbers = {name: number for number, name in enumerate(self.classes)}
         for name in names:
             if name not in numbers:

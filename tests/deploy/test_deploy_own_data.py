@@ -244,6 +244,9 @@ def test_folders_of_images_take_over_the_runs_classes_and_constants(tmp_path):
     (tmp_path / "own" / "owl").rename(tmp_path / "own" / "bat")
     with pytest.raises(InputError, match="its class bat is none of the run's: cat, dog, owl"):
         own.setup()
+    own.run_form = Form(moments=form.moments)  # of data whose classes are numbers, such as Cifar
+    with pytest.raises(InputError, match=r"own; the run's data name no classes, .* ImageFolder$"):
+        own.setup()
 
 
 def test_tables_take_over_the_runs_moments_and_categories(tmp_path, caplog):
