@@ -9,7 +9,12 @@ from __future__ import annotations
 import logging
 import math
 import os
+import resource
+import sys
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -24,22 +29,35 @@ from fl_lightning.rng import stream
 log = logging.getLogger("fl_lightning")
 
 MAX_DRAWS = 1000
+QUOTAS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+"""Files with the bytes that a container may have: of version 2 of Linux' control groups, and of
+version 1."""
 
 
 def check_memory(given: str, size: int) -> None:
-    """Refuse data that cannot fit into this machine's memory.
+    """Refuse data that cannot fit into the memory of this machine, or into what of it a container
+    or a limit leaves to this process.
 
     Args:
         given: the setting, for the message.
         size: lower bound of the memory that it needs, in bytes.
     """
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_limits())
     require(
         size <= memory,
         given,
-        f"they take {size:,} bytes and this machine has {memory:,}",
+        f"they take {size:,} bytes and this process may have {memory:,}",
         "write fewer or smaller ones",
     )
+
+
+def _limits() -> Iterator[int]:
+    """Yield the bytes that a container and the process's own limit allow, where they are numbers."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    yield sys.maxsize if limit == resource.RLIM_INFINITY else limit
+    for path in map(Path, QUOTAS):
+        with suppress(OSError, ValueError):  # there is no such file, or it says max
+            yield int(path.read_text())
 
 
 BETA = within(

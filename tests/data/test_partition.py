@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import resource
 import tracemalloc
 
 import numpy as np
@@ -11,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fl_lightning.data import IID, Dirichlet, Partition, Shards, dirichlet_partition
-from fl_lightning.data.partition import _draw, make_holdings
+from fl_lightning.data import partition as partition_module
+from fl_lightning.data.partition import _draw, check_memory, make_holdings
 from fl_lightning.errors import InputError
 from fl_lightning.rng import stream
 
@@ -200,3 +202,20 @@ def test_examples_that_an_own_partition_gives_to_nobody_are_counted(caplog):
     held = make_holdings(Own([[4, 0], []]), np.zeros(6, np.int64), 2, 0)
     assert held.sizes.tolist() == [2, 0]
     assert "partition Own gives 4 of 6 examples to nobody" in caplog.text
+
+
+def test_data_are_refused_by_what_a_container_or_a_limit_leaves(tmp_path, monkeypatch):
+    quota, words = tmp_path / "memory.max", r"and this process may have 1,000; write fewer"
+    monkeypatch.setattr(partition_module, "QUOTAS", (str(tmp_path / "none"), str(quota)))
+    quota.write_text("max\n")
+    check_memory("rows", 2000)
+    quota.write_text("1000\n")
+    check_memory("rows", 1000)
+    with pytest.raises(InputError, match=words):
+        check_memory("rows", 1001)
+    quota.unlink()
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1000, resource.RLIM_INFINITY))
+    with pytest.raises(InputError, match=words):
+        check_memory("rows", 1001)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    check_memory("rows", 1001)
