@@ -127,6 +127,8 @@ def read_items(dataset: Any, keys: Keys, place: str) -> Items:
                 inputs = tree_map(
                     lambda leaf: torch.empty(count, *leaf.shape, dtype=leaf.dtype), leaves
                 )
+            if isinstance(inputs, dict) and isinstance(leaves, dict) and {*inputs} == {*leaves}:
+                leaves = {key: leaves[key] for key in inputs}
             _put(inputs, number, leaves, where)
             for name, value in parts.items():
                 known[name].append(value)
@@ -496,7 +498,7 @@ def _numbers(items: Items) -> Tensor:
 
 def _check_same_form(train: Items, test: Items) -> None:
     forms = [
-        [(leaf.dtype, tuple(leaf.shape[1:])) for leaf in tree_leaves(some.inputs)]
+        tree_map(lambda leaf: (leaf.dtype, tuple(leaf.shape[1:])), some.inputs)
         for some in (train, test)
     ]
     require(
@@ -508,4 +510,7 @@ def _check_same_form(train: Items, test: Items) -> None:
 
 
 def _form(items: Items) -> str:
-    return ", ".join(f"{leaf.dtype} {list(leaf.shape[1:])}" for leaf in tree_leaves(items.inputs))
+    parts = items.inputs if isinstance(items.inputs, dict) else {"": items.inputs}
+    return ", ".join(
+        f"{name} {leaf.dtype} {list(leaf.shape[1:])}".strip() for name, leaf in parts.items()
+    )

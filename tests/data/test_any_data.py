@@ -121,6 +121,25 @@ def test_dictionaries_with_several_inputs_clients_and_groups():
     assert batch["ids"].shape[1:] == (2,)
 
 
+def test_names_of_a_dictionary_come_in_any_order():
+    items = [
+        {"x": torch.full((2,), n), "z": torch.full((3,), -n), "y": int(n % 2)}
+        for n in map(float, range(20))
+    ]
+    turned = [dict(reversed(item.items())) for item in items]
+    mixed = [pair[n % 2] for n, pair in enumerate(zip(items, turned, strict=True))]
+    one = ready(items, test=items, target="y")
+    for train, test in ((mixed, items), (items, turned)):
+        other = ready(train, test=test, target="y")
+        for split in ("train", "test"):
+            first, second = all_inputs(one, split), all_inputs(other, split)
+            assert first.keys() == second.keys()
+            assert all(torch.equal(first[name], second[name]) for name in first)
+    named = [{"x": item["x"], "w": item["z"], "y": item["y"]} for item in items]
+    with pytest.raises(InputError, match=r"its inputs are x .* \[2\], w .* training items' are x"):
+        ready(items, test=named, target="y")
+
+
 def test_regression_of_several_numbers():
     items = [(torch.ones(3) * i, [i, 2.0 * i]) for i in range(20)]
     data = ready(items, task="regression")
