@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from fl_lightning.data.arrays import sha256_of
 from fl_lightning.data.base import FederatedData, group_by_target
 from fl_lightning.data.partition import Natural
 from fl_lightning.rng import stream
@@ -38,3 +39,13 @@ def _same_groups(data: FederatedData) -> bool:
     if kind.train_group is base.train_group or kind.test_group is not base.test_group:
         return True
     return torch.equal(data.train_group, group_by_target(data.train_target))
+
+
+def owners_sha256(data: FederatedData) -> str:
+    """Return the SHA-256 of what data say of the client and the group of each test example; empty
+    where they say nothing."""
+    owner = torch.empty(0) if data.test_owner is None else torch.as_tensor(data.test_owner)
+    grouped = data._groups or type(data).test_group is not FederatedData.test_group
+    if data.test_owner is None and not grouped:
+        return ""
+    return sha256_of([owner, *([data.test_group] if grouped else [])])

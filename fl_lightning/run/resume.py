@@ -10,6 +10,7 @@ from typing import Any
 
 from fl_lightning.config.recorded import not_recorded
 from fl_lightning.config.settings import changed_settings, config_of, flatten, is_free
+from fl_lightning.data.test_owners import owners_sha256
 from fl_lightning.distributed import collectives
 from fl_lightning.errors import InputError, require
 from fl_lightning.federation import Federation
@@ -218,13 +219,15 @@ def find_same(experiment: Path, name: RunName, config: Mapping[str, Any]) -> Sta
 
 def identity_of(fed: Federation) -> dict[str, Any]:
     """Return what a run's results rest on beside its settings, each as a SHA-256: who holds which
-    examples (``partition``), the examples of data of one's own (``content``), the network's weights
-    that never travel (``frozen``), the files of devices and traces (``clock``) and of graphs
-    (``topology``), and tables of joules (``costs``); and numbers of the network's other tensors
-    that never travel (``constants``)."""
+    examples (``partition``), the examples of data of one's own (``content``), what these say of the
+    clients and groups of test examples (``test_owners``), the network's weights that never travel
+    (``frozen``), the files of devices and traces (``clock``) and of graphs (``topology``), and
+    tables of joules (``costs``); and numbers of the network's other tensors that never travel
+    (``constants``)."""
     found: dict[str, Any] = {
         "partition": fed.data.partition_hash,
         "content": fed.data.content_sha256,
+        "test_owners": owners_sha256(fed.data),
         **what_never_travels(fed.method.network, fed.method.layout.shapes),
     }
     found["clock"] = "" if fed.timing is None else fed.timing.clock.content_sha256
@@ -239,6 +242,7 @@ def changed_identity(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> l
     names = {
         "partition": "the clients' examples",
         "content": "the data",
+        "test_owners": "the clients or groups of test examples",
         "frozen": "the network's frozen weights",
         "clock": "files of trainer.clock",
         "topology": "files of trainer.topology",

@@ -211,6 +211,7 @@ def _problem(progress: Mapping[str, Any], clients: Mapping[str, Tensor], folder:
         "best_value": isinstance(best_value(progress), (int, float, type(None))),
         "partition": isinstance(progress.get("partition"), str),
         "content": isinstance(progress.get("content", ""), str),
+        "test_owners": isinstance(progress.get("test_owners", ""), str),
         "frozen": isinstance(progress.get("frozen", ""), str),
         "constants": is_pairs(progress.get("constants", {})),
         "clock": isinstance(progress.get("clock", ""), str),

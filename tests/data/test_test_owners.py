@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 from PIL import Image
+from toy import run, sgd
 
 from fl_lightning.data import (
     IID,
@@ -21,7 +23,10 @@ from fl_lightning.data import (
     TokenData,
     TokenFile,
 )
-from fl_lightning.data.test_owners import deal_test_set
+from fl_lightning.data.test_owners import deal_test_set, owners_sha256
+from fl_lightning.errors import InputError
+from fl_lightning.methods import FedAvg
+from fl_lightning.run.resume import changed_identity
 
 SITES = ["a", "b", "c", "d"]
 WHO = np.array([0, 1, 2, 3] * 10)
@@ -157,3 +162,32 @@ def test_the_test_set_goes_by_groups_or_evenly_where_its_own_are_not_said():
     dealt, target = deal_test_set(data[1]), data[1].test_target.numpy()
     for value in (0, 1):
         assert abs(dealt[target == value].mean() - 0.5) < 0.1
+
+
+def test_a_run_is_not_continued_where_a_test_row_is_of_another_client(tmp_path):
+    def fit(**settings):
+        data = TableData(
+            str(tmp_path / "train.csv"), test=str(path), target="y", client="site", num_clients=0
+        )
+        method = FedAvg(network=partial(torch.nn.Linear, 1), optimizer=sgd())
+        return run(method, data, tmp_path / "runs", max_rounds=1, **settings), data
+
+    table(tmp_path)
+    path, kept = tmp_path / "test.csv", (tmp_path / "test.csv").read_text()
+    begun, before = fit()
+    again = {"ckpt_path": str(begun.run_dir)}
+    fit(**again)
+    path.write_text(kept.replace("new", "a"))
+    with pytest.raises(
+        InputError, match=r"the clients or groups of test examples: [0-9a-f]{12} ->"
+    ):
+        fit(**again)
+    metadata = json.loads((begun.run_dir / "metadata.json").read_text())
+    assert metadata["test_owners_sha256"] == owners_sha256(before)
+    assert not changed_identity({"partition": "p"}, {"partition": "p", "test_owners": "o"})
+    grouped = [WithBoth(), WithBoth(), Grouped()]
+    for number, some in enumerate(grouped):
+        some.setup()
+        some.group = some.group.roll(number)
+    assert len(set(map(owners_sha256, grouped))) == 3
+    assert owners_sha256(grouped[2]) == ""
