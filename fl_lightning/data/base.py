@@ -139,6 +139,12 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
         published runs, knows its data again; empty where the data do not say."""
         return ""
 
+    @property
+    def public_sha256(self) -> str:
+        """SHA-256 of the public set where it is of another data set, by which a run that is
+        continued knows it again; empty where it is not, or the data do not say."""
+        return ""
+
     def form(self) -> Form:
         """Return what data of nodes must take over to be data of this run."""
         return Form()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fl_lightning.config.constraints import one_of, within
+from fl_lightning.data.arrays import sha256_of
 from fl_lightning.data.cifar import Cifar
 from fl_lightning.data.fashion_mnist import FashionMnist
 from fl_lightning.data.image_base import ImageData
@@ -200,6 +201,11 @@ class FederatedImages(ImageData):
         train, test = self._read(self.dataset)
         public = self._read(self.public_dataset)[0][0] if self.public_dataset else None
         self.hold(train, test, public)
+
+    @property
+    def public_sha256(self) -> str:
+        public = self.public_images
+        return "" if public is None else sha256_of([public[self.public_index]])
 
     def _read(self, dataset: str) -> tuple[Arrays, Arrays]:
         """Return training and test images with their classes, all images with ``channels``

@@ -220,14 +220,15 @@ def find_same(experiment: Path, name: RunName, config: Mapping[str, Any]) -> Sta
 def identity_of(fed: Federation) -> dict[str, Any]:
     """Return what a run's results rest on beside its settings, each as a SHA-256: who holds which
     examples (``partition``), the examples of data of one's own (``content``), what these say of the
-    clients and groups of test examples (``test_owners``), the network's weights that never travel
-    (``frozen``), the files of devices and traces (``clock``) and of graphs (``topology``), and
-    tables of joules (``costs``); and numbers of the network's other tensors that never travel
-    (``constants``)."""
+    clients and groups of test examples (``test_owners``), a public set of other data (``public``),
+    the network's weights that never travel (``frozen``), the files of devices and traces
+    (``clock``) and of graphs (``topology``), and tables of joules (``costs``); and numbers of the
+    network's other tensors that never travel (``constants``)."""
     found: dict[str, Any] = {
         "partition": fed.data.partition_hash,
         "content": fed.data.content_sha256,
         "test_owners": owners_sha256(fed.data),
+        "public": fed.data.public_sha256,
         **what_never_travels(fed.method.network, fed.method.layout.shapes),
     }
     found["clock"] = "" if fed.timing is None else fed.timing.clock.content_sha256
@@ -243,6 +244,7 @@ def changed_identity(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> l
         "partition": "the clients' examples",
         "content": "the data",
         "test_owners": "the clients or groups of test examples",
+        "public": "the public set",
         "frozen": "the network's frozen weights",
         "clock": "files of trainer.clock",
         "topology": "files of trainer.topology",

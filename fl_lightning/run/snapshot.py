@@ -212,6 +212,7 @@ def _problem(progress: Mapping[str, Any], clients: Mapping[str, Tensor], folder:
         "partition": isinstance(progress.get("partition"), str),
         "content": isinstance(progress.get("content", ""), str),
         "test_owners": isinstance(progress.get("test_owners", ""), str),
+        "public": isinstance(progress.get("public", ""), str),
         "frozen": isinstance(progress.get("frozen", ""), str),
         "constants": is_pairs(progress.get("constants", {})),
         "clock": isinstance(progress.get("clock", ""), str),

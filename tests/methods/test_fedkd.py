@@ -14,6 +14,7 @@ from toy import CENTRES, Points, on_points, point_network, run, run_for_nothing,
 from fl_lightning import rng
 from fl_lightning.aggregation.receiving import check_upload
 from fl_lightning.data import IID, Dirichlet, FederatedImages
+from fl_lightning.errors import InputError
 from fl_lightning.hooks import Stressor
 from fl_lightning.methods import FedAvg, FedKD
 from fl_lightning.methods.fedkd import soft_label_loss
@@ -485,6 +486,28 @@ def test_another_data_set_is_public_and_clients_keep_theirs():
     torch.testing.assert_close(
         cropped.denormalise(inputs), cropped.public_images[..., 2:22, 2:22].float() / 255
     )
+
+
+def test_a_run_is_not_continued_where_the_public_images_are_others(tmp_path, monkeypatch):
+    def fit(**settings):
+        data = dealt(public_dataset="synthetic", public_examples=20, synthetic_examples=90)
+        return run(
+            FedAvg(network=SmallCNN, optimizer=sgd()), data, tmp_path, max_rounds=1, **settings
+        )
+
+    begun = fit()
+    again = {"ckpt_path": str(begun.run_dir)}
+    fit(**again)
+    assert dealt(public_examples=20).public_sha256 == ""
+    drawn, hold = begun.data.public[0], FederatedImages.hold
+
+    def changed(data, train, test, public):
+        public[drawn] ^= 1
+        hold(data, train, test, public)
+
+    monkeypatch.setattr(FederatedImages, "hold", changed)
+    with pytest.raises(InputError, match=r"the public set: [0-9a-f]{12} -> [0-9a-f]{12} "):
+        fit(**again)
 
 
 @pytest.mark.parametrize(
