@@ -6,6 +6,7 @@ Each is the one that the command itself would raise, once its flags are right.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def check_uses(command: str, values: Mapping[str, Any]) -> None:
     elif command == "compare" and {*values} <= {"study", "out", "root"}:
         study, out = values["study"], Path(values["out"])
         if not (is_study_file(study) or out.exists()):
-            folder_of(study, Path(values.get("root", "runs")))
+            folder_of(study, Path(expanduser(values.get("root", "runs"))))
 
 
 def _check_run(command: str, values: Mapping[str, Any]) -> None:

@@ -36,10 +36,12 @@ from fl_lightning.study.execute.estimate import (
     show_plan,
 )
 from fl_lightning.study.execute.jobs import Job, Pool, slots_for
+from fl_lightning.study.execute.session import SweepSession
 from fl_lightning.study.execute.shards import WHOLE
 from fl_lightning.study.plan.registration import Registration
 from fl_lightning.study.plan.study import Cell
 from fl_lightning.study.report.tables import ReportTable, at
+from fl_lightning.study.results import gather
 from fl_lightning.tracking.loggers import Tracking
 from fl_lightning.tracking.runs import begin_study, end_study
 
@@ -257,6 +259,17 @@ def test_a_bad_cell_is_refused_before_anything_starts(write, capsys):
     assert main(["sweep", "--config", "nothing.yaml"]) == 2
     assert main(["sweep"]) == 2
     assert [path.name for path in Path().iterdir()] == ["study.yaml"]
+
+
+def test_a_root_below_the_home_is_where_fit_writes(write, tmp_path, monkeypatch):
+    write(STUDY.replace("  Broken: {{settings: {{data.public_examples: {public}}}}}\n", ""))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    looked_in = []
+    monkeypatch.setattr(SweepSession, "run", lambda self: looked_in.append(self.cells.folder))
+    assert main(["sweep", "--config", "study.yaml", "--root", "~/runs"]) == 0
+    assert looked_in == [tmp_path / "home/runs/small"]
+    assert not Path("~").exists()
+    assert gather.locate("small", Path("~/runs"), must_exist=False)[1] == looked_in[0]
 
 
 def python(code: str, name: str, log: Path) -> Job:

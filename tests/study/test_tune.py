@@ -439,13 +439,13 @@ def test_the_first_start_decides_the_threads_of_trials(tmp_path, monkeypatch):
     """As a sweep does: the number changes how sums are rounded."""
     given = []
     monkeypatch.setattr(SearchSession, "run", lambda self: given.append(self.environment))
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(jobs, "cores", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     search_in(tmp_path)
     for at_a_time in (2, 1, 8):
-        tune.tune(
-            f"{tmp_path}/search.yaml", at_a_time, f"{tmp_path}", "none", False, resolve=resolve
-        )
+        tune.tune(f"{tmp_path}/search.yaml", at_a_time, "~/runs", "none", False, resolve=resolve)
+    assert (tmp_path / "runs" / "small-tune" / tune.THREADS).is_file()
     assert given == [{"OMP_NUM_THREADS": "4"}] * 3
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replaced
+from os.path import expanduser
 from pathlib import Path
 from typing import Any, Literal
 
@@ -136,7 +137,7 @@ class StudyCells:
         Raises:
             InputError: ``fit`` would refuse a cell; the message begins with its name.
         """
-        cells = cls(study, root / study.name, resolve, shard)
+        cells = cls(study, Path(expanduser(root)) / study.name, resolve, shard)
         begun = {entry.get("seed") for entry in cells._known.values()}
         count = max(
             i + 1 for i, seed in enumerate(study.seed_order) if seed in {*study.seeds, *begun}

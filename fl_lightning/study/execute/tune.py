@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from os.path import expanduser
 from pathlib import Path
 
 from fl_lightning.errors import InputError
@@ -68,7 +69,7 @@ def tune(
         resolve(search.args(search.corners()[0], final=True))
     else:
         check_record(search)
-    folder = Path(root) / search.name
+    folder = Path(expanduser(root)) / search.name
     with only_one(folder) as held:
         environment = {"OMP_NUM_THREADS": str(_threads(folder, jobs))}
         pool = Pool(slots, held)

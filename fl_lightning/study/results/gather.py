@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,7 @@ def _copy_of_sweep(file: Path) -> Study:
 
 def locate(study: str, root: Path, must_exist: bool = True) -> tuple[Study | None, Path]:
     """Return the study, if there is a file of it, and the folder of its runs."""
+    root = Path(expanduser(root))
     if is_study_file(study):
         path = find_config(study) or Path(study)
         plan = Study.read(path, find_configs=False)
