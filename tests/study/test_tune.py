@@ -301,6 +301,9 @@ def test_a_choice_is_listed_once(tmp_path):
     text = SEARCH.replace("[WeightedMean, C", "[CoordinateMedian, WeightedMean, C")
     with pytest.raises(InputError, match=r"space.model.average: 'CoordinateMedian', twice; "):
         search_in(tmp_path, text)
+    for choices, equal in (("[0, 2, false]", "0 and False"), ("[2, 1.0, 1]", "1.0 and 1")):
+        with pytest.raises(InputError, match=f"space.model.average: {equal}; choices that are eq"):
+            search_in(tmp_path, SEARCH.replace("[WeightedMean, CoordinateMedian]", choices))
 
 
 def test_a_search_is_not_continued_as_another(tmp_path):

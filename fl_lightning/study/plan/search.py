@@ -412,6 +412,10 @@ def _allowed(file: SpecFile, given: Any, where: str) -> Range | list[Any]:
         twice = next((item for item in given if [*map(repr, given)].count(repr(item)) > 1), None)
         rule = "a choice that stands twice would be tried twice"
         file.require(twice is None, f"{where}: {twice!r}, twice", rule, "leave one of them out")
+        equal = [item for item in given if given.count(item) > 1]
+        shown = f"{where}: {' and '.join(map(repr, equal))}"
+        rule = "choices that are equal, such as 1 and true, are one to Optuna"
+        file.require(not equal, shown, rule, "leave one of them out")
         return given
     example = f"write {where}: {{low: 0.1, high: 1.0}}, or a list of choices"
     ends = file.parse(RangeEntries, given, f"{where}.", example)
