@@ -125,8 +125,8 @@ class RunDirectory:
         """Take the tables and the checkpoints back to the end of a round.
 
         If there are later checkpoints, or the configuration has changed, nothing is lost: the
-        checkpoints are moved to ``superseded_<n>/``, and the configuration and the tables are
-        copied there first.
+        checkpoints are moved to ``superseded_<n>/``, and the configuration, the partition and
+        the tables are copied there first.
 
         Args:
             round: the last round that stays.
@@ -150,6 +150,7 @@ class RunDirectory:
                 "metrics.csv",
                 "ledger.csv",
                 "clients.csv",
+                "partition.json",
             ):
                 if (self.path / file).exists():
                     shutil.copy2(self.path / file, aside / file)

@@ -301,6 +301,7 @@ def test_an_earlier_checkpoint_by_name(wanted, tmp_path):
 
 def test_a_changed_configuration_is_named_and_refused_unless_allowed(tmp_path, caplog):
     run = fit(tmp_path, until=2).run
+    partition = (run.path / "partition.json").read_text()
     config = {"model": {"alpha": 2.0, "beta": 1}, "trainer": {"run_name": None, "devices": 4}}
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
     with pytest.raises(
@@ -312,6 +313,7 @@ def test_a_changed_configuration_is_named_and_refused_unless_allowed(tmp_path, c
     assert "resuming with a changed configuration: model.alpha: 1.0 -> 2.0" in caplog.text
     assert "alpha: 2.0" in (run.path / "config.yaml").read_text()
     assert "alpha: 1.0" in (run.path / "superseded_1" / "config.yaml").read_text()
+    assert (run.path / "superseded_1" / "partition.json").read_text() == partition
     assert len((run.path / "metrics.csv").read_text().splitlines()) == 6
 
 
