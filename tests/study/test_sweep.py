@@ -312,6 +312,22 @@ def test_a_pool_has_as_many_jobs_as_places_and_what_follows_goes_next(places, tm
     assert (tmp_path / "a.log").read_text().splitlines()[-1] in "ab"
 
 
+def test_a_pool_that_is_told_to_stop_starts_nothing_that_would_follow(pool, tmp_path, monkeypatch):
+    """Both jobs have ended at one look: of the first a test would follow, the second ends the
+    sweep."""
+    monkeypatch.setattr(jobs, "POLL_SECONDS", 2.0)
+    order = []
+
+    def ended(running, code):
+        order.append(running.job.name)
+        if running.job.name == "b":
+            pool.terminate()
+        return python("", "a+", tmp_path) if running.job.name == "a" else None
+
+    pool.run([python("", name, tmp_path) for name in "ab"], ended)
+    assert order == ["a", "b"]
+
+
 def test_a_stopped_pool_leaves_no_process(pool, tmp_path, monkeypatch):
     monkeypatch.setattr(jobs, "STOP_SECONDS", 0.5)
     stubborn = (

@@ -185,6 +185,7 @@ class Pool:
         self.slots, self.held = slots, held
         self.program = PROGRAM if program is None and sys.platform != "linux" else program
         self.running: list[RunningJob] = []
+        self.following = deque[Job]()
         self.servers: dict[frozenset[tuple[str, str]], ForkServer] = {}
 
     def run(
@@ -205,33 +206,37 @@ class Pool:
         Raises:
             KeyboardInterrupt, SystemExit: Ctrl-C or SIGTERM, after the jobs have stopped.
         """
-        following, others = deque[Job](), iter(jobs)
+        others = iter(jobs)
         with Interrupts() as interrupts:
             try:
                 while True:
                     with interrupts.held():
-                        self._fill(following, others)
+                        self._fill(others)
                     if not self.running:
                         break
                     look(self.running)
                     time.sleep(POLL_SECONDS)
-                    self._collect(following, ended)
+                    self._collect(ended)
             finally:
                 interrupts.ignore()
                 self.stop()
                 interrupts.release()
 
-    def _fill(self, following: deque[Job], others: Iterator[Job]) -> None:
+    def _fill(self, others: Iterator[Job]) -> None:
         taken = {running.slot for running in self.running}
         for slot in range(len(self.slots)):
             if slot not in taken:
-                job = following.popleft() if following else next(others, None)
+                job = self.following.popleft() if self.following else next(others, None)
                 if job is None:
                     return
                 self.running.append(self._start(job, slot))
 
     def terminate(self) -> None:
-        """Tell what still runs to stop; each run writes its checkpoint and ends as any job does."""
+        """Tell what still runs to stop; each run writes its checkpoint and ends as any job does.
+
+        What would follow the jobs that have ended is not started any more.
+        """
+        self.following.clear()
         for running in self.running:
             running.process.terminate()
 
@@ -254,15 +259,13 @@ class Pool:
                 self.servers[key] = ForkServer(environment, self.held, log)
             return RunningJob(job, self.servers[key].start(job.args, job.log), slot)
 
-    def _collect(
-        self, following: deque[Job], ended: Callable[[RunningJob, int], Job | None]
-    ) -> None:
+    def _collect(self, ended: Callable[[RunningJob, int], Job | None]) -> None:
         for running in list(self.running):
             code = running.process.poll()
             if code is not None:
                 self.running.remove(running)
                 if job := ended(running, code):
-                    following.appendleft(job)
+                    self.following.appendleft(job)
 
     def stop(self) -> None:
         """End what still runs; a run writes its checkpoint first."""
