@@ -269,7 +269,7 @@ class FederatedTrainer(RunViews):
             self.journal = Journal(start, self.progress, config, *place, logger=self.logger)
             self.fitted = method, data, self.seed
             if self.journal.is_finished(self.max_rounds, self._stop_reason):
-                return Results(self.progress.summary)
+                return Results(self.journal.summary)
             session = RunSession(
                 fed,
                 self.progress,

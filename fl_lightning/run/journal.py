@@ -120,6 +120,14 @@ class Journal:
         """The metadata of the run that is continued; empty for a new run."""
         return {} if self.start.run is None else self.run.read_json("metadata.json")
 
+    @property
+    def summary(self) -> dict[str, float]:
+        """The ``final/*`` metrics of a complete run, with those that callbacks added at its end."""
+        summary, at_end = self.progress.summary, self.progress.done.round == self.start.newest
+        before = self.before if at_end else {}
+        own = {name: before[name] for name in before if name.startswith("final/")}
+        return {**summary, **own, **summary}
+
     def open(
         self,
         fed: Federation,

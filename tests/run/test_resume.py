@@ -27,6 +27,7 @@ from fl_lightning.conformance.toy import images, trainer_in
 from fl_lightning.conformance.toy import run as toy_run
 from fl_lightning.data import Dirichlet, FederatedImages
 from fl_lightning.errors import InputError, RunStopped
+from fl_lightning.hooks import Meter
 from fl_lightning.methods import FedAvg
 from fl_lightning.models import SmallCNN
 from fl_lightning.run import checkpoint
@@ -364,6 +365,25 @@ def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path):
     (tmp_path / "runs").write_text("a file")
     with refused("--trainer.default_root_dir", "may write to"):
         fit(tmp_path)
+
+
+class Praises(Meter):
+    def on_fit_end(self, summary, context):
+        summary["final/praise"] = 2.5
+
+
+def test_a_finished_run_has_the_results_that_it_had(tmp_path):
+    def results(rounds: int, ckpt_path: str | None) -> dict[str, float]:
+        settings = {"max_rounds": rounds, "checkpoint_every": 1, "callbacks": [Praises()]}
+        trainer = trainer_in(tmp_path, allow_changed=rounds == 2, **settings)
+        method = FedAvg(network=lambda classes: SmallCNN(classes, width=4), optimizer=sgd(0.05))
+        return trainer.fit(method, images(), ckpt_path=ckpt_path)
+
+    first = results(3, None)
+    assert first["final/praise"] == 2.5
+    assert [*results(3, "last").items()] == [*first.items()]
+    (run,) = (path.parent for path in tmp_path.rglob("metadata.json"))
+    assert "final/praise" not in results(2, str(run / "checkpoints" / "round_000002"))
 
 
 def test_a_finished_run_is_left_alone(tmp_path, caplog):
