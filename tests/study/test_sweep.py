@@ -640,6 +640,21 @@ methods:
     assert "what holds" in sweep("1,1", "B", "C")
 
 
+@pytest.mark.parametrize(
+    ("rounds", "stale"), [([2], ["mine"]), ([0], []), ([2, 4], ["mine"]), ([2, 0], [])]
+)
+def test_a_run_whose_first_rounds_another_version_trained_is_listed(tmp_path, rounds, stale):
+    """But for rounds that were made anew since."""
+    first, *later = rounds
+    resumed = [{"after_round": first, "code_before": {"mine": "a", "yours": "c"}}]
+    resumed += [{"after_round": round} for round in later]
+    end = {"status": "finished", "code": {"mine": "b", "yours": "c"}, "resumed": resumed}
+    (tmp_path / "metadata.json").write_text(json.dumps(end))
+    state = CellState(Cell("A", 0, {}, []), {}, "", run=tmp_path)
+    state.find_run(tmp_path)
+    assert state.changed == stale
+
+
 @pytest.mark.parametrize("name", [".sweep.lock", ".cells.lock"])
 def test_no_lock_is_opened_through_a_link(tmp_path, name):
     (tmp_path / "victim").write_text("mine")

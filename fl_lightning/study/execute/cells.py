@@ -44,7 +44,8 @@ class CellState:
         threads: the threads of its process; the same in every session, since they change how sums
             are rounded.
         problem: what keeps a run that has ended from being counted, and what to do; or empty.
-        changed: modules of the user whose files are others now than when the run was trained.
+        changed: modules of the user whose files are others now than when the run, or a part of it,
+            was trained.
         content: the hash of the examples on which a finished run was trained, where it has one.
     """
 
@@ -74,7 +75,8 @@ class CellState:
                 # of a folder that was copied without the cells.json of its sweep
                 self.threads = threads
             self.status = status if status in ("finished", "failed") else "interrupted"
-            self.problem, self.changed = "", changed_code(metadata.get("code") or {})
+            now = changed_code(metadata.get("code") or {})
+            self.problem, self.changed = "", sorted({*now, *_changed_on_the_way(metadata)})
             self.content = metadata.get("content_sha256") or "" if status == "finished" else ""
             problem = read_directory(self.run).problem if status == "finished" else ""
             if problem:  # for which ``compare`` does not count it
@@ -242,6 +244,16 @@ class StudyCells:
                 entry = there.get(state.cell.name, {}) if state.cell.name in self.others else {}
                 entries.append(entry if entry.get("hash") == state.hash else _entry(state))
             replace(self.folder / "cells.json", to_json(entries).encode())
+
+
+def _changed_on_the_way(metadata: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the modules of the user of which another version than at its end trained some rounds of
+    a run."""
+    code, sessions = metadata.get("code") or {}, metadata.get("resumed") or []
+    for number, session in enumerate(sessions):
+        kept = min(each.get("after_round", 0) for each in sessions[number:])
+        before = session.get("code_before") or {} if kept else {}
+        yield from (name for name, sha in before.items() if code.get(name, sha) != sha)
 
 
 def _entry(state: CellState) -> dict[str, Any]:
