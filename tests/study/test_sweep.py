@@ -38,8 +38,9 @@ from fl_lightning.study.execute.estimate import (
 from fl_lightning.study.execute.jobs import Job, Pool, slots_for
 from fl_lightning.study.execute.session import SweepSession
 from fl_lightning.study.execute.shards import WHOLE
+from fl_lightning.study.execute.sweep import planned
 from fl_lightning.study.plan.registration import Registration
-from fl_lightning.study.plan.study import Cell
+from fl_lightning.study.plan.study import Cell, Study
 from fl_lightning.study.report.tables import ReportTable, at
 from fl_lightning.study.results import gather
 from fl_lightning.tracking.loggers import Tracking
@@ -489,6 +490,21 @@ def test_a_run_without_its_metrics_is_not_finished_and_one_that_cannot_be_read_s
     (run / "metrics.csv").write_text("round,loss\n1,0.5\n2,0.4\n")
     record.find_run(tmp_path)
     assert (record.status, record.problem) == ("finished", "")
+
+
+def test_a_cell_keeps_the_threads_of_its_first_start_and_none_of_before(write, monkeypatch):
+    write(public=7)
+    study, root = Study.read("study.yaml"), Path("runs")
+    monkeypatch.setattr(jobs, "cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+
+    cells = planned(StudyCells.plan(study, root, lambda args: "{}"), 4)
+    cells["Long-seed3"].run = root / "small" / "Long-seed3"
+    cells.folder.mkdir(parents=True)
+    cells.write()
+    after = planned(StudyCells.plan(study, root, lambda args: "{}"), 1)
+    threads = {state.cell.method: state.threads for state in after}
+    assert threads == {"Long": 2, "Broken": 8}
 
 
 def test_gpus_are_dealt_in_turn():

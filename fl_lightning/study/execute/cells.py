@@ -266,7 +266,7 @@ def _entry(state: CellState) -> dict[str, Any]:
         "hash": state.hash,
         "status": state.status,
         "run": state.run.name if state.run else None,
-        "threads": state.threads,
+        "threads": state.threads if state.run else 0,  # those of a first start to come are open
     }
 
 
