@@ -3,6 +3,7 @@ that point."""
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 import shutil
@@ -18,6 +19,7 @@ from synthetic_runs import CLASSIFICATION, make_run, make_study
 
 from fl_lightning.__main__ import main
 from fl_lightning.errors import InputError
+from fl_lightning.study.execute import session
 from fl_lightning.study.execute.cells import StudyCells
 from fl_lightning.study.execute.jobs import RunningJob
 from fl_lightning.study.execute.until import UntilSession, with_flags
@@ -299,6 +301,24 @@ def test_seeds_before_a_cell_that_fails_are_still_looked_at(tmp_path):
     seen = [sweep(tmp_path / str(n), slots=4, failing=failing, seed=n) for n in range(8)]
     assert {(said["ending"], len(said["seeds"])) for _, said in seen} == {("decided", count)}
     assert {getattr(pool, "code", 0) for pool, _ in seen} == {0}
+
+
+def test_a_sweep_that_a_full_disk_stops_ends_its_record_in_mlflow(tmp_path, monkeypatch):
+    ends = []
+
+    def no_room(*_) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def begin(_) -> None:
+        monkeypatch.setattr(StudyCells, "write", no_room)
+        monkeypatch.setattr(UntilSession, "save", no_room)
+
+    monkeypatch.setattr(UntilSession, "begin", begin)
+    monkeypatch.setattr(session, "end_study", lambda run, folder, status: ends.append(status))
+    with pytest.raises(OSError, match="No space left") as raised:
+        sweep(tmp_path)
+    assert raised.value.__context__ is None
+    assert ends == ["KILLED"]
 
 
 def test_a_study_that_cannot_be_decided_so_is_refused(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -88,22 +89,25 @@ class SweepSession:
         self.show_problems()
         self.begin()
         done = False
+        hidden: tuple[type[OSError], ...] = (OSError,)  # after an error, such as of a full disk
         try:
             with self.display:
                 self.pool.run(self.jobs(), self.ended, self.look)
-            done = True
+            done, hidden = True, ()
         finally:
             for state in cells:
                 if state.status == "running":
                     state.status = "interrupted"
                     state.find_run(cells.folder)
-            cells.write()
+            with suppress(*hidden):
+                cells.write()
             status: Status = "KILLED" if not done else "FAILED" if self.failures() else "FINISHED"
             left = cells.left_to_others()
             if not left:  # else another shard closes it
                 end_study(self.parent, cells.folder, status)
             self.display.line(f"{self.summary()}, in {self.display.elapsed}")
-            self.finish()
+            with suppress(*hidden):
+                self.finish()
             if not done and not isinstance(sys.exc_info()[1], InputError):  # it says what to do
                 self.display.line("stopped; the same command continues")
         if failures := self.failures():
