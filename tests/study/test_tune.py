@@ -452,6 +452,17 @@ def test_the_first_start_decides_the_threads_of_trials(tmp_path, monkeypatch):
     assert given == [{"OMP_NUM_THREADS": "4"}] * 3
 
 
+def test_a_damaged_database_is_named_in_a_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    search_in(tmp_path)
+    Path("runs/small-tune").mkdir(parents=True)
+    Path("runs/small-tune/optuna.db").write_bytes(b"rubbish " * 13)
+    assert main(["tune", "--config", "search.yaml", "--logger", "false"]) == 2
+    said = capsys.readouterr().err
+    assert "runs/small-tune/optuna.db; the search's database cannot be read or written (" in said
+    assert said.count("\n") == 1
+
+
 @pytest.mark.slow
 @pytest.mark.essential
 def test_from_the_command_line(tmp_path, monkeypatch, capsys):

@@ -19,6 +19,7 @@ from typing import Any
 import optuna
 import yaml
 from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy.exc import SQLAlchemyError
 
 from fl_lightning.config.near_names import nearest_or_list
 from fl_lightning.config.settings import changed_settings, flatten, is_free, is_under, settings_hash
@@ -34,6 +35,10 @@ from fl_lightning.support.disk import replace
 from fl_lightning.tracking.mlflow_store import Status
 from fl_lightning.tracking.runs import StudyRun, begin_study, end_study
 
+DATABASE = "optuna.db"
+"""The file in the folder of the trials that Optuna keeps them in."""
+STORE_ERRORS = (optuna.exceptions.StorageInternalError, SQLAlchemyError)
+"""What Optuna raises where it cannot read or write that file."""
 TUNED = "tuned"
 """The name of the final run, and its label."""
 TRIAL = "trial-"
@@ -468,7 +473,7 @@ def open_search(search: Search, folder: Path, resolve: Callable[[list[str]], str
         InputError: it was begun with another space, metric or configuration.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    storage = f"sqlite:///{(folder / 'optuna.db').absolute()}"
+    storage = f"sqlite:///{(folder / DATABASE).absolute()}"
     name = f"{search.name}: {search.label}" if search.label else search.name
     create = partial(
         optuna.create_study,

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from os.path import expanduser
 from pathlib import Path
 
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, as_bad_input
 from fl_lightning.run.directory import read_json, to_json
 from fl_lightning.study.execute.jobs import Pool, slots_for, threads_per_job
 from fl_lightning.study.execute.lock import only_one
-from fl_lightning.study.execute.trials import SearchSession
+from fl_lightning.study.execute.trials import DATABASE, STORE_ERRORS, SearchSession
 from fl_lightning.study.execute.tune_study import StudySearchSession, check_record
 from fl_lightning.study.plan.search import Search
 from fl_lightning.support.disk import replace
@@ -73,10 +73,11 @@ def tune(
     with only_one(folder) as held:
         environment = {"OMP_NUM_THREADS": str(_threads(folder, jobs))}
         pool = Pool(slots, held)
-        if search.parts:
-            StudySearchSession(search, folder, pool, logger, environment, resolve).run()
-        else:
-            SearchSession(search, folder, pool, logger, environment, resolve).run()
+        session = StudySearchSession if search.parts else SearchSession
+        rule = "the search's database cannot be read or written"
+        instead = "make room or end what holds it, then give the command again"
+        with as_bad_input(f"{folder / DATABASE}", rule, instead, *STORE_ERRORS):
+            session(search, folder, pool, logger, environment, resolve).run()
 
 
 def _threads(folder: Path, jobs: int) -> int:
