@@ -285,6 +285,34 @@ def test_no_combination_is_tried_twice_and_no_more_than_there_are(tmp_path):
     assert tried(tmp_path / "killed") == tried(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("step", ["untried", "enqueue_trial", "tell", "told"])
+def test_a_search_that_was_killed_while_a_trial_is_replaced_is_the_one_that_was_not(
+    tmp_path, monkeypatch, step
+):
+    text = SEARCH.replace("{{low: 1.0e-3, high: 1.0e-1, log: true}}", "[0.01, 0.03]")
+    text = text.replace("{{low: 1, high: 4}}", "[1, 2]")
+    session(tmp_path / "whole", text=text)[0].run()
+    assert len(tried(tmp_path / "whole")) > 8  # some were drawn twice
+    owner = Search if step == "untried" else optuna.Study
+    called, calls = getattr(owner, step.replace("told", "tell")), []
+
+    def killed(*args, **more):
+        is_replaced = step in ("untried", "enqueue_trial") or more.get("state") is TrialState.FAIL
+        if not is_replaced or calls:
+            return called(*args, **more)
+        calls.append(step)
+        if step == "told":
+            called(*args, **more)
+        raise SystemExit(143)
+
+    monkeypatch.setattr(owner, step.replace("told", "tell"), killed)
+    with pytest.raises(SystemExit):
+        session(tmp_path / "killed", text=text)[0].run()
+    session(tmp_path / "killed", text=text)[0].run()
+    assert calls
+    assert tried(tmp_path / "killed") == tried(tmp_path / "whole")
+
+
 def test_what_is_tuned_is_not_fixed_too(tmp_path):
     for where in ("settings", "final"):
         line = f"{where}: {{trainer.max_rounds:"

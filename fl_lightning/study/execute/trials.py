@@ -275,6 +275,8 @@ class SearchSession(SearchRun):
                     self.study.tell(trial.number, self.sign * fmean(values))
                     continue
                 if set(trial.params) == set(self.search.space):
+                    if self.is_replaced(trial):
+                        continue
                     return self.job(trial)
                 # killed while it was drawn: it does not count
                 self.study.tell(trial.number, state=TrialState.FAIL)
@@ -282,15 +284,30 @@ class SearchSession(SearchRun):
         if len(before) >= self.search.wanted:
             return None
         self.study.sampler = self.search.sampler(len(before))
-        drawn = self.study.ask(self.search.distributions())
-        tried = [trial.params for trial in before]
-        another = self.search.untried(tried, len(before)) if drawn.params in tried else None
-        if another is not None:  # the same seed would give the same metric
-            drawn.set_user_attr(REPEATED, True)
-            self.study.tell(drawn, state=TrialState.FAIL)
+        number = self.study.ask(self.search.distributions()).number
+        if self.is_replaced(self.study.get_trials()[number]):
+            number = self.study.ask(self.search.distributions()).number
+        return self.job(self.study.get_trials()[number])
+
+    def is_replaced(self, trial: FrozenTrial) -> bool:
+        """Return whether a trial repeats an earlier one, and put one with other values in its place.
+
+        A session may be killed between any two of these steps: the next one goes on with them.
+        """
+        before = [one for one in self.trials(*TrialState) if one.number < trial.number]
+        tried = [one.params for one in before]
+        is_made = (self.folder / self.name_of(trial)).exists()
+        if REPEATED not in trial.user_attrs and (trial.params not in tried or is_made):
+            return False
+        another = self.search.untried(tried, len(before))
+        if another is None:
+            return False
+        # the same seed would give the same metric
+        optuna.trial.Trial(self.study, trial._trial_id).set_user_attr(REPEATED, True)
+        if not self.study.get_trials(states=(TrialState.WAITING,)):
             self.study.enqueue_trial(another)
-            drawn = self.study.ask(self.search.distributions())
-        return self.job(self.study.get_trials()[drawn.number])
+        self.study.tell(trial.number, state=TrialState.FAIL)
+        return True
 
     def job(self, trial: FrozenTrial) -> Job:
         self.at_work.add(trial.number)
