@@ -658,8 +658,9 @@ def test_what_a_server_has_got_since_the_start_is_not_asked_of_nodes(built):
     assert len(mismatches(other, server)) == 1
 
 
-def test_a_node_that_was_started_again_is_checked_within_the_time_of_its_order(
-    built, monkeypatch, tmp_path
+@pytest.mark.parametrize(("until", "left"), [(2.0, 0.5), (math.inf, RULES.wait_seconds)])
+def test_a_node_that_was_started_again_is_checked_before_a_deadline(
+    until, left, built, monkeypatch, tmp_path
 ):
     fed, sent, nodes = built
     clock, waits = [100.0], []
@@ -678,8 +679,9 @@ def test_a_node_that_was_started_again_is_checked_within_the_time_of_its_order(
     roster.gather(first=True)
     transport.by_key["node1"] = second_node(tmp_path)
     order = Message({"kind": "echo"}).to_bytes()
-    assert [node for node, _ in roster.exchange({"node1": order}, 2.0)] == ["node1"]
-    assert waits[1:] == [2.0, 0.5]
+    answers = roster.exchange({"node1": order}, 2.0, until=until)
+    assert [node for node, _ in answers] == ["node1"]
+    assert waits[1:] == [2.0, left]
 
 
 def test_a_node_that_was_refused_and_left_is_checked_again(tmp_path):
