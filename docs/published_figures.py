@@ -81,8 +81,8 @@ less theirs, with its 95 % t interval, which three seeds make wide: where client
 accuracy changes by ten points and more from one round to the next, on both sides. Of so many
 intervals one or two leave zero out by chance.
 
-In one of our runs of seeds 1 and 2 uploads were refused: with SCAFFOLD, two labels and seed 1 a client had
-diverged in rounds 4 and 5. NIID-Bench checks none. Of seed 0 it is not known.
+In one of our runs of five rounds, of seeds 1 and 2, uploads were refused: with SCAFFOLD, two labels and seed
+1 a client had diverged in rounds 4 and 5. NIID-Bench checks none. Of seed 0 it is not known.
 
 Of the whole protocol's runs in the first table, SCAFFOLD's of seed 0 had 42 of 500 uploads refused from
 round 10 on, of clients that had diverged, and is at chance from round 20 on: its figure is that of round

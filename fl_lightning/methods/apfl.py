@@ -91,7 +91,6 @@ class APFL(BesideMethod):
     def deploy(self, client: Client | None = None) -> nn.Module:
         network = super().deploy()
         if client is not None:
-            A, part = self.kept(client, "A"), self.adapters.part(client)
-            x = self.layout.read(network) * (1 if part is None else part)
+            A, x = self.kept(client, "A"), self.adapters.cut(self.layout.read(network), client)
             self.layout.write(network, A * self.own_model(client) + (1 - A) * x)
         return network

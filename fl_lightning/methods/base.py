@@ -385,8 +385,8 @@ class Method(Recorded, Emitter, SummingServer, WithLocalWork, WithPersonal, With
     def deployed(self, weights: Tensor, client: Client | None) -> nn.Module:
         """Return the network with these weights ``[P]``, of the client's own rank, what stays on
         the client, and its fine-tuning."""
-        part = None if client is None else self.adapters.part(client)
-        self.layout.write(self.network, weights if part is None else weights * part)
+        own = weights if client is None else self.adapters.cut(weights, client)
+        self.layout.write(self.network, own)
         self.adapters.write_base(self)
         self.take_own(client)
         if client is not None and self.finetuner is not None:

@@ -54,8 +54,7 @@ class PersonalMethod(Method, ABC):
     def own_model(self, client: Client) -> Tensor:
         """Return the weights v ``[P]`` that the client keeps, of its own rank where clients have
         adapters of different ranks."""
-        v, part = self.kept(client, "v"), self.adapters.part(client)
-        return v if part is None else v * part
+        return self.adapters.cut(self.kept(client, "v"), client)
 
     def keep(self, client: Client, **vectors: Tensor) -> None:
         """Keep vectors by name, if all of them are finite: a client that has diverged stays as it

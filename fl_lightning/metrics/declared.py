@@ -62,8 +62,8 @@ class Emitter:
     declared_metrics: Sequence[Metric] = ()
     """What reports know of the metrics that it adds."""
     measured_by: Mapping[str, str] = {}
-    """Of joules, once a run is prepared, what tells the tables of costs from others: their
-    ``sha256``, ``label`` and ``scope``."""
+    """The ``sha256``, ``label`` and ``scope`` of the tables of costs from which a method takes its
+    joules, once it is built; empty for a method without them, and for callbacks."""
 
 
 def declared_by(emitters: Iterable[Emitter]) -> dict[str, Metric]:

@@ -126,7 +126,7 @@ class Journal:
         summary, at_end = self.progress.summary, self.progress.done.round == self.start.newest
         before = self.before if at_end else {}
         own = {name: before[name] for name in before if name.startswith("final/")}
-        return {**summary, **own, **summary}
+        return {**own, **summary}
 
     def open(
         self,

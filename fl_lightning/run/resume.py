@@ -18,7 +18,7 @@ from fl_lightning.models.constants import other_constants, what_never_travels
 from fl_lightning.run.checkpoint import CheckpointError
 from fl_lightning.run.directory import RunName, free_name, numbered
 from fl_lightning.run.paths import checkpoints_in, rounds_kept, run_and_checkpoints
-from fl_lightning.run.snapshot import Checkpoint
+from fl_lightning.run.snapshot import IDENTITY, Checkpoint
 
 log = logging.getLogger("fl_lightning")
 
@@ -240,19 +240,9 @@ def identity_of(fed: Federation) -> dict[str, Any]:
 def changed_identity(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> list[str]:
     """Return what of a run's identity is another one now, in words; a checkpoint of before may say
     less."""
-    names = {
-        "partition": "the clients' examples",
-        "content": "the data",
-        "test_owners": "the clients or groups of test examples",
-        "public": "the public set",
-        "frozen": "the network's frozen weights",
-        "clock": "files of trainer.clock",
-        "topology": "files of trainer.topology",
-        "costs": "tables of model.costs",
-    }
     changed = [
         f"{name}: {saved[key][:12]} -> {identity.get(key, 'none')[:12]} (SHA-256)"
-        for key, name in names.items()
+        for key, name in IDENTITY.items()
         if key in saved and saved[key] != identity.get(key)
     ]
     constants = other_constants(saved.get("constants", {}), identity.get("constants", {}))

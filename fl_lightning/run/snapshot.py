@@ -27,6 +27,18 @@ from fl_lightning.run.tables import Mark
 log = logging.getLogger("fl_lightning")
 
 FORMAT = 2  # version of the checkpoints' layout
+IDENTITY = {
+    "partition": "the clients' examples",
+    "content": "the data",
+    "test_owners": "the clients or groups of test examples",
+    "public": "the public set",
+    "frozen": "the network's frozen weights",
+    "clock": "files of trainer.clock",
+    "topology": "files of trainer.topology",
+    "costs": "tables of model.costs",
+}
+"""What a run's results rest on beside its settings, in words, by the names of the SHA-256 that
+checkpoints have of it; those of before may lack some."""
 
 
 @dataclass(frozen=True)
@@ -209,15 +221,9 @@ def _problem(progress: Mapping[str, Any], clients: Mapping[str, Tensor], folder:
         "round": is_count(progress.get("round")) and folder == checkpoint_name(progress["round"]),
         "best_round": is_count(progress.get("best_round")),
         "best_value": isinstance(best_value(progress), (int, float, type(None))),
+        **{name: isinstance(progress.get(name, ""), str) for name in IDENTITY},
         "partition": isinstance(progress.get("partition"), str),
-        "content": isinstance(progress.get("content", ""), str),
-        "test_owners": isinstance(progress.get("test_owners", ""), str),
-        "public": isinstance(progress.get("public", ""), str),
-        "frozen": isinstance(progress.get("frozen", ""), str),
         "constants": is_pairs(progress.get("constants", {})),
-        "clock": isinstance(progress.get("clock", ""), str),
-        "topology": isinstance(progress.get("topology", ""), str),
-        "costs": isinstance(progress.get("costs", ""), str),
         "config": isinstance(progress.get("config"), dict),
         "tables": isinstance(tables, dict)
         and all(is_mark(tables.get(name)) for name in ("metrics", "ledger")),

@@ -128,7 +128,12 @@ class AdapterAverage(PlainWeights):
     # Messages
 
     def part(self, client: Client) -> Tensor | None:
+        """Return which values of ``layout`` a client has, bool ``[P]``; None: all."""
         return self.parts[self.ranks[client.id % len(self.ranks)]] if self.ranks else None
+
+    def cut(self, weights: Tensor, client: Client) -> Tensor:
+        part = self.part(client)
+        return weights if part is None else weights * part
 
     def broadcast(self, method: Averaging, client: Client) -> Payload:
         weights, part = method.server["weights"], self.part(client)

@@ -94,9 +94,9 @@ class PlainWeights(Recorded):
 
     # Messages
 
-    def part(self, client: Client) -> Tensor | None:
-        """Return which values of ``layout`` a client has, bool ``[P]``; None: all."""
-        return None
+    def cut(self, weights: Tensor, client: Client) -> Tensor:
+        """Return weights ``[P]`` with 0 for those that a client of a rank of its own lacks."""
+        return weights
 
     def broadcast(self, method: Averaging, client: Client) -> Payload:
         """Return what a client is sent at the start of the round."""
@@ -162,7 +162,8 @@ class PlainWeights(Recorded):
         return mean
 
     def product_values(self, method: Averaging, upload: Payload) -> Tensor:
-        """Return what a client adds to the masked sum of products, float32 ``[sum of m n]``."""
+        """Return what a client adds to the sum of products under masks, float32 ``[sum of m n]``;
+        asked where ``sums_products``."""
         raise NotImplementedError
 
     def product_shapes(self, method: Averaging) -> list[tuple[int, int]]:
@@ -170,7 +171,8 @@ class PlainWeights(Recorded):
         return []
 
     def summed(self, method: Averaging, mean: Tensor) -> SummedProducts:
-        """Return what the mean of :meth:`product_values` tells of the clients' adapters."""
+        """Return what the mean of :meth:`product_values` tells of the clients' adapters; asked where
+        ``sums_products``."""
         raise NotImplementedError
 
     def next_entries(self, method: Averaging, before: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -86,8 +86,7 @@ class Stack(MovesBase):
     def receive(self, method: Averaging, message: Payload, client: Client) -> None:
         sent = {name: message.tensor(name) for name in message}
         weights = self.started(method, method.round, sent.get("weights", self.first[:0]).float())
-        part = self.part(client)
-        method.layout.write(method.network, weights if part is None else weights * part)
+        method.layout.write(method.network, self.cut(weights, client))
         self.take_base(method, sent, client.state)
 
     def beside(self, method: Averaging, found: CohortAdapters, made: Tensor) -> dict[str, Tensor]:
