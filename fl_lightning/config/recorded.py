@@ -92,6 +92,12 @@ def _record(made: object, arguments: _Arguments) -> None:
     finalize(made, _ARGUMENTS.pop, id(made), None).atexit = False
 
 
+def record_copy(made: object, given: object, copy: object) -> None:
+    """Record a copy of what a constructor was given in place of it, which may change afterwards."""
+    arguments = _ARGUMENTS.get(id(made), _Arguments())
+    arguments |= {name: copy for name, value in arguments.items() if value is given}
+
+
 def _recording(cls: type, constructor: Callable[..., None]) -> Callable[..., None]:
     """Return the constructor with the addition that it checks and records its arguments, and takes
     one value for a list."""

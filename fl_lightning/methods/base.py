@@ -37,7 +37,7 @@ from fl_lightning.aggregation.server_optimizers import ServerOptimizer
 from fl_lightning.client import Client
 from fl_lightning.compatibility import Feature, Run, adopt_former, check_run
 from fl_lightning.config.constraints import within
-from fl_lightning.config.recorded import Recorded
+from fl_lightning.config.recorded import Recorded, record_copy
 from fl_lightning.data import FederatedData
 from fl_lightning.methods.lit_module import adopt, check_module, loss_and_logits, own_copy
 from fl_lightning.methods.local_work import WithLocalWork
@@ -175,6 +175,7 @@ class Method(Recorded, Emitter, SummingServer, WithLocalWork, WithPersonal, With
         # by round and what the optimiser began with
         self.scheduled_groups: dict[Any, list[dict[str, Any]]] = {}
         self.server: dict[str, Tensor] = {}
+        self.first: dict[str, Tensor] = {}  # what clients begin with that no server's state has
         self.round = 0
         # of the data and the network, once build has seen them
         self.task: Task = Classification()
@@ -192,6 +193,7 @@ class Method(Recorded, Emitter, SummingServer, WithLocalWork, WithPersonal, With
         check_run(Run(self))
         if module is not None:
             check_module(self, module)
+            record_copy(self, module, self.module)
             self.stackable = False  # nobody knows what a module keeps
 
     def __init_subclass__(cls, **settings: Any) -> None:

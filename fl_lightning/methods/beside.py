@@ -37,7 +37,7 @@ class PersonalMethod(Method, ABC):
 
     def build(self, data: FederatedData) -> None:
         super().build(data)
-        self.first: dict[str, Tensor] = {}
+        self.first = {}
         name, clip = type(self).__name__, self.gradient_clip_val
         require(
             clip is None or self.gradient_clip_algorithm == "value" or not self.trains_apart,

@@ -18,6 +18,7 @@ from fl_lightning import rng
 from fl_lightning.client import Client
 from fl_lightning.data import FederatedData
 from fl_lightning.methods.base import Method
+from fl_lightning.methods.lit_module import end_steps
 from fl_lightning.methods.local_work import check_steps
 from fl_lightning.methods.optimizing import clip_gradients, round_optimizer
 from fl_lightning.methods.terms import refuse_readers
@@ -110,6 +111,8 @@ class Centralised(Method):
                     self.losses[name] = self.losses.get(name, Mean()) + Mean(
                         float(value.detach()) * size, size
                     )
+        if steps:
+            end_steps(self)
         self.server["weights"] = self.layout.to_wire(self.layout.read(self.network))
 
     def server_metrics(self) -> dict[str, float]:

@@ -109,7 +109,7 @@ class FedKD(Method):
             )
         super().build(data)
         self.public_data = data
-        self.initial = self.server["weights"]
+        self.first = {} if self.average_weights else {"weights": self.server["weights"]}
         self.received: Tensor | None
         self.register_buffer("received", None, persistent=False)
         classes = self._outputs(data)
@@ -133,7 +133,7 @@ class FedKD(Method):
         kept = (
             message.tensor("weights")
             if self.average_weights
-            else client.state.get("weights", self.initial)
+            else client.state.get("weights", self.first["weights"])
         )
         self.layout.write(self.network, kept)
         self.remember_received()

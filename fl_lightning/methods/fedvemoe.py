@@ -215,7 +215,7 @@ class FedVEMoE(Method):
 
     def build(self, data: FederatedData) -> None:
         super().build(data)
-        self.initial = self.server.pop("weights").float()
+        self.first = {"weights": self.server.pop("weights").float()}
         self._data, self.changed_in = data, 0
         self.learns_own = False
         if self.keeps_own:
@@ -260,11 +260,11 @@ class FedVEMoE(Method):
 
     def _first_experts(self) -> Tensor:
         """Return what each slot starts with, float32 ``[K + 1, P]``; a free one with zeros."""
-        experts = torch.zeros(self.k_max + 1, len(self.initial))
-        experts[0] = self.initial
+        experts = torch.zeros(self.k_max + 1, len(self.first["weights"]))
+        experts[0] = self.first["weights"]
         random = stream(self.seed, "experts")
         for slot in range(1, self.k_init + 1):
-            experts[slot] = self.initial
+            experts[slot] = self.first["weights"]
             if slot > 1:
                 tensors = self.layout.unpack(experts[slot])
                 for each in self.seats.factors:
@@ -294,7 +294,7 @@ class FedVEMoE(Method):
         if self.shared:
             self._write(self._shared_tensors(), received.rows[0])
         if self.keeps_own:
-            self.layout.write(self.own_network, client.state.get("own", self.initial))
+            self.layout.write(self.own_network, client.state.get("own", self.first["weights"]))
         self.learns_own = False
         if self.k_max:
             r = responsibilities(
@@ -539,7 +539,7 @@ class FedVEMoE(Method):
     @property
     def _seeds_from(self) -> Tensor:
         """What seeds are counted from: where they are clipped, what all own adapters began with."""
-        return self.initial if self.private else torch.zeros_like(self.initial)
+        return self.first["weights"] if self.private else torch.zeros_like(self.first["weights"])
 
     def summing_state(self) -> Mapping[str, Tensor]:
         return vars(self.slots)

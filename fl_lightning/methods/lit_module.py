@@ -21,10 +21,11 @@ from fl_lightning.config.not_called import overridden, warn_of_ignored
 from fl_lightning.data import FederatedData
 from fl_lightning.errors import InputError, MisuseError, require
 from fl_lightning.methods.module_steps import EPOCH_HOOKS, NoTrainer, call_step, try_steps
-from fl_lightning.metrics.states import clear, parts_of
+from fl_lightning.metrics.states import parts_of
 from fl_lightning.models.checks import check_outputs
 from fl_lightning.models.recipe import copied, innermost
 from fl_lightning.models.tensors import constant_buffers, moving_buffers
+from fl_lightning.support.appearance import appearance
 
 log = logging.getLogger("fl_lightning")
 
@@ -34,16 +35,21 @@ STEP_HOOKS = (
     "configure_gradient_clipping",
     "lr_scheduler_step",
     "on_after_backward",
+    "on_after_batch_transfer",
     "on_before_backward",
+    "on_before_batch_transfer",
     "on_before_optimizer_step",
+    "on_before_zero_grad",
     "on_train_batch_end",
     "on_train_batch_start",
     "optimizer_step",
     "optimizer_zero_grad",
+    "transfer_batch_to_device",
 )
 """What a LightningModule may override to change a training step, and the engines do not call."""
 NOT_CALLED = sorted(
-    {
+    {"configure_callbacks"}
+    | {
         name
         for base in (ModelHooks, DataHooks, CheckpointHooks)
         for name, function in vars(base).items()
@@ -52,6 +58,16 @@ NOT_CALLED = sorted(
     - {*STEP_HOOKS, *EPOCH_HOOKS}
 )
 """Its other hooks, which are not called either."""
+LIBRARY = {
+    *vars(LightningModule()),
+    "gave_loss",
+    "frozen_norms",
+    "log",
+    "log_dict",
+    "told",
+    "train",
+}
+"""Attributes of a LightningModule that are Lightning's, torch's or set by the project."""
 NORM_TOLERANCE = 1e-9
 """Relative, between norms in float64 of the same values on two devices."""
 
@@ -60,6 +76,7 @@ class Host(Protocol):
     """What is read of the method that a module is part of."""
 
     module: LightningModule | None
+    untrained: tuple[LightningModule | None]
     module_optimizes: bool
     network_spec: Any
     optimizer_spec: Any
@@ -74,10 +91,11 @@ def own_copy(module: LightningModule | None) -> LightningModule | None:
     """
     if module is not None and not isinstance(module, LightningModule):
         name = getattr(innermost(module), "__name__", type(module).__name__)
+        is_built = isinstance(module, nn.Module)
         raise InputError(
             f"module={name}",
-            "it is a LightningModule that is built, and each run trains a copy",
-            f"write module={name}(...)",
+            "it is a lightning.pytorch.LightningModule that is built, and each run trains a copy",
+            f"let {name} derive from it, uncompiled" if is_built else f"write module={name}(...)",
         )
     return None if module is None else copied(module)
 
@@ -155,6 +173,8 @@ def adopt(method: Host, module: LightningModule, data: FederatedData) -> Lightni
     module.gave_loss = False  # type: ignore[assignment]
     batch = tree_map(lambda tensor: tensor.cpu(), batch)
     trial = copied(module).train()
+    as_given = method.untrained[0] or module  # its features, say, are of no step
+    before = unsaved_of(trial, as_given)
     try:
         loss = module_loss(trial, batch, 0)
         if not loss.requires_grad:
@@ -162,6 +182,11 @@ def adopt(method: Host, module: LightningModule, data: FederatedData) -> Lightni
     except MisuseError as error:
         raise InputError(error.given, error.rule, error.instead) from error
     _say_what_stays(module, trial)
+    after = unsaved_of(trial, as_given)
+    told = sorted(each for each, seen in before.items() if after[each] != seen)
+    module.told = told  # type: ignore[assignment]
+    for each in told:
+        warn_of_unsaved(name, each, "a step")
     try_steps(module, batch)
     frozen = [
         one for one in module.parameters() if one.is_floating_point() and not one.requires_grad
@@ -186,8 +211,12 @@ def loss_and_logits(
     without a network. The logits' pass moves no statistics: the module's own does."""
     logits = None
     if network is not None:
-        by_name = {**moving_buffers(network), **(weights or {})}
-        logits = functional_call(network, by_name, (batch[0],))
+        given = weights or {}
+        moving = {
+            name: given[name].clone() if name in given else buffer
+            for name, buffer in moving_buffers(network).items()
+        }
+        logits = functional_call(network, {**given, **moving}, (batch[0],))
     return module_loss(module, batch, batch_idx, weights), logits
 
 
@@ -242,8 +271,7 @@ def no_descent(method: Any, loss: Tensor, module: Any = None) -> MisuseError:
 
 
 def end_steps(method: Host) -> None:
-    """Forget what the metrics of a method's module have counted in a client's steps, and refuse
-    what these have shown.
+    """Refuse what the steps of a method's module have shown.
 
     Raises:
         TypeError: the method's ``training_step`` never asked the module for its loss.
@@ -252,8 +280,6 @@ def end_steps(method: Host) -> None:
     module, mine = method.module, type(method).__name__
     if module is None:
         return
-    for metric in parts_of(module).values():
-        clear(metric)
     name = type(module).__name__
     if not getattr(module, "gave_loss", False):
         raise TypeError(
@@ -263,6 +289,36 @@ def end_steps(method: Host) -> None:
         )
     if not method.adapters.moves_base:
         _require_frozen(module, name)
+
+
+def unsaved_of(module: LightningModule, as_given: nn.Module) -> dict[str, str]:
+    """Return how what no checkpoint has of a module looks, by its name: the attributes that its
+    parts had as they were given, and whether a parameter is trained. What a step leaves behind,
+    such as features, is made anew in the next; metrics are cleared before each client."""
+    given, metrics = dict(as_given.named_modules()), parts_of(module)
+    found: dict[str, str] = {}
+    for path, part in module.named_modules():
+        if path in metrics or path not in given:
+            continue
+        first, prefix = vars(given[path]), f"{path}." if path else ""
+        names = {name for name in vars(part) if first.get(name) is not None} - LIBRARY
+        found |= {f"{prefix}{name}": appearance(vars(part)[name]) for name in names}
+    return found | {
+        f"{name}.requires_grad": str(parameter.requires_grad)
+        for name, parameter in module.named_parameters()
+    }
+
+
+def warn_of_unsaved(owner: str, name: str, when: str) -> None:
+    """Say that an attribute of a module has changed."""
+    log.warning(
+        "%s.%s has changed in %s and is in no checkpoint: a continued run lacks it, and each client "
+        "has it from the one before; make it a buffer by register_buffer, or let it follow from the "
+        "arguments",
+        owner,
+        name,
+        when,
+    )
 
 
 def _require_frozen(module: Any, name: str) -> None:

@@ -41,13 +41,13 @@ class LocalOnly(Method):
 
     def build(self, data: FederatedData) -> None:
         super().build(data)
-        self.initial = self.server.pop("weights")
+        self.first = {"weights": self.server.pop("weights")}
 
     def broadcast(self, client: Client) -> Payload:
         return Payload({})
 
     def receive(self, message: Payload, client: Client) -> None:
-        self.layout.write(self.network, client.state.get("weights", self.initial))
+        self.layout.write(self.network, client.state.get("weights", self.first["weights"]))
         self.remember_received()
 
     def upload(self, client: Client) -> Payload:
@@ -68,5 +68,5 @@ class LocalOnly(Method):
 
     def deploy(self, client: Client | None = None) -> nn.Module:
         state = {} if client is None else client.state
-        self.layout.write(self.network, state.get("weights", self.initial))
+        self.layout.write(self.network, state.get("weights", self.first["weights"]))
         return self.network

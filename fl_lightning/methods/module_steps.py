@@ -83,7 +83,9 @@ def try_steps(module: LightningModule, batch: Any) -> None:
         if not has_step(module, split):
             continue
         try:
-            ModuleLogs(split).add(0, copied(module), batch, 1)
+            logs = ModuleLogs(split)
+            logs.add(0, copied(module), batch, 1)
+            logs.try_metrics(module)
         except InputError as error:
             log.warning("%s.%s is left out: %s", type(module).__name__, step, error)
         except Exception as error:
@@ -215,6 +217,19 @@ class ModuleLogs:
                 )
                 found[name] = float(REDUCTIONS[source.removeprefix("=")](values, weights))
         return found
+
+    def try_metrics(self, module: Any) -> None:
+        """Compute what was logged of one batch, which may be too few examples for a metric.
+
+        Raises:
+            InputError: it is no number.
+        """
+        try:
+            self.metrics(self.states.tensors, module)
+        except InputError:
+            raise
+        except (ValueError, RuntimeError, IndexError):
+            log.debug("too few examples", exc_info=True)
 
 
 def _numbers(name: str, value: Any) -> dict[str, float]:

@@ -8,22 +8,32 @@ from typing import Any, TypeGuard
 
 import numpy as np
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from fl_lightning.models.tensors import sha256_of_parameters
 
+LIGHTNINGS = {*vars(LightningModule())}
+"""Attributes that Lightning sets, such as an example of inputs."""
 
-def what_never_travels(network: nn.Module, travels: Collection[str]) -> dict[str, Any]:
+
+def what_never_travels(
+    network: nn.Module, travels: Collection[str], first: Mapping[str, Tensor] | None = None
+) -> dict[str, Any]:
     """Return what tells a network's fixed parts from others: the SHA-256 of its frozen weights
     (``frozen``) and numbers of its constants (``constants``); both empty where nothing travels.
 
     Args:
         travels: names of tensors in messages.
+        first: what clients begin with beside these, by name.
     """
+    begin = {
+        f"{name} that clients begin with": numbers(each) for name, each in (first or {}).items()
+    }
     if not travels:
-        return {"frozen": "", "constants": {}}
+        return {"frozen": "", "constants": begin}
     frozen = sha256_of_parameters(network, travels)
-    return {"frozen": frozen, "constants": constants_of(network, travels)}
+    return {"frozen": frozen, "constants": constants_of(network, travels) | begin}
 
 
 def constants_of(module: nn.Module, without: Collection[str]) -> dict[str, list[float]]:
@@ -38,14 +48,23 @@ def constants_of(module: nn.Module, without: Collection[str]) -> dict[str, list[
     """
     found = dict(module.named_buffers())
     for prefix, one in module.named_modules():
-        owned = {name: value for name, value in vars(one).items() if isinstance(value, Tensor)}
+        owned = {
+            name: value
+            for name, value in vars(one).items()
+            if isinstance(value, Tensor) and name not in LIGHTNINGS
+        }
         found |= {f"{prefix}.{name}".lstrip("."): value for name, value in owned.items()}
     return {
-        name: [float(values.norm()), float(values @ torch.arange(len(values)).double().cos())]
+        name: numbers(tensor)
         for name, tensor in found.items()
         if name not in without and not tensor.is_meta and not tensor.is_complex()
-        for values in [tensor.detach().cpu().double().flatten().nan_to_num(0.0, 1e4, -1e4)]
     }
+
+
+def numbers(tensor: Tensor) -> list[float]:
+    """Return the norm of a tensor and a sum of its values with fixed weights."""
+    values = tensor.detach().cpu().double().flatten().nan_to_num(0.0, 1e4, -1e4)
+    return [float(values.norm()), float(values @ torch.arange(len(values)).double().cos())]
 
 
 def is_pairs(found: object) -> TypeGuard[dict[str, list[float]]]:

@@ -12,6 +12,7 @@ from hashlib import sha256
 import torch
 from torch import Tensor, nn
 
+from fl_lightning.metrics.states import clear, parts_of
 from fl_lightning.support.tensor_bytes import raw_bytes
 
 SMALL = 1024
@@ -70,7 +71,7 @@ def apart_from(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Te
 class UnsentBuffers:
     """The buffers of a module's parts that no message has, as they are now: integers, such as
     BatchNorm's counter, and those that are not in the ``state_dict``. Each client starts with
-    them."""
+    them, and with metrics that have counted nothing."""
 
     def __init__(self, module: nn.Module) -> None:
         self.start: list[tuple[nn.Module, str, Tensor | None]] = []
@@ -79,6 +80,7 @@ class UnsentBuffers:
                 outside = name in owner._non_persistent_buffers_set
                 if buffer is None or outside or not buffer.is_floating_point():
                     self.start.append((owner, name, None if buffer is None else buffer.clone()))
+        self.metrics = [*parts_of(module).values()]
         self._seen = [
             (one._buffers[name], _version(one._buffers[name])) for one, name, _ in self.start
         ]
@@ -86,6 +88,8 @@ class UnsentBuffers:
     @torch.no_grad()
     def restore(self) -> None:
         """Set those again that have been written to, or replaced, since; small ones in any case."""
+        for metric in self.metrics:
+            clear(metric)
         for at, (owner, name, start) in enumerate(self.start):
             buffer, (seen, version) = owner._buffers.get(name), self._seen[at]
             if start is None or buffer is None or seen is not buffer or buffer.is_inference():

@@ -223,13 +223,14 @@ def identity_of(fed: Federation) -> dict[str, Any]:
     clients and groups of test examples (``test_owners``), a public set of other data (``public``),
     the network's weights that never travel (``frozen``), the files of devices and traces
     (``clock``) and of graphs (``topology``), and tables of joules (``costs``); and numbers of the
-    network's other tensors that never travel (``constants``)."""
+    network's other tensors that never travel, and of what clients begin with that is in no state of
+    a server (``constants``)."""
     found: dict[str, Any] = {
         "partition": fed.data.partition_hash,
         "content": fed.data.content_sha256,
         "test_owners": owners_sha256(fed.data),
         "public": fed.data.public_sha256,
-        **what_never_travels(fed.method.network, fed.method.layout.shapes),
+        **what_never_travels(fed.method.network, fed.method.layout.shapes, fed.method.first),
     }
     found["clock"] = "" if fed.timing is None else fed.timing.clock.content_sha256
     found["topology"] = fed.aggregation.content_sha256

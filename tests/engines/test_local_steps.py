@@ -107,7 +107,8 @@ def test_the_servers_student_steps_as_clients_do(still, tmp_path):
     fit(method, tmp_path, gradient_clip_val=1e-12 if still == "clipped" else None)
     weights = {name for name, _ in method.network.named_parameters()}
     began, ended = (
-        method.layout.unpack(vector) for vector in (method.initial, method.server["weights"])
+        method.layout.unpack(vector)
+        for vector in (method.first["weights"], method.server["weights"])
     )
     for name in weights:
         torch.testing.assert_close(ended[name], began[name], rtol=0, atol=1e-8)

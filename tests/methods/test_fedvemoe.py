@@ -56,7 +56,7 @@ def with_experts(method: FedVEMoE, count: int) -> FedVEMoE:
     """Put so many different experts into the first slots."""
     experts, active = method.server["experts"].clone(), method.server["active"].clone()
     for slot in range(1, count + 1):
-        experts[slot] = method.initial + 0.1 * torch.randn(
+        experts[slot] = method.first["weights"] + 0.1 * torch.randn(
             P, generator=torch.Generator().manual_seed(slot)
         )
         active[slot] = True
@@ -469,7 +469,7 @@ def test_transfer_is_the_difference_of_two_losses_on_validation():
     method, data = built(records(generate=False, examples_per_client=60), k_init=2, k_max=2)
     client = data.client(1)
     assert method.transfer(client) is None  # it has no adapter of its own yet
-    own = method.initial + 0.2 * torch.randn(P, generator=torch.Generator().manual_seed(3))
+    own = method.first["weights"] + 0.2 * torch.randn(P, generator=torch.Generator().manual_seed(3))
     client.state["own"] = own
     found = method.transfer(client)
     losses = []

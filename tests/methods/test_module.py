@@ -444,8 +444,12 @@ def test_what_cannot_work_is_said_before_anything_is_made(make, says, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"module": Lit}, r"module=Lit; it is a LightningModule that is built.*write module=Lit"),
-        ({"module": partial(Lit, 4)}, r"module=Lit; it is a LightningModule that is built"),
+        (
+            {"module": Lit},
+            r"module=Lit; it is a lightning.pytorch.LightningModule that is.*write module=Lit",
+        ),
+        ({"module": partial(Lit, 4)}, r"module=Lit; it is a lightning.pytorch.LightningModule"),
+        ({"module": nn.Linear(2, 2)}, "let Linear derive from it, uncompiled"),
         ({"network": Lit}, "its training_step would not be called; write --model.module"),
         ({"network": partial(Lit, width=3)}, "its training_step would not be called"),
         ({"network": Lit()}, "it is already built.*; write module= in place of network="),
@@ -484,14 +488,19 @@ class Thawing(Lit):
 
 
 @pytest.mark.parametrize(
-    ("make", "name", "workers"),
-    [(Teacher, "teacher.weight", 1), (Teacher, "teacher.weight", 2), (Thawing, "net.1.weight", 1)],
+    ("method", "make", "name", "workers"),
+    [
+        (FedAvg, Teacher, "teacher.weight", 1),
+        (FedAvg, Teacher, "teacher.weight", 2),
+        (FedAvg, Thawing, "net.1.weight", 1),
+        (methods.Centralised, Teacher, "teacher.weight", 1),
+    ],
 )
 def test_what_changes_without_being_trained_from_the_start_does_not_pass_between_clients(
-    make, name, workers, tmp_path
+    method, make, name, workers, tmp_path
 ):
     with pytest.raises(MisuseError, match=f"{name} did not require a gradient when the run began"):
-        run(FedAvg(module=make()), ready(), tmp_path, max_rounds=1, workers=workers)
+        run(method(module=make()), ready(), tmp_path, max_rounds=1, workers=workers)
 
 
 class Normed(Lit):
@@ -540,6 +549,9 @@ class Counting(Lit):
     def setup(self, stage):
         pass
 
+    def configure_callbacks(self):
+        return []
+
     def on_train_epoch_start(self):
         pass
 
@@ -548,7 +560,8 @@ def test_hooks_and_counts_that_do_nothing_are_named(tmp_path, caplog):
     run(FedAvg(module=Counting()), ready(), tmp_path, max_rounds=1, workers=1)
     said = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert any(
-        text.startswith("on_train_epoch_start, setup of Counting: not called") for text in said
+        text.startswith("configure_callbacks, on_train_epoch_start, setup of Counting: not called")
+        for text in said
     )
     assert any(text.startswith("steps of Counting: persistent buffers of") for text in said)
 
@@ -612,7 +625,13 @@ def test_a_network_beside_it_is_one_line(flags, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "hook", ["optimizer_step", "on_train_batch_end", "configure_gradient_clipping"]
+    "hook",
+    [
+        "optimizer_step",
+        "on_train_batch_end",
+        "configure_gradient_clipping",
+        "on_after_batch_transfer",
+    ],
 )
 def test_a_hook_that_would_not_be_called_is_refused_by_name(hook):
     module = type("Hooked", (Lit,), {hook: lambda self, *arguments, **settings: None})()

@@ -405,9 +405,12 @@ class Decaying(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.rate)
 
 
-def test_state_of_callbacks_and_modules_that_no_checkpoint_has_is_said(tmp_path):
-    trainer = fit(tmp_path, method=FedAvg(module=Decaying()), callbacks=[Forgetful()])
-    told = re.findall(r"(\S+) has changed in a round", (trainer.run_dir / "run.log").read_text())
+@pytest.mark.parametrize("workers", [1, 2])
+def test_state_of_callbacks_and_modules_that_no_checkpoint_has_is_said(workers, tmp_path):
+    method, callbacks = FedAvg(module=Decaying()), [Forgetful()]
+    trainer = fit(tmp_path, method=method, callbacks=callbacks, workers=workers)
+    lines = (trainer.run_dir / "run.log").read_text()
+    told = re.findall(r"(\S+) has changed in a (?:step|round)", lines)
     flags = ["Decaying.first.bias.requires_grad", "Decaying.first.weight.requires_grad"]
     assert told == [*flags, "Decaying.rate", "Forgetful.seen"]
 

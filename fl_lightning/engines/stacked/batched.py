@@ -149,6 +149,8 @@ class BatchedEngine(Engine):
         precision = self.fabric.strategy.precision
         if isinstance(precision, MixedPrecision) and precision.scaler is not None:
             raise NeverStacksError("each client has a loss scale of its own in 16-mixed")
+        if self.method.module is not None:
+            raise NeverStacksError("nobody knows what a LightningModule keeps between steps")
         self.method.round = tasks[0].round
         before = attributes_of(self.method)
         rows = self._ready(tasks)
