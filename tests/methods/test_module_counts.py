@@ -158,7 +158,7 @@ def test_logits_that_a_term_reads_move_no_statistics_of_a_personal_model(tmp_pat
     means = []
     for terms in ([], [LabelSmoothing(0.1)]):
         method = Ditto(module=seeded(WithStatistics), optimizer=sgd(0.05), terms=terms)
-        settings = {"max_rounds": 1, "workers": 1, "local_epochs": None, "local_steps": 1}
+        settings = {"max_rounds": 1, "workers": 1, "max_local_steps": 1}
         states = run(method, ready(), tmp_path, **settings).progress.done.states
         kept = [method.layout.unpack(each["v"]) for each in states.values()]
         means.append(torch.stack([each["net.2.running_mean"] for each in kept]))
