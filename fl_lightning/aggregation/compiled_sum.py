@@ -11,21 +11,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from fl_lightning.support.compiled import LibraryOnDemand
+from fl_lightning.support.compiled import CompiledLibrary
 
 AddCompiled: TypeAlias = Callable[[slice, "Tensor | None"], "Tensor | None"]
 VALUES_PER_BUILD = 2**28
 """So many are added without the library in about as long as the compiler takes (0.4 s)."""
-
-
-class CompiledSum(LibraryOnDemand):
-    """The library of ``exact_sum.cpp``; its work is counted in values."""
-
-    def __init__(self) -> None:
-        super().__init__(Path(__file__).with_name("exact_sum.cpp"), VALUES_PER_BUILD)
-
-
-COMPILED = CompiledSum()
+COMPILED = CompiledLibrary(Path(__file__).with_name("exact_sum.cpp"), VALUES_PER_BUILD)
 
 
 def adder(vectors: Sequence[Tensor], scales: Sequence[float]) -> AddCompiled | None:

@@ -171,8 +171,5 @@ def acting_after(layer: nn.Module, act: Callable[[Tensor], None]) -> Iterator[No
     def hook(module: nn.Module, arguments: Any, output: Tensor) -> None:
         act(output)
 
-    handle = layer.register_forward_hook(hook)
-    try:
+    with layer.register_forward_hook(hook):
         yield
-    finally:
-        handle.remove()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fl_lightning.support.compiled import LibraryOnDemand
+from fl_lightning.support.compiled import CompiledLibrary
 
 DISTANCES_PER_BUILD = 2**28
 """So many are computed without the library in about as long as the compiler takes (0.4 s)."""
@@ -15,14 +15,7 @@ BLOCK = 64
 """The library takes a multiple of so many sub-vectors."""
 
 
-class CompiledNearest(LibraryOnDemand):
-    """The library of ``nearest.cpp``; its work is counted in distances."""
-
-    def __init__(self) -> None:
-        super().__init__(Path(__file__).with_name("nearest.cpp"), DISTANCES_PER_BUILD)
-
-
-COMPILED = CompiledNearest()
+COMPILED = CompiledLibrary(Path(__file__).with_name("nearest.cpp"), DISTANCES_PER_BUILD)
 
 
 def nearest(points: np.ndarray, codebook: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:

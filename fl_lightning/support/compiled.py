@@ -30,50 +30,7 @@ FLAGS_BY_CAPABILITY = {
 MAX_BUILD_SECONDS = 60
 
 
-class CompiledFile:
-    """The library of one C++ file.
-
-    Args:
-        source: the file.
-    """
-
-    def __init__(self, source: Path) -> None:
-        self.source = source
-        self.flags = (*FLAGS, *FLAGS_BY_CAPABILITY.get(torch.backends.cpu.get_cpu_capability(), ()))
-        key = " ".join((platform.machine(), *self.flags, source.read_text(encoding="utf-8")))
-        digest = hashlib.sha256(key.encode()).hexdigest()[:16]
-        self.path = folder() / f"fl_lightning_{source.stem}_{digest}.so"
-
-    def load(self) -> ctypes.CDLL | None:
-        """Return the library if it was built before, by whatever process; else None."""
-        with suppress(OSError):
-            return ctypes.CDLL(str(self.path)) if self.path.exists() else None
-        return None
-
-    def build(self) -> bool:
-        """Compile the file, and return whether that is done. It is not where there is no compiler
-        or no folder to write to, where the compiler fails, or where another process is at it."""
-        compiler = shutil.which(COMPILER)
-        if compiler is None or os.name != "posix":
-            return False
-        import fcntl  # there is none on Windows
-
-        aside = self.path.with_suffix(f".{os.getpid()}")
-        try:
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with open(self.path.with_suffix(".lock"), "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                command = [compiler, *self.flags, str(self.source), "-o", str(aside)]
-                subprocess.run(command, check=True, capture_output=True, timeout=MAX_BUILD_SECONDS)
-                aside.replace(self.path)
-        except (OSError, subprocess.SubprocessError):
-            with suppress(OSError):
-                aside.unlink()
-            return False
-        return True
-
-
-class LibraryOnDemand:
+class CompiledLibrary:
     """The library of a C++ file, if this machine has it or can make it once that pays.
 
     Args:
@@ -86,13 +43,50 @@ class LibraryOnDemand:
         self.source, self.work_per_build, self.work_without = source, work_per_build, 0
 
     @cached_property
-    def file(self) -> CompiledFile:
-        return CompiledFile(self.source)
+    def command(self) -> list[str]:
+        """The compiler, what this processor can do, and the file."""
+        flags = FLAGS_BY_CAPABILITY.get(torch.backends.cpu.get_cpu_capability(), ())
+        return [COMPILER, *FLAGS, *flags, str(self.source)]
+
+    @cached_property
+    def path(self) -> Path:
+        """Where the library is, or will be."""
+        flags, text = self.command[1:-1], self.source.read_text(encoding="utf-8")
+        key = " ".join((platform.machine(), *flags, text))
+        digest = hashlib.sha256(key.encode()).hexdigest()[:16]
+        return folder() / f"fl_lightning_{self.source.stem}_{digest}.so"
 
     @cached_property
     def found(self) -> ctypes.CDLL | None:
         """The library as it was built before this process needed it first, or by this process."""
-        return self.file.load()
+        return self.load()
+
+    def load(self) -> ctypes.CDLL | None:
+        """Return the library if it was built before, by whatever process; else None."""
+        with suppress(OSError):
+            return ctypes.CDLL(str(self.path)) if self.path.exists() else None
+        return None
+
+    def build(self) -> bool:
+        """Compile the file, and return whether that is done. It is not where there is no compiler
+        or no folder to write to, where the compiler fails, or where another process is at it."""
+        if shutil.which(COMPILER) is None or os.name != "posix":
+            return False
+        import fcntl  # there is none on Windows
+
+        aside = self.path.with_suffix(f".{os.getpid()}")
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with open(self.path.with_suffix(".lock"), "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                command = [*self.command, "-o", str(aside)]
+                subprocess.run(command, check=True, capture_output=True, timeout=MAX_BUILD_SECONDS)
+                aside.replace(self.path)
+        except (OSError, subprocess.SubprocessError):
+            with suppress(OSError):
+                aside.unlink()
+            return False
+        return True
 
     def library(self, work: int) -> ctypes.CDLL | None:
         """Return the library where it is there.
@@ -106,13 +100,10 @@ class LibraryOnDemand:
         if self.found is None:
             before, self.work_without = self.work_without, self.work_without + work
             if self.work_without >= self.work_per_build:
-                self.found = self.file.load()
-            if (
-                self.found is None
-                and before < self.work_per_build <= self.work_without
-                and self.file.build()
-            ):
-                self.found = self.file.load()
+                self.found = self.load()
+            due = before < self.work_per_build <= self.work_without
+            if self.found is None and due and self.build():
+                self.found = self.load()
         return self.found
 
 

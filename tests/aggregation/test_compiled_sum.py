@@ -10,10 +10,10 @@ import torch
 from refusals import refused
 
 from fl_lightning.aggregation import compiled_sum, exact_sum
-from fl_lightning.aggregation.compiled_sum import CompiledSum
 from fl_lightning.aggregation.exact_sum import MAX_MAGNITUDE, ExactSum, exact_mean, fraction_bits
 from fl_lightning.errors import MisuseError
 from fl_lightning.support import compiled
+from fl_lightning.support.compiled import CompiledLibrary
 
 needs_compiler = pytest.mark.skipif(
     shutil.which(compiled.COMPILER) is None, reason="no C++ compiler"
@@ -21,12 +21,16 @@ needs_compiler = pytest.mark.skipif(
 LARGEST = float(np.nextafter(np.float32(MAX_MAGNITUDE), np.float32(0)))
 
 
-class Without(CompiledSum):
+def compiled_sums():
+    return CompiledLibrary(compiled_sum.COMPILED.source, compiled_sum.VALUES_PER_BUILD)
+
+
+class Without(CompiledLibrary):
     """A machine without a compiler."""
 
     found = None  # type: ignore[assignment]
 
-    def library(self, values):
+    def library(self, work):
         return None
 
 
@@ -35,9 +39,9 @@ def built(tmp_path_factory):
     folder = tmp_path_factory.mktemp("extensions")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_EXTENSIONS_DIR", str(folder))
-        made = CompiledSum()
-        assert made.file.load() is None
-        assert made.file.build()
+        made = compiled_sums()
+        assert made.load() is None
+        assert made.build()
         assert [path.suffix for path in folder.iterdir()].count(".so") == 1  # and nothing aside
         assert made.found is not None
     return made
@@ -49,7 +53,7 @@ def both(built, monkeypatch):
 
     def call(function):
         answers = []
-        for sums in (built, Without()):
+        for sums in (built, Without(built.source, 0)):
             monkeypatch.setattr(compiled_sum, "COMPILED", sums)
             answers.append(function())
         return answers
@@ -143,32 +147,32 @@ def test_it_is_built_once_and_found_by_the_next_process(built, tmp_path, monkeyp
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     import fcntl
 
-    file = CompiledSum().file
+    file = compiled_sums()
     with open(file.path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert not file.build()  # somebody is at it
     file.path.write_bytes(b"half of a library")
-    assert CompiledSum().found is None
-    shutil.copy(built.file.path, tmp_path / "aside")
+    assert compiled_sums().found is None
+    shutil.copy(built.path, tmp_path / "aside")
     (tmp_path / "aside").replace(file.path)
-    assert CompiledSum().found is not None
+    assert compiled_sums().found is not None
 
 
 def test_without_a_compiler_or_a_folder_nothing_is_built(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file" / "folder"))
-    assert not CompiledSum().file.build()
+    assert not compiled_sums().build()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     for compiler in ("no-such-compiler", "false"):  # the second one fails
         monkeypatch.setattr(compiled, "COMPILER", compiler)
-        assert not CompiledSum().file.build()
+        assert not compiled_sums().build()
     assert not [path for path in tmp_path.iterdir() if path.suffix not in ("", ".lock")]
 
 
 def test_a_short_run_builds_nothing_and_a_long_one_tries_once(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    sums, built = CompiledSum(), []
-    monkeypatch.setattr(sums.file, "build", lambda: built.append(1))
+    sums, built = compiled_sums(), []
+    monkeypatch.setattr(sums, "build", lambda: built.append(1))
     for values in (1000, compiled_sum.VALUES_PER_BUILD - 1001):
         assert sums.library(values) is None
     assert not built

@@ -8,25 +8,30 @@ import numpy as np
 import pytest
 
 from fl_lightning.quantization import compiled_nearest, product
-from fl_lightning.quantization.compiled_nearest import CompiledNearest
 from fl_lightning.support import compiled
+from fl_lightning.support.compiled import CompiledLibrary
 
 pytestmark = pytest.mark.skipif(shutil.which(compiled.COMPILER) is None, reason="no C++ compiler")
 SIZES = [0.0, 1e-45, 1e-39, 1e-20, 1e-3, 1.0, 1e18, 1e19, 1e30]
 """Magnitudes whose squares are zero, subnormal, ordinary and infinite."""
 
 
+def compiled_search():
+    here = compiled_nearest
+    return CompiledLibrary(here.COMPILED.source, here.DISTANCES_PER_BUILD)
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("extensions")))
-        made = CompiledNearest()
-        assert made.file.build()
+        made = compiled_search()
+        assert made.build()
         assert made.found is not None
     return made
 
 
-class Without(CompiledNearest):
+class Without(CompiledLibrary):
     """A machine without a compiler."""
 
     def library(self, work):
@@ -36,7 +41,7 @@ class Without(CompiledNearest):
 def both(function, built, monkeypatch):
     """Return what a function returns with the library and without it, as bytes."""
     answers = []
-    for one in (built, Without()):
+    for one in (built, Without(built.source, 0)):
         monkeypatch.setattr(compiled_nearest, "COMPILED", one)
         answers.append([array.tobytes() for array in function()])
     return answers
@@ -70,12 +75,12 @@ def test_the_library_of_another_process_is_used_when_it_is_there(built, tmp_path
     """A process that may not build, since another one is at it, asks again and does not build
     later."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    late = CompiledNearest()
+    late = compiled_search()
     asked = []
-    monkeypatch.setattr(late.file, "build", lambda: asked.append(1) and False)
+    monkeypatch.setattr(late, "build", lambda: asked.append(1) and False)
     assert late.library(compiled_nearest.DISTANCES_PER_BUILD) is None
     assert late.library(compiled_nearest.DISTANCES_PER_BUILD) is None
-    shutil.copy(built.file.path, tmp_path / "aside")
-    (tmp_path / "aside").replace(late.file.path)
+    shutil.copy(built.path, tmp_path / "aside")
+    (tmp_path / "aside").replace(late.path)
     assert late.library(1) is not None
     assert len(asked) == 1

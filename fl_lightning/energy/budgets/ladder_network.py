@@ -3,8 +3,8 @@ budget."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,14 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fl_lightning.energy.budgets.decoding import DecodedSequences
 from fl_lightning.energy.budgets.device import Device
 from fl_lightning.energy.budgets.gates import BranchGates
 from fl_lightning.energy.budgets.keeping import BudgetKeeper, ids_of
 from fl_lightning.energy.budgets.ladder import LARGEST_LOSS, BranchCosts, distinct
-from fl_lightning.energy.budgets.ladder_decoding import Decoding, options
 from fl_lightning.energy.budgets.layer_gates import LayerGates, masks_by_cost
+from fl_lightning.energy.budgets.ledger import REFUSED
 from fl_lightning.energy.budgets.levels import LevelLedger, levels_of, mixed_levels
+from fl_lightning.energy.budgets.measuring import Measurements
 from fl_lightning.energy.budgets.passes import Lengths
+from fl_lightning.energy.options import HIGH, OFF
 from fl_lightning.energy.regret import RegretController, acting_after, prompt_states
 from fl_lightning.energy.switched.branches import BranchPlan, BranchWeights, switch_branches
 from fl_lightning.metrics.text import IGNORED
@@ -28,6 +31,11 @@ from fl_lightning.models.language.llama import TokenInputs, rotary_tables
 
 EVALUATED_SEQUENCES = 64
 """Sequences of a batch whose losses under many masks are computed."""
+
+
+def options(gates: Tensor) -> Tensor:
+    """Return branches that are computed or not as options, int64 of the same shape."""
+    return torch.where(gates, HIGH, OFF)
 
 
 class LadderNetwork(BudgetKeeper):
@@ -320,7 +328,7 @@ class LadderNetwork(BudgetKeeper):
         ``max_new_tokens - 1`` tokens after it. A sequence that is refused ends."""
         prompts = lengths.cpu()
         allowed = Lengths(prompts, torch.full_like(prompts, max_new_tokens - 1))
-        decoding = Decoding(self, allowed, eos)
+        decoding = LadderDecoding(self, allowed, eos)
         with (
             merged_lora(self.network),
             self.board.using(None),
@@ -335,3 +343,59 @@ class LadderNetwork(BudgetKeeper):
         """Return which branches tokens at these levels ``[B, T]`` are computed by, bool ``[B, T,
         G]``."""
         return self._masks[levels]
+
+
+class LadderDecoding:
+    """The levels of sequences that are generated: those of the prompts, then of one token at a
+    time.
+
+    Args:
+        network: what generates.
+        lengths: of the prompts, and the tokens that may be read after them.
+        eos: the token that ends a sequence.
+    """
+
+    def __init__(self, network: LadderNetwork, lengths: Lengths, eos: int | None) -> None:
+        self.network, self.sequences = network, DecodedSequences(lengths, eos)
+        self.ledger = network.ledger(lengths)
+        self.wishes: Callable[[Tensor], Tensor]
+        self.steps: list[Tensor] = []
+        """Levels of each step, int64 ``[B, T]`` or ``[B, 1]``; -1 for padding and where there is no
+        token."""
+
+    @contextmanager
+    def ends_seen(self, embedding: nn.Module) -> Iterator[None]:
+        """Begin each step within the block of code: see which sequences have ended, and forget the
+        plan of the step before until levels are chosen."""
+
+        def begin(module: nn.Module, arguments: Any) -> None:
+            self.network.board.plan = None
+            if self.steps:
+                self.sequences.end_at(arguments[0])
+
+        with embedding.register_forward_pre_hook(begin):
+            yield
+
+    def choose(self, states: Tensor) -> None:
+        """Choose the levels of tokens of which the states ``[B, T, d]`` are known by now."""
+        lengths, ledger = self.sequences.lengths, self.ledger
+        if not self.steps:
+            wish, later = self.network.decided_prompts(ledger, lengths, states)
+            self.wishes = self.network.wishes(later)
+            taken = ledger.decide_prompts(wish)
+            in_prompt = torch.arange(states.shape[1]) < lengths.prompts.unsqueeze(1)
+            levels = torch.where(in_prompt, taken.unsqueeze(1), REFUSED)
+        else:
+            wish = self.wishes(states)[:, 0]
+            levels = ledger.decide(wish, self.sequences.active).unsqueeze(1)
+        self.sequences.active &= ~ledger.refused
+        self.steps.append(levels)
+        self.sequences.grant()
+        self.network.board.plan = BranchPlan(self.network.gates_of(levels))
+
+    def finish(self, measured: Measurements) -> None:
+        """Tell what the sequences have cost."""
+        choices = options(self.network.gates_of(self.sequences.in_places(self.steps, REFUSED)))
+        measured.count(self.ledger)
+        given, allowed = self.sequences.given, self.sequences.lengths
+        measured.generated(self.network.on, choices, given, ~self.ledger.refused, allowed)

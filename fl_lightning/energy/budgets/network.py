@@ -181,13 +181,10 @@ class BudgetedNetwork(BudgetKeeper):
     def _decode(self, ids: Tensor, prompts: Tensor, options: dict[str, Any]) -> Tensor:
         lengths = Lengths(prompts, torch.full_like(prompts, options["max_new_tokens"] - 1))
         decoding = Decoding(self, lengths, options["eos"])
-        hook = self._embedding[0].register_forward_hook(decoding.choose)
         mask = torch.arange(ids.shape[1]) < prompts.unsqueeze(1)
-        try:
-            with self.board.using(decoding), narrow_kept(self.network):
-                found = self.network.generate(ids, mask.to(ids.device), **options)
-        finally:
-            hook.remove()
+        choosing = self._embedding[0].register_forward_hook(decoding.choose)
+        with choosing, self.board.using(decoding), narrow_kept(self.network):
+            found = self.network.generate(ids, mask.to(ids.device), **options)
         decoding.finish(self._measured)
         return decoding.sequences.without_refused(found, decoding.ledger, options["pad"])
 
