@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Hashable, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,10 +97,20 @@ class Items:
         )
 
 
-def read_items(dataset: Any, keys: Keys, place: str) -> Items:
-    """Read all items of a dataset into memory.
+def reading(split: str) -> AbstractContextManager[None]:
+    """Seed what a dataset draws from global generators while its items are read: the same random
+    numbers in every run, and other ones in each split."""
+    return torch_stream(0, "data/read" if split == "train" else f"data/read/{split}")
 
-    Random numbers that the dataset draws from torch's global generator are the same in every run.
+
+def read_items(dataset: Any, keys: Keys, place: str, split: str) -> Items:
+    """Read all items of a dataset into memory, with the random numbers of :func:`reading`.
+
+    Args:
+        dataset: a map-style dataset.
+        keys: where the parts of an item are.
+        place: its name, for messages.
+        split: ``train`` or ``test``.
 
     Raises:
         InputError: it is not map-style, has no items, or they have not all the same form and shape.
@@ -108,7 +119,7 @@ def read_items(dataset: Any, keys: Keys, place: str) -> Items:
     _check_pairs(dataset, count, place)
     inputs: Any = None
     known: dict[str, list[Any]] = {"target": [], "group": [], "client": []}
-    with torch_stream(0, "data/read"):
+    with reading(split):
         for number in range(count):
             where = f"{place}, item {number}"
             item = item_at(dataset, number, where)

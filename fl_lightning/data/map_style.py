@@ -70,7 +70,7 @@ class ItemData(ArrayData):
         """
         keys = {"train": self.keys, "test": test_keys or self.keys}
         found = {
-            split: read_items(dataset, keys[split], place)
+            split: read_items(dataset, keys[split], place, split)
             for split, (dataset, place) in splits.items()
         }
         return to_examples(self, found["train"], found.get("test"))

@@ -33,6 +33,7 @@ from fl_lightning.data import (
 )
 from fl_lightning.errors import InputError
 from fl_lightning.methods import FedAvg
+from fl_lightning.rng import torch_stream
 
 
 class ListData(Dataset):
@@ -217,6 +218,32 @@ def test_what_datasets_draw_is_the_same_in_every_run(tokens, module):
     assert len(digests) == 1
     twice = DatasetData(source, source, num_clients=2) if not (tokens or module) else None
     assert twice is None or not torch.equal(*map(dealt(twice)._inputs.get, ("train", "test")))
+
+
+class Noise(ListData):
+    """It draws each item as it is read."""
+
+    def __getitem__(self, index: int):
+        drawn = torch.randint(9999, (4,))
+        return drawn.tolist() if self.items[0] else (drawn, index % 2)
+
+    def __len__(self) -> int:
+        return 20
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_what_items_draw_is_another_in_each_split_and_in_training_what_it_was(tokens):
+    source = partial(Noise, [tokens])
+    kind = partial(TokenData, vocab_size=9999) if tokens else DatasetData
+    data = dealt(kind(source, source, num_clients=2, partition=IID()))
+    train, test = (all_inputs(data, split) for split in ("train", "test"))
+    if tokens:
+        train, test = train["input_ids"], test["input_ids"]
+    assert not set(map(tuple, train.tolist())) & set(map(tuple, test.tolist()))
+    assert len(test) == 20
+    with torch_stream(0, "data/read"):
+        first = torch.randint(9999, (4,))
+    assert torch.equal(train[0], first[: train.shape[1]])
 
 
 def test_settings_tell_datasets_apart():

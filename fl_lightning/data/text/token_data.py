@@ -143,7 +143,7 @@ class TokenData(TextData):
         """
         parts = {
             split: read_token_items(
-                dataset, place, self.tokenizer.vocab_size, self.client_key, self.group_key
+                dataset, place, split, self.tokenizer.vocab_size, self.client_key, self.group_key
             )
             for split, (dataset, place) in self.datasets().items()
         }

@@ -15,13 +15,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fl_lightning.config.near_names import nearest_or_list
-from fl_lightning.data.items import Key, checked_name, count_items, item_at
+from fl_lightning.data.items import Key, checked_name, count_items, item_at, reading
 from fl_lightning.data.partition import check_memory
 from fl_lightning.data.text.records import JSON_SUFFIXES, json_records, read_text
 from fl_lightning.data.text.tokens import Sequences, TooLong
 from fl_lightning.errors import InputError, require
 from fl_lightning.metrics.text import IGNORED
-from fl_lightning.rng import torch_stream
 
 IDS, LABELS, LOSS_MASK, TEXT_MASK = "input_ids", "labels", "loss_mask", "attention_mask"
 """The names of an item's parts; all but the first may be missing."""
@@ -100,7 +99,7 @@ class TokenFile(Dataset):
 
 
 def read_token_items(
-    dataset: Any, place: str, vocab_size: int, client: Key | None, group: Key | None
+    dataset: Any, place: str, split: str, vocab_size: int, client: Key | None, group: Key | None
 ) -> list[TokenItem]:
     """Read all items of a dataset: ids, ``(ids, labels)`` or a dictionary of :data:`PARTS` and
     others.
@@ -108,11 +107,12 @@ def read_token_items(
     Labels are those of transformers: as long as the ids, each the token itself or -100 where it is
     not learnt. Instead a loss mask says 1 or 0 of each token; with neither, all tokens are learnt.
     Where the attention mask is 0, on either side, there is padding, which is left out. Random
-    numbers that the dataset draws from global generators are the same in every run.
+    numbers are those of :func:`~fl_lightning.data.items.reading`.
 
     Args:
         dataset: a map-style dataset.
         place: its name, for messages.
+        split: ``train``, ``val`` or ``test``.
         vocab_size: number of tokens; all ids are below it.
         client: name or position of whose an item is; None: items do not say.
         group: name or position of an item's group; None: items do not say.
@@ -120,7 +120,7 @@ def read_token_items(
     Raises:
         InputError: an item cannot be read or is no sequence of tokens.
     """
-    with torch_stream(0, "data/read"):
+    with reading(split):
         return [
             TokenItem(
                 *_token_item(item_at(dataset, number, where), where, vocab_size, client, group),
