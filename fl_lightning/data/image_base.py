@@ -183,18 +183,18 @@ class ImageData(FederatedData):
         see them.
 
         Raises:
-            InputError: the public set is too large, or the partition refuses the data.
+            InputError: the public set is refused, or the partition refuses the data.
         """
+        self.check_public()
         super().distribute(seed, device)
         if self.feature_skew is None:
             return
         owner = np.full(len(self.train_target), -1)
         owner[self._holdings.index] = np.repeat(np.arange(self.num_clients), self._holdings.sizes)
         change = partial(self.feature_skew.change_all, num_clients=self.num_clients, seed=seed)
-        self.train_images = change(self._as_read[0], owner, part="train").to(self.device)
-        self.test_images = change(self._as_read[1], deal_test_set(self), part="test").to(
-            self.device
-        )
+        train, test = self._as_read
+        self.train_images = change(train, owner, part="train").to(self.device)
+        self.test_images = change(test, deal_test_set(self), part="test").to(self.device)
 
     def deal(self, group: np.ndarray, seed: int) -> Holdings:
         if not self.local_test_fraction:

@@ -26,6 +26,7 @@ from fl_lightning.data import (
     PFLlibPractical,
     RotatedClients,
 )
+from fl_lightning.data.image_base import ImageData
 from fl_lightning.data.local import digits
 from fl_lightning.data.test_owners import deal_test_set
 from fl_lightning.study.results.published import CONTENT_BY_NAME
@@ -167,6 +168,22 @@ def test_what_does_not_go_with_test_sets_of_clients_is_refused() -> None:
     with refused("local_test_fraction=0.25 where nodes have data of their own"):
         data = split(IID())
         data.distribute_apart(data._holdings, 0, torch.device("cpu"))
+
+
+class OwnImages(ImageData):
+    """Images of a user's class, which checks nothing itself."""
+
+    dataset, side, channels, num_classes = "own", 32, 1, 10
+
+    def setup(self, stage: str | None = None) -> None:
+        self.hold(*digits())
+
+
+def test_no_class_tests_clients_on_public_images() -> None:
+    data = OwnImages(public_examples=50, local_test_fraction=0.25, num_clients=4, partition=IID())
+    data.setup()
+    with refused("local_test_fraction=0.25 with public_examples=50"):
+        data.distribute(0, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("dataset", ["digits", pytest.param("fashion_mnist", marks=needs_package)])
