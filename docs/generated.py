@@ -18,7 +18,7 @@ import what_works
 import yaml
 
 from fl_lightning import methods
-from fl_lightning.config.settings import FREE_KEYS, is_free
+from fl_lightning.config.settings import FREE_KEYS, ROOTS, is_free
 from fl_lightning.trainer import FederatedTrainer
 
 DOCS = Path(__file__).parent
@@ -90,10 +90,13 @@ def navigation() -> str:
 def settings_by_effect() -> str:
     """Return which settings change what is computed, as a resume goes by, as Markdown."""
     trainer = [name for name in signature(FederatedTrainer.__init__).parameters if name != "self"]
-    free = [f"trainer.{name}" for name in trainer if is_free(f"trainer.{name}")]
+    free = [f"trainer.{name}" for name in trainer if is_free(f"trainer.{name}", {})]
     free += [key for key in FREE_KEYS if key.startswith("data.") and "init_args" not in key]
     others = [f"trainer.{name}" for name in trainer if f"trainer.{name}" not in free]
-    names = [", ".join(f"`{name}`" for name in part) for part in (free, others)]
+    whose = dict.fromkeys(ROOTS, " of `FederatedImages`")
+    names = [
+        ", ".join(f"`{name}`{whose.get(name, '')}" for name in part) for part in (free, others)
+    ]
     of_free = "time, memory, what is written and, `fast_dev_run`, how far it goes"
     return (
         "| settings | change |\n|---|---|\n"

@@ -47,7 +47,7 @@ def overrides(args: Sequence[str]) -> list[str]:
     own_data = any(path == "data" for path, _, _ in given)
     found: dict[str, str] = {}
     for number, (path, appends, text) in enumerate(given):
-        if path in (*IN_NAME, *LENGTH) or path.split(".")[0] not in GROUPS or is_free(path):
+        if path in (*IN_NAME, *LENGTH) or path.split(".")[0] not in GROUPS or is_free(path, {}):
             continue
         before = None if appends else _value(files, path)
         value = _loaded(text)

@@ -44,6 +44,10 @@ FREE_KEYS = (
 )
 """Settings that may differ when a run is continued, since they do not change what is computed."""
 
+ROOTS = ("data.root", "data.init_args.root")
+"""Where the files of data lie: free of ``FederatedImages`` alone, of whose images a run knows the
+hash. Of another class, files elsewhere may be other ones."""
+
 NEUTRAL_VALUES = {
     "trainer.max_local_steps": None,
     "trainer.secure_sum": None,
@@ -148,9 +152,21 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     }
 
 
-def is_free(key: str) -> bool:
-    """Return whether a setting with this dotted key changes nothing that is computed."""
+def is_free(key: str, settings: Mapping[str, Any]) -> bool:
+    """Return whether a setting changes nothing that is computed.
+
+    Args:
+        key: its dotted key.
+        settings: all of the run's, which say of which class its data are; without it they are
+            ``FederatedImages``.
+    """
+    if is_under(key, ROOTS):
+        return _class_of_data(settings) in ("", "FederatedImages")
     return is_under(key, FREE_KEYS)
+
+
+def _class_of_data(settings: Mapping[str, Any]) -> str:
+    return str(settings.get("data.class_path", "")).rpartition(".")[2]
 
 
 def is_under(key: str, names: Collection[str]) -> bool:
@@ -172,8 +188,7 @@ def result_settings(settings: Mapping[str, Any], *, prompts: bool = False) -> di
         prompts: whether prompts are whole, and not as earlier versions wrote and hashed them, who
             took ``password: {inputs}`` for a secret.
     """
-    data = str(settings.get("data.class_path")).rpartition(".")[2]
-    neutral_values = NEUTRAL_VALUES | NEUTRAL_VALUES_OF_CLASS.get(data, {})
+    neutral_values = NEUTRAL_VALUES | NEUTRAL_VALUES_OF_CLASS.get(_class_of_data(settings), {})
     always = {key for key, cls in ALWAYS_HASHED.items() if settings.get("model.class_path") == cls}
 
     def is_neutral(key: str, value: Any) -> bool:
@@ -192,7 +207,7 @@ def result_settings(settings: Mapping[str, Any], *, prompts: bool = False) -> di
     return {
         key: same(key, value)
         for key, value in redact_settings(settings).items()
-        if not is_free(key) and not is_neutral(key, value)
+        if not is_free(key, settings) and not is_neutral(key, value)
     }
 
 

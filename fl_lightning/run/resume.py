@@ -275,7 +275,7 @@ def check_same(
     if not saved["config"]:
         changed = ["its settings, which were not recorded"]
     elif unknown := sorted(
-        {key for key in not_recorded({**saved["config"], **settings}) if not is_free(key)}
+        {key for key in not_recorded({**saved["config"], **settings}) if not is_free(key, settings)}
     ):
         instead = "call save_hyperparameters() where that is a LightningModule, or give"
         changed = [

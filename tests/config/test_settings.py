@@ -82,6 +82,22 @@ def test_a_configuration_of_then_and_one_of_now_are_the_same():
     assert changed_settings(before, before | {"model.init_args.max_share": 0.5})
 
 
+@pytest.mark.parametrize(
+    ("path", "changed"),
+    [
+        ("mine.Wards", ['data.init_args.root: "/2023" -> "/2024"']),
+        ("fl_lightning.data.FederatedImages", []),
+    ],
+)
+def test_a_folder_is_free_where_a_run_knows_the_content_of_its_files(path, changed):
+    at_2023, at_2024 = (
+        {"data.class_path": path, "data.init_args.root": root} for root in ("/2023", "/2024")
+    )
+    assert changed_settings(at_2023, at_2024) == changed
+    assert (settings_hash(at_2023) != settings_hash(at_2024)) == bool(changed)
+    assert settings_hash({"data.root": "a"}) == settings_hash({"data.root": "b"})
+
+
 def test_a_whole_number_is_one_from_python_and_from_the_command_line():
     assert changed_settings({"model.init_args.bits": 4}, {"model.init_args.bits": 4.0}) == []
     assert changed_settings({"model.init_args.bits": 4}, {"model.init_args.bits": 4.5})

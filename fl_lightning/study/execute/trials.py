@@ -514,7 +514,7 @@ def open_search(search: Search, folder: Path, resolve: Callable[[list[str]], str
         "direction": optuna_direction(search),
         "prune": search.prune,
         "seeds": [*search.seeds],
-        "settings": {key: value for key, value in settings.items() if not is_free(key)},
+        "settings": {key: value for key, value in settings.items() if not is_free(key, settings)},
     }
     before = study.user_attrs.get("search")
     begun = {**asked, "seeds": [search.seed], **before} if before else asked

@@ -39,7 +39,8 @@ def unequal_seeds(comparison: Comparison) -> Iterator[str]:
                 for run in comparison.results.runs
                 if run.label == label and run.levels == levels and run.record.settings
             }
-            if all(is_free(key) or key == SEED for key in _differing(found)):
+            one = next(iter(found.values()), {})
+            if all(is_free(key, one) or key == SEED for key in _differing(found)):
                 continue
             found = {name: {**result_settings(each), SEED: 0} for name, each in found.items()}
             differing = _differing(found) | differing

@@ -122,7 +122,7 @@ def _differing(several: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
         key
         for key in keys
-        if not is_free(key)
+        if not all(is_free(key, one) for one in several)
         and key != "seed_everything"
         and len({repr(one.get(key, "not set")) for one in several}) > 1
     ]

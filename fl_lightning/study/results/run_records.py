@@ -325,7 +325,7 @@ def _not_recorded(settings: Mapping[str, Any]) -> str:
     can."""
     if not settings:
         return "its settings were not recorded: config.yaml is missing or empty"
-    unknown = [key for key in not_recorded(settings) if not is_free(key)]
+    unknown = [key for key in not_recorded(settings) if not is_free(key, settings)]
     return f"{unknown[0]} cannot be recorded ({settings[unknown[0]]})" if unknown else ""
 
 
