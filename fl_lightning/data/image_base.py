@@ -125,9 +125,8 @@ class ImageData(FederatedData):
         self._digest = ""
         self.feature_skew, self.moments = feature_skew, moments
         self.local_test_fraction = local_test_fraction
-        of_training = (FromFile, Natural)
         require(
-            not (local_test_fraction and isinstance(self.partition, of_training)),
+            not (local_test_fraction and isinstance(self.partition, (FromFile, Natural))),
             f"local_test_fraction={local_test_fraction} with the partition {type(self.partition).__name__}",
             "it knows whose the training images are, and nothing of the test images",
             "write local_test_fraction: 0, or another partition",

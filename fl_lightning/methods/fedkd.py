@@ -144,25 +144,25 @@ class FedKD(Method):
     def local_batches(
         self, data: FederatedData, client: Client, *, epochs: int, labels: Tensor, steps: int
     ) -> Iterator[Any]:
-        """Public inputs with their soft labels float ``[B, C]``, then the client's own with labels
-        int64 ``[B]``."""
+        """Public inputs with soft labels float ``[B, C]`` and their positions in the public set,
+        then the client's own with labels int64 ``[B]``."""
         if self.received is not None:
             yield from self._public_batches(data, self.received, self.distill_epochs, client)
         yield from super().local_batches(data, client, epochs=epochs, labels=labels, steps=steps)
 
     def _public_batches(
         self, data: FederatedData, soft_labels: Tensor, epochs: int, client: Client | None = None
-    ) -> Iterator[tuple[Any, Tensor]]:
+    ) -> Iterator[tuple[Any, Tensor, Tensor]]:
         order = self.stream("public_batches", client)
         for _ in range(epochs):
             for inputs, position in data.public_batches(order):
-                yield inputs, soft_labels[position]
+                yield inputs, soft_labels[position], position
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
-        """``loss_kd`` of a public batch, ``loss_task`` of the client's own: which it is, the type
-        of the target says."""
-        inputs, target = batch
-        if not target.is_floating_point():
+        """``loss_kd`` of a public batch, which has positions, ``loss_task`` of the client's
+        own."""
+        inputs, target, *is_public = batch
+        if not is_public:
             return super().training_step(batch, batch_idx)
         loss = soft_label_loss(self.network(inputs), target, self.temperature)
         return {"loss": loss, "loss_kd": loss}

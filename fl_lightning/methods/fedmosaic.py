@@ -226,8 +226,9 @@ class FedMosaic(Method):
     def task_loss(self, outputs: Tensor, target: Tensor) -> Tensor:
         if not self.squared_error:
             return super().task_loss(outputs, target)
-        one_hot = target.unsqueeze(1) == torch.arange(outputs.shape[1], device=outputs.device)
-        return (outputs - one_hot.to(outputs)).square().sum(dim=1).mean()
+        if not target.is_floating_point():  # else shares of the classes, as a stressor made them
+            target = target.unsqueeze(1) == torch.arange(outputs.shape[1], device=outputs.device)
+        return (outputs - target.to(outputs)).square().sum(dim=1).mean()
 
     def trainable(self) -> Iterable[nn.Parameter]:
         return [p for p in self.network.parameters() if p.requires_grad]

@@ -27,6 +27,7 @@ from fl_lightning.data import FederatedData
 from fl_lightning.methods.beside import PersonalMethod
 from fl_lightning.methods.terms import a_weight
 from fl_lightning.models.features import FeatureTap
+from fl_lightning.tasks import likeliest
 from fl_lightning.wire import Codes, Limit, Payload, PayloadError
 
 
@@ -82,7 +83,7 @@ class FedProto(PersonalMethod):
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
         task, logits = self.task_and_logits(batch, batch_idx)
-        classes = batch[1].long()
+        classes = likeliest(batch[1]).long()
         away = (self.tap.take().float() - self.prototypes[classes]).square().mean(1)
         pull = self.lam * (self.known[classes] * away).mean()
         outputs = self.with_terms({"loss": task, "loss_task": task}, batch, logits)
@@ -106,7 +107,7 @@ class FedProto(PersonalMethod):
         size = self.train_data.evaluation_batch
         for part, target in zip(index.split(size), labels.split(size), strict=True):
             self.network(self.train_data.inputs("train", part))
-            of_class = one_hot(target.long(), len(counts)).T
+            of_class = one_hot(likeliest(target).long(), len(counts)).T
             sums += of_class.double() @ self.tap.take().double()
             counts += of_class.sum(1)
         return (sums / counts.clamp_min(1).unsqueeze(1)).float().cpu(), counts.cpu()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fl_lightning.tasks import ClassRows
+from fl_lightning.tasks import ClassRows, likeliest
 
 
 def kl_divergence(p: Tensor, log_q: Tensor, log_p: Tensor | None = None) -> Tensor:
@@ -58,10 +58,10 @@ def not_true_distillation(local: ClassRows, received: Tensor, tau: float) -> Ten
 
 
 def not_true(logits: Tensor, target: Tensor) -> Tensor:
-    """``[B, C - 1]``: the logits without the target's.
+    """``[B, C - 1]``: the logits without the target's, of shares the largest one's.
 
     >>> not_true(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), torch.tensor([0, 2])).tolist()
     [[2.0, 3.0], [4.0, 5.0]]
     """
     index = torch.arange(logits.shape[1] - 1, device=logits.device)
-    return logits.gather(1, index + (index >= target.unsqueeze(1)))
+    return logits.gather(1, index + (index >= likeliest(target).unsqueeze(1)))

@@ -370,7 +370,8 @@ class _Recalibrated(Term):
         logits = step.rows.logits.float()
         # a language model's table may be larger than its tokeniser
         counts = F.pad(step.class_counts, (0, logits.shape[1] - len(step.class_counts)))
-        shifted = logits + self.shift(counts)
+        # shares of 0 are multiplied by the logarithm of what is left out, so no -inf here
+        shifted = logits + self.shift(counts).clamp_min(torch.finfo(counts.dtype).min)
         losses = F.cross_entropy(shifted, step.rows.target, reduction="none")
         return step.rows.mean(losses) - step.replaced
 

@@ -101,8 +101,9 @@ class WithTerms(LightningModule):
     def start_terms(self, client: Client, labels: Tensor) -> None:
         """Tell the terms, after ``receive``, whose round begins and which labels it trains on."""
         if self.terms_read("class_counts"):
-            known, C = labels[labels >= 0].flatten(), len(self.class_counts)
-            self.class_counts = torch.bincount(known, minlength=C).to(self.class_counts)
+            C, shares = len(self.class_counts), labels.is_floating_point()
+            counts = labels.sum(0) if shares else torch.bincount(labels[labels >= 0], minlength=C)
+            self.class_counts = counts.to(self.class_counts)
         if self.terms_read("shift"):
             self.shift = client.state.get(SHIFT, torch.zeros(self.anchored.size)).to(self.device)
         if self.terms_read("previous_features") and PREVIOUS in client.state:

@@ -3,7 +3,7 @@ them selects a model."""
 
 from __future__ import annotations
 
-from fl_lightning.tasks.base import ClassRows, Sums, Task
+from fl_lightning.tasks.base import ClassRows, Sums, Task, likeliest
 from fl_lightning.tasks.classification import Classification
 from fl_lightning.tasks.language_modelling import LanguageModelling
 from fl_lightning.tasks.preference import Preference

@@ -34,7 +34,7 @@ class ClassRows(NamedTuple):
 
     Args:
         logits: ``[M, C]``.
-        target: int64 ``[M]``.
+        target: int64 ``[M]``; where a stressor has made some, shares of the classes ``[M, C]``.
         weight: of each row, float32 ``[M]``; None where all count the same.
     """
 
@@ -47,6 +47,11 @@ class ClassRows(NamedTuple):
         if self.weight is None:
             return values.mean()
         return (values * self.weight).sum() / self.weight.sum().clamp(min=1)
+
+
+def likeliest(target: Tensor) -> Tensor:
+    """Return classes ``[M]``; of shares float ``[M, C]`` that of the largest one."""
+    return target.argmax(1) if target.is_floating_point() else target
 
 
 class Task(Recorded):

@@ -21,9 +21,18 @@ from fl_lightning.engines import ClientTask, choice
 from fl_lightning.engines.stacked import batched
 from fl_lightning.engines.stacked.batched import BatchedEngine
 from fl_lightning.hooks import Meter, Stressor
-from fl_lightning.methods import FedAvg, FedRep, FedSAM, FedSpeed, MoFedSAM, ProximalTerm
+from fl_lightning.methods import (
+    BalancedSoftmax,
+    FedAvg,
+    FedRep,
+    FedSAM,
+    FedSpeed,
+    MoFedSAM,
+    ProximalTerm,
+)
 from fl_lightning.models import SmallCNN
 from fl_lightning.models.adapters import add_adapter
+from fl_lightning.sampling import PowerOfChoice
 
 
 class Noisy(FederatedImages):
@@ -104,6 +113,32 @@ def test_labels_of_another_length_are_refused_and_of_another_form_kept_apart(eng
     softened, _ = fit(make("FedAvg"), tmp_path, engine=engine, workers=2, callbacks=[soft])
     hard, _ = fit(make("FedAvg"), tmp_path, engine="sequential", workers=1)
     assert torch.allclose(softened["weights"], hard["weights"], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("FedKD", {"temperature": 2.0}),
+        ("FedProx", {}),
+        ("FedMosaic", {"loss": "squared_error"}),
+        ("FedNTD", {}),
+        ("FedProto", {}),
+        ("FedAvg", {"terms": [BalancedSoftmax()]}),
+    ],
+)
+def test_a_method_takes_shares_of_classes_for_the_classes(name, settings, tmp_path):
+    soft = Relabels(lambda labels: nn.functional.one_hot(labels, 4).float())
+    servers = []
+    for stressors in ([soft], []):
+        method = make(name, **settings)
+        asking = {"sampler": PowerOfChoice(6), "participation": 0.5} if name == "FedProx" else {}
+        data = images(public_examples=40 if name == "FedKD" else 0)
+        run(
+            method, data, tmp_path, max_rounds=2, engine="sequential", callbacks=stressors, **asking
+        )
+        servers.append(method.server)
+    for key, value in servers[1].items():
+        assert torch.allclose(servers[0][key], value, rtol=0, atol=2e-5), key
 
 
 def test_a_layout_that_reads_otherwise_is_read_client_by_client(tmp_path):
