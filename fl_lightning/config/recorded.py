@@ -130,6 +130,13 @@ def _recording(cls: type, constructor: Callable[..., None]) -> Callable[..., Non
     return record
 
 
+def with_settings(thing: object) -> str:
+    """Return the name of an object's class with the object's attributes, as in
+    ``Dirichlet(beta=0.1)``; it is the ``__repr__`` of what has no other ones than settings."""
+    given = ", ".join(f"{name}={value!r}" for name, value in vars(thing).items())
+    return f"{type(thing).__name__}({given})"
+
+
 def require_made(name: str, value: Any) -> None:
     """Refuse a class where one of its objects is meant; a network's makes one for each run."""
     for one in value if isinstance(value, list | tuple) else (value,):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fl_lightning.data.holdings import Holdings
+from fl_lightning.data.partition import check_owners
 
 if TYPE_CHECKING:
     from fl_lightning.data.base import FederatedData
@@ -28,10 +29,14 @@ def own_holdings(data: FederatedData, counts: Counts, first: int, step: int, see
         first, step: of the data's clients, the first has the id ``first``, and the others follow in
             steps of ``step``. Data that say nothing of clients are those of one.
         seed: seed of the run, from which validation examples are drawn, by client.
+
+    Raises:
+        InputError: an example has no owner.
     """
     numbers = data.train_owner
     if numbers is None:
         numbers = np.zeros(len(data.train_target), np.int64)
+    check_owners(numbers)
     owner = first + numbers * step
     num_clients = max([*counts, *owner.tolist()], default=0) + 1
     own = data.hold_out(Holdings.by_owner(owner, num_clients), seed)

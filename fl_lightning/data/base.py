@@ -212,13 +212,16 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
         return torch.zeros(2, *self.example_shape)
 
     def move(self, device: torch.device) -> None:
-        """Move the examples to the device."""
+        """Move the examples to the device; classes in bytes become int64, as all that reads and
+        changes labels has them."""
         given = f"data {type(self).__name__}, which has no test_target"
         require(hasattr(self, "test_target"), given, "setup sets test_target", "set it there")
         self.device = device
         self._public_moved = None
-        self.train_target = self.train_target.to(device)
-        self.test_target = self.test_target.to(device)
+        for name in ("train_target", "test_target"):
+            target = getattr(self, name).to(device)
+            is_byte = target.dtype == torch.uint8 and target.ndim == 1
+            setattr(self, name, target.long() if is_byte else target)
 
     def see_network(self, network: nn.Module) -> None:
         """Learn which network a run begins with, once it has been built; most data do not ask."""

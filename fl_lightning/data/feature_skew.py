@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.config.constraints import within
-from fl_lightning.config.recorded import Recorded
+from fl_lightning.config.recorded import Recorded, with_settings
 from fl_lightning.errors import MisuseError, require
 from fl_lightning.rng import stream
 from fl_lightning.support.hook_forms import form_of
@@ -47,9 +47,7 @@ class FeatureSkew(Recorded, ABC):
             a floating-point type any finite numbers.
         """
 
-    def __repr__(self) -> str:
-        given = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
-        return f"{type(self).__name__}({given})"
+    __repr__ = with_settings
 
     def change_all(
         self, images: Tensor, owner: np.ndarray, num_clients: int, seed: int, part: str

@@ -1,7 +1,7 @@
 """Partitions: rules that assign the training examples to clients.
 
 ``N`` examples, ``K`` clients, ``C`` classes. The result of a partition is ``K`` sorted, disjoint
-int64 arrays of indices that together cover ``0 .. N - 1``. No array is larger than ``C x K``.
+int64 arrays of indices that together cover ``0 .. N - 1``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fl_lightning.config.constraints import within
-from fl_lightning.config.recorded import Recorded
+from fl_lightning.config.recorded import Recorded, with_settings
 from fl_lightning.data.holdings import Holdings
 from fl_lightning.errors import InputError, require
 from fl_lightning.rng import stream
@@ -210,9 +210,7 @@ class Partition(Recorded, ABC):
         """
         return make_holdings(self, labels, num_clients, seed).hold_out(fraction, seed, "local_test")
 
-    def __repr__(self) -> str:
-        given = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
-        return f"{type(self).__name__}({given})"
+    __repr__ = with_settings
 
 
 class IndexPartition(Partition):
@@ -369,6 +367,12 @@ class Shards(IndexPartition):
         return Holdings.by_owner(owner, num_clients)
 
 
+def check_owners(owner: np.ndarray) -> None:
+    """Refuse training examples without an owner, int64 ``[N]``."""
+    rule = "every training example has a client in [0, K), and one has a number below 0"
+    require(owner.min(initial=0) >= 0, "train_owner", rule, "leave it out, or say whose it is")
+
+
 class Natural(IndexPartition):
     """Every client holds what it wrote: the examples whose owner it is in the data."""
 
@@ -378,8 +382,7 @@ class Natural(IndexPartition):
         Raises:
             InputError: the data has more owners than there are clients, or an example without one.
         """
-        rule = "every training example has a client in [0, K), and one has a number below 0"
-        require(labels.min(initial=0) >= 0, "train_owner", rule, "leave it out, or say whose it is")
+        check_owners(labels)
         owners = int(labels.max(initial=-1)) + 1
         require(
             owners <= num_clients,

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 from toy import run, sgd
 
-from fl_lightning.data import IID, FederatedData, Natural
+from callbacks import ByzantineClients, LabelNoise
+from fl_lightning.data import IID, FederatedData, FederatedImages, Natural
+from fl_lightning.data.apart import own_holdings
 from fl_lightning.errors import InputError
 from fl_lightning.methods import FedAvg
 from fl_lightning.tasks import Classification, Regression
@@ -192,3 +194,33 @@ def test_marks_of_the_right_length_are_taken(tmp_path):
     data.changes["train_held_out"] = np.arange(12) % 4
     with pytest.raises(InputError, match=r"train_held_out is int64 \[12\]"):
         fit(data, tmp_path)
+
+
+def test_an_example_of_nobody_is_refused_where_a_node_has_it():
+    data = of_clients()
+    data.setup()
+    data._owner = np.arange(12) - 1
+    with pytest.raises(InputError, match=r"train_owner; every training example has a client"):
+        own_holdings(data, {}, 0, 2, 0)
+
+
+class Bytes(FederatedImages):
+    """Images whose classes are bytes, as files often have them."""
+
+    def setup(self, stage=None):
+        super().setup(stage)
+        self.train_target, self.test_target = self.train_target.byte(), self.test_target.byte()
+
+
+def test_noise_on_classes_in_bytes_is_that_on_other_ones(tmp_path):
+    found = []
+    for kind in (Bytes, FederatedImages):
+        data = kind(num_clients=4, partition=IID())
+        method = FedAvg(
+            network=lambda classes: nn.Sequential(nn.Flatten(), nn.Linear(3072, classes))
+        )
+        noise = [LabelNoise(round=1, clients=1.0), ByzantineClients(0.5, "label_flip")]
+        run(method, data, tmp_path, max_rounds=1, callbacks=noise)
+        found.append((data.partition_hash, data.content_sha256, method.server["weights"]))
+    assert found[0][:2] == found[1][:2]
+    assert torch.equal(found[0][2], found[1][2])
