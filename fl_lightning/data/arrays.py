@@ -70,8 +70,9 @@ class Names:
     groups: Sequence[Any] = ()
     clients: Sequence[Any] = ()
 
-    def summary(self) -> dict[str, Any]:
-        """Return the names for ``partition.json``; of more than 1000 clients only their number."""
+    def summary(self, sha256: str) -> dict[str, Any]:
+        """Return the entry of ``partition.json`` about the examples, with their hash; of more than
+        1000 clients it has only the number."""
         found: dict[str, Any] = {
             key: [str(name) for name in names]
             for key, names in (
@@ -83,7 +84,7 @@ class Names:
         }
         if len(self.clients) > MAX_LISTED_CLIENTS:
             found["clients"] = f"{len(self.clients)} clients"
-        return found
+        return {"examples": {"sha256": sha256, **found}}
 
 
 class ArrayData(FederatedData):
@@ -245,9 +246,7 @@ class ArrayData(FederatedData):
     def partition_summary(self) -> dict[str, Any]:
         """Return the content of ``partition.json``, with the names of classes, groups and clients
         and the SHA-256 of all examples."""
-        return super().partition_summary() | {
-            "examples": {"sha256": self._digest, **self.names.summary()}
-        }
+        return super().partition_summary() | self.names.summary(self._digest)
 
 
 def name_from(path: str) -> str:

@@ -1,4 +1,4 @@
-"""The examples of all clients as index arrays: 8 bytes for each example and 16 for each client.
+"""The examples of all clients as index arrays: 8 bytes for each example, up to 24 for each client.
 
 ``N`` examples, ``K`` clients, ``C`` classes, ``h`` validation examples of one client. Loops over
 all clients run over blocks of clients, so that their extra memory does not grow with the

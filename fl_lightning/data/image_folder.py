@@ -169,9 +169,7 @@ class ImageFolder(ImageData):
     def partition_summary(self) -> dict[str, Any]:
         """Return the content of ``partition.json``, with the names of classes and clients and the
         SHA-256 of all images."""
-        return super().partition_summary() | {
-            "examples": {"sha256": self._digest, **self.names.summary()}
-        }
+        return super().partition_summary() | self.names.summary(self._digest)
 
 
 def find_images(folder: Path, client_folders: bool, *, tells: bool = False) -> list[ImageFile]:
