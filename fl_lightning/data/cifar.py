@@ -100,12 +100,12 @@ class Cifar(PublishedFiles):
         super().prepare(download)
         self._compare_checksums()
 
-    def download(self) -> None:
+    def download(self, folder: Path) -> None:
         from torchvision.datasets.utils import download_and_extract_archive
 
         download_and_extract_archive(
             self.published.url,
-            str(self.folder.parent),
+            str(folder.parent),
             filename=self.published.filename,
             md5=self.published.tgz_md5,
         )

@@ -52,7 +52,7 @@ class FashionMnist(PublishedFiles):
             return []
         return [f"{name}.gz" for name in _lacking(self.folder)]
 
-    def download(self) -> None:
+    def download(self, folder: Path) -> None:
         from torchvision.datasets import FashionMNIST
         from torchvision.datasets.utils import download_and_extract_archive
 
@@ -60,9 +60,7 @@ class FashionMnist(PublishedFiles):
         lacking = [f"{name}.gz" for name in _lacking(self.folder)]
         for name, md5 in FashionMNIST.resources:
             if name in lacking:
-                download_and_extract_archive(
-                    f"{mirror}{name}", str(self.folder), filename=name, md5=md5
-                )
+                download_and_extract_archive(f"{mirror}{name}", str(folder), filename=name, md5=md5)
 
     def read(self) -> tuple[Arrays, Arrays]:
         """Return training and test images uint8 ``[N, 1, 28, 28]`` with their classes int64

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from fl_lightning.data.local import Arrays
 from fl_lightning.errors import InputError, error_reason
@@ -31,8 +32,12 @@ class PublishedFiles(ABC):
         """Return the names of the files that are not there."""
 
     @abstractmethod
-    def download(self) -> None:
-        """Fetch the missing files.
+    def download(self, folder: Path) -> None:
+        """Fetch the missing files, and others that come with them.
+
+        Args:
+            folder: where they are put. It has the name of the files' own folder, to which they are
+                moved once all of them are there.
 
         Raises:
             OSError, RuntimeError: one could not be fetched.
@@ -68,8 +73,17 @@ class PublishedFiles(ABC):
         """Download the files; return the reason why one may still be missing."""
         new = [folder for folder in (self.folder, *self.folder.parents) if not folder.exists()]
         try:
-            with _socket_timeout(DOWNLOAD_TIMEOUT):
-                self.download()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (
+                _socket_timeout(DOWNLOAD_TIMEOUT),
+                TemporaryDirectory(prefix=".download-", dir=self.folder) as aside,
+            ):
+                fetched = Path(aside, self.folder.name)
+                fetched.mkdir()
+                self.download(fetched)
+                for file in fetched.iterdir():
+                    if not (self.folder / file.name).exists():
+                        file.replace(self.folder / file.name)
         except (OSError, RuntimeError) as error:
             for folder in new:
                 with suppress(OSError):  # rmdir refuses a folder that is not there or not empty

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from cifar_files import files_classes, python2_batch, write_cifar
 from toy import ready
 
 from fl_lightning.data import IID, FederatedImages
-from fl_lightning.data.cifar import read_batch
+from fl_lightning.data.cifar import Cifar, read_batch
 
 
 @pytest.mark.parametrize("modern", [False, True])
@@ -84,7 +86,7 @@ def test_missing_files_are_named_in_one_line(
     import torchvision.datasets.utils as utils
 
     def no_network(url: str, root: str, **_: object) -> None:
-        os.makedirs(root)  # as torchvision does, before it connects
+        os.makedirs(root, exist_ok=True)  # as torchvision does, before it connects
         raise OSError("no route\nto host")
 
     monkeypatch.setattr(utils, "download_and_extract_archive", no_network)
@@ -98,3 +100,33 @@ def test_missing_files_are_named_in_one_line(
     assert "configs/kd_default.yaml" in message
     assert ("no route to host" if download else "--data.download true") in message
     assert not (tmp_path / "new").exists()  # bad input creates nothing
+
+
+def test_a_download_puts_whole_files_there_and_replaces_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torchvision.datasets.utils as utils
+
+    write_cifar(tmp_path / "there", "cifar10")
+    files = Cifar("cifar10", root=str(tmp_path / "here"))
+    files.folder.mkdir(parents=True)
+    (files.folder / "data_batch_1").write_bytes(b"mine")
+    before = files.missing()
+
+    def fetch(url: str, root: str, *, fails: bool, **_: object) -> None:
+        folder = Path(root) / files.folder.name
+        there = tmp_path / "there" / files.folder.name
+        shutil.copytree(there, folder, dirs_exist_ok=True)
+        if fails:
+            (folder / "data_batch_2").write_bytes(b"half")
+            raise OSError("the line is dead")
+
+    monkeypatch.setattr(utils, "download_and_extract_archive", partial(fetch, fails=True))
+    with pytest.raises(ValueError, match="the line is dead"):
+        files.prepare(download=True)
+    assert files.missing() == before
+    monkeypatch.setattr(utils, "download_and_extract_archive", partial(fetch, fails=False))
+    files.prepare(download=True)
+    assert not files.missing()
+    assert (files.folder / "data_batch_1").read_bytes() == b"mine"
+    assert len([*files.folder.iterdir()]) == 6

@@ -105,7 +105,7 @@ def test_missing_files_are_named_with_the_command_in_one_line(
     import torchvision.datasets.utils as utils
 
     def no_network(url: str, root: str, **_: object) -> None:
-        Path(root).mkdir(parents=True)  # as torchvision does, before it connects
+        Path(root).mkdir(parents=True, exist_ok=True)  # as torchvision does, before it connects
         raise OSError("no route\nto host")
 
     monkeypatch.setattr(utils, "download_and_extract_archive", no_network)
