@@ -29,7 +29,7 @@ class NewTasks(Stressor):
     Samplers that choose by loss or time would choose who is away, and are refused.
 
     Args:
-        group: name of the group, or its number.
+        group: name of the group, or its number from 0 where no group has that name.
         arrives: first round in which its clients take part, at least 1.
         leaves: last round in which they do; null: the last round of the run.
     """
@@ -58,10 +58,7 @@ class NewTasks(Stressor):
             "leave one of them out",
         )
         names = _names(context)
-        known = (
-            self.group in range(len(names)) if isinstance(self.group, int) else self.group in names
-        )
-        if not known:
+        if self._place(context) is None:
             raise InputError(
                 f"NewTasks(group={self.group!r})",
                 f"the groups of these data are {', '.join(names[:20])}",
@@ -83,9 +80,15 @@ class NewTasks(Stressor):
     def _present(self, round: int) -> bool:
         return self.arrives <= round and (self.leaves is None or round <= self.leaves)
 
+    def _place(self, context: Context) -> int | None:
+        """Return the number of the group, by its name where one has it; None: there is none."""
+        names, name = _names(context), str(self.group)
+        place = names.index(name) if name in names else self.group
+        return place if isinstance(place, int) and place in range(len(names)) else None
+
     def _theirs(self, context: Context) -> set[int]:
-        group = self.group if isinstance(self.group, int) else _names(context).index(self.group)
-        return set(np.flatnonzero(context.data.group_counts().argmax(1) == group).tolist())
+        most = context.data.group_counts().argmax(1)
+        return set(np.flatnonzero(most == self._place(context)).tolist())
 
     def on_round_end(self, record: RoundRecord, context: Context) -> None:
         if record.round > 1 and self._present(record.round) != self._present(record.round - 1):
