@@ -103,7 +103,7 @@ def corruptions(subject: ProbedModel) -> Finding:
             "the recipes are for three channels: of a corrupted grey image the first one is shown"
         )
     # feature skew may have left this range
-    clean_images = data.test_images.clamp(0, 255).to(torch.uint8)
+    clean_images = data.test_images.clamp(0, 255).round().to(torch.uint8)
     found = {}
     for name in (*STANDARD, *EXTRA):
         shown = (

@@ -387,6 +387,20 @@ def test_corrupted_images_that_are_clean_are_answered_as_clean_ones(tmp_path, mo
     assert any("16x16" in said for said in found.skipped)
 
 
+def test_images_with_noise_are_rounded_and_not_cut_off(tmp_path, monkeypatch):
+    subject = subject_of(FedAvg(), tmp_path)
+    bytes_of_test = subject.images.test_images
+    subject.images.test_images = bytes_of_test.to(torch.float16) - 0.25
+    seen = []
+    monkeypatch.setattr(
+        probes,
+        "corrupt_images",
+        lambda name, images, seed, photographs: seen.append(images) or images,
+    )
+    PROBES["corruptions"](subject)
+    assert torch.equal(seen[0], bytes_of_test)
+
+
 def test_photographs_that_are_no_larger_than_the_images_are_left_out(tmp_path, monkeypatch):
     subject = subject_of(FedAvg(), tmp_path)
     monkeypatch.setattr(
