@@ -56,8 +56,7 @@ class WithTerms(LightningModule):
 
     def _build_terms(self, data: FederatedData) -> None:
         """Make room for what the terms read of what clients receive and keep."""
-        named = self.network.named_parameters()
-        self.trained_names = [name for name, p in named if p.requires_grad]
+        self.trained_names = [n for n, p in self.network.named_parameters() if p.requires_grad]
         if self.terms_read("received_weights"):
             travels = {*self.trained_names} & self.layout.shapes.keys()
             self.anchored = Layout.of(self.network, include=travels.__contains__)
@@ -112,7 +111,8 @@ class WithTerms(LightningModule):
     def end_terms(self, client: Client) -> None:
         """Keep on the client, after its local steps, what terms read in its next round."""
         if self.terms_read("previous_features"):
-            client.state[PREVIOUS] = self.layout.read(self.network)
+            trained = {**tensors_of(self.network), **self.trained_weights()}
+            client.state[PREVIOUS] = self.layout.pack(trained)
         if self.terms_read("shift"):
             moved = self.anchored.pack(self.trained_weights()) - self.received_weights.cpu()
             client.state[SHIFT] = self.shift.cpu() + moved

@@ -29,6 +29,7 @@ from fl_lightning.methods import (
     FedAvg,
     FedDyn,
     FedLC,
+    FedMPQ,
     FedSAM,
     FLTrust,
     Term,
@@ -114,6 +115,23 @@ def test_what_terms_keep_is_the_same_in_every_engine(settings, tmp_path):
         run(method, images(), tmp_path, **{"max_rounds": 3, "participation": 0.5, **more})
         servers.append(method.server["weights"])
     torch.testing.assert_close(*servers, rtol=0, atol=1e-5 if "engine" in settings else 0)
+
+
+def test_the_previous_model_of_a_quantised_method_is_what_it_trained():
+    """And not the network, whose quantised layers stay as they were received."""
+    settings = {"network": small_network, "optimizer": sgd(0.05)}
+    method, batch = begun(FedMPQ(terms=[ContrastiveTerm()], **settings))
+    method.training_step(batch)["loss"].backward()
+    method.configure_optimizers().step()
+    client = ready(num_clients=2).client(0)
+    method.end_client(client)
+    kept = method.layout.unpack(client.state["previous_weights"])
+    received = method.layout.unpack(method.server["weights"])
+    for name, trained in method.unrounded().items():
+        assert torch.equal(kept[name], trained)
+        assert not torch.equal(kept[name], received[name])
+    others = method.rest.unpack(method.rest.read(method.network))
+    assert all(torch.equal(kept[name], tensor) for name, tensor in others.items())
 
 
 @pytest.mark.parametrize("kind", [FedSAM, SCAFFOLD])
