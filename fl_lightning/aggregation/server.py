@@ -422,7 +422,7 @@ def set_next_state(
     try:
         check_returned(method, "aggregate", make(), NoneType, SET_SERVER)
     except NoAverageError as reason:
-        method.server = before
+        method.server, method.served = before, []
         log.log(
             logging.DEBUG if method.has_said_no_average else logging.WARNING,
             "round %d: %s; such a round changes nothing (this is said once)",
@@ -437,7 +437,7 @@ def set_next_state(
     if not broken and not largest(method.server.get("weights", torch.zeros(0))) < MAX_MAGNITUDE:
         why = f"weights would reach {MAX_MAGNITUDE:g}, and uploads are below"
     if why:
-        method.server = before
+        method.server, method.served = before, []
         log.warning("round %d: the server's next %s; it keeps its last state", round, why)
     return not why
 

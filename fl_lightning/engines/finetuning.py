@@ -22,7 +22,8 @@ from fl_lightning.models.features import linear_layers
 def prepare_finetuning(
     fabric: Fabric, method: Method, data: FederatedData, labels_of: Callable[[Client], Tensor]
 ) -> None:
-    """Get ready the steps of a method's ``finetune``, which ``deploy`` makes from now on.
+    """Get ready the steps of a method's ``finetune``, which ``deploy`` makes from now on, and the
+    labels that it reads.
 
     Args:
         fabric: device and precision.
@@ -30,6 +31,8 @@ def prepare_finetuning(
         data: of the run.
         labels_of: returns the labels that a client trains on.
     """
+    if method.labels_of is not None:
+        method.labels_of = lambda client: labels_of(client)  # a copy of it copies no federation
     tuning = method.finetune
     if tuning is None or not (tuning.epochs or tuning.steps):
         method.finetuner = None

@@ -402,7 +402,8 @@ class FedMPQ(QuantizedMethod):
         return torch.tensor(scales, dtype=torch.float32)
 
     def server_metrics(self) -> dict[str, float]:
-        changes = self.changes if self.changes.round == self.round else BitChanges()
+        kept = self.changes.round == self.round and self.served
+        changes = self.changes if kept else BitChanges()
         return {
             **super().server_metrics(),
             "bits/pruned": float(changes.pruned),

@@ -24,7 +24,7 @@ of the examples.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -139,6 +139,7 @@ class FedVEMoE(Method):
         "server_optimizer": "it has a mean for each expert; write --model.server_lr for their step",
     }
     measured = frozenset({"responsibilities"})
+    labels_of: Callable[[Client], Tensor]
 
     def __init__(
         self,
@@ -216,7 +217,7 @@ class FedVEMoE(Method):
     def build(self, data: FederatedData) -> None:
         super().build(data)
         self.first = {"weights": self.server.pop("weights").float()}
-        self._data, self.changed_in = data, 0
+        self._data, self.changed_in, self.labels_of = data, 0, data.labels
         self.learns_own = False
         if self.keeps_own:
             frozen = {id(p): p for p in self.network.parameters() if not p.requires_grad}
@@ -341,6 +342,12 @@ class FedVEMoE(Method):
         if self.keeps_own:
             self.learns_own = True
             yield from super().local_batches(data, trained, epochs=epochs, labels=kept, steps=steps)
+
+    def step_kind(self, batch_idx: int) -> str:
+        return "own" if self.learns_own else "experts"
+
+    def work_kind(self, client: Client) -> str:
+        return f"{int(self.server['active'].sum())} experts to choose from"
 
     def _probe_places(self, client: Client) -> np.ndarray:
         """Return where the client's probes are among its training examples; the same in every
@@ -571,7 +578,8 @@ class FedVEMoE(Method):
 
     def server_metrics(self) -> dict[str, float]:
         slots = self.slots
-        changes = slots.changes if self.changed_in == self.round else 0 * slots.changes
+        kept = self.changed_in == self.round and bool(self.served)
+        changes = slots.changes if kept else 0 * slots.changes
         total = slots.mass[1:].sum()
         use = slots.mass[1:] / total.clamp_min(1e-300)
         # nothing is known of it where no use is above a private sum's noise
@@ -591,5 +599,5 @@ class FedVEMoE(Method):
         someone = client or Client(-1, np.empty(0, np.int64), np.empty(0, np.int64))
         self._start(self.wire.received(self.wire.broadcast(self.slots)), someone)
         if self.k_max and client is not None:
-            self._take(self.choose(self._data, client, self._data.labels(client)))
+            self._take(self.choose(self._data, client, self.labels_of(client)))
         return self.network

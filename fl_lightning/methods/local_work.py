@@ -1,12 +1,15 @@
-"""What a client's local steps were, for what it sends: K and eta_l of SCAFFOLD's option II, tau of
-FedNova."""
+"""What a client's local steps are, for who measures their cost, and what they were, for what it
+sends: K and eta_l of SCAFFOLD's option II, tau of FedNova."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fl_lightning.client import Client
 from fl_lightning.errors import MisuseError
 from fl_lightning.wire import Payload, PayloadError
 
@@ -43,8 +46,13 @@ class LocalWork:
 class WithLocalWork:
     """The part of a method that knows its client's local steps while ``upload`` runs."""
 
+    network: nn.Module
+    trained_names: Sequence[str]
     local_work: LocalWork | None = None
     """Set by the engine."""
+    labels_of: Callable[[Client], Tensor] | None = None
+    """Returns the labels that a client trains on in this round. A method whose ``deploy`` reads
+    them sets it in ``build``; a run then has those that stressors have changed."""
 
     @property
     def local_steps(self) -> int:
@@ -57,6 +65,15 @@ class WithLocalWork:
         """eta_l, the learning rate of those steps in this round, as the schedule has it; known
         while ``upload`` runs, and one where groups of parameters have the same."""
         return self._local_work("local_lr").lr
+
+    def trained_size(self, client: Client) -> int:
+        """Return how many values this client's local steps train."""
+        return sum(self.network.get_parameter(name).numel() for name in self.trained_names)
+
+    def step_kind(self, batch_idx: int) -> str:
+        """Return what decides, beside the form of its batch, how much a local step computes; asked
+        just before the step."""
+        return ""
 
     def check_rates(self) -> None:
         """Refuse the learning rates of ``round`` where the method cannot go by them; asked for

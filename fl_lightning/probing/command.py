@@ -229,8 +229,8 @@ def load_model(
         log.warning(
             "this is not the configuration that it was trained with: %s", ", ".join(changed)
         )
-    tuned = fed.method.finetuner is not None  # on labels that stressors change
-    fed.callbacks = tuple(one for one in fed.callbacks if tuned and isinstance(one, Stressor))
+    reads = fed.method.finetuner or fed.method.labels_of  # the labels that stressors change
+    fed.callbacks = tuple(one for one in fed.callbacks if reads and isinstance(one, Stressor))
     done = restore(fed, checkpoint)
     fed.method.round = done.round
     ledger = Ledger.from_csv(checkpoint.table("ledger"))

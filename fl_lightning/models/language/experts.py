@@ -28,7 +28,6 @@ from fl_lightning.models.adapters.low_rank import (
     factor_pairs,
     low_rank_layers,
 )
-from fl_lightning.models.tensors import tensors_of
 
 EPSILON = 1e-6
 
@@ -137,7 +136,7 @@ class Seats:
         if seats > 1:
             embedding.register_forward_hook(self.gate.remember)
         self.shared = [(parts[1], parts[2]) for parts in layers.values()] if shared else []
-        self.names = {id(tensor): name for name, tensor in tensors_of(network).items()}
+        self.paths = [*layers]
 
     def tensors(self, seat: int) -> dict[str, Tensor]:
         """Return the factors of the expert in one seat as views, by the names of a plain
@@ -164,11 +163,10 @@ class Seats:
             expert: factors by the names of a plain adapter's; those that are missing are frozen.
         """
         found: dict[str, Tensor] = {}
-        for each, layer in zip(self.factors, self.layers, strict=True):
-            for name, own in ((each.a, layer.expert_A), (each.b, layer.expert_B)):
-                found[self.names[id(own)]] = (
-                    expert[name].unsqueeze(0) if name in expert else own.detach()[:1]
-                )
+        for path, each, layer in zip(self.paths, self.factors, self.layers, strict=True):
+            for name, side in ((each.a, "expert_A"), (each.b, "expert_B")):
+                own = getattr(layer, side).detach()[:1]
+                found[f"{path}.{side}"] = expert[name].unsqueeze(0) if name in expert else own
         return found
 
 
