@@ -11,7 +11,9 @@ at few local epochs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -125,13 +127,18 @@ def gradient_norms(
     method.start_client(Payload.from_bytes(message), client.apart(), labels)
     method.train()
     optimizer = local_optimizer(method)
-    batches = list(method.local_batches(context.data, client, epochs=1, labels=labels, steps=1))
-    norms: dict[str, float] = {}
-    for step in dict.fromkeys((0, len(batches) - 1)):
+
+    def norms_at(step: int, batch: Any) -> dict[str, float]:
         with rng.torch_stream(seed, "dropout", method.round, client.id):
-            outputs = method.training_step(batches[step], step)
-        norms = norms_of(outputs, parameters_of(optimizer)) | norms
-    return norms
+            outputs = method.training_step(batch, step)
+        return norms_of(outputs, parameters_of(optimizer))
+
+    norms, step, batch = dict[str, float](), 0, None
+    batches = method.local_batches(context.data, client, epochs=1, labels=labels, steps=1)
+    for step, batch in enumerate(batches):  # one by one: what comes next changes what is trained
+        if step == 0:
+            norms = norms_at(step, batch)
+    return norms_at(step, batch) | norms if step else norms
 
 
 def last_gradient_norms(
@@ -141,20 +148,24 @@ def last_gradient_norms(
     it has then."""
     method, data, epochs = own_copy(context), context.data, context.local_epochs
     steps = asked_steps(context, client)
-    method.start_client(Payload.from_bytes(message), client.apart(), labels)
-    method.train()
-    optimizer = start_optimizer(context.fabric, method)
-    with (
-        one_thread(context.fabric.device),
-        rng.torch_stream(context.seed, "dropout", method.round, client.id),
-    ):
-        batches = list(
-            method.local_batches(data, client, epochs=epochs, labels=labels, steps=steps)
-        )
-        for index, batch in enumerate(batches[:-1]):
-            local_step(context.fabric, method, optimizer, batch, index)
-        outputs = method.training_step(batches[-1], len(batches) - 1)
-        return norms_of(outputs, parameters_of(optimizer))
+
+    def begin() -> Iterator[Any]:
+        method.start_client(Payload.from_bytes(message), client.apart(), labels)
+        method.train()
+        return method.local_batches(data, client, epochs=epochs, labels=labels, steps=steps)
+
+    stream = partial(rng.torch_stream, context.seed, "dropout", method.round, client.id)
+    with one_thread(context.fabric.device):
+        with stream():
+            last = sum(1 for _ in begin()) - 1
+        with stream():
+            batches = enumerate(begin())
+            optimizer = start_optimizer(context.fabric, method)
+            for index, batch in islice(batches, last):
+                local_step(context.fabric, method, optimizer, batch, index)
+            index, batch = next(batches)
+            outputs = method.training_step(batch, index)
+            return norms_of(outputs, parameters_of(optimizer))
 
 
 def with_ratios(norms: dict[str, float]) -> dict[str, float]:

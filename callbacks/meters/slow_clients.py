@@ -70,8 +70,7 @@ def seconds_of_round(context: Any, id: int) -> float:
     """
     client = context.data.client(id)
     _, examples = steps_and_examples(context, client, work=1.0)
-    trained = (one.numel() for one in context.method.network.parameters() if one.requires_grad)
-    size = 4 * sum(trained)
+    size = 4 * context.method.trained_size(client)
     return context.timing.clock.seconds(context.seed, 1, id, examples=examples, down=size, up=size)
 
 

@@ -43,11 +43,18 @@ class ClientCost:
             ones.
         example_flops: operations for each example that it trains on, counted once for each epoch.
         step_bytes: bytes at the peak of one local step.
+        pass_flops: operations for each example that it has, before its steps, such as FedALA's.
     """
 
     fixed_flops: float
     example_flops: float
     step_bytes: int
+    pass_flops: float = 0.0
+
+    def of(self, work: Work) -> float:
+        """Return the operations of a client's round."""
+        passes = self.pass_flops * len(work.client.train)
+        return self.fixed_flops + passes + self.example_flops * work.examples
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,11 @@ class Work:
     labels: Tensor
     steps: int
     examples: int
+
+    def of_first(self, count: int) -> Work:
+        """Return the round of a client with the first so many examples alone."""
+        few = replace(self.client, train=self.client.train[:count])
+        return replace(self, client=few, labels=self.labels[:count])
 
 
 class TrainingCost(Meter):
@@ -116,7 +128,7 @@ class TrainingCost(Meter):
             cost = self._costs[kind]
             if cost is None:
                 return
-            flops += sum(cost.fixed_flops + cost.example_flops * work.examples for work in works)
+            flops += sum(map(cost.of, works))
             peaks.append(cost.step_bytes)
         self._cohort = {}
         record.metrics |= {
@@ -147,22 +159,33 @@ def steps_and_examples(context: Any, client: Client, work: float) -> tuple[int, 
 
 
 def measure(context: Context, work: Work) -> ClientCost:
-    """Train one client on a copy of the method and return what it cost."""
+    """Train one client on a copy of the method and return what it cost.
+
+    What it computes before its steps is measured with half of its examples too.
+    """
     on_cuda = context.method.device.type == "cuda"
     before = torch.cuda.memory_allocated(context.method.device) if on_cuda else 0
     trial = TrialRound(context, work)
     with rng.torch_stream(context.seed, "dropout", trial.method.round, trial.client.id):
-        fixed = trial.flops(0)
+        fixed, made = float(trial.flops(0)), trial.made
         if on_cuda:
             torch.cuda.reset_peak_memory_stats(context.method.device)
         memory = TensorMemory()
-        whole = trial.flops(work.steps, nullcontext() if on_cuda else memory)
+        whole = float(trial.flops(work.steps, nullcontext() if on_cuda else memory))
     if on_cuda:
         step_bytes = torch.cuda.max_memory_allocated(context.method.device) - before
     else:
         step_bytes = memory.peak + bytes_of(trial.method)
-    sent = trial.flops_of_upload()
-    return ClientCost(fixed + sent, (whole - fixed) / max(1, work.examples), step_bytes)
+    sent, each = trial.flops_of_upload(), 0.0
+    if made:  # some of it for each of the client's examples, whatever its steps
+        n, few = len(work.client.train), max(1, len(work.client.train) // 2)
+        half = TrialRound(context, work.of_first(few))
+        with rng.torch_stream(context.seed, "dropout", trial.method.round, trial.client.id):
+            half.flops(0)
+        each = (made - half.made) / max(1, n - few)
+        fixed -= each * n
+        whole -= each * n
+    return ClientCost(fixed + sent, (whole - fixed) / max(1, work.examples), step_bytes, each)
 
 
 class TrialRound:
@@ -176,16 +199,16 @@ class TrialRound:
         self.method.train()
         self.optimizer = local_optimizer(self.method)
         self.counter = flop_counter(convolution_backward=backward_flops)
-        self.steps = 0
+        self.steps = self.made = 0
 
     def flops(self, steps: int, tracker: Any = None) -> int:
         """Return the operations of at most so many steps on the client's own batches, and of what
-        comes before them.
+        comes before them; those of making batches are then in ``made`` too.
 
         A step of one kind is taken once, and counted as often as it occurs.
 
         Args:
-            steps: at most so many; 0: only what does not depend on the client's examples.
+            steps: at most so many; 0: only what is done whatever their number.
             tracker: follows the memory.
         """
         batches = iter(
@@ -197,17 +220,18 @@ class TrialRound:
                 steps=steps,
             )
         )
-        total, known, self.steps = 0, {}, 0
+        total, known, self.steps, self.made = 0, {}, 0, 0
         with tracker or nullcontext():
             while True:
                 with self.fed.fabric.autocast():
                     made, batch = counted(self.counter, lambda: next(batches, None))
+                self.made += made
                 if batch is None:
-                    return total
-                kind = form_of(batch)
+                    return total + self.made
+                kind = self.method.step_kind(self.steps), form_of(batch)
                 if kind not in known:
                     known[kind] = self._step(batch)
-                total, self.steps = total + made + known[kind], self.steps + 1
+                total, self.steps = total + known[kind], self.steps + 1
 
     def _step(self, batch: Any) -> int:
         """Take a step and return its operations; then once more, now that the optimiser has its

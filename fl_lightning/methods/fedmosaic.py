@@ -246,6 +246,9 @@ class FedMosaic(Method):
     def work_kind(self, client: Client) -> str:
         return f"family {self.family(client)}"
 
+    def trained_size(self, client: Client) -> int:
+        return self.layouts[self.family(client)].size
+
     def local_batches(self, data: FederatedData, client: Client, **work: Any) -> Iterator[Any]:
         """Yield the client's batches; the reference's gradient on the first of them is averaged on
         the way, equally over examples."""

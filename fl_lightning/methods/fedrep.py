@@ -67,8 +67,11 @@ class FedRep(Method):
         yield from super().local_batches(data, client, epochs=passes, labels=labels, steps=first)
         yield from super().local_batches(data, client, epochs=epochs, labels=labels, steps=steps)
 
+    def step_kind(self, batch_idx: int) -> str:
+        return "head" if batch_idx < self.head_steps else "body"
+
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor]:
-        trains_head = batch_idx < self.head_steps
+        trains_head = self.step_kind(batch_idx) == "head"
         self.frozen = {
             name for name in self.trained_names if (name in self.own.shapes) != trains_head
         }

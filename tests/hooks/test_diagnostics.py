@@ -20,6 +20,7 @@ import yaml
 from outcomes import rows_of
 from places import ROOT
 from refusals import refused
+from tiny_language import fit, method_of
 from torch import nn
 from torch.nn import functional as F
 from toy import run_for_nothing
@@ -55,6 +56,7 @@ from fl_lightning.methods import (
     FedMPQKD,
     FedProx,
     FedRep,
+    FedVEMoE,
 )
 from fl_lightning.models import SmallCNN
 from fl_lightning.tasks import Classification
@@ -226,6 +228,17 @@ def test_gradient_norms_of_groups_of_parameters(tmp_path):
         on_images(FedRep()), images(), tmp_path, callbacks=[GradientNorms()], max_rounds=1
     )
     assert float(rows(trainer.run_dir)[0]["gradient/task"]) > 0
+
+
+def test_gradient_norms_of_a_method_with_two_passes(tmp_path):
+    """FedVEMoE's clients train experts, and then an adapter of their own on the same batches."""
+    meter = GradientNorms(last_step=True)
+    trainer = fit(method_of(FedVEMoE, k_init=2, k_max=3), tmp_path, max_rounds=1, callbacks=[meter])
+    (row,) = rows(trainer.run_dir)
+    found = {name: float(row[f"gradient/{name}"]) for name in ("task", "own", "last_own")}
+    assert all(value > 0 for value in found.values()), found
+    assert found["own"] != found["last_own"]
+    assert "gradient/last_task" not in row
 
 
 def test_gradient_norms_of_the_loss_terms(tmp_path):

@@ -3,6 +3,7 @@ watched."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,8 @@ from fl_lightning.clock import (
 )
 from fl_lightning.conformance.toy import images
 from fl_lightning.data import IID
-from fl_lightning.methods import FedAvg, FedPer
+from fl_lightning.methods import FedAvg, FedMosaic, FedMPQ, FedPer, Method
+from fl_lightning.models.residual_mlp import ResidualMLP
 from fl_lightning.study.metric_names import CLASSIFICATION, column, direction, headline, measure_of
 
 NAME = "val/accuracy_slowest_decile"
@@ -87,17 +89,30 @@ def test_equal_clients_are_all_slow(tmp_path, method):
     assert float(row[NAME]) == pytest.approx(float(row["val/accuracy"]))
 
 
-def test_a_round_has_lines_and_the_local_steps_too(tmp_path):
+FAMILIES = partial(FedMosaic, networks=[partial(ResidualMLP, width=w) for w in (16, 32)], rank=2)
+
+
+def values_of(method: Method, id: int) -> int:
+    """Return how many values a client trains."""
+    if not isinstance(method, FedMosaic):
+        return sum(one.numel() for one in method.network.parameters())
+    family = method.families[id % 2].parameters()
+    return sum(one.numel() for one in family if one.requires_grad)
+
+
+@pytest.mark.parametrize("kind", [FedAvg, FedMPQ, FAMILIES], ids=["FedAvg", "FedMPQ", "families"])
+def test_a_round_has_lines_and_the_local_steps_too(kind, tmp_path):
     """By hand: of 40 clients the slowest four, and a fifth that is as slow as the fourth."""
     seconds = {id: float(id) for id in range(40)} | {0: 36.0}
     assert slowest(seconds) == [0, 36, 37, 38, 39]
     assert slowest({4: 0.0}) == [4]
     assert slowest({}) == []
     meter = SlowClients()
-    trainer = trained(tmp_path, meter, local_epochs=2, max_local_steps=3, max_rounds=1)
-    size = 4 * sum(one.numel() for one in trainer.method.network.parameters())
+    settings = {"local_epochs": 2, "max_local_steps": 3, "max_rounds": 1}
+    trainer = trained(tmp_path, meter, method=kind, **settings)
     assert meter._seconds
     for id, took in meter._seconds.items():
+        size = 4 * values_of(trainer.method, id)
         examples = len(trainer.data.client(id).train)
         work = sum(([16] * (examples // 16) + [examples % 16] * (examples % 16 > 0)) * 2)
         first = sum((([16] * (examples // 16) + [examples % 16] * (examples % 16 > 0)) * 2)[:3])

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 from refusals import refused
+from tiny_language import fit, method_of, set_up
 from torch import nn
 from torch.profiler import profile
 from toy import run, sgd
@@ -18,6 +19,7 @@ from callbacks import EarlyStopping, Profile, StragglerDropout, TrainingCost
 from callbacks.meters import training_cost
 from fl_lightning.data import IID, FederatedImages
 from fl_lightning.methods import (
+    FedALA,
     FedAvg,
     FedKD,
     FedMosaic,
@@ -25,6 +27,8 @@ from fl_lightning.methods import (
     FedMPQKD,
     FedNTD,
     FedProx,
+    FedRep,
+    FedVEMoE,
     LinearSchedule,
     NotTrueTerm,
     ProximalTerm,
@@ -116,6 +120,37 @@ def test_flops_of_soft_labels_by_hand(tmp_path):
     own, labels = EXAMPLES * STEP, 3 * PUBLIC * FORWARD
     expected = [own + labels, own + labels + 3 * 2 * PUBLIC * STEP]
     assert flops_of(FedKD(distill_epochs=2), tmp_path, local_epochs=1) == expected
+
+
+def test_steps_of_two_kinds_are_measured_each(tmp_path):
+    """FedRep's four steps on the head, of 16, 16, 5 and 16 of 37 examples, and two epochs on the
+    body, whose gradient is that of a head that rests."""
+    head, body = FORWARD + 2 * H * C, 2 * FORWARD
+    federation = data(synthetic_examples=PUBLIC + 111)
+    found = flops_of(FedRep(head_steps=4), tmp_path, federation=federation)
+    assert found == 2 * [3 * 53 * head + 2 * 111 * body]
+
+
+def test_a_pass_before_the_steps_is_of_the_clients_own_examples(tmp_path):
+    """FedALA learns W of its head on all 36 or 37, whatever the number of steps."""
+    found = flops_of(FedALA(), tmp_path, max_local_steps=1)
+    assert found == 2 * [EXAMPLES * (FORWARD + 2 * H * C) + 3 * 16 * STEP]
+
+
+def test_the_work_of_experts_is_that_of_their_number_and_of_two_passes(tmp_path):
+    method, federation = set_up(method_of(FedVEMoE, k_init=2, k_max=3))
+    client, labels = federation.client(0), federation.labels(federation.client(0))
+    method.start_client(method.broadcast(client), client, labels)
+    batches = method.local_batches(federation, client, epochs=1, labels=labels, steps=2)
+    kinds = [method.step_kind(number) for number, _ in enumerate(batches)]
+    assert kinds == 2 * ["experts"] + 2 * ["own"]
+    before = method.work_kind(client)
+    method.server["active"] = torch.ones_like(method.server["active"])
+    assert method.work_kind(client) != before
+    costs = TrainingCost()
+    (row,) = rows_of(fit(method, tmp_path, max_rounds=1, callbacks=[costs]))
+    (cost,) = costs.state_dict().values()
+    assert float(row["cost/train_flops"]) > 4 * cost["pass_flops"] * 12 > 0
 
 
 def test_a_schedule_is_measured_where_it_changes_the_work(tmp_path, monkeypatch):
