@@ -136,6 +136,7 @@ class QuantizedMethod(Method, ABC):
         return self.deployed(self.codec.decode(payload, sender="server"), client)
 
     def full_precision(self) -> nn.Module:
+        self.take_own(None)  # and not what stays on the client that was deployed last
         return self.codec.full_precision(self.network, self.evaluated_weights)
 
 

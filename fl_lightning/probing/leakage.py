@@ -216,6 +216,11 @@ def _not_invertible(subject: ProbedModel) -> str:
     """Return why no image can be looked for; empty where it can."""
     if subject.images is None or not isinstance(subject.data.task, Classification):
         return f"the examples of {type(subject.data).__name__} are no images in [0, 1] with classes"
-    if not subject.method.is_sum:
-        return NO_WEIGHTS.format(type(subject.method).__name__)
+    method, name = subject.method, type(subject.method).__name__
+    if not method.is_sum:
+        return NO_WEIGHTS.format(name)
+    if method.own.size and method.own_part_learns:
+        return f"a part of the model of {name} stays on its clients, where no attacker sees it"
+    if "weights" not in method.server:
+        return f"clients of {name} do not all start from one model"
     return ""

@@ -344,6 +344,17 @@ def test_codes_of_32_bits_leave_fedper_as_it_is(tmp_path):
     assert all(torch.equal(coded.states[id][OWN], plain.states[id][OWN]) for id in plain.states)
 
 
+@pytest.mark.parametrize("name", ["FedMPQ", "AQFL"])
+def test_full_precision_has_the_part_of_no_client(name):
+    data = prepared()
+    method = getattr(methods, name)(personal="head", network=small_network)
+    method.build(data)
+    client = data.client(0, {OWN: torch.full_like(method.own_start, 0.25)})
+    before = method.own.read(method.full_precision())
+    assert torch.equal(method.own.read(method.deploy(client)), client.state[OWN])
+    assert torch.equal(method.own.read(method.full_precision()), before)
+
+
 def test_a_teacher_has_the_clients_own_part():
     data = prepared()
     method = methods.FedMPQKD(personal="head", network=small_network)

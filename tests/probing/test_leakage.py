@@ -13,7 +13,7 @@ from probed import subject_of
 from torch import nn
 
 from fl_lightning.conformance import toy
-from fl_lightning.methods import FedAvg, FedKD, FedProto, LocalOnly
+from fl_lightning.methods import FedAvg, FedKD, FedPer, FedProto, LocalOnly, Oracle
 from fl_lightning.models import SmallCNN
 from fl_lightning.probing import PROBES, inversion, leakage, select_probes
 from fl_lightning.probing.inversion import Attacker, psnr, recognised
@@ -94,6 +94,10 @@ def test_what_cannot_be_inverted_is_left_out_with_the_reason(tmp_path):
     finding = PROBES["inversion"](subject_of(FedProto(), tmp_path / "prototypes"))
     assert not finding.metrics
     assert "the server of FedProto adds up no weights" in finding.skipped[0]
+    for method, why in ((FedPer(), "stays on its clients"), (Oracle(), "not all start from one")):
+        finding = PROBES["inversion"](subject_of(method, tmp_path / type(method).__name__))
+        assert not finding.metrics
+        assert why in finding.skipped[0]
     finding = PROBES["membership"](subject_of(LocalOnly(), tmp_path))
     assert "model of its own" in finding.skipped[0]
 
