@@ -36,7 +36,8 @@ class Calibration(Meter):
     are NaN where probabilities are.
 
     Args:
-        bins: equal-width bins of confidence, at least 1.
+        bins: equal-width bins of confidence, at least 1, of the metric and the diagram; the
+            ``test`` command has a ``test/ece`` of 15 bins.
         every: rounds between reliability diagrams (``figures/reliability_round_0060``); 0: only the
             last.
     """

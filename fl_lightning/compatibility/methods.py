@@ -111,7 +111,7 @@ def adapter_average(run: Run) -> Iterator[Refusal]:
     if method.server_optimizer is not None and rule.replaces_adapters:
         why = "each round starts from new adapters, and there is nothing to step from"
         yield f"{given} --model.server_optimizer", why, "write --model.adapter_average residual"
-    if rule.replaces_adapters and method.terms_read("shift"):
+    if (rule.replaces_adapters or rule.new_factors) and method.terms_read("shift"):
         why = "its term adds up a client's updates, and each round starts from new adapters"
         yield f"{given} a DynamicTerm", why, "write --model.adapter_average residual"
     if rule.moves_base and method.terms_read("previous_features"):

@@ -66,6 +66,12 @@ class FedALA(PersonalMethod):
             "W needs parameters to mix",
             f"write --model.ala_names '[{self.trained_names[-1].rpartition('.')[0]}]'",
         )
+        require(
+            self.average.guide != "root_update" or self.ala_epochs == 0,
+            f"--model.average {type(self.average).__name__} with --model FedALA",
+            "the server's own client keeps no model, and would mix the first one into each round",
+            "write --model.average MultiKrum, or --model FedAvg",
+        )
         self.adapted = Layout.of(self.network, include=names.__contains__)
         self.first |= {"v": self.server["weights"].float(), "W": torch.ones(self.adapted.size)}
         for name in ("W", "global_part", "own_part"):

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
+from fl_lightning.aggregation.average import NoAverageError
 from fl_lightning.aggregation.sums import Addend, Sums
 from fl_lightning.client import Client
 from fl_lightning.compatibility import no_personal
@@ -59,6 +60,24 @@ class Oracle(Method):
         group = int(self.group[client_id])
         start = self.server["groups"][group].float()
         return {f"groups/{group}": Addend(self.decode(upload), weight, self.largest_weight, start)}
+
+    def add_up(self, uploads: Mapping[int, Payload], examples: Mapping[int, int]) -> Sums:
+        """Return the sums of groups; one whose clients have no average rests."""
+        if self.average.is_sum:
+            return super().add_up(uploads, examples)
+        groups: dict[int, dict[int, Payload]] = defaultdict(dict)
+        for id, upload in uploads.items():
+            groups[int(self.group[id])][id] = upload
+        there, failed = dict[int, Payload](), None
+        for of_group in groups.values():
+            try:
+                super().add_up(of_group, examples)
+                there |= of_group
+            except NoAverageError as reason:
+                failed = reason
+        if failed and not there:
+            raise failed
+        return super().add_up(there, examples)
 
     def starts(self) -> Mapping[str, Tensor]:
         return {f"groups/{group}": row.float() for group, row in enumerate(self.server["groups"])}

@@ -640,8 +640,10 @@ def test_what_does_not_go_together_is_refused():
     check("factors", average=Krum())
     with refused("--model.adapter_average stack with --model.server_optimizer", "residual"):
         check("stack", server_optimizer=ServerAdam())
-    with refused("--model.adapter_average stack with a DynamicTerm", "residual"):
-        check("stack", terms=[DynamicTerm()])
+    for rule in ("stack", "product"):
+        with refused(f"--model.adapter_average {rule} with a DynamicTerm", "residual"):
+            check(rule, terms=[DynamicTerm()])
+    check("solve", terms=[DynamicTerm()])
     with refused(
         "--model.adapter_average share_a with --model.personal head", "leave personal out"
     ):

@@ -27,6 +27,7 @@ from fl_lightning.methods import (
     FedProto,
     FedRoD,
     FineTune,
+    FLTrust,
     Krum,
     LocalOnly,
 )
@@ -236,6 +237,13 @@ def test_classes_may_be_bytes(tmp_path):
     run(methods[0], images(), tmp_path / "longs", max_rounds=2)
     run(methods[1], with_bytes(images()), tmp_path / "bytes", max_rounds=2)
     assert torch.equal(*(method.server["prototypes"] for method in methods))
+
+
+def test_a_server_that_trains_too_keeps_no_model_to_mix(tmp_path):
+    """FedALA on the root set would begin each round with the first weights as its own."""
+    with refused("--model.average FLTrust with --model FedALA", "MultiKrum"):
+        run(of(FedALA, average=FLTrust(1)), images(), tmp_path)
+    run(of(FedALA, average=FLTrust(1), ala_epochs=0), images(), tmp_path, max_rounds=1)
 
 
 @pytest.mark.parametrize("kind", [Ditto, APFL, FedALA])

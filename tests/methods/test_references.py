@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 import torch
 from ten import REFERENCES, SMALL, fit, same
-from toy import run, sgd
+from toy import ready, run, sgd
 
 from fl_lightning import methods, rng
+from fl_lightning.aggregation.average import NoAverageError
 from fl_lightning.conformance.toy import images
 from fl_lightning.hooks import Stressor
-from fl_lightning.methods import FedAvg, LocalOnly, Oracle
+from fl_lightning.methods import FedAvg, Krum, LocalOnly, Oracle
 from fl_lightning.wire import Payload
 
 
@@ -78,6 +79,25 @@ def test_an_oracle_averages_inside_groups_alone(tmp_path):
         torch.testing.assert_close(
             oracle.server["groups"][value], torch.zeros(oracle.layout.size) + mean
         )
+
+
+def test_a_group_with_too_few_uploads_for_the_average_rests():
+    """Krum(1) needs five; of two groups one has six and the other two."""
+    oracle, data = made("Oracle", average=Krum(1)), ready(num_clients=8)
+    oracle.build(data)
+    oracle.group = np.array(6 * [0] + 2 * [1])
+    before, size = oracle.server["groups"].clone(), oracle.layout.size
+    uploads = {
+        id: Payload({"examples": torch.tensor(1), "weights": torch.full((size,), float(id))})
+        for id in range(8)
+    }
+    oracle.aggregate(uploads)
+    groups = oracle.server["groups"]
+    assert groups[0][0] in (1, 2, 3, 4)
+    assert torch.equal(groups[1], before[1])
+    with pytest.raises(NoAverageError):
+        oracle.aggregate({id: uploads[id] for id in (6, 7)})
+    assert torch.equal(oracle.server["groups"], groups)
 
 
 @pytest.mark.parametrize("name", REFERENCES)

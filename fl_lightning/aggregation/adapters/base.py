@@ -48,6 +48,8 @@ class AdapterAverage(PlainWeights):
     """Whether messages hold something else than all values of ``layout``."""
     needs_both: bool = False
     """Whether it makes, or trains, A as well as B, so that neither may be frozen."""
+    new_factors: bool = False
+    """Whether the factors of a round have other directions than those of the one before."""
     ranks: Sequence[int] = ()
     """Client i has rank number i modulo their number; empty: all have the network's."""
     error: tuple[int, float] = (0, 0.0)

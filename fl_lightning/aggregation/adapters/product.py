@@ -27,6 +27,7 @@ class Product(AdapterAverage):
 
     name = "product"
     needs_both = True
+    new_factors = True
     is_linear = False
     sums_products = True
     refines = True
