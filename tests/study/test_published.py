@@ -348,3 +348,22 @@ def test_published_runs_do_not_join_a_study_to_which_seeds_were_added(tmp_path):
     swept.write_text(yaml.safe_dump(document))
     with refused("mine.yaml: until with published", "leave one of them out"):
         compare(str(tmp_path / "mine.yaml"), tmp_path / "out", tmp_path / "runs")
+
+
+def test_published_seeds_that_were_added_until_it_was_decided_are_judged_by_a_sequence(tmp_path):
+    """By that of the published report, whatever stands beside it, and in a report of that report."""
+    seeds = range(7)
+    a = {seed: 0.9 + 0.01 * (seed % 3) for seed in seeds}
+    b = {seed: 0.88 + 0.012 * (seed % 2) for seed in seeds}
+    keys = {"until": {"max_seeds": 7}, "criteria": ["p(A, B) < 1e-9"], "seeds": [*range(4)]}
+    found = [publish(tmp_path, {"A": a, "B": b}, **keys)]
+    for far, name in enumerate(("Mine", "Next"), 1):
+        mine = {name: {seed: 0.8 - 0.2 * far + 0.003 * (seed % (far + 1)) for seed in seeds}}
+        found.append(publish(tmp_path, mine, name, published=str(found[-1])))
+    tests = []
+    for report in map(report_of, found):
+        assert report["interval"] == "confidence sequence"
+        pairs = report["levels"][0]["differences"]
+        (one,) = (one for one in pairs if (one["a"], one["b"]) == ("A", "B"))
+        tests.append([one[name] for name in ("low", "high", "p_t", "p_holm")])
+    assert tests[0] == tests[1] == tests[2]

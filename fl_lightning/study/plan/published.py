@@ -22,6 +22,8 @@ from fl_lightning.study.metric_names import TaskMetrics
 from fl_lightning.study.plan.spec_file import SpecFile
 
 REPORT, RUNS, PLAN = "report.json", "runs.csv", "study.yaml"
+SEQUENCE = "confidence sequence"
+"""The ``interval`` of a report whose seeds were added until its criteria were decided."""
 MARK_LENGTH = 16
 """Characters of the hash that is registered."""
 OF_LEVEL = "protocol", "partition_sha256", "files_sha256"
@@ -96,6 +98,11 @@ class PublishedStudy:
     @property
     def controls(self) -> list[str]:
         return list(self.report.get("controls", []))
+
+    @property
+    def is_sequential(self) -> bool:
+        """Whether its seeds were added until its criteria were decided."""
+        return self.report.get("interval") == SEQUENCE
 
     @property
     def levels(self) -> list[Mapping[str, Any]]:

@@ -181,9 +181,11 @@ class Comparison:
 
     @property
     def is_sequential(self) -> bool:
-        """Whether seeds are added until the criteria are decided, so that a confidence sequence
-        decides."""
-        return self.study.until is not None
+        """Whether seeds were added until the criteria were decided, here or in a published study,
+        so that a confidence sequence decides."""
+        return self.study.until is not None or any(
+            one.is_sequential for one in self.study.published
+        )
 
     @cached_property
     def levels(self) -> list[dict[str, str]]:

@@ -19,6 +19,7 @@ import pandas as pd
 
 from fl_lightning.config.packaged import configs_folder
 from fl_lightning.study.metric_names import TaskMetrics, is_timing
+from fl_lightning.study.plan.published import SEQUENCE
 from fl_lightning.study.plan.registration import level_key
 from fl_lightning.study.plan.selection import selection_of
 from fl_lightning.study.report import transfer_tables
@@ -74,7 +75,7 @@ def report(
         "target": study.target_value,
         "task": _task(study.task),
         "published": [{"study": one.name, "runs_sha256": one.sha256} for one in study.published],
-        "interval": "confidence sequence" if comparison.is_sequential else "t",
+        "interval": SEQUENCE if comparison.is_sequential else "t",
         "stopping": stopping
         and {key: getattr(stopping, key) for key in ("seeds", "ending", "undecided")},
         "level": main,
