@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from compared import comparison_of, report_of
-from synthetic_runs import make_run
+from synthetic_runs import make_run, make_study
 
 from fl_lightning.study.report.compare import compare
 from fl_lightning.study.report.comparison import Comparison
@@ -47,6 +47,24 @@ def test_fewer_than_five_seeds_name_no_winner_and_the_report_says_why(
         assert (f"but no winner is named with fewer than 5 seeds: with {seeds}, so" in said) == (
             winner is None
         )
+
+
+@pytest.mark.parametrize(("proposed", "family"), [([], 3), (["A"], 2), (["A", "C"], 3)])
+def test_a_method_none_of_whose_runs_counts_is_in_the_family_and_named(tmp_path, proposed, family):
+    """What is asked does not get fewer by cells that fail."""
+    rows = {"A": {}, "B": {}}
+    for seed in range(5):
+        rows["B"][seed] = 0.8 + 0.02 * (-1) ** seed
+        rows["A"][seed] = rows["B"][seed] + 0.05 * (1 + 0.1 * seed)
+    methods = {"methods": {"A": {}, "B": {}, "C": {}}, "proposed": proposed}
+    make_study(tmp_path, rows, **methods)
+    found = comparison_of(tmp_path)
+    (one,) = found.differences(found.study.metric, {})
+    assert (one.a, one.b, one.test.family) == ("A", "B", family)
+    assert one.test.p_holm == pytest.approx(family * one.test.p_t)
+    ranking = found.ranking({})
+    assert ranking.leader == "A"
+    assert "every other method that has a number (C: none)" in ranking.reason
 
 
 def test_where_nobody_learnt_nobody_wins(tmp_path, capsys):

@@ -45,8 +45,8 @@ from fl_lightning.study.statistics import (
 Levels = Mapping[str, str]
 """The level of every axis of the grid; empty without a grid."""
 MIN_SEEDS = 5
-"""The seeds that a winner takes: with fewer, a small p rests on the normal distribution alone,
-since the Wilcoxon test cannot find a difference (its p is 2^(1 - n) at least)."""
+"""The seeds that a winner takes, a convention. With n seeds Wilcoxon's p is 2^(1 - n) at least, so
+that below six a p under 0.05 rests on normally distributed differences alone."""
 INSIDE_NOISE = (
     "inside the noise: no method is significantly better than every other, and no winner is named"
 )
@@ -304,21 +304,25 @@ class Comparison:
 
     @cached_property
     def pairs(self) -> list[tuple[str, str]]:
-        """The pairs (a, b) of the family."""
+        """The pairs (a, b) of the family, also those with a method that has no run."""
+        labels = list(self.study.methods)
         if self.proposed and self.baselines:
-            pairs = [*product(self.proposed, self.baselines), *combinations(self.proposed, 2)]
+            proposed = [label for label in labels if label in self.study.proposed]
+            baselines = [label for label in labels if label not in proposed]
+            pairs = [*product(proposed, baselines), *combinations(proposed, 2)]
         else:
-            pairs = list(combinations(self.labels, 2))
+            pairs = list(combinations(labels, 2))
         for criterion in (*self.criteria, *self.premises):
             for quantity in criterion.quantities:
                 if quantity.name == "p":
                     a, b = quantity.labels
-                    if {a, b} <= set(self.labels) and {a, b} not in map(set, pairs):
+                    if {a, b} not in map(set, pairs):
                         pairs.append((a, b))
         return pairs
 
     def differences(self, metric: str, levels: Levels) -> list[Difference]:
-        """Return the difference of every pair of the family, corrected for all of them."""
+        """Return the difference of every pair of methods with runs, corrected for the whole
+        family."""
         key = (metric, level_key(levels))
         if key not in self._differences:
             table, family = self.table(metric, levels), max(1, len(self.pairs))
@@ -327,7 +331,9 @@ class Comparison:
             ]
             tests = with_holm([one.test for one in found])
             self._differences[key] = [
-                replace(one, test=test) for one, test in zip(found, tests, strict=True)
+                replace(one, test=test)
+                for one, test in zip(found, tests, strict=True)
+                if {one.a, one.b} <= {*self.labels}
             ]
         return self._differences[key]
 
@@ -383,7 +389,7 @@ class Comparison:
         gap = self.difference(metric, first, second, levels)
         assert gap is not None  # every pair that a ranking can name is in the family
         leader, reason = self._leader(ranked, self.differences(metric, levels), gap)
-        silent = [one for one in self.labels if one not in ranked and self.runs(one, levels)]
+        silent = [one for one in self.study.methods if one not in ranked]
         if leader is not None and silent:
             reason += f" that has a number ({', '.join(silent)}: none)"
         winner = leader
