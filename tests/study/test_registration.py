@@ -89,6 +89,24 @@ def test_an_edited_criterion_is_visible_in_the_first_line_and_both_verdicts_are_
     assert "Not as registered" in capsys.readouterr().out
 
 
+def test_missing_cells_are_in_the_first_line_whatever_was_registered(runs):
+    edit(runs, seeds=[0, 1, 2, 3])
+    missing = "3 of 12 cells have no run that counts, such as A-seed3."
+    line, _ = head(runs)
+    assert line.startswith("**Not as registered**")
+    assert missing in line
+    (runs / "study/registration.json").unlink()
+    line, _ = head(runs)
+    assert line.startswith("**Not registered**")
+    assert line.endswith(f" {missing}")
+    edit(runs, seeds=[0, 1, 2])
+    register_as(runs / "study", 9)
+    shutil.rmtree(runs / "study/B-seed1")
+    line, _ = head(runs)
+    assert line.startswith("**Registered late**")
+    assert line.endswith(" 1 of 9 cells have no run that counts, such as B-seed1.")
+
+
 def test_a_look_at_a_part_of_the_cells_is_not_called_as_registered(runs):
     """Nor where a finished run was removed."""
     shutil.rmtree(runs / "study/B-seed1")

@@ -4,7 +4,7 @@ what the registered criteria say if it does not."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -69,10 +69,11 @@ def registration_report(results: Results, folder: Path) -> RegistrationReport:
     Raises:
         InputError: the registration cannot be read.
     """
-    registration = Registration.read(folder)
+    registration, results = Registration.read(folder), without_published(results)
+    missing = _missing(results)
     if registration is None:
-        return NOT_REGISTERED
-    first, results = registration.first, without_published(results)
+        return replace(NOT_REGISTERED, line=f"{NOT_REGISTERED.line} {missing}".rstrip())
+    first = registration.first
     found = [*differences(first.plan, results.study), *_different_runs(registration, results)]
     later = [entry for entry in registration.entries if entry.sha256 != first.sha256]
     found += [f"amended {_day(entry.date)}" for entry in later]
@@ -85,26 +86,35 @@ def registration_report(results: Results, folder: Path) -> RegistrationReport:
     report_of = partial(RegistrationReport, sha256=first.sha256, dates=dates)
     if found:
         comparison, why = _registered(results, registration, folder)
-        line = f"**Not as registered** on {_day(first.date)} ({mark}): {'; '.join(found)}. {why}".rstrip()
+        line = f"**Not as registered** on {_day(first.date)} ({mark}): {'; '.join(found)}."
+        line = " ".join(part for part in (line, missing, why) if part)
         return report_of("not as registered", line, found, registered=comparison)
     if first.runs:
         were = f"{first.runs} run{'s were' if first.runs > 1 else ' was'}"
         line = f"**Registered late**, on {_day(first.date)} ({mark}), when {were} in the folder already."
-        return report_of("registered late", line)
+        return report_of("registered late", f"{line} {missing}".rstrip())
     unchanged = (
         f"s registered before the first run ({mark}): selection, metric, criteria, premises, methods, seeds "
         "and stopping rule are unchanged"
     )
-    without = cells_without_run(results)
-    if without and results.study.until is None:
-        cells = f"{len(without)} of {len(results.study.cells())} cells have no run that counts"
+    if missing:
         line = (
-            f"**Not complete**: {cells}, such as {without[0]}. What follows is of the others, and its 95 % "
+            f"**Not complete**: {missing} What follows is of the others, and its 95 % "
             "are those of one look when all are there: whoever looks in between and stops where it suits "
             f"errs more often. Else a{unchanged}."
         )
         return report_of("not complete", line)
     return report_of("as registered", f"A{unchanged}.")
+
+
+def _missing(results: Results) -> str:
+    """Return a sentence on the cells that have no run that counts; empty where all have, and where
+    seeds are added."""
+    without = cells_without_run(results) if results.study.until is None else []
+    if not without:
+        return ""
+    cells = len(results.study.cells())
+    return f"{len(without)} of {cells} cells have no run that counts, such as {without[0]}."
 
 
 def cells_without_run(results: Results) -> list[str]:
