@@ -61,7 +61,7 @@ class DegradationEntries:
 
     axis: str = entry("it is an axis of the grid", "noise")
     stressed: str = entry("it is a level of the axis", "on")
-    clean: str = entry("it is a level of the axis", "on")
+    clean: str = entry("it is a level of the axis", "off")
 
 
 @dataclass

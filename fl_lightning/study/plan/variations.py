@@ -25,6 +25,8 @@ RESERVED = (
     *("registration", "content_sha256", "protocol_sha256"),
 )
 """Tags that every run has: none of them can name an axis."""
+COLUMNS = ("run", "rounds")
+"""What ``runs.csv`` says of each run beside its tags, axes and metrics."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,9 @@ def read_grid(
         file.require(
             not taken, f"{key}.{axis}", "every run has a tag of that name", f"write {axis}_axis"
         )
+        taken = axis in COLUMNS and file.find_configs  # studies of before are still reported
+        rule = "runs.csv of a report has a column of that name"
+        file.require(not taken, f"{key}.{axis}", rule, f"write {axis}_axis")
         grid[axis] = variations_in(file, levels, f"{key}.{axis}")
     return grid
 
