@@ -8,6 +8,7 @@ import shutil
 import numpy as np
 import pytest
 from compared import GRID, OFF, ON, A, B, C, comparison_of, decisions, report_of
+from refusals import refused
 from synthetic_runs import make_run, make_study
 
 from fl_lightning.__main__ import main
@@ -238,6 +239,24 @@ def test_nothing_but_arithmetic_is_a_criterion(text, tmp_path, monkeypatch):
     with pytest.raises(InputError, match="criterion"):
         parse(text, ["A", "B"])
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "level", ["0.50", "0.5", "1e-3", "on", "1", "dirichlet-01", "2 labels", "it's", "a, b"]
+)
+def test_a_level_is_named_as_the_study_writes_it(level):
+    """Whether it is a name or a number of Python or neither, alone or in quotes."""
+    grid = {"beta": {level: 1, "off": 2}, "noise": {"0.5": 1}}
+    for written in (level, repr(level)):
+        text = f"accuracy(A, beta={written}, noise = 0.5) - auc(A, noise=0.5, beta={written}) > 0"
+        found = parse(text, ["A"], grid)
+        assert [one.at for one in found.quantities] == [
+            (("beta", level), ("noise", "0.5")),
+            (("noise", "0.5"), ("beta", level)),
+        ]
+        assert found.condition.text.startswith(f"accuracy(A, beta={level}, noise=0.5) - ")
+    with refused("beta=half", "write one of them"):
+        parse("accuracy(A, beta=half) > 0", ["A"], grid)
 
 
 @pytest.mark.parametrize(

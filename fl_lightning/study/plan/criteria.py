@@ -195,7 +195,8 @@ def parse(
     """Check a criterion.
 
     Args:
-        text: the criterion; a label that is no plain name may be written as it is, or in quotes.
+        text: the criterion; a label or level that is no plain name may be written as it is, or in
+            quotes.
         labels: the labels of the study.
         grid: its axes, each with its levels.
         name, share, claim, needed_by: see :class:`Criterion`.
@@ -212,7 +213,7 @@ def parse(
         raise wrong(f"{len(text)} characters", f"it has {MAX_LENGTH} at most")
     try:
         one_line = " ".join(text.split()) if "\n" in text else text.strip()
-        tree = ast.parse(_quote(one_line, labels), mode="eval")
+        tree = ast.parse(_quote(one_line, labels, grid or {}), mode="eval")
         ast.unparse(tree)  # as parts of it are written in reports, which may go deeper
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         given = getattr(error, "msg", None) or "it cannot be read"
@@ -260,7 +261,7 @@ def _inequality(node: ast.Compare, labels: Sequence[str], wrong: Wrong) -> Inequ
             raise wrong("one method", "p compares two", example)
         if not (is_finite_number(right) and 0 < right.value < 1):  # type: ignore[operator]
             raise wrong(shown(right), "p is compared with a number between 0 and 1", example)
-    return Inequality(_written(node, labels), left, right, relation, quantities)
+    return Inequality(_written(node, labels, quantities), left, right, relation, quantities)
 
 
 def _no_increase(node: ast.Call, labels: Sequence[str], wrong: Wrong) -> NoIncrease:
@@ -352,17 +353,24 @@ def check_needs(
         )
 
 
-def _written(node: ast.expr, labels: Sequence[str]) -> str:
-    """Return a part of a criterion as text, with labels as they are written in a study."""
+def _written(node: ast.expr, labels: Sequence[str], quantities: Sequence[Quantity] = ()) -> str:
+    """Return a part of a criterion as text, with labels and levels as they are written in a
+    study."""
     text = ast.unparse(node)
     for label in labels:
         text = text.replace(f"({label!r}", f"({label}").replace(f", {label!r}", f", {label}")
+    for axis, level in (at for quantity in quantities for at in quantity.at):
+        text = text.replace(f"{axis}={level!r}", f"{axis}={level}")
     return text
 
 
-def _quote(text: str, labels: Sequence[str]) -> str:
-    """Put labels that stand alone between the parentheses of a quantity in quotes:
-    ``accuracy(FedMPQKD a=1)``."""
-    longest_first = sorted(labels, key=len, reverse=True)
-    pattern = "|".join(map(re.escape, longest_first)) or r"(?!)"
-    return re.sub(rf"(?<=[(,])\s*({pattern})\s*(?=[,)])", lambda match: repr(match[1]), text)
+def _quote(text: str, labels: Collection[str], grid: Mapping[str, Collection[str]]) -> str:
+    """Put labels that stand alone between the parentheses of a quantity in quotes, and levels
+    behind their axis: ``accuracy(FedMPQKD a=1, beta=0.50)``."""
+    behind_axes = [(rf"{re.escape(axis)}\s*=\s*", levels) for axis, levels in grid.items()]
+    for before, names in [("", labels), *behind_axes]:
+        longest_first = sorted(names, key=len, reverse=True)
+        one = "|".join(map(re.escape, longest_first)) or r"(?!)"
+        pattern = rf"(?<=[(,])(\s*{before})({one})\s*(?=[,)])"
+        text = re.sub(pattern, lambda match: match[1] + repr(match[2]), text)
+    return text
