@@ -20,7 +20,7 @@ from math import isfinite
 from pathlib import Path
 
 from fl_lightning.study.plan.study import Study
-from fl_lightning.study.results.run_records import read_folder
+from fl_lightning.study.results.run_records import RunRecord, read_folder
 from fl_lightning.study.statistics import mean_std, t_interval
 
 DOCS = Path(__file__).parent
@@ -29,7 +29,7 @@ CONFIGS = DOCS.parent / "configs/published"
 POINTS = 2.0
 """A disagreement beyond so many points is named."""
 LOST = 10.0
-"""So is a run that ends so many points below its best round."""
+"""So is a run that ends so many points or more below its best round."""
 Row = Mapping[str, str]
 RUN = ("study", "level", "method", "seed", "rounds", "best", "last")
 SIDE_BY_SIDE = ("study", "level", "method", "seed", "round", "theirs", "ours")
@@ -134,22 +134,30 @@ def write(name: str, columns: Sequence[str], rows: Iterable[Row]) -> None:
         writer.writerows(rows)
 
 
+def counted_in(folder: Path, study: str) -> Iterator[tuple[tuple[str, str, str], RunRecord]]:
+    """Yield setting, method and seed of each finished cell of a study in a folder, and the cell;
+    damaged runs and those of no cell do not count."""
+    (axis,) = Study.read(CONFIGS / f"{study}.yaml").grid
+    for record in read_folder(folder) if folder.is_dir() else []:
+        if not record.problem and {axis, "label"} <= {*record.tags}:
+            cell = record.tags[axis], record.tags["label"], record.metadata["seed"]
+            yield (str(cell[0]), str(cell[1]), str(cell[2])), record
+
+
 def rows_of_runs(root: Path) -> Iterator[dict[str, str]]:
     """Yield a row for each finished run of the studies, and of copies of them with fewer rounds,
     whose name is ``<study>_short``."""
     for study in SOURCES:
         for folder in (root / study, root / f"{study}_short"):
-            for record in read_folder(folder) if folder.is_dir() else []:
-                tags, metadata = record.metadata["tags"], record.metadata
+            for (level, method, seed), record in counted_in(folder, study):
                 found = [row["test/accuracy"] for row in record.history if "test/accuracy" in row]
-                if metadata["status"] != "finished" or not found:
+                if not found:
                     continue
-                (axis,) = Study.read(CONFIGS / f"{study}.yaml").grid
                 yield {
                     "study": study,
-                    "level": str(tags[axis]),
-                    "method": str(tags["label"]),
-                    "seed": str(metadata["seed"]),
+                    "level": level,
+                    "method": method,
+                    "seed": seed,
                     "rounds": str(len(record.history)),
                     "best": f"{max(found):.6f}",
                     "last": f"{found[-1]:.6f}",
@@ -175,15 +183,12 @@ def side_by_side(study: str, root: Path, theirs: Path) -> list[dict[str, str]]:
     """Return a row for each round that both a benchmark's own code and a run of ours have made, of
     each way in which PFLlib's models were tested."""
     found = [*(accuracies_of_pfllib if study == "pfllib" else rows_of)(theirs)]
-    (axis,) = Study.read(CONFIGS / f"{study}.yaml").grid
     both = []
-    for record in read_folder(root / RUNS_BESIDE[study]):
-        tags, its_seed = record.metadata["tags"], str(record.metadata["seed"])
-        cell = str(tags[axis]), str(tags["label"]), its_seed
+    for cell, record in counted_in(root / RUNS_BESIDE[study], study):
         made = {
             str(int(row["round"])): f"{row['test/accuracy']:.6f}"
             for row in record.history
-            if record.metadata["status"] == "finished" and "test/accuracy" in row
+            if "test/accuracy" in row
         }
         both += [
             dict(
@@ -248,7 +253,9 @@ def ours(study: str, runs: Sequence[Row], method: str, published: float | None) 
         return shown, seeds
     unexplained = ", not explained" if abs(mean - published) > POINTS else ""
     ends = [100 * float(row["last"]) for row in runs if int(row["rounds"]) == most]
-    lost = [f"{end:.2f}" for best, end in zip(values, ends, strict=True) if best - end > LOST]
+    lost = [
+        f"{end:.2f}" for best, end in zip(values, ends, strict=True) if round(best - end, 4) >= LOST
+    ]
     fallen = f"; {len(lost)} ended at {', '.join(lost)}" if lost else ""
     return shown, f"{seeds}; {mean - published:+.1f} points{unexplained}{fallen}"
 
@@ -328,7 +335,7 @@ def page() -> str:
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=Path, help="folder of runs that are added to ours.csv")
     parser.add_argument(
@@ -336,9 +343,13 @@ def main() -> None:
         metavar="STUDY=FILE",
         help=f"what the own code of {' or '.join(RUNS_BESIDE)} had, beside --runs",
     )
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     if given.theirs is not None:
         study, _, theirs = given.theirs.partition("=")
+        if study not in RUNS_BESIDE or not Path(theirs).is_file():
+            parser.error(f"--theirs {given.theirs}: write {' or '.join(RUNS_BESIDE)}, = and a file")
+        if given.runs is None:
+            parser.error("--theirs needs the folder of the runs beside it: add --runs runs")
         found = side_by_side(study, given.runs, Path(theirs))
         write("side_by_side", SIDE_BY_SIDE, with_rounds(read("side_by_side"), found))
     if given.runs is not None:

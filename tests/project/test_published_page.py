@@ -21,6 +21,16 @@ def published():
         yield module
 
 
+def make_run(folder, found, **about):
+    """Write a finished run with these accuracies, round by round."""
+    folder.mkdir(parents=True)
+    known = {"seed": 0, "status": "finished", "partition_sha256": "0" * 64, **about}
+    (folder / "metadata.json").write_text(json.dumps(known))
+    (folder / "config.yaml").write_text(f"seed_everything: {known['seed']}\n")
+    rows = "".join(f"{number},{value}\n" for number, value in enumerate(found, 1))
+    (folder / "metrics.csv").write_text(f"round,test/accuracy\n{rows}")
+
+
 def test_the_page_is_generated(published):
     assert published.PAGE.read_text() == published.page(), "run python docs/published_figures.py"
 
@@ -47,16 +57,9 @@ def test_ours_are_the_best_rounds_of_finished_runs_with_their_interval(
     rows = [["study", "level", "method", "seed", "rounds", "best", "last"]]
     for seed, (start, accuracy) in enumerate([(0.5, 0.9), (0.5, 0.91), (0.95, 0.92)]):
         for study, rounds in (("niid_bench", 50), ("niid_bench_short", 3)):
-            run = tmp_path / "runs" / study / f"FedAvg-{seed}"
-            run.mkdir(parents=True)
             tags = {"label": "FedAvg", "partition": {50: "iid", 3: "labels3"}[rounds]}
-            about = {"seed": seed, "status": "finished", "tags": tags}
-            (run / "metadata.json").write_text(json.dumps(about))
-            (run / "config.yaml").write_text("{}")
             found = [start, *[0.4] * (rounds - 2), accuracy]
-            (run / "metrics.csv").write_text(
-                "round,test/accuracy\n" + "".join(f"{i},{x}\n" for i, x in enumerate(found, 1))
-            )
+            make_run(tmp_path / "runs" / study / f"FedAvg-{seed}", found, seed=seed, tags=tags)
     for row in sorted(
         published.rows_of_runs(tmp_path / "runs"), key=lambda row: (row["level"], row["seed"])
     ):
@@ -87,18 +90,16 @@ def test_ours_are_the_best_rounds_of_finished_runs_with_their_interval(
     fallen = [dict(zip(rows[0], row, strict=True)) | {"last": "0.1"} for row in rows[1:3]]
     said = published.ours("niid_bench", fallen, "FedAvg", 90.0)[1]
     assert said == "2 seeds; +0.5 points; 2 ended at 10.00, 10.00"
+    ten = [fallen[0] | {"best": "0.57", "last": "0.47"}, fallen[1] | {"last": "0.810001"}]
+    said = published.ours("niid_bench", ten, "FedAvg", 74.0)[1]
+    assert said == "2 seeds; +0.0 points; 1 ended at 47.00"
 
 
 def test_pfllibs_own_code_is_compared_in_rounds_that_both_have_made(published, tmp_path):
     """Of Ditto the clients' own models count, and a round that ours has not made is left out."""
     for method, found in (("Ditto", [0.5, 0.6]), ("FedRoD", [0.7])):
-        run = tmp_path / "runs/pfllib_short" / method
-        run.mkdir(parents=True)
-        about = {"seed": 0, "status": "finished", "tags": {"label": method, "skew": "practical"}}
-        (run / "metadata.json").write_text(json.dumps(about))
-        (run / "config.yaml").write_text("{}")
-        rows = "".join(f"{number},{value}\n" for number, value in enumerate(found, 1))
-        (run / "metrics.csv").write_text(f"round,test/accuracy\n{rows}")
+        tags = {"label": method, "skew": "practical"}
+        make_run(tmp_path / "runs/pfllib_short" / method, found, tags=tags)
     theirs = tmp_path / "theirs.csv"
     theirs.write_text(
         "Ditto,own,0,1,0.1\nDitto,personal,0,1,0.4\nFedROD,own,0,0,0\nFedROD,own,0,1,0.8\nFedROD,own,0,2,1\n"
@@ -111,12 +112,8 @@ def test_pfllibs_own_code_is_compared_in_rounds_that_both_have_made(published, t
 
 
 def test_niid_benchs_own_code_is_compared_by_setting(published, tmp_path):
-    run = tmp_path / "runs/niid_bench_brief/FedAvg"
-    run.mkdir(parents=True)
-    about = {"seed": 0, "status": "finished", "tags": {"label": "FedAvg", "partition": "labels2"}}
-    (run / "metadata.json").write_text(json.dumps(about))
-    (run / "config.yaml").write_text("{}")
-    (run / "metrics.csv").write_text("round,test/accuracy\n1,0.5\n")
+    tags = {"label": "FedAvg", "partition": "labels2"}
+    make_run(tmp_path / "runs/niid_bench_brief/FedAvg", [0.5], tags=tags)
     theirs = tmp_path / "theirs.csv"
     theirs.write_text(
         "iid,FedAvg,0,1,0.8\nlabels2,FedAvg,0,1,0.4\nlabels2,FedAvg,1,1,0.6\nlabels2,FedProx,0,1,0.3\n"
@@ -125,6 +122,39 @@ def test_niid_benchs_own_code_is_compared_by_setting(published, tmp_path):
     assert [(*row.values(),) for row in found] == [
         ("niid_bench", "labels2", "FedAvg", "0", "1", "0.4", "0.500000")
     ]
+
+
+def test_damaged_runs_and_those_of_no_cell_are_no_figures(published, tmp_path):
+    """In neither table; the numbers of a damaged run were taken, and a plain run was a KeyError."""
+    tags, root = {"label": "FedAvg", "partition": "iid"}, tmp_path / "runs"
+    for folder in ("niid_bench_brief", "niid_bench_short"):
+        make_run(root / folder / "FedAvg", [0.5, 0.6], tags=tags)
+        make_run(root / folder / "damaged", [0.5, 0.9], seed=1, tags=tags)
+        (root / folder / "damaged/metrics.csv").write_text("round,test/accuracy\n1,0.5\n3,0.9\n")
+        make_run(root / folder / "changed", [0.5, 0.9], seed=2, tags=tags, **{"final/accuracy": 1})
+        make_run(root / folder / "plain", [0.5, 0.9], seed=3)
+        make_run(root / folder / "unfinished", [0.5], seed=4, tags=tags, status="running")
+    theirs = tmp_path / "theirs.csv"
+    theirs.write_text("".join(f"iid,FedAvg,{seed},1,0.8\n" for seed in range(5)))
+    found = published.side_by_side("niid_bench", root, theirs)
+    assert [row["seed"] for row in found] == ["0"]
+    assert [row["seed"] for row in published.rows_of_runs(root)] == ["0"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--theirs", "pfllib={file}"], "add --runs runs"),
+        (["--runs", "runs", "--theirs", "pflib={file}"], "write niid_bench or pfllib"),
+        (["--runs", "runs", "--theirs", "pfllib=nowhere.csv"], "and a file"),
+    ],
+)
+def test_what_the_command_lacks_is_said_in_a_line(published, tmp_path, capsys, words, said):
+    file = tmp_path / "theirs.csv"
+    file.write_text("")
+    with pytest.raises(SystemExit):
+        published.main([word.format(file=file) for word in words])
+    assert said in capsys.readouterr().err
 
 
 def test_seeds_that_were_compared_before_stay(published):
