@@ -15,7 +15,8 @@
     direction: maximize              # default: as the metric's name, or the task of the runs, says
     seed: 0                          # of every run and of the search; or a list, with each of which
                                      # a trial runs: its metric is their mean
-    prune: false                     # end trials early that are below the median of those before
+    prune: false                     # end trials early whose best round so far is worse than the
+                                     # median of completed trials at the same round
 
 Where ``study`` is the path of a study file, every method of the study is tuned, each with the same
 space and the same number of trials; what a method alone has to set is searched within that number.
