@@ -145,6 +145,19 @@ class FederatedData(ExampleBatches, Recorded, LightningDataModule):
         continued knows it again; empty where it is not, or the data do not say."""
         return ""
 
+    @property
+    def tokens_sha256(self) -> str:
+        """SHA-256 of the token ids that all text has become, which tokenisers and templates decide
+        beside the text; empty where there is no text, or :attr:`content_sha256` is of its
+        tokens."""
+        return ""
+
+    @property
+    def tokenizer_sha256(self) -> str:
+        """SHA-256 of what the tokeniser makes of any text, by which a server knows that nodes with
+        text of their own have the same one; empty where there is none, or it does not say."""
+        return ""
+
     def form(self) -> Form:
         """Return what data of nodes must take over to be data of this run."""
         return Form()

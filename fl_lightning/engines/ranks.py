@@ -23,7 +23,6 @@ from fl_lightning.engines.holders import (
     fetch_states,
     preferred_rank,
 )
-from fl_lightning.errors import InputError
 from fl_lightning.metrics import Mean
 from fl_lightning.wire import LedgerEntry
 from fl_lightning.wire.payload import HEADER
@@ -48,7 +47,6 @@ class RankedEngine(Engine):
         self.holders = {} if holders is None else holders
 
     def start(self) -> None:
-        require_same_data(self.data)
         self.engine.start()
 
     def rest(self) -> None:
@@ -200,23 +198,6 @@ def require_agreement(tasks: Sequence[ClientTask]) -> None:
             f"ranks {different} have other tasks for this round than rank 0; every rank computes "
             "the same round; draw what callbacks and methods draw from fl_lightning.rng.stream, and "
             "run all ranks on machines of one kind"
-        )
-
-
-def require_same_data(data: FederatedData) -> None:
-    """Refuse to begin where ranks hold other examples, or deal them otherwise.
-
-    Raises:
-        InputError: they do; data that give no ``content_sha256`` are compared by who holds which
-            alone.
-    """
-    hashes = gather_bytes(f"{data.partition_hash} {data.content_sha256}".encode())
-    different = [other for other, theirs in enumerate(hashes) if theirs != hashes[0]]
-    if different:
-        raise InputError(
-            f"--data {type(data).__name__} of ranks {different}",
-            "it has other examples there than on rank 0, or other clients hold them; all ranks train one set",
-            "give every machine the same files, and draw what setup draws from a generator with a seed",
         )
 
 

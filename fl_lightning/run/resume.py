@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 
 from fl_lightning.config.recorded import not_recorded
 from fl_lightning.config.settings import changed_settings, config_of, flatten, is_free
-from fl_lightning.data.test_owners import owners_sha256
+from fl_lightning.data.hashes import hashes_of
 from fl_lightning.distributed import collectives
 from fl_lightning.errors import InputError, require
 from fl_lightning.federation import Federation
@@ -218,19 +219,15 @@ def find_same(experiment: Path, name: RunName, config: Mapping[str, Any]) -> Sta
 
 
 def identity_of(fed: Federation) -> dict[str, Any]:
-    """Return what a run's results rest on beside its settings, each as a SHA-256: who holds which
-    examples (``partition``), the examples of data of one's own (``content``), what these say of the
-    clients and groups of test examples (``test_owners``), a public set of other data (``public``),
-    the network's weights that never travel (``frozen``), the files of devices and traces
-    (``clock``) and of graphs (``topology``), and tables of joules (``costs``); and numbers of the
-    network's other tensors that never travel, and of what clients begin with that is in no state of
-    a server (``constants``)."""
+    """Return what a run's results rest on beside its settings, each as a SHA-256: that of
+    :func:`~fl_lightning.data.hashes.hashes_of` its data, the network's weights that never travel
+    (``frozen``), the files of devices and traces (``clock``) and of graphs (``topology``), and
+    tables of joules (``costs``); and numbers of the network's other tensors that never travel, and
+    of what clients begin with that is in no state of a server (``constants``)."""
+    method = fed.method
     found: dict[str, Any] = {
-        "partition": fed.data.partition_hash,
-        "content": fed.data.content_sha256,
-        "test_owners": owners_sha256(fed.data),
-        "public": fed.data.public_sha256,
-        **what_never_travels(fed.method.network, fed.method.layout.shapes, fed.method.first),
+        **hashes_of(fed.data),
+        **what_never_travels(method.network, method.layout.shapes, method.first),
     }
     found["clock"] = "" if fed.timing is None else fed.timing.clock.content_sha256
     found["topology"] = fed.aggregation.content_sha256
@@ -248,6 +245,31 @@ def changed_identity(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> l
     ]
     constants = other_constants(saved.get("constants", {}), identity.get("constants", {}))
     return changed + [f"the network's {name}, which is drawn anew" for name in constants]
+
+
+def require_one_identity(identity: Mapping[str, Any]) -> None:
+    """Refuse to begin where ranks are about to train another run than rank 0: its settings are the
+    same for all, and what else the results rest on is read by each from its own disk.
+
+    Args:
+        identity: :func:`identity_of` this rank's federation.
+
+    Raises:
+        InputError: they are.
+    """
+    others = [json.loads(one) for one in collectives.gather_bytes(json.dumps(identity).encode())]
+    first = others[0]
+    for rank, other in enumerate(others):
+        wrong = [name for key, name in IDENTITY.items() if first.get(key) != other.get(key)]
+        constants = other_constants(first.get("constants", {}), other.get("constants", {}))
+        wrong += [f"the network's {name}" for name in constants]
+        require(
+            not wrong,
+            f"rank {rank} of {len(others)}",
+            f"it has others there than rank 0: {', '.join(wrong)}; all ranks train one run",
+            "give every machine the same files and packages, and draw what setup draws from a "
+            "generator with a seed",
+        )
 
 
 def check_same(

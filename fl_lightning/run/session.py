@@ -23,6 +23,7 @@ from fl_lightning.run.journal import Journal
 from fl_lightning.run.log import RunLog
 from fl_lightning.run.paths import short_path
 from fl_lightning.run.progress import Progress
+from fl_lightning.run.resume import require_one_identity
 from fl_lightning.run.unsaved import unsaved_state, warn_of_changes
 
 log = logging.getLogger("fl_lightning")
@@ -111,6 +112,7 @@ class RunSession:
         shared = self.fed.timing.in_flight if self.fed.timing else ()
         forget_flights(self.fed.states, shared)
         spread_states(self.fed.states, self.fed.holders, shared)
+        require_one_identity(self.progress.identity)
         engine = self.make_engine(self.fed)
         running.callback(engine.close)
         engine.start()

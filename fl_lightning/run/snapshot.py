@@ -30,6 +30,7 @@ FORMAT = 2  # version of the checkpoints' layout
 IDENTITY = {
     "partition": "the clients' examples",
     "content": "the data",
+    "tokens": "the tokens of the text",
     "test_owners": "the clients or groups of test examples",
     "public": "the public set",
     "frozen": "the network's frozen weights",

@@ -3,9 +3,13 @@ transformers."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from tiny_language import fit, method_of
 
+from fl_lightning.data import TextFiles
 from fl_lightning.data.text.prompts import Prompt
 from fl_lightning.data.text.tokens import (
     IGNORED,
@@ -16,9 +20,11 @@ from fl_lightning.data.text.tokens import (
     encode_windows,
     prompt_of,
 )
+from fl_lightning.deploy.protocol.identity import facts
 from fl_lightning.errors import InputError
 from fl_lightning.metrics.text import prompts_and_answers, until_end
 from fl_lightning.rng import stream
+from fl_lightning.run.resume import changed_identity
 
 BYTES = ByteTokenizer()
 BOS, EOS, PAD = 256, 257, 258
@@ -196,6 +202,34 @@ def test_a_tokeniser_of_transformers_does_as_well():
     assert inputs["attention_mask"].sum() == inputs["input_ids"].shape[1] == 10
     _, _, answers = prompts_and_answers(inputs["input_ids"], target, tokenizer.pad)
     assert tokenizer.decode(until_end(answers[0], tokenizer.eos)) == "3"
+
+
+def test_a_run_is_not_continued_with_another_tokeniser(tmp_path, monkeypatch):
+    """Its text is the same, and so are the numbers of its tokens."""
+    begun = fit(method_of(), tmp_path, max_rounds=1)
+    again = {"ckpt_path": str(begun.run_dir), "max_rounds": 1}
+    fit(method_of(), tmp_path, **again)
+    metadata = json.loads((begun.run_dir / "metadata.json").read_text())
+    known = metadata["tokens_sha256"]
+    monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text: [*text.swapcase().encode()])
+    with pytest.raises(InputError, match=rf"\(the tokens of the text: {known[:12]} -> "):
+        fit(method_of(), tmp_path, **again)
+    other = fit(method_of(), tmp_path, **again, allow_changed=True)
+    assert other.run_dir == begun.run_dir
+    assert not changed_identity({"partition": "p"}, {"partition": "p", "tokens": "t"})  # of before
+
+
+def test_tokenisers_of_transformers_are_told_apart_by_their_tokens():
+    """Those of a node's own text have other examples than the server's."""
+    one, same, other = (word_tokenizer(bos_token="<s>", eos_token="</s>") for _ in range(3))
+    other.add_tokens(["fox"])
+    data = [
+        TextFiles("own.jsonl", tokenizer=HuggingFaceTokenizer(tokenizer=each))
+        for each in (one, same, other)
+    ]
+    hashes = [facts(each)["tokenizer"] for each in data]
+    assert hashes[0] == hashes[1] != hashes[2]
+    assert "tokenizer" not in facts(TextFiles("own.jsonl"))
 
 
 def test_tokenisers_that_cannot_be_used_are_refused(tmp_path):

@@ -34,6 +34,9 @@ from fl_lightning.deploy.node import own_data
 from fl_lightning.deploy.node.build import builder
 from fl_lightning.deploy.node.node import Node, NodeSettings
 from fl_lightning.deploy.node.own_data import OwnData
+from fl_lightning.deploy.protocol.messages import Message
+from fl_lightning.deploy.server.census import NAMES, Census
+from fl_lightning.deploy.server.roster import RoundRules
 from fl_lightning.deploy.server.server import deploy_over
 from fl_lightning.errors import InputError
 
@@ -120,6 +123,25 @@ def test_personal_models_are_validated_on_nodes_with_data_of_their_own(leaves, t
         assert {key: here[key] for key in here if key.startswith("val/")} == pytest.approx(
             {key: there[key] for key in there if key.startswith("val/")}, rel=1e-6
         )
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "fits"),
+    [("one", "one", True), ("one", "other", False), ("one", "", True), ("", "other", True)],
+)
+def test_tokenisers_of_server_and_node_are_compared_where_both_have_one(here, there, fits):
+    """Tokens that are on the disk need none."""
+    known, theirs = (
+        dict.fromkeys(NAMES, 1) | ({"tokenizer": one} if one else {}) for one in (here, there)
+    )
+    answer = {"kind": "counted", "name": "n0", "clients": {"0": [3, 1]}, "facts": theirs}
+    census = Census(InProcess({}), {}, RoundRules())
+    if fits:
+        census._take("node0", Message(answer), known)
+        assert census.counts == {0: (3, 1)}
+    else:
+        with pytest.raises(InputError, match="SHA-256 of the tokeniser: other there, one here"):
+            census._take("node0", Message(answer), known)
 
 
 def test_a_node_named_by_a_class_path_has_the_same_weights(leaves, tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -13,15 +13,19 @@ import numpy as np
 import pytest
 import yaml
 from deploy_transports import InProcess
-from own_leaves import config, own_nodes
+from own_leaves import SIZES, config, leaf, leaf_file, own_nodes
 from own_leaves import deployed as deployed_on_own_data
 from test_deploy import RULES, KilledInRoundThree, nodes_in, weights
 
 from fl_lightning.cli.parser import FederatedCLI
+from fl_lightning.data import FederatedData, FederatedImages
+from fl_lightning.data.text.tokens import ByteTokenizer
 from fl_lightning.deploy.node.build import builder
 from fl_lightning.deploy.node.node import Node, NodeSettings
+from fl_lightning.deploy.protocol.messages import Message
 from fl_lightning.deploy.server.server import deploy_over
 from fl_lightning.errors import InputError, RunStopped
+from fl_lightning.methods import hest
 
 IID = {"class_path": "IID"}
 SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.3}}
@@ -106,6 +110,75 @@ def test_a_node_with_other_files_is_refused_by_name(other, tmp_path):
     names = {"data": "SHA-256 of the data", "partition": "SHA-256 of who holds which example"}
     assert [part.split(":")[0] for part in caught.value.rule.split("; ")] == [names[other]]
     assert not (tmp_path / "server").exists()
+
+
+class Elsewhere(Node):
+    """A node on whose machine something else is read."""
+
+    def __init__(self, settings: NodeSettings, change: Callable[[pytest.MonkeyPatch], None]):
+        super().__init__(settings, builder([]))
+        self.change = change
+
+    def _check(self, message: Message) -> bytes:
+        with pytest.MonkeyPatch.context() as patch:
+            self.change(patch)
+            return super()._check(message)
+
+
+def other_tokens(patch: pytest.MonkeyPatch) -> None:
+    """A tokeniser that takes letters for others, of which there are as many."""
+    patch.setattr(ByteTokenizer, "encode", lambda self, text: [*text.swapcase().encode()])
+
+
+def other_public(patch: pytest.MonkeyPatch) -> None:
+    hold = FederatedImages.hold
+    patch.setattr(
+        FederatedImages,
+        "hold",
+        lambda data, train, test, public: hold(data, train, test, public ^ 1),
+    )
+
+
+def other_owners(patch: pytest.MonkeyPatch) -> None:
+    said = property(lambda data: data._test_owner[::-1].copy())
+    patch.setattr(FederatedData, "test_owner", said)
+
+
+def other_costs(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(hest, "known_by", lambda devices: {"sha256": "f" * 64})
+
+
+TEXT = {"class_path": "InstructionData", "init_args": {"num_clients": 4, "examples_per_client": 8}}
+IMAGES = {"dataset": "digits", "num_clients": 4, "public_dataset": "synthetic"}
+IMAGES |= {"synthetic_examples": 30, "synthetic_test_examples": 10, "public_examples": 20}
+OTHERS = {
+    "the tokens of the text": (TEXT, "FedAvg", "llama_tiny", other_tokens),
+    "the public set": (
+        {"class_path": "FederatedImages", "init_args": IMAGES},
+        "FedAvg",
+        "mlp",
+        other_public,
+    ),
+    "the clients or groups of test examples": ({}, "FedAvg", "mlp", other_owners),
+    "the tables of joules": (TEXT, "HEST", "llama_tiny", other_costs),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_a_node_that_reads_something_else_is_refused_by_name(what, tmp_path):
+    """And of that alone; where both read the same, the node fits."""
+    data, method, network, change = OTHERS[what]
+    train = leaf_file(tmp_path / "train.json", SIZES)
+    data = data or leaf(train, leaf_file(tmp_path / "test.json", {"a": 3, "b": 5}))
+    settings = {"network": network}
+    cli = config(tmp_path, "server", data, method, settings, max_rounds=1, max_local_steps=1)
+    node = Elsewhere(NodeSettings(tmp_path / "node", name="n0"), change)
+    with pytest.raises(InputError, match="node n0; ") as caught:
+        deployed(cli, {"node0": node})
+    said = [part.split(":")[0] for part in caught.value.rule.split("; ")]
+    assert said == [f"SHA-256 of {what}"]
+    node.change = lambda patch: None
+    deployed(config(tmp_path, "again", data, method, settings, max_rounds=1), {"node0": node})
 
 
 @pytest.mark.parametrize("changed", [False, True])

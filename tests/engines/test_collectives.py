@@ -63,9 +63,10 @@ def test_a_rank_that_does_not_answer_leaves_nobody_waiting(tmp_path, what):
     ("what", "says"),
     [
         ("disagree", "RuntimeError: ranks [1] have other tasks for this round than rank 0"),
+        ("other_data", "InputError: rank 1 of 2; it has others there than rank 0: the public set;"),
         (
-            "other_data",
-            "InputError: --data SimpleNamespace of ranks [1]; it has other examples there",
+            "other_tokens",
+            "InputError: rank 1 of 2; it has others there than rank 0: the tokens of the text;",
         ),
     ],
 )

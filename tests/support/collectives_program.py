@@ -7,7 +7,6 @@ import signal
 import time
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from fl_lightning.client import Client
 from fl_lightning.distributed import collectives, frames
 from fl_lightning.engines import ClientTask, ranks
 from fl_lightning.errors import InputError
+from fl_lightning.run.resume import require_one_identity
 
 
 def serve(rank: int, size: int, what: str, folder: Path) -> None:
@@ -138,4 +138,8 @@ def disagree(rank: int, size: int) -> None:
 
 
 def other_data(rank: int, size: int) -> None:
-    ranks.require_same_data(SimpleNamespace(partition_hash="held", content_sha256=str(rank)))
+    require_one_identity({"partition": "held", **({"public": "p"} if rank == 0 else {})})
+
+
+def other_tokens(rank: int, size: int) -> None:
+    require_one_identity({"partition": "held", "tokens": str(rank)})

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fl_lightning.client import Client
 from fl_lightning.config.constraints import at_least, within
-from fl_lightning.data.arrays import numbers_by_name
+from fl_lightning.data.arrays import numbers_by_name, sha256_of
 from fl_lightning.data.base import BatchSize, FederatedData, NumClients, PublicExamples, ValFraction
 from fl_lightning.data.batches import Draws, Pass
 from fl_lightning.data.example_batches import Split
@@ -69,6 +69,12 @@ class TextExamples:
     owner: np.ndarray | None
     task: Sequence[str] = field(default_factory=list)
     held_out: np.ndarray | None = None
+
+
+def examples_sha256(*splits: TextExamples) -> str:
+    """Return the SHA-256 of the tokens and targets of examples."""
+    names = ("input_ids", "target", "length")
+    return sha256_of(getattr(split.sequences, name) for split in splits for name in names)
 
 
 def tasks_of(records: Iterable[Record | RulePair]) -> list[str]:
@@ -163,6 +169,7 @@ class TextData(FederatedData):
         self.tokenizer: Tokenizer = chosen_tokenizer(tokenizer)
         self.num_classes, self.example_shape = self.tokenizer.vocab_size, (context,)
         self.generate, self.primary = generate, primary
+        self._tokens_sha256 = ""
         # where metrics are named, one of them may select
         is_named = bool(metrics) and primary not in get_args(Primary)
         self._own_primary = cast("Primary", "perplexity" if is_named else primary)
@@ -246,6 +253,7 @@ class TextData(FederatedData):
             "test": torch.from_numpy(test.group),
         }
         self.train_target, self.test_target = train.sequences.target, test.sequences.target
+        self._tokens_sha256 = examples_sha256(train, test)  # a method's targets come later
         if self.generate:
             targets = self.test_target, self.train_target  # clients validate on some of the latter
             longest = max(
@@ -349,6 +357,14 @@ class TextData(FederatedData):
     def content_sha256(self) -> str:
         """SHA-256 of the text."""
         return self.text_summary.get("sha256", "")
+
+    @property
+    def tokens_sha256(self) -> str:
+        return self._tokens_sha256
+
+    @property
+    def tokenizer_sha256(self) -> str:
+        return getattr(self.tokenizer, "sha256", "")
 
     def partition_summary(self) -> dict[str, Any]:
         """Return the content of ``partition.json``, with the names of the groups and what

@@ -17,7 +17,7 @@ from fl_lightning.config.packaged import HF_PREFIX
 from fl_lightning.data.example_batches import Split
 from fl_lightning.data.hugging_face import HuggingFaceData
 from fl_lightning.data.partition import check_memory
-from fl_lightning.data.text.tokens import pretrained_tokenizer, text_mask
+from fl_lightning.data.text.tokens import pretrained_tokenizer, text_mask, tokenizer_sha256
 from fl_lightning.errors import InputError, require
 
 log = logging.getLogger(__name__)
@@ -115,6 +115,10 @@ class LabelledText(HuggingFaceData):
             }
             for number, ids in enumerate(found)
         ]
+
+    @property
+    def tokenizer_sha256(self) -> str:
+        return tokenizer_sha256(pretrained_tokenizer(self.tokenizer))
 
     @property
     def evaluation_batch(self) -> int:

@@ -19,7 +19,6 @@ from fl_lightning.data.arrays import (
     check_test_fraction,
     number_names,
     numbers_by_name,
-    sha256_of,
 )
 from fl_lightning.data.items import Key
 from fl_lightning.data.map_style import (
@@ -32,7 +31,7 @@ from fl_lightning.data.map_style import (
     prepare_module,
 )
 from fl_lightning.data.partition import IID, Dirichlet, Natural, Partition
-from fl_lightning.data.text.federation import TextData, TextExamples
+from fl_lightning.data.text.federation import TextData, TextExamples, examples_sha256
 from fl_lightning.data.text.token_items import TokenItem, read_token_items, token_sequences
 from fl_lightning.data.text.tokens import Tokenizer, TokenizerSetting, TooLong, chosen_tokenizer
 from fl_lightning.errors import require
@@ -179,13 +178,8 @@ class TokenData(TextData):
         train, test = (self._examples(parts[split], groups, clients) for split in ("train", "test"))
         if held_out.any():
             train = replace(train, held_out=held_out)
-        tensors = [
-            getattr(some.sequences, name)
-            for some in (train, test)
-            for name in ("input_ids", "target", "length")
-        ]
         self._summary = {
-            "sha256": sha256_of(tensors),
+            "sha256": examples_sha256(train, test),
             "clients": [str(name) for name in clients],
             **{f"{of} items left out": count for of, count in left_out.items()},
         }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
@@ -99,6 +100,11 @@ class HuggingFaceTokenizer(Recorded):
         self.pad: int = self.eos if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self.vocab_size: int = len(tokenizer)
 
+    @property
+    def sha256(self) -> str:
+        """What tells it from another tokeniser."""
+        return tokenizer_sha256(self.tokenizer)
+
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
@@ -147,6 +153,15 @@ def pretrained_tokenizer(name: str, gguf_file: str | None = None) -> Any:
     ):
         file = {} if gguf_file is None else {"gguf_file": gguf_file}
         return AutoTokenizer.from_pretrained(model_folder(name), **file)
+
+
+def tokenizer_sha256(tokenizer: Any) -> str:
+    """Return the SHA-256 of the vocabulary of a tokeniser of transformers, and of the tokens that
+    it makes of a text with a bit of everything."""
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda token: (token[1], token[0]))
+    ends = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    text = "  The fox's 3 cubs\n\tcost 12.50 \u20ac; d\u00e9j\u00e0 vu? def f(x):\r\n\u4e16\u754c"
+    return sha256(repr((vocabulary, ends, list(tokenizer.encode(text)))).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 from fl_lightning import __version__
 from fl_lightning.data import FederatedData
+from fl_lightning.data.hashes import hashes_of
 from fl_lightning.deploy.protocol.messages import printable
 from fl_lightning.deploy.protocol.private import terms_of
 from fl_lightning.federation import Federation
@@ -27,6 +28,10 @@ NAMES = {
     "seed": "seed",
     "content": "SHA-256 of the data",
     "partition": "SHA-256 of who holds which example",
+    "tokens": "SHA-256 of the tokens of the text",
+    "test_owners": "SHA-256 of the clients or groups of test examples",
+    "public": "SHA-256 of the public set",
+    "costs": "SHA-256 of the tables of joules",
 }
 MAX_LISTED = 3  # tensors or clients that one line names
 MAX_SHOWN = 1000  # characters of what a node has
@@ -35,9 +40,13 @@ MAX_SHOWN = 1000  # characters of what a node has
 def describe(fed: Federation, clients: Iterable[int]) -> dict[str, Any]:
     """Return what the results of these clients rest on, as JSON: the package's version, method,
     task, layout of the network, form of the examples, the settings of a secure sum and of
-    client-level privacy, the seed, the hashes of the examples and of who holds which (none of data
-    that nodes alone have), and how many training examples each client has."""
+    client-level privacy, the seed, the hashes of the data (none of data that nodes alone have) and
+    of tables of joules, and how many training examples each client has. Files of devices, traces
+    and graphs are left out: the server alone reads them."""
     method, data = fed.method, fed.data
+    hashes = {} if data.apart else hashes_of(data)
+    if tables := method.measured_by.get("sha256", ""):
+        hashes["costs"] = tables
     cls = type(method)
     tensors = {name: tensor for name, tensor in method.server.items() if name not in method.growing}
     shapes = {f"server.{name}": list(tensor.shape) for name, tensor in tensors.items()}
@@ -52,8 +61,9 @@ def describe(fed: Federation, clients: Iterable[int]) -> dict[str, Any]:
         "secure_sum": None if fed.aggregation.masks is None else asdict(fed.aggregation.masks),
         "privacy": None if fed.aggregation.privacy is None else terms_of(fed.aggregation.privacy),
         "seed": fed.seed,
-        "content": "" if data.apart else data.content_sha256,
-        "partition": "" if data.apart else data.partition_hash,
+        "content": "",
+        "partition": "",
+        **hashes,
         "layout": shapes,
         "examples": {str(id): int(data.sizes[id]) for id in clients},
     }
@@ -69,15 +79,16 @@ def facts(data: FederatedData) -> dict[str, Any]:
         "batch_size": data.batch_size,
         "val_fraction": data.val_fraction,
         "form": json.loads(json.dumps(asdict(data.form()))),
+        **({"tokenizer": data.tokenizer_sha256} if data.tokenizer_sha256 else {}),
     }
 
 
 def mismatches(server: Mapping[str, Any], node: Mapping[str, Any]) -> list[str]:
     """Return in words what the two do not agree on; empty where a node fits the run."""
     found = [
-        f"{label}: {printable(node.get(name), MAX_SHOWN)} there, {server[name]} here"
+        f"{label}: {printable(node.get(name), MAX_SHOWN)} there, {server.get(name)} here"
         for name, label in NAMES.items()
-        if node.get(name) != server[name]
+        if node.get(name) != server.get(name)
     ]
     constants = node.get("constants")
     if is_pairs(constants):

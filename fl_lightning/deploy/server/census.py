@@ -36,6 +36,8 @@ NAMES = {
     "val_fraction": "val_fraction",
     "form": "classes or constants of preprocessing",
 }
+SAID_BY_SOME = {"tokenizer": "SHA-256 of the tokeniser"}
+"""Compared where both say it: who has tokens on the disk needs no tokeniser."""
 STAND_IN_CLIENTS = 100
 MAX_LISTED = 3  # clients that one line names
 MAX_TOTAL_EXAMPLES = 2**28  # of all clients together: every machine has 8 bytes in memory for each
@@ -117,8 +119,9 @@ class Census:
         theirs, clients = counted.facts, counted.clients
         wrong = [
             f"{label}: {_short(theirs.get(key))} there, {_short(known[key])} here"
-            for key, label in NAMES.items()
-            if theirs.get(key) != known[key]
+            for key, label in {**NAMES, **SAID_BY_SOME}.items()
+            if (key in NAMES or key in theirs.keys() & known.keys())
+            and theirs.get(key) != known[key]
         ]
         wrong += [
             f"client {id} is on node {self.node_of[id]} already"
