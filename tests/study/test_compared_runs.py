@@ -655,6 +655,39 @@ def test_a_file_of_the_clock_that_has_changed_between_methods_is_refused(tmp_pat
     assert main(words) == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("tokens", "the tokens of the text"),
+        ("test_owners", "the clients or groups of test examples"),
+        ("public", "the public set"),
+    ],
+)
+def test_data_that_have_changed_between_methods_are_refused(name, said, tmp_path, capsys):
+    """Where their settings are the same; and a public set is drawn for each seed."""
+    folder = make_study(tmp_path, {"A": A, "B": B})
+    words = ["compare", "--study", "study", "--root", str(tmp_path), "--out", str(tmp_path / "out")]
+
+    def read(label, seed, context, sha256):
+        run = folder / f"{label}-seed{seed}"
+        settings = {"data": {"context": context}, "seed_everything": seed}
+        (run / "config.yaml").write_text(json.dumps(settings))
+        metadata = json.loads((run / "metadata.json").read_text())
+        (run / "metadata.json").write_text(json.dumps({**metadata, f"{name}_sha256": sha256}))
+
+    for seed in (0, 1, 2):
+        read("A", seed, 64, f"{seed if name == 'public' else 0}" * 64)
+    words += ["--overwrite", "true"]
+    assert main(words) == 0, "runs of before do not say"
+    for seed in (0, 1, 2):
+        read("B", seed, 64, "8" * 64)
+    assert main(words) == 2
+    assert f"B-seed0 has content of {said} 888888888888" in capsys.readouterr().err
+    for seed in (0, 1, 2):
+        read("B", seed, 32, "8" * 64)
+    assert main(words) == 0
+
+
 def test_joules_of_two_sources_or_of_two_versions_of_a_table_are_refused(tmp_path, capsys):
     folder = make_study(tmp_path, {"A": A, "B": B})
     words = ["compare", "--study", "study", "--root", str(tmp_path), "--out", str(tmp_path / "out")]

@@ -197,6 +197,38 @@ def test_what_breaks_the_pairing_is_refused_by_its_name(tmp_path, run, keys, nam
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "said"), [("tokens", "the tokens of the text"), ("public", "the public set")]
+)
+def test_runs_of_other_tokens_or_another_public_set_are_not_paired(tmp_path, name, said):
+    """Seed by seed, and where both say it."""
+    published = publish(tmp_path, THEIRS, selection="last", **AXIS)
+    own_study(tmp_path, published, selection="last")
+
+    def say(pattern: str, sha256: str) -> None:
+        for file in (tmp_path / "runs").glob(f"{pattern}/metadata.json"):
+            metadata = json.loads(file.read_text())
+            file.write_text(json.dumps({**metadata, f"{name}_sha256": sha256 + 63 * "0"}))
+
+    def paired() -> None:
+        compare("mine", tmp_path / "out", tmp_path / "runs", overwrite=True)
+
+    say("mine/*", "b")
+
+    def say_of_each(study: str) -> None:
+        """A public set is drawn for each seed."""
+        for seed in range(3):
+            say(f"{study}/*seed{seed}", str(seed if name == "public" else 0))
+
+    paired()  # a report of before does not say
+    say_of_each("board")
+    compare("board", published, tmp_path / "runs", overwrite=True)
+    with refused(f"has {said} b00000000000, published: board has 000000000000"):
+        paired()
+    say_of_each("mine")
+    paired()
+
+
 @pytest.mark.parametrize(("dataset", "paired"), [("digits", True), ("cifar10", False)])
 def test_a_report_that_says_no_content_has_that_of_its_name(tmp_path, dataset, paired):
     """Reports of an earlier release have no SHA-256 of digits, and runs of this one do."""

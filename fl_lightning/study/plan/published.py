@@ -26,8 +26,8 @@ SEQUENCE = "confidence sequence"
 """The ``interval`` of a report whose seeds were added until its criteria were decided."""
 MARK_LENGTH = 16
 """Characters of the hash that is registered."""
-OF_LEVEL = "protocol", "partition_sha256", "files_sha256"
-"""Mappings that a report has of each level."""
+OF_LEVEL = "protocol", "partition_sha256", "files_sha256", "data_sha256"
+"""Mappings that a report has of each level; one of before may lack some."""
 AGAIN = "make the report again with compare of this release, from the runs"
 
 

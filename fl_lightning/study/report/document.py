@@ -156,11 +156,16 @@ def _level(comparison: Comparison, levels: Levels) -> dict[str, Any]:
     shared = [run for run in runs if run.label not in comparison.study.controls]
     partitions = {str(run.seed): run.partition for run in reversed(shared)}
     first = next((run for run in shared if comparison.study.methods[run.label].in_grid), runs[0])
+    data: dict[str, dict[str, str]] = {}
+    for run in shared:
+        if run.data_hashes and run.protocol_sha256 == first.protocol_sha256:
+            data[str(run.seed)] = data.get(str(run.seed), {}) | run.data_hashes
     return {
         "levels": levels,
         "dataset": runs[0].dataset,
         "content_sha256": first.content,
         "files_sha256": first.shared_files,
+        "data_sha256": data,
         "protocol": first.protocol,
         "protocol_sha256": first.protocol_sha256,
         "constant_guess": first.constant_guess,

@@ -14,6 +14,7 @@ from fl_lightning.config.near_names import nearest
 from fl_lightning.config.packaged import find_config
 from fl_lightning.config.settings import is_under, settings_hash
 from fl_lightning.errors import InputError, require
+from fl_lightning.run.snapshot import IDENTITY
 from fl_lightning.study.metric_names import direction, higher_is_better
 from fl_lightning.study.plan.kinds import folder_of, is_study_file
 from fl_lightning.study.plan.registration import level_key, registered_study, seedless_hash
@@ -261,17 +262,22 @@ def check_comparable(results: Results) -> None:
         if axis in levels and levels[axis] in compared:
             del levels[axis]
         groups.setdefault(tuple(levels.items()), []).append(run)
-    readers: dict[tuple[str, str], list[FinishedRun]] = {}
-    """Runs with the same settings of a clock or a topology, or of one method, which read the same
-    files."""
+    readers: dict[tuple[str, str, int | None], list[FinishedRun]] = {}
+    """Runs with the same settings of a clock, a topology or data, or of one method, which read the
+    same files; a public set is drawn for each seed."""
     for run in results.runs:
-        for name in run.files:
-            own = {k: value for k, value in run.protocol.items() if is_under(k, [FILES[name]])}
-            readers.setdefault((name, str(own or (run.label, run.levels))), []).append(run)
-    for (name, _), runs in readers.items():
-        hint = f"a file of {FILES[name]} has changed: run all again with one version of it"
-        what = f"content of the files of {FILES[name]}"
-        _require_one(runs, what, partial(_files, name), hint)
+        for name in {**run.files, **run.data_hashes}:
+            own = {k: v for k, v in run.protocol.items() if is_under(k, [FILES.get(name, "data")])}
+            seed = run.seed if name == "public" else None
+            key = name, str(own or (run.label, run.levels)), seed
+            readers.setdefault(key, []).append(run)
+    for (name, *_), runs in readers.items():
+        read = FILES.get(name, "data")
+        hint = f"a file of {read} has changed: run all again with one version of it"
+        what = f"content of {f'the files of {read}' if name in FILES else IDENTITY[name]}"
+        if name == "tokens":
+            hint = "the tokeniser or its template has changed: run all again with one version of it"
+        _require_one(runs, what, partial(_hash_of, name), hint)
     for runs in alike.values():
         hint = "the examples are not the same: run all methods again on one version of the files"
         _require_one(runs, "content of the data", lambda run: run.content, hint)
@@ -293,8 +299,8 @@ def check_comparable(results: Results) -> None:
                 _require_one(same_seed, "partition", lambda run: run.partition, hint)
 
 
-def _files(name: str, run: FinishedRun) -> str:
-    return run.files[name]
+def _hash_of(name: str, run: FinishedRun) -> str:
+    return {**run.files, **run.data_hashes}[name]
 
 
 def _require_one(

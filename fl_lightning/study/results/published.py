@@ -12,6 +12,7 @@ from typing import Any
 
 from fl_lightning.config.documents import document_hash
 from fl_lightning.errors import InputError, as_bad_input, require
+from fl_lightning.run.snapshot import IDENTITY
 from fl_lightning.study.plan.protocol import different_settings
 from fl_lightning.study.plan.published import AGAIN, REPORT, RUNS, PublishedStudy
 from fl_lightning.study.plan.study import Study
@@ -105,6 +106,12 @@ def check_paired(published: PublishedStudy, run: FinishedRun, is_control: bool =
             "runs are paired on one content of them",
             "use the published files",
         )
+    known = (level.get("data_sha256") or {}).get(str(run.seed), {})
+    for name, ours in run.data_hashes.items():
+        theirs = known.get(name, ours)
+        given = f"{run.name} has {IDENTITY[name]} {ours[:12]}, {where} has {theirs[:12]}"
+        rule = f"runs are paired on one content of {IDENTITY[name]}"
+        require(ours == theirs, given, rule, "use the published data, and the tokeniser of then")
     theirs = str((level.get("partition_sha256") or {}).get(str(run.seed)) or "")
     given = f"{run.name} has partition {run.partition[:12]}, {where} has {theirs[:12] or 'none'}"
     rule = f"runs are paired on one partition, here that of seed {run.seed}"

@@ -32,6 +32,9 @@ HASHES = ("content_sha256", "partition_sha256", "protocol_sha256")
 paired."""
 FILES = {"clock": "trainer.clock", "topology": "trainer.topology", "costs": "model.costs"}
 """Settings that read files, by the name of the SHA-256 that runs keep of them."""
+OF_DATA = ("tokens", "test_owners", "public")
+"""What runs keep a SHA-256 of beside that of all examples, where their data have it; runs of before
+may lack it."""
 WARM_UP_ROUNDS = 3
 """Rounds whose seconds do not count: memory is allocated and libraries choose their algorithms."""
 
@@ -134,6 +137,12 @@ class FinishedRun:
     def shared_files(self) -> dict[str, str]:
         """Those of the files that belong to the protocol, and not to a method."""
         return {name: value for name, value in self.files.items() if name != "costs"}
+
+    @property
+    def data_hashes(self) -> dict[str, str]:
+        """SHA-256 of what its data have of :data:`OF_DATA`."""
+        hashes = {name: self.record.metadata.get(f"{name}_sha256") for name in OF_DATA}
+        return {name: str(value) for name, value in hashes.items() if value}
 
     @property
     def label_of_joules(self) -> str:
