@@ -410,12 +410,14 @@ class FedVEMoE(Method):
     ) -> Tensor:
         """Return the mean loss of each training example at ``index`` over its labelled tokens,
         float64 ``[N]`` on the CPU. Where one is not finite, all are ``UNUSABLE``: one broken expert
-        must not decide about the others."""
+        must not decide about the others. No autocast is on: clients choose in training what they
+        are evaluated with."""
         size, was_training, parts = data.evaluation_batch, network.training, []
         network.eval()
         for places, labels in zip(index.split(size), target.split(size), strict=True):
             inputs = data.with_labels(data.inputs("train", places), labels)
-            outputs = functional_call(network, tensors, (inputs,))
+            with torch.autocast(data.device.type, enabled=False):
+                outputs = functional_call(network, tensors, (inputs,))
             nats, tokens = self.task.examplewise(outputs, labels)["loss"]
             parts.append((nats / tokens.clamp_min(1)).double().cpu())
         network.train(was_training)

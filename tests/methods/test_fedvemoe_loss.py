@@ -39,6 +39,19 @@ def test_the_local_loss_draws_the_mean_weights_of_labelled_tokens_to_the_shares(
     assert method.seats.gate.router.grad[:2].norm() > 0
 
 
+def test_a_client_chooses_in_training_what_it_is_evaluated_with():
+    """Clients train under the autocast of trainer.precision, and models are deployed outside it."""
+    method, data = set_up(method_of(FedVEMoE, k_init=2, k_max=2))
+    client = data.client(0)
+    method.receive(method.broadcast(client), client)
+    with torch.no_grad():
+        method.received.rows[2].normal_()
+    deployed = method.choose(data, client, data.labels(client))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        trained = method.choose(data, client, data.labels(client))
+    assert trained.r.tolist() == deployed.r.tolist()
+
+
 def test_probes_are_read_in_batches_of_the_evaluation(monkeypatch):
     """Logits of all at once would be gigabytes; and the choice is the same."""
     method, data = set_up(method_of(FedVEMoE, k_init=2, k_max=2))
