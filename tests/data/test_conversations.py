@@ -217,9 +217,7 @@ def test_a_conversation_that_a_chat_template_refuses_is_named(tmp_path: Path):
     talks = {"conversations": said("a", "b")}, {"conversations": said("c", "d", "e", "f")}
     chat_of(tmp_path, template, *talks)
     system = {"conversations": [{"from": "system", "value": "Be."}, *said("c", "d")]}
-    words = (
-        r"talks.jsonl, line 2, turn 3; the tokeniser's chat template refuses it \(.*No system here"
-    )
+    words = r"talks.jsonl, line 2, up to turn 3; the tokeniser's chat template refuses it \(.*No system here"
     with pytest.raises(InputError, match=words) as caught:
         chat_of(tmp_path, template, talks[0], system)
     assert "in place of chat" in caught.value.instead
