@@ -23,7 +23,7 @@ from fl_lightning.models import build_network
 from fl_lightning.models.adapters.low_rank import factor_sides
 from fl_lightning.models.step_memory import StepMemory, batch_of, shapes_alone, step_memory
 from fl_lightning.privacy.secure.settings import SecureSum
-from fl_lightning.sampling import PowerOfChoice, Sampler
+from fl_lightning.sampling import Sampler
 from fl_lightning.topology import Star, Topology
 from fl_lightning.wire import Layout, Payload
 
@@ -151,7 +151,7 @@ def forecast(
         down_bytes += more
     answers = cohort if sampler is not None and sampler.reads_losses else 0
     asking = 0
-    if cohort and isinstance(sampler, PowerOfChoice):
+    if cohort and sampler is not None and sampler.candidates:
         answers = min(sampler.candidates, known)
         asking = max(answers - cohort, 0) * down_bytes
     return Forecast(

@@ -49,6 +49,8 @@ class Sampler(Meter, ABC):
     """Whether all clients that can be reached are as likely, whatever they have done."""
     goes_by_clock: bool = False
     """Whether it needs to know how long clients take."""
+    candidates: int = 0
+    """Clients that are asked for their loss before a round's are chosen of them; 0: none."""
     reads_losses: bool = False
     """Whether clients that train send beside their upload the root mean square, over their
     examples, of the loss of the model that they were sent."""

@@ -143,7 +143,16 @@ def test_a_forecast_is_of_the_clients_that_a_round_exchanges_messages_with(
     assert found.cohort == clients
 
 
-@pytest.mark.parametrize("sampler", [PowerOfChoice(3), PowerOfChoice(2), Oort()])
+class Mine(Sampler):
+    """One of a user's own that asks three and takes the first."""
+
+    candidates = 3
+
+    def draw(self, view, among, count):
+        return sorted(view.ask(among[:3].tolist()))[:count]
+
+
+@pytest.mark.parametrize("sampler", [PowerOfChoice(3), PowerOfChoice(2), Oort(), Mine()])
 def test_what_candidates_are_asked_is_in_the_forecast(sampler: Sampler, tmp_path: Path, capsys):
     """Two of four clients train, and answers have the bytes that the ledger counts."""
     given = {
