@@ -231,7 +231,7 @@ def identity_of(fed: Federation) -> dict[str, Any]:
     }
     found["clock"] = "" if fed.timing is None else fed.timing.clock.content_sha256
     found["topology"] = fed.aggregation.content_sha256
-    found["costs"] = fed.method.measured_by.get("sha256", "")
+    found["costs"] = method.measured_by.get("sha256", "")
     return {name: value for name, value in found.items() if value}
 
 
