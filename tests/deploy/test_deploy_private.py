@@ -6,6 +6,7 @@ The reference of rounds in which a node dies is the simulation whose stressor ha
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import shutil
@@ -13,8 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from deploy_transports import InProcess
 from outcomes import rows_of
+from safetensors.torch import save
 from scipy import stats
 from test_deploy import ALL, COMMON, ROOT, command_line, deployed, nodes_in, simulated, weights
 from test_deploy_flower import finish, metadata_in, ours
@@ -25,6 +28,7 @@ from fl_lightning import rng
 from fl_lightning.compatibility import Run, check_run
 from fl_lightning.deploy.node.build import builder
 from fl_lightning.deploy.node.node import Node, NodeSettings
+from fl_lightning.deploy.protocol.gate import config_for_nodes
 from fl_lightning.deploy.protocol.messages import Message
 from fl_lightning.deploy.protocol.private import take_up
 from fl_lightning.deploy.server.deployable import check_deployable
@@ -188,6 +192,22 @@ def test_a_node_whose_owner_wants_noise_refuses_a_run_with_less(tmp_path):
     assert fed.aggregation.privacy.settings.noise_multiplier == 0.5
     assert fed.aggregation.privacy.settings.is_distributed
     assert fed.aggregation.privacy.randomness is not rng.stream
+
+
+@pytest.mark.parametrize("more", [[SECURE], [CENTRAL], [SHARES, SECURE]])
+def test_a_node_whose_sums_are_secret_measures_no_client_whatever_its_server_asks(more, tmp_path):
+    """Sums of one client's batches under weights that the server chooses tell its examples."""
+    node, cli = nodes_in(tmp_path)["node0"], command_line("fedavg", tmp_path, *SMALL, *more)
+    sent = yaml.safe_dump(config_for_nodes(yaml.safe_load(cli.config_text))).encode()
+    checked = Message.from_bytes(node.answer(Message({"kind": "check"}, (sent,)).to_bytes()))
+    assert checked.kind == "checked"
+    about = {"run": "a" * 32, "config": hashlib.sha256(sent).hexdigest(), "round": 1}
+    order = {"kind": "evaluate", **about, "splits": ["validation"], "clients": {"0": 0}}
+    state = save(node.built[1].method.server)
+    answer = Message.from_bytes(node.answer(Message(order, (state,)).to_bytes()))
+    assert answer.kind == "refused"
+    assert "without secure_sum and privacy" in answer.header["reason"]
+    assert not answer.parts
 
 
 def prepared(folder: Path, *more: str):

@@ -33,7 +33,7 @@ from fl_lightning.deploy.protocol.private import take_up
 from fl_lightning.deploy.protocol.server_state import take_over
 from fl_lightning.engines import ClientResult, ClientTask, SequentialEngine
 from fl_lightning.engines.determinism import deterministic
-from fl_lightning.errors import InputError, LostStateError, ThreePartError
+from fl_lightning.errors import InputError, LostStateError, ThreePartError, require
 from fl_lightning.federation import Federation
 from fl_lightning.privacy import NoisySums, Randomness, from_system
 from fl_lightning.support import disk
@@ -243,6 +243,12 @@ class Node:
     def _evaluate(self, message: Message) -> bytes:
         """Evaluate the models of this node's clients."""
         fed, _ = self._prepared(str(message.header["config"]))
+        require(
+            Run.of(fed, deployed=True).is_measured_on_nodes,
+            "an order to evaluate",
+            "nodes measure models or data that are their clients' own, without secure_sum and privacy",
+            "let the server evaluate its own model",
+        )
         here = self.settings.clients(fed.data.num_clients)
         with deterministic(bool(message.header.get("deterministic", True))):
             header, parts = evaluate_here(fed, message, self.states, here)
