@@ -45,7 +45,8 @@ class SumForm:
             TypeError, ValueError: it is none.
         """
         found = tuple((str(name), int(size), int(most)) for name, size, most in parts)
-        if any(size < 0 or most < 1 for _, size, most in found):
+        names = {name for name, *_ in found}
+        if len(names) < len(found) or any(size < 0 or most < 1 for _, size, most in found):
             raise ValueError(f"no vector has the form {found}")
         return cls(found)
 

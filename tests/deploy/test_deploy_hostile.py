@@ -174,6 +174,7 @@ ANSWERS = {
     "a loss that is no float": (result(losses={"loss": [HUGE, 4]}), NOBODY_DROPPED),
     "seconds that are no float": (having(seconds=HUGE), NOBODY_DROPPED),
     "a name that is none": (having(node={"a": 1}), NOBODY_DROPPED),
+    "a client of FedAvg that keeps something": (result(keeps=True), NOBODY_DROPPED),
 }
 
 
@@ -190,6 +191,7 @@ def test_an_answer_that_cannot_be_read_costs_its_clients_the_round(tmp_path, cap
     found_losses = {name for name in table(cli, "metrics")[-1] if name.startswith("train/")}
     assert found_losses == {"train/loss", "train/loss_task"}
     assert_one_line(caplog, sum(statuses != NOBODY_DROPPED for statuses in expected.values()))
+    assert metadata_of(cli)["deployment"]["clients_keep"] is False, "or fit would not continue it"
 
 
 @pytest.mark.parametrize(
@@ -417,6 +419,7 @@ FORMS = [
     [["w", 10**12, 0]],
     [["w", math.inf, 0]],
     [["w", 1, HUGE]],
+    [["weights", 1, 8], ["weights", 2, 8]],
     {"a": 1},
     None,
 ]
@@ -471,6 +474,7 @@ EVALUATIONS = {
         loss=torch.ones(2), accuracy=torch.tensor([math.nan, 2.0])
     ),
     "a negative weight": other_sums(loss=-torch.ones(2), accuracy=torch.ones(2)),
+    "an infinite weight": other_sums(loss=torch.tensor([1, math.inf]), accuracy=torch.ones(2)),
     "a name with escapes": other_sums(**{"\x1b[2J": torch.ones(2)}),
 }
 
@@ -612,6 +616,29 @@ def test_a_node_that_comes_back_as_it_was_is_checked_and_counts(tmp_path):
     assert ledger(cli)[2] == NOBODY_DROPPED
     assert transport.orders.count(("node1", "check")) == 2
     assert weights(cli) == simulated("fedavg", tmp_path, *SMALL)
+
+
+def test_a_node_that_is_started_again_is_checked_though_nobody_waits_for_it(tmp_path):
+    """Four clients are asked where two are wanted. In round 2 the others are enough; in round 3 the
+    node's new process is the first to answer, and counts."""
+
+    class Backwards(Scripted):
+        def exchange(self, messages, timeout):
+            if Message.from_bytes(next(iter(messages.values()))).header.get("round") == 2:
+                self.by_key.setdefault("again", second_node(tmp_path))
+                self.by_key["node1"] = self.by_key["again"]
+            yield from super().exchange(dict(reversed(messages.items())), timeout)
+
+        def nodes(self):
+            return ["node0", "node1"]
+
+    first = "--trainer.rounds={class_path: OverSelection, init_args: {factor: 2.0}}"
+    more = "--trainer.max_rounds=3", "--trainer.participation=0.5", first
+    transport = Backwards(nodes_in(tmp_path), {})
+    cli = deployed("fedavg", tmp_path, transport, *SMALL, *more, rules=RULES)
+    odd, even = ["lost", "trained"] * 2, ["trained", "lost"] * 2
+    assert [*ledger(cli).values()] == [odd, even, odd]
+    assert transport.orders.count(("node1", "check")) == 2
 
 
 def test_a_node_fits_what_nodes_build_and_not_what_the_rounds_have_made_of_it(tmp_path, caplog):

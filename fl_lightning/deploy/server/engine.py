@@ -109,6 +109,9 @@ class RemoteEngine(Engine):
         # since
         self.since = dict(since or {})
         self.keeps, self.lost = keeps, LostStates()
+        # a method of the package declares whether its clients keep something
+        theirs = not type(fed.method).__module__.startswith("fl_lightning.")
+        self.may_keep = theirs or fed.method.keeps_state or fed.method.personalised
         # nodes that said that a client keeps something; the empty one, that some did before
         self.keepers = {""} if keeps else set[str]()
         # those of the method are counted whatever else nodes name
@@ -337,8 +340,9 @@ class RemoteEngine(Engine):
             if not mine:
                 log.warning("node %s: client %d was not asked of it", name, read.client)
                 continue
-            self.keeps = bool(self.keeps) or read.keeps
-            self.keepers |= {node} if read.keeps else set()
+            keeps = read.keeps and self.may_keep
+            self.keeps = bool(self.keeps) or keeps
+            self.keepers |= {node} if keeps else set()
             if read.form is not None:
                 self.forms[read.client] = read.form
                 client = tasks[read.client].client

@@ -133,12 +133,12 @@ def require_possible(task: Task, sums: Mapping[str, Mapping[str, Tensor]]) -> No
     """Refuse sums that no examples have.
 
     Raises:
-        MessageError: a weight is below 0, or a share of it is not within 0 and 1.
+        MessageError: a weight is below 0 or not finite, or a share of it is not within 0 and 1.
     """
     for split in SPLITS:
         for key, value in sums.get(split, {}).items():
             total, weight = value[..., -2], value[..., -1]
-            right = weight >= 0
+            right = (weight >= 0) & weight.isfinite()
             if key.partition("/")[2] in task.shares:
                 right &= (total >= 0) & (total <= weight * (1 + 1e-9))
             if not bool(right.all()):

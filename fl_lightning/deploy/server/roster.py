@@ -74,6 +74,8 @@ class Roster:
         # connections that were replaced or did not answer a check, and when they are asked again
         self.left_out: dict[str, float] = {}
         self.waited: dict[str, float] = {}  # seconds for an answer to a check that did not come
+        # nodes that were started again in a round that went on before they could be checked
+        self.restarted: set[str] = set()
         mail.name_of = self.name
         # what nodes build: rounds go on to change the network and what the server has
         self.built = describe(fed, [])
@@ -104,6 +106,8 @@ class Roster:
             self.here = here = set(self.mail.transport.nodes())
             for node in [node for node in self.names if node not in here]:
                 self.forget(node)
+            for node in sorted(self.restarted):
+                self.forget(node, "was started again")
             for kept in (self.left_out, self.waited, self.refused):
                 for node in kept.keys() - here:
                     kept.pop(node)
@@ -149,6 +153,7 @@ class Roster:
 
         A node that was started again since it was checked may have other data now: what its new
         process has done counts once this process has been checked, after the others have answered.
+        Where the caller waits for no more answers, it is checked before the next round.
 
         Args:
             orders: one for each node, by its key.
@@ -157,10 +162,11 @@ class Roster:
         """
         started_again, ends = [], time.monotonic() + until
         for node, answer in self.mail.exchange(orders, seconds):
-            if answer.kind == "refused" or epoch_of(answer) == self.epochs.get(node):
-                yield node, answer
-            else:
+            if answer.kind != "refused" and epoch_of(answer) != self.epochs.get(node):
                 started_again.append((node, answer))
+                self.restarted |= {node} & self.names.keys()
+            else:
+                yield node, answer
         for node, answer in started_again:
             if node in self.names:
                 log.info(
@@ -280,6 +286,7 @@ class Roster:
     def _leave(self, node: str) -> None:
         for known in (self.names, self.uids, self.epochs):
             known.pop(node)
+        self.restarted.discard(node)
         self.node_of = {id: at for id, at in self.node_of.items() if at != node}
         for other in self.displaced:  # it may have the place now: it is checked again
             self.refused.pop(other, None)
