@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -25,7 +26,7 @@ from fl_lightning.deploy.node.node import Node, NodeSettings
 from fl_lightning.deploy.node.own_data import OwnData
 from fl_lightning.deploy.protocol.gate import config_for_nodes, names_in
 from fl_lightning.deploy.server import halves
-from fl_lightning.deploy.server.census import stand_in
+from fl_lightning.deploy.server.census import STAND_INS, stand_in
 from fl_lightning.deploy.server.deployable import check_deployable
 from fl_lightning.deploy.server.job import outcome_of, write_job
 from fl_lightning.deploy.server.roster import RoundRules
@@ -145,13 +146,8 @@ def deploy(cli: Any) -> None:
         "nodes that are started here have no data of their own",
         "start them with: python -m fl_lightning node --data FOLDER",
     )
-    if settings.own_data:
-        cli.trainer.deal = stand_in
     measure_time(cli.trainer)
-    # what the server would refuse is refused here, in one line, before anything starts
-    check_deployable(
-        cli.trainer.prepare(cli.model, cli.datamodule, seed=cli.config["seed_everything"])
-    )
+    _check(cli, settings)
     if (ckpt_path := cli.config_init["ckpt_path"]) is not None:
         start = find_start(
             ckpt_path, cli.trainer.root / cli.trainer.experiment, cli.trainer.run_name
@@ -160,6 +156,22 @@ def deploy(cli: Any) -> None:
     outcome = _run(cli, settings, rules)
     if outcome["code"]:
         raise (InputError if outcome["code"] == 2 else RunStopped)(*outcome["error"])
+
+
+def _check(cli: Any, settings: Deployment) -> None:
+    """Refuse what the server would refuse, in one line, before anything starts. How many clients
+    there are on the nodes' own data is known later: what goes with few or with many is not refused
+    here."""
+    many = [partial(stand_in, clients=count) for count in STAND_INS]
+    deals = many if settings.own_data else [cli.trainer.deal]
+    for deal in deals:
+        cli.trainer.deal, seed = deal, cli.config["seed_everything"]
+        try:
+            check_deployable(cli.trainer.prepare(cli.model, cli.datamodule, seed=seed))
+            return
+        except InputError:
+            if deal is deals[-1]:
+                raise
 
 
 def _run(cli: Any, settings: Deployment, rules: RoundRules) -> Mapping[str, Any]:

@@ -8,6 +8,7 @@ alone.
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ from fl_lightning.data import (
     TokenData,
 )
 from fl_lightning.data.form import Form
+from fl_lightning.deploy import command
 from fl_lightning.deploy.node import own_data
 from fl_lightning.deploy.node.build import builder
 from fl_lightning.deploy.node.node import Node, NodeSettings
@@ -111,8 +113,11 @@ def test_a_node_with_the_data_of_two_clients_has_two_clients(leaves, tmp_path):
     assert metadata(cli)["deployment"]["nodes"] == {"n0 (node0)": [0, 2], "n1 (node1)": [1, 3]}
 
 
-def test_personal_models_are_validated_on_nodes_with_data_of_their_own(leaves, tmp_path):
+@pytest.mark.parametrize("named", [False, True])
+def test_personal_models_are_validated_on_nodes_with_data_of_their_own(named, leaves, tmp_path):
+    """A node that names its data's class and its file has the run's metrics too."""
     whole, test, each = leaves
+    each = {number: described(path) if named else path for number, path in each.items()}
     metrics = [{"class_path": "torchmetrics.classification.MulticlassF1Score"}]
     simulated = config(tmp_path, "simulated", leaf(whole, test, metrics=metrics), "LocalOnly")
     simulated.start()
@@ -144,14 +149,17 @@ def test_tokenisers_of_server_and_node_are_compared_where_both_have_one(here, th
             census._take("node0", Message(answer), known)
 
 
+def described(path: Path) -> Path:
+    """A file that names the class of a node's data."""
+    data = {"class_path": "fl_lightning.data.LeafData", "init_args": {"train": str(path)}}
+    path.with_suffix(".yaml").write_text(yaml.safe_dump(data))
+    return path.with_suffix(".yaml")
+
+
 def test_a_node_named_by_a_class_path_has_the_same_weights(leaves, tmp_path):
     """Its owner names the class, which needs no leave; the node reads its file with it."""
     whole, test, each = leaves
-    given = {}
-    for number, path in each.items():
-        given[number] = tmp_path / f"data{number}.yaml"
-        described = {"class_path": "fl_lightning.data.LeafData", "init_args": {"train": str(path)}}
-        given[number].write_text(yaml.safe_dump(described))
+    given = {number: described(path) for number, path in each.items()}
     simulated = config(tmp_path, "simulated", leaf(whole, test))
     simulated.start()
     cli = deployed(config(tmp_path, "server", leaf(test, test)), own_nodes(tmp_path, given))
@@ -225,6 +233,53 @@ def test_regression_does_not_fit_classification(leaves, tmp_path):
     }
     given.write_text(yaml.safe_dump(described))
     assert "task: Regression there, Classification here" in refusal_of(tmp_path, test, given)
+
+
+def test_what_would_measure_the_examples_that_stand_for_the_nodes_own_is_refused(leaves, tmp_path):
+    _, test, each = leaves
+    norms = [{"class_path": "callbacks.GradientNorms"}]
+    with pytest.raises(InputError, match=r"GradientNorms with FedAvg .* clients' examples, and th"):
+        deployed(
+            config(tmp_path, "server", leaf(test, test), callbacks=norms), own_nodes(tmp_path, each)
+        )
+
+
+def test_a_private_run_says_that_its_clients_measure_nothing(leaves, tmp_path, caplog):
+    pytest.importorskip("dp_accounting")
+    caplog.set_level("INFO")
+    _, test, each = leaves
+    noise, alike = {"noise_multiplier": 0.5, "clip_norm": 1.0}, {"weigh_by": "clients"}
+    server = config(tmp_path, "server", leaf(test, test), init=alike, privacy=noise, max_rounds=1)
+    cli = deployed(server, own_nodes(tmp_path, each))
+    assert not any(name.startswith("val/") for name in logged(cli)[-1])
+    assert "val/* is left out: under a secure sum or client-level privacy" in caplog.text
+    assert "node n2: client 2 has 16 training and 0 validation examples" in caplog.text
+
+
+DEADLINE = {"class_path": "Deadline", "init_args": {"seconds": 9.0, "least": 10}}
+
+
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        ({"participation": 0.01, "secure_sum": {"threshold": 0.6}}, ""),
+        ({"participation": 0.02, "rounds": DEADLINE}, ""),
+        ({"participation": 1e-5, "secure_sum": {"threshold": 0.6}}, "with 1 client in a round"),
+    ],
+)
+def test_how_many_clients_nodes_have_is_not_guessed(given, refused, leaves, tmp_path, monkeypatch):
+    """Cohorts are refused before the nodes are asked where no federation has them."""
+    pytest.importorskip("Crypto")
+    _, test, _ = leaves
+    config(tmp_path, "server", leaf(test, test), **given)
+    monkeypatch.setattr(command.launch, "require_flower", lambda: None)
+    ran = []
+    monkeypatch.setattr(command, "_run", lambda *a: ran.append(a) or {"code": 0})
+    words = ["--config", str(tmp_path / "server.yaml"), "--deploy.own_data=true"]
+    cli = FederatedCLI("deploy", words)
+    with pytest.raises(InputError, match=refused) if refused else nullcontext():
+        command.deploy(cli)
+    assert bool(ran) != bool(refused)
 
 
 def test_a_node_with_data_and_a_run_that_deals_out_its_own_refuse_each_other(leaves, tmp_path):

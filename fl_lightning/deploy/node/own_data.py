@@ -22,6 +22,8 @@ log = logging.getLogger("fl_lightning")
 COMMON = ("batch_size", "val_fraction")
 """Settings of the run's data that data of another class take over where their owner does not write
 them."""
+MEASURED = ("metrics", "primary")
+"""Those that they take over too where the run names metrics."""
 
 
 class OwnData:
@@ -52,7 +54,9 @@ class OwnData:
             InputError: the file is not of this form.
         """
         data = run["data"]
-        common = {name: value for name, value in data["init_args"].items() if name in COMMON}
+        given = {name: value for name, value in data["init_args"].items() if value is not None}
+        names = COMMON + (MEASURED if given.get("metrics") else ())
+        common = {name: given[name] for name in names if name in given}
         if self.given.suffix not in (".yaml", ".yml"):
             own = getattr(import_class(data["class_path"]), "own_setting", "train")
             here = {

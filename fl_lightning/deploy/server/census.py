@@ -38,7 +38,7 @@ NAMES = {
 }
 SAID_BY_SOME = {"tokenizer": "SHA-256 of the tokeniser"}
 """Compared where both say it: who has tokens on the disk needs no tokeniser."""
-STAND_IN_CLIENTS = 100
+STAND_INS = (100, 2**16)  # clients, as nobody knows yet whether there are few or many
 MAX_LISTED = 3  # clients that one line names
 MAX_TOTAL_EXAMPLES = 2**28  # of all clients together: every machine has 8 bytes in memory for each
 
@@ -139,20 +139,15 @@ class Census:
             raise InputError(given, "; ".join(wrong), instead)
         for id, (train, val) in clients.items():
             self.counts[id], self.node_of[id] = (train, val if self.validates else 0), name
+            used = self.counts[id]
             log.info(
-                "node %s: client %d has %d training and %d validation examples",
-                name,
-                id,
-                train,
-                val,
+                "node %s: client %d has %d training and %d validation examples", name, id, *used
             )
 
 
-def stand_in(data: FederatedData, seed: int, device: torch.device) -> None:
+def stand_in(data: FederatedData, seed: int, device: torch.device, *, clients: int) -> None:
     """Deal out clients of one example each: to try a run out before its nodes are there."""
-    data.distribute_apart(
-        holdings_apart(dict.fromkeys(range(STAND_IN_CLIENTS), (1, 0))), seed, device
-    )
+    data.distribute_apart(holdings_apart(dict.fromkeys(range(clients), (1, 0))), seed, device)
 
 
 def _short(value: object) -> str:

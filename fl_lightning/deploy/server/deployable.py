@@ -31,8 +31,13 @@ def check_deployable(fed: Federation) -> None:
         run.masks.check_usable(fed.cohort_size)
     if fed.method.module is not None and run.is_measured_on_nodes:
         _name_left_out(fed.method.network)
-    if fed.method.keeps_state:
+    if fed.method.keeps_state or run.own_data:
         _check_readers(fed)
+    if run.own_data and not run.is_measured_on_nodes:
+        log.warning(
+            "val/* is left out: under a secure sum or client-level privacy what single clients "
+            "measure stays on their nodes"
+        )
     if not fed.method.personalised:
         return
     if run.own_data:
@@ -43,8 +48,9 @@ def check_deployable(fed: Federation) -> None:
         )
     elif not run.is_measured_on_nodes:
         log.warning(
-            "%s: the server evaluates the model of a newcomer, since under a secure sum what single clients "
-            "measure stays on their nodes; val/* and test/* are therefore not those of a simulation",
+            "%s: the server evaluates the model of a newcomer, since under a secure sum or client-level "
+            "privacy what single clients measure stays on their nodes; val/* and test/* are therefore not "
+            "those of a simulation",
             run.name,
         )
 
@@ -52,15 +58,17 @@ def check_deployable(fed: Federation) -> None:
 def _check_readers(fed: Federation) -> None:
     """Refuse meters that would measure a newcomer in the place of a client, and name what others
     cannot show."""
+    keeps = fed.method.keeps_state
+    what = "what clients keep, and that stays" if keeps else "clients' examples, and these stay"
     for callback in fed.callbacks:
         name, read = type(callback).__name__, getattr(callback, "reads_states", "")
         require(
             not (read and overrides(callback, Meter, "on_client_start")),
             f"callbacks.{name} with {type(fed.method).__name__} in a deployment",
-            f"{read} is measured from what clients keep, and that stays on nodes",
+            f"{read} is measured from {what} on nodes",
             f"leave {name} out",
         )
-        if read:
+        if read and keeps:
             log.warning("%s: %s is left out: what clients keep stays on nodes", name, read)
 
 
