@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from own_leaves import SIZES, config, deployed, leaf, leaf_file, own_nodes
 from PIL import Image
 
 from fl_lightning import __version__
+from fl_lightning.aggregation.server_optimizers import Extrapolation
 from fl_lightning.cli.parser import FederatedCLI
 from fl_lightning.data import (
     CorpusData,
@@ -147,6 +149,25 @@ def test_tokenisers_of_server_and_node_are_compared_where_both_have_one(here, th
     else:
         with pytest.raises(InputError, match="SHA-256 of the tokeniser: other there, one here"):
             census._take("node0", Message(answer), known)
+
+
+def test_a_model_is_validated_on_nodes_that_its_server_has_since_the_first_round(
+    leaves, tmp_path, monkeypatch
+):
+    """An optimiser that evaluates other weights once it has made a step, and no earlier."""
+    start = Extrapolation.start
+    monkeypatch.setattr(
+        Extrapolation, "start", lambda self, given: replace(start(self, given), evaluated=None)
+    )
+    whole, test, each = leaves
+    step = {"server_optimizer": {"class_path": "Extrapolation"}}
+    simulated = config(tmp_path, "simulated", leaf(whole, test), init=step)
+    simulated.start()
+    cli = deployed(
+        config(tmp_path, "server", leaf(test, test), init=step), own_nodes(tmp_path, each)
+    )
+    for here, there in zip(logged(cli), logged(simulated), strict=True):
+        assert here == pytest.approx(there, rel=1e-6)
 
 
 def described(path: Path) -> Path:

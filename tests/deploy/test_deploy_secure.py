@@ -412,12 +412,14 @@ def test_what_changes_uploads_is_refused(tmp_path):
 
 
 def test_a_node_has_the_state_of_the_server_that_vectors_are_made_of(tmp_path):
-    """FedMPQ's clients are sent weights and grid; the server's bits travel beside them."""
+    """FedMPQ's clients are sent weights and grid; the server's bits travel beside them, and so does
+    what a method keeps since its first round."""
     server, node = (
         cli.trainer.prepare(cli.model, cli.datamodule, seed=0).method
         for cli in (command_line("fedmpq", tmp_path, *IMAGES) for _ in range(2))
     )
     server.server = {name: tensor.clone() + 1 for name, tensor in server.server.items()}
+    server.server["since_round_1"] = torch.arange(3)
     broadcast = server.broadcast(SimpleNamespace(id=0))
     beside = beside_broadcast(server, broadcast.to_bytes())
     assert len(beside) < broadcast.nbytes / 10

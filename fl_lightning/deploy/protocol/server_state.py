@@ -35,18 +35,16 @@ def beside_broadcast(method: Method, broadcast: bytes) -> bytes:
 
 def take_over(method: Method, broadcast: Payload, beside: bytes) -> None:
     """Give a node's method the state that the server has in this round, as far as addends are made
-    from it.
+    from it. Rounds may have given it entries that nobody has at the start.
 
     Raises:
         InputError: an entry has another shape or type than the node's.
     """
-    given = load(beside)
-    for name, before in method.summing_state().items():
+    given, known = load(beside), method.summing_state()
+    for name in {**known, **given}:
         tensor = given[name] if name in given else broadcast.tensor(name)
-        if name not in method.growing and (tensor.shape, tensor.dtype) != (
-            before.shape,
-            before.dtype,
-        ):
+        before = tensor if name in method.growing else known.get(name, tensor)
+        if (tensor.shape, tensor.dtype) != (before.shape, before.dtype):
             raise InputError(
                 f"server.{name} {tuple(tensor.shape)} in {tensor.dtype}",
                 f"it is {tuple(before.shape)} in {before.dtype} on this node",
