@@ -33,7 +33,7 @@ from fl_lightning.deploy.protocol.messages import Message
 from fl_lightning.deploy.protocol.private import take_up
 from fl_lightning.deploy.server.deployable import check_deployable
 from fl_lightning.errors import InputError, RunStopped
-from fl_lightning.methods import FedAvg
+from fl_lightning.methods import FedAdaLoRA, FedAvg
 from fl_lightning.privacy import NoisySums, SystemGenerator, discrete_gaussian, rounded_gaussian
 from fl_lightning.study.results.run_records import read_directory
 from fl_lightning.study.results.runs import run_metrics
@@ -443,6 +443,9 @@ def test_what_a_private_deployment_cannot_do_is_refused(tmp_path):
     check_deployable(fed)
     fed.method.__class__ = Other
     with pytest.raises(InputError, match="override starts of Other, as addends is"):
+        check_run(Run.of(fed, deployed=True))
+    fed.method.__class__ = FedAdaLoRA
+    with pytest.raises(InputError, match=r"addends of FedAdaLoRA start from; leave one of them"):
         check_run(Run.of(fed, deployed=True))
     coded = ["--model=AQFL", "--model.weigh_by=clients", "--model.download=quantised", CENTRAL]
     check_deployable(prepared(tmp_path, *coded))  # where the server counts messages

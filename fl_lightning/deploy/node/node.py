@@ -246,7 +246,7 @@ class Node:
         require(
             Run.of(fed, deployed=True).is_measured_on_nodes,
             "an order to evaluate",
-            "nodes measure models or data that are their clients' own, without secure_sum and privacy",
+            "nodes measure models or data of clients' own, without secure_sum and privacy",
             "let the server evaluate its own model",
         )
         here = self.settings.clients(fed.data.num_clients)

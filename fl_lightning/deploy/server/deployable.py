@@ -48,9 +48,9 @@ def check_deployable(fed: Federation) -> None:
         )
     elif not run.is_measured_on_nodes:
         log.warning(
-            "%s: the server evaluates the model of a newcomer, since under a secure sum or client-level "
-            "privacy what single clients measure stays on their nodes; val/* and test/* are therefore not "
-            "those of a simulation",
+            "%s: the server evaluates the model of a newcomer, since under a secure sum or "
+            "client-level privacy what single clients measure stays on their nodes; val/* and "
+            "test/* are therefore not those of a simulation",
             run.name,
         )
 
