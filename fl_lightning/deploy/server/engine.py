@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from fl_lightning.aggregation.adapters.plain_weights import AS_THEY_ARE
 from fl_lightning.aggregation.masked_round import MaskedRound
 from fl_lightning.aggregation.sum_form import SumForm
 from fl_lightning.deploy.protocol.answers import (
@@ -109,9 +110,11 @@ class RemoteEngine(Engine):
         # since
         self.since = dict(since or {})
         self.keeps, self.lost = keeps, LostStates()
-        # a method of the package declares whether its clients keep something
-        theirs = not type(fed.method).__module__.startswith("fl_lightning.")
-        self.may_keep = theirs or fed.method.keeps_state or fed.method.personalised
+        # a method of the package declares whether its clients keep something; adapters may
+        method = fed.method
+        theirs = not type(method).__module__.startswith("fl_lightning.")
+        theirs |= method.adapters is not AS_THEY_ARE
+        self.may_keep = theirs or method.keeps_state or method.personalised
         # nodes that said that a client keeps something; the empty one, that some did before
         self.keepers = {""} if keeps else set[str]()
         # those of the method are counted whatever else nodes name
