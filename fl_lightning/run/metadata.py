@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from functools import cache
@@ -64,7 +64,7 @@ def describe_run(
         "constant_guess": fed.data.task.constant_guess(fed.data.test_target),
         "git": git_state(),
         "versions": versions(),
-        "code": code_of(fed, *fed.callbacks) | code_of_model(fed),
+        "code": code_of(fed, *fed.callbacks, *parts_of(fed)) | code_of_model(fed),
         "command_line": redact_arguments(list(command_line)),
         "device": str(fed.fabric.device),
         "engine": engine,
@@ -78,6 +78,13 @@ def describe_run(
         "status": "running",
         "tracking_run_id": None,
     }
+
+
+def parts_of(fed: Federation) -> Iterator[object]:
+    """Yield what has parts of a federation, such as devices, staleness and a graph."""
+    yield fed.aggregation
+    if fed.timing is not None:
+        yield from (fed.timing.clock, fed.timing.rounds)
 
 
 def code_of_model(fed: Federation) -> dict[str, str]:

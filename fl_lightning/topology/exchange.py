@@ -20,7 +20,7 @@ from fl_lightning.aggregation.server import SHARE_UNITS, SummingServer
 from fl_lightning.aggregation.sums import Addend, Sums, sums_of
 from fl_lightning.client import Client
 from fl_lightning.clock.timing import ANSWERED
-from fl_lightning.topology.graphs import Mixing
+from fl_lightning.topology.graphs import Graph, Mixing
 from fl_lightning.topology.nodes import PUBLIC, Nodes, State, mean_of
 from fl_lightning.wire import LedgerEntry, Payload
 
@@ -88,6 +88,9 @@ class Peers(NodeAggregation):
         averagings: in a round.
         push: whether W is column-stochastic, so that weights of push-sum travel.
     """
+
+    graph: Graph | None = None
+    """What gives W, where a graph does."""
 
     def __init__(
         self,

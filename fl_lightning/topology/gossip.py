@@ -75,7 +75,7 @@ class Gossip(Topology):
             return self.graph.among(shares_given(whole) if push else whole, present, push)
 
         peers = Peers(method, ids, mixing, push=push)
-        peers.content_sha256 = self.graph.content_sha256
+        peers.graph, peers.content_sha256 = self.graph, self.graph.content_sha256
         return peers
 
     def meters(self) -> list[Callback]:

@@ -5,12 +5,18 @@ from __future__ import annotations
 import sys
 from functools import partial
 from hashlib import sha256
+from importlib import import_module
 from types import SimpleNamespace
 
 import torch
 from torch import nn
+from toy import Points, on_points, run
 
+from fl_lightning.clock import Clock, FedBuff
+from fl_lightning.methods import FedAvg
+from fl_lightning.run.directory import read_json
 from fl_lightning.support.user_code import code_of
+from fl_lightning.topology import Gossip
 
 FILES = {
     "uc_network": "from torch.nn import Linear\nfrom uc_sizes import WIDTH\nmake = lambda: Linear(WIDTH, 1)\n",
@@ -58,3 +64,30 @@ def test_what_a_script_defines_itself_is_known_by_its_text():
     one, other = code_of(First()), code_of(Second())
     assert one.keys() == other.keys() == {"__main__.Mine"}
     assert one != other
+
+
+PARTS = {
+    "up_devices": "from fl_lightning.clock import SameDevice as Of\n",
+    "up_availability": "from fl_lightning.clock import Diurnal as Of\n",
+    "up_staleness": "from fl_lightning.clock import Hinge as Of\n",
+    "up_graph": "from fl_lightning.topology.graphs import Ring as Of\n",
+}
+
+
+def test_the_parts_of_parts_are_known(tmp_path, monkeypatch):
+    """Devices and availability of a clock, the staleness of rounds and the graph of a topology."""
+    monkeypatch.syspath_prepend(tmp_path)
+    made = {}
+    for name, text in PARTS.items():
+        (tmp_path / f"{name}.py").write_text(f"{text}class Own(Of):\n    pass\n")
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        made[name] = import_module(name).Own()
+    clock = Clock(devices=made["up_devices"], availability=made["up_availability"])
+    rounds = FedBuff(concurrency=2, buffer=1, staleness=made["up_staleness"])
+    found = set()
+    for way in ({"rounds": rounds}, {"topology": Gossip(made["up_graph"])}):
+        folder = tmp_path / "-".join(way)
+        method = on_points(FedAvg(weigh_by="clients"))
+        trainer = run(method, Points(), folder, max_rounds=1, clock=clock, **way)
+        found |= read_json(trainer.run_dir / "metadata.json")["code"].keys()
+    assert found >= PARTS.keys()
