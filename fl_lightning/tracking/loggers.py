@@ -41,6 +41,7 @@ from fl_lightning.tracking.mlflow_store import (
     open_run,
     prepare,
     reason,
+    store_has_run,
     with_first_charts,
     with_ordered_times,
 )
@@ -334,10 +335,24 @@ class Tracking:
     def _open_default(self, channel: Channel) -> None:
         uri = default_uri()
         tags = {"run_dir": str(self.run_dir.absolute())}
-        channel.resumes = self._resume_id or self._find(channel, uri, self.experiment)
+        channel.resumes = self._continued(channel, uri, self.experiment)
         channel.logger = open_run(
             uri, self.experiment, self.run_name, channel.resumes, tags, self._started
         )
+
+    def _continued(self, channel: Channel, uri: str, experiment: str) -> str | None:
+        """Return the run that goes on: that of the known id if the store has it, else the one of
+        this directory; None for a new one."""
+        if self._resume_id and store_has_run(uri, self._resume_id):
+            return self._resume_id
+        found = self._find(channel, uri, experiment)
+        if self._resume_id and not found:
+            log.warning(
+                "MLflow at %s has no run %s to continue; the run gets a new record there",
+                redact(uri),
+                self._resume_id,
+            )
+        return found
 
     def _find(self, channel: Channel, uri: str, experiment: str) -> str | None:
         """Return the run whose id is lost, after a kill or because the store's answer did not
@@ -364,9 +379,7 @@ class Tracking:
             return
         prepare()
         if logger._run_id is None:
-            logger._run_id = self._resume_id or self._find(
-                channel, logger._tracking_uri, logger._experiment_name
-            )
+            logger._run_id = self._continued(channel, logger._tracking_uri, logger._experiment_name)
             channel.resumes = logger._run_id
             logger.tags = {
                 **redact_settings(logger.tags or {}),

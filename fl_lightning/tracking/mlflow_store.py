@@ -161,8 +161,7 @@ def open_run(
     tags: Mapping[str, str],
     started: int | None = None,
 ) -> Logger:
-    """Return Lightning's MLflow logger for a run, which is created unless ``run_id`` is known to
-    the store.
+    """Return Lightning's MLflow logger for a run, which is created where ``run_id`` is None.
 
     Only one process at a time creates a database.
 
@@ -170,7 +169,7 @@ def open_run(
         uri: address of the store.
         experiment: name of the experiment.
         run_name: name of the run in it.
-        run_id: id of a run to continue; None for a new one.
+        run_id: id of a run to continue, which the store has; None for a new one.
         tags: tags of a new run.
         started: when a new run began, in milliseconds since 1970; None for now.
     """
@@ -182,20 +181,7 @@ def open_run(
         logger = MLFlowLogger(
             experiment, run_name, uri, tags=dict(tags), run_id=run_id, artifact_location=place
         )
-        try:
-            make_run(logger, started)
-        except Exception as error:
-            if run_id is None or getattr(error, "error_code", "") != "RESOURCE_DOES_NOT_EXIST":
-                raise
-            log.warning(
-                "MLflow at %s has no run %s to continue; the rounds from here on go to a new run",
-                uri,
-                run_id,
-            )
-            logger = MLFlowLogger(
-                experiment, run_name, uri, tags=dict(tags), artifact_location=place
-            )
-            make_run(logger, started)
+        make_run(logger, started)
         return logger
 
 
@@ -261,6 +247,13 @@ def has_run(client: Any, run_id: str) -> bool:
         ):
             return False
         raise
+
+
+def store_has_run(uri: str, run_id: str) -> bool:
+    """Return what :func:`has_run` does of the store at an address; a database is made there if none
+    is."""
+    with _database(uri):
+        return has_run(connect(uri), run_id)
 
 
 def logged_steps(client: Any, run_id: str) -> dict[str, dict[int, int]]:

@@ -194,6 +194,34 @@ def test_a_run_that_the_store_forgot_starts_anew(
     assert steps(tracked.loggers[0].experiment, tracked.run_id or "", "test/accuracy") == [(7, 0.5)]  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("change", ["deleted", "another store"])
+def test_a_run_that_is_deleted_or_elsewhere_is_not_waited_for(
+    change: str, tmp_path: Path, database: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The store then has a run of all rounds, which the next start finds and does not make again."""
+    uris = [f"sqlite:///{tmp_path}/{name}.db" for name in ("mlflow", "other")]
+    for uri in uris:
+        shutil.copy(database, uri.removeprefix("sqlite:///"))
+    first = track()
+    first.start({}, {})
+    first.finish("KILLED", {})
+    if change == "deleted":
+        mlflow.MlflowClient(uris[0]).delete_run(first.run_id)
+    ids, uri = [], uris[change != "deleted"]
+    for _ in range(2):
+        logger = True if change == "deleted" else MLFlowLogger("exp", tracking_uri=uri)
+        again = track(run_id=first.run_id, resumes=True, logger=logger)
+        again.start({"a": 1}, {})
+        again.catch_up([{"round": 1, "test/accuracy": 0.5}], [0])
+        assert again.finish("FINISHED", {}) == {}
+        ids.append(again.run_id)
+    assert ids[0] == ids[1] != first.run_id
+    assert steps(mlflow.MlflowClient(uri), ids[0], "test/accuracy") == [(1, 0.5)]
+    assert [text.partition(" has no run")[2] for text in caplog.messages] == [
+        f" {first.run_id} to continue; the run gets a new record there"
+    ]
+
+
 def test_no_logger_and_other_ranks_track_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
