@@ -173,7 +173,7 @@ def _mapping(value: object) -> dict[str, Any]:
 
 def tracked_anew(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a run that gets a new record in the tracking store, since rounds that
-    the one of before has are made anew with other settings: a store takes no metric back."""
+    the one of before has are made anew in another way: a store takes no metric back."""
     former = [*metadata.get("former_tracking_runs", ()), metadata.get("tracking_run_id")]
     return {
         "tracking_run_id": None,

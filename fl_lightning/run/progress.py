@@ -7,15 +7,16 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from fl_lightning.config.settings import is_number
-from fl_lightning.errors import RunStopped
+from fl_lightning.config.settings import flatten, is_number
+from fl_lightning.errors import MisuseError, RunStopped
 from fl_lightning.federation import Federation
 from fl_lightning.hooks import RoundRecord
 from fl_lightning.metrics import final_summary
-from fl_lightning.run.directory import RunDirectory
+from fl_lightning.run.directory import RunDirectory, read_json
 from fl_lightning.run.resume import Start, check_same
 from fl_lightning.run.snapshot import Snapshot, restore
 from fl_lightning.run.tables import numbers
+from fl_lightning.run.taken_back import made_otherwise
 from fl_lightning.tasks import Task
 
 log = logging.getLogger("fl_lightning")
@@ -40,7 +41,8 @@ class Progress:
         saved: round of the newest checkpoint; 0 if there is none.
         changed: whether the run is continued with another configuration than before.
         there: rounds in the tables of the run that is continued.
-        taken_back: whether some of them are made anew with another configuration.
+        taken_back: whether some of them are made anew, and may be others than they were: with
+            another configuration, code, engine or device, or in a deployment.
     """
 
     def __init__(
@@ -90,10 +92,16 @@ class Progress:
             start.checkpoint.tensors.clear()  # a rank need not keep the states of all clients
             self.saved = self.done.round
             self.history = numbers(table.until(self.done.tables["metrics"]))
-        self.taken_back = self.changed and self.there > len(self.history)
+        self.taken_back = self.there > len(self.history) and (
+            self.changed
+            or "deployment" in read_json(start.run / "metadata.json")
+            or made_otherwise(
+                start.run, self.done.round, flatten(self.settings), str(fed.fabric.device)
+            )
+        )
         if self.taken_back:
             log.warning(
-                "rounds after %d are made anew with other settings: metrics.csv will have these alone; "
+                "rounds after %d are made anew in another way: metrics.csv will have these alone; "
                 "in MLflow the run has a new record, and that of before a tag taken_back",
                 self.done.round,
             )
@@ -104,6 +112,7 @@ class Progress:
 
         Raises:
             TypeError: a method or a meter gave a metric that is not a number.
+            MisuseError: one is called ``round``.
             OSError: the run directory cannot be written.
         """
         odd = {name: value for name, value in record.metrics.items() if not is_number(value)}
@@ -112,6 +121,9 @@ class Progress:
                 f"metrics {odd} of round {record.round}; a metric of a method or a meter is a "
                 "number; return int or float"
             )
+        if "round" in record.metrics:
+            rule = "it is the number of the round in metrics.csv"
+            raise MisuseError("the metric round", rule, "write another name")
         row = {"round": record.round, **record.metrics}
         run.tables["metrics"].append([row])
         run.tables["ledger"].append([entry.row() for entry in fed.ledger.entries])

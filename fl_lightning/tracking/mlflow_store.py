@@ -221,7 +221,7 @@ def _database(uri: str) -> Iterator[bool]:
 
 
 TAKEN_BACK = "taken_back"
-"""The tag of a run of which rounds were made anew with other settings; another one has them."""
+"""The tag of a run of which rounds were made anew in another way; another one has them."""
 
 
 def mark_taken_back(client: Any, run_ids: Sequence[str]) -> None:
@@ -232,7 +232,7 @@ def mark_taken_back(client: Any, run_ids: Sequence[str]) -> None:
             continue
         run = client.get_run(run_id)
         if TAKEN_BACK not in run.data.tags:
-            client.set_tag(run_id, TAKEN_BACK, "rounds of it were made anew with other settings")
+            client.set_tag(run_id, TAKEN_BACK, "rounds of it were made anew in another way")
             client.update_run(run_id, name=f"{run.info.run_name} (taken back)")
 
 

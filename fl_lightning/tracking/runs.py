@@ -282,7 +282,7 @@ def _read_run(client: Any, run: Any) -> dict[str, Any]:
         if name.startswith("final/"):
             metadata[name] = last
             continue
-        # a round that was made anew with other settings has two values, of which the later one
+        # a round that was made anew in another way has two values, of which the later one
         # counts
         for point in sorted(
             client.get_metric_history(run.info.run_id, name), key=lambda one: one.timestamp

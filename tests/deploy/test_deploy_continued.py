@@ -123,9 +123,9 @@ def test_a_test_of_a_deployed_run_says_where_it_has_no_models_of_clients(name, t
 
 @pytest.mark.slow
 @pytest.mark.essential
-def test_a_run_goes_on_from_any_checkpoint_that_the_server_has_kept(tmp_path):
+def test_a_run_goes_on_from_any_checkpoint_that_the_server_has_kept(tmp_path, caplog):
     """Of each the nodes have what clients kept then, also of those that were not trained in
-    between."""
+    between. Its rounds are others, by the clock of nodes."""
     more = [
         *SMALL,
         "--trainer.max_rounds=6",
@@ -138,6 +138,7 @@ def test_a_run_goes_on_from_any_checkpoint_that_the_server_has_kept(tmp_path):
         past = f"--ckpt_path={run}/checkpoints/round_{round:06d}"
         again = deployed("scaffold", tmp_path, InProcess(nodes_in(tmp_path)), *more, past)
         assert weights(again) == expected
+        assert f"rounds after {round} are made anew in another way" in caplog.text
 
 
 @pytest.mark.slow

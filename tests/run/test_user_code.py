@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from functools import partial
 from hashlib import sha256
@@ -91,3 +92,23 @@ def test_the_parts_of_parts_are_known(tmp_path, monkeypatch):
         trainer = run(method, Points(), folder, max_rounds=1, clock=clock, **way)
         found |= read_json(trainer.run_dir / "metadata.json")["code"].keys()
     assert found >= PARTS.keys()
+
+
+def test_rounds_that_edited_code_makes_anew_have_a_new_record(tmp_path, monkeypatch):
+    """A store takes no metric back, so that it would keep the rounds of the code of before."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "up_method", raising=False)
+    file = tmp_path / "up_method.py"
+    file.write_text("from fl_lightning.methods import FedAvg\nclass Mine(FedAvg):\n    pass\n")
+    kind, settings = import_module("up_method").Mine, {"checkpoint_every": 1, "keep_checkpoints": 9}
+    run_dir = run(on_points(kind()), Points(), tmp_path, max_rounds=2, **settings).run_dir
+    former = []
+    for edit in (False, True):
+        about = read_json(run_dir / "metadata.json") | {"tracking_run_id": "abc"}
+        (run_dir / "metadata.json").write_text(json.dumps(about))
+        if edit:
+            file.write_text(f"{file.read_text()}# edited\n")
+        first = str(run_dir / "checkpoints" / "round_000001")
+        run(on_points(kind()), Points(), tmp_path, max_rounds=2, ckpt_path=first, **settings)
+        former.append(read_json(run_dir / "metadata.json").get("former_tracking_runs"))
+    assert former == [None, ["abc"]]
