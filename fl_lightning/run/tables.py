@@ -14,9 +14,11 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
+from math import isnan
 from pathlib import Path
 from typing import Any
 
+from fl_lightning.config.settings import is_number
 from fl_lightning.run.checkpoint import CheckpointError
 from fl_lightning.support.disk import open_own, replace
 
@@ -63,7 +65,8 @@ class CsvTable:
     def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Add rows at the end; a row has an empty cell where it lacks a column.
 
-        After an error the file is as it was before.
+        After an error the file is as it was before, unless the rows have a new column: of its two
+        copies one may then have the rows.
 
         Raises:
             OSError: the file cannot be written, or another program has shortened it.
@@ -219,3 +222,26 @@ def cut_metrics(table: bytes, metadata: Mapping[str, Any], settings: Mapping[str
             f"metrics.csv has {made} rounds of {asked}, and metadata.json says that it is finished"
         )
     return ""
+
+
+def is_of_others(
+    test: Mapping[str, Any], metadata: Mapping[str, Any], history: Sequence[Mapping[str, float]]
+) -> bool:
+    """Return whether the round that ``test`` took has been made anew since, with other weights.
+
+    Args:
+        test: content of its file.
+        metadata: of the run.
+        history: a row of metrics for each of its rounds.
+    """
+    row = next((row for row in history if row["round"] == test.get("round")), {})
+    tested, known = test.get("weights_sha256"), metadata.get("weights_sha256")
+    if tested and known and row and row is history[-1]:
+        return bool(tested != known)
+    recorded = test.get("recorded")
+    return any(
+        is_number(value)
+        and row.get(name, value) != value
+        and not (isnan(value) and isnan(row[name]))
+        for name, value in (recorded if isinstance(recorded, Mapping) else {}).items()
+    )

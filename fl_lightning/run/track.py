@@ -29,7 +29,7 @@ from fl_lightning.run.metadata import (
     tracked_since,
 )
 from fl_lightning.run.paths import require_run
-from fl_lightning.run.tables import cut_metrics, numbers
+from fl_lightning.run.tables import cut_metrics, is_of_others, numbers
 from fl_lightning.support.redaction import redact, redact_settings
 from fl_lightning.tracking.loggers import as_params
 from fl_lightning.tracking.mlflow_store import (
@@ -66,15 +66,20 @@ MLFLOW_STATUS: Mapping[str, Status] = {"finished": "FINISHED", "failed": "FAILED
 log = logging.getLogger(__name__)
 
 
-def _tests_in(run: Path) -> list[dict[str, Any]]:
-    """Return what ``test`` has measured; a file that is damaged is named in a warning."""
+def _tests_in(
+    run: Path, metadata: Mapping[str, Any], history: Sequence[Mapping[str, float]]
+) -> list[dict[str, Any]]:
+    """Return what ``test`` has measured; a file that is damaged, or of weights that the run has not
+    any more, is named in a warning."""
     found = []
     for file in sorted(run.glob("test*.json")):
         test = read_json(file)
-        if is_number(test.get("round")) and isinstance(test.get("metrics"), Mapping):
-            found.append(test)
-        else:
+        if not is_number(test.get("round")) or not isinstance(test.get("metrics"), Mapping):
             log.warning("%s cannot be read and is left out; test the run again", file)
+        elif is_of_others(test, metadata, history):
+            log.warning("%s is of other weights and is left out; test the run again", file)
+        else:
+            found.append(test)
     return found
 
 
@@ -129,7 +134,7 @@ class StoredRun:
                 )
             history = numbers(table)
             tags_of(metadata, run.path)
-            rounds = cls._rounds(metadata, history, _tests_in(run.path))
+            rounds = cls._rounds(metadata, history, _tests_in(run.path, metadata, history))
         except InputError:
             raise
         except (

@@ -365,6 +365,31 @@ def test_a_damaged_test_leaves_the_run_to_be_tracked(content, tmp_path, caplog) 
     assert "test.json cannot be read and is left out" in caplog.text
 
 
+def test_a_test_of_weights_that_are_no_more_is_left_out(tmp_path, caplog) -> None:
+    """By the hash of the last weights; of an earlier round by what training had measured there."""
+    run_dir = fit(tmp_path, experiment="e")
+    known, row = metadata_of(run_dir)["weights_sha256"], rows_of(run_dir)[2]
+    measured = float(row["train/loss"])
+    tests = {
+        "test": (5, {"weights_sha256": known}),
+        "test_round_000005": (5, {"weights_sha256": "0" * 64}),
+        "test_round_000003": (
+            3,
+            {"weights_sha256": "0" * 64, "recorded": {"train/loss": measured}},
+        ),
+        "test_round_000002": (2, {"recorded": {"train/loss": -1.0}}),
+    }
+    for name, (round, about) in tests.items():
+        test = {"round": round, "metrics": {f"{name}/accuracy": 0.5}, **about}
+        (run_dir / f"{name}.json").write_text(json.dumps(test))
+    rounds = track_module.StoredRun.read(str(run_dir)).rounds
+    found = {name.partition("/")[0] for round in rounds for name in round.metrics}
+    assert found & tests.keys() == {"test", "test_round_000003"}
+    said = [text.split("/")[-1] for text in caplog.messages]
+    rest = "is of other weights and is left out; test the run again"
+    assert said == [f"test_round_00000{round}.json {rest}" for round in (2, 5)]
+
+
 def test_what_another_process_wrote_in_the_meantime_stays(tmp_path, monkeypatch, capsys) -> None:
     """Between the first look at the run and the lock, and while the store is written to."""
     run_dir, lock = fit(tmp_path, experiment="e"), RunDirectory.lock

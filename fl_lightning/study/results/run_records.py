@@ -22,7 +22,7 @@ from fl_lightning.run.checkpoint import CheckpointError, load_document
 from fl_lightning.run.clients import FILE as CLIENTS
 from fl_lightning.run.directory import numbered
 from fl_lightning.run.paths import checkpoints_in
-from fl_lightning.run.tables import CsvTable, cut_metrics, numbers
+from fl_lightning.run.tables import CsvTable, cut_metrics, is_of_others, numbers
 from fl_lightning.study.metric_names import TaskMetrics
 
 log = logging.getLogger("fl_lightning")
@@ -132,14 +132,9 @@ class RunRecord:
     @property
     def is_test_of_others(self) -> bool:
         """Whether the round that ``test`` took has been made anew since, with other weights."""
-        row = next((row for row in self.history if row["round"] == self.test.round), {})
-        known = self.metadata.get("weights_sha256")
-        if self.test.weights and known and row and row is self.history[-1]:
-            return bool(self.test.weights != known)
-        return any(
-            row.get(name, value) != value and not (isnan(value) and isnan(row[name]))
-            for name, value in self.test.recorded.items()
-        )
+        recorded, weights = self.test.recorded, self.test.weights
+        test = {"round": self.test.round, "weights_sha256": weights, "recorded": recorded}
+        return is_of_others(test, self.metadata, self.history)
 
 
 def read_folder(folder: Path) -> list[RunRecord]:
