@@ -125,13 +125,26 @@ class Snapshot:
 def _json_of(callback: Any) -> str:
     state = callback.state_dict()
     try:
+        _check_keys(state)
         return json.dumps(state)
     except TypeError as error:
         raise MisuseError(
             f"{type(callback).__name__}.state_dict",
-            f"it returns numbers, texts, lists and dictionaries of them ({error})",
-            "write tensors and arrays as lists",
+            f"it returns numbers, texts, lists and dictionaries of them by text ({error})",
+            "write tensors and arrays as lists, and keys as texts",
         ) from error
+
+
+def _check_keys(value: Any) -> None:
+    """Refuse keys that JSON makes texts of, which ``load_state_dict`` would get."""
+    if isinstance(value, dict):
+        if odd := [key for key in value if not isinstance(key, str)]:
+            raise TypeError(f"the key {odd[0]!r} is no text")
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return
+    for each in value:
+        _check_keys(each)
 
 
 def best_value(progress: Mapping[str, Any]) -> Any:

@@ -295,6 +295,13 @@ def test_a_state_that_is_no_json_is_named(tmp_path):
         fit(tmp_path, callbacks=[Remembers()])
 
 
+@pytest.mark.parametrize("state", [{1: 2}, {"seen": [({"a": 1, None: 2}, 3)]}])
+def test_a_key_that_would_come_back_as_a_text_is_named(state, tmp_path):
+    remembers = type("Remembers", (Meter,), {"state_dict": lambda self: state})
+    with refused("Remembers.state_dict", "keys as texts", MisuseError):
+        fit(tmp_path, callbacks=[remembers()])
+
+
 class Meddles(Meter):
     def on_cohort(self, cohort, round, context):
         cohort.clear()
