@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from inspect import signature
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -99,12 +100,15 @@ def form(value: Any) -> str:
 
 
 def neutral(bench: Bench) -> None:
-    """With its neutral settings the method equals FedAvg of the same weigh_by, bit for bit."""
+    """With its neutral settings the method equals FedAvg with its other settings, bit for bit."""
     settings = bench.subject.neutral
     if settings is None:
         raise NotApplicable("no neutral setting is known")
     method = bench.subject.make(**settings)
-    pair = method, FedAvg(weigh_by=method.weigh_by)
+    given = getattr(bench.subject.make, "keywords", {})
+    shared = given.keys() & signature(FedAvg).parameters.keys() - settings.keys()
+    others = {"weigh_by": method.weigh_by, **{name: given[name] for name in shared}}
+    pair = method, FedAvg(**others)
     runs = (bench.run(method=each, participation=0.5) for each in pair)
     mine, fedavg = (run.method.layout.read(run.method.deploy(None)) for run in runs)
     difference = float((mine - fedavg).abs().max())

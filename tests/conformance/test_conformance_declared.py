@@ -10,6 +10,7 @@ from places import CONFIGS
 from torch.optim import SGD
 
 from fl_lightning.__main__ import main
+from fl_lightning.aggregation.server_optimizers import ServerSGD
 from fl_lightning.conformance import CHECKS, method_under_test, run_checks
 from fl_lightning.conformance.scaffold import ScaffoldRound, scaffold_path
 from fl_lightning.conformance.toy import CENTRES
@@ -25,6 +26,7 @@ from fl_lightning.methods import (
     FedSpeed,
     Method,
 )
+from fl_lightning.methods.terms import LabelSmoothing
 from fl_lightning.wire import Payload
 
 # what proves the kit, which itself runs in every run
@@ -354,6 +356,13 @@ def test_a_method_that_keeps_nothing_at_its_neutral_setting_passes_there(method,
 
 def test_neutral_settings_are_fedavg_of_the_same_weights():
     assert failures(FedProx, "neutral", settings={"weigh_by": "clients"}) == {}
+
+
+@pytest.mark.parametrize(
+    "settings", [{"terms": [LabelSmoothing(0.1)]}, {"server_optimizer": ServerSGD(0.5)}]
+)
+def test_neutral_settings_are_fedavg_with_the_other_settings(settings):
+    assert failures(FedProx, "neutral", settings=settings) == {}
 
 
 def test_a_feddyn_is_checked_at_alpha_0_too():
