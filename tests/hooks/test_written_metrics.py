@@ -38,7 +38,7 @@ def fit(folder, *callbacks, method=None):
 
 
 @pytest.mark.parametrize(
-    "name", ["test/accuracy", "val/accuracy", "comm/upload_bytes", "train/loss"]
+    "name", ["test/accuracy", "val/accuracy", "comm/upload_bytes", "train/loss", "round"]
 )
 def test_a_meter_replaces_nothing_of_the_run(name, tmp_path):
     """By the final metrics a run is ranked, and by ``val`` its best round is chosen."""
