@@ -177,6 +177,8 @@ def choose_checkpoint(ckpt_path: str, which: str, experiment: Path) -> Checkpoin
         "write --checkpoint last",
     )
     best = checkpoint_name(newest.progress["best_round"])
+    gone = f"{best}, which was best in validation, is not in {run}"
+    require(best in there, "--checkpoint best", gone, "write --checkpoint last")
     return newest if best == there[0] else _read(run, best, there)
 
 

@@ -327,6 +327,14 @@ def test_bad_input_is_one_line_and_costs_nothing(run, capsys, monkeypatch):
     )
 
 
+def test_a_best_checkpoint_that_is_gone_is_not_proposed_again(run, capsys, monkeypatch):
+    monkeypatch.setattr(probing, "checkpoint_name", lambda round: "round_000009")
+    assert main(["test", "--ckpt_path", str(run), "--checkpoint", "best"]) == 2
+    error = capsys.readouterr().err.strip()
+    assert "round_000009, which was best in validation, is not in" in error
+    assert error.endswith("write --checkpoint last")
+
+
 def test_a_run_without_validation_has_no_best_checkpoint(capsys):
     run = fit("FedAvg", "--data.val_fraction", "0")
     assert main(["test", "--ckpt_path", str(run), "--checkpoint", "best"]) == 2
