@@ -104,7 +104,7 @@ def with_bare_flags(args: list[str], switches: Iterable[str]) -> list[str]:
     bare = {f"--{name}" for name in switches}
     found = []
     for arg, following in zip_longest(args, args[1:], fillvalue="--"):
-        found += [arg, "true"] if arg in bare and following.startswith("--") else [arg]
+        found += [arg, "true"] if arg in bare and following.startswith(("--", "-c")) else [arg]
     return found
 
 

@@ -538,6 +538,12 @@ def test_a_switch_needs_no_value() -> None:
         *("--calibrate", "true", "--out", "x", "--dry_run=false"),
         *("--calibrate", "false", "--other", "--dry_run", "true"),
     ]
+    assert with_bare_flags(["--dry_run", "-c", "a"], ["dry_run"]) == [
+        "--dry_run",
+        "true",
+        "-c",
+        "a",
+    ]
 
 
 def test_a_command_with_trainer_is_a_method_of_it(
