@@ -185,7 +185,7 @@ class ProgressBar(Meter):
         return self._live is not None or self._cell is not None
 
     def _is_milestone(self, round: int) -> bool:
-        tenth = max(1, self._max_rounds // 10)
+        tenth = max(1, -(-self._max_rounds // 10))
         return round % tenth == 0 or round in (1, self._max_rounds)
 
     def _start(self) -> None:

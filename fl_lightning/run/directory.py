@@ -125,8 +125,8 @@ class RunDirectory:
         """Take the tables and the checkpoints back to the end of a round.
 
         If there are later checkpoints, or the configuration has changed, nothing is lost: the
-        checkpoints are moved to ``superseded_<n>/``, and the configuration, the partition and
-        the tables are copied there first.
+        checkpoints are moved to ``superseded_<n>/``, and the configuration, the metadata, the
+        partition, the tables and ``clients.csv`` are copied there first.
 
         Args:
             round: the last round that stays.

@@ -347,6 +347,15 @@ def test_progress_is_about_ten_lines_where_there_is_no_terminal(
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("rounds", [1, 9, 10, 19, 99, 109])
+def test_a_run_of_any_length_has_at_most_eleven_lines(rounds: int) -> None:
+    bar = ProgressBar()
+    bar._max_rounds = rounds
+    shown = [round for round in range(1, rounds + 1) if bar._is_milestone(round)]
+    assert {1, rounds} <= {*shown}
+    assert min(rounds, 7) <= len(shown) <= 11
+
+
 def test_the_terminal_is_given_back_after_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
