@@ -29,8 +29,7 @@ def forms(network: nn.Module) -> list[Any]:
     first."""
     if any(isinstance(module, (ExpertLoRA, SwitchedLinear)) for module in network.modules()):
         return []  # layers with several adapters, or with options for each token, are not theirs
-    if isinstance(network, TransformersLM) and _is_pissa(network):
-        # it took a part of the base, and peft would have to take the very same
+    if isinstance(network, (Llama, TransformersLM)) and _took_of_named_base(network):
         return ["transformers"]
     if isinstance(network, TransformersLM) and hasattr(network.model, "peft_config"):
         return ["peft", "transformers"]
@@ -39,7 +38,12 @@ def forms(network: nn.Module) -> list[Any]:
     return []
 
 
-def _is_pissa(network: TransformersLM) -> bool:
+def _took_of_named_base(network: Llama | TransformersLM) -> bool:
+    """Return whether adapters took a part of a base that is named, which peft would load whole."""
+    if isinstance(network, Llama):
+        return bool(network.source) and not all(
+            layer.removable for layer in adapter_layers(network).values()
+        )
     configs = getattr(network.model, "peft_config", {}).values()
     return any(getattr(config, "init_lora_weights", None) == "pissa" for config in configs)
 
@@ -66,8 +70,7 @@ def write_peft(trained: TrainedModel, folder: Path) -> str:
         found = Path(model_folder(name))
         where = str(found.absolute()) if found.is_dir() else model_folder(name)
         base = repr(where)
-    if with_base or Path(where).is_dir():
-        adapted.peft_config["default"].base_model_name_or_path = where
+    adapted.peft_config["default"].base_model_name_or_path = where
     # peft would ask the hub whether the embedding is the base's; adapters leave it as it is
     adapted.save_pretrained(folder, save_embedding_layers=False)
     _save_tokenizer(trained, folder)

@@ -3,6 +3,7 @@ refusals."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -129,3 +130,23 @@ def test_its_adapters_load_in_peft_on_the_base_that_is_named(form, tmp_path):
     )
     ids = torch.randint(0, 300, (3, 70))
     torch.testing.assert_close(theirs(input_ids=ids).logits, network(ids), rtol=1e-4, atol=1e-4)
+    network.source, named = "owner/name", tmp_path / "named"
+    named.mkdir()
+    write_peft(TrainedModel(network, SimpleNamespace(tokenizer=None)), named)
+    settings = json.loads((named / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == "owner/name"
+
+
+@pytest.mark.parametrize(
+    ("adapter", "expected"),
+    [("lora", ["peft", "transformers"]), ("pissa", ["transformers"])],
+)
+def test_adapters_that_took_a_part_of_the_named_base_are_merged(adapter, expected, tmp_path):
+    """peft would put them on the whole base, whose leading part would count twice."""
+    from fl_lightning.export.language import forms
+
+    saved(tmp_path)
+    network = LlamaPretrained(300, str(tmp_path), rank=2, adapter=adapter)
+    assert forms(network) == expected
+    network.source = ""  # the base goes along, without the part
+    assert forms(network) == ["peft", "transformers"]
