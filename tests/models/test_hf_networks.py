@@ -3,6 +3,8 @@ would alone."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +31,7 @@ from fl_lightning.methods import AQFL, FedAdaLoRA, FedAvg, FedMPQ
 from fl_lightning.models import LlamaPretrained, build_network
 from fl_lightning.models.adapters import adapter_layers
 from fl_lightning.models.language import BYTE_VOCABULARY, LlamaTiny, hf
+from fl_lightning.models.language.hf_classifier import TransformersClassifier
 from fl_lightning.tasks import LanguageModelling
 from fl_lightning.wire import Layout
 
@@ -312,6 +315,18 @@ def test_what_is_trained_travels_in_its_own_precision(rank: int, dtype: torch.dt
     layout = Layout.of(hf.TransformersLM(50, name=str(folder), dtype="bfloat16", rank=rank))
     assert layout.size > 0
     assert layout.dtype == dtype
+
+
+def test_a_classifier_pads_with_the_first_of_several_end_tokens(folder: Path, tmp_path: Path):
+    """As those of Llama 3, whose configuration has no padding."""
+    path = shutil.copytree(folder, tmp_path / "llama")
+    settings = json.loads((path / "config.json").read_text())
+    settings |= {"pad_token_id": None, "eos_token_id": [2, 3]}
+    (path / "config.json").write_text(json.dumps(settings))
+    network = TransformersClassifier(3, str(path), rank=0).eval()
+    ids, mask = prompts()
+    assert network.pad == 2
+    assert network({"input_ids": ids, "attention_mask": mask}).shape == (3, 3)
 
 
 @pytest.fixture(scope="module")

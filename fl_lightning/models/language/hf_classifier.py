@@ -76,7 +76,8 @@ class TransformersClassifier(nn.Module):
         self.is_causal = causal and not model.config.is_encoder_decoder
         self.takes_whole_masks = model._supports_sdpa and not causal and not any(windows)
         if model.config.pad_token_id is None:
-            model.config.pad_token_id = getattr(model.config, "eos_token_id", None) or 0
+            ends = getattr(model.config, "eos_token_id", None) or 0  # Llama 3 has a list of them
+            model.config.pad_token_id = ends[0] if isinstance(ends, list) else ends
         self.pad, self.name, self.positions = model.config.pad_token_id, name, _positions(model)
         with catch_warnings():  # as for TransformersLM
             simplefilter("ignore", FutureWarning)
