@@ -149,7 +149,7 @@ def test_a_long_conversation_loses_its_end_or_is_left_out(tmp_path: Path):
     other.write_text(json.dumps({"conversations": said("x", "y")}))
     found = made(train, test=str(other), context=45, too_long="cut")
     assert {learnt for _, learnt in spelled(found)} == {" bbbbbbbbb$|", " bbbbbbb"}
-    text = found.partition_summary()["text"]
+    text = json.loads(json.dumps(found.partition_summary()))["text"]
     assert text["conversations without an answer in the context"] == 1
     assert text["examples cut"] == {"train": 2, "test": 0}
 

@@ -141,7 +141,7 @@ class ConversationFiles(TextData):
         validation."""
         items = [conversation_item(self.template, line.content, line.place) for line in lines]
         if self.too_long == "cut":
-            kept = [item.labelled[1 : self.context + 1].any() for item in items]
+            kept = [bool(item.labelled[1 : self.context + 1].any()) for item in items]
             self._summary["conversations without an answer in the context"] += len(kept) - sum(kept)
             items, lines = [*compress(items, kept)], [*compress(lines, kept)]
             held_out = None if held_out is None else held_out[kept]

@@ -114,7 +114,6 @@ class TextData(FederatedData):
             ``test/*`` and ``val/*``; null: none.
     """
 
-    examplewise = True
     dataset: str
     """Name of the data set."""
     groups: tuple[str, ...] = ()
