@@ -56,8 +56,21 @@ def _no_prompts(data: TextData) -> str:
         return "its tokens are numbers, and no words"
     if int((_prompt_lengths(data.test_target) > 1).sum()) == 0:
         return "every token is labelled, there are none"
-    several = int(count_answers(data.test_target).max()) > 1
-    return "questions stand between answers" if several else ""
+    if int(count_answers(data.test_target).max()) > 1:
+        return "questions stand between answers"
+    return "its prompts hold tokens that are no text" if _has_special_tokens(data) else ""
+
+
+def _has_special_tokens(data: TextData) -> bool:
+    """Return whether a token of a test prompt other than the first of the text is lost in its
+    text."""
+    every: Any = data.inputs("test", torch.arange(len(data.test_target), device=data.device))
+    ids = every["input_ids"]
+    place = torch.arange(ids.shape[1], device=ids.device)
+    is_first = (place == 0) & (ids == (-1 if data.tokenizer.bos is None else data.tokenizer.bos))
+    asked = (place < _prompt_lengths(data.test_target)[:, None]) & ~is_first
+    # some tokenisers leave out a blank at the beginning of what they decode
+    return any(not data.tokenizer.decode([id, id]) for id in ids[asked].unique().tolist())
 
 
 def _metrics_under(subject: ProbedModel, data: TextData, noise: str) -> dict[str, float]:
@@ -100,15 +113,19 @@ def noisy_batch(
 def _noisy_prompt(
     ids: Sequence[int], tokenizer: Tokenizer, prompt_end: str, noise: str, rng: np.random.Generator
 ) -> list[int]:
-    """Return the tokens of a prompt with noise in its words; its end is encoded apart, as in
-    training."""
+    """Return the tokens of a prompt with noise in its words but those of its end, which is encoded
+    apart or not, as in training."""
     start = (
         [tokenizer.bos] if tokenizer.bos is not None and list(ids[:1]) == [tokenizer.bos] else []
     )
+    end = tokenizer.encode(prompt_end)
+    apart = len(ids) - len(end)
+    if list(ids[apart:]) == end:
+        head = tokenizer.decode(ids[len(start) : apart])
+        return [*start, *tokenizer.encode(add_noise(head, noise, rng)), *end]
     text = tokenizer.decode(ids[len(start) :])
     head = text.removesuffix(prompt_end)
-    end = tokenizer.encode(prompt_end) if head != text else []
-    return [*start, *tokenizer.encode(add_noise(head, noise, rng)), *end]
+    return [*start, *tokenizer.encode(add_noise(head, noise, rng) + text[len(head) :])]
 
 
 def _prompt_lengths(target: Tensor) -> Tensor:

@@ -3,6 +3,7 @@ model."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 
 import numpy as np
@@ -11,7 +12,14 @@ import torch
 from tiny_language import tiny
 from toy import run, sgd
 
-from fl_lightning.data import IID, CorpusData, InstructionData, TokenData
+from fl_lightning.data import (
+    IID,
+    ConversationFiles,
+    CorpusData,
+    InstructionData,
+    TextFiles,
+    TokenData,
+)
 from fl_lightning.data.text.tokens import IGNORED, PROMPT_END, ByteTokenizer
 from fl_lightning.methods import FedAvg
 from fl_lightning.probing import PROBES, ProbedModel, noisy_prompts
@@ -112,6 +120,57 @@ def test_prompts_get_noise_and_their_ends_and_answers_stay(monkeypatch):
     assert torch.equal(part["input_ids"], found["input_ids"][3:5, :width])  # whatever the batch
 
 
+class Merging(ByteTokenizer):
+    """Makes one token of a question mark and a blank, as merges across a seam do."""
+
+    vocab_size = 260
+
+    def encode(self, text: str) -> list[int]:
+        return [id for part in text.split("? ") for id in [259, *part.encode()]][1:]
+
+    def decode(self, ids) -> str:
+        return super().decode(b for id in ids for b in (b"? " if id == 259 else [id]))
+
+
+def asking(folder, template: str):
+    """The data of a question in a conversation, whose tokens are made in one, and in a record."""
+    for cls, key in ((ConversationFiles, "conversations"), (TextFiles, "definition")):
+        paths = []
+        for split in ("train", "test"):
+            turns = [
+                {"from": "human", "value": f"What of {split}?"},
+                {"from": "gpt", "value": "A cow."},
+            ]
+            record = {
+                "task_name": "",
+                "definition": "Name it",
+                "inputs": split,
+                "targets": "A cow.",
+            }
+            paths.append(folder / f"{key}_{split}.jsonl")
+            paths[-1].write_text(json.dumps({**record, "conversations": turns}))
+        made = cls(*map(str, paths), template=template, tokenizer=Merging())
+        made.setup()
+        yield made
+
+
+@pytest.mark.parametrize(
+    "template", ["USER: {inputs} ASSISTANT: ", "{inputs} {definition} Answer: "]
+)
+def test_the_words_of_a_template_before_the_answer_have_no_noise(template, tmp_path, monkeypatch):
+    for data in asking(tmp_path, template):
+        index = torch.arange(1)
+        clean = data.inputs("test", index)["input_ids"]
+        assert (259 in clean) == isinstance(data, ConversationFiles)  # records are encoded apart
+        found = noisy_batch(data, index, "keyboard", 0)[0]["input_ids"]
+        assert (found != clean).any()
+        end = f" {template.split()[-1]} A cow."
+        assert data.tokenizer.decode(found[0].tolist()).endswith(end)
+        with monkeypatch.context() as patched:
+            patched.setattr(noisy_prompts, "add_noise", lambda text, noise, rng: text)
+            assert torch.equal(noisy_batch(data, index, "keyboard", 0)[0]["input_ids"], clean)
+
+
 def subject(tmp_path, data, network="llama_tiny") -> ProbedModel:
     method = FedAvg(network=network, optimizer=sgd(0.05))
     trainer = run(method, data, tmp_path, max_rounds=1, max_local_steps=1)
@@ -157,25 +216,34 @@ def test_answers_are_timed_in_evaluation_mode(tmp_path, monkeypatch):
 
 
 class Dialogues(torch.utils.data.Dataset):
-    """Two answers in each, with what is asked before them."""
+    """Two answers in each, with what is asked before them; of ``learnt`` one answer, after the token
+    that ends a turn."""
+
+    def __init__(self, learnt=(0, 0, 1, 0, 1, 1)):
+        self.learnt = [*learnt]
 
     def __len__(self):
         return 20
 
     def __getitem__(self, index):
-        ids = [97 + index, 98, 99, 100, 101, 102]
-        return {"input_ids": ids, "loss_mask": [0, 0, 1, 0, 1, 1]}
+        ids = [97 + index, 98, 99, 257, 101, 102]
+        return {"input_ids": ids, "loss_mask": self.learnt}
 
 
 @pytest.mark.parametrize(
-    ("settings", "why"),
+    ("items", "settings", "why"),
     [
-        ({"tokenizer": ByteTokenizer()}, "questions stand between answers"),
-        ({"vocab_size": 200}, "its tokens are numbers, and no words"),
+        (Dialogues(), {"tokenizer": ByteTokenizer()}, "questions stand between answers"),
+        (
+            Dialogues((0, 0, 0, 0, 1, 1)),
+            {"tokenizer": ByteTokenizer()},
+            "its prompts hold tokens that are no text",
+        ),
+        (Dialogues(), {"vocab_size": 258}, "its tokens are numbers, and no words"),
     ],
 )
-def test_dialogues_and_numbers_have_no_noise(settings, why, tmp_path):
-    data = TokenData(Dialogues(), num_clients=2, context=16, partition=IID(), **settings)
+def test_dialogues_and_tokens_that_are_no_text_have_no_noise(items, settings, why, tmp_path):
+    data = TokenData(items, num_clients=2, context=16, partition=IID(), **settings)
     finding = PROBES["corruptions"](subject(tmp_path, data, tiny))
     assert finding.metrics == {}
     assert finding.skipped[-1] == f"noise in prompts left out: {why}"

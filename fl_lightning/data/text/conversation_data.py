@@ -94,7 +94,7 @@ class ConversationFiles(TextData):
         self.paths = Path(train), Path(test) if test else None
         self.test_fraction, self.client_key, self.too_long = test_fraction, client, too_long
         self.template = turn_template(template, system, self.tokenizer)
-        self.asked = self.template.asked
+        self.asked, self.prompt_end = self.template.asked, self.template.end
         self._summary: dict[str, Any] = {}
 
     def read(self) -> tuple[TextExamples, TextExamples]:

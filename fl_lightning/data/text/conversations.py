@@ -110,6 +110,8 @@ class TurnTemplate(Protocol):
 
     asked: tuple[str, ...]
     """The first question of a conversation, as :class:`TextData` has it."""
+    end: str
+    """What stands between a question and its answer."""
 
     def pieces(self, turns: Sequence[Turn], place: str) -> Iterator[tuple[list[int], bool]]:
         """Yield tokens, and whether they are learnt, which joined are the conversation."""
@@ -130,6 +132,7 @@ class WrittenTurns:
         self.prompt, self.system, self.tokenizer = Prompt(template), system, tokenizer
         text = "".join(self.prompt.asked).replace("{definition}", "")
         self.asked: tuple[str, ...] = (f"{system} {text}" if system else text,)
+        self.end = self.prompt.tail.replace("{definition}", "")
 
     def pieces(self, turns: Sequence[Turn], place: str) -> Iterator[tuple[list[int], bool]]:
         system, encode = self.system, self.tokenizer.encode
@@ -152,6 +155,7 @@ class ChatTurns:
     """
 
     asked: tuple[str, ...] = ()
+    end = ""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer

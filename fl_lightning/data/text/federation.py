@@ -124,7 +124,7 @@ class TextData(FederatedData):
     test_fraction: float = 0.0
     """Share that becomes the test set where none is given."""
     prompt_end: str = PROMPT_END
-    """What separates the inputs of a record from its answer."""
+    """What separates what is asked from its answer."""
     asked: tuple[str, ...] = ()
     """What the network reads before it answers, in parts of which tokens are made one by one, with
     ``{inputs}`` and perhaps ``{definition}`` in their places; empty: there is no one form of

@@ -107,7 +107,7 @@ class NaturalInstructions(TextData):
     ) -> None:
         check_test_fraction(test is not None, test_fraction)
         self.fields, self.prompt = FieldSources(columns, constants), Prompt(template)
-        self.prompt_end, self.asked = self.prompt.tail, self.prompt.asked
+        self.prompt_end, self.asked = self.prompt.end, self.prompt.asked
         self.categories = CATEGORIES if categories is None else categories
         require(
             all(self.categories.values()) and all(map(all, self.categories.values())),

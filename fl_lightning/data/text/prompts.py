@@ -47,6 +47,7 @@ class Prompt:
     Attributes:
         asked: the template up to the end of the inputs, and what stands between them and the
             answer. Tokens are made of each by itself.
+        end: what stands between the last of its places and the answer.
 
     Raises:
         InputError: it has no place for the inputs, or several.
@@ -64,6 +65,7 @@ class Prompt:
         self.before, _, after = template.partition("{inputs}")
         self.tail = after.rstrip(" ")
         self.asked = self.before + "{inputs}", self.tail
+        self.end = self.tail.rpartition("{definition}")[2]
         self.blanks = after[len(self.tail) :]
 
     def parts(self, record: Record) -> tuple[str, str, str]:

@@ -93,7 +93,7 @@ class TextFiles(TextData):
         self.test_fraction = test_fraction
         self.client_key, self.group_key, self.too_long = client, group, too_long
         self.fields, self.prompt = FieldSources(columns, constants), Prompt(template)
-        self.prompt_end = self.prompt.tail
+        self.prompt_end = self.prompt.end
         self._digest = hashlib.sha256()
 
     def prepare_data(self) -> None:
