@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from fl_lightning.data.text.tokens import Tokenizer
+from fl_lightning.data.text.tokens import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from fl_lightning.export.trained_model import TrainedModel
 
 NEW_TOKENS = 64
@@ -16,14 +16,14 @@ PLACES = r"({definition}|{inputs})"
 
 def asking_lines(model: TrainedModel) -> list[str]:
     """Return a program that continues ``load.py``, whose ``network`` has transformers'
-    ``generate``; none where the data have no one form of questions.
+    ``generate``; none where the data have no one form of questions, or a tokeniser of one's own.
 
     Args:
         model: a language model in the form of peft or transformers.
     """
     data: Any = model.data
     asked: tuple[str, ...] = getattr(data, "asked", ())
-    if not asked:
+    if not asked or not isinstance(data.tokenizer, (ByteTokenizer, HuggingFaceTokenizer)):
         return []
     tokens: Tokenizer = data.tokenizer
     first = "" if tokens.bos is None else f"{tokens.bos}, "

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from fl_lightning.data import FederatedData
+from fl_lightning.data.text.tokens import HuggingFaceTokenizer
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ class TrainedModel:
     @property
     def tokenizer(self) -> Any:
         """The tokeniser of transformers that the data were read with; None if there is none."""
-        return getattr(getattr(self.data, "tokenizer", None), "tokenizer", None)
+        tokenizer = getattr(self.data, "tokenizer", None)
+        return tokenizer.tokenizer if isinstance(tokenizer, HuggingFaceTokenizer) else None
 
     def preprocessing(self) -> dict[str, Any]:
         """Return what a program has to know of inputs and outputs, ready for JSON."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,31 @@ def test_what_has_learnt_preferences_is_asked_too(tmp_path: Path):
     for format in ("peft", "transformers"):
         out = fl_lightning.export_model(trainer, tmp_path / format, format=format)
         assert f"max_new_tokens={NEW_TOKENS}," in (out / "README.md").read_text()
+
+
+class Shifted:
+    """A tokeniser of one's own, of which no program can be told; it wraps one of no known class."""
+
+    vocab_size, bos, eos, pad = 259, 258, 256, 257
+
+    def __init__(self) -> None:
+        self.tokenizer = object()
+
+    def encode(self, text: str) -> list[int]:
+        return [(byte + 1) % 256 for byte in text.encode()]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes((id - 1) % 256 for id in ids if id < 256).decode(errors="replace")
+
+
+@of_peft
+def test_a_tokeniser_of_ones_own_is_none_of_bytes(tmp_path: Path):
+    pytest.importorskip("peft")
+    method = FedAvg(network=partial(LlamaTiny, rank=2), optimizer=adam())
+    data = records(tokenizer=Shifted())
+    trainer = run(method, data, tmp_path, max_rounds=1, max_local_steps=1, workers=1)
+    out = fl_lightning.export_model(trainer, tmp_path / "home", format="transformers")
+    assert "generate" not in (out / "README.md").read_text().partition("```python")[2]
 
 
 @of_peft
