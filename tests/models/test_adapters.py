@@ -388,6 +388,26 @@ def test_adalora_has_the_outputs_gradients_and_masks_of_peft():
     torch.testing.assert_close(ours(ids(2, 9)), theirs(ids(2, 9)), rtol=1e-4, atol=1e-4)
 
 
+def test_a_step_that_a_scaler_leaves_out_has_no_importance():
+    """One gradient of it is not finite, and no NaN stays in what is smoothed."""
+    network = stir(add_adapter(small(), "adalora", 4, targets=["down_proj"]))
+    trained = [weight for weight in network.parameters() if weight.requires_grad]
+    found, left_out = [], (0, 2)
+    for broken in (False, True):
+        importance = Importance()
+        for step in range(4):
+            network.zero_grad()
+            network(ids(2, 9 + step)).logsumexp(-1).mean().backward()
+            if broken and step in left_out:
+                trained[0].grad.view(-1)[0] = float("inf")
+            if broken or step not in left_out:
+                importance.update(network)
+        found.append(importance.scores())
+    for name, scores in found[0].items():
+        assert scores.min() > 0
+        assert torch.equal(found[1][name], scores)
+
+
 def test_svft_is_the_lora_of_peft_with_its_factors():
     """peft has no SVFT; a dense M between fixed factors is what its LoRA gives with A = M V^T and B
     = U."""

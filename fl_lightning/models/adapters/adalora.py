@@ -163,11 +163,13 @@ class Importance:
 
     @torch.no_grad()
     def update(self, network: nn.Module) -> None:
-        """Take in the gradients of one step; call it after the backward pass.
+        """Take in the gradients of one step; call it after the backward pass. Nothing is taken of a
+        step with a gradient that is not finite, which a scaler of half precision leaves out.
 
         Raises:
             MisuseError: a factor has no gradient.
         """
+        found: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
         for name, factor in _factors(network).items():
             for part, weight in factor.items():
                 if weight.grad is None:
@@ -176,12 +178,16 @@ class Importance:
                         "importance is that of a weight times its gradient",
                         "call update after backward and before zero_grad",
                     )
-                sensitivity = (weight * weight.grad).abs()
-                zero = torch.zeros_like(sensitivity)
-                mean, spread = self._moments.get((name, part), (zero, zero))
-                mean = self.beta1 * mean + (1 - self.beta1) * sensitivity
-                spread = self.beta2 * spread + (1 - self.beta2) * (sensitivity - mean).abs()
-                self._moments[name, part] = mean, spread
+                found[name, part] = weight, weight.grad
+        # a tensor, so that nothing waits for the device
+        counts = torch.stack([grad.isfinite().all() for _, grad in found.values()]).all()
+        for place, (value, grad) in found.items():
+            sensitivity = (value * grad).abs()
+            zero = torch.zeros_like(sensitivity)
+            before = self._moments.get(place, (zero, zero))
+            mean = self.beta1 * before[0] + (1 - self.beta1) * sensitivity
+            spread = self.beta2 * before[1] + (1 - self.beta2) * (sensitivity - mean).abs()
+            self._moments[place] = mean.where(counts, before[0]), spread.where(counts, before[1])
 
     def scores(self) -> dict[str, Tensor]:
         """Return the score of each direction by the layer's name, ``[r]``."""
