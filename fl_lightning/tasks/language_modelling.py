@@ -201,7 +201,7 @@ class LanguageModelling(Task):
         self, target: Tensor, where: np.ndarray, rng: np.random.Generator, num_outputs: int
     ) -> Tensor:
         """Each labelled token of the sequences at ``where`` becomes another one of those that the
-        client has as labels, drawn evenly; the last one, which ends an answer, stays."""
+        client has as labels, drawn evenly; the last one of each answer, which ends it, stays."""
         wrong, index = target.clone(), torch.from_numpy(where).to(target.device)
         labels = target[target != IGNORED].unique()
         if len(labels) < 2:
@@ -209,6 +209,7 @@ class LanguageModelling(Task):
         chosen = target[index]
         offset = torch.from_numpy(rng.integers(1, len(labels), size=tuple(chosen.shape))).to(chosen)
         another = labels[(torch.searchsorted(labels, chosen) + offset) % len(labels)]
-        still_to_come = (chosen != IGNORED).flip(1).cumsum(1).flip(1)
-        wrong[index] = torch.where((chosen != IGNORED) & (still_to_come > 1), another, chosen)
+        labelled = chosen != IGNORED
+        goes_on = F.pad(labelled[:, 1:], (0, 1))
+        wrong[index] = torch.where(labelled & goes_on, another, chosen)
         return wrong

@@ -202,6 +202,7 @@ TARGETS = {
         torch.where(torch.rand(40, 6) < 0.5, torch.randint(9, (40, 6)), torch.tensor(-100)),
     ),
 }
+TARGETS[LanguageModelling][1][3] = torch.tensor([1, 2, -100, 3, 4, -100])  # two answers
 
 
 @pytest.mark.parametrize("task", TARGETS)
@@ -256,8 +257,9 @@ def test_corrupted_targets_are_wrong_where_they_are_asked_to_be(task):
     changed = wrong[where] != target[where]
     if task is LanguageModelling:
         labelled = target[where] != -100
-        is_last = labelled & (labelled.flip(1).cumsum(1).flip(1) == 1)
-        assert torch.equal(changed, labelled & ~is_last)
+        for row, is_changed in zip(labelled.tolist(), changed.tolist(), strict=True):
+            follows = [*row[1:], False]
+            assert is_changed == [one and other for one, other in zip(row, follows, strict=True)]
         assert set(wrong.flatten().tolist()) <= set(target.flatten().tolist())
     elif task is Classification:
         assert changed.all()
