@@ -98,4 +98,5 @@ class QFedAvg(CodedUpdates):
         return [qsgd.decode(piece, norm, self.bits, self.bucket) for piece, norm in pieces]
 
     def server_metrics(self) -> dict[str, float]:
-        return {**super().server_metrics(), "bits/average": float(self.bits)}
+        found = super().server_metrics()  # of full precision
+        return {**found, "bits/average": float(self.bits)} if self.coded.sizes else found

@@ -6,18 +6,22 @@ References share no code with the package.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from averaged import digits, entry, sent
 from refusals import refused
+from tiny_language import set_up
 from torch import nn
 from toy import CENTRES, Points, on_points, run, run_for_nothing, sgd
 
 from fl_lightning import rng
 from fl_lightning.methods import AQFL, FedAvg, FedMPQ, FedNTD, FedPQ, FedProx, QFedAvg
 from fl_lightning.methods.losses import not_true_distillation
+from fl_lightning.models import LlamaTiny
 from fl_lightning.tasks import ClassRows
 from fl_lightning.wire import Payload
 
@@ -210,6 +214,15 @@ def test_bytes_equal_the_hand_formula(method, expected, tmp_path):
     ]
     assert {int(row[3]) for row in rows} == {FULL - entry("examples", 0, 4)}  # down: W_t
     assert {int(row[4]) for row in rows} == {expected}
+
+
+@pytest.mark.parametrize("kind", [QFedAvg, FedPQ])
+@pytest.mark.parametrize("adapter", ["lora", "svft", "spectral"])
+def test_where_nothing_is_coded_a_value_takes_32_bits(kind, adapter):
+    """SVFT and spectral adapters are vectors, which travel as they are."""
+    network = partial(LlamaTiny, rank=2, adapter=adapter)
+    method, _ = set_up(kind(network=network, optimizer=sgd()))
+    assert (method.server_metrics()["bits/average"] == 32) == (adapter != "lora")
 
 
 def test_each_client_of_aqfl_has_its_own_bits_and_downloads_may_be_coded(tmp_path):
