@@ -18,6 +18,7 @@ from fl_lightning.errors import InputError
 from fl_lightning.hooks import Context, Meter, RoundRecord, Stressor, sees_uploads
 from fl_lightning.methods import Method
 from fl_lightning.methods.experts.merging import AdapterSpace
+from fl_lightning.models.adapters.low_rank import factor_pairs
 from fl_lightning.models.language.experts import factors_of
 from fl_lightning.models.tensors import tensors_of
 from fl_lightning.topology.exchange import NodeAggregation
@@ -111,6 +112,10 @@ def _other_mean(context: Context) -> str:
         return f"{type(average).__name__} takes one of what it makes of each"
     if isinstance(context.aggregation, NodeAggregation):
         return "each node of a topology has its own"
+    own = method.own.shapes
+    halves = [each for each in factor_pairs(method.network) if (each.a in own) != (each.b in own)]
+    if halves:
+        return f"{halves[0].a if halves[0].a in own else halves[0].b} stays on each client"
     several = overrides(method, SummingServer, "averaged")
     if several and method.max_share < 1:
         return f"max_share bounds shares of several means in {type(method).__name__}"
