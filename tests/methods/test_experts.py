@@ -163,6 +163,21 @@ def test_a_merge_is_the_best_of_its_rank():
     assert lost == pytest.approx(float(s[R:].square().sum() / s.square().sum()))
 
 
+@pytest.mark.parametrize("sides", [(40, 30), (30, 40), (30, 30)])
+def test_a_merge_above_a_side_of_the_layer_loses_nothing(sides):
+    """Experts of rank 35 add what a layer of 30 can hold; what is left of the factors is zero."""
+    m, n = sides
+    layout = Layout({"l.A": torch.zeros(35, n), "l.B": torch.zeros(m, 35)})
+    wide = AdapterSpace(layout, [FactorNames("l.A", "l.B", "", 2.0, False)], {})
+    rows = torch.randn(2, layout.size, generator=torch.Generator().manual_seed(0))
+    merged, lost = wide.merged(rows, torch.tensor([0.3, 0.7], dtype=torch.float64))
+    one, other, both = (
+        named["l.B"] @ named["l.A"] for named in map(layout.unpack, [*rows, merged])
+    )
+    torch.testing.assert_close(both, 0.3 * one + 0.7 * other, rtol=1e-4, atol=1e-4)
+    assert lost == pytest.approx(0, abs=1e-10)
+
+
 def test_alike_experts_merge_after_two_rounds_and_unrelated_ones_do_not():
     a, b = factors(0)
     slots = some_slots([expert(a, b), expert(*factors(1)), expert(-a, -b)])

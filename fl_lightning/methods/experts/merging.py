@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from fl_lightning.aggregation.adapters.algebra import stacked
 from fl_lightning.models.adapters.low_rank import FactorNames
 from fl_lightning.wire import Layout
 
@@ -62,8 +64,7 @@ class AdapterSpace:
         error = whole = 0.0
         for number, (mean_a, mean_b) in enumerate(of_mean):
             pairs = [of_client[number] for of_client in of_clients]
-            b = torch.cat([w * b for (_, b), w in zip(pairs, weights, strict=True)], 1)
-            a = torch.cat([a for a, _ in pairs], 0)
+            a, b = stacked(pairs, weights.tolist())
             whole += float(((b.T @ b) * (a @ a.T)).sum())
             b, a = torch.cat([b, -mean_b], 1), torch.cat([a, mean_a], 0)
             error += float(((b.T @ b) * (a @ a.T)).sum())
@@ -88,14 +89,14 @@ class AdapterSpace:
         for number, each in enumerate(self.factors):
             pairs = [of_expert[number] for of_expert in of_experts]
             rank = len(pairs[0][0])
-            left, r_left = torch.linalg.qr(
-                torch.cat([w * b for (_, b), w in zip(pairs, weights, strict=True)], 1)
-            )
-            right, r_right = torch.linalg.qr(torch.cat([a for a, _ in pairs], 0).T)
+            a, b = stacked(pairs, weights.tolist())
+            left, r_left = torch.linalg.qr(b)
+            right, r_right = torch.linalg.qr(a.T)
             u, s, v = torch.linalg.svd(r_left @ r_right.T)
             kept += float(s[:rank].square().sum())
             whole += float(s.square().sum())
-            root = s[:rank].sqrt()
-            found[each.b] = left @ u[:, :rank] * root / each.scaling
-            found[each.a] = root.unsqueeze(1) * (v[:rank] @ right.T)
+            root, missing = s[:rank].sqrt(), max(0, rank - len(s))  # r may be above a side of W
+            b = left @ u[:, : len(root)] * root / each.scaling
+            a = root.unsqueeze(1) * (v[: len(root)] @ right.T)
+            found[each.b], found[each.a] = pad(b, (0, missing)), pad(a, (0, 0, 0, missing))
         return self.layout.pack(found), 1 - kept / whole if whole > 0 else 0.0
