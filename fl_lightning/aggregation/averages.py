@@ -166,6 +166,27 @@ def weighted_mean(vectors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
     return exact_mean(flat, shares, math.fsum(shares), len(vectors)).view(vectors[0].shape)
 
 
+def guided_average(
+    average: Average,
+    vectors: Sequence[Tensor],
+    shares: Sequence[float],
+    start: Tensor,
+    guide: Tensor,
+) -> Tensor:
+    """Return what a guided average makes of the values that ``guide`` is an update of, which come
+    first, and of each value after them the median over the clients.
+
+    Those are statistics: one that goes further than every client's, as an update that is carried on
+    or made longer does, may be a negative variance, and any client can move a mean anywhere.
+    """
+    P = len(guide)
+    made = average.of([vector[:P] for vector in vectors], shares, start[:P], guide)
+    if len(start) == P:
+        return made
+    rest = CoordinateMedian()([vector[P:] for vector in vectors], shares, start[P:])
+    return torch.cat([made, rest])
+
+
 def chunks(vectors: Sequence[Tensor]) -> Iterator[Tensor]:
     """Yield the rows ``[K, P]`` a few columns at a time, in float64."""
     width = max(1, MAX_ORDERED_VALUES // len(vectors))

@@ -11,6 +11,9 @@ knows.
 - FLTrust (Cao et al., NDSS 2021): sum_k T_k (||D_0|| / ||D_k||) D_k / sum_k T_k,
   T_k = max(0, cos(D_k, D_0)).
 
+The last two go by trained values alone, and take the median over the clients of each statistic of
+BatchNorm (:func:`fl_lightning.aggregation.averages.guided_average`).
+
 m is the number of uploads, f how many of them may be hostile. n_k plays no part but in the
 geometric median, so claims about it do not help. Distances are in float64 and from differences:
 ||a||^2 + ||b||^2 - 2 a b cancels where models are close together, which they are. Ties go to the

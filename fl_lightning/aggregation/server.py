@@ -220,14 +220,16 @@ class SummingServer:
         check_returned(self, "next_state", make(sums), NoneType, SET_SERVER)
 
     def guides(self) -> Mapping[str, Tensor]:
-        """Return the updates that ``average`` goes by in this round, by the name of the sum:
-        ``[P]``; none where it goes by those of the clients alone."""
+        """Return the updates that ``average`` goes by in this round, by the name of the sum, of
+        trained values alone; none where it goes by those of the clients alone."""
+        P, guides = self.trained_values, dict[str, Tensor]()
         if self.average.guide == "root_update":
             assert self.root_update is not None, "prepare_guides comes after build"
-            return {"weights": self.root_update(self.average.root_steps)}
-        if self.average.guide == "last_update":
-            return {name: self.server[f"{LAST_UPDATE}{name}"] for name in self.starts()}
-        return {}
+            guides = {"weights": self.root_update(self.average.root_steps)}
+        elif self.average.guide == "last_update":
+            guides = {name: self.server[f"{LAST_UPDATE}{name}"] for name in self.starts()}
+        size = self.layout.size  # a vector that ends with statistics
+        return {name: one[:P] if len(one) == size else one for name, one in guides.items()}
 
     def first_guides(self) -> Mapping[str, Tensor]:
         """Return the entries of ``server`` in which it remembers the updates that ``average`` made,
@@ -273,11 +275,8 @@ class SummingServer:
         return square.clamp(max=MAX_MAGNITUDE - 1).reshape(1)
 
     def starts(self) -> Mapping[str, Tensor]:
-        """Return the ``start`` of those addends that have one, by name.
-
-        With ``trainer.privacy`` a server adds it to a mean of differences, also where it has seen
-        no upload.
-        """
+        """Return the ``start`` of those addends that have one, by name. With ``trainer.privacy`` a
+        server adds it to a mean of differences, also where it has seen no upload."""
         return {"weights": self._moving(self.server["weights"].float())}
 
     def _moving(self, vector: Tensor) -> Tensor:

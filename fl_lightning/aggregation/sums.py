@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fl_lightning.aggregation.average import Average, GuidedAverage
-from fl_lightning.aggregation.averages import RefinedMean
+from fl_lightning.aggregation.averages import RefinedMean, guided_average
 from fl_lightning.aggregation.exact_sum import ExactSum, exact_mean
 from fl_lightning.distributed.collectives import gather_bytes, sum_over_ranks, world_size
 from fl_lightning.errors import MisuseError
@@ -45,7 +45,7 @@ class Sums:
     Args:
         average: the server's rule for addends that have a ``start``.
         cohort: most clients that may be added.
-        guides: the updates that ``average`` goes by, where it does, by the name of the sum.
+        guides: the updates of trained values that ``average`` goes by, by the name of the sum.
     """
 
     empty: Callable[[int, int], ExactSum] = ExactSum
@@ -94,16 +94,16 @@ class Sums:
     def _average(
         self, name: str, vectors: Sequence[Tensor], shares: Sequence[float], start: Tensor
     ) -> Tensor:
-        average, guide = self.average, None
-        if isinstance(average, GuidedAverage) and average.guide:
-            guide = self.guides.get(name)
-            if guide is None:
-                raise MisuseError(
-                    f"addends {name!r} with a start, which starts() does not have",
-                    f"{type(average).__name__} goes by an update of each",
-                    "override starts, as addends is",
-                )
-        return average.of(vectors, shares, start, guide)
+        average, guide = self.average, self.guides.get(name)
+        if not (isinstance(average, GuidedAverage) and average.guide):
+            return average.of(vectors, shares, start)
+        if guide is None:
+            raise MisuseError(
+                f"addends {name!r} with a start, which starts() does not have",
+                f"{type(average).__name__} goes by an update of each",
+                "override starts, as addends is",
+            )
+        return guided_average(average, vectors, shares, start, guide)
 
     def add_merged(self, name: str, total: ExactSum, weight: int, most: int) -> None:
         """Add one sum over clients that was added up elsewhere.

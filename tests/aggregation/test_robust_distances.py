@@ -38,6 +38,7 @@ from fl_lightning.methods import (
     QFedAvg,
     WeightedMean,
 )
+from fl_lightning.models import SmallCNN
 
 ALL = [
     Krum(2),
@@ -489,6 +490,27 @@ def test_each_group_of_the_oracle_has_an_average_of_its_own(average, tmp_path):
     kept = [name for name in method.server if name.startswith("last_update/")]
     assert len(kept) == (groups if average.guide else 0)
     assert torch.isfinite(method.server["groups"]).all()
+
+
+@pytest.mark.parametrize("average", [CenteredClipping(0.2), FLTrust(12)])
+def test_statistics_stay_between_those_of_the_clients(average, tmp_path):
+    """Carried on by the last update, or made as long as that of a root set that takes more steps, a
+    running variance would be further than any client's, and be negative one day."""
+    network = lambda classes: SmallCNN(classes, norm="batch", width=4)  # noqa: E731
+    method, seen = FedAvg(network=network, optimizer=sgd(0.05), average=average), RunRecorder()
+    run(method, digits(public_examples=64), tmp_path, max_rounds=2, callbacks=[seen])
+    P, after = method.trained_values, [seen.servers[1]["weights"], method.server["weights"]]
+    for round, weights in enumerate(after, start=1):
+        rows = torch.stack([method.decode(upload) for upload in seen.uploads_of(round).values()])
+        assert ((rows.amin(0) <= weights) & (weights <= rows.amax(0)))[P:].all()
+        assert torch.equal(weights[P:], CoordinateMedian()([*rows[:, P:]], [], weights[P:]))
+    guide = method.guides()["weights"]
+    assert len(guide) == P < method.layout.size
+    start, rows = after[0][:P], [*rows[:, :P]]
+    if isinstance(average, CenteredClipping):
+        last = seen.servers[1]["last_update/weights"][:P]
+        assert torch.equal(after[1][:P], average.guided(rows, [], start, last))
+        assert any(float((row - start - last).norm()) > average.tau for row in rows)
 
 
 @of_all
