@@ -16,6 +16,7 @@ every checkpoint.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -94,6 +95,8 @@ class ServerOptimizer(Recorded, ABC):
     """Whether it asks for sum p_i ||D_i||^2, one number more that each client adds to the sums."""
     evaluates_iterates: bool = False
     """Whether what is evaluated is made of the last weights alone, and is no state of its own."""
+    keeps_mean: bool = False
+    """Whether with its settings the next weights, and those that are evaluated, are the mean."""
 
     @abstractmethod
     def start(self, weights: Tensor) -> Step:
@@ -229,6 +232,7 @@ class ServerSGD(ServerOptimizer):
 
     def __init__(self, lr: Rate = 1.0, momentum: Share = 0.0, nesterov: bool = False) -> None:
         self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
+        self.keeps_mean = lr == 1 and momentum == 0
 
     def start(self, weights: Tensor) -> Step:
         return Step(weights, {"velocity": torch.zeros_like(weights)})
@@ -344,6 +348,7 @@ class Extrapolation(ServerOptimizer):
 
     def __init__(self, eps: Eps = 1e-3, eps_decay: Decay = 1.0, mean_of_two: bool = True) -> None:
         self.eps, self.eps_decay, self.mean_of_two = eps, eps_decay, mean_of_two
+        self.keeps_mean = math.isinf(eps) and not mean_of_two
 
     def start(self, weights: Tensor) -> Step:
         gain = weights.new_zeros(1)  # 0: no round has counted
@@ -371,7 +376,7 @@ class Lookahead(ServerOptimizer):
     """
 
     def __init__(self, lam: Share = 0.85) -> None:
-        self.lam = lam
+        self.lam, self.keeps_mean = lam, lam == 0
 
     def start(self, weights: Tensor) -> Step:
         return Step(weights, {"momentum": torch.zeros_like(weights)}, weights)

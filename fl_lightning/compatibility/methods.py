@@ -108,9 +108,7 @@ def adapter_average(run: Run) -> Iterator[Refusal]:
     if method.average.guide and rule.own_messages:
         why = "what clients send changes from round to round, and the average remembers an update"
         yield f"{given} --model.average {type(method.average).__name__}", why, "leave average out"
-    if method.server_optimizer is not None and rule.replaces_adapters:
-        why = "each round starts from new adapters, and there is nothing to step from"
-        yield f"{given} --model.server_optimizer", why, "write --model.adapter_average residual"
+    yield from _steps_with_adapters(run, given)
     if (rule.replaces_adapters or rule.new_factors) and method.terms_read("shift"):
         why = "its term adds up a client's updates, and each round starts from new adapters"
         yield f"{given} a DynamicTerm", why, "write --model.adapter_average residual"
@@ -149,6 +147,23 @@ def adapter_average(run: Run) -> Iterator[Refusal]:
             why,
             "leave one of them out",
         )
+
+
+def _steps_with_adapters(run: Run, given: str) -> Iterator[Refusal]:
+    method, optimizer, rule = run.method, run.method.server_optimizer, run.method.adapters
+    if optimizer is None:
+        return
+    if rule.replaces_adapters:
+        why = "each round starts from new adapters, and there is nothing to step from"
+    elif rule.new_factors and not optimizer.keeps_mean:
+        why = "the factors of each round have other directions, and a step mixes those of two"
+    elif rule.refines and optimizer.needs_squares and not optimizer.keeps_mean:
+        why = "it compares the mean with the updates in it, and the rule makes something else of it"
+    else:
+        return
+    setting = f"--model {run.name}" if "server_optimizer" in method.owns else ""
+    instead = "write --model.adapter_average residual"
+    yield f"{given} {setting or '--model.server_optimizer'}", why, instead
 
 
 def own_messages_of(method: Any) -> list[str]:

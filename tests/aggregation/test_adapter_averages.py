@@ -36,6 +36,7 @@ from fl_lightning.methods import (
     FedPQ,
     FedSAM,
     Krum,
+    Lookahead,
     QFedAvg,
     ServerAdam,
     ServerSGD,
@@ -577,6 +578,8 @@ def test_a_server_optimiser_steps_with_what_the_rule_makes(rule, tmp_path):
     plain, _ = fitted(tmp_path, rule, max_rounds=3)
     neutral, _ = fitted(tmp_path, rule, max_rounds=3, settings={"server_optimizer": ServerSGD()})
     assert plain.server["weights"].equal(neutral.server["weights"])
+    if rule == "product":  # whose factors have other directions in each round
+        return
     momentum = {"server_optimizer": ServerSGD(momentum=0.5)}
     moved, rows = fitted(tmp_path, rule, max_rounds=3, settings=momentum)
     assert not plain.server["weights"].equal(moved.server["weights"])
@@ -640,6 +643,15 @@ def test_what_does_not_go_together_is_refused():
     check("factors", average=Krum())
     with refused("--model.adapter_average stack with --model.server_optimizer", "residual"):
         check("stack", server_optimizer=ServerAdam())
+    for rule in ("product", "solve", "padded"):
+        with refused(f"--model.adapter_average {rule} with --model FedExP", "residual"):
+            check(rule, methods.FedExP)
+        check(rule, methods.FedExP, eps=float("inf"), mean_of_two=False)
+        check(rule, server_optimizer=ServerSGD())
+    for optimizer in (ServerSGD(momentum=0.9), ServerSGD(lr=0.5), ServerAdam(), Lookahead()):
+        with refused("--model.adapter_average product with --model.server_optimizer", "residual"):
+            check("product", server_optimizer=optimizer)
+        check("solve", server_optimizer=optimizer)
     for rule in ("stack", "product"):
         with refused(f"--model.adapter_average {rule} with a DynamicTerm", "residual"):
             check(rule, terms=[DynamicTerm()])

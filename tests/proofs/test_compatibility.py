@@ -183,7 +183,8 @@ def toy_run(name: str, feature: str, folder: Path) -> None:
         network = with_directions(network)
     if feature == "adapter_average":
         network = network if name == "FedAdaLoRA" else with_factors(network)
-        model["adapter_average"] = "product"
+        steps = "server_optimizer" in kind.owns
+        model["adapter_average"] = "residual" if steps else "product"
     if feature == "module":
         model |= {
             "module": Lit(network(Sentences().num_classes if text else 4)),
