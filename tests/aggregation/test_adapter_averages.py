@@ -17,7 +17,7 @@ from torch import nn
 
 from callbacks import GradientNorms
 from fl_lightning import methods
-from fl_lightning.aggregation.adapters import RULES, Residual, Stack, algebra, chosen_rule
+from fl_lightning.aggregation.adapters import RULES, Residual, Stack, algebra, chosen_rule, padded
 from fl_lightning.aggregation.adapters.moving_base import BaseChange
 from fl_lightning.aggregation.exact_sum import ExactSum
 from fl_lightning.aggregation.server_optimizers import EVALUATED, Extrapolation
@@ -623,6 +623,27 @@ def test_factors_that_nothing_could_send_are_not_made(rule, alike, tmp_path, mon
     assert 0 < float(made.server["weights"].abs().max()) < 2**20
     counted = next(tmp_path.rglob("metrics.csv")).read_text()
     assert "average/factor_error" in counted
+
+
+@pytest.mark.parametrize(
+    ("most", "shares"), [(1.0, 1e3 / 1004), (0.3, 0.3), (0.2, 0.2)], ids=["free", "some", "equal"]
+)
+def test_weights_by_norm_stay_within_the_largest_share(most, shares, monkeypatch):
+    """Of five equal clients one has a B that is a thousand times larger."""
+    found, mean = [], padded.weighted_mean
+    monkeypatch.setattr(padded, "weighted_mean", lambda v, own: found.append(own) or mean(v, own))
+    method = method_of(FedAvg, rank=2, adapter_average="padded", max_share=most)
+    method.build(prepare_data(records(generate=False, num_clients=5)))
+    adapters = method.layout.unpack(torch.ones(method.layout.size))
+    plain = method.layout.pack(adapters)
+    large = {name: t * (1e3 if "lora_B" in name else 1) for name, t in adapters.items()}
+    rows, start = [plain] * 4 + [method.layout.pack(large)], method.server["weights"]
+    made = method.adapters.over(method.average)(rows, [0.2] * 5, start)
+    if most == 0.2:
+        assert not found
+        assert made.equal(mean(rows, [0.2] * 5))
+    else:
+        assert found == [pytest.approx([(1 - shares) / 4] * 4 + [shares])]
 
 
 def test_what_does_not_go_together_is_refused():

@@ -14,23 +14,27 @@ from torch import Tensor
 
 from fl_lightning.aggregation.adapters import algebra
 from fl_lightning.aggregation.adapters.base import AdapterAverage
+from fl_lightning.aggregation.adapters.plain_weights import Averaging
 from fl_lightning.aggregation.adapters.vectors import packed
-from fl_lightning.aggregation.averages import weighted_mean
+from fl_lightning.aggregation.averages import capped, weighted_mean
 
 
 class Padded(AdapterAverage):
-    """The mean of filled-up factors, weighted by norm. With equal ranks and norms it is
-    ``factors``, bit for bit. The network's ``rank`` may be a list."""
+    """The mean of filled-up factors, weighted by norm within the bound of ``max_share``. With equal
+    ranks and norms it is ``factors``, bit for bit. The network's ``rank`` may be a list."""
 
     name = "padded"
     is_linear = False
     refines = True
     takes_ranks = True
 
+    def bind(self, method: Averaging, clients: int) -> dict[str, Tensor]:
+        self.max_share = method.max_share
+        return super().bind(method, clients)
+
     def refined(self, mean: Tensor, vectors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-        own = algebra.norm_shares(
-            [self.pairs_in(self.layout, vector) for vector in vectors], shares
-        )
+        pairs = [self.pairs_in(self.layout, vector) for vector in vectors]
+        own = capped(algebra.norm_shares(pairs, shares), self.max_share)
         if own == list(shares):
             return mean
         return packed(

@@ -25,6 +25,7 @@ class Averaging(Protocol):
     layout: Layout
     server: dict[str, Tensor]
     trained_values: int
+    max_share: float
     server_optimizer: ServerOptimizer | None
     served: Sequence[int]
     seed: int
