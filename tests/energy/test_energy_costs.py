@@ -317,6 +317,15 @@ def test_the_quantile_of_noise_that_a_line_fits_does_not_cross_the_mean():
     assert (cost.q99.at(tokens) >= cost.mean.at(tokens) * (1 - 1e-9)).all()
 
 
+def test_no_quantile_is_charged_less_than_was_measured():
+    """The line is within 5 % of these quantiles, and below those of 2 and of 4 tokens."""
+    tokens, means, quantiles = [1, 2, 3, 4], np.arange(1.0, 5.0), np.array([1.05, 2.2, 3.15, 4.4])
+    assert isinstance(line_or_curve(tokens, quantiles), CostLine)
+    assert measured_cost(tokens, means, quantiles).q99.at(tokens).tolist() == quantiles.tolist()
+    on_a_line = measured_cost(tokens, means, 0.3 + 1.1 * means)
+    assert isinstance(on_a_line.q99, CostLine)
+
+
 def test_what_layers_cost_more_in_the_network_is_added():
     """Two groups of 10 + n, 5 + n and 7 + 2 n joules alone, a rest of 3, and 4 more a layer in
     steps (of int8 9); 50 for a step of the held-out length. Of one token every second sample is

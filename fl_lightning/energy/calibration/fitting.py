@@ -18,14 +18,17 @@ them."""
 QUANTILE = 0.99
 STRETCHES = 8
 SMALLEST_JOULES = 1e-12
+ROUNDING = 1e-12
+"""Share of a quantile by which a line through its points may miss them."""
 
 
 def measured_cost(tokens: Sequence[int], means: np.ndarray, quantiles: np.ndarray) -> MeasuredCost:
     """Return the cost of one piece of work, whose quantile is nowhere below its mean up to the last
-    point.
+    point, and at no point below what was measured there.
 
-    A line may pass below its points, so two lines that are fitted apart may cross: what is charged
-    for enforcement would then be less than what is counted in training.
+    A line may pass below its points, so what is charged for enforcement would be less than the
+    measured quantile, and where two lines cross, less than what is counted in training: the
+    quantile is a line only where that lies on its points or above them.
 
     Args:
         tokens: ascending from 1.
@@ -35,7 +38,8 @@ def measured_cost(tokens: Sequence[int], means: np.ndarray, quantiles: np.ndarra
     mean = line_or_curve(tokens, means)
     highest = np.maximum(quantiles, mean.at(tokens))
     quantile = line_or_curve(tokens, highest)
-    if (quantile.at(tokens) < mean.at(tokens)).any():
+    least = np.maximum(highest * (1 - ROUNDING), mean.at(tokens))
+    if (quantile.at(tokens) < least).any():
         quantile = _curve(tokens, highest)
     return MeasuredCost(mean, quantile)
 
