@@ -242,8 +242,7 @@ class SummingServer:
 
     @property
     def is_sum(self) -> bool:
-        """Whether the server needs nothing but sums over the uploads, so that nobody has to see
-        them all."""
+        """Whether the server needs sums over uploads alone, so that nobody has to see them all."""
         sums = self.average.is_sum and not self.adapters.reads_single
         return sums and not overrides(self, SummingServer, "aggregate")
 
@@ -271,7 +270,8 @@ class SummingServer:
     def _square(self, update: Tensor) -> Tensor:
         """Return ||D_i||^2 over the trained parameters, ``[1]``, cut to what can be added up: an
         update of length 1024 ruins a model with or without extrapolation."""
-        square = update[: self.trained_values].double().square().sum()
+        trained = self._moving(self.server["weights"][: self.trained_values])
+        square = update[: len(trained)].double().square().sum()
         return square.clamp(max=MAX_MAGNITUDE - 1).reshape(1)
 
     def starts(self) -> Mapping[str, Tensor]:
@@ -280,9 +280,9 @@ class SummingServer:
         return {"weights": self._moving(self.server["weights"].float())}
 
     def _moving(self, vector: Tensor) -> Tensor:
-        """Return the values that the clients of this round train, of a vector of ``layout``."""
+        """Return what clients train in this round of a vector of ``layout``, or of its start."""
         half = self.adapters.moving(self)
-        return vector if half is None else vector[half]
+        return vector if half is None else vector[half[: len(vector)]]
 
     def averaged(self, upload: Payload) -> Iterator[tuple[int, float, Tensor]]:
         """Yield the vectors of ``layout`` in an upload that enter a mean: the number of the mean,

@@ -11,9 +11,11 @@ from golden_adapters import ADAPTERS
 from golden_cases import cases_of, differences, make_method, run_case
 from refusals import refused
 from ten import SMALL, fit, make, same
+from torch import nn
 from toy import run, sgd
 
 from fl_lightning.aggregation.server_optimizers import (
+    SQUARES,
     Extrapolation,
     Lookahead,
     ServerAdagrad,
@@ -23,6 +25,7 @@ from fl_lightning.aggregation.server_optimizers import (
     ServerYogi,
     Step,
 )
+from fl_lightning.conformance.bench import prepare_data
 from fl_lightning.conformance.server_steps import momentum, next_weights
 from fl_lightning.conformance.toy import images
 from fl_lightning.conformance.watch import RunRecorder
@@ -38,7 +41,9 @@ from fl_lightning.methods import (
     NormClipping,
     TrimmedMean,
 )
+from fl_lightning.models.adapters import add_adapter
 from fl_lightning.privacy import ClientPrivacy
+from fl_lightning.wire import Payload
 
 OPTIMIZERS = {
     "sgd": ServerSGD(0.7, 0.9, nesterov=True),
@@ -201,6 +206,32 @@ def test_it_steps_from_whatever_the_average_is(average, tmp_path):
     plain, _ = fit(make("FedAvg", average=average), tmp_path / "plain")
     server, _ = fit(make("FedAvg", average=average, server_optimizer=ServerSGD()), tmp_path / "sgd")
     assert torch.equal(server["weights"], plain["weights"])
+
+
+def normalised(classes: int) -> nn.Module:
+    """Two layers with LoRA and a BatchNorm, of which the adapters alone are trained."""
+    layers = nn.Linear(768, 8), nn.BatchNorm1d(8), nn.Linear(8, classes)
+    return add_adapter(nn.Sequential(nn.Flatten(), *layers), "lora", rank=2, targets=["1", "3"])
+
+
+@pytest.mark.parametrize(("rule", "round"), [(None, 1), ("alternate", 1), ("alternate", 2)])
+def test_squares_are_of_what_a_round_trains_and_of_no_statistics(rule, round):
+    method = FedExP(network=normalised, optimizer=sgd(0.05), adapter_average=rule)
+    method.build(prepare_data(images()))
+    method.round, method.cohort, before = round, 2, method.server["weights"]
+    half = method.adapters.moving(method)
+    moved, uploads = {}, {}
+    for id, n in ((0, 1), (1, 3)):
+        after = before + torch.randn(len(before), generator=torch.Generator().manual_seed(id))
+        if half is not None:
+            after = torch.where(half, after, before)
+        change = method.layout.unpack((after - before).double())
+        assert any("running_var" in name for name in change)
+        moved[n] = sum(float(t.square().sum()) for name, t in change.items() if "lora" in name)
+        sent = after if half is None else after[half]
+        uploads[id] = Payload({"weights": sent, "examples": torch.tensor(n, dtype=torch.int32)})
+    sums = method.add_up(uploads, {0: 1, 1: 3})
+    assert float(sums.mean(SQUARES)) == pytest.approx((moved[1] + 3 * moved[3]) / 4, rel=1e-6)
 
 
 @pytest.mark.parametrize("download", ["full", "quantised"])
