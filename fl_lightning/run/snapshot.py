@@ -41,6 +41,9 @@ IDENTITY = {
 """What a run's results rest on beside its settings, in words, by the names of the SHA-256 that
 checkpoints have of it; those of before may lack some."""
 
+OF_NODES = re.compile(r"(peer|edge)/|public$")
+"""Entries of a server's state that a topology adds to the method's, and another leaves behind."""
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -283,9 +286,13 @@ def restore(fed: Federation, checkpoint: Checkpoint) -> Snapshot:
                 f"--ckpt_path {checkpoint.path}",
                 f"its server tensor {name!r} is {there} and this method's is {tuple(tensor.shape)} "
                 f"{tensor.dtype}",
-                "use the method and network that wrote it",
+                "use the method, network and --trainer.topology that wrote it",
             )
-    fed.method.server = dict(server)
+    fed.method.server = {
+        name: tensor
+        for name, tensor in server.items()
+        if name in fed.method.server or not OF_NODES.match(name)
+    }
     fed.states = {}
     on_device = set(saved["on_device"])
     for name, tensor in checkpoint.tensors["clients"].items():

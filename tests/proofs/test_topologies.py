@@ -129,6 +129,19 @@ def test_stacked_clients_leave_the_same(form, tmp_path):
         torch.testing.assert_close(stacked[key], tensor, rtol=1e-3, atol=1e-4)
 
 
+def test_a_run_goes_on_under_a_server_without_what_its_peers_knew(tmp_path):
+    """From the mean model as if it had been loaded: updates are cut from it, and not from what
+    peers knew of each other; the other way there is nothing for a node to begin with."""
+    settings = {"folder": tmp_path, "allow_changed": True}
+    first = fit("QFedAvg", over=Gossip(Ring()), max_rounds=2, **settings)
+    assert {"public", "peer/0/public"} <= first.method.server.keys()
+    settings |= {"ckpt_path": str(first.run_dir), "max_rounds": 3}
+    star = fit("QFedAvg", over=Star(), **settings).method
+    assert star.server.keys() == {"weights"}
+    with refused("--ckpt_path", "--trainer.topology"):
+        fit("QFedAvg", over=Hierarchy(2), **settings)
+
+
 def test_a_run_goes_on_with_the_same_file_of_edges_alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     edges = tmp_path / "edges.txt"
