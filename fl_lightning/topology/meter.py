@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import torch
 from fl_lightning import evaluation
 from fl_lightning.distributed import collectives
 from fl_lightning.hooks import Meter, RoundRecord
+from fl_lightning.support.tensor_bytes import raw_bytes
 
 
 class NodeMeter(Meter):
@@ -27,10 +30,9 @@ class NodeMeter(Meter):
         """Add the metrics; called after each evaluation, on all ranks."""
         task, nodes = context.data.task, context.aggregation.nodes
         asked: dict[int, int] = {}
-        first: dict[tuple[int, ...], int] = {}
+        first: dict[str, int] = {}
         for id in nodes.ids:  # those who have agreed are evaluated once
-            same = tuple(tensor.data_ptr() for tensor in nodes.of(id).values())
-            asked[id] = first.setdefault(same, id)
+            asked[id] = first.setdefault(content_of(nodes.of(id)), id)
         found: dict[str, torch.Tensor] = {}
         for _, id in evaluation.share(sorted(first.values())):
             with nodes.at(nodes.of(id)):
@@ -52,3 +54,11 @@ class NodeMeter(Meter):
                 worst = np.max if name == "loss" or name in task.lower_is_better else np.min
                 record.metrics[f"{self.family}/{name}"] = sum(of_nodes) / len(of_nodes)
                 record.metrics[f"{self.family}/{name}_worst"] = float(worst(of_nodes))
+
+
+def content_of(state: Mapping[str, torch.Tensor]) -> str:
+    """Return the SHA-256 of the bytes of tensors of the same names, shapes and types."""
+    digest = sha256()
+    for tensor in state.values():
+        digest.update(raw_bytes(tensor.detach().cpu().contiguous()).numpy().data)
+    return digest.hexdigest()

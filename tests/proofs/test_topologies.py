@@ -4,6 +4,7 @@ depends on who executes it, or on how often it was stopped."""
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from callbacks import ByzantineClients, StragglerDropout
 from fl_lightning import evaluation
 from fl_lightning.clock import Clock, Lines, OverSelection, SameDevice
 from fl_lightning.conformance.toy import images
+from fl_lightning.data import IID
 from fl_lightning.errors import InputError
 from fl_lightning.hooks import Stressor
 from fl_lightning.methods import FedAvg, TrimmedMean
@@ -34,6 +36,7 @@ from fl_lightning.topology import (
     RandomGraph,
     Ring,
     Star,
+    meter,
 )
 from fl_lightning.topology.nodes import Nodes
 from fl_lightning.wire import Ledger
@@ -233,6 +236,26 @@ def test_lines_of_edges_need_edges(tmp_path):
         fit("FedAvg", tmp_path, Gossip(Ring()), clock=clock)
     with refused("--trainer.clock.edges with --trainer.topology Star", "Hierarchy"):
         fit("FedAvg", tmp_path, clock=clock)
+
+
+@pytest.mark.parametrize(("over", "models"), [(Moshpit(2, 2), 2), (Gossip(Complete()), 1)])
+def test_peers_with_equal_models_are_evaluated_once(over, models, tmp_path, monkeypatch):
+    """Whether they have made them each by itself, or have them from a checkpoint."""
+    seen = []
+
+    def of_network(*given):
+        seen.append(given)
+        return evaluation.of_network(*given)
+
+    monkeypatch.setattr(
+        meter, "evaluation", SimpleNamespace(share=enumerate, of_network=of_network)
+    )
+    data = {"num_clients": 4, "partition": IID()}
+    settings = {"topology": over, "workers": 1, "engine": "sequential", "allow_changed": True}
+    for rounds, path in ((1, None), (2, "last")):
+        method = make("FedAvg", weigh_by="clients")
+        run(method, images(**data), tmp_path, max_rounds=rounds, ckpt_path=path, **settings)
+        assert len(seen) == models * rounds
 
 
 def test_the_mean_model_and_every_peers_are_evaluated(tmp_path):
