@@ -215,10 +215,10 @@ class RandomGroups(Graph):
 
     def check(self, peers: int) -> None:
         require(
-            self.groups <= peers,
+            self.groups < peers,
             f"--trainer.topology.graph.groups {self.groups} of {peers} peers",
-            "a group has members",
-            f"write {peers} or less",
+            "a group of one hears nobody",
+            f"write {peers // 2} or less",
         )
 
     def mixing(self, peers: int, seed: int, round: int) -> Mixing:

@@ -80,7 +80,7 @@ def test_graphs_have_short_names():
 BAD = {
     "prime": (Gossip(Torus()), "Torus of 7 peers", "Ring"),
     "degree": (Gossip(RandomGraph(7)), "degree 7", "6"),
-    "groups": (Gossip(RandomGroups(8)), "groups 8", "7"),
+    "groups": (Gossip(RandomGroups(7)), "groups 7", "3"),
     "edges": (Hierarchy(8), "groups 8 of 7", "7"),
     "places": (Moshpit(2, 2), "7 clients on 2^2", "side 3"),
     "no file": (Gossip(GraphFile("nowhere.txt")), "nowhere.txt", "name a text file"),
