@@ -71,7 +71,7 @@ def with_asked(
     """Return a round's entries with what was sent to clients that were asked for a loss, and by
     them.
 
-    Who was taken then has the model already.
+    Who was taken then has the model already; of one that dropped out, the times are of its answer.
     """
     taken = {entry.client for entry in entries}
     found = [
@@ -79,6 +79,8 @@ def with_asked(
             entry,
             download=max(entry.download, asked[entry.client].download),
             upload=entry.upload + asked[entry.client].upload,
+            started=asked[entry.client].started if entry.started is None else entry.started,
+            ended=asked[entry.client].ended if entry.ended is None else entry.ended,
         )
         if entry.client in asked
         else entry

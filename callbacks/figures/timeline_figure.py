@@ -27,6 +27,7 @@ LOOKS = {
     "lost": ("lost: late, or offline", RED, "////"),
     "rejected": ("rejected", ORANGE, "xxxx"),
     "asked": ("asked for its loss, not taken", SKY, "...."),
+    "dropped": ("asked for its loss, then dropped out", SKY, "////"),
     "edge": ("edge server: its sum up, the model down", GREY, ""),
 }
 """How the chart shows a client's work, by the status that the ledger gives it: the words in the

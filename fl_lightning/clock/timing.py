@@ -182,8 +182,12 @@ class Timing(Meter):
                 fmean(trained.staleness) if trained.staleness else 0.0
             )
         length = self.now - begin
-        answered = [self.answers[id] for id in trained.examples if id in self.answers]
-        waited = [min(self.lead, length) - min(at, length) for at in answered]
+        ends = {e.client: min(e.ended - begin, length) for e in entries if e.ended is not None}
+        waited = [
+            min(self.lead, ends[id]) - min(self.answers[id], ends[id])
+            for id in trained.examples
+            if id in self.answers and id in ends
+        ]
         worked = -sum(waited) + sum(
             max(min(end, self.now) - max(start, begin), 0.0)
             for start, end in spans

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from clocked import trace
 from outcomes import rows_of
 from ranked import result
 from refusals import refused
@@ -18,7 +19,7 @@ from ten import SMALL, TEN, fit, make, same
 from torch.nn import functional as F
 from toy import run, sgd
 
-from callbacks import LabelNoise
+from callbacks import LabelNoise, StragglerDropout
 from fl_lightning import rng
 from fl_lightning.clock import (
     Clock,
@@ -261,6 +262,37 @@ def test_waiting_for_answers_ends_with_the_round_by_hand(tmp_path):
     found = rows_of(trainer.run_dir / "metrics.csv")
     assert [float(row["clock/round_seconds"]) for row in found] == [10, 4]
     assert [float(row["clock/idle"]) for row in found] == pytest.approx([1 - 20 / 60, 0])
+
+
+def test_who_goes_while_it_waits_for_answers_has_waited_until_then_by_hand(tmp_path):
+    """Clients answer after 1 second or after 100; client 0 goes offline at 2, when it has waited
+    for one, and the two others that are taken have worked for 2 of the 101 seconds, or for 101."""
+
+    class Takes(Asks):
+        def draw(self, view, among, count):
+            super().draw(view, among, count)
+            return [0, 2, 5]
+
+    always = [[0, 1000]]
+    online = trace(tmp_path, [[0, 2]], *[always] * 5, length=1000)
+    clock = Clock(devices=Fixed(1, 1, 1, 1, 1, 100), availability=online)
+    trainer = trained(tmp_path / "run", sampler=Takes(), clock=clock, max_rounds=1)
+    (found,) = rows_of(trainer.run_dir / "metrics.csv")
+    assert float(found["clock/round_seconds"]) == 200
+    assert float(found["clock/idle"]) == pytest.approx(1 - (1 + 2 + 200) / 600)
+
+
+def test_who_is_asked_and_drops_out_has_times_in_the_ledger(tmp_path):
+    """It was at work until it had answered."""
+    clock, drops = Clock(devices=Fixed(1, 2, 3, 4, 5, 6)), StragglerDropout(0.5)
+    trainer = trained(tmp_path, sampler=PowerOfChoice(4), clock=clock, callbacks=[drops])
+    found = rows_of(trainer.run_dir / "ledger.csv")
+    gone = [row for row in found if row["status"] == "dropped"]
+    assert gone
+    for row in gone:
+        assert int(row["download"]) > 0
+        assert float(row["ended"]) - float(row["started"]) == int(row["client"]) + 1
+    assert all(row["ended"] for row in found)
 
 
 def known(oort: Oort, *entries: tuple[float, int, float]) -> np.ndarray:
