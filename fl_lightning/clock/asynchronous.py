@@ -288,6 +288,9 @@ class Flights:
             round: number of the version that is made, from 1.
             train, draw, seconds: train clients, choose them, and say how long they take.
             reach: who is online.
+
+        Raises:
+            RunStopped: nobody is at work any more, and nobody comes online again.
         """
         found, draws, rounds = Trained(), 0, self.rounds
         weights = context.method.starts()["weights"]  # which change between two versions alone
@@ -305,6 +308,8 @@ class Flights:
                     self.now = later
                     continue
                 if not self.flying:
+                    if not (found.cohort or found.receipts):
+                        reach.first_online(context.data.active, self.now)
                     break
             flight = self.flying.pop(0)
             self.now = max(self.now, flight.ended)

@@ -161,7 +161,7 @@ class Reach:
             raise RunStopped(
                 f"after {at:g} virtual seconds nobody is online any more",
                 f"a round needs a client, and {name} has none that comes back",
-                "take other devices, or fewer rounds",
+                "take another availability, other devices, or fewer rounds",
             )
         there, _ = self.online(clients, later)
         if len(there):

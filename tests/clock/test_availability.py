@@ -3,6 +3,7 @@ run."""
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import runpy
@@ -38,6 +39,7 @@ from fl_lightning.clock import (
 )
 from fl_lightning.clock.reach import Pool, Reach
 from fl_lightning.conformance.toy import images
+from fl_lightning.errors import RunStopped
 from fl_lightning.hooks import Meter
 from fl_lightning.methods import SCAFFOLD, FedAvg
 from fl_lightning.privacy import ClientPrivacy
@@ -173,6 +175,27 @@ def test_asynchronous_rounds_by_hand(tmp_path):
     ]
     assert column(trainer, "clients/offline") == [1, 1, 0, 0]
     assert column(trainer, "clients/staleness") == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("rounds", [Synchronous(), FedBuff(4, 2)], ids=["together", "versions"])
+def test_a_run_stops_once_nobody_comes_back(tmp_path, rounds):
+    """All are gone at 5, when each has made two exchanges of two seconds at most."""
+    clock = Clock(devices=Fixed(2.0), availability=GoesForGood())
+    with refused("nobody is online", "another availability", RunStopped):
+        trained(tmp_path, clock=clock, rounds=rounds, max_rounds=20)
+    with next(tmp_path.rglob("ledger.csv")).open() as file:
+        found = {row["ended"] for row in csv.DictReader(file)}
+    assert found == {"2.0", "4.0", "5.0"}
+
+
+class GoesForGood(Always):
+    """Everybody goes offline for good after 5 seconds."""
+
+    def spans(self, seed, clients, at):
+        start, end = super().spans(seed, clients, at)
+        end[:] = 5.0
+        start[end <= at] = end[end <= at] = np.inf
+        return start, end
 
 
 class Leaves(Always):
