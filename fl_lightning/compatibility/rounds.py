@@ -133,18 +133,15 @@ def sampler(run: Run) -> Iterator[Refusal]:
             "leave one of them out",
         )
     if run.topology is not None and run.topology.has_nodes:
-        rule = (
-            "it compares clients by the losses of one server's model, and here nodes have their own"
-        )
+        rule = "it chooses among the clients of one server, and here are several nodes"
         yield (
             f"{given} with --trainer.topology {type(run.topology).__name__}",
             rule,
             "leave one of them out",
         )
-    masks = "the server learns single clients' losses, and is to learn a sum alone"
-    noise = (
-        "epsilon is accounted for uniform cohorts and for what uploads tell, and losses tell more"
-    )
+    seen = "it prefers some clients by what it has seen of single ones"
+    masks = f"{seen}, and the server is to learn a sum alone"
+    noise = f"{seen}, and epsilon is accounted for uniform cohorts"
     yield from protected(run, f"{given} with", masks=masks, noise=noise)
     if run.deployed:
-        yield f"{given} in a deployment", "nodes are asked for no losses", "leave it out"
+        yield f"{given} in a deployment", "its clients are drawn uniformly", "leave it out"

@@ -29,8 +29,10 @@ import fl_lightning
 from callbacks.figures.figure_meter import FigureMeter
 from fl_lightning import methods
 from fl_lightning.__main__ import main
+from fl_lightning.aggregation.private import PrivateAggregation
 from fl_lightning.cli.commands import COMMANDS
 from fl_lightning.cli.parser import _parser_of_function
+from fl_lightning.compatibility import Run, check_run
 from fl_lightning.conformance import method_under_test, run_checks
 from fl_lightning.conformance.checks_state import kept_state_is_used
 from fl_lightning.conformance.formulas import (
@@ -42,9 +44,12 @@ from fl_lightning.conformance.formulas import (
 )
 from fl_lightning.conformance.toy import images, on_images, run
 from fl_lightning.data import FederatedImages, Partition
+from fl_lightning.errors import InputError
 from fl_lightning.hooks import Meter, Stressor
 from fl_lightning.methods import Method
 from fl_lightning.models import SmallCNN
+from fl_lightning.privacy import ClientPrivacy
+from fl_lightning.privacy.secure import SecureSum
 from fl_lightning.study.plan.study import Study
 from fl_lightning.topology import Gossip
 
@@ -429,6 +434,13 @@ def test_the_parts_of_the_page(tmp_path, forgotten):
     with (whole.run_dir / "ledger.csv").open() as file:
         trained = [int(row["client"]) for row in csv.DictReader(file)]
     assert sorted(trained) == sorted({*trained})
+    noise = PrivateAggregation(ClientPrivacy(noise_multiplier=1.0, clip_norm=1.0))
+    others = {"deployed": True, "topology": Gossip("ring"), "masks": SecureSum(), "privacy": noise}
+    method = methods.FedAvg(weigh_by="clients")
+    for name, other in others.items():
+        with pytest.raises(InputError, match="LeastHeard") as caught:
+            check_run(Run(method, sampler=parts["LeastHeard"](), **{name: other}))
+        assert "loss" not in str(caught.value), "it asks for none"
     average, start = parts["MeanOfMedians"](), torch.zeros(2)
     vectors = [torch.ones(2) * value for value in (1, 1, 1, 1, 1e6, 1)]
     assert average(vectors, [1 / 6] * 6, start).tolist() == [1.0, 1.0]
