@@ -85,7 +85,7 @@ class TrainingCost(Meter):
     the state of the optimiser, the batch, activations and gradients. On a CUDA device it is what
     its allocator reports; elsewhere it is the storage of all tensors that are alive at once,
     without what an operation takes for itself while it runs. Data set and server state are not part
-    of it.
+    of it. A round in which nobody trains has none.
 
     Each kind of client (:meth:`fl_lightning.methods.Method.work_kind`, entries of the broadcast) is
     measured in the first round in which it occurs, on the client with most examples. That takes
@@ -119,7 +119,7 @@ class TrainingCost(Meter):
         self._cohort.setdefault(kind, []).append(Work(before, message, labels, steps, examples))
 
     def on_round_end(self, record: RoundRecord, context: Context) -> None:
-        flops, peaks = 0.0, [0]
+        flops, peaks = 0.0, list[int]()
         for kind, works in self._cohort.items():
             if kind not in self._costs:
                 self._costs[kind] = None
@@ -131,10 +131,9 @@ class TrainingCost(Meter):
             flops += sum(map(cost.of, works))
             peaks.append(cost.step_bytes)
         self._cohort = {}
-        record.metrics |= {
-            "cost/train_flops": float(round(flops)),
-            "cost/train_memory": float(max(peaks)),
-        }
+        record.metrics["cost/train_flops"] = float(round(flops))
+        if peaks:
+            record.metrics["cost/train_memory"] = float(max(peaks))
 
     def state_dict(self) -> dict[str, Any]:
         return {kind: None if cost is None else asdict(cost) for kind, cost in self._costs.items()}

@@ -306,8 +306,8 @@ OF_THE_RUN = (
     *("client/upload_bytes", "client/download_bytes", "total/total_bytes"),
     *("clock/seconds", "cost/train_flops", "cost/train_memory", "privacy/epsilon"),
 )
-"""Headline columns that are of all rounds, whichever model is selected, beside the area under the
-curve."""
+"""Headline columns that are not of the selected model, beside the area under the curve: they are of
+all rounds, ``cost/train_*`` of the last round until then in which anybody trained."""
 OF_EVERY_METHOD = ("method", "seeds")
 """The first columns of a table of methods."""
 OF_EXPERTS = ("experts/active", "router/purity", "target/rounds_to_purity")

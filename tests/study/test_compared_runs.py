@@ -624,11 +624,14 @@ def test_a_seed_that_a_method_lacks_tells_nothing_of_it(tmp_path):
 def test_costs_of_a_run_are_of_all_its_rounds(tmp_path):
     """Whichever round is selected; an upload's bytes are those of one that was used."""
     record = read_directory(make_run(tmp_path, "A", 0, 0.8, **{"comm/wasted_bytes": 200}))
-    rows = [{**row, "clock/seconds": 2.0 * row["round"]} for row in record.history]
+    cost = {"cost/train_flops": 7.0, "cost/train_memory": 3.0}
+    rows = [{**row, "clock/seconds": 2.0 * row["round"], **cost} for row in record.history]
+    rows[1] |= dict.fromkeys(cost, 0.0)  # nobody trained
     best = {**record.metadata, "final/best_val_round": 2}
     found = run_metrics(replace(record, history=rows, metadata=best), selection="best_val")
     assert found["test/accuracy"] == pytest.approx(0.8 * 2 / 5)
     assert found["clock/seconds"] == 10
+    assert {name: found[name] for name in cost} == cost
     assert found["client/upload_bytes"] == 5 * (1000 - 200) / (5 * 4)
 
 

@@ -259,7 +259,8 @@ def run_metrics(
       of a deployment also of rounds that were taken back.
     - ``time/round`` and ``time/train`` are the median seconds of a round without the first three;
       ``time/total`` is the seconds of all rounds.
-    - Of the other metrics of the rounds, the last one measured until the selected round counts.
+    - Of the other metrics of the rounds, the last one measured until the selected round counts; of
+      ``cost/train_*`` the last of a round in which anybody trained.
     - What ``test`` measured of that round is added, except what the round has itself.
     - ``target/rounds_to_purity`` is the first round from which on each cluster of clients had
       experts of its own; it is NaN where the run does not end so.
@@ -283,6 +284,7 @@ def run_metrics(
         if row["round"] <= chosen  # of nothing, where no round was chosen
         for name, value in row.items()
         if not re.match("round$|comm/|clients/|time/|privacy/epsilon$", name)
+        and (value or not name.startswith("cost/train_"))  # 0 where nobody trained
     }
     metrics |= {name: value for name, value in record.metadata.items() if name.startswith("final/")}
     best = next((row for row in history if row["round"] == metrics.get("final/best_val_round")), {})
