@@ -293,7 +293,7 @@ KNOWN = [
     _bytes("comm/bytes_per_peer", "up and down of a peer in a round", 1),
     Column("clients/asked", "clients asked for their loss", 1, 1),
     Column("clients/offline", "clients that went offline", 1, 1),
-    _bytes("comm/wasted_download_bytes", "down, to clients that were not used", 1),
+    _bytes("comm/wasted_download_bytes", "down, to clients that were lost or rejected", 1),
 ]
 CLOCKS = [
     Column("time/round", "round (s)"),
