@@ -101,14 +101,12 @@ class Cifar(PublishedFiles):
         self._compare_checksums()
 
     def download(self, folder: Path) -> None:
-        from torchvision.datasets.utils import download_and_extract_archive
+        from torchvision.datasets.utils import check_integrity, download_and_extract_archive
 
-        download_and_extract_archive(
-            self.published.url,
-            str(folder.parent),
-            filename=self.published.filename,
-            md5=self.published.tgz_md5,
-        )
+        name, md5 = self.published.filename, self.published.tgz_md5
+        if check_integrity(str(self.folder.parent / name), md5):  # it was copied there
+            (folder.parent / name).symlink_to((self.folder.parent / name).resolve())
+        download_and_extract_archive(self.published.url, str(folder.parent), filename=name, md5=md5)
 
     def _compare_checksums(self) -> None:
         from torchvision.datasets.utils import check_integrity

@@ -163,15 +163,15 @@ def _check(cli: Any, settings: Deployment) -> None:
     there are on the nodes' own data is known later: what goes with few or with many is not refused
     here."""
     many = [partial(stand_in, clients=count) for count in STAND_INS]
-    deals = many if settings.own_data else [cli.trainer.deal]
-    for deal in deals:
+    refused = list[InputError]()
+    for deal in many if settings.own_data else [cli.trainer.deal]:
         cli.trainer.deal, seed = deal, cli.config["seed_everything"]
         try:
             check_deployable(cli.trainer.prepare(cli.model, cli.datamodule, seed=seed))
             return
-        except InputError:
-            if deal is deals[-1]:
-                raise
+        except InputError as error:
+            refused.append(error)
+    raise refused[0]
 
 
 def _run(cli: Any, settings: Deployment, rules: RoundRules) -> Mapping[str, Any]:

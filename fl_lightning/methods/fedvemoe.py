@@ -347,7 +347,8 @@ class FedVEMoE(Method):
         return "own" if self.learns_own else "experts"
 
     def work_kind(self, client: Client) -> str:
-        return f"{int(self.server['active'].sum())} experts to choose from"
+        experts = int(self.server["active"].sum())
+        return f"{experts} experts to choose from by {len(self._probe_places(client))} probes"
 
     def _probe_places(self, client: Client) -> np.ndarray:
         """Return where the client's probes are among its training examples; the same in every

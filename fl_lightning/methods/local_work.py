@@ -67,7 +67,7 @@ class WithLocalWork:
         return self._local_work("local_lr").lr
 
     def trained_size(self, client: Client) -> int:
-        """Return how many values this client's local steps train."""
+        """Return how many values of ``network`` this client's local steps train."""
         return sum(self.network.get_parameter(name).numel() for name in self.trained_names)
 
     def step_kind(self, batch_idx: int) -> str:

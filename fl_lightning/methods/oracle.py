@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 
 from torch import Tensor, nn
 
@@ -63,19 +64,19 @@ class Oracle(Method):
 
     def add_up(self, uploads: Mapping[int, Payload], examples: Mapping[int, int]) -> Sums:
         """Return the sums of groups; one whose clients have no average rests."""
-        if self.average.is_sum:
+        try:
             return super().add_up(uploads, examples)
+        except NoAverageError as reason:
+            failed = reason
         groups: dict[int, dict[int, Payload]] = defaultdict(dict)
         for id, upload in uploads.items():
             groups[int(self.group[id])][id] = upload
-        there, failed = dict[int, Payload](), None
+        there = dict[int, Payload]()
         for of_group in groups.values():
-            try:
+            with suppress(NoAverageError):
                 super().add_up(of_group, examples)
                 there |= of_group
-            except NoAverageError as reason:
-                failed = reason
-        if failed and not there:
+        if not there:
             raise failed
         return super().add_up(there, examples)
 

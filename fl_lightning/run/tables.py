@@ -242,6 +242,6 @@ def is_of_others(
     return any(
         is_number(value)
         and row.get(name, value) != value
-        and not (isnan(value) and isnan(row[name]))
+        and not (isnan(value) and isnan(row.get(name, value)))
         for name, value in (recorded if isinstance(recorded, Mapping) else {}).items()
     )

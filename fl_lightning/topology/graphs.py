@@ -218,7 +218,7 @@ class RandomGroups(Graph):
             self.groups < peers,
             f"--trainer.topology.graph.groups {self.groups} of {peers} peers",
             "a group of one hears nobody",
-            f"write {peers // 2} or less",
+            f"write {peers // 2} or less" if peers > 1 else "write --trainer.topology Star",
         )
 
     def mixing(self, peers: int, seed: int, round: int) -> Mixing:

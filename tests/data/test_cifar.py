@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
 import shutil
@@ -100,6 +101,23 @@ def test_missing_files_are_named_in_one_line(
     assert "configs/kd_default.yaml" in message
     assert ("no route to host" if download else "--data.download true") in message
     assert not (tmp_path / "new").exists()  # bad input creates nothing
+
+
+def test_an_archive_that_is_there_is_unpacked_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_cifar(tmp_path / "there", "cifar10")
+    files = Cifar("cifar10", root=str(tmp_path))
+    archive = tmp_path / files.published.filename
+    shutil.make_archive(
+        str(archive).removesuffix(".tar.gz"), "gztar", tmp_path / "there", files.folder.name
+    )
+    found = hashlib.md5(archive.read_bytes()).hexdigest()
+    monkeypatch.setattr(files.published, "tgz_md5", found)
+    monkeypatch.setattr("urllib.request.urlopen", None)
+    files.prepare(download=True)
+    assert not files.missing()
+    assert hashlib.md5(archive.read_bytes()).hexdigest() == found
 
 
 def test_a_download_puts_whole_files_there_and_replaces_none(

@@ -25,7 +25,7 @@ from fl_lightning.deploy.node.node import Node, NodeSettings
 from fl_lightning.deploy.protocol.messages import Message
 from fl_lightning.deploy.server.server import deploy_over
 from fl_lightning.errors import InputError, RunStopped
-from fl_lightning.methods import hest
+from fl_lightning.methods import LocalOnly, hest
 
 IID = {"class_path": "IID"}
 SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.3}}
@@ -179,6 +179,23 @@ def test_a_node_that_reads_something_else_is_refused_by_name(what, tmp_path):
     assert said == [f"SHA-256 of {what}"]
     node.change = lambda patch: None
     deployed(config(tmp_path, "again", data, method, settings, max_rounds=1), {"node0": node})
+
+
+def test_a_node_whose_clients_begin_with_other_weights_is_refused(tmp_path):
+    """No message of LocalOnly has them."""
+    train = leaf_file(tmp_path / "train.json", SIZES)
+    data = leaf(train, leaf_file(tmp_path / "test.json", {"a": 3, "b": 5}))
+    build = LocalOnly.build
+
+    def other(method, given):
+        build(method, given)
+        method.first["weights"] += 1
+
+    cli = config(tmp_path, "server", data, "LocalOnly", {"network": "mlp"}, max_rounds=1)
+    changed = lambda patch: patch.setattr(LocalOnly, "build", other)  # noqa: E731
+    node = Elsewhere(NodeSettings(tmp_path / "node", name="n0"), changed)
+    with pytest.raises(InputError, match="the network has other weights that clients begin with"):
+        deployed(cli, {"node0": node})
 
 
 @pytest.mark.parametrize("changed", [False, True])

@@ -149,8 +149,10 @@ def test_the_work_of_experts_is_that_of_their_number_and_of_two_passes(tmp_path)
     assert method.work_kind(client) != before
     costs = TrainingCost()
     (row,) = rows_of(fit(method, tmp_path, max_rounds=1, callbacks=[costs]))
-    (cost,) = costs.state_dict().values()
-    assert float(row["cost/train_flops"]) > 4 * cost["pass_flops"] * 12 > 0
+    probes = {len(method._probe_places(federation.client(id))) for id in federation.active}
+    assert len(costs.state_dict()) == len(probes) > 1  # each number of them is measured
+    least = min(cost["pass_flops"] for cost in costs.state_dict().values())
+    assert float(row["cost/train_flops"]) > 4 * least * 12 > 0
 
 
 def test_a_schedule_is_measured_where_it_changes_the_work(tmp_path, monkeypatch):

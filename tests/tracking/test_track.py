@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import shutil
 import sqlite3
@@ -375,7 +376,7 @@ def test_a_test_of_weights_that_are_no_more_is_left_out(tmp_path, caplog) -> Non
         "test_round_000005": (5, {"weights_sha256": "0" * 64}),
         "test_round_000003": (
             3,
-            {"weights_sha256": "0" * 64, "recorded": {"train/loss": measured}},
+            {"weights_sha256": "0" * 64, "recorded": {"train/loss": measured, "none": math.nan}},
         ),
         "test_round_000002": (2, {"recorded": {"train/loss": -1.0}}),
     }

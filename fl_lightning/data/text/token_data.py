@@ -134,6 +134,10 @@ class TokenData(TextData):
         self.client_key, self.group_key = client, group
         self._summary: dict[str, Any] = {}
 
+    @property
+    def tokens_sha256(self) -> str:
+        return ""
+
     def read(self) -> tuple[TextExamples, TextExamples]:
         """Make the datasets and read their items.
 

@@ -57,7 +57,7 @@ def describe(fed: Federation, clients: Iterable[int]) -> dict[str, Any]:
         "task": type(data.task).__name__,
         "num_classes": int(data.num_classes),
         "example_shape": list(data.example_shape),
-        **what_never_travels(method.network, method.layout.shapes),
+        **what_never_travels(method.network, method.layout.shapes, method.first),
         "secure_sum": None if fed.aggregation.masks is None else asdict(fed.aggregation.masks),
         "privacy": None if fed.aggregation.privacy is None else terms_of(fed.aggregation.privacy),
         "seed": fed.seed,
@@ -93,7 +93,7 @@ def mismatches(server: Mapping[str, Any], node: Mapping[str, Any]) -> list[str]:
     constants = node.get("constants")
     if is_pairs(constants):
         other = other_constants(server["constants"], constants)
-        found += [f"another {printable(name)} of the network" for name in other[:MAX_LISTED]]
+        found += [f"the network has other {printable(name)}" for name in other[:MAX_LISTED]]
     else:
         found.append("no numbers of what the network has beside weights")
     for name, label in (("layout", "shape of {}"), ("examples", "training examples of client {}")):
