@@ -3,6 +3,7 @@ network."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 
 from fl_lightning.models.tensors import sha256_of_parameters
 
+BLOCK = 2**20
+"""Values that are in memory in float64 at a time."""
 LIGHTNINGS = {*vars(LightningModule())}
 """Attributes that Lightning sets, such as an example of inputs."""
 
@@ -63,8 +66,12 @@ def constants_of(module: nn.Module, without: Collection[str]) -> dict[str, list[
 
 def numbers(tensor: Tensor) -> list[float]:
     """Return the norm of a tensor and a sum of its values with fixed weights."""
-    values = tensor.detach().cpu().double().flatten().nan_to_num(0.0, 1e4, -1e4)
-    return [float(values.norm()), float(values @ torch.arange(len(values)).double().cos())]
+    flat, norms, total = tensor.detach().cpu().flatten(), [0.0], 0.0
+    for first in range(0, len(flat), BLOCK):
+        values = flat[first : first + BLOCK].double().nan_to_num(0.0, 1e4, -1e4)
+        norms.append(float(values.norm()))
+        total += float(values @ torch.arange(first, first + len(values)).double().cos())
+    return [math.hypot(*norms), total]
 
 
 def is_pairs(found: object) -> TypeGuard[dict[str, list[float]]]:
