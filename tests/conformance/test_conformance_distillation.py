@@ -64,7 +64,7 @@ class KDKeepsStaleState(FedKD):
     """A client that is new starts where the one before it ended."""
 
     def receive(self, message, client):
-        self.initial = self.layout.read(self.network)
+        self.first["weights"] = self.layout.read(self.network)
         super().receive(message, client)
 
 
