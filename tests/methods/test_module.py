@@ -19,7 +19,6 @@ from ten import assert_same_within_rounding
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler as schedules
-from torchmetrics import SumMetric
 from toy import ready, run, sgd
 
 from fl_lightning import methods, rng
@@ -676,29 +675,6 @@ class Scaled(Lit):
     def training_step(self, batch, batch_idx):
         self.scale.mul_(0.9)
         return super().training_step(batch, batch_idx)
-
-
-class Weighed(Lit):
-    """Its loss falls with the examples that a metric has counted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = SumMetric()
-
-    def training_step(self, batch, batch_idx):
-        self.seen.update(len(batch[1]))
-        return super().training_step(batch, batch_idx)["loss"] / self.seen.compute()
-
-
-def test_what_a_metric_counts_of_one_client_is_not_the_next_ones(tmp_path):
-    """Two workers train each their clients, one trains all: the weights are the same."""
-    one, two = (
-        run(
-            FedAvg(module=seeded(Weighed)), ready(), tmp_path, max_rounds=2, workers=workers
-        ).method.server
-        for workers in (1, 2)
-    )
-    assert torch.equal(one["weights"], two["weights"])
 
 
 class Interrupted(Meter):

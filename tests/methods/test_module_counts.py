@@ -72,10 +72,11 @@ def measured(trainer):
 @pytest.mark.parametrize(
     "make",
     [
+        FedAvg,
         partial(FedAvg, finetune=FineTuning(steps=2)),
         partial(FedMPQKD, teacher="joint", optimizer=sgd(0.05)),
     ],
-    ids=["finetune", "joint"],
+    ids=["steps", "finetune", "joint"],
 )
 def test_metrics_count_nothing_of_others_whoever_trains_and_evaluates(make, tmp_path):
     """Where one process makes all steps, those of evaluations come between the rounds."""

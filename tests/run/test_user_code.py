@@ -27,13 +27,18 @@ FILES = {
 }
 
 
+def write(files, folder, monkeypatch):
+    """Write modules that can be imported, by name."""
+    monkeypatch.syspath_prepend(folder)
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
 def test_all_files_that_a_run_is_made_of_are_known(tmp_path, monkeypatch):
     """A function's file, a partial's class and what they import; not what was imported beside
     them."""
-    monkeypatch.syspath_prepend(tmp_path)
-    for name, text in FILES.items():
-        (tmp_path / f"{name}.py").write_text(text)
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    write(FILES, tmp_path, monkeypatch)
     installed = tmp_path / "elsewhere" / "site-packages"
     installed.mkdir(parents=True)
     (installed / "uc_installed.py").write_text("class Part: pass\n")
@@ -77,12 +82,9 @@ PARTS = {
 
 def test_the_parts_of_parts_are_known(tmp_path, monkeypatch):
     """Devices and availability of a clock, the staleness of rounds and the graph of a topology."""
-    monkeypatch.syspath_prepend(tmp_path)
-    made = {}
-    for name, text in PARTS.items():
-        (tmp_path / f"{name}.py").write_text(f"{text}class Own(Of):\n    pass\n")
-        monkeypatch.delitem(sys.modules, name, raising=False)
-        made[name] = import_module(name).Own()
+    files = {name: f"{text}class Own(Of):\n    pass\n" for name, text in PARTS.items()}
+    write(files, tmp_path, monkeypatch)
+    made = {name: import_module(name).Own() for name in files}
     clock = Clock(devices=made["up_devices"], availability=made["up_availability"])
     rounds = FedBuff(concurrency=2, buffer=1, staleness=made["up_staleness"])
     found = set()
@@ -96,10 +98,9 @@ def test_the_parts_of_parts_are_known(tmp_path, monkeypatch):
 
 def test_rounds_that_edited_code_makes_anew_have_a_new_record(tmp_path, monkeypatch):
     """A store takes no metric back, so that it would keep the rounds of the code of before."""
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "up_method", raising=False)
+    text = "from fl_lightning.methods import FedAvg\nclass Mine(FedAvg):\n    pass\n"
+    write({"up_method": text}, tmp_path, monkeypatch)
     file = tmp_path / "up_method.py"
-    file.write_text("from fl_lightning.methods import FedAvg\nclass Mine(FedAvg):\n    pass\n")
     kind, settings = import_module("up_method").Mine, {"checkpoint_every": 1, "keep_checkpoints": 9}
     run_dir = run(on_points(kind()), Points(), tmp_path, max_rounds=2, **settings).run_dir
     former = []

@@ -31,7 +31,7 @@ from fl_lightning.data.map_style import (
     prepare_module,
 )
 from fl_lightning.data.partition import IID, Dirichlet, Natural, Partition
-from fl_lightning.data.text.federation import TextData, TextExamples, examples_sha256
+from fl_lightning.data.text.federation import TextData, TextExamples
 from fl_lightning.data.text.token_items import TokenItem, read_token_items, token_sequences
 from fl_lightning.data.text.tokens import Tokenizer, TokenizerSetting, TooLong, chosen_tokenizer
 from fl_lightning.errors import require
@@ -136,7 +136,7 @@ class TokenData(TextData):
 
     @property
     def tokens_sha256(self) -> str:
-        return ""
+        return ""  # they are the content
 
     def read(self) -> tuple[TextExamples, TextExamples]:
         """Make the datasets and read their items.
@@ -183,7 +183,6 @@ class TokenData(TextData):
         if held_out.any():
             train = replace(train, held_out=held_out)
         self._summary = {
-            "sha256": examples_sha256(train, test),
             "clients": [str(name) for name in clients],
             **{f"{of} items left out": count for of, count in left_out.items()},
         }
@@ -211,7 +210,7 @@ class TokenData(TextData):
     def text_summary(self) -> dict[str, Any]:
         """The SHA-256 of all items, the clients' names, and how many items of other splits were
         left out because they are training items too."""
-        return self._summary
+        return {"sha256": self._tokens_sha256, **self._summary}
 
 
 class DataModuleTokens(TokenData):
