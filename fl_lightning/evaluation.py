@@ -9,8 +9,8 @@ whichever rank made them. Metrics that the user has named are states of each bat
 same order. Outputs are collected only for those who ask for probabilities.
 
 A machine that has some of the clients alone makes their part of these sums
-(:func:`sums_on_test_set`, :func:`sums_of_validation`); :func:`on_test_set` and :func:`validate`
-take sums that were made elsewhere.
+(:func:`tally_test_set`, :func:`tally_validation`); :func:`on_test_set` and :func:`validate` take
+sums that were made elsewhere.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from fl_lightning import rng
 from fl_lightning.data import FederatedData
 from fl_lightning.data.test_owners import deal_test_set
 from fl_lightning.distributed import collectives
+from fl_lightning.engines.base import NO_TENSORS, ClientSums
 from fl_lightning.methods import Method
-from fl_lightning.methods.module_steps import ModuleLogs
-from fl_lightning.methods.module_steps import Split as LoggedSplit
+from fl_lightning.methods.module_steps import ModuleLogs, Split
 from fl_lightning.metrics import client_spread
 from fl_lightning.metrics.states import MetricStates
 from fl_lightning.models import MeasuredNetwork
@@ -44,6 +44,7 @@ T = TypeVar("T")
 States = Mapping[int, dict[str, Tensor]]
 NO_STATES: States = MappingProxyType({})
 NO_HOLDERS: Mapping[int, int] = MappingProxyType({})
+NOTHING_ELSEWHERE = ClientSums()
 MAX_PARTS = 2**32
 """Batches of one client are numbered below it, so that all batches of all clients have an order:
 batch p of client k is number ``k * MAX_PARTS + p``."""
@@ -90,6 +91,59 @@ def evaluation_mode(network: nn.Module) -> Iterator[nn.Module]:
         network.train(was_training)
 
 
+class Tally:
+    """What is measured of a split, batch by batch.
+
+    Args:
+        split: ``test`` or ``val``.
+        sums, named, logs: what was measured on other machines.
+
+    Attributes:
+        sums: sum and weight of each metric by ``<number of the batch>/<metric>``, float64 on the
+            CPU: ``[2]`` of the test set, and of validation a row for each client, ``[k, 3]``, with
+            its id before them.
+        named: the states of the metrics that the user has named; None where there are none.
+        logs: what the step of a LightningModule logs; None where the method has no module.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        data: FederatedData,
+        split: Split,
+        sums: Mapping[str, Tensor] = NO_TENSORS,
+        named: Mapping[str, Tensor] = NO_TENSORS,
+        logs: Mapping[str, Tensor] = NO_TENSORS,
+    ) -> None:
+        self.task, self.sums = data.task, dict(sums)
+        self.named = MetricStates(named) if data.task.named else None
+        self.logs = (
+            None if method.module is None else ModuleLogs(split, data.seed, method.round, logs)
+        )
+
+    def add_named(self, number: int, outputs: Any, target: Tensor, whose: str = "") -> None:
+        """Add the states of the metrics that the user has named after one batch."""
+        if self.named is not None:
+            forms = self.task.metric_inputs(outputs, target)
+            for one in self.task.named:
+                self.named.add(number, one.name, one.state(forms), whose)
+
+    def add_logs(
+        self, fabric: Fabric, number: int, network: nn.Module, inputs: Any, target: Tensor
+    ) -> None:
+        """Have a LightningModule's own step log for one batch."""
+        if self.logs is not None:
+            with fabric.autocast():
+                self.logs.add(number, network, (inputs, target), len(target), number % MAX_PARTS)
+
+    def with_logs(self, found: dict[str, float], method: Method) -> dict[str, float]:
+        """Return metrics of the split, and beside them what a LightningModule's own step has logged
+        on all ranks."""
+        if self.logs is None:
+            return found
+        return self.logs.beside(found, collectives.gather_parts(self.logs.states.tensors), method)
+
+
 def on_test_set(
     fabric: Fabric,
     method: Method,
@@ -98,9 +152,7 @@ def on_test_set(
     holders: Mapping[int, int] = NO_HOLDERS,
     *,
     answers: bool = True,
-    sums: Mapping[str, Tensor] | None = None,
-    named: Mapping[str, Tensor] | None = None,
-    logs: Mapping[str, Tensor] | None = None,
+    elsewhere: ClientSums = NOTHING_ELSEWHERE,
 ) -> tuple[dict[str, float], tuple[Tensor, Tensor] | None]:
     """Evaluate the global model, or each client's own, on the global test set.
 
@@ -108,32 +160,30 @@ def on_test_set(
         states: what clients keep, by id.
         holders: the rank that has a client's state, by id, where not every rank has all.
         answers: whether all outputs are collected; the metrics are sums over batches in any case.
-        sums: what :func:`sums_on_test_set` gave for all clients, on other machines; then there are
-            no answers.
-        named, logs: the states that it has left there.
+        elsewhere: what all clients measured on other machines; then there are no answers.
 
     Returns:
         Metrics ``test/<metric>``; with ``answers`` the probabilities ``[n, C]`` and the targets
         ``[n]``, in the order of the test set, else None.
     """
-    task, logged_here = data.task, logs_for(method, "test", data.seed, logs)
-    states_of_named = MetricStates(named) if task.named else None
-    columns: list[tuple[int, tuple[Tensor, ...]]] | None = [] if answers and sums is None else None
-    if sums is None:
-        sums = sums_on_test_set(
-            fabric, method, data, states, holders, columns, states_of_named, logged_here
-        )
-    every = collectives.gather_parts(sums)
+    task = data.task
+    columns: list[tuple[int, tuple[Tensor, ...]]] | None = None
+    if elsewhere.test is None:
+        columns = [] if answers else None
+        tally = tally_test_set(fabric, method, data, states, holders, columns)
+    else:
+        tally = Tally(method, data, "test", elsewhere.test, elsewhere.named, elsewhere.test_logs)
+    every = collectives.gather_parts(tally.sums)
     means = averages(_totals(every), method.counted_metrics)
     metrics = {_metric_name(name): float(value) for name, value in task.finish(means).items()}
     if is_test_set_dealt(method, data):
         metrics |= _personal(task, every) | _global(fabric, method, data)
-    if states_of_named is not None:
-        found = MetricStates.of_metrics(collectives.gather_parts(states_of_named.tensors))
+    if tally.named is not None:
+        found = MetricStates.of_metrics(collectives.gather_parts(tally.named.tensors))
         metrics |= {
             f"test/{one.name}": one.value(found["", one.name]) for one in task.named if found
         }
-    metrics = with_logs(metrics, method, logged_here)
+    metrics = tally.with_logs(metrics, method)
     if columns is None:
         return metrics, None
     outputs, target = gather_columns(columns)
@@ -144,24 +194,19 @@ def on_test_set(
     return metrics, (outputs.softmax(1), target)
 
 
-def sums_on_test_set(
+def tally_test_set(
     fabric: Fabric,
     method: Method,
     data: FederatedData,
     states: States = NO_STATES,
     holders: Mapping[int, int] = NO_HOLDERS,
     columns: list[tuple[int, tuple[Tensor, ...]]] | None = None,
-    named: MetricStates | None = None,
-    logs: ModuleLogs | None = None,
-) -> dict[str, Tensor]:
-    """Return sum and weight of each metric over this rank's batches of the test set, float64
-    ``[2]`` on the CPU, by ``<number of the batch>/<metric>``.
+) -> Tally:
+    """Return what this rank's batches of the test set give.
 
     Args:
         holders: as of :func:`on_test_set`; a client of another machine has the rank -1.
         columns: takes outputs and targets of each batch with its number; None: they are not kept.
-        named: takes the states of ``task.named`` after each batch; None: they are not evaluated.
-        logs: takes what the ``test_step`` of a LightningModule logs; None: it is not called.
     """
     method.unsent.restore()
     if is_test_set_dealt(method, data):
@@ -169,55 +214,16 @@ def sums_on_test_set(
     else:
         network = method.deploy()
         batches = ((number, network, batch) for number, batch in share(data.test_batches()))
-    sums: dict[str, Tensor] = {}
+    tally = Tally(method, data, "test")
     for number, network, (inputs, target) in batches:
         with rng.torch_stream(method.seed, "test batch", method.round, number):
             outputs, found = evaluate_batch(fabric, data.task, network, inputs, target)
-        sums |= _of_batch(number, found)
+        tally.sums |= _of_batch(number, found)
         if columns is not None:
             columns.append((number, (outputs, target)))
-        if named is not None:
-            add_states(named, data.task, number, outputs, target)
-        if logs is not None:
-            with fabric.autocast():
-                logs.add(number, network, (inputs, target), len(target), number % MAX_PARTS)
-    return sums
-
-
-def logs_for(
-    method: Method, split: LoggedSplit, seed: int, tensors: Mapping[str, Tensor] | None = None
-) -> ModuleLogs | None:
-    """Return what takes the logs of the step that a method's LightningModule has for a split; None
-    where the method has no module.
-
-    Args:
-        seed: of the run.
-        tensors: states that were made elsewhere.
-    """
-    return None if method.module is None else ModuleLogs(split, seed, method.round, tensors)
-
-
-def states_for(data: FederatedData) -> MetricStates | None:
-    """Return what takes the states of the metrics that the user has named; None where there are
-    none."""
-    return MetricStates() if data.task.named else None
-
-
-def with_logs(found: dict[str, float], method: Method, logs: ModuleLogs | None) -> dict[str, float]:
-    """Return metrics of a split, and beside them what a LightningModule's own step has logged on
-    all ranks."""
-    if logs is None:
-        return found
-    return logs.beside(found, collectives.gather_parts(logs.states.tensors), method)
-
-
-def add_states(
-    states: MetricStates, task: Task, number: int, outputs: Any, target: Tensor, whose: str = ""
-) -> None:
-    """Add the states of the metrics that the user has named after one batch."""
-    forms = task.metric_inputs(outputs, target) if task.named else ()
-    for one in task.named:
-        states.add(number, one.name, one.state(forms), whose)
+        tally.add_named(number, outputs, target)
+        tally.add_logs(fabric, number, network, inputs, target)
+    return tally
 
 
 def is_test_set_dealt(method: Method, data: FederatedData) -> bool:
@@ -336,31 +342,33 @@ def validate(
     data: FederatedData,
     states: States = NO_STATES,
     holders: Mapping[int, int] = NO_HOLDERS,
-    sums: Mapping[str, Tensor] | None = None,
-    logs: ModuleLogs | None = None,
-) -> dict[str, dict[int, float]]:
-    """Return ``task.per_client`` metrics, the loss and what a network measures of its own passes,
-    of each client on its own validation examples, where it has any: by metric, then by the client's
-    id. All are means over examples.
+    elsewhere: ClientSums = NOTHING_ELSEWHERE,
+) -> tuple[dict[str, dict[int, float]], dict[str, float]]:
+    """Evaluate each client's own validation examples, where it has any.
 
     Args:
-        sums: what :func:`sums_of_validation` gave for all clients, on other machines; None: it is
-            asked here.
-        logs: takes what the ``validation_step`` of a LightningModule logs; None: it is not called.
+        elsewhere: what all clients measured on other machines.
+
+    Returns:
+        ``task.per_client`` metrics, the loss and what a network measures of its own passes, means
+        over a client's examples, by metric and then by the client's id; and ``val/*``: their mean
+        and spread over clients, and what the ``validation_step`` of a LightningModule logs.
     """
-    task, named = data.task, states_for(data)
-    if sums is None:
-        sums = sums_of_validation(fabric, method, data, states, holders, named=named, logs=logs)
-    found = by_metric(collectives.gather_parts(sums))
-    if not found:
-        return {}
-    values: dict[str, dict[int, float]] = {one.name: {} for one in task.named}
-    values |= _of_clients(task, found)
-    measured = [name for name in values if "/" in name]
-    wanted = dict.fromkeys((*task.per_client, *({"loss"} & values.keys()), *measured))
-    if named is not None:
-        values |= values_of_clients(task, collectives.gather_parts(named.tensors))
-    return {name: values[name] for name in wanted}
+    task = data.task
+    if elsewhere.validation is None:
+        tally = tally_validation(fabric, method, data, states, holders)
+    else:
+        tally = Tally(method, data, "val", elsewhere.validation, logs=elsewhere.val_logs)
+    values: dict[str, dict[int, float]] = {}
+    if found := by_metric(collectives.gather_parts(tally.sums)):
+        each: dict[str, dict[int, float]] = {one.name: {} for one in task.named}
+        each |= _of_clients(task, found)
+        measured = [name for name in each if "/" in name]
+        wanted = dict.fromkeys((*task.per_client, *({"loss"} & each.keys()), *measured))
+        if tally.named is not None:
+            each |= values_of_clients(task, collectives.gather_parts(tally.named.tensors))
+        values = {name: each[name] for name in wanted}
+    return values, tally.with_logs(_spread_over_clients(data, values), method)
 
 
 def _of_clients(task: Task, sums: Mapping[str, np.ndarray]) -> dict[str, dict[int, float]]:
@@ -398,27 +406,21 @@ def values_of_clients(task: Task, tensors: Mapping[str, Tensor]) -> dict[str, di
     return {name: dict(sorted(of.items())) for name, of in sorted(values.items())}
 
 
-def sums_of_validation(
+def tally_validation(
     fabric: Fabric,
     method: Method,
     data: FederatedData,
     states: States = NO_STATES,
     holders: Mapping[int, int] = NO_HOLDERS,
     clients: Iterable[int] | None = None,
-    named: MetricStates | None = None,
-    logs: ModuleLogs | None = None,
-) -> dict[str, Tensor]:
-    """Return sum and weight of each metric over the clients in this rank's batches of validation
-    examples: by ``<number of the batch>/<metric>`` a row for each client, with its id, sum and
-    weight, float64 ``[k, 3]``.
+) -> Tally:
+    """Return what this rank's batches of validation examples give.
 
     Args:
         clients: evaluate the examples of these clients, each by itself; None: those of all.
-        named: takes the states of ``task.named`` of each client; None: they are not evaluated.
-        logs: as of :func:`validate`.
     """
     method.unsent.restore()
-    sums: dict[str, Tensor] = {}
+    tally = Tally(method, data, "val")
     batches = validation_batches(method, data, states, holders, clients)
     for number, network, (inputs, target, owners) in batches:
         with rng.torch_stream(method.seed, "validation batch", method.round, number):
@@ -427,22 +429,19 @@ def sums_of_validation(
         for name, (total, weight) in found.items():
             pairs = torch.stack([total, weight], 1)
             rows = pairs.new_zeros(len(ids), 2).index_add_(0, index.to(pairs.device), pairs)
-            sums[f"{number}/{name}"] = torch.cat([ids.to(rows)[:, None], rows], 1)
-        if named is not None:
-            for id in ids.tolist():
-                mine = (owners == id).to(target.device)
-                rows_of = mine.repeat(data.task.outputs_per_example)
-                own = tree_map(lambda part, rows_of=rows_of: part[rows_of], outputs)
-                add_states(named, data.task, number, own, target[mine], str(id))
-        if logs is not None:
-            with fabric.autocast():
-                logs.add(number, network, (inputs, target), len(target), number % MAX_PARTS)
-    return sums
+            tally.sums[f"{number}/{name}"] = torch.cat([ids.to(rows)[:, None], rows], 1)
+        for id in ids.tolist() if tally.named is not None else ():
+            mine = (owners == id).to(target.device)
+            rows_of = mine.repeat(data.task.outputs_per_example)
+            own = tree_map(lambda part, rows_of=rows_of: part[rows_of], outputs)
+            tally.add_named(number, own, target[mine], str(id))
+        tally.add_logs(fabric, number, network, inputs, target)
+    return tally
 
 
 def by_metric(sums: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
     """Return the rows of each metric, float64 ``[n, 3]`` or ``[n, 2]``, in the order of the batches'
-    numbers, of ``sums`` as :func:`sums_of_validation` gives them, with or without the id."""
+    numbers, of ``sums`` as a :class:`Tally` has them, with or without the id."""
     found: dict[str, list[tuple[int, Tensor]]] = {}
     for key, rows in sums.items():
         number, _, name = key.partition("/")
@@ -453,7 +452,7 @@ def by_metric(sums: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
     }
 
 
-def spread_over_clients(
+def _spread_over_clients(
     data: FederatedData, validated: Mapping[str, dict[int, float]]
 ) -> dict[str, float]:
     """Return mean and spread over clients of the ``task.per_client`` metrics that :func:`validate`

@@ -223,19 +223,10 @@ def evaluate(fed: Federation, engine: Engine, record: RoundRecord) -> None:
     task, asked = fed.data.task, any(map(reads_probabilities, fed.callbacks))
     subject = fed.fabric, fed.method, fed.data, fed.states, fed.holders
     elsewhere = engine.evaluate_clients(record.round)
-    metrics, answers = evaluation.on_test_set(
-        *subject,
-        answers=asked,
-        sums=elsewhere.test,
-        named=elsewhere.named,
-        logs=elsewhere.test_logs,
-    )
-    record.metrics |= metrics
-    logs = evaluation.logs_for(fed.method, "val", fed.seed, elsewhere.val_logs)
-    record.clients = validated = evaluation.validate(*subject, sums=elsewhere.validation, logs=logs)
-    spread = evaluation.spread_over_clients(fed.data, validated)
-    record.metrics |= evaluation.with_logs(spread, fed.method, logs)
+    metrics, answers = evaluation.on_test_set(*subject, answers=asked, elsewhere=elsewhere)
+    record.clients, of_clients = evaluation.validate(*subject, elsewhere)
+    record.metrics |= metrics | of_clients
     if answers:
         tell(fed.callbacks, "on_evaluate", *answers, record, fed)
-    tell(fed.callbacks, "on_validate", validated.get(task.primary, {}), record, fed)
+    tell(fed.callbacks, "on_validate", record.clients.get(task.primary, {}), record, fed)
     record.metrics["time/evaluate"] = perf_counter() - started

@@ -15,11 +15,8 @@ from torch import Tensor, nn
 from fl_lightning.errors import InputError
 from fl_lightning.evaluation import (
     evaluation_mode,
-    logs_for,
     on_test_set,
-    spread_over_clients,
     validate,
-    with_logs,
 )
 from fl_lightning.metrics import brier_score, expected_calibration_error
 from fl_lightning.models import MeasuredNetwork
@@ -182,8 +179,7 @@ def _not_quantised(subject: ProbedModel, what: str) -> str:
 
 def clients(subject: ProbedModel) -> Finding:
     """Evaluate each client's own validation examples: mean, standard deviation and worst decile."""
-    logs = logs_for(subject.method, "val", subject.seed)
-    found = validate(subject.fabric, subject.method, subject.data, subject.states, logs=logs)
+    found, metrics = validate(subject.fabric, subject.method, subject.data, subject.states)
     if not found:
         return Finding(
             skipped=[
@@ -198,7 +194,6 @@ def clients(subject: ProbedModel) -> Finding:
     if len(each) < subject.data.num_clients:
         few = f"{len(each)} of {subject.data.num_clients} clients"
         skipped.append(f"metrics of clients are of {few}; the others have no validation examples")
-    metrics = with_logs(spread_over_clients(subject.data, found), subject.method, logs)
     return Finding(metrics, details={"clients": each}, skipped=skipped)
 
 

@@ -385,7 +385,7 @@ def test_streamed_metrics_are_those_of_all_outputs():
         F.cross_entropy(outputs.transpose(1, 2).double(), target).item()
     )
     outputs, target, owners = predict_validation(fabric, method, data)
-    found = evaluation.validate(fabric, method, data)
+    found, _ = evaluation.validate(fabric, method, data)
     for id in owners.unique().tolist():
         mine = owners == id
         nats = F.cross_entropy(outputs[mine].transpose(1, 2), target[mine]).item()

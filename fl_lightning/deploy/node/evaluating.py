@@ -4,8 +4,7 @@ leaves."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,37 +18,32 @@ from fl_lightning.errors import InputError, LostStateError
 from fl_lightning.evaluation import (
     MAX_PARTS,
     States,
-    logs_for,
-    states_for,
-    sums_of_validation,
-    sums_on_test_set,
+    Tally,
+    tally_test_set,
+    tally_validation,
     values_of_clients,
 )
 from fl_lightning.federation import Federation
-from fl_lightning.methods.module_steps import STEPS, ModuleLogs
+from fl_lightning.methods import Method
 
 log = logging.getLogger("fl_lightning")
 
 
-def _sums_of_clients(
-    fed: Federation,
-    states: States,
-    holders: Mapping[int, int],
-    clients: Sequence[int],
-    logs: ModuleLogs | None = None,
-) -> dict[str, Tensor]:
-    """Return the sums of validation, and of metrics that the user has named the value of each
+def _tally_clients(
+    fed: Federation, states: States, holders: Mapping[int, int], clients: Sequence[int]
+) -> Tally:
+    """Return what validation gives, and of metrics that the user has named the value of each
     client, of weight 0 where it has none: its examples are all here, and what such a metric keeps
     of them stays."""
-    named, subject = states_for(fed.data), (fed.fabric, fed.method, fed.data)
-    sums = sums_of_validation(*subject, states, holders, clients=clients, named=named, logs=logs)
-    values = {} if named is None else values_of_clients(fed.data.task, named.tensors)
+    tally = tally_validation(fed.fabric, fed.method, fed.data, states, holders, clients)
+    named = {} if tally.named is None else tally.named.tensors
+    values = values_of_clients(fed.data.task, named)
     for one in fed.data.task.named:
         for id in clients:
             value = values.get(one.name, {}).get(id)
             row = [id, 0.0, 0.0] if value is None else [id, value, 1.0]
-            sums[f"{id * MAX_PARTS}/{one.name}"] = torch.tensor([row], dtype=torch.float64)
-    return sums
+            tally.sums[f"{id * MAX_PARTS}/{one.name}"] = torch.tensor([row], dtype=torch.float64)
+    return tally
 
 
 def evaluate_here(
@@ -91,23 +85,24 @@ def evaluate_here(
     holders = {id: 0 if id in own else -1 for id in range(data.num_clients)}
     try:
         method.server = server
-        subject = fed.fabric, method, data, own, holders
         mine = [id for id in data.validating.tolist() if id in own]
-        named, logs = states_for(data), {side: logs_for(method, side, data.seed) for side in STEPS}
-        # sums come first: they leave the states
-        makers: dict[str, Callable[[], dict[str, Tensor]]] = {
-            "test": lambda: sums_on_test_set(*subject, named=named, logs=logs["test"]),
-            "validation": lambda: _sums_of_clients(fed, own, holders, mine, logs["val"]),
-            NAMED: lambda: (
-                {}
-                if named is None
-                else {key: value.clone() for key, value in named.tensors.items()}
-            ),
-        }
-        for side, part in LOGS.items():
-            if (logged_here := logs[side]) is not None:
-                makers[part] = partial(sent_of_logged, logged_here.states.tensors, method.network)
-        parts = [save(makers[split]()) for split in message.header["splits"]]
+        splits, found = message.header["splits"], dict[str, dict[str, Tensor]]()
+        if "test" in splits:
+            tally = tally_test_set(fed.fabric, method, data, own, holders)
+            found |= {"test": tally.sums, **_logged(tally, method)}
+            if tally.named is not None:
+                found[NAMED] = {key: value.clone() for key, value in tally.named.tensors.items()}
+        if "validation" in splits:
+            tally = _tally_clients(fed, own, holders, mine)
+            found |= {"validation": tally.sums, **_logged(tally, method)}
+        parts = [save(found[split]) for split in splits]
     finally:
         method.server = before
     return {"kind": "evaluated", "left_out": left_out}, parts
+
+
+def _logged(tally: Tally, method: Method) -> dict[str, dict[str, Tensor]]:
+    """Return the part of the answer with what the step of a LightningModule has logged."""
+    if (logs := tally.logs) is None:
+        return {}
+    return {LOGS[logs.split]: sent_of_logged(logs.states.tensors, method.network)}

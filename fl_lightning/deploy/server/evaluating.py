@@ -19,11 +19,11 @@ from torch import Tensor
 
 from fl_lightning.compatibility import Run
 from fl_lightning.deploy.protocol.answers import METRIC_NAME, left_out_of, reading, reason_of
-from fl_lightning.deploy.protocol.batch_states import LOGS, NAMED, parts_asked, read_states
+from fl_lightning.deploy.protocol.batch_states import LOGS, parts_asked, read_states
 from fl_lightning.deploy.protocol.messages import MAX_NAME, Message, MessageError, printable
 from fl_lightning.deploy.server.roster import Roster
 from fl_lightning.engines.base import ClientSums
-from fl_lightning.evaluation import MAX_PARTS, logs_for, on_test_set, validate, with_logs
+from fl_lightning.evaluation import MAX_PARTS, on_test_set, validate
 from fl_lightning.federation import Federation
 from fl_lightning.tasks import Task
 
@@ -116,17 +116,13 @@ def try_sums(fed: Federation, sums: Mapping[str, Mapping[str, Tensor]]) -> None:
     Raises:
         Exception: whatever comes of sums that are not those of the run's metrics.
     """
-    subject = (fed.fabric, fed.method, fed.data)
-    logs = logs_for(fed.method, "val", 0, sums.get(LOGS["val"]))
-    named, logged_there = sums.get(NAMED), sums.get(LOGS["test"])
+    subject, elsewhere = (fed.fabric, fed.method, fed.data), ClientSums(**sums)
     require_possible(fed.data.task, sums)
-    if (named or logged_there) and not sums.get("test"):
+    if elsewhere.test:
+        on_test_set(*subject, answers=False, elsewhere=elsewhere)
+    elif elsewhere.named or elsewhere.test_logs:
         raise MessageError("it has states of metrics without the sums of their batches")
-    if sums.get("test"):
-        on_test_set(*subject, answers=False, sums=sums["test"], named=named, logs=logged_there)
-    if sums.get("validation"):
-        validate(*subject, sums=sums["validation"])
-    with_logs({}, fed.method, logs)
+    validate(*subject, elsewhere=elsewhere)
 
 
 def require_possible(task: Task, sums: Mapping[str, Mapping[str, Tensor]]) -> None:
