@@ -239,11 +239,9 @@ class Spy(Residual):
 
     def beside(self, method, found, made):
         self.mean = 0
-        for vector, share in zip(found.vectors, found.shares, strict=True):
-            named = method.layout.unpack(vector)
-            products = [
-                pair.scaling * (named[pair.b] @ named[pair.a]).flatten() for pair in self.pairs
-            ]
+        for adapters, share in zip(found.adapters, found.shares, strict=True):
+            layers = zip(self.pairs, adapters, strict=True)
+            products = [pair.scaling * (b @ a).flatten() for pair, (a, b) in layers]
             self.mean = self.mean + share * torch.cat(products)
         return super().beside(method, found, made)
 

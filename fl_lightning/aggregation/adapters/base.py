@@ -188,7 +188,12 @@ class AdapterAverage(PlainWeights):
         if not self.reads_single:
             return None
         ended = [uploads[id] for id in sorted(uploads)]
-        return Uploaded([method.decode(upload) for upload in ended], method.shares(ended))
+        vectors = [method.decode(upload) for upload in ended]
+        return self.uploaded(vectors, method.shares(ended))
+
+    def uploaded(self, vectors: Sequence[Tensor], shares: Sequence[float]) -> Uploaded:
+        """Return the adapters in the vectors of single clients, with the clients' shares."""
+        return Uploaded([self.pairs_in(self.layout, vector) for vector in vectors], shares)
 
     def over(self, average: Average) -> Average:
         return _ByRule(self) if self.refines else average
@@ -201,7 +206,7 @@ class AdapterAverage(PlainWeights):
             vectors: of the clients, float32 ``[P]``.
             shares: p.
         """
-        return self.made(mean, Uploaded(vectors, shares))
+        return self.made(mean, self.uploaded(vectors, shares))
 
     def product_values(self, method: Averaging, upload: Payload) -> Tensor:
         return products_in(self.pairs_in(method.layout, method.decode(upload)))
@@ -235,7 +240,7 @@ class AdapterAverage(PlainWeights):
             made: a pair for each layer, whose product is deployed in place of mean(BA).
         """
         lost = whole = 0.0
-        products = found.products(self, method.layout)
+        products = found.products()
         for true, pair, names in zip(products, made, self.pairs, strict=True):
             whole += (names.scaling * algebra.norm(true)) ** 2
             lost += self.apart(names, algebra.joined(true, algebra.minus(pair))) ** 2

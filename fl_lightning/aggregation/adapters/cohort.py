@@ -18,36 +18,25 @@ from torch import Tensor
 from fl_lightning.aggregation.adapters import algebra
 from fl_lightning.aggregation.adapters.algebra import EXACT_SHARE, Pair
 from fl_lightning.aggregation.exact_sum import MAX_MAGNITUDE
-from fl_lightning.wire import Layout
 
 PRODUCTS = "adapter_products"
 """The name of the sum of B_k A_k of all layers."""
 
 
-class ReadsPairs(Protocol):
-    """What finds the adapters in a vector, such as a rule."""
-
-    def pairs_in(self, layout: Layout, vector: Tensor) -> list[Pair]:
-        """Return the pair of each layer in a vector of this layout."""
-
-
 class CohortAdapters(Protocol):
     """The adapters of a cohort, as far as a rule needs them."""
 
-    def products(self, rule: ReadsPairs, layout: Layout, *, compact: bool = False) -> list[Pair]:
+    def products(self, *, compact: bool = False) -> list[Pair]:
         """Return a pair for each layer whose product is mean(BA), float64.
 
         Args:
-            rule: reads the adapters in a vector.
-            layout: of a vector.
             compact: whether directions that are zero in both factors of a client are left out.
         """
 
-    def residuals(self, rule: ReadsPairs, layout: Layout, means: Sequence[Pair]) -> list[Pair]:
+    def residuals(self, means: Sequence[Pair]) -> list[Pair]:
         """Return a pair for each layer whose product is mean(BA) - mean(B) mean(A), float64.
 
         Args:
-            rule, layout: as for :meth:`products`.
             means: mean(A) and mean(B) of each layer.
         """
 
@@ -57,26 +46,23 @@ class Uploaded:
     """What single clients ended a round with.
 
     Args:
-        vectors: of ``layout``, float32 ``[P]``, one for each client.
+        adapters: the pairs of each client, layer by layer.
         shares: p, adding up to 1.
     """
 
-    vectors: Sequence[Tensor]
+    adapters: Sequence[Sequence[Pair]]
     shares: Sequence[float]
 
-    def products(self, rule: ReadsPairs, layout: Layout, *, compact: bool = False) -> list[Pair]:
-        layers = self._by_layer(rule, layout)
-        if compact:
-            layers = [[algebra.without_zeros(pair) for pair in pairs] for pairs in layers]
-        return [algebra.stacked(pairs, self.shares) for pairs in layers]
+    def products(self, *, compact: bool = False) -> list[Pair]:
+        without = algebra.without_zeros if compact else (lambda pair: pair)
+        return [
+            algebra.stacked([*map(without, pairs)], self.shares)
+            for pairs in zip(*self.adapters, strict=True)
+        ]
 
-    def residuals(self, rule: ReadsPairs, layout: Layout, means: Sequence[Pair]) -> list[Pair]:
-        layers = zip(self._by_layer(rule, layout), means, strict=True)
+    def residuals(self, means: Sequence[Pair]) -> list[Pair]:
+        layers = zip(zip(*self.adapters, strict=True), means, strict=True)
         return [algebra.residual(pairs, self.shares, mean_b) for pairs, (_, mean_b) in layers]
-
-    def _by_layer(self, rule: ReadsPairs, layout: Layout) -> list[list[Pair]]:
-        of_clients = [rule.pairs_in(layout, vector) for vector in self.vectors]
-        return [list(pairs) for pairs in zip(*of_clients, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -93,11 +79,11 @@ class SummedProducts:
     ranks: Sequence[int]
     clients: int
 
-    def products(self, rule: ReadsPairs, layout: Layout, *, compact: bool = False) -> list[Pair]:
+    def products(self, *, compact: bool = False) -> list[Pair]:
         layers = zip(self.matrices, self.ranks, strict=True)
         return [algebra.of_matrix(matrix, self.clients * rank) for matrix, rank in layers]
 
-    def residuals(self, rule: ReadsPairs, layout: Layout, means: Sequence[Pair]) -> list[Pair]:
+    def residuals(self, means: Sequence[Pair]) -> list[Pair]:
         """What is rounding of the sum counts as 0, as where all A are equal."""
         found = []
         for matrix, rank, (a, b) in zip(self.matrices, self.ranks, means, strict=True):

@@ -40,6 +40,6 @@ class Product(AdapterAverage):
         return entries
 
     def made(self, mean: Tensor, found: CohortAdapters) -> Tensor:
-        layers = zip(found.products(self, self.layout), self.first, strict=True)
+        layers = zip(found.products(), self.first, strict=True)
         made = [algebra.balanced(product, len(first), first) for product, first in layers]
         return packed(self.layout, mean, self.pairs, made)

@@ -65,18 +65,16 @@ class Residual(MovesBase):
 
     def beside(self, method: Averaging, found: CohortAdapters, made: Tensor) -> dict[str, Tensor]:
         mean = self.pairs_in(method.layout, made)
-        step = self._step(method, found, mean)
+        step = self._step(found, mean)
         both = zip(mean, self.moved(method, step), strict=True)
         deployed = [algebra.joined(one, two) for one, two in both]
         self.measure(method, found, deployed)
         return self.base.grown(method.server, step, method.round, method.served)
 
-    def _step(self, method: Averaging, found: CohortAdapters, mean: list[Pair]) -> BaseChange:
+    def _step(self, found: CohortAdapters, mean: list[Pair]) -> BaseChange:
         """Return c R of each layer."""
         steps = []
-        for pair, (a, b) in zip(
-            self.pairs, found.residuals(self, method.layout, mean), strict=True
-        ):
+        for pair, (a, b) in zip(self.pairs, found.residuals(mean), strict=True):
             if not (a.any() and b.any()):
                 a, b = a[:0], b[:, :0]
             elif self.rank is not None and self.rank < len(a):

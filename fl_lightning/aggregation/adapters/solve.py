@@ -40,7 +40,7 @@ class Solve(AdapterAverage):
         self.steps = steps
 
     def made(self, mean: Tensor, found: CohortAdapters) -> Tensor:
-        starts, products = self.pairs_in(self.layout, mean), found.products(self, self.layout)
+        starts, products = self.pairs_in(self.layout, mean), found.products()
         made = [
             start
             if {*names[:2]} & {*self.frozen}  # the mean of the other factor is exact, and one stays

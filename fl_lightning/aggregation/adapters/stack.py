@@ -90,7 +90,7 @@ class Stack(MovesBase):
         self.take_base(method, sent, client.state)
 
     def beside(self, method: Averaging, found: CohortAdapters, made: Tensor) -> dict[str, Tensor]:
-        layers = zip(found.products(self, method.layout, compact=True), self.pairs, strict=True)
+        layers = zip(found.products(compact=True), self.pairs, strict=True)
         step = BaseChange.of(self.base.shapes, [(a, pair.scaling * b) for (a, b), pair in layers])
         self.measure(method, found, self.moved(method, step))
         others = made[:0] if self.others is None else made[self.others]
