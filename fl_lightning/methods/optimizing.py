@@ -115,7 +115,7 @@ def unpack(found: Any, name: str) -> tuple[Optimizer, LRScheduler | None, int]:
         name: of the class that did.
 
     Raises:
-        InputError: it is not one optimiser, or there is a schedule that cannot go by rounds.
+        InputError: it is not one new optimiser, or there is a schedule that cannot go by rounds.
     """
     schedulers: Any = []
     if (
@@ -135,9 +135,10 @@ def unpack(found: Any, name: str) -> tuple[Optimizer, LRScheduler | None, int]:
             "a client has one local optimiser",
             "return one, with at most one scheduler",
         )
+    where = f"configure_optimizers of {name}"
+    _require_new(found, where)
     if not schedulers:
         return found, None, 1
-    where = f"configure_optimizers of {name}"
     if len(schedulers) > 1:
         raise InputError(
             f"{where} returns {len(schedulers)} schedulers",
@@ -160,7 +161,21 @@ def unpack(found: Any, name: str) -> tuple[Optimizer, LRScheduler | None, int]:
                 "it is a number of rounds, at least 1",
                 "write 1",
             )
-    return found, _steps_by_rounds(scheduler, where), every
+    scheduler = _steps_by_rounds(scheduler, where)
+    _require_new(scheduler, where)
+    return found, scheduler, every
+
+
+def _require_new(made: Any, where: str) -> None:
+    """Refuse an optimiser or a scheduler that was returned before: it would pass what it keeps from
+    one client to the next."""
+    if "returned_before" in vars(made):
+        raise InputError(
+            f"{where} returns one {type(made).__name__} twice",
+            "each client has its own in each round, so that nothing passes from one to the next",
+            "make it inside configure_optimizers",
+        )
+    made.returned_before = True
 
 
 def _steps_by_rounds(scheduler: Any, where: str) -> LRScheduler:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from contextlib import nullcontext
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -340,6 +340,32 @@ class TwoOptimizers(Lit):
         return [torch.optim.SGD(self.parameters(), lr=0.05)] * 2
 
 
+class Once(Lit):
+    """Its optimiser is made once, with a schedule or without."""
+
+    def __init__(self, scheduled: bool = False) -> None:
+        super().__init__()
+        adam = torch.optim.Adam(self.parameters(), lr=0.05)
+        self.made = ([adam], [schedules.StepLR(adam, step_size=1)]) if scheduled else adam
+
+    def configure_optimizers(self):
+        return self.made
+
+
+class ScheduleOnce(Once):
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.parameters(), lr=0.05)], self.made[1]
+
+
+class CachedInAMethod(FedAvg):
+    @cached_property
+    def made(self):
+        return torch.optim.Adam(self.trainable(), lr=0.05)
+
+    def configure_optimizers(self):
+        return self.made
+
+
 class AsksTheTrainer(Lit):
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx)["loss"] / self.trainer.num_training_batches
@@ -409,6 +435,11 @@ class Complex(Lit):
             lambda: FedAvg(module=TwoOptimizers()),
             "TwoOptimizers returns 2 of them; a client has one local optimiser",
         ),
+        (lambda: FedAvg(module=Once()), "of Once returns one Adam twice; .* make it inside"),
+        (lambda: methods.Centralised(module=Once()), "returns one Adam twice"),
+        (lambda: FedAvg(module=Once(scheduled=True)), "returns one Adam twice"),
+        (lambda: FedAvg(module=ScheduleOnce(scheduled=True)), "returns one StepLR twice"),
+        (CachedInAMethod, "of CachedInAMethod returns one Adam twice"),
         (
             lambda: FedAvg(module=Scheduled(), scheduler=Scheduled.make),
             "one schedule; leave one of them out",
