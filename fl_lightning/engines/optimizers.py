@@ -6,14 +6,16 @@ from __future__ import annotations
 import math
 import re
 from inspect import Parameter, signature
+from typing import Any
 
 import torch
 from torch import nn, optim
 from torch.optim import Optimizer
 
-from fl_lightning.errors import InputError, require
+from fl_lightning.errors import InputError, as_bad_input, require
 from fl_lightning.methods import Method
 from fl_lightning.methods.optimizing import round_optimizer, unpack
+from fl_lightning.models.recipe import innermost
 
 ELEMENTWISE = (
     optim.SGD,
@@ -109,22 +111,34 @@ def check_optimizer_settings(method: Method) -> None:
     """Refuse settings that an optimiser says are invalid, before there is a network.
 
     Raises:
-        InputError: it says so of one parameter; what else it may refuse, it is asked later.
+        InputError: it says so of one parameter; what else one that is not torch's may refuse, it is
+            asked later.
     """
     if method.optimizer_spec is None:
         return
     try:
         method.optimizer_spec([nn.Parameter(torch.zeros(2, 2))])
     except Exception as error:
-        _refuse_argument(error)
+        if _is_torchs(innermost(method.optimizer_spec)) or _refused_argument(str(error))[0]:
+            raise _refusal(error) from error
 
 
-def _refuse_argument(error: Exception) -> None:
-    """Raise an :class:`InputError` of the argument that an optimiser's own error names."""
+def _is_torchs(kind: Any) -> bool:
+    return str(kind.__module__).startswith("torch.optim")
+
+
+def _refusal(error: Exception) -> InputError:
+    """Return the refusal of an optimiser whose constructor raised ``error``: of the argument that
+    this names, where it does."""
     name, value = _refused_argument(str(error))
     if name:
         given = f"--model.optimizer.{name} {value}"
-        raise InputError(given, "the optimiser refuses it", "write another value") from error
+        return InputError(given, "the optimiser refuses it", "write another value")
+    return InputError(
+        "--model.optimizer",
+        f"it cannot be built ({error})",
+        "correct that argument; in Python write optimizer=partial(torch.optim.SGD, lr=0.05)",
+    )
 
 
 def check_optimizer(method: Method, rounds: int = 1) -> None:
@@ -132,7 +146,8 @@ def check_optimizer(method: Method, rounds: int = 1) -> None:
     run does.
 
     Raises:
-        InputError: it cannot be built, it wants a closure, or the schedule ends too early.
+        InputError: it cannot be built, it wants a closure, it is torch's and cannot make a step, or
+            the schedule ends too early.
     """
     try:
         optimizer = round_optimizer(method)
@@ -140,12 +155,7 @@ def check_optimizer(method: Method, rounds: int = 1) -> None:
     except InputError:
         raise
     except (ValueError, TypeError) as error:
-        _refuse_argument(error)
-        raise InputError(
-            "--model.optimizer",
-            f"it cannot be built ({error})",
-            "correct that argument; in Python write optimizer=partial(torch.optim.SGD, lr=0.05)",
-        ) from error
+        raise _refusal(error) from error
     for rate in (group["lr"] for group in optimizer.param_groups if "lr" in group):
         require(
             math.isfinite(rate),
@@ -153,15 +163,28 @@ def check_optimizer(method: Method, rounds: int = 1) -> None:
             "a learning rate is finite",
             "write --model.optimizer.lr 0.05",
         )
-    if any(
-        name == "closure" and parameter.default is Parameter.empty
-        for name, parameter in signature(optimizer.step).parameters.items()
-    ):
-        where = (
-            "configure_optimizers returns" if method.optimizer_spec is None else "--model.optimizer"
-        )
-        raise InputError(
-            f"{where} {type(optimizer).__name__}",
-            "a local step has one gradient and no closure",
-            "write --model.optimizer SGD",
-        )
+    where = "configure_optimizers returns" if method.optimizer_spec is None else "--model.optimizer"
+    given, instead = f"{where} {type(optimizer).__name__}", "write --model.optimizer SGD"
+    closure = signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is Parameter.empty:
+        raise InputError(given, "a local step has one gradient and no closure", instead)
+    sparse = any(getattr(module, "sparse", False) for module in method.modules())
+    if _is_torchs(type(optimizer)) and not sparse:
+        with as_bad_input(given, "it can make no local step", instead, Exception):
+            _step_on_zeros(optimizer)
+
+
+def _step_on_zeros(optimizer: Optimizer) -> None:
+    """Make a step of another optimiser of the same class and settings, on one small parameter for
+    each group, with a gradient of zeros."""
+    groups = [{**group} for group in optimizer.param_groups if group["params"]]
+    for group in groups:
+        group.pop("param_names", None)
+        small = nn.Parameter(group["params"][0].detach().new_zeros(2, 2))
+        small.grad = torch.zeros_like(small)
+        group["params"] = [small]
+    if groups:
+        kind: Any = type(optimizer)
+        other = kind(groups)
+        other.defaults = optimizer.defaults
+        other.step()

@@ -60,7 +60,7 @@ def round_optimizer(method: Method) -> Optimizer:
             warnings.simplefilter("ignore")
             if scheduler is None:
                 assert method.scheduler_spec is not None
-                scheduler = _steps_by_rounds(method.scheduler_spec(optimizer), "--model.scheduler")
+                scheduler = _scheduler_of(method.scheduler_spec, optimizer)
             for _ in range((max(1, method.round) - 1) // every):
                 scheduler.step()
         method.scheduled_groups[key] = _values(optimizer)
@@ -176,6 +176,14 @@ def _require_new(made: Any, where: str) -> None:
             "make it inside configure_optimizers",
         )
     made.returned_before = True
+
+
+def _scheduler_of(spec: Any, optimizer: Optimizer) -> LRScheduler:
+    try:
+        return _steps_by_rounds(spec(optimizer), "--model.scheduler")
+    except NotImplementedError as error:
+        rule, instead = "it gives no learning rate", "write one that does, such as StepLR"
+        raise InputError("--model.scheduler", rule, instead) from error
 
 
 def _steps_by_rounds(scheduler: Any, where: str) -> LRScheduler:

@@ -23,12 +23,18 @@ from toy import CENTRES, Points, Quadratic, point_network, run, sgd, trainer_in
 from callbacks import StragglerDropout
 from fl_lightning.__main__ import main
 from fl_lightning.conformance.toy import images
+from fl_lightning.engines.optimizers import (
+    ELEMENTWISE,
+    check_optimizer,
+    check_optimizer_settings,
+)
 from fl_lightning.engines.sequential import local_step
 from fl_lightning.engines.stacked.stack import clip_rows
 from fl_lightning.errors import InputError
-from fl_lightning.methods import SCAFFOLD, Ditto, FedAvg, FedRep
+from fl_lightning.methods import SCAFFOLD, Ditto, FedAvg, FedNova, FedRep
 
 FALLING = partial(schedules.ExponentialLR, gamma=0.5)
+FUSED_TWICE = {"fused": True, "foreach": True}
 
 
 def on_points(**settings) -> FedAvg:
@@ -283,6 +289,7 @@ def test_the_local_work_is_known_in_upload_and_nowhere_else(tmp_path):
             r"gives \[-0.1\] in round 3",
         ),
         (partial(schedules.CosineAnnealingLR, T_max=0), "--model.scheduler"),
+        (schedules.LRScheduler, "--model.scheduler; it gives no learning rate"),
     ],
 )
 def test_a_schedule_that_cannot_be_played_is_refused_before_anything_is_made(
@@ -296,6 +303,54 @@ def test_a_schedule_that_cannot_be_played_is_refused_before_anything_is_made(
             max_rounds=5,
         )
     assert not (tmp_path / "runs").exists()
+
+
+class MakesItself(FedAvg):
+    def configure_optimizers(self):
+        return torch.optim.SparseAdam(self.trainable())
+
+
+@pytest.mark.parametrize(
+    ("method", "says"),
+    [
+        (
+            partial(FedAvg, optimizer=partial(torch.optim.AdamW, **FUSED_TWICE)),
+            "it cannot be built",
+        ),
+        (partial(FedNova, optimizer=partial(torch.optim.SGD, **FUSED_TWICE)), "it cannot be built"),
+        (
+            partial(FedAvg, optimizer=torch.optim.SparseAdam),
+            "optimizer SparseAdam; .* no local step",
+        ),
+        (MakesItself, "configure_optimizers returns SparseAdam; .* no local step"),
+        (
+            partial(FedAvg, optimizer=partial(torch.optim.Adam, differentiable=True)),
+            "no local step",
+        ),
+        (partial(FedAvg, optimizer=partial(torch.optim.Adam, capturable=True)), "no local step"),
+    ],
+)
+def test_an_optimizer_of_torch_that_makes_no_step_is_refused_before_anything_is_made(
+    method, says, tmp_path
+):
+    with pytest.raises(InputError, match=says):
+        run(method(network=SMALL), images(), tmp_path / "runs", max_rounds=1, accelerator="cpu")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("kind", [*ELEMENTWISE, torch.optim.Adafactor, torch.optim.Muon])
+@pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01)], ids=["number", "tensor"])
+def test_every_other_optimizer_of_torch_is_let_pass(kind, lr):
+    method = FedAvg(optimizer=partial(kind, lr=lr), scheduler=FALLING)
+    method.network = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 2, bias=False))
+    check_optimizer_settings(method)
+    check_optimizer(method, 2)
+
+
+def test_sparse_gradients_are_those_of_an_embedding():
+    method = FedAvg(optimizer=torch.optim.SparseAdam)
+    method.network = nn.Embedding(4, 2, sparse=True)
+    check_optimizer(method)
 
 
 @pytest.mark.parametrize(
