@@ -3,6 +3,7 @@ class declares for itself alone."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -23,6 +24,22 @@ def attributes_of(method: nn.Module) -> dict[str, Any]:
         for name, value in vars(module).items()
         if name not in REGISTERED and name != "training"
     }
+
+
+def held_by(method: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """Return what a module and its submodules have, each with a copy of its attributes; values of
+    tensors are not copied."""
+    return [
+        (module, {name: dict(v) if name in REGISTERED else v for name, v in vars(module).items()})
+        for module in method.modules()
+    ]
+
+
+def put_back(held: Iterable[tuple[nn.Module, dict[str, Any]]]) -> None:
+    """Give modules what :func:`held_by` found in them."""
+    for module, attributes in held:
+        vars(module).clear()
+        vars(module).update(attributes)
 
 
 def is_plain(value: object) -> bool:

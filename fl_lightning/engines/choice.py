@@ -13,7 +13,7 @@ from lightning.fabric import Fabric
 
 from fl_lightning.data import FederatedData
 from fl_lightning.distributed import collectives
-from fl_lightning.engines.attributes import is_stackable
+from fl_lightning.engines.attributes import held_by, is_stackable, put_back
 from fl_lightning.engines.base import ClientTask, Engine
 from fl_lightning.engines.holders import Holders
 from fl_lightning.engines.pool import PoolEngine
@@ -74,7 +74,9 @@ def make_engine(
     if name != "sequential":
         inner = BatchedEngine(fabric, method, data)
         if name == "auto":
+            held = held_by(method)
             name = collectives.from_rank_zero(_measured(inner))
+            put_back(held)  # a run does not go on from clients that were measured
         inner = inner if name == "batched" else inner.one_by_one
     made, where = _engine(inner, size, timeout)
     log.info("engine: %s, %s", name, where)

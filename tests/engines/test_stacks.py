@@ -274,7 +274,33 @@ class DrawsScale(nn.Sequential):
         return super().forward(x) * self.draw()
 
 
+class Anneals(nn.Sequential):
+    """Its passes are counted in a plain number, and it shows the features of the last one."""
+
+    def __init__(self):
+        super().__init__(nn.Flatten(), nn.Linear(768, 4))
+        self.passes, self.features = 0, None
+
+    def forward(self, x):
+        self.passes += self.training
+        self.features = super().forward(x)
+        return self.features * (1 + 1 / (1 + self.passes))
+
+
+class Centres(Anneals):
+    """It takes a moving mean of its features off them."""
+
+    def forward(self, x):
+        features = nn.Sequential.forward(self, x)
+        if self.training:
+            mean = features.mean(0).detach()
+            self.features = mean if self.features is None else 0.9 * self.features + 0.1 * mean
+        return features if self.features is None else features - self.features
+
+
 LEFT_OUT = {
+    "a counter of a network": (lambda num_classes: Anneals(), sgd(0.05)),
+    "a mean of a network": (lambda num_classes: Centres(), sgd(0.05)),
     "a weight's hook": (hooked, sgd(0.05)),
     "a hook of the accumulated gradient": (accumulating, sgd(0.05)),
     "an optimiser's hook": (SMALL, normalised),
@@ -292,6 +318,19 @@ def test_what_a_stack_would_leave_out_is_trained_one_by_one(name, tmp_path, capl
         np.random.seed(0)  # noqa: NPY002
         made = FedAvg(network=network, optimizer=optimizer)
         found.append(fit(made, tmp_path, engine=engine, workers=1, max_rounds=1)[0])
-    draws = name in ("random", "NumPy")
-    assert ("draws from random or NumPy in a step" if draws else "has hooks") in caplog.text
+    why = "draws from random or NumPy in a step" if name in ("random", "NumPy") else "has hooks"
+    assert ("in a step; it would be one value" if "network" in name else why) in caplog.text
+    assert same(*found)
+
+
+@pytest.mark.parametrize("network", [Anneals, Centres])
+@pytest.mark.parametrize("share", [0.0, 1e9], ids=["in turn", "at once"])
+def test_measuring_leaves_nothing_in_a_network(network, share, tmp_path, monkeypatch):
+    monkeypatch.setattr(choice, "MIN_BATCHED_COHORT", 1)
+    monkeypatch.setattr(choice, "MAX_STEP_SECONDS", 9.0)
+    monkeypatch.setattr(choice, "MAX_BATCHED_TIME_SHARE", share)
+    found = []
+    for engine in ("sequential", "auto"):
+        made = FedAvg(network=lambda num_classes: network(), optimizer=sgd(0.05))
+        found.append(fit(made, tmp_path, engine=engine, workers=1, max_rounds=1)[0])
     assert same(*found)
