@@ -65,7 +65,14 @@ class FactorError(Stressor, Meter):
                 "a buffer weighs uploads by their age, and a part of them is of rounds before",
                 "leave it out",
             )
-        self._space = adapter_space(context.method)  # refuses a network without adapters
+        try:
+            self._space = adapter_space(context.method)
+        except InputError as error:
+            raise InputError(
+                f"callbacks.FactorError with {error.given}",
+                "it measures LoRA adapters on a frozen network",
+                f"leave it out, or {error.instead}",
+            ) from error
 
     def on_round_start(self, round: int, context: Context) -> None:
         self._uploads = {}

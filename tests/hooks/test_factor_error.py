@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 from tiny_language import fit, method_of
+from torch import nn
+from toy import run
 
 from callbacks import FactorError
+from fl_lightning.conformance.toy import images
 from fl_lightning.errors import InputError
 from fl_lightning.hooks import Meter
-from fl_lightning.methods import FedPer
+from fl_lightning.methods import FedAvg, FedPer
+from fl_lightning.models.adapters import add_adapter
 
 
 @pytest.mark.parametrize(
@@ -18,6 +22,24 @@ from fl_lightning.methods import FedPer
 def test_a_factor_that_stays_on_each_client_is_refused(setting, tmp_path):
     with pytest.raises(InputError, match=r"FactorError; .*lora_[AB]\S* stays on each client"):
         fit(method_of(**setting), tmp_path / "run", callbacks=[FactorError()], max_rounds=1)
+    assert not (tmp_path / "run").exists()
+
+
+def beside_a_head(num_classes):
+    network = nn.Sequential(nn.Flatten(), nn.Linear(768, 8), nn.Linear(8, num_classes))
+    add_adapter(network, "lora", rank=2, targets=["1"])[2].requires_grad_(True)
+    return network
+
+
+@pytest.mark.parametrize(
+    ("network", "trains"), [("small_cnn", "features.0.weight"), (beside_a_head, "2.weight")]
+)
+def test_a_network_that_trains_no_adapter_or_more_is_refused(network, trains, tmp_path):
+    method = FedAvg(network=network)
+    with pytest.raises(
+        InputError, match=f"^callbacks.FactorError .* trains {trains}; .*; leave it out"
+    ):
+        run(method, images(), tmp_path / "run", callbacks=[FactorError()])
     assert not (tmp_path / "run").exists()
 
 
