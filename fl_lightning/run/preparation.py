@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_lightning import rng
 from fl_lightning.aggregation.exact_sum import MAX_MAGNITUDE, largest
@@ -28,6 +29,7 @@ from fl_lightning.hooks import tell
 from fl_lightning.methods import Method
 from fl_lightning.metrics.declared import declared_by
 from fl_lightning.models import MeasuredNetwork
+from fl_lightning.models.recipe import copied
 from fl_lightning.models.tensors import UnsentBuffers, tensors_of
 from fl_lightning.run.round_parts import RoundParts
 from fl_lightning.support.user_code import errors_as_refusals
@@ -163,6 +165,7 @@ def _build(settings: FederationSettings, method: Method, data: FederatedData, se
     method.to(fabric.device)
     method.unsent = UnsentBuffers(method)
     check_values(data, method.network, fabric.autocast())
+    _check_single_examples(fabric, method.network, data)
     check_optimizer(method, settings.max_rounds)
     check_workers(fabric, settings.workers)
 
@@ -180,6 +183,25 @@ def _check_first_state(method: Method) -> None:
             f"what travels is finite and below {MAX_MAGNITUDE:.1e}",
             "scale it, or write register_buffer(..., persistent=False) for a constant, which does "
             "not travel",
+        )
+
+
+def _check_single_examples(fabric: Fabric, network: nn.Module, data: FederatedData) -> None:
+    """Refuse batches of one example that the network's BatchNorm cannot normalise: tried out on a
+    copy."""
+    if data.batch_size != 1 or not any(isinstance(one, _BatchNorm) for one in network.modules()):
+        return
+    try:
+        client = data.client(int(data.active[0]))
+        with rng.torch_stream(data.seed, "example tried out"), torch.no_grad(), fabric.autocast():
+            for batch in data.train_batches(client, round=1, epochs=1, steps=1):
+                copied(network).train()(batch[0])
+    except Exception as error:  # another one is that of a step, which may need more than inputs
+        require(
+            "more than 1 value per channel" not in str(error),
+            f"--data.batch_size 1 with a network {type(network).__name__}",
+            "its BatchNorm cannot normalise the one value that it has of an example",
+            "write --data.batch_size 2 or more",
         )
 
 

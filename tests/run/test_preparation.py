@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from ten import SMALL
+from torch import nn
 from toy import run
 
 from fl_lightning.conformance.toy import images
 from fl_lightning.errors import InputError
 from fl_lightning.methods import FedAvg
+from fl_lightning.models import SmallCNN
 
 
 @pytest.mark.parametrize(("value", "said"), [(1e7, r"1e\+07"), (float("nan"), "nan")])
@@ -27,3 +31,19 @@ def test_values_that_no_upload_may_have_are_named_at_the_start(value, said, tmp_
     ):
         run(FedAvg(network=network(True)), images(), tmp_path, max_rounds=1)
     run(FedAvg(network=network(False)), images(), tmp_path, max_rounds=1)
+
+
+def normalised(num_classes: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(768, 8), nn.BatchNorm1d(8), nn.Linear(8, num_classes)
+    )
+
+
+def test_single_examples_that_a_network_cannot_normalise_are_refused(tmp_path):
+    method = FedAvg(network=normalised)
+    with pytest.raises(InputError, match=r"batch_size 1 with a network Sequential; .*BatchNorm"):
+        run(method, images(batch_size=1), tmp_path / "runs", max_rounds=1)
+    assert not (tmp_path / "runs").exists()
+    several = partial(SmallCNN, width=4, norm="batch")  # a channel has several values of an example
+    for network, size in ((normalised, 2), (several, 1)):
+        run(FedAvg(network=network), images(batch_size=size), tmp_path, max_rounds=1)
