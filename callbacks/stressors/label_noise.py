@@ -7,6 +7,7 @@ import logging
 from typing import Annotated, Any, Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from callbacks.stressors.draws import own_stream
@@ -27,6 +28,7 @@ class LabelNoise(Stressor):
     A noisy client has ``round(labels * n_k)`` labels flipped: of classification each to any other
     class with equal probability; of regression they change places; of language modelling the
     labelled tokens of these examples become others, in the target and where the network reads them.
+    A warning names a noisy client that has no other labels, such as one with a single target.
     Validation labels stay clean. Of two, each draws its own clients and flips.
 
     Args:
@@ -60,9 +62,11 @@ class LabelNoise(Stressor):
         self.round, self.clients, self.labels, self.among = round, clients, labels, among
         # federation: recomputed at will; cohort: known from round ``round`` on, and saved
         self._noisy: frozenset[int] | None = None
+        self._unchanged: set[int] = set()
+        """Noisy clients of which it was said that their labels stay."""
 
     def on_check(self, context: Context) -> None:
-        self._noisy = None
+        self._noisy, self._unchanged = None, set()
         if (
             self.among == "cohort"
             and context.timing is not None
@@ -109,7 +113,13 @@ class LabelNoise(Stressor):
             context.seed, own_stream("label_noise", self, context), self.round, client.id
         )
         where = random.choice(len(labels), size=_rounded(self.labels * len(labels)), replace=False)
-        return context.data.task.corrupt(labels, where, random, context.data.num_classes)
+        wrong = context.data.task.corrupt(labels, where, random, context.data.num_classes)
+        if len(where) and client.id not in self._unchanged and torch.equal(wrong, labels):
+            self._unchanged.add(client.id)
+            log.warning(
+                "label noise finds no other labels for client %d: it stays clean", client.id
+            )
+        return wrong
 
     def state_dict(self) -> dict[str, Any]:
         if self.among == "cohort" and self._noisy is not None:

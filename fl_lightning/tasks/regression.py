@@ -60,9 +60,11 @@ class Regression(Task):
     def corrupt(
         self, target: Tensor, where: np.ndarray, rng: np.random.Generator, num_outputs: int
     ) -> Tensor:
-        """The targets at ``where`` change places with each other."""
-        wrong = target.clone()
-        wrong[torch.from_numpy(where).to(target.device)] = target[
-            torch.from_numpy(rng.permutation(where)).to(target.device)
-        ]
+        """The targets at ``where`` change places with each other, and none keeps its own; a single
+        one becomes that of another example of the client."""
+        to = torch.from_numpy(rng.permutation(where)).to(target.device)
+        source, wrong = to.roll(1), target.clone()
+        if len(where) == 1 and len(target) > 1:
+            source = (to + int(rng.integers(1, len(target)))) % len(target)
+        wrong[to] = target[source]
         return wrong

@@ -31,7 +31,7 @@ from fl_lightning.errors import InputError
 from fl_lightning.exchange import asked_steps
 from fl_lightning.hooks import RoundRecord
 from fl_lightning.metrics import brier_score, expected_calibration_error
-from fl_lightning.tasks import Classification
+from fl_lightning.tasks import Classification, Regression
 
 # five of fifty clients are empty
 SIZES = np.array([0 if k % 10 == 3 else 5 + k for k in range(50)])
@@ -181,6 +181,16 @@ def test_label_noise_among_the_cohort_survives_a_resume() -> None:
 def test_label_noise_that_never_comes_is_said(caplog: pytest.LogCaptureFixture) -> None:
     LabelNoise(round=60).on_check(FakeContext(max_rounds=3))
     assert "starts at round 60 and the run ends at 3" in caplog.text
+
+
+def test_a_noisy_client_that_stays_clean_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    data = SimpleNamespace(task=Regression(), num_classes=1, sizes=np.ones(1, np.int64))
+    noise, context = LabelNoise(round=1, clients=1.0, labels=1.0), FakeContext(data=data)
+    client, labels = Client(0, np.arange(1), np.empty(0, np.int64)), torch.ones(1)
+    for round in (1, 2):
+        given = {"client": client, "round": round, "context": context}
+        assert torch.equal(noise.change_labels(labels, **given), labels)
+    assert caplog.text.count("no other labels for client 0") == 1
 
 
 def test_label_noise_scales_to_a_large_federation() -> None:

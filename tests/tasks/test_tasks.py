@@ -264,7 +264,19 @@ def test_corrupted_targets_are_wrong_where_they_are_asked_to_be(task):
     elif task is Classification:
         assert changed.all()
     else:
+        assert changed.all()
         assert sorted(wrong[where].flatten().tolist()) == sorted(target[where].flatten().tolist())
+
+
+@pytest.mark.parametrize("asked", [0, 1, 2, 5])
+def test_all_targets_of_a_small_client_change_that_are_asked_to(asked):
+    """A random permutation leaves one in its place on average, and a single one always."""
+    target = torch.arange(5.0)
+    for seed in range(50):
+        where = stream(seed, "where").choice(5, asked, replace=False)
+        wrong = Regression().corrupt(target, where, stream(seed, "x"), 1)
+        assert np.flatnonzero(wrong != target).tolist() == sorted(where)
+        assert set(wrong.tolist()) <= set(target.tolist())
 
 
 class Unfit(Task):
