@@ -16,7 +16,7 @@ from fl_lightning.config.constraints import Constraint, within
 from fl_lightning.errors import InputError
 from fl_lightning.hooks import Context, Stressor
 from fl_lightning.rng import stream
-from fl_lightning.tasks import Regression
+from fl_lightning.tasks import Classification
 
 log = logging.getLogger("fl_lightning")
 
@@ -80,7 +80,7 @@ class LabelNoise(Stressor):
         task, target = context.data.task, context.data.train_target[:0].cpu()
         # or it refuses
         task.corrupt(target, np.empty(0, np.int64), stream(context.seed, "label_noise"), 2)
-        if context.data.num_classes < 2 and not isinstance(task, Regression):
+        if context.data.num_classes < 2 and isinstance(task, Classification):
             raise InputError(
                 "LabelNoise on data with one class",
                 "a flipped label needs another class",

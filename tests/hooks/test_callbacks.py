@@ -31,7 +31,8 @@ from fl_lightning.errors import InputError
 from fl_lightning.exchange import asked_steps
 from fl_lightning.hooks import RoundRecord
 from fl_lightning.metrics import brier_score, expected_calibration_error
-from fl_lightning.tasks import Classification, Regression
+from fl_lightning.tasks import Classification, Regression, Task
+from fl_lightning.tasks.base import Sums
 
 # five of fifty clients are empty
 SIZES = np.array([0 if k % 10 == 3 else 5 + k for k in range(50)])
@@ -191,6 +192,28 @@ def test_a_noisy_client_that_stays_clean_is_named_once(caplog: pytest.LogCapture
         given = {"client": client, "round": round, "context": context}
         assert torch.equal(noise.change_labels(labels, **given), labels)
     assert caplog.text.count("no other labels for client 0") == 1
+
+
+def test_a_task_with_one_output_and_wrong_targets_of_its_own_may_be_noisy() -> None:
+    class Negated(Task):
+        """Of a target the wrong one is its negative."""
+
+        def loss(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return (outputs - target).abs().mean()
+
+        def examplewise(self, outputs: torch.Tensor, target: torch.Tensor) -> Sums:
+            return {"loss": ((outputs - target).abs(), self.weight(target))}
+
+        def corrupt(self, target: torch.Tensor, where: Any, *drawn: Any) -> torch.Tensor:
+            return target.index_fill(0, torch.from_numpy(where), -1.0)
+
+    def checked(task: Task, target: torch.Tensor) -> None:
+        data = SimpleNamespace(task=task, num_classes=1, train_target=target)
+        LabelNoise(round=1).on_check(FakeContext(data=data))
+
+    checked(Negated(), torch.ones(4))
+    with pytest.raises(InputError, match="LabelNoise on data with one class"):
+        checked(Classification(), torch.zeros(4, dtype=torch.int64))
 
 
 def test_label_noise_scales_to_a_large_federation() -> None:
