@@ -201,7 +201,8 @@ class LanguageModelling(Task):
         self, target: Tensor, where: np.ndarray, rng: np.random.Generator, num_outputs: int
     ) -> Tensor:
         """Each labelled token of the sequences at ``where`` becomes another one of those that the
-        client has as labels, drawn evenly; the last one of each answer, which ends it, stays."""
+        client has as labels, drawn evenly; the last one of several in a row, which ends an answer,
+        stays, and so does a single one that is known to end it."""
         wrong, index = target.clone(), torch.from_numpy(where).to(target.device)
         labels = target[target != IGNORED].unique()
         if len(labels) < 2:
@@ -210,6 +211,7 @@ class LanguageModelling(Task):
         offset = torch.from_numpy(rng.integers(1, len(labels), size=tuple(chosen.shape))).to(chosen)
         another = labels[(torch.searchsorted(labels, chosen) + offset) % len(labels)]
         labelled = chosen != IGNORED
-        goes_on = F.pad(labelled[:, 1:], (0, 1))
-        wrong[index] = torch.where(labelled & goes_on, another, chosen)
+        begins, goes_on = ~F.pad(labelled[:, :-1], (1, 0)), F.pad(labelled[:, 1:], (0, 1))
+        ends = chosen == self.decoder.eos if self.decoder else torch.zeros_like(labelled)
+        wrong[index] = torch.where(labelled & (goes_on | begins & ~ends), another, chosen)
         return wrong

@@ -258,8 +258,9 @@ def test_corrupted_targets_are_wrong_where_they_are_asked_to_be(task):
     if task is LanguageModelling:
         labelled = target[where] != -100
         for row, is_changed in zip(labelled.tolist(), changed.tolist(), strict=True):
-            follows = [*row[1:], False]
-            assert is_changed == [one and other for one, other in zip(row, follows, strict=True)]
+            before, after = [False, *row], [*row[1:], False]
+            spared = [one and not other for one, other in zip(before, after, strict=False)]
+            assert is_changed == [one and not end for one, end in zip(row, spared, strict=True)]
         assert set(wrong.flatten().tolist()) <= set(target.flatten().tolist())
     elif task is Classification:
         assert changed.all()
@@ -277,6 +278,18 @@ def test_all_targets_of_a_small_client_change_that_are_asked_to(asked):
         wrong = Regression().corrupt(target, where, stream(seed, "x"), 1)
         assert np.flatnonzero(wrong != target).tolist() == sorted(where)
         assert set(wrong.tolist()) <= set(target.tolist())
+
+
+@pytest.mark.parametrize("decoder", [None, ByteTokenizer()])
+def test_answers_of_one_token_become_wrong_unless_it_ends_them(decoder):
+    """The letter of a multiple choice, and an answer with no word but its end."""
+    eos = ByteTokenizer.eos
+    target = torch.full((9, 6), IGNORED)
+    target[:8, 4] = torch.arange(8) % 4 + 10
+    target[8, 2] = eos
+    wrong = LanguageModelling(decoder).corrupt(target, np.arange(9), stream(0, "x"), 300)
+    assert (wrong != target).any(1).tolist() == [True] * 8 + [decoder is None]
+    assert torch.equal(wrong == IGNORED, target == IGNORED)
 
 
 class Unfit(Task):
