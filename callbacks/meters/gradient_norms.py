@@ -26,6 +26,7 @@ from fl_lightning.client import Client
 from fl_lightning.config.constraints import within
 from fl_lightning.engines.base import one_thread
 from fl_lightning.engines.sequential import local_step, start_optimizer
+from fl_lightning.errors import require
 from fl_lightning.exchange import asked_steps
 from fl_lightning.figures import (
     COLOURS,
@@ -79,6 +80,14 @@ class GradientNorms(Meter):
         self._history: list[tuple[int, dict[str, float]]] = []
 
     def on_check(self, context: Context) -> None:
+        alike = [other for other in context.callbacks if isinstance(other, GradientNorms)]
+        clients = sorted({other.clients for other in alike})
+        require(
+            len(clients) <= 1,
+            "callbacks.GradientNorms",
+            f"there are several, of {' and '.join(map(str, clients))} clients, and one gradient/task",
+            "leave one",
+        )
         self._history = []
 
     def on_round_start(self, round: int, context: Context) -> None:

@@ -7,7 +7,7 @@ from refusals import refused
 from ten import SMALL, make
 from toy import run, sgd
 
-from callbacks import ConfusionMatrix, LossLandscape
+from callbacks import ConfusionMatrix, GradientNorms, LossLandscape
 from fl_lightning.conformance.toy import images
 from fl_lightning.errors import MisuseError
 from fl_lightning.hooks import Meter
@@ -51,6 +51,14 @@ def test_two_meters_of_one_metric_agree(tmp_path):
         fit(tmp_path / "two", Writes("my/own", 1.0), Writes("my/own", 2.0))
     row = fit(tmp_path / "one", Writes("my/own", 1.0), Writes("my/other", 2.0))
     assert (row["my/own"], row["my/other"]) == (1.0, 2.0)
+
+
+def test_gradient_norms_of_other_clients_are_refused_before_a_round(tmp_path):
+    with refused("callbacks.GradientNorms", "leave one"):
+        fit(tmp_path, GradientNorms(clients=2), GradientNorms(clients=1))
+    assert not list(tmp_path.iterdir())
+    alike = GradientNorms(clients=1, last_step=True), GradientNorms(every=1, clients=1)
+    assert fit(tmp_path, *alike).keys() >= {"gradient/task", "gradient/last_task"}
 
 
 def test_a_method_replaces_no_bytes(tmp_path):
