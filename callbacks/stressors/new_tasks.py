@@ -83,8 +83,10 @@ class NewTasks(Stressor):
     def _place(self, context: Context) -> int | None:
         """Return the number of the group, by its name where one has it; None: there is none."""
         names, name = _names(context), str(self.group)
-        place = names.index(name) if name in names else self.group
-        return place if isinstance(place, int) and place in range(len(names)) else None
+        if name in names:
+            return names.index(name)
+        # a number on the command line is a word
+        return int(name) if name.isdecimal() and int(name) < len(names) else None
 
     def _theirs(self, context: Context) -> set[int]:
         most = context.data.group_counts().argmax(1)

@@ -123,8 +123,8 @@ def test_a_class_arrives_where_data_have_no_other_groups():
         assert [a.trains for a in found] == [there or group != 1 for group in mostly]
     with pytest.raises(InputError, match="the groups of these data are 0, 1"):
         NewTasks(group="rose", arrives=3).on_check(given)
-    data.__class__ = type("Named", (type(data),), {"group_names": ["2", "1", "0", *"3456789"]})
-    for group, place in ((2, 0), ("2", 0), (0, 2), (1, 1)):
+    data.__class__ = type("Named", (type(data),), {"group_names": ["2", "1", "0", *"abcdefg"]})
+    for group, place in ((2, 0), ("2", 0), (0, 2), (1, 1), (4, 4), ("4", 4), ("e", 7)):
         away = NewTasks(group=group, arrives=2).change_cohort(cohort, round=1, context=given)
         assert [a.trains for a in away] == [one != place for one in mostly], group
     given.sampler = PowerOfChoice(4)
