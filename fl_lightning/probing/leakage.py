@@ -25,7 +25,6 @@ from fl_lightning.models.tensors import tensors_of
 from fl_lightning.probing.inversion import STEPS, Attacker, psnr, recognised
 from fl_lightning.probing.probed_model import BATCH_SIZE, Finding, ProbedModel
 from fl_lightning.rng import stream
-from fl_lightning.tasks import Classification
 from fl_lightning.tasks.base import in_float32
 from fl_lightning.wire import Payload
 
@@ -214,8 +213,8 @@ def _candidates(subject: ProbedModel, without: Tensor) -> Tensor:
 
 def _not_invertible(subject: ProbedModel) -> str:
     """Return why no image can be looked for; empty where it can."""
-    if subject.images is None or not isinstance(subject.data.task, Classification):
-        return f"the examples of {type(subject.data).__name__} are no images in [0, 1] with classes"
+    if why_not := subject.why_no_classified_images:
+        return why_not
     method, name = subject.method, type(subject.method).__name__
     if not method.is_sum:
         return NO_WEIGHTS.format(name)

@@ -16,6 +16,7 @@ from fl_lightning.data.test_owners import deal_test_set
 from fl_lightning.evaluation import evaluation_mode
 from fl_lightning.methods import Method
 from fl_lightning.probing.outputs import metrics_of
+from fl_lightning.tasks import Classification
 
 BATCH_SIZE = 512  # of images that are changed
 Forward = Callable[[Tensor], Tensor]
@@ -104,6 +105,15 @@ class ProbedModel:
     def images(self) -> ImageData | None:
         """The data set if its examples are images, None otherwise."""
         return self.data if isinstance(self.data, ImageData) else None
+
+    @property
+    def why_no_classified_images(self) -> str:
+        """Why the examples are no images that the model tells the classes of; empty where they
+        are."""
+        if self.images is None:
+            return f"the examples of {type(self.data).__name__} are no images in [0, 1]"
+        task = self.data.task
+        return "" if isinstance(task, Classification) else f"the task is {type(task).__name__}"
 
     def networks(self) -> Iterator[tuple[nn.Module, Tensor]]:
         """Yield each deployed network in evaluation mode with the indices of the test examples it

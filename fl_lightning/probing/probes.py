@@ -39,7 +39,6 @@ TIMED_OTHERS = 200
 LARGE_BATCH = 100
 MEMORY_OF_LARGE_BATCH = 32
 """Batches of evaluation whose memory the large batch may take."""
-NO_IMAGES = "{} left out: the examples of {} are no images in [0, 1]"
 ELSEWHERE = "{} left out: the clients' own models are on their nodes"
 NOT_QUANTISED = "{} left out: {} deploys its weights in full precision, there is no second model"
 
@@ -68,9 +67,10 @@ def corruptions(subject: ProbedModel) -> Finding:
     recipe; of a language model the noise of :func:`noisy_prompts`."""
     if isinstance(subject.data.task, LanguageModelling):
         return noisy_prompts(subject)
+    if other := subject.why_no_classified_images:
+        return Finding(skipped=[f"corruptions left out: {other}"])
     data = subject.images
-    if data is None:
-        return Finding(skipped=[NO_IMAGES.format("corruptions", type(subject.data).__name__)])
+    assert data is not None
     published = PublishedImages(data.dataset, data.root)
     skipped = []
     details = {"severity": SEVERITY, "source": "published", "folder": str(published.folder)}
@@ -145,8 +145,8 @@ def _attack_finding(
 ) -> Finding:
     """Evaluate the deployed model under an attack, with its own gradient and the full-precision
     one."""
-    if subject.images is None:
-        return Finding(skipped=[NO_IMAGES.format(name, type(subject.data).__name__)])
+    if why_not := subject.why_no_classified_images:
+        return Finding(skipped=[f"{name} left out: {why_not}"])
     details = {"eps": EPS, "deployed": "gradient of the model that answers", **(details or {})}
     logits = subject.answers_to(change=attack)
     metrics = {f"{name}/{metric}": value for metric, value in subject.metrics_of(logits).items()}

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from fl_lightning import evaluation
 from fl_lightning.errors import InputError
 from fl_lightning.methods import FedAvg, FedMosaic, FedMPQ
-from fl_lightning.probing import PROBES, probes, select_probes
+from fl_lightning.probing import PROBES, probe, probes, select_probes
 from fl_lightning.probing.attacks import EPS, fgsm, pgd
 from fl_lightning.probing.corruptions import recipes
 from fl_lightning.probing.corruptions.layers import (
@@ -31,6 +31,7 @@ from fl_lightning.probing.corruptions.recipes import EXTRA, STANDARD, corrupt
 from fl_lightning.probing.cost import float_bytes, flops, latencies
 from fl_lightning.probing.scaling import TEMPERATURE_BOUNDS, calibration, fit_temperature
 from fl_lightning.rng import stream
+from fl_lightning.tasks import Regression
 
 ALL = (*STANDARD, *EXTRA)
 
@@ -462,6 +463,24 @@ def test_probes_of_language_say_why_they_are_left_out_of_images(tmp_path):
     assert PROBES["generation"](subject).skipped == [
         "generation left out: the task is Classification"
     ]
+
+
+def test_images_with_another_task_are_probed_by_what_knows_no_classes(tmp_path):
+    """Corruptions are measured by the accuracy, attacks and temperatures by the cross-entropy."""
+    subject = subject_of(FedAvg(), tmp_path)
+    data, of_classes = subject.data, ["corruptions", "fgsm", "pgd", "calibration", "inversion"]
+    data.task = Regression()
+    data.train_target, data.test_target = (
+        F.one_hot(target, 4).float() for target in (data.train_target, data.test_target)
+    )
+    found = probe(subject, list(PROBES))
+    for name in of_classes:
+        assert not found[name].metrics
+        assert found[name].skipped == [f"{name} left out: the task is Regression"]
+    assert found["clean"].metrics.keys() >= {"test/mse", "test/mae"}
+    assert {name for name, one in found.items() if one.metrics or one.timings} == {
+        *("clean", "clients", "cost", "latency", "membership")
+    }
 
 
 def test_the_answers_are_taken_in_the_batches_of_the_evaluation(tmp_path, monkeypatch):
