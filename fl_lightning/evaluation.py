@@ -95,6 +95,7 @@ class Tally:
     """What is measured of a split, batch by batch.
 
     Args:
+        method: whose LightningModule logs; None: nothing is logged.
         split: ``test`` or ``val``.
         sums, named, logs: what was measured on other machines.
 
@@ -108,7 +109,7 @@ class Tally:
 
     def __init__(
         self,
-        method: Method,
+        method: Method | None,
         data: FederatedData,
         split: Split,
         sums: Mapping[str, Tensor] = NO_TENSORS,
@@ -117,9 +118,9 @@ class Tally:
     ) -> None:
         self.task, self.sums = data.task, dict(sums)
         self.named = MetricStates(named) if data.task.named else None
-        self.logs = (
-            None if method.module is None else ModuleLogs(split, data.seed, method.round, logs)
-        )
+        self.logs = None
+        if method is not None and method.module is not None:
+            self.logs = ModuleLogs(split, data.seed, method.round, logs)
 
     def add_named(self, number: int, outputs: Any, target: Tensor, whose: str = "") -> None:
         """Add the states of the metrics that the user has named after one batch."""
@@ -176,13 +177,10 @@ def on_test_set(
     every = collectives.gather_parts(tally.sums)
     means = averages(_totals(every), method.counted_metrics)
     metrics = {_metric_name(name): float(value) for name, value in task.finish(means).items()}
+    named = {} if tally.named is None else collectives.gather_parts(tally.named.tensors)
     if is_test_set_dealt(method, data):
-        metrics |= _personal(task, every) | _global(fabric, method, data)
-    if tally.named is not None:
-        found = MetricStates.of_metrics(collectives.gather_parts(tally.named.tensors))
-        metrics |= {
-            f"test/{one.name}": one.value(found["", one.name]) for one in task.named if found
-        }
+        metrics |= _personal(task, every, named) | _global(fabric, method, data)
+    metrics |= {f"test/{name}": value for name, value in _values_of_all(task, named).items()}
     metrics = tally.with_logs(metrics, method)
     if columns is None:
         return metrics, None
@@ -275,12 +273,18 @@ def _totals(sums: Mapping[str, Tensor]) -> dict[str, tuple[np.ndarray, np.ndarra
     return {name: (total[0], total[1]) for name, total in totals.items()}
 
 
-def _personal(task: Task, sums: Mapping[str, Tensor]) -> dict[str, float]:
+def _personal(
+    task: Task, sums: Mapping[str, Tensor], named: Mapping[str, Tensor]
+) -> dict[str, float]:
     """Return the mean over clients of the task's metrics of each client's own model, on the test
-    examples that are dealt to it: every client counts once, however many they are."""
+    examples that are dealt to it: every client that has a value counts once, however many they
+    are."""
     owners = {key: int(key.partition("/")[0]) // MAX_PARTS for key in sums}
     rows = {key: torch.cat([sums[key].new_tensor([id]), sums[key]]) for key, id in owners.items()}
     found = _of_clients(task, by_metric({key: row[None] for key, row in rows.items()}))
+    parts = [(key.split("||", 1), state) for key, state in named.items()]
+    whose = {f"{at}|{int(at) // MAX_PARTS}|{rest}": state for (at, rest), state in parts}
+    found |= values_of_clients(task, whose)
     wanted = [name for name in task.per_client if found.get(name)]
     return {f"personal/{name}": float(np.mean([*found[name].values()])) for name in wanted}
 
@@ -299,12 +303,17 @@ def of_network(
 ) -> dict[str, float]:
     """Return the task's metrics of one network on the whole test set, evaluated on this rank alone,
     or shared by all."""
-    sums: dict[str, Tensor] = {}
+    tally = Tally(None, data, "test")
     for number, (inputs, target) in (share if shared else enumerate)(data.test_batches()):
         with rng.torch_stream(data.seed, "test batch", 0, number):
-            sums |= _of_batch(number, evaluate_batch(fabric, data.task, network, inputs, target)[1])
-    found = averages(_totals(collectives.gather_parts(sums) if shared else sums))
-    return {name: float(value) for name, value in data.task.finish(found).items()}
+            outputs, found = evaluate_batch(fabric, data.task, network, inputs, target)
+        tally.sums |= _of_batch(number, found)
+        tally.add_named(number, outputs, target)
+    sums, named = tally.sums, {} if tally.named is None else tally.named.tensors
+    if shared:
+        sums, named = collectives.gather_parts(sums), collectives.gather_parts(named)
+    means = data.task.finish(averages(_totals(sums)))
+    return {name: float(value) for name, value in means.items()} | _values_of_all(data.task, named)
 
 
 def averages(sums: Mapping[str, Any], counted: Collection[str] = ()) -> dict[str, np.ndarray]:
@@ -404,6 +413,15 @@ def values_of_clients(task: Task, tensors: Mapping[str, Tensor]) -> dict[str, di
         if value is not None:
             values.setdefault(name, {})[int(id)] = value
     return {name: dict(sorted(of.items())) for name, of in sorted(values.items())}
+
+
+def _values_of_all(task: Task, tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the metrics that the user has named over all batches of the test set, given the states
+    of all ranks; none where there are none."""
+    if not tensors:
+        return {}
+    found = MetricStates.of_metrics(tensors)
+    return {one.name: one.value(found["", one.name]) for one in task.named}
 
 
 def tally_validation(

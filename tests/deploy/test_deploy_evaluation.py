@@ -243,6 +243,7 @@ def test_named_metrics_and_logs_of_a_module_are_those_of_the_simulation(
     expected = measured(reference)
     for row in expected:
         assert {row.pop("test/kept"), row.pop("val/kept")} != {""}
+        assert 0 < float(row["personal/f1_score"]) != float(row["test/f1_score"])
         assert all(
             math.isfinite(float(row[f"{split}/{name}"]))
             for split in ("test", "val")

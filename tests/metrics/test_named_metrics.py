@@ -40,10 +40,11 @@ from callbacks import Calibration, EarlyStopping
 from fl_lightning.__main__ import main
 from fl_lightning.config.settings import config_of, flatten, settings_hash
 from fl_lightning.data.example_batches import ExampleBatches
+from fl_lightning.data.test_owners import deal_test_set
 from fl_lightning.data.two_clients import TwoClients
 from fl_lightning.errors import InputError
 from fl_lightning.hooks import Meter
-from fl_lightning.methods import FedAvg, LocalOnly
+from fl_lightning.methods import Ditto, FedAvg, LocalOnly
 from fl_lightning.metrics import expected_calibration_error
 from fl_lightning.metrics.named import NamedMetric
 from fl_lightning.probing.outputs import predict_validation
@@ -87,7 +88,7 @@ def f1_of(probs: torch.Tensor, target: torch.Tensor) -> float:
     return sk.f1_score(target, probs.argmax(1), average="macro", zero_division=0)
 
 
-@pytest.mark.parametrize("method", [FedAvg, LocalOnly])
+@pytest.mark.parametrize("method", [FedAvg, LocalOnly, Ditto])
 def test_they_are_those_of_scikit_learn_in_every_round(method, small_batches, tmp_path):
     """No state of a round is left in the next, with one model or one for each client."""
     answers = Answers()
@@ -107,16 +108,25 @@ def test_they_are_those_of_scikit_learn_in_every_round(method, small_batches, tm
             == expected_calibration_error(probs, target)
         )
         assert row["test/calibration_error"] == pytest.approx(row["test/ece"], abs=1e-6)
-    outputs, target, owners = predict_validation(
+    outputs, asked, owners = predict_validation(
         trainer.fabric,
         trainer.method,
         data,
-        trainer.progress.done.states if method is LocalOnly else {},
+        trainer.progress.done.states if trainer.method.personalised else {},
     )
-    own = [f1_of(outputs[owners == id], target[owners == id]) for id in owners.unique()]
+    own = [f1_of(outputs[owners == id], asked[owners == id]) for id in owners.unique()]
     assert row["val/f1_score"] == pytest.approx(np.mean(own), abs=1e-6)
     assert row["val/f1_score_std"] == pytest.approx(np.std(own), abs=1e-6)
     assert row["val/f1_score_worst_decile"] == pytest.approx(min(own), abs=1e-6)
+    if trainer.method.personalised:
+        owner = deal_test_set(data)
+        own = [f1_of(*(part[owner == id] for part in (probs, target))) for id in np.unique(owner)]
+        assert row["personal/f1_score"] == pytest.approx(np.mean(own), abs=1e-6)
+    if trainer.method.has_global_model:
+        with torch.no_grad():
+            every = torch.arange(len(data.test_target))
+            outputs = trainer.method.deploy().eval()(data.inputs("test", every))
+        assert row["global/f1_score"] == pytest.approx(f1_of(outputs, data.test_target), abs=1e-6)
     # of the worst, which is more
     assert row["val/calibration_error_worst_decile"] > row["val/calibration_error"]
 
