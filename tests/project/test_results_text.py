@@ -26,6 +26,7 @@ CLAIM = re.compile(
 )
 STEP = re.compile(r"(\w+)|\[([^\]]+)\]|\.")
 NUMBER = re.compile(r"(?<![\w.])[-−+]?\d[\d.]*(?![\w])")
+WITH_MARGIN = re.compile(r"(?:criteria|premises)\[([^\]]*)\].*\.(?:difference|low|high)\b")
 WITHOUT_CLAIM = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)|\S*<!--.*?-->", re.DOTALL)
 
 
@@ -56,7 +57,11 @@ def is_named(entry, name):
 
 def wrong_claims(text, document):
     """Every claim of the text that the document does not hold, and every number without one."""
-    wrong = []
+    wrong = [
+        f"{match['path']}: holds the criterion's margin"
+        for match in CLAIM.finditer(text)
+        if holds_margin(document, match["path"])
+    ]
     for match in CLAIM.finditer(text):
         said, found = match["said"].replace("−", "-"), value_at(document, match["path"])
         digits = len(said.partition(".")[2])
@@ -68,6 +73,17 @@ def wrong_claims(text, document):
     return wrong + [
         f"no source: {number}" for number in NUMBER.findall(WITHOUT_CLAIM.sub("", text))
     ]
+
+
+def holds_margin(document, path):
+    """Whether a path is to left - right of a criterion that compares with a number, which is in it:
+    what is said of methods is the other side. Of ``p(A, B)`` it is A - B."""
+    if (found := WITH_MARGIN.match(path)) is None:
+        return False
+    (entry,) = [one for one in document[path.partition("[")[0]] if is_named(one, found[1])]
+    sides = re.split("[<>]=?", entry["criterion"])
+    numbers = [float(side) for side in sides if re.fullmatch(r"\s*[-+]?\d[\d.e-]*\s*", side)]
+    return not entry["criterion"].startswith("p(") and any(numbers)
 
 
 STUDIES = sorted(path.parent.name for path in RESULTS.glob("*/report.json"))
@@ -584,8 +600,9 @@ def test_a_wrong_sentence_is_found():
         "criteria": [
             {
                 "name": "gain",
+                "criterion": "accuracy(A) - accuracy(B) >= 0.01",
                 "verdict": "not tested",
-                "levels": [{"levels": {"epochs": "1"}, "left": 0.0123}],
+                "levels": [{"levels": {"epochs": "1"}, "left": 0.0123, "difference": 0.0023}],
             },
             {"criterion": "a < b", "verdict": "holds", "levels": []},
         ],
@@ -602,6 +619,12 @@ def test_a_wrong_sentence_is_found():
     assert wrong_claims(right, document) == []
     assert len(wrong_claims(right.replace("1.2", "1.3"), document)) == 1
     assert len(wrong_claims(right.replace("not tested**", "holds**"), document)) == 1
+    margin = "It is 0.2<!-- criteria[gain].levels[epochs=1].difference * 100 -->."
+    assert [one.partition(": ")[2] for one in wrong_claims(margin, document)] == [
+        "holds the criterion's margin"
+    ]
+    document["criteria"][0]["criterion"] = "accuracy(A) - accuracy(B) >= 0"
+    assert wrong_claims(margin, document) == []
     assert wrong_claims(right + " In 3 of 4 runs.", document) == ["no source: 3", "no source: 4"]
 
 
