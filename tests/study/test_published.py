@@ -27,6 +27,7 @@ from fl_lightning.study.results.published import CONTENT_BY_NAME
 pytestmark = pytest.mark.usefixtures("figures_only_where_looked_at")
 AXIS = {"grid": GRID["grid"]}
 MINE = {"Mine": {ON: C, OFF: B}}
+UNTIL = "## Until {:.1%} test accuracy at noise=on"
 THEIRS = {"A": {ON: A, OFF: B}, "B": {ON: B, OFF: C}}
 
 
@@ -113,6 +114,27 @@ def test_axes_may_be_listed_in_another_order_than_they_are_published_in(tmp_path
     }
     assert found == {place: pytest.approx(0.11 * n) for n, place in enumerate(places)}
     assert {tuple(run["levels"]) for run in report["runs"]} == {("bits", "noise")}
+
+
+@pytest.mark.parametrize("target", [0.85, 0.7])
+def test_when_published_runs_reach_another_target_than_theirs_is_not_known(target, tmp_path):
+    published = publish(tmp_path, THEIRS, target_accuracy=0.85, **AXIS)
+    claims = ["rounds(Mine) <= rounds(A)", 'sum("bits/average", Mine) <= sum("bits/average", A)']
+    own_study(tmp_path, published, target_accuracy=target, criteria=claims)
+    compare("mine", tmp_path / "out", tmp_path / "runs")
+    rounds, bits = (one["levels"][0] for one in report_of(tmp_path / "out")["criteria"])
+    assert bits["reason"] == "sum(bits/average, A) is not known of the published runs"
+    lines = (tmp_path / "out/report.md").read_text().splitlines()
+    _, head, _, *rows = (line for line in lines[lines.index(UNTIL.format(target)) :] if line)
+    assert head.endswith("seeds that reach it |")
+    reached = {row.split(" | ")[0]: row.split(" | ")[-1] for row in rows[:3]}
+    if target == 0.85:  # which C does not reach
+        assert reached == {"| Mine": "0 of 3 |", "| A": "3 of 3 |", "| B": "3 of 3 |"}
+        assert rounds["reason"] == "no rounds(Mine) in seed 0, 1, 2"
+    else:
+        assert reached == {"| Mine": "3 of 3 |", "| A": "not known |", "| B": "not known |"}
+        assert rounds["decision"] == "undecided"
+        assert rounds["reason"] == "rounds(A) is not known of the published runs"
 
 
 def stop_early(folder: Path) -> None:

@@ -95,6 +95,9 @@ class Evidence(Protocol):
     def without_number(self, quantity: Quantity) -> Sequence[int]:
         """Return the seeds that have a run, and no number of a quantity."""
 
+    def is_known(self, quantity: Quantity) -> bool:
+        """Return whether the runs say a quantity, which published ones do not of all."""
+
     def test(self, a: str, b: str) -> tuple[PairedTest, Sequence[int], bool]:
         """Return the test of A - B in the study's metric, its seeds, and whether higher is
         better."""
@@ -118,9 +121,12 @@ def judge(condition: Condition, evidence: Evidence, interval: Interval = t_inter
         found = judge_p(condition, test, seeds, higher)
     else:
         found = _judge_inequality(condition, evidence, interval)
-    lost = {str(one): evidence.without_number(one) for one in condition.quantities}
     told = [
-        f"no {name} in seed {', '.join(map(str, seeds))}" for name, seeds in lost.items() if seeds
+        f"no {one} in seed {', '.join(map(str, seeds))}"
+        if evidence.is_known(one)
+        else f"{one} is not known of the published runs"
+        for one in dict.fromkeys(condition.quantities)
+        if (seeds := evidence.without_number(one))
     ]
     if not told:
         return found

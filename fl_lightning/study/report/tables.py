@@ -242,9 +242,17 @@ def target(comparison: Comparison, levels: Levels) -> ReportTable | None:
     if not task.is_share(task.primary):
         shown = f"a test {words_of(task.primary)} of {value:g}"
     table = means_of(comparison, levels, columns, f"Until {shown}{at(levels)}")
-    reached = comparison.table("target/rounds", levels).count()
-    counts = [f"{reached[row[0]]} of {len(comparison.runs(row[0], levels))}" for row in table.rows]
+    counts = [_reached(comparison, row[0], levels) for row in table.rows]
     return replace(table, cells=table.cells.assign(**{"seeds that reach it": counts}))
+
+
+def _reached(comparison: Comparison, label: str, levels: Levels) -> str:
+    """Return how many seeds of a method reach the target, which is not known of published ones with
+    another target."""
+    rounds = [run.metrics.get("target/rounds") for run in comparison.runs(label, levels).values()]
+    if None in rounds:
+        return "not known"
+    return f"{sum(isfinite(one) for one in rounds)} of {len(rounds)}"  # type: ignore[arg-type]
 
 
 def means_of(

@@ -239,6 +239,18 @@ class RunEvidence:
         there = self.values(quantity).index
         return [seed for seed in runs if seed not in there]
 
+    def is_known(self, quantity: Quantity) -> bool:
+        """Return whether the runs say a quantity.
+
+        Published runs have no rounds, and none until another target than theirs.
+        """
+        comparison, study = self.comparison, self.comparison.study
+        runs = comparison.runs(quantity.labels[-1], self.levels_of(quantity)).values()
+        metric = metric_of(quantity.name, study.selection, study.task.primary) or quantity.metric
+        return metric is None or not any(
+            run.published and (quantity.is_over_rounds or metric not in run.metrics) for run in runs
+        )
+
     def test(self, a: str, b: str) -> tuple[PairedTest, Sequence[int], bool]:
         metric = self.comparison.study.metric
         found = self.comparison.difference(metric, a, b, self.levels)
