@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from math import inf, nan
 from shutil import rmtree
 
@@ -11,11 +12,13 @@ from compared import A, B, C, comparison_of
 from synthetic_runs import make_run, make_study
 
 from fl_lightning.study.plan.registration import plan_of, register
+from fl_lightning.study.report.latex import Layout
+from fl_lightning.study.report.latex import results as on_paper
 from fl_lightning.study.report.looks import is_awaited
 from fl_lightning.study.report.markdown import how_to_read, undecided
 from fl_lightning.study.report.places import places_table
 from fl_lightning.study.report.registered import registration_report
-from fl_lightning.study.report.tables import differences
+from fl_lightning.study.report.tables import differences, results, target
 from fl_lightning.study.report.unequal import lost_uploads, missing_seeds
 from fl_lightning.study.report.verdicts import verdicts
 from fl_lightning.tasks import LanguageModelling
@@ -51,6 +54,46 @@ def test_a_target_that_some_seeds_never_reach_is_not_judged_by_the_others(tmp_pa
         criteria[1]: ("holds", "the whole interval is <= 0"),
         criteria[2]: ("undecided", "no rounds(C) in seed 0, 1, 2, 3, 4, 5, 6"),
     }
+
+
+@pytest.mark.parametrize(
+    ("made", "asked", "more"),
+    [  # B's rounds are versions of fewer uploads, or early stopping has ended its runs
+        (20, 20, {"clients/staleness": 1.0}),
+        (4, 5, {}),
+    ],
+)
+def test_areas_over_unlike_rounds_and_unlike_rounds_are_not_compared(tmp_path, made, asked, more):
+    areas = ["auc(A) < auc(B)", "no_increase(auc, A, B)", "p(A, B) < 0.05"]
+    rounds, others = "rounds(A) < rounds(B)", ["accuracy(A) > 0.8", "auc(B) > 1", "rounds(B) > 1"]
+    keys = {"metric": "final/auc_accuracy", "target_accuracy": 0.4, "selection": "last"}
+    claims, methods = [*areas, rounds, *others], {"A": {}, "B": {}}
+    folder = make_study(tmp_path, {"A": A}, methods=methods, criteria=claims, **keys)
+    for seed in B:
+        config = {"trainer": {"max_rounds": asked}}
+        path = make_run(folder, "B", seed, B[seed], rounds=made, config=config, **more)
+        if made < asked:
+            said = json.loads((path / "metadata.json").read_text()) | {"stopped_early": "patience"}
+            (path / "metadata.json").write_text(json.dumps(said))
+    comparison = comparison_of(tmp_path)
+    between = "4 to 5" if made < asked else "5 to 20"
+    reason = f"its runs are of {between} rounds, which cannot be compared"
+    unlike = [one for one in verdicts(comparison) if one.judgements[0][1].reason == reason]
+    assert [one.criterion.text for one in unlike] == [*areas, *([rounds] if more else [])]
+    assert {one.decision for one in unlike} == {"undecided"}
+    assert not any(map(is_awaited, unlike))
+    reason = comparison.ranking({}).reason
+    assert reason.endswith(f"but final/auc_accuracy of runs of {between} rounds cannot be compared")
+    captions = [table(comparison, {}).caption for table in (results, target)]
+    titles = "AUC (% x rounds)", "rounds to target"
+    said = [
+        f"{title}: of runs of {between} rounds, not to be compared" in caption
+        for title, caption in zip(titles, captions, strict=True)
+    ]
+    assert said == [True, bool(more)]
+    table, bold = on_paper(comparison, {}, Layout(["auc", "rounds", "primary"]))
+    assert {column for _, column in bold} == ({3} if more else {2, 3})
+    assert captions[0].partition("; AUC")[2] in table.caption
 
 
 @pytest.mark.parametrize(

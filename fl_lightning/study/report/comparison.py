@@ -31,7 +31,13 @@ from fl_lightning.study.plan.selection import Selection, selected_metric
 from fl_lightning.study.ranks import times_behind
 from fl_lightning.study.report.judging import NO_SPREAD
 from fl_lightning.study.report.transfer import NegativeTransfer
-from fl_lightning.study.results.runs import ExcludedRun, FinishedRun, Results, selected
+from fl_lightning.study.results.runs import (
+    ExcludedRun,
+    FinishedRun,
+    Results,
+    selected,
+    unlike_rounds,
+)
 from fl_lightning.study.statistics import (
     Interval,
     PairedTest,
@@ -292,6 +298,12 @@ class Comparison:
         there = self.measured(metric, label, levels).index
         return [seed for seed in self.runs(label, levels) if seed not in there]
 
+    def unlike_rounds(self, metric: str, levels: Levels) -> str:
+        """Return over how many rounds the runs at one level are, where these differ and a metric
+        cannot be compared therefore; else empty."""
+        found = [run for label in self.labels for run in self.runs(label, levels).values()]
+        return unlike_rounds(metric, found)
+
     def not_numbers(self) -> list[dict[str, str]]:
         """Return ``run`` and ``metric`` of each value that is NaN or infinite, so that it is in no
         mean.
@@ -401,6 +413,8 @@ class Comparison:
         """Return why a method that is significantly better than every other one is not called the
         winner; empty where it is."""
         metric = self.study.metric
+        if rounds := self.unlike_rounds(metric, levels):
+            return f"but {metric} of runs of {rounds} rounds cannot be compared"
         if lost := self.without_number(metric, leader, levels):
             return f"but in seed {', '.join(map(str, lost))} its {metric} is not a number"
         numbered = self.means(metric, levels)

@@ -12,6 +12,7 @@
   0, which is evidence.
 - Where a run has no number of what is compared (a perplexity that is not finite, a target that was
   never reached), nothing is decided by the seeds that are left: they are a choice by the outcome.
+- Nor is anything by areas over unlike numbers of rounds, or by rounds that are unlike themselves.
 - ``and`` and ``or`` follow Kleene's logic of three values. Each part keeps its own 95 %: an ``or``
   of k parts that are all false is held with a probability of up to k x 2.5 %, and an ``and`` of
   k parts that are all true fails with as much. So does a criterion over k levels; where a share of
@@ -95,6 +96,10 @@ class Evidence(Protocol):
     def without_number(self, quantity: Quantity) -> Sequence[int]:
         """Return the seeds that have a run, and no number of a quantity."""
 
+    def unlike_rounds(self, quantities: Sequence[Quantity]) -> str:
+        """Return over how many rounds the runs are, where these differ and the quantities cannot be
+        compared therefore; else empty."""
+
     def is_known(self, quantity: Quantity) -> bool:
         """Return whether the runs say a quantity, which published ones do not of all."""
 
@@ -121,6 +126,9 @@ def judge(condition: Condition, evidence: Evidence, interval: Interval = t_inter
         found = judge_p(condition, test, seeds, higher)
     else:
         found = _judge_inequality(condition, evidence, interval)
+    if rounds := evidence.unlike_rounds(condition.quantities):
+        unlike = f"its runs are of {rounds} rounds, which cannot be compared"
+        return replace(found, decision="undecided", reason=unlike, lost=True)
     told = [
         f"no {one} in seed {', '.join(map(str, seeds))}"
         if evidence.is_known(one)

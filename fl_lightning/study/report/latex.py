@@ -190,13 +190,14 @@ def results(
             taken.add(name)
             cells[name] = table.cells[one.title]
             places[one.metric] = len(cells.columns) - 1
-    bold = set()
-    for one in columns:
-        if one.metric in places:
+    bold, shown = set(), [one for one in columns if one.metric in places]
+    for one in shown:
+        if not comparison.unlike_rounds(one.metric, levels):
             means = comparison.table(one.metric, levels).mean()[labels]
             bold |= {(row, places[one.metric]) for row in _best(one, means.tolist(), comparison)}
     best = "; the best mean is bold" if bold else ""
     caption = f"{tables.model_of(comparison)}; mean ± standard deviation {seeds}{best}"
+    caption = "; ".join([caption, *tables.unlike(comparison, levels, shown)])
     return replace(table, cells=cells, caption=caption), bold
 
 

@@ -264,7 +264,10 @@ def means_of(
     *,
     best_first: bool = False,
 ) -> ReportTable:
-    """Return mean and standard deviation of some metrics, by method."""
+    """Return mean and standard deviation of some metrics, by method.
+
+    The caption names those that cannot be compared, since runs are of unlike rounds.
+    """
     counts = {label: len(comparison.runs(label, levels)) for label in comparison.labels}
     labels = [label for label in comparison.labels if counts[label]]
     if best_first:
@@ -280,7 +283,16 @@ def means_of(
     rows = [
         [label, str(counts[label]), *(written(label, one) for one in columns)] for label in labels
     ]
+    caption = "; ".join(filter(None, (caption, *unlike(comparison, levels, columns))))
     return ReportTable.of(title, [*OF_EVERY_METHOD, *cells], rows, caption=caption)
+
+
+def unlike(comparison: Comparison, levels: Levels, columns: Sequence[Column]) -> Iterator[str]:
+    """Yield of each column that cannot be compared, since runs are of unlike rounds, that it
+    cannot."""
+    for one in columns:
+        if rounds := comparison.unlike_rounds(one.metric, levels):
+            yield f"{one.title}: of runs of {rounds} rounds, not to be compared where these differ"
 
 
 def differences(comparison: Comparison, levels: Levels) -> ReportTable | None:

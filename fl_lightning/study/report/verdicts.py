@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import pandas as pd
@@ -28,6 +29,7 @@ from fl_lightning.study.plan.registration import level_key
 from fl_lightning.study.plan.study import Study
 from fl_lightning.study.report.comparison import Comparison, Levels
 from fl_lightning.study.report.judging import Decision, Judgement, judge
+from fl_lightning.study.results.runs import FinishedRun, unlike_rounds
 from fl_lightning.study.statistics import PairedTest, paired_test
 
 
@@ -210,7 +212,7 @@ class RunEvidence:
             of_round, label = quantity.arguments
             found = comparison.over_rounds(quantity.name, of_round, label, levels)
             return found if quantity.is_count else found[np.isfinite(found)]
-        metric = metric_of(quantity.name, study.selection, study.task.primary) or quantity.metric
+        metric = self._metric_of(quantity)
         if metric is not None and quantity.is_count:
             return comparison.counted(metric, quantity.labels[-1], levels)
         if metric is not None:
@@ -239,14 +241,30 @@ class RunEvidence:
         there = self.values(quantity).index
         return [seed for seed in runs if seed not in there]
 
+    def _metric_of(self, quantity: Quantity) -> str | None:
+        """Return the metric that a quantity of one method stands for; None for other quantities."""
+        study = self.comparison.study
+        return metric_of(quantity.name, study.selection, study.task.primary) or quantity.metric
+
+    def unlike_rounds(self, quantities: Sequence[Quantity]) -> str:
+        runs: dict[str, list[list[FinishedRun]]] = {}
+        for one in dict.fromkeys(quantities):
+            metric = None if one.is_over_rounds else self._metric_of(one)
+            if one.name in OF_THE_METRIC:
+                metric = self.comparison.study.metric
+            for label in one.labels:
+                found = self.comparison.runs(label, self.levels_of(one))
+                runs.setdefault(metric or "", []).append([*found.values()])
+        unlike = (unlike_rounds(name, chain(*of)) for name, of in runs.items() if len(of) > 1)
+        return next(filter(None, unlike), "")
+
     def is_known(self, quantity: Quantity) -> bool:
         """Return whether the runs say a quantity.
 
         Published runs have no rounds, and none until another target than theirs.
         """
-        comparison, study = self.comparison, self.comparison.study
-        runs = comparison.runs(quantity.labels[-1], self.levels_of(quantity)).values()
-        metric = metric_of(quantity.name, study.selection, study.task.primary) or quantity.metric
+        runs = self.comparison.runs(quantity.labels[-1], self.levels_of(quantity)).values()
+        metric = self._metric_of(quantity)
         return metric is None or not any(
             run.published and (quantity.is_over_rounds or metric not in run.metrics) for run in runs
         )

@@ -184,6 +184,21 @@ class FinishedRun:
         return dict(zip(HASHES, (self.content, self.partition, self.protocol_sha256), strict=True))
 
 
+def unlike_rounds(metric: str, runs: Iterable[FinishedRun]) -> str:
+    """Return over how many rounds some runs are, as in ``3 to 10``, where a metric cannot be
+    compared because they differ; else empty.
+
+    The area is over the rounds that a run has made. Of asynchronous ones a round is another thing,
+    so that rounds until a target are compared where runs were to make as many.
+    """
+    rounds: set[int] = set()
+    if metric.startswith("final/auc_"):
+        rounds = {run.rounds for run in runs}
+    elif metric == "target/rounds":  # published ones have one protocol, and may have been stopped
+        rounds = {run.asked_rounds for run in runs if run.published is None}
+    return f"{min(rounds)} to {max(rounds)}" if len(rounds) > 1 else ""
+
+
 @dataclass(frozen=True)
 class ExcludedRun:
     """A run, or a cell without one, that is not in the comparison.
