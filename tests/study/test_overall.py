@@ -15,6 +15,8 @@ from fl_lightning.study.report.overall import (
     proposed_table,
 )
 from fl_lightning.study.report.pareto import front, pareto, pareto_table, points_of
+from fl_lightning.study.report.places import places_table
+from fl_lightning.study.report.unequal import missing_seeds
 from fl_lightning.study.statistics import t_interval
 
 pytestmark = pytest.mark.usefixtures("figures_only_where_looked_at")
@@ -85,6 +87,31 @@ def test_one_setting_or_a_method_that_one_setting_lacks_has_no_overall_place(tmp
     }
     make_study(tmp_path / "some", some, **AXIS)
     assert {one.label for one in overall(comparison_of(tmp_path / "some"))} == {*"ABCE"}
+
+
+def test_places_say_over_which_seeds_they_are(tmp_path):
+    """C has no number in seed 0 of one setting and seed 3 of the other: two seeds are left."""
+    c = {ON: seeds(0.1, 0.2, 0.1, 0.2), OFF: seeds(0.1, 0.2, 0.3, 0.2)}
+    c[ON][0] = c[OFF][3] = float("nan")
+    make_study(tmp_path, {**THREE, "C": c}, proposed=["C"], **AXIS)
+    comparison = comparison_of(tmp_path)
+    said = "over 2 of 4 seeds, those in which all methods have a number in all settings"
+    assert said in overall_table(comparison).caption
+    assert proposed_table(comparison).caption.endswith(said)
+    assert {one.seeds for one in overall(comparison)} == {(1, 2)}
+    compare("study", tmp_path / "out", tmp_path)
+    assert {
+        label: one["seeds"] for label, one in report_of(tmp_path / "out")["overall"].items()
+    } == {label: [1, 2] for label in "ABC"}
+    for levels in comparison.levels:
+        assert "over 3 of 4 seeds" in places_table(comparison, levels).caption
+    assert missing_seeds(comparison) == (
+        "Means are over each method's own seeds, places over those that both of a pair have, and places "
+        "over all settings over those that all have in all settings: "
+        "C has no number of seed 0 at noise=on; C has no number of seed 3 at noise=off."
+    )
+    make_study(tmp_path / "whole", THREE, **AXIS)
+    assert "of 4 seeds" not in overall_table(comparison_of(tmp_path / "whole")).caption
 
 
 def test_the_front_has_who_is_better_than_all_that_cost_no_more():

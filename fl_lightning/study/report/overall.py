@@ -11,6 +11,7 @@ all, which a few chosen settings are not.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,15 +39,17 @@ class OverallPlace(Place):
     Args:
         low, high: the 95 % interval of the mean rank over seeds, within 1 and the number of
             methods; NaN where it cannot be estimated.
+        seeds: the seeds that count.
     """
 
     low: float
     high: float
+    seeds: tuple[int, ...]
 
 
-def mean_ranks(comparison: Comparison) -> tuple[list[str], np.ndarray]:
-    """Return the methods that every setting has, and their ranks averaged over settings, float64
-    ``[S, k]``; nothing with fewer than two settings or three methods.
+def mean_ranks(comparison: Comparison) -> tuple[list[str], np.ndarray, tuple[int, ...]]:
+    """Return the methods that every setting has, their ranks averaged over settings, float64
+    ``[S, k]``, and the seeds; nothing with fewer than two settings or three methods.
 
     A seed counts where all of these methods have a number in all settings.
     """
@@ -57,13 +60,24 @@ def mean_ranks(comparison: Comparison) -> tuple[list[str], np.ndarray]:
         if all(one in comparison.means(metric, at) for at in levels)
     ]
     if len(levels) < MIN_LEVELS or len(labels) < MIN_METHODS:
-        return [], np.empty((0, 0))
+        return [], np.empty((0, 0)), ()
     sign = -1 if comparison.higher_is_better(metric) else 1
     tables = np.array(
         [sign * comparison.table(metric, at)[labels].to_numpy(float) for at in levels]
     )
     whole = np.isfinite(tables).all(axis=(0, 2))
-    return labels, ranks_within(tables[:, whole]).mean(axis=0)
+    seeds = [seed for seed, counts in zip(comparison.study.seeds, whole, strict=True) if counts]
+    return labels, ranks_within(tables[:, whole]).mean(axis=0), tuple(seeds)
+
+
+def _over_seeds(comparison: Comparison, seeds: Collection[int]) -> str:
+    """Return over which seeds the places are, where some do not count."""
+    few, every = len(seeds), len(comparison.study.seeds)
+    if few == every:
+        return ""
+    return (
+        f", over {few} of {every} seeds, those in which all methods have a number in all settings"
+    )
 
 
 def _rounding(comparison: Comparison) -> float:
@@ -75,7 +89,7 @@ def _rounding(comparison: Comparison) -> float:
 
 def overall(comparison: Comparison) -> list[OverallPlace]:
     """Return the places over all settings, the best first; empty where there are none."""
-    labels, ranks = mean_ranks(comparison)
+    labels, ranks, seeds = mean_ranks(comparison)
     if not len(ranks):
         return []
     found = places_of(labels, ranks, False, comparison.is_sequential, _rounding(comparison))
@@ -85,7 +99,7 @@ def overall(comparison: Comparison) -> list[OverallPlace]:
         for place, label in enumerate(labels)
     }
     return [
-        OverallPlace(**vars(one) | {"mean_rank": means[one.label], "low": low, "high": high})
+        OverallPlace(**vars(one) | {"mean_rank": means[one.label]}, low=low, high=high, seeds=seeds)
         for one in found
         for low, high in [ends[one.label]]
     ]
@@ -102,10 +116,11 @@ def overall_table(comparison: Comparison) -> ReportTable | None:
     ]
     pairs = len(found) * (len(found) - 1) // 2
     written = comparison.column(comparison.study.metric).title
+    counted = _over_seeds(comparison, found[0].seeds)
     caption = (
         f"by the rank in {written} within each of the {len(comparison.levels)} settings, averaged over them "
-        "seed by seed; the 95 % intervals of the places hold together, by paired tests over seeds corrected "
-        f"for all {pairs} pairs (Holm), for these settings"
+        f"seed by seed{counted}; the 95 % intervals of the places hold together, by paired tests over seeds "
+        f"corrected for all {pairs} pairs (Holm), for these settings"
     )
     return table_of("Places over all settings", found, caption, intervals)
 
@@ -141,6 +156,7 @@ def proposed_table(comparison: Comparison) -> ReportTable | None:
             rows.append(row)
             over_all = (
                 "; by mean rank by the method's own pairs over all levels, corrected for these"
+                f"{_over_seeds(comparison, mean_ranks(comparison)[2])}"
             )
     if not rows:
         return None
@@ -155,7 +171,7 @@ def proposed_table(comparison: Comparison) -> ReportTable | None:
 def own_row(comparison: Comparison, label: str) -> list[str] | None:
     """Return the row of a proposed method over all settings, by its own comparisons, corrected for
     their number; None where there are no places."""
-    labels, ranks = mean_ranks(comparison)
+    labels, ranks, _ = mean_ranks(comparison)
     if label not in labels or not len(ranks):
         return None
     others = [one for one in labels if one != label]

@@ -36,11 +36,15 @@ def places_table(comparison: Comparison, levels: Levels) -> ReportTable | None:
     found = places(comparison, levels)
     if len(found) < MIN_METHODS:
         return None
-    pairs = len(found) * (len(found) - 1) // 2
+    pairs, metric = len(found) * (len(found) - 1) // 2, comparison.study.metric
+    seeds = comparison.table(metric, levels)[[one.label for one in found]]
     caption = (
-        f"in {comparison.column(comparison.study.metric).title}; the 95 % intervals hold together, by paired "
-        f"tests corrected for all {pairs} pairs (Holm); mean rank over seeds"
+        f"in {comparison.column(metric).title}; the 95 % intervals hold together, by paired "
+        f"tests corrected for all {pairs} pairs (Holm); mean rank over "
     )
+    few, every = len(seeds.dropna()), len(seeds)
+    some = f"{few} of {every} seeds, those in which all methods have a number"
+    caption += some if few < every else "seeds"
     return table_of(f"Places{at(levels)}", found, caption)
 
 

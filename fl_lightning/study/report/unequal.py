@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fl_lightning.config.settings import is_free, result_settings
+from fl_lightning.study.plan.registration import level_key
 from fl_lightning.study.report.comparison import Comparison
 
 SEED = "seed_everything"
@@ -89,22 +90,28 @@ def lost_uploads(comparison: Comparison) -> Iterator[str]:
 
 
 def missing_seeds(comparison: Comparison) -> str:
-    """Return which methods lack seeds that others have at the same combination of levels; empty
-    where none does."""
-    missing: dict[tuple[str, str], set[int]] = {}
+    """Return which methods lack seeds that others have at the same combination of levels, and at
+    which; empty where none does."""
+    missing: dict[str, list[str]] = {}
     for levels in comparison.levels:
         table = comparison.table(comparison.study.metric, levels).dropna(how="all")
         for label, column in table.items():
-            if column.isna().any() and not column.isna().all():
-                runs = comparison.runs(str(label), levels)
-                for seed in table.index[column.isna()]:
-                    what = "no number" if seed in runs else "none"
-                    missing.setdefault((str(label), what), set()).add(seed)
+            lacking, runs = table.index[column.isna()], comparison.runs(str(label), levels)
+            if len(lacking) < len(column):
+                without = [str(seed) for seed in lacking if seed not in runs]
+                others = [str(seed) for seed in lacking if seed in runs]
+                for what, seeds in (("none", without), ("no number", others)):
+                    if seeds:
+                        said = f"{label} has {what} of seed {', '.join(seeds)}"
+                        missing.setdefault(said, []).append(level_key(levels))
+    every = len(comparison.levels)
     each = [
-        f"{label} has {what} of seed {', '.join(map(str, sorted(seeds)))}"
-        for (label, what), seeds in missing.items()
+        said + (f" at {' and '.join(where)}" if len(where) < every else "")
+        for said, where in missing.items()
     ]
     of_which = "Means are over each method's own seeds, places over those that both of a pair have"
+    if every > 1:
+        of_which += ", and places over all settings over those that all have in all settings"
     return f"{of_which}: {'; '.join(each)}." if each else ""
 
 
