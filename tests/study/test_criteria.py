@@ -156,14 +156,36 @@ def test_joules_by_a_table_may_be_the_same_in_all_seeds(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    ("late", "decisions"),
+    [  # clients of A and B in three seeds
+        (([3, 4, 2], [4, 5, 40]), ["undecided"] * 3),  # fewer in all seeds, by chance in one of 8
+        (([3, 4, 2], [13, 15, 11]), ["holds", "fails", "undecided"]),
+        (([0, 0, 0], [2, 2, 2]), ["holds", "fails", "holds"]),
+        (([1, 4, 2], [3, 6, 4]), ["holds", "fails", "undecided"]),  # two fewer in all seeds
+    ],
+)
+def test_counts_over_rounds_need_an_interval_where_seeds_differ(tmp_path, late, decisions):
+    a, b = (f'sum("clients/late", {label})' for label in "AB")
+    folder = make_study(
+        tmp_path, {"A": A, "B": B}, criteria=[f"{a} < {b}", f"{a} >= {b}", f"{a} <= 2"]
+    )
+    for label, counts in zip("AB", late, strict=True):
+        for seed, count in enumerate(counts):
+            path = folder / f"{label}-seed{seed}/metrics.csv"
+            header, *rows = path.read_text().splitlines()
+            added = [f"{row},{count if n == 0 else 0}" for n, row in enumerate(rows)]
+            path.write_text("\n".join([f"{header},clients/late", *added, ""]))
+    assert [one.decision for one in verdicts(comparison_of(tmp_path))] == decisions
+
+
 def test_accuracies_at_other_bits_are_no_counts(tmp_path):
-    """Above the bound in all three seeds, and not by an interval; a number of bits would hold."""
+    """They are the same in all three seeds, and have no interval; a number of bits would hold."""
     texts = [f'last("bits/{name}", A) > 0.5' for name in ("at/2/accuracy", "moved")]
     folder = make_study(tmp_path, {"A": A, "B": B}, criteria=texts)
     for path in folder.glob("*/metrics.csv"):
-        value = {"seed0": 0.501, "seed1": 0.9, "seed2": 0.502}[path.parent.name.rsplit("-", 1)[1]]
         header, *rows = path.read_text().splitlines()
-        added = [f"{row},{value},{value}" for row in rows]
+        added = [f"{row},0.501,0.501" for row in rows]
         path.write_text("\n".join([f"{header},bits/at/2/accuracy,bits/moved", *added, ""]))
     assert [one.decision for one in verdicts(comparison_of(tmp_path))] == ["undecided", "holds"]
 

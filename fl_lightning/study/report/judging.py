@@ -3,7 +3,7 @@
 - A comparison *holds* when all of the 95 % interval of left - right satisfies it, *fails* when no
   point of it does, and is *undecided* otherwise. Of counted quantities (bytes) it needs no
   interval: all seeds, no seed, or undecided. Counts over rounds (bits that moved) are decided so
-  where all seeds agree, else by interval.
+  where all seeds have the same difference, which leaves no interval.
 - ``p(A, B) < 0.05`` holds when A is significantly better, fails when it is significantly worse, and
   is undecided when the test says nothing.
 - ``no_increase(upload, A, B)`` is the one-sided paired test at 5 %: it fails when A is
@@ -212,12 +212,11 @@ def _decide(
     true, count = int(compare(left, right).sum()), len(left)
     if all(quantity.is_exact for quantity in condition.quantities):
         return _counted(true, count)
-    if all(quantity.is_count for quantity in condition.quantities) and true in (0, count):
-        return "holds" if true else "fails", f"counted: true for {true} of {count} seeds"
     if count < 2:
         return "undecided", "one seed has no interval"
     if isnan(low):
-        return "undecided", NO_SPREAD
+        is_count = all(quantity.is_count for quantity in condition.quantities)
+        return _counted(true, count) if is_count else ("undecided", NO_SPREAD)
     if compare(low, 0) and compare(high, 0):
         return "holds", f"the whole interval is {symbol} 0"
     if not compare(low, 0) and not compare(high, 0):

@@ -41,9 +41,11 @@ HOW_TO_READ = (
     "corrected for small samples; detectable: the true difference that so many seeds find with "
     f"{POWER:.0%} probability at the strictest step of the correction; seeds needed: to find an "
     "effect of g_z so. A criterion holds when its whole interval satisfies it and fails when none "
-    "of it does; it is computed in raw units (accuracies in [0, 1], bytes, seconds) and is not "
-    "corrected for the other criteria. It is not tested where one of its premises fails, and undecided "
-    "where one is undecided. Each part of an `and` or `or`, and each level, keeps its own 95 %."
+    "of it does. Bytes and epsilon, which are counted, need no interval: all seeds satisfy it, or none; "
+    "so it is with counts over rounds that are the same in all seeds. It is computed in raw units "
+    "(accuracies in [0, 1], bytes, seconds) and is not corrected for the other criteria. It is not "
+    "tested where one of its premises fails, and undecided where one is undecided. Each part of an "
+    "`and` or `or`, and each level, keeps its own 95 %."
 )
 IN_A_SEQUENCE = {
     "The 95 % t interval decides; the bootstrap (BCa) beside it is too narrow below about ten seeds. ": (
