@@ -172,6 +172,20 @@ def test_of_many_pairs_a_report_names_those_with_the_smallest_p(tmp_path):
     )
 
 
+def test_pairs_without_a_run_are_not_decided_and_of_the_family(tmp_path):
+    """A is better than B, and Holm's correction is over the three pairs of the study."""
+    rows = {
+        label: {n: base + 0.001 * n * n for n in SEEDS} for label, base in (("A", 0.9), ("B", 0.5))
+    }
+    rows["B"][0] = 0.51
+    make_study(tmp_path, rows, methods={"A": {}, "B": {}, "C": {}})
+    comparison = comparison_of(tmp_path)
+    (found,) = comparison.differences(comparison.study.metric, {})
+    assert (found.winner, found.test.family) == ("A", 3)
+    said = "2 of 3 differences are not decided: A − C (no run), B − C (no run)."
+    assert said in list(undecided(comparison))
+
+
 @pytest.mark.parametrize(
     ("keys", "said"),
     [

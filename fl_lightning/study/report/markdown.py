@@ -309,7 +309,6 @@ def _averaged(comparison: Comparison) -> str:
 
 def undecided(comparison: Comparison) -> Iterator[str]:
     """Yield what these runs cannot tell."""
-    study = comparison.study
     for verdict in verdicts(comparison):
         if verdict.decision in ("undecided", "not tested") and not verdict.is_timing:
             reasons = [
@@ -318,10 +317,7 @@ def undecided(comparison: Comparison) -> Iterator[str]:
             said = "was not tested: " if verdict.decision == "not tested" else ""
             yield f"`{verdict.criterion.text}`: {said}{'; '.join(dict.fromkeys(reasons))}."
     for levels in comparison.levels:
-        tests = comparison.differences(study.metric, levels)
-        open_ones = [one for one in tests if one.winner is None]
-        if open_ones:
-            yield _open(open_ones, len(tests), levels)
+        yield from _open(comparison, levels)
     few = max(
         (
             len(comparison.runs(label, levels))
@@ -348,17 +344,24 @@ def undecided(comparison: Comparison) -> Iterator[str]:
     )
 
 
-def _open(open_ones: Sequence[Difference], family: int, levels: Levels) -> str:
-    where = f"At {level_key(levels)}, " if levels else ""
-    written = open_ones[0].column
-    needed = [f"{one.a} − {one.b}{_needed(one)}" for one in open_ones]
-    smallest = [one.test.detectable for one in open_ones if isfinite(one.test.detectable)]
-    text = f"{len(open_ones)} of {family} differences are not decided"
+def _open(comparison: Comparison, levels: Levels) -> Iterator[str]:
+    """Yield which of the family's differences are not decided, if any is not; those with a method
+    that has no run are not."""
+    metric, labels = comparison.study.metric, {*comparison.labels}
+    tests = [one for one in comparison.differences(metric, levels) if one.winner is None]
+    needed = [f"{one.a} − {one.b}{_needed(one)}" for one in tests]
+    needed += [f"{a} − {b} (no run)" for a, b in comparison.pairs if not {a, b} <= labels]
+    if not needed:
+        return
+    written = comparison.column(metric)
+    smallest = [one.test.detectable for one in tests if isfinite(one.test.detectable)]
+    text = f"At {level_key(levels)}, " if levels else ""
+    text += f"{len(needed)} of {len(comparison.pairs)} differences are not decided"
     text += "." if len(needed) > tables.MOST_PAIRS else f": {', '.join(needed)}."
     if smallest:
         bounds = dict.fromkeys(written.number(value) for value in (min(smallest), max(smallest)))
         text += f" Found with {POWER:.0%}: {' to '.join(bounds)}{written.unit}."
-    return where + text if where else text
+    yield text
 
 
 def _needed(one: Difference) -> str:
