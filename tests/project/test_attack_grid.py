@@ -6,6 +6,7 @@ from __future__ import annotations
 from statistics import fmean
 
 import pytest
+from outcomes import rows_of
 from scripts import ROOT, script
 
 from fl_lightning.study.statistics import t_interval
@@ -35,6 +36,16 @@ def test_what_the_page_says_of_them(grid):
     assert "leave the mean below 0.2, and no other average below 0.6" in page
     assert all(mean[grid.MEAN, attack] < 0.2 for attack in big)
     assert all(mean[pair] > 0.6 for pair in mean if pair[1] in big and pair[0] != grid.MEAN)
+    refused = {}
+    for row in rows_of(RUNS):
+        if int(row["refused"]):
+            refused.setdefault((row["average"], row["attack"]), []).append(int(row["refused"]))
+    assert refused.keys() == {(grid.MEAN, attack) for attack in big}
+    runs, uploads = sum(map(len, refused.values())), sum(map(sum, refused.values()))
+    assert (
+        f"In all {runs} runs of the mean under these two uploads were refused, {uploads} " in page
+    )
+    assert runs == len(big) * seeds
     held = [a for a in grid.AVERAGES if all(mean[a, attack] > 0.8 for attack in grid.ATTACKS)]
     assert f"Above 0.8 under every attack are {' and '.join(f'`{a}`' for a in held)}" in page
     least = found["NormClipping(1)", "ipm, 10"]
