@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, as_bad_input
 
 if TYPE_CHECKING:
     from fl_lightning.methods.base import Method
@@ -60,7 +60,11 @@ def round_optimizer(method: Method) -> Optimizer:
             warnings.simplefilter("ignore")
             if scheduler is None:
                 assert method.scheduler_spec is not None
-                scheduler = _scheduler_of(method.scheduler_spec, optimizer)
+                rule, instead = "it gives no learning rate", "write one that does, such as StepLR"
+                with as_bad_input("--model.scheduler", rule, instead, NotImplementedError):
+                    scheduler = _steps_by_rounds(
+                        method.scheduler_spec(optimizer), "--model.scheduler"
+                    )
             for _ in range((max(1, method.round) - 1) // every):
                 scheduler.step()
         method.scheduled_groups[key] = _values(optimizer)
@@ -176,14 +180,6 @@ def _require_new(made: Any, where: str) -> None:
             "make it inside configure_optimizers",
         )
     made.returned_before = True
-
-
-def _scheduler_of(spec: Any, optimizer: Optimizer) -> LRScheduler:
-    try:
-        return _steps_by_rounds(spec(optimizer), "--model.scheduler")
-    except NotImplementedError as error:
-        rule, instead = "it gives no learning rate", "write one that does, such as StepLR"
-        raise InputError("--model.scheduler", rule, instead) from error
 
 
 def _steps_by_rounds(scheduler: Any, where: str) -> LRScheduler:

@@ -297,8 +297,8 @@ class BatchedEngine(Engine):
         return outputs
 
     def _attributes(self, step: int) -> dict[str, Any]:
-        """Return the attributes that a step may not set: those of submodules in the first one alone,
-        since they take a millisecond of a ResNet-18."""
+        """Return the attributes that a step may not set: those of submodules in the first one
+        alone, since they take a millisecond of a ResNet-18."""
         if step == 0:
             return attributes_of(self.method)
         own = vars(self.method).items()
