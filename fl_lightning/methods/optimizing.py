@@ -60,8 +60,9 @@ def round_optimizer(method: Method) -> Optimizer:
             warnings.simplefilter("ignore")
             if scheduler is None:
                 assert method.scheduler_spec is not None
-                rule, instead = "it gives no learning rate", "write one that does, such as StepLR"
-                with as_bad_input("--model.scheduler", rule, instead, NotImplementedError):
+                instead = "correct it; in Python write scheduler=partial(StepLR, step_size=10)"
+                wrong = NotImplementedError, TypeError, ValueError
+                with as_bad_input("--model.scheduler", "it cannot be built", instead, *wrong):
                     scheduler = _steps_by_rounds(
                         method.scheduler_spec(optimizer), "--model.scheduler"
                     )

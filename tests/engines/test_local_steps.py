@@ -289,7 +289,8 @@ def test_the_local_work_is_known_in_upload_and_nowhere_else(tmp_path):
             r"gives \[-0.1\] in round 3",
         ),
         (partial(schedules.CosineAnnealingLR, T_max=0), "--model.scheduler"),
-        (schedules.LRScheduler, "--model.scheduler; it gives no learning rate"),
+        (schedules.LRScheduler, "--model.scheduler; it cannot be built"),
+        (schedules.StepLR, "--model.scheduler; it cannot be built .*step_size"),
     ],
 )
 def test_a_schedule_that_cannot_be_played_is_refused_before_anything_is_made(
