@@ -100,6 +100,19 @@ NEUTRAL_VALUES_OF_CLASS: dict[str, dict[str, Any]] = {
     "TableData": {"data.init_args.missing": None, "data.init_args.text": None},
 }
 """Settings that a class of data got later and others always had, by the name of the class."""
+LATER_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "FedMPQ": {"supernet": False},
+    "FedMPQKD": {"supernet": False},
+    "HESTLadder": {"controller": "none"},
+    "OverSelection": {"ties": "id"},
+    "GradientNorms": {"last_step": False},
+    "NaturalInstructions": {"columns": None, "constants": None},
+}
+"""Arguments that came later too, by the name of their class, with the value that runs had before.
+Hashes that have been written since contain them: they are added where a run of before lacks them,
+in place of being left out."""
+LATER_SETTINGS_OF_CLOCK = {"trainer.clock.availability": None}
+"""Those of ``trainer.clock``, whose class no configuration names."""
 ALWAYS_HASHED = {"model.init_args.module": "fl_lightning.methods.FedAvg"}
 """Later settings that one method had in version 0.1.0 already, so that its runs' hashes contain
 them."""
@@ -178,7 +191,20 @@ def is_under(key: str, names: Collection[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
-def result_settings(settings: Mapping[str, Any], *, prompts: bool = False) -> dict[str, Any]:
+def _later_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the classes in these settings, and the clock, got later, as runs had it before."""
+    has_clock = any(key.startswith("trainer.clock.") for key in settings)
+    return (LATER_SETTINGS_OF_CLOCK if has_clock else {}) | {
+        f"{key.removesuffix('class_path')}init_args.{name}": value
+        for key, path in settings.items()
+        if key.endswith(".class_path")
+        for name, value in LATER_ARGUMENTS.get(str(path).rpartition(".")[2], {}).items()
+    }
+
+
+def result_settings(
+    settings: Mapping[str, Any], *, prompts: bool = False, later: bool = True
+) -> dict[str, Any]:
     """Return the settings that can change a result, without secrets.
 
     A setting that came after version 0.1.0 is left out while it has its neutral value.
@@ -187,7 +213,16 @@ def result_settings(settings: Mapping[str, Any], *, prompts: bool = False) -> di
         settings: the settings with dotted keys.
         prompts: whether prompts are whole, and not as earlier versions wrote and hashed them, who
             took ``password: {inputs}`` for a secret.
+        later: whether :data:`LATER_ARGUMENTS` are there, and not left out as before they came.
     """
+    of_before = _later_settings(settings)
+    if later:
+        missing = {key for key in of_before if not any(is_under(one, [key]) for one in settings)}
+        settings = {**settings, **{key: of_before[key] for key in missing}}
+    else:
+        settings = {
+            key: one for key, one in settings.items() if (key, one) not in of_before.items()
+        }
     neutral_values = NEUTRAL_VALUES | NEUTRAL_VALUES_OF_CLASS.get(_class_of_data(settings), {})
     always = {key for key, cls in ALWAYS_HASHED.items() if settings.get("model.class_path") == cls}
 
@@ -221,6 +256,12 @@ def settings_hash(settings: Mapping[str, Any]) -> str:
         settings: the settings with dotted keys, as :func:`config_of` and :func:`flatten` give them.
     """
     return document_hash(result_settings(settings))
+
+
+def has_hash(settings: Mapping[str, Any], hash: object) -> bool:
+    """Return whether a hash that was written down is that of these settings, now or before their
+    classes got :data:`LATER_ARGUMENTS`."""
+    return hash in (settings_hash(settings), document_hash(result_settings(settings, later=False)))
 
 
 def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

@@ -9,11 +9,13 @@ from fnmatch import fnmatchcase
 import pytest
 
 from fl_lightning import methods
+from fl_lightning.config.documents import document_hash
 from fl_lightning.config.settings import (
     FREE_KEYS,
     NEUTRAL_VALUES,
     changed_settings,
     flatten,
+    has_hash,
     settings_hash,
 )
 from fl_lightning.models.language import LlamaTiny
@@ -80,6 +82,38 @@ def test_a_configuration_of_then_and_one_of_now_are_the_same():
     assert settings_hash(before) == settings_hash(before | later)
     assert changed_settings(before, before | later) == []
     assert changed_settings(before, before | {"model.init_args.max_share": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("before", "later"),
+    [
+        ({"model.class_path": "fl_lightning.methods.FedMPQ"}, {"model.init_args.supernet": False}),
+        ({"model.class_path": "a.FedMPQKD"}, {"model.init_args.supernet": False}),
+        ({"model.class_path": "a.HESTLadder"}, {"model.init_args.controller": "none"}),
+        ({"trainer.clock.network": "x"}, {"trainer.clock.availability": None}),
+        ({"trainer.rounds.class_path": "a.OverSelection"}, {"trainer.rounds.init_args.ties": "id"}),
+        (
+            {"trainer.callbacks.1.class_path": "callbacks.GradientNorms"},
+            {"trainer.callbacks.1.init_args.last_step": False},
+        ),
+        (
+            {"data.class_path": "fl_lightning.data.NaturalInstructions"},
+            {"data.init_args.columns": None, "data.init_args.constants": None},
+        ),
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_an_argument_that_a_class_got_later_keeps_the_hashes_of_before_and_of_since(before, later):
+    now, other = before | later, before | dict.fromkeys(later, "other")
+    assert changed_settings(before, now) == changed_settings(now, before) == []
+    assert settings_hash(before) == settings_hash(now) == document_hash(now)  # as runs are found
+    for written in (document_hash(before), document_hash(now)):
+        assert has_hash(before, written)
+        assert has_hash(now, written)
+        assert not has_hash(other, written)
+    assert changed_settings(before, other)
+    below = before | {f"{name}.class_path": "x" for name in later}
+    assert settings_hash(below) == document_hash(below)  # the argument is there
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,13 @@ from torch import nn
 from toy import sgd
 
 from callbacks import LabelNoise, StragglerDropout
+from fl_lightning.config.settings import config_of, settings_hash
 from fl_lightning.conformance.toy import images, trainer_in
 from fl_lightning.conformance.toy import run as toy_run
 from fl_lightning.data import Dirichlet, FederatedImages
 from fl_lightning.errors import InputError, RunStopped
 from fl_lightning.hooks import Meter
-from fl_lightning.methods import FedAvg
+from fl_lightning.methods import FedAvg, FedMPQ
 from fl_lightning.models import SmallCNN
 from fl_lightning.run import checkpoint
 from fl_lightning.run.directory import RunDirectory
@@ -37,6 +38,7 @@ from fl_lightning.run.log import RunLog
 from fl_lightning.run.paths import rounds_kept
 from fl_lightning.run.resume import find_start
 from fl_lightning.run.snapshot import Snapshot
+from fl_lightning.study.results.run_records import find_run
 from fl_lightning.support import disk
 from fl_lightning.trainer import FederatedTrainer
 
@@ -494,6 +496,26 @@ def test_odd_progress_is_refused_and_the_checkpoint_before_it_used(wanted, tmp_p
     odd = {**tensors, "clients": {"../x": torch.zeros(1)}}
     checkpoint.save_checkpoint(newest, odd, documents)
     assert find_start(str(run.path), run.path.parent).checkpoint.path.name == "round_000002"
+
+
+def test_a_run_from_before_a_class_got_an_argument_is_counted_and_continued(tmp_path):
+    def train(**more: object) -> FederatedTrainer:
+        method = FedMPQ(network=lambda classes: SmallCNN(classes, width=4), optimizer=sgd(0.05))
+        return toy_run(method, images(), tmp_path, max_rounds=2, keep_checkpoints=3, **more)
+
+    run = train().run
+    wanted = run.read_json("metadata.json")["weights_sha256"]
+    now = settings_hash(config_of(run.path))
+    for path in run.checkpoints.glob("round_*"):
+        tensors, documents = checkpoint.load_checkpoint(path)
+        assert documents["progress"]["config"].pop("model.init_args.supernet") is False
+        checkpoint.save_checkpoint(path, tensors, documents)
+    config = yaml.safe_load((run.path / "config.yaml").read_text())
+    del config["model"]["init_args"]["supernet"]
+    (run.path / "config.yaml").write_text(yaml.safe_dump(config))
+    assert find_run(run.path.parent, run.path.name, now) == run.path
+    continued = train(ckpt_path=str(run.checkpoints / "round_000001")).run
+    assert continued.read_json("metadata.json")["weights_sha256"] == wanted
 
 
 def test_last_is_the_run_that_was_written_last_even_without_a_checkpoint(tmp_path, caplog):

@@ -47,7 +47,9 @@ def register_as(folder: Path, runs: int) -> Registration:
     """Register the study in the folder as a sweep would, and mark the runs."""
     study = Study.read(folder / "study.yaml")
     cells = [(one.method, one.levels, config_of(folder / one.name)) for one in study.cells()]
-    registration = register(folder, plan_of(study, cells), runs)
+    last = Registration.read(folder)
+    plan = plan_of(study, cells, last.entries[-1].plan if last else None)
+    registration = register(folder, plan, runs)
     for path in folder.glob("*/metadata.json"):
         metadata = json.loads(path.read_text())
         metadata["tags"]["registration"] = registration.tag
@@ -211,6 +213,34 @@ def test_runs_of_other_settings_and_of_another_registration_are_named(runs):
     cells = [(one.method, one.levels, config_of(folder / one.name)) for one in study.cells()]
     register(folder, plan_of(study, cells), 0)  # as if there had been no runs yet
     assert "such as A-seed0, were made under a registration that is not in" in head(runs)[0]
+
+
+def test_an_argument_that_a_class_got_later_is_no_amendment(runs, monkeypatch):
+    """Neither of the plan, which an earlier version has written, nor of runs of before and since."""
+    folder = runs / "study"
+    (folder / "registration.json").unlink()
+
+    def write(seed: int, **later: object) -> None:
+        model = {"class_path": "FedMPQ", "init_args": {"bits": 4.0, **later}}
+        settings = {"seed_everything": seed, "model": model}
+        (folder / f"A-seed{seed}/config.yaml").write_text(yaml.safe_dump(settings))
+
+    for seed in range(3):
+        write(seed)
+    with monkeypatch.context() as before:
+        before.setattr("fl_lightning.config.settings.LATER_ARGUMENTS", {})
+        first = register_as(folder, 0).first
+    write(1, supernet=False)
+    write(2, supernet=False)
+    line, _ = head(runs)
+    assert line.startswith("As registered before the first run")
+    for seed in range(3):
+        write(seed, supernet=False)
+    assert register_as(folder, 3).entries == (first,)
+    for seed in range(3):
+        write(seed, supernet=True)
+    assert "3 runs of A have other settings than registered" in head(runs)[0]
+    assert len(register_as(folder, 3).entries) == 2
 
 
 def test_the_first_registration_stays_and_later_ones_are_amendments(runs):

@@ -65,11 +65,10 @@ class SweepSession:
         """
         cells, study = self.cells, self.cells.study
         cells.check_content()
-        plan = plan_of(
-            study, ((one.cell.method, one.cell.levels, one.config) for one in cells.every)
-        )
+        every = ((one.cell.method, one.cell.levels, one.config) for one in cells.every)
         with one_writer(cells.folder, cells.shard):
             known = Registration.read(cells.folder)
+            plan = plan_of(study, every, known.entries[-1].plan if known else None)
             self.registration = register(cells.folder, plan, runs_in(cells.folder))
             replace(cells.folder / "study.yaml", study.to_yaml().encode())
             if self.logger and any(one.config.get("trainer.logger") is True for one in cells.every):

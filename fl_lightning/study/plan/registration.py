@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.config.documents import document_hash
-from fl_lightning.config.settings import result_settings, settings_hash
+from fl_lightning.config.settings import has_hash, result_settings, settings_hash
 from fl_lightning.errors import as_bad_input
 from fl_lightning.run.directory import to_json
 from fl_lightning.run.metadata import now
@@ -152,26 +152,45 @@ def register(folder: Path, plan: Mapping[str, Any], runs: int) -> Registration:
 
 
 def plan_of(
-    study: Study, cells: Iterable[tuple[str, Mapping[str, str], Mapping[str, Any]]]
+    study: Study,
+    cells: Iterable[tuple[str, Mapping[str, str], Mapping[str, Any]]],
+    last: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return what is registered of a study, fit for JSON.
 
     Args:
         study: the study.
         cells: of every cell the label, the levels, and the resolved configuration with dotted keys.
+        last: the plan that was registered last, whose methods stay as they were written down, maybe
+            by an earlier version, where none has other settings.
     """
     resolved = {
         (label, level_key(levels)): {key: value for key, value in config.items() if key != SEED}
         for label, levels, config in cells
     }
-    return {
-        **question_of(study),
-        "stopping": _stopping(study),
-        "methods": {
-            label: {"changes": _changes(label, resolved), "sha256": _hashes(label, resolved)}
-            for label in study.methods
-        },
+    methods = {
+        label: {"changes": _changes(label, resolved), "sha256": _hashes(label, resolved)}
+        for label in study.methods
     }
+    if last is not None and _are_of(last["methods"], study, resolved):
+        methods = last["methods"]
+    return {**question_of(study), "stopping": _stopping(study), "methods": methods}
+
+
+def _are_of(
+    methods: Mapping[str, Any], study: Study, resolved: Mapping[tuple[str, str], Mapping[str, Any]]
+) -> bool:
+    """Return whether registered methods are those of a study, with their settings."""
+    hashes = {
+        (label, level): hash
+        for label, method in methods.items()
+        for level, hash in method["sha256"].items()
+    }
+    return (
+        [*methods] == [*study.methods]
+        and hashes.keys() == resolved.keys()
+        and all(has_hash(settings, hashes[key]) for key, settings in resolved.items())
+    )
 
 
 def _stopping(study: Study) -> dict[str, Any]:
@@ -215,9 +234,9 @@ def level_key(levels: Mapping[str, str]) -> str:
     return ",".join(f"{axis}={level}" for axis, level in levels.items())
 
 
-def seedless_hash(settings: Mapping[str, Any]) -> str:
-    """Return the hash of the settings of a run that count, without its seed."""
-    return settings_hash({key: value for key, value in settings.items() if key != SEED})
+def has_registered_hash(settings: Mapping[str, Any], hash: object) -> bool:
+    """Return whether a registered hash is that of the settings of a run, without its seed."""
+    return has_hash({key: value for key, value in settings.items() if key != SEED}, hash)
 
 
 def _changes(label: str, resolved: Mapping[tuple[str, str], Mapping[str, Any]]) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from fl_lightning.study.plan.registration import (
     TAG_LENGTH,
     Registration,
     differences,
+    has_registered_hash,
     level_key,
     registered_hash,
-    seedless_hash,
 )
 from fl_lightning.study.report.comparison import Comparison
 from fl_lightning.study.report.looks import counted
@@ -170,7 +170,7 @@ def _has_other_settings(run: FinishedRun, plan: Mapping[str, Any]) -> bool:
     registered = registered_hash(plan, run.label, run.levels)
     if registered is None or not (record.settings and record.typed):
         return False  # a method or level that was not registered is named as such
-    return seedless_hash(record.settings) != registered
+    return not has_registered_hash(record.settings, registered)
 
 
 def _tag(run: FinishedRun) -> str | None:

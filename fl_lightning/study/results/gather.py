@@ -12,12 +12,12 @@ from typing import Any
 
 from fl_lightning.config.near_names import nearest
 from fl_lightning.config.packaged import find_config
-from fl_lightning.config.settings import is_under, settings_hash
+from fl_lightning.config.settings import has_hash, is_under
 from fl_lightning.errors import InputError, require
 from fl_lightning.run.snapshot import IDENTITY
 from fl_lightning.study.metric_names import direction, higher_is_better
 from fl_lightning.study.plan.kinds import folder_of, is_study_file
-from fl_lightning.study.plan.registration import level_key, registered_study, seedless_hash
+from fl_lightning.study.plan.registration import has_registered_hash, level_key, registered_study
 from fl_lightning.study.plan.spec_file import SpecFile
 from fl_lightning.study.plan.study import Cell, Study, check_published_seeds
 from fl_lightning.study.results.labels import label_all
@@ -196,8 +196,8 @@ def _has_settings(record: RunRecord, entry: Mapping[str, Any]) -> bool:
     """
     if record.settings and record.typed:
         if "registered" in entry:
-            return seedless_hash(record.settings) == entry["registered"]
-        return settings_hash(record.settings) == entry.get("hash")
+            return has_registered_hash(record.settings, entry["registered"])
+        return has_hash(record.settings, entry.get("hash"))
     return bool(record.problem) or (not record.typed and record.name == entry.get("run"))
 
 
