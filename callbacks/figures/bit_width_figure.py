@@ -39,6 +39,11 @@ class BitWidthFigure(FigureMeter):
         self._note(record.round, record.metrics.get("bits/pruned", 0.0), context)
         super().on_round_end(record, context)
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        unknown = len(self.seen["rounds"]) - len(self.seen["pruned"])  # release 0.1 kept none
+        self.seen["pruned"] += [0.0] * unknown
+
     def figure(self, context: Context) -> Figure:
         codec = context.method.codec
         names = [name.removesuffix(".weight") for name in codec.names]

@@ -4,7 +4,6 @@ worst."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -100,9 +99,6 @@ class ExpertFigure(FigureMeter):
     def state_dict(self) -> dict[str, Any]:
         kept = super().state_dict()
         return {**kept, **{name: dict(sorted(kept[name].items())) for name in ("clients", "lost")}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict({**deepcopy(self.empty), **state})
 
     def _responsibilities(self, ids: list[str]) -> np.ndarray:
         """Return those of some clients when they were last asked, ``[K, S]``."""

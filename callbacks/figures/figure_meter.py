@@ -87,4 +87,4 @@ class FigureMeter(Meter, ABC):
         return deepcopy(self.seen)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.seen = state
+        self.seen = deepcopy(self.empty) | state  # a release of before kept less

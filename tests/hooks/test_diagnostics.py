@@ -454,6 +454,12 @@ def test_client_accuracies_are_those_of_the_metrics(trained):
     )
 
 
+def test_bits_of_release_0_1_are_drawn_without_what_was_pruned():
+    figure, bits = BitWidthFigure(), [[4, 4], [3, 5]]
+    figure.load_state_dict({"rounds": [0, 1], "bits": bits})
+    assert figure.state_dict() == {"rounds": [0, 1], "bits": bits, "pruned": [0.0, 0.0]}
+
+
 def test_megabytes_are_those_of_the_ledger():
     down, up, wasted = np.array([4e6, 4e6]), np.array([1e6, 2e6]), np.array([0, 5e5])
     figure = accuracy_bytes_figure(down, up, wasted, np.array([0.5, 0.75]))
