@@ -16,6 +16,7 @@ from fl_lightning.clock.devices import DeviceTable
 from fl_lightning.clock.reach import Reach
 from fl_lightning.clock.rounds import Ending, Rounds
 from fl_lightning.clock.trained import Draw, Train, Trained
+from fl_lightning.errors import require
 from fl_lightning.hooks import Context, Meter, RoundRecord
 from fl_lightning.rng import stream
 from fl_lightning.wire import LedgerEntry
@@ -50,6 +51,7 @@ class Timing(Meter):
     def on_check(self, context: Context) -> None:
         """Check the run, and forget what a fit before this one has left."""
         self.now, self.ending = 0.0, Ending(0.0, frozenset())
+        self.num_clients = context.data.num_clients
         self.rounds.check(context)
         if isinstance(self.rounds, Asynchronous):
             self.flights = Flights(self.rounds.limited(self.most_clients))
@@ -71,6 +73,13 @@ class Timing(Meter):
         if self.flights is not None:
             self.flights.now = self.now
             self.flights.flying = [Flight(*parts) for parts in state.get("flying", [])]
+            last = max((flight.client for flight in self.flights.flying), default=0)
+            require(
+                last < self.num_clients,
+                f"--data.num_clients {self.num_clients}",
+                f"client {last} of the run to be continued is at work",
+                f"write {last + 1} or more",
+            )
 
     def collect(self, context: Any, round: int, train: Train, draw: Draw) -> Trained:
         """Return what a round is made of; uploads that are late are lost.

@@ -38,6 +38,7 @@ from fl_lightning.clock import (
 from fl_lightning.clock.asynchronous import IN_FLIGHT, Flights
 from fl_lightning.clock.trained import Trained
 from fl_lightning.conformance.toy import LR, images, trainer_in
+from fl_lightning.data import IID
 from fl_lightning.hooks import Meter, Stressor
 from fl_lightning.methods import MOON, SCAFFOLD, FedAdam, FedAvg, FedDyn, FedMPQ, FedPer, FedSpeed
 from fl_lightning.privacy.secure.settings import SecureSum
@@ -249,6 +250,19 @@ def test_other_rounds_leave_nothing_on_its_way(tmp_path):
             tmp_path, rounds=rounds, max_rounds=max_rounds, ckpt_path=where, **settings
         )
     assert len(rows(trainer, "metrics.csv")) == 6
+
+
+def test_a_run_does_not_go_on_without_a_client_that_is_at_work(tmp_path):
+    settings = {"clock": Clock(devices=LogNormalDevices()), "rounds": FedBuff(3, 1)}
+    begun = trained(tmp_path, max_rounds=2, **settings)
+    last = max(begun.parts.timing.in_flight)
+    settings |= {"ckpt_path": str(begun.run_dir), "max_rounds": 3, "allow_changed": True}
+    files = {path: path.read_bytes() for path in begun.run_dir.rglob("*") if path.is_file()}
+    with refused(f"--data.num_clients {last}", f"write {last + 1} or more"):
+        trained(tmp_path, data=images(num_clients=last, partition=IID()), **settings)
+    assert {path: path.read_bytes() for path in files} == files
+    more = trained(tmp_path, data=images(num_clients=last + 1, partition=IID()), **settings)
+    assert len(rows(more, "metrics.csv")) == 3
 
 
 def test_a_run_that_goes_on_without_a_clock_has_nothing_on_its_way(tmp_path):
