@@ -284,7 +284,7 @@ def find_in_store(stored: StoredRun, uri: str) -> str | None:
     """Return the id of the run in the store; None if the store does not have it.
 
     It is the id in ``metadata.json`` if the store knows it, else that of the run tagged with this
-    directory.
+    directory, unless its method or seed is another one: the directory has held another run then.
     """
     if is_missing(uri):
         return None
@@ -293,7 +293,8 @@ def find_in_store(stored: StoredRun, uri: str) -> str | None:
         return str(noted)
     since = tracked_since(stored.metadata) / 1000
     former = stored.metadata.get("former_tracking_runs", ())
-    return find_mlflow_run(uri, path.parent.name, "run_dir", str(path), since, former)
+    known = {name: str(stored.metadata[name]) for name in ("method", "seed")}
+    return find_mlflow_run(uri, path.parent.name, "run_dir", str(path), since, former, known)
 
 
 def note_tracked(stored: StoredRun, uri: str, run_id: str) -> None:

@@ -125,7 +125,13 @@ def connect(uri: str) -> Any:
 
 
 def find_mlflow_run(
-    uri: str, experiment: str, tag: str, value: str, since: float = 0.0, former: Container[str] = ()
+    uri: str,
+    experiment: str,
+    tag: str,
+    value: str,
+    since: float = 0.0,
+    former: Container[str] = (),
+    known: Mapping[str, str] | None = None,
 ) -> str | None:
     """Return the id of the newest run of an experiment with a tag; None if there is none.
 
@@ -135,6 +141,7 @@ def find_mlflow_run(
         tag, value: name and value of the tag.
         since: earliest start of the run, in seconds since 1970.
         former: ids of runs that are not meant.
+        known: other tags, which a run has so or not at all.
     """
     if is_missing(uri):
         return None
@@ -149,8 +156,14 @@ def find_mlflow_run(
             f"tags.{tag} = {quote}{value}{quote}",
             order_by=["attributes.start_time DESC"],
         )
-        recent = [run.info.run_id for run in runs if run.info.start_time >= 1000 * (since - 1)]
-        return next((run_id for run_id in recent if run_id not in former), None)
+        meant = (
+            run.info.run_id
+            for run in runs
+            if run.info.start_time >= 1000 * (since - 1)
+            and run.info.run_id not in former
+            and all(run.data.tags.get(name, own) == own for name, own in (known or {}).items())
+        )
+        return next(meant, None)
 
 
 def open_run(

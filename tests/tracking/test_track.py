@@ -345,6 +345,23 @@ def test_a_copy_of_a_run_gets_a_record_of_its_own(tmp_path: Path) -> None:
     assert json.loads((moved / "metadata.json").read_text())["tracking_run_id"] == ids[0]
 
 
+def test_the_record_of_a_run_that_lay_in_the_same_folder_is_left_alone(tmp_path: Path) -> None:
+    """It is of another seed: a run that was moved away is put back at its place."""
+    one = fit(tmp_path / "e")
+    aside = one.with_name("aside")
+    one.rename(aside)
+    metadata = metadata_of(aside)
+    shutil.copytree(aside, one)
+    (one / "metadata.json").write_text(json.dumps({**metadata, "seed": 1}))
+    assert main(["track", str(one)]) == 0
+    later = metadata_of(one)["tracking_run_id"]
+    shutil.rmtree(one)
+    aside.rename(one)
+    assert main(["track", str(one)]) == 0
+    assert metadata_of(one)["tracking_run_id"] != later
+    assert stored(tmp_path, later)["tags"]["seed"] == "1"
+
+
 def test_a_configuration_that_is_a_bomb_is_refused_by_track(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
