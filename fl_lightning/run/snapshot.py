@@ -301,6 +301,7 @@ def restore(fed: Federation, checkpoint: Checkpoint) -> Snapshot:
             tensor.to(fed.fabric.device) if name in on_device else tensor
         )
     _restore_callbacks(fed, saved["callbacks"])
+    same = saved["partition"] == fed.data.partition_hash  # else they are of other clients
     return Snapshot(
         round=saved["round"],
         server=dict(fed.method.server),
@@ -309,7 +310,7 @@ def restore(fed: Federation, checkpoint: Checkpoint) -> Snapshot:
         tables=saved["tables"],
         best_round=saved["best_round"],
         best_value=best_value(saved),
-        clients=from_json(saved.get("clients", {})),  # release 0.1 kept none
+        clients=from_json(saved.get("clients", {})) if same else {},  # release 0.1 kept none
     )
 
 

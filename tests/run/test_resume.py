@@ -17,7 +17,7 @@ import torch
 import yaml
 from clocked import Loses
 from kill_server import Fading, Remembering
-from outcomes import differences, outcome
+from outcomes import differences, outcome, rows_of
 from refusals import refused
 from torch import nn
 from toy import sgd
@@ -26,7 +26,7 @@ from callbacks import LabelNoise, StragglerDropout
 from fl_lightning.config.settings import config_of, settings_hash
 from fl_lightning.conformance.toy import images, trainer_in
 from fl_lightning.conformance.toy import run as toy_run
-from fl_lightning.data import Dirichlet, FederatedImages
+from fl_lightning.data import IID, Dirichlet, FederatedImages
 from fl_lightning.errors import InputError, RunStopped
 from fl_lightning.hooks import Meter
 from fl_lightning.methods import FedAvg, FedMPQ
@@ -516,6 +516,19 @@ def test_a_run_from_before_a_class_got_an_argument_is_counted_and_continued(tmp_
     assert find_run(run.path.parent, run.path.name, now) == run.path
     continued = train(ckpt_path=str(run.checkpoints / "round_000001")).run
     assert continued.read_json("metadata.json")["weights_sha256"] == wanted
+
+
+def test_a_run_that_goes_on_with_fewer_clients_lists_those_alone(tmp_path):
+    def train(clients: int, rate: float, **more: object) -> FederatedTrainer:
+        data = images(num_clients=clients, partition=IID(), val_fraction=0.3)
+        method = FedAvg(network=lambda classes: SmallCNN(classes, width=4), optimizer=sgd(rate))
+        return toy_run(method, data, tmp_path, **more)
+
+    begun = train(6, 0.05, max_rounds=1).run_dir
+    path = train(3, 0.0, max_rounds=2, ckpt_path=str(begun), allow_changed=True).run_dir
+    listed = [(row["round"], row["client"]) for row in rows_of(path / "clients.csv")]
+    assert {client for _, client in listed} == {"0", "1", "2"}
+    assert {round for round, _ in listed} == {"2"}  # the first round was of other clients
 
 
 def test_last_is_the_run_that_was_written_last_even_without_a_checkpoint(tmp_path, caplog):
