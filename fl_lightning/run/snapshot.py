@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fl_lightning.aggregation.adapters.moving_base import MOVED
 from fl_lightning.config.recorded import import_path
 from fl_lightning.config.settings import flatten
 from fl_lightning.errors import InputError, MisuseError
@@ -63,6 +64,7 @@ class Snapshot:
             there is none.
         best_value: that metric; None if there is none.
         clients: each client's validation in the best and in the last evaluated round, by round.
+        mover: what adds to the frozen weights under adapters; empty: nothing.
     """
 
     round: int = 0
@@ -73,6 +75,7 @@ class Snapshot:
     best_round: int = 0
     best_value: float | None = None
     clients: Mapping[int, ClientValues] = field(default_factory=dict)
+    mover: str = ""
 
     def after(self, fed: Federation, record: RoundRecord, tables: Mapping[str, Mark]) -> Snapshot:
         """Return the snapshot after one more round, whose rows are in the tables already."""
@@ -91,6 +94,7 @@ class Snapshot:
             best_round=best_round,
             best_value=value if better else self.best_value,
             clients=keep(self.clients, record.round, record.clients, best_round),
+            mover=fed.method.adapters.mover,
         )
 
     def save(
@@ -116,6 +120,7 @@ class Snapshot:
             "best_round": self.best_round,
             "best_value": self.best_value,
             "clients": self.clients,
+            "mover": self.mover,
             **identity,
             "on_device": [name for name, tensor in clients.items() if tensor.device.type != "cpu"],
             "config": flatten(config),
@@ -240,6 +245,7 @@ def _problem(progress: Mapping[str, Any], clients: Mapping[str, Tensor], folder:
         "best_value": isinstance(best_value(progress), (int, float, type(None))),
         **{name: isinstance(progress.get(name, ""), str) for name in IDENTITY},
         "partition": isinstance(progress.get("partition"), str),
+        "mover": isinstance(progress.get("mover", ""), str),
         "constants": is_pairs(progress.get("constants", {})),
         "config": isinstance(progress.get("config"), dict),
         "tables": isinstance(tables, dict)
@@ -269,7 +275,8 @@ def restore(fed: Federation, checkpoint: Checkpoint) -> Snapshot:
     """Bring the federation to the state that a checkpoint holds, and return that state.
 
     Raises:
-        InputError: the checkpoint's tensors are not those of this method and network.
+        InputError: the checkpoint's tensors are not those of this method and network, or have
+            another meaning.
     """
     saved, server = checkpoint.progress, checkpoint.tensors["server"]
     for name, tensor in fed.method.server.items():
@@ -288,6 +295,15 @@ def restore(fed: Federation, checkpoint: Checkpoint) -> Snapshot:
                 f"{tensor.dtype}",
                 "use the method, network and --trainer.topology that wrote it",
             )
+    own = fed.method.adapters.mover
+    by = saved.get("mover", own)  # checkpoints of before do not say
+    if MOVED in server and server[MOVED] and (by != own or not own):
+        raise InputError(
+            f"--ckpt_path {checkpoint.path}",
+            "a part of what its adapters have learnt is in frozen weights, which "
+            f"{by or 'another rule'} has moved, and this run has {own or 'nothing that reads it'}",
+            "use the --model.adapter_average that wrote it",
+        )
     fed.method.server = {
         name: tensor
         for name, tensor in server.items()
@@ -311,6 +327,7 @@ def restore(fed: Federation, checkpoint: Checkpoint) -> Snapshot:
         best_round=saved["best_round"],
         best_value=best_value(saved),
         clients=from_json(saved.get("clients", {})) if same else {},  # release 0.1 kept none
+        mover=own,
     )
 
 

@@ -43,6 +43,7 @@ from fl_lightning.methods import (
 )
 from fl_lightning.models.adapters import adapter_layers, add_adapter
 from fl_lightning.privacy import ClientPrivacy
+from fl_lightning.run.checkpoint import load_checkpoint, save_checkpoint
 from fl_lightning.sampling import Oort
 from fl_lightning.wire import Payload
 
@@ -539,6 +540,27 @@ def test_a_run_that_is_continued_ends_the_same(rule, tmp_path):
     )
     fit(again, tmp_path / "again", ckpt_path=str(middle), **settings)
     assert weights_of(again).equal(weights_of(once))
+
+
+def test_a_base_that_was_moved_goes_on_with_the_rule_that_moved_it(tmp_path):
+    """Others would leave out what it has learnt, or read it in another way."""
+    begun = fit(method_of(adapter_average="residual"), tmp_path, max_rounds=1).run_dir
+    settings = {"ckpt_path": str(begun), "allow_changed": True}
+    (newest,) = (begun / "checkpoints").glob("round_*")
+
+    def go_on(rule) -> None:
+        fit(method_of(adapter_average=rule), tmp_path, **settings)
+
+    for rule in (None, "product", "stack", RULES["residual"](resend=True)):
+        with refused("--ckpt_path", "--model.adapter_average"):
+            go_on(rule)
+    tensors, documents = load_checkpoint(newest)
+    del documents["progress"]["mover"]  # as before it was noted
+    save_checkpoint(newest, tensors, documents)
+    with refused("--ckpt_path", "--model.adapter_average"):
+        go_on(None)
+    go_on(RULES["residual"](rank=1))
+    assert len(rows_of(begun / "metrics.csv")) == 2
 
 
 @pytest.mark.parametrize("rule", ["residual", "stack", "alternate"])

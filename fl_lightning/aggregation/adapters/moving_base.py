@@ -231,6 +231,7 @@ class MovesBase(AdapterAverage):
     def bind(self, method: Averaging, clients: int) -> dict[str, Tensor]:
         super().bind(method, clients)
         self.base = MovingBase(self.pairs, method.network, clients, self.resend)
+        self.mover = f"{self.name}, resend: {str(self.resend).lower()}"
         entries = self.base.first_entries()
         self.not_summed = frozenset(entries)
         self.growing = frozenset({f"{TOTAL}_values", f"{LAST}_values"})

@@ -51,6 +51,8 @@ class PlainWeights(Recorded):
     """Whether clients may have adapters of different ranks."""
     moves_base: bool = False
     """Whether it writes the frozen weights of the adapted layers."""
+    mover: str = ""
+    """Who writes them, and how, as checkpoints have it; empty: nobody."""
     replaces_adapters: bool = False
     """Whether each round starts from new adapters, so that the server has none to step with."""
     personal: str | None = None
