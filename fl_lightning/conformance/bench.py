@@ -22,6 +22,7 @@ from fl_lightning.conformance.toy import CENTRES, Points, Quadratic, on_points, 
 from fl_lightning.conformance.verdicts import NotApplicable, Violation, expect
 from fl_lightning.conformance.watch import InPlaceDetector, RunRecorder, equal_with_nan
 from fl_lightning.data import FederatedData
+from fl_lightning.engines import ClientResult, ClientTask, SequentialEngine
 from fl_lightning.engines.finetuning import prepare_finetuning
 from fl_lightning.engines.root_set import prepare_guides
 from fl_lightning.engines.sequential import upload_of
@@ -34,6 +35,7 @@ from fl_lightning.wire import Codes, Ledger, LedgerEntry, Payload
 Value = Tensor | Codes
 """One entry of a payload."""
 ONE_PROCESS = {"engine": "sequential", "workers": 1}  # the verdict is the same on every machine
+LOCAL_EPOCHS = 2  # of every toy run, as its trainer has it
 NO_EVALUATION = 10**6  # rounds: ``eval_every`` beyond the end of every toy run
 
 
@@ -63,6 +65,21 @@ class FinishedRun:
         A personalised method gives one answer for each client.
         """
         return _answers(self.method, self.trainer.data, self.log.kept)
+
+    def task(self, round: int, id: int, data: FederatedData, **changes: Any) -> ClientTask:
+        """Return what a client was to do in a round: with the message that it was sent and what it
+        had kept until then.
+
+        Args:
+            round: one of the run.
+            id: of a client of its cohort.
+            data: that the client finds its examples in.
+            changes: fields of the task that differ from the regular ones.
+        """
+        client = data.client(id, dict(self.log.kept_before(round).get(id, {})))
+        steps = data.num_steps(client, LOCAL_EPOCHS)
+        task = {"labels": data.labels(client), "epochs": LOCAL_EPOCHS, "steps": steps, **changes}
+        return ClientTask(client, round, self.log.broadcasts[round, id], **task)
 
 
 class Bench:
@@ -127,6 +144,33 @@ class Bench:
         if server is not None:
             method.server = dict(server)
         return method
+
+    def alone(
+        self,
+        run: FinishedRun,
+        round: int,
+        id: int,
+        *,
+        data: FederatedData | None = None,
+        forget: bool = False,
+        **changes: Any,
+    ) -> ClientResult:
+        """Return the result of a client in a round of a run, from a new method that has trained
+        nobody.
+
+        Args:
+            run: holds what the client receives and has kept, and the server's state.
+            round: one of the run.
+            id: of a client of its cohort.
+            data: data set in place of the bench's.
+            forget: whether to overwrite the server's tensors before the client trains.
+            changes: fields of the client's task that differ from the regular ones.
+        """
+        method, data = self.untrained(round, run.log.servers[round - 1]), data or self.data
+        if forget:
+            method.server = {name: torch.ones_like(value) for name, value in method.server.items()}
+        engine = SequentialEngine(run.trainer.fabric, method, data)
+        return engine.train_client(run.task(round, id, data, **changes))
 
     # The quadratic
 

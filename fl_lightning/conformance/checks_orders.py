@@ -11,91 +11,67 @@ import torch
 from fl_lightning.conformance.bench import Bench, Value, prepare_data
 from fl_lightning.conformance.federations import other_labels
 from fl_lightning.conformance.verdicts import NotApplicable, expect, not_finite
-from fl_lightning.data import FederatedData
-from fl_lightning.engines import ClientResult, ClientTask, SequentialEngine
+from fl_lightning.engines import ClientResult, SequentialEngine
 from fl_lightning.engines.attributes import is_stackable
 from fl_lightning.engines.stacked.batched import BatchedEngine
 from fl_lightning.wire import Codes, Payload
 
-CLIENT, EPOCHS = 4, 2
+CLIENT = 4
+ROUNDS = (1, 2)  # nobody keeps anything before the second
 STACK_NOISE = 1e-3  # of the largest entry of a tensor, and of the codes of an entry
 
 
-def _result(
-    bench: Bench, *, data: FederatedData | None = None, forget: bool = False, **changes: Any
-) -> ClientResult:
-    """Return the result of one client in round 1, from a method that has not trained before.
-
-    Args:
-        bench: holds the broadcast that the client receives.
-        data: data set in place of the bench's.
-        forget: whether to overwrite the server's tensors before the client trains.
-        changes: fields of the client's task that differ from the regular ones.
-    """
-    method, run, data = bench.untrained(), bench.everyone, data or bench.data
-    if forget:
-        method.server = {name: torch.ones_like(tensor) for name, tensor in method.server.items()}
-    engine = SequentialEngine(run.trainer.fabric, method, data)
-    return engine.train_client(_task(bench, data, CLIENT, **changes))
-
-
-def _task(bench: Bench, data: FederatedData, id: int, **changes: Any) -> ClientTask:
-    """Return what a client does in round 1, with some fields changed."""
-    client = data.client(id)
-    task = {
-        "labels": data.labels(client),
-        "epochs": EPOCHS,
-        "steps": data.num_steps(client, EPOCHS),
-        **changes,
-    }
-    return ClientTask(client, 1, bench.everyone.log.broadcasts[1, id], **task)
-
-
-def _upload(bench: Bench, **changes: Any) -> bytes:
-    return _result(bench, **changes).upload
-
-
 def _sent_and_kept(bench: Bench, **changes: Any) -> tuple[bytes, dict[str, bytes]]:
-    result = _result(bench, **changes)
+    result = bench.alone(bench.everyone, 1, CLIENT, **changes)
     return result.upload, {name: tensor.numpy().tobytes() for name, tensor in result.state.items()}
 
 
 def clients_read_messages_only(bench: Bench) -> None:
-    """An upload depends on the message to the client, not on the server."""
-    expect(
-        _upload(bench) == bench.everyone.log.uploads[1, CLIENT],
-        "a new instance sends another upload after the same message",
-    )
-    expect(
-        _upload(bench, forget=True) == _upload(bench),
-        "the upload depends on server tensors that clients do not receive",
-    )
+    """An upload depends on the message to the client and on what it keeps, not on the server."""
+    run = bench.everyone
+    for round in ROUNDS:
+        upload = bench.alone(run, round, CLIENT).upload
+        expect(
+            upload == run.log.uploads[round, CLIENT],
+            f"in round {round} a new instance sends another upload after the same message",
+            cause="an attribute that is not in client.state, or what another client has left",
+        )
+        expect(
+            upload == bench.alone(run, round, CLIENT, forget=True).upload,
+            f"the upload of round {round} depends on server tensors that clients do not receive",
+        )
 
 
 def stacked_as_alone(bench: Bench) -> str:
     """Clients trained as one stack send and keep what each does alone, up to rounding."""
-    method, fabric, data = bench.untrained(), bench.everyone.trainer.fabric, bench.data
-    if not is_stackable(method):
+    run, data = bench.everyone, bench.data
+    if not is_stackable(bench.untrained()):
         raise NotApplicable("it does not declare that clients can be trained as one stack")
-    stack = BatchedEngine(fabric, bench.untrained(), data)
-    alone = SequentialEngine(fabric, method, data)
-    expected, found = (
-        list(engine.train([_task(bench, data, id) for id in range(data.num_clients)]))
-        for engine in (alone, stack)
-    )
-    if stack.reason:
-        return f"one by one here: {stack.reason}"
-    for mine, other in zip(expected, found, strict=True):
-        sent = [dict(Payload.from_bytes(result.upload)) for result in (mine, other)]
-        for (a, b), verb in ((sent, "sends"), ((mine.state, other.state), "keeps")):
-            wrong = [name for name in a if name not in b or not _alike(a[name], b[name])]
-            what = ", ".join(wrong) or "set of entries"
-            expect(
-                not wrong and a.keys() == b.keys(),
-                f"in a stack client {mine.client.id} {verb} another {what}; take away stackable, or let its "
-                "steps read and set tensors of the module alone",
-            )
+    for round in ROUNDS:
+        fabric, server = run.trainer.fabric, run.log.servers[round - 1]
+        alone = SequentialEngine(fabric, bench.untrained(round, server), data)
+        stack = BatchedEngine(fabric, bench.untrained(round, server), data)
+        expected, found = (
+            list(engine.train([run.task(round, id, data) for id in range(data.num_clients)]))
+            for engine in (alone, stack)
+        )
+        if stack.reason:
+            return f"one by one here: {stack.reason}"
+        for mine, other in zip(expected, found, strict=True):
+            _expect_alike(mine, other)
     return ""
+
+
+def _expect_alike(mine: ClientResult, other: ClientResult) -> None:
+    sent = [dict(Payload.from_bytes(result.upload)) for result in (mine, other)]
+    for (a, b), verb in ((sent, "sends"), ((mine.state, other.state), "keeps")):
+        wrong = [name for name in a if name not in b or not _alike(a[name], b[name])]
+        what = ", ".join(wrong) or "set of entries"
+        expect(
+            not wrong and a.keys() == b.keys(),
+            f"in a stack client {mine.client.id} {verb} another {what}; take away stackable, or let its "
+            "steps read and set tensors of the module alone",
+        )
 
 
 def _alike(value: Value, other: Value) -> bool:

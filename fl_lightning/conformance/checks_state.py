@@ -10,7 +10,12 @@ from fl_lightning.client import Client
 from fl_lightning.conformance.bench import Bench, FinishedRun, expect_same_tensors
 from fl_lightning.conformance.declarations import declared
 from fl_lightning.conformance.verdicts import NotApplicable, expect
-from fl_lightning.conformance.watch import OnlyClients, StateChanger, with_changed_state
+from fl_lightning.conformance.watch import (
+    OnlyClients,
+    StateChanger,
+    copy_tensors,
+    with_changed_state,
+)
 from fl_lightning.engines import ClientTask
 from fl_lightning.engines.attributes import has_same_start, is_plain
 from fl_lightning.engines.base import start_client
@@ -54,25 +59,27 @@ def same_start_as_declared(bench: Bench) -> None:
     """Where ``same_start`` is declared, ``receive`` makes the same of a message whoever gets it."""
     if not has_same_start(bench.subject.make()):
         raise NotApplicable("it does not declare same_start")
-    run = bench.everyone
-    message = run.log.broadcasts[1, CLIENT]
-    started = []
-    for id in (CLIENT, OTHER):
-        method = bench.untrained()
-        kept = dict(run.log.kept[CLIENT]) if id == CLIENT else {}
-        client = bench.data.client(id, kept)
-        start_client(method, ClientTask(client, 1, message, bench.data.labels(client), 1, 1))
-        plain = {name: value for name, value in vars(method).items() if is_plain(value)}
-        started.append(
-            ({name: tensor.clone() for name, tensor in tensors_of(method).items()}, plain)
+    for round in (1, 2):
+        (tensors, plain), (other_tensors, other_plain) = (
+            _started(bench, round, bench.everyone.task(round, id, bench.data))
+            for id in (CLIENT, OTHER)
         )
-    (tensors, plain), (other_tensors, other_plain) = started
-    expect_same_tensors(
-        tensors, other_tensors, "what a client starts from", "when another one receives it"
-    )
-    expect(
-        plain == other_plain, f"receive sets {plain} for one client and {other_plain} for another"
-    )
+        what = "what a client starts from"
+        expect_same_tensors(tensors, other_tensors, what, "when another one receives it")
+        expect(
+            plain == other_plain,
+            f"receive sets {plain} for one client and {other_plain} for another",
+        )
+
+
+def _started(
+    bench: Bench, round: int, task: ClientTask
+) -> tuple[dict[str, Tensor], dict[str, object]]:
+    """Return the tensors and the plain values of a new method that a client has started."""
+    method = bench.untrained(round, bench.everyone.log.servers[round - 1])
+    start_client(method, task)
+    plain = {name: value for name, value in vars(method).items() if is_plain(value)}
+    return copy_tensors(tensors_of(method)), plain
 
 
 def _deployed_from(run: FinishedRun, name: str) -> bool:

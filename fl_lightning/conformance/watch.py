@@ -23,7 +23,7 @@ class RunRecorder(Stressor, Meter):
     """Records what happens in a run.
 
     It holds the cohorts, the losses, broadcasts and uploads as bytes by (round, client), the
-    server's tensors at the start of each round, and the tensors that each client kept last.
+    server's tensors at the start of each round, and the tensors that a client kept after each.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class RunRecorder(Stressor, Meter):
         self.broadcasts: dict[tuple[int, int], bytes] = {}
         self.uploads: dict[tuple[int, int], bytes] = {}
         self.servers: list[dict[str, Tensor]] = []
-        self.kept: dict[int, dict[str, Tensor]] = {}
+        self.states: dict[tuple[int, int], dict[str, Tensor]] = {}
         self.losses: list[float] = []
 
     def on_round_start(self, round: int, context: Context) -> None:
@@ -43,7 +43,7 @@ class RunRecorder(Stressor, Meter):
             self.broadcasts[round, client.id] = context.method.broadcast(client).to_bytes()
 
     def on_client_end(self, client: Client, round: int, context: Context) -> None:
-        self.kept[client.id] = copy_tensors(client.state)
+        self.states[round, client.id] = copy_tensors(client.state)
 
     def change_upload(
         self, upload: Payload, *, client: Client, round: int, context: Context
@@ -53,6 +53,15 @@ class RunRecorder(Stressor, Meter):
 
     def on_round_end(self, record: RoundRecord, context: Context) -> None:
         self.losses.append(record.metrics.get("train/loss", 0.0))
+
+    @property
+    def kept(self) -> dict[int, dict[str, Tensor]]:
+        """The tensors that each client kept last, by client id."""
+        return self.kept_before(len(self.servers) + 1)
+
+    def kept_before(self, round: int) -> dict[int, dict[str, Tensor]]:
+        """Return the tensors that each client had kept when a round began, by client id."""
+        return {client: state for (r, client), state in self.states.items() if r < round}
 
     def uploads_of(self, round: int) -> dict[int, Payload]:
         """Return the decoded uploads of one round by client id."""

@@ -100,6 +100,40 @@ class KeepsStaleState(FedAvg):
             buffer.copy_(before[name])
 
 
+class Pulled(FedAvg):
+    """It pulls a client back to where its last round ended."""
+
+    def training_step(self, batch, batch_idx=0):
+        outputs = super().training_step(batch, batch_idx)
+        now = torch.cat([p.flatten() for p in self.network.parameters()])
+        pull = (now - self.last[: now.numel()]).square().sum() / 20
+        return {**outputs, "loss": outputs["loss"] + pull}
+
+    def upload(self, client):
+        client.state["last"] = self.layout.read(self.network)
+        return super().upload(client)
+
+
+@BROKEN.fails("clients read messages only")
+class ReadsTheServerLater(Pulled):
+    """A client that has kept something reads a tensor of the server that it was never sent."""
+
+    def build(self, data):
+        super().build(data)
+        self.server["before"] = self.server["weights"]
+
+    def receive(self, message, client):
+        super().receive(message, client)
+        last = client.state.get("last", self.layout.read(self.network))
+        unsent = self.server["before"] if client.state else last
+        self.register_buffer("last", (last + unsent) / 2)
+
+    def next_state(self, sums):
+        before = self.server["weights"]
+        super().next_state(sums)
+        self.server["before"] = before
+
+
 @BROKEN.fails("same start as declared")
 class StartsByClient(FedAvg):
     """It says that all clients start alike, and reads who it is."""
@@ -130,6 +164,25 @@ class RemembersInAList(FedAvg):
     def training_step(self, batch, batch_idx=0):
         outputs = super().training_step(batch, batch_idx)
         return {**outputs, "loss": outputs["loss"] * (1 + self.whose[0])}
+
+
+@BROKEN.fails("stacked as alone")
+class RemembersAStateInAList(FedAvg):
+    """The same, of what each client has kept, so that the first round is right."""
+
+    stackable = True
+
+    def receive(self, message, client):
+        super().receive(message, client)
+        vars(self).setdefault("whose", [0.0])[0] = float(client.state.get("id", 0.0))
+
+    def training_step(self, batch, batch_idx=0):
+        outputs = super().training_step(batch, batch_idx)
+        return {**outputs, "loss": outputs["loss"] * (1 + self.whose[0])}
+
+    def upload(self, client):
+        client.state["id"] = torch.tensor(float(client.id))
+        return super().upload(client)
 
 
 @BROKEN.fails("orders are obeyed")
