@@ -27,15 +27,23 @@ CLIENT, OTHER = 4, 1
 def no_stale_state(bench: Bench) -> None:
     """A client's result does not depend on which clients trained before it."""
     alone = bench.run(OnlyClients(CLIENT), max_rounds=1)
-    after = bench.run(max_rounds=1)
-    sends = alone.log.uploads[1, CLIENT] == after.log.uploads[1, CLIENT]
-    expect(sends, f"the upload of client {CLIENT} changes when others trained before it")
-    expect_same_tensors(
-        alone.log.kept[CLIENT],
-        after.log.kept[CLIENT],
-        f"the state of client {CLIENT}",
-        "when others trained before it",
-    )
+    first = alone.log.uploads[1, CLIENT], alone.log.kept[CLIENT]
+    _expect_same(first, bench.run(max_rounds=1), 1, "when others trained before it")
+    # in the second round some have kept something that a newcomer does not have
+    others = {*range(bench.data.num_clients)} - {CLIENT}
+    after = bench.run(OnlyClients(*others, round=1))
+    newcomer = bench.alone(after, 2, CLIENT)
+    when = "where it is new, when others trained before it that had kept something"
+    _expect_same((newcomer.upload, newcomer.state), after, 2, when)
+
+
+def _expect_same(
+    alone: tuple[bytes, dict[str, Tensor]], after: FinishedRun, round: int, when: str
+) -> None:
+    sends = alone[0] == after.log.uploads[round, CLIENT]
+    expect(sends, f"the upload of client {CLIENT} changes {when}")
+    found, what = after.log.states[round, CLIENT], f"the state of client {CLIENT}"
+    expect_same_tensors(alone[1], found, what, when)
 
 
 def kept_state_is_used(bench: Bench) -> None:

@@ -114,6 +114,17 @@ class Pulled(FedAvg):
         return super().upload(client)
 
 
+@BROKEN.fails("no stale state")
+class LeavesWhatItKept(Pulled):
+    """A newcomer finds the state of whoever trained before it, from the second round on."""
+
+    def receive(self, message, client):
+        super().receive(message, client)
+        if "last" in client.state or not hasattr(self, "last"):
+            now = self.layout.read(self.network)
+            self.register_buffer("last", client.state.get("last", now))
+
+
 @BROKEN.fails("clients read messages only")
 class ReadsTheServerLater(Pulled):
     """A client that has kept something reads a tensor of the server that it was never sent."""
