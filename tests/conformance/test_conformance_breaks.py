@@ -85,6 +85,17 @@ class ReadsLate(FedAvg):
         return {**super().addends(upload, client_id, weight), "more": Addend(upload.tensor("more"))}
 
 
+@BROKEN.fails("order of uploads")
+class TrustsTheFirst(FedAvg):
+    """What a client adds depends on how many came before it."""
+
+    def addends(self, upload, client_id, weight):
+        if vars(self).get("heard_in") != self.round:
+            self.heard_in, self.heard = self.round, 0
+        self.heard += 1
+        return super().addends(upload, client_id, max(1, weight // self.heard))
+
+
 @BROKEN.fails("known optimum", "partial participation", "copies", "weights by examples")
 class TrainsPadding(FedAvg):
     def local_batches(self, data, client, **order):
