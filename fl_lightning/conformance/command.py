@@ -14,9 +14,10 @@ from fl_lightning import methods
 from fl_lightning.compatibility import why_not
 from fl_lightning.config.near_names import nearest_or_list
 from fl_lightning.conformance.kit import CheckResult, run_checks
-from fl_lightning.conformance.known_methods import method_under_test
-from fl_lightning.errors import InputError, as_bad_input, require
+from fl_lightning.conformance.known_methods import MethodUnderTest, method_under_test
+from fl_lightning.errors import InputError, MisuseError, error_reason, require
 from fl_lightning.methods import Method, Term
+from fl_lightning.support.user_code import is_bug_of_user
 
 
 def check(
@@ -67,14 +68,29 @@ def check(
         (neutral, given_neutral, "neutral"),
     ):
         shown = f"no --{name}" if given is None else f"--{name} {given}"
-        rule = f"{model} cannot be made with them"
-        instead = "write the arguments of its constructor as YAML"
-        with as_bad_input(shown, rule, instead, TypeError, ValueError):
-            subject.make(**(made or {}))
+        _require_made(subject, made or {}, shown, model)
     results = list(run_checks(subject))
     Console().print(results_table(model, results))
     if any(result.verdict == "failed" for result in results):
         raise SystemExit(1)
+
+
+def _require_made(
+    subject: MethodUnderTest, settings: dict[str, Any], shown: str, model: str
+) -> None:
+    """Refuse settings with which the method cannot be made; a bug of its constructor stays what it
+    raised."""
+    try:
+        subject.make(**settings)
+    except (InputError, MisuseError):
+        raise
+    except (TypeError, ValueError) as error:
+        # a constructor hands on what it does not know, and that call is then the one that fails
+        unknown = any(f"argument {name!r}" in str(error) for name in settings)
+        if is_bug_of_user(error) and not unknown:
+            raise
+        rule = f"{model} cannot be made with them ({error_reason(error)})"
+        raise InputError(shown, rule, "write the arguments of its constructor as YAML") from error
 
 
 def find_method(name: str) -> type[Method]:
@@ -87,6 +103,8 @@ def find_method(name: str) -> type[Method]:
     try:
         found = getattr(import_module(module) if module else methods, attribute)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
+        if is_bug_of_user(error):
+            raise
         known = [each for each in methods.__all__ if _is_method(getattr(methods, each))]
         raise InputError(
             f"--model {name}",
@@ -119,12 +137,16 @@ def made_terms(settings: dict[str, Any] | None) -> dict[str, Any] | None:
         if isinstance(term, Term):  # the parser made it of a full class path
             made.append(term)
             continue
-        errors = TypeError, KeyError, ImportError, AttributeError
-        instead = "write {class_path: LabelSmoothing, init_args: {smoothing: 0.1}}"
-        with as_bad_input(f"terms with {term}", "it cannot be made", instead, *errors):
+        try:
             module, _, name = str(term["class_path"]).rpartition(".")
             cls = getattr(import_module(module) if module else methods, name)
             made.append(cls(**term.get("init_args", {})))
+        except (TypeError, KeyError, ImportError, AttributeError) as error:
+            if is_bug_of_user(error):
+                raise
+            rule = f"it cannot be made ({error_reason(error)})"
+            instead = "write {class_path: LabelSmoothing, init_args: {smoothing: 0.1}}"
+            raise InputError(f"terms with {term}", rule, instead) from error
     return {**settings, "terms": made}
 
 

@@ -233,6 +233,26 @@ def test_fedavg_by_hand():
 
 
 @pytest.mark.parametrize(
+    ("top", "bottom", "error"),
+    [("LIMIT = int('ten')", "", "'ten'"), ("", "self.table = dict(mu)", "'float' object")],
+)
+def test_a_bug_in_a_file_of_ones_own_is_no_bad_input(tmp_path, monkeypatch, top, bottom, error):
+    """As with `fit`: it keeps its type and its traceback, and a wrong setting is a line still."""
+    name = f"bug_{len(top)}_{len(bottom)}"
+    (tmp_path / f"{name}.py").write_text(
+        f"from fl_lightning import Method\n\n{top}\n\nclass Mine(Method):\n"
+        "    def __init__(self, mu=0.1, **settings):\n        super().__init__(**settings)\n"
+        f"        {bottom}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    if bottom:
+        assert main(["check", "--model", f"{name}.Mine", "--settings", "{muu: 1}"]) == 2
+    with pytest.raises((TypeError, ValueError), match=error) as found:
+        main(["check", "--model", f"{name}.Mine"])
+    assert found.traceback[-1].path == tmp_path / f"{name}.py"
+
+
+@pytest.mark.parametrize(
     "arguments",
     [["--settings", "{muu: 0.1}"], ["--neutral", "{muu: 0.1}"], ["--settings", "{mu: -1}"]],
 )
