@@ -105,7 +105,7 @@ class Aggregation(ABC):
 
     def addends(self, upload: Payload, client: int, round: int) -> dict[str, Addend]:
         """Return what a client's upload adds to the server's sums, by name."""
-        return self.method.addends(upload, client, examples_in(upload))
+        return self.method.acted_on(upload, client, examples_in(upload))
 
     def intake(self) -> Uploads:
         """Return what takes the uploads of a round that begins, where nobody asks for them again

@@ -23,6 +23,7 @@ from fl_lightning.aggregation.server_optimizers import EVALUATED, SQUARES, Serve
 from fl_lightning.aggregation.sums import Addend, Sums, sums_of
 from fl_lightning.client import Client
 from fl_lightning.config.overriding import overrides
+from fl_lightning.errors import MisuseError
 from fl_lightning.models.tensors import apart_from
 from fl_lightning.support.hook_values import check_kept, check_returned
 from fl_lightning.wire import Codes, Layout, LedgerEntry, Limit, Payload, PayloadError
@@ -166,7 +167,7 @@ class SummingServer:
             examples: client id -> n_k, of all clients that returned.
         """
         weights = self.bounded_weights(examples)
-        addends = [self.addends(upload, id, weights[id]) for id, upload in sorted(uploads.items())]
+        addends = [self.acted_on(upload, id, weights[id]) for id, upload in sorted(uploads.items())]
         average = self.adapters.over(self.average)
         return sums_of(addends, average, max(self.cohort, len(examples)), self.guides())
 
@@ -183,7 +184,7 @@ class SummingServer:
         sums = Sums(average, self.cohort)
         anywhere = receives_anywhere(self)
         return AddedUploads(
-            sums, lambda upload, id: self.addends(upload, id, examples_in(upload)), anywhere
+            sums, lambda upload, id: self.acted_on(upload, id, examples_in(upload)), anywhere
         )
 
     def product_addends(self, upload: Payload) -> dict[str, Addend]:
@@ -260,6 +261,26 @@ class SummingServer:
         if self.adds_squares:
             square = self._square(self.average.bounded(vector, start) - start)
             found[SQUARES] = Addend(square, weight, self.largest_weight)
+        return found
+
+    def acted_on(self, upload: Payload, client_id: int, weight: int) -> dict[str, Addend]:
+        """Return :meth:`addends`, on which ``average`` and ``server_optimizer`` can act.
+
+        Raises:
+            MisuseError: an own ``addends`` leaves out what they go by.
+        """
+        found, average = self.addends(upload, client_id, weight), self.average
+        lacks, reader = "", type(average).__name__
+        if self.adds_squares and SQUARES not in found:
+            lacks, reader = f"a sum {SQUARES!r}", type(self.server_optimizer).__name__
+        elif not average.is_sum or overrides(average, Average, "bounded"):
+            says = not overrides(self, SummingServer, "starts") or self.starts()
+            if says and all(one.start is None for one in found.values()):
+                lacks = "a start"
+        if lacks:
+            given = f"{type(self).__name__}.addends without {lacks}"
+            instead = "write Addend(..., start=self.starts()['weights']), or super().addends(...)"
+            raise MisuseError(given, f"{reader} goes by it", instead)
         return found
 
     @property

@@ -11,6 +11,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim.lr_scheduler import ExponentialLR
 
+from fl_lightning.aggregation.averages import CoordinateMedian
+from fl_lightning.aggregation.server_optimizers import ServerSGD
+from fl_lightning.compatibility import why_not
+from fl_lightning.compatibility.features import overrides_hook
 from fl_lightning.conformance.bench import Bench
 from fl_lightning.conformance.declarations import declared
 from fl_lightning.conformance.feddyn import alpha_of, feddyn_path
@@ -18,7 +22,13 @@ from fl_lightning.conformance.feddyn import diagnose as diagnose_feddyn
 from fl_lightning.conformance.scaffold import ScaffoldRound, diagnose, distance, scaffold_path
 from fl_lightning.conformance.toy import LR
 from fl_lightning.conformance.verdicts import NotApplicable, expect, show
-from fl_lightning.conformance.watch import AnswerRecorder, OnlyClients, SlowClients
+from fl_lightning.conformance.watch import (
+    AnswerRecorder,
+    OnlyClients,
+    SlowClients,
+    equal_with_nan,
+)
+from fl_lightning.errors import InputError
 
 EXAMPLES, EPOCHS, BATCH_SIZE, ROUNDS, LR_DECAY = (2, 4, 6, 2, 4, 6), 2, 2, 8, 0.8
 SLOW_CLIENTS, WORK_SHARE = (1, 3, 5), 0.5
@@ -47,6 +57,33 @@ def federation_size(bench: Bench) -> None:
                 "if that is meant"
             ),
         )
+
+
+def settings_of_the_server(bench: Bench) -> str:
+    """An average and a server optimiser that the method is said to take change a round's result."""
+    run, kind = bench.everyone, bench.untrained()
+    asked: dict[str, Any] = {}
+    if not overrides_hook(kind, "aggregate"):
+        asked["average"] = CoordinateMedian()
+    if not why_not(kind, "server_optimizer"):
+        asked["server_optimizer"] = ServerSGD(lr=0.5)
+    taken = []
+    for name, setting in asked.items():
+        try:
+            method = bench.subject.make(**{name: setting})
+        except (InputError, TypeError):  # its constructor, or another setting, has no room for it
+            continue
+        expected, found = run.log.servers[1], bench.run(method=method, max_rounds=1).method.server
+        expect(
+            any(not equal_with_nan(expected[one], found[one]) for one in expected if one in found),
+            f"with {name} {type(setting).__name__} the server's next state is the same",
+            cause="an own next_state that does not ask self.next_weights(sums), or an own addends "
+            "whose Addend has no start",
+        )
+        taken.append(name)
+    if not taken:
+        raise NotApplicable("it takes neither an average nor a server optimiser")
+    return f"it takes {' and '.join(taken)}"
 
 
 def control_variates(bench: Bench) -> str:

@@ -36,6 +36,7 @@ CHECKS: tuple[Check, ...] = (
     checks_quadratic.learning,
     checks_quadratic.weights_by_examples,
     checks_declared.federation_size,
+    checks_declared.settings_of_the_server,
     checks_declared.control_variates,
     checks_declared.dynamic_regularisation,
     checks_quadratic.copies,

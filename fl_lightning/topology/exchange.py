@@ -70,7 +70,7 @@ class NodeAggregation(Aggregation, ABC):
         method.most_examples = before if most is None else most
         try:
             with self.nodes.at(self.nodes.of(self.node_of(client))):
-                return method.addends(upload, client, weight)
+                return method.acted_on(upload, client, weight)
         finally:
             method.most_examples = before
 

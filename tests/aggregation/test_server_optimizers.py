@@ -25,6 +25,7 @@ from fl_lightning.aggregation.server_optimizers import (
     ServerYogi,
     Step,
 )
+from fl_lightning.aggregation.sums import Addend
 from fl_lightning.conformance.bench import prepare_data
 from fl_lightning.conformance.server_steps import momentum, next_weights
 from fl_lightning.conformance.toy import images
@@ -337,6 +338,31 @@ def test_an_extrapolation_is_refused_where_no_length_can_be_added(tmp_path):
     method = make("AQFL", download="quantised", server_optimizer=Extrapolation())
     with pytest.raises(InputError, match=r"secure_sum and --model\.download quantised"):
         run(method, images(), tmp_path, max_rounds=1, secure_sum=SecureSum())
+
+
+class OwnAddends(FedAvg):
+    def addends(self, upload, client_id, weight):
+        return {"weights": Addend(self.decode(upload), weight, self.largest_weight)}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("settings", "lacks"),
+    [
+        ({"average": CoordinateMedian()}, "OwnAddends.addends without a start; CoordinateMedian"),
+        ({"average": NormClipping(1.0)}, "OwnAddends.addends without a start; NormClipping"),
+        ({"server_optimizer": Extrapolation()}, "OwnAddends.addends without a sum 'squares'; Extr"),
+    ],
+)
+def test_addends_that_leave_out_what_a_setting_goes_by(settings, lacks, masked, tmp_path):
+    more = {}
+    if masked and "Median" not in lacks:  # which needs the single uploads
+        pytest.importorskip("Crypto")
+        from fl_lightning.privacy.secure import SecureSum
+
+        more = {"secure_sum": SecureSum()}
+    with pytest.raises(MisuseError, match=lacks):
+        run(OwnAddends(**settings), images(), tmp_path, max_rounds=1, **more)
 
 
 # Rules of a user's own

@@ -96,6 +96,20 @@ class TrustsTheFirst(FedAvg):
         return super().addends(upload, client_id, max(1, weight // self.heard))
 
 
+@BROKEN.fails("settings of the server")
+class GivesNoStart(FedAvg):
+    def addends(self, upload, client_id, weight):
+        return {"weights": Addend(self.decode(upload), weight, self.largest_weight)}
+
+
+@BROKEN.fails("settings of the server")
+class NeverAsksTheOptimizer(FedAvg):
+    calls_server_optimizer = True
+
+    def next_state(self, sums):
+        self.server["weights"] = sums.mean("weights")
+
+
 @BROKEN.fails("known optimum", "partial participation", "copies", "weights by examples")
 class TrainsPadding(FedAvg):
     def local_batches(self, data, client, **order):
