@@ -19,6 +19,7 @@ from fl_lightning.compatibility.features import (
     TASKS,
     Feature,
     adopt_former,
+    check_refuses,
     feature_of,
     methods_with,
     no_personal,
@@ -143,7 +144,9 @@ def check_run(run: Run) -> None:
 
     Raises:
         InputError: the first of it, in the order of :data:`ROWS`.
+        MisuseError: the method refuses a feature that there is not.
     """
+    check_refuses(run.method)
     for row in ROWS:
         for given, why, instead in row.refusals(run):
             # a method's reason may end with what to write for it

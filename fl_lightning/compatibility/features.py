@@ -7,7 +7,9 @@ import warnings
 from typing import Any, Literal, get_args
 
 from fl_lightning.aggregation.server import SummingServer
+from fl_lightning.config.near_names import nearest_or_list
 from fl_lightning.config.overriding import overrides
+from fl_lightning.errors import MisuseError
 from fl_lightning.tasks import Classification, LanguageModelling, Task
 
 TaskFeature = Literal["classification", "language", "other_classes", "no_classes"]
@@ -28,6 +30,7 @@ Feature = (
     | Literal["personal", "finetune", "topology", "adapter_average", "asynchronous"]
 )
 """What a run may have and a method may refuse."""
+FEATURES: tuple[str, ...] = tuple(name for some in get_args(Feature) for name in get_args(some))
 OWNS_ONE = "it is the name of a server optimiser, and has no other"
 SQUARES_UNKNOWN = (
     "a message is clipped as a whole, and the square of a length is then none any more"
@@ -135,6 +138,20 @@ def no_personal(why: str) -> dict[Feature, str]:
     """Return the ``refuses`` of a method of which nothing can stay on a client or be tuned
     there."""
     return {"personal": why, "finetune": why}
+
+
+def check_refuses(method: Any) -> None:
+    """Check the names in the ``refuses`` of a method, or of a class of methods.
+
+    Raises:
+        MisuseError: one is no feature, so that its reason would refuse nothing.
+    """
+    names = () if isinstance(method.refuses, property) else method.refuses
+    kind = method if isinstance(method, type) else type(method)
+    for name in names:
+        if name not in FEATURES:
+            given, near = f"{kind.__name__}.refuses with {name!r}", nearest_or_list(name, FEATURES)
+            raise MisuseError(given, "a run has no such feature", f"write {near}")
 
 
 FORMER: dict[str, tuple[Feature, ...]] = {

@@ -35,7 +35,7 @@ from fl_lightning.aggregation.client_weights import ClientWeights, Weighing
 from fl_lightning.aggregation.server import SummingServer
 from fl_lightning.aggregation.server_optimizers import ServerOptimizer
 from fl_lightning.client import Client
-from fl_lightning.compatibility import Feature, Run, adopt_former, check_run
+from fl_lightning.compatibility import Feature, Run, adopt_former, check_refuses, check_run
 from fl_lightning.config.constraints import within
 from fl_lightning.config.recorded import Recorded, record_copy
 from fl_lightning.data import FederatedData
@@ -199,6 +199,7 @@ class Method(Recorded, Emitter, SummingServer, WithLocalWork, WithPersonal, With
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
         adopt_former(cls)
+        check_refuses(cls)
 
     # Both halves
 

@@ -28,7 +28,7 @@ from fl_lightning.conformance.federations import Sentences, small_llama
 from fl_lightning.conformance.known_methods import method_under_test
 from fl_lightning.conformance.toy import images, run, sgd
 from fl_lightning.data import IID, FederatedData
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, MisuseError
 from fl_lightning.methods import FedAvg, FedNTD, FineTuning, Method, ServerSGD
 from fl_lightning.methods.terms import DistillationTerm, ProximalTerm
 from fl_lightning.models import SmallCNN
@@ -416,3 +416,20 @@ def test_the_contract_of_a_method_is_short():
     attributes = [node for node in contract.body if isinstance(node, (ast.Assign, ast.AnnAssign))]
     assert 5 < len(attributes) <= 15
     assert len(source.splitlines()) <= 420
+
+
+class DecidesLate(FedAvg):
+    """It is known with its settings what it refuses."""
+
+    @property
+    def refuses(self):
+        return {"secure-sum": "its server reads single uploads"}
+
+
+@pytest.mark.parametrize(
+    "make_it",
+    [lambda: type("Mistyped", (FedAvg,), {"refuses": {"secure-sum": "why"}}), DecidesLate],
+)
+def test_a_feature_that_there_is_not_refuses_nothing(make_it):
+    with pytest.raises(MisuseError, match=r"refuses with 'secure-sum'; .*; write secure_sum"):
+        make_it()
