@@ -19,7 +19,7 @@ from fl_lightning.engines import ClientResult, ClientTask
 from fl_lightning.errors import MisuseError
 from fl_lightning.federation import Federation
 from fl_lightning.hooks import sees_one_upload, sees_uploads, stress, tell
-from fl_lightning.wire import LedgerEntry, PayloadError
+from fl_lightning.wire import LedgerEntry, Payload, PayloadError
 
 log = logging.getLogger("fl_lightning")
 T = TypeVar("T")
@@ -110,6 +110,7 @@ def receive(
         return entry_of(result.received, task.round, client.id, sent, uploads)
     status, size, leaves = "lost", len(result.upload), fed.aggregation.uploads_leave_clients
     data: bytes | None = result.upload
+    upload: Payload | None = None
     if leaves:
         data = deliver(fed, task.round, client, result.upload) if assignment.returns else None
     if data is not None:
@@ -121,11 +122,12 @@ def receive(
                 if upload is not decoded:
                     size = upload.nbytes
                 check_upload(fed.method, upload, client, uploads, undeclared)
-                uploads.take(client.id, upload)
                 status = "trained"
         except PayloadError as error:
             status = "rejected"
             log_rejected(task.round, client.id, error)
+    if upload is not None and status == "trained":  # others may be added up with it
+        uploads.take(client.id, upload)
     size = size if leaves else 0
     wasted = 0 if status == "trained" else size
     return LedgerEntry(task.round, client.id, status, sent, size, wasted)

@@ -37,9 +37,9 @@ def receive_here(method: SummingServer, data: bytes, client: Client, uploads: Up
     try:
         upload = decode_upload(method, data, client, verified=True)
         check_upload(method, upload, client, uploads)
-        uploads.take(client.id, upload)
     except PayloadError as error:
         return Received(len(data), refusal=str(error))
+    uploads.take(client.id, upload)  # others may be added up with it
     return Received(len(data), examples_in(upload))
 
 

@@ -264,23 +264,18 @@ class SummingServer:
         return found
 
     def acted_on(self, upload: Payload, client_id: int, weight: int) -> dict[str, Addend]:
-        """Return :meth:`addends`, on which ``average`` and ``server_optimizer`` can act.
-
-        Raises:
-            MisuseError: an own ``addends`` leaves out what they go by.
-        """
-        found, average = self.addends(upload, client_id, weight), self.average
-        lacks, reader = "", type(average).__name__
+        """Return :meth:`addends`, and raise a MisuseError where it leaves out what ``average`` or
+        ``server_optimizer`` goes by."""
+        found, average, lacks = self.addends(upload, client_id, weight), self.average, ""
         if self.adds_squares and SQUARES not in found:
-            lacks, reader = f"a sum {SQUARES!r}", type(self.server_optimizer).__name__
+            lacks = f"no sum {SQUARES!r}, by which {type(self.server_optimizer).__name__} goes"
         elif not average.is_sum or overrides(average, Average, "bounded"):
-            says = not overrides(self, SummingServer, "starts") or self.starts()
-            if says and all(one.start is None for one in found.values()):
-                lacks = "a start"
+            started = any(one.start is not None for one in found.values())
+            if not started and (not overrides(self, SummingServer, "starts") or self.starts()):
+                lacks = f"no start, by which {type(average).__name__} goes"
         if lacks:
-            given = f"{type(self).__name__}.addends without {lacks}"
             instead = "write Addend(..., start=self.starts()['weights']), or super().addends(...)"
-            raise MisuseError(given, f"{reader} goes by it", instead)
+            raise MisuseError(f"{type(self).__name__}.addends", f"it gives {lacks}", instead)
         return found
 
     @property

@@ -24,6 +24,7 @@ from fl_lightning.hooks import Meter, Stressor
 from fl_lightning.methods import FedAvg
 from fl_lightning.privacy import ClientPrivacy
 from fl_lightning.privacy.secure import SecureSum
+from fl_lightning.wire import PayloadError
 
 CLIENTS, WAITING = 12, 3
 
@@ -461,6 +462,28 @@ class AddsNonsense(FedAvg):
 def test_a_bug_of_the_servers_half_in_a_worker_is_the_one_that_is_raised(tmp_path):
     with pytest.raises(ZeroDivisionError, match="a bug of the method"):
         run(AddsNonsense(), federation(), tmp_path, max_rounds=1, engine="sequential", workers=2)
+
+
+class ReadsLate(FedAvg):
+    """What `check` does not read, `addends` refuses of client 0."""
+
+    receives_anywhere = True
+
+    def addends(self, upload, client_id, weight):
+        if client_id == 0:
+            raise PayloadError("odd", "even", "")
+        return super().addends(upload, client_id, weight)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_addends_refuses_rejects_no_other_client(workers, tmp_path, monkeypatch, caplog):
+    """Large uploads are added up with the next client's; small ones at the end of the round. Both
+    end the run, as a bug of the method."""
+    monkeypatch.setattr(intake, "WAITING_BYTES", 1)
+    settings = {"engine": "sequential", "workers": workers}
+    with pytest.raises(PayloadError, match="odd"):
+        run(ReadsLate(), federation(), tmp_path, max_rounds=1, **settings)
+    assert "rejected" not in caplog.text
 
 
 @pytest.mark.slow

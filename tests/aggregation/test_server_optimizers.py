@@ -349,9 +349,18 @@ class OwnAddends(FedAvg):
 @pytest.mark.parametrize(
     ("settings", "lacks"),
     [
-        ({"average": CoordinateMedian()}, "OwnAddends.addends without a start; CoordinateMedian"),
-        ({"average": NormClipping(1.0)}, "OwnAddends.addends without a start; NormClipping"),
-        ({"server_optimizer": Extrapolation()}, "OwnAddends.addends without a sum 'squares'; Extr"),
+        (
+            {"average": CoordinateMedian()},
+            "OwnAddends.addends; it gives no start, by which CoordinateMedian",
+        ),
+        (
+            {"average": NormClipping(1.0)},
+            "OwnAddends.addends; it gives no start, by which NormClipping",
+        ),
+        (
+            {"server_optimizer": Extrapolation()},
+            "OwnAddends.addends; it gives no sum 'squares', by which Ext",
+        ),
     ],
 )
 def test_addends_that_leave_out_what_a_setting_goes_by(settings, lacks, masked, tmp_path):
