@@ -4,7 +4,7 @@ NaN."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from inspect import signature
 from types import MethodType
 from typing import Any, TypeVar
@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from fl_lightning.client import Client
 from fl_lightning.conformance.bench import (
@@ -23,7 +22,7 @@ from fl_lightning.conformance.bench import (
     first_batch,
 )
 from fl_lightning.conformance.verdicts import NotApplicable, Violation, expect, in_words
-from fl_lightning.conformance.watch import OnlyClients
+from fl_lightning.conformance.watch import AttributeRecorder, OnlyClients
 from fl_lightning.engines.sequential import upload_of
 from fl_lightning.methods import FedAvg, Method
 from fl_lightning.methods.optimizing import local_optimizer
@@ -133,46 +132,34 @@ def determinism(bench: Bench) -> None:
 
 def resume(bench: Bench) -> None:
     """A run resumed after two rounds ends like an uninterrupted one."""
-    whole = bench.run(max_rounds=4, participation=0.5)
+    attributes = AttributeRecorder()
+    whole = bench.run(attributes, max_rounds=4, participation=0.5)
     half = bench.run(max_rounds=2, participation=0.5)
     rest = bench.run(
         max_rounds=4, participation=0.5, ckpt_path=str(half.trainer.run_dir), allow_changed=True
     )
-    cause = _lost_attributes(bench, whole.method)
+    cause = _lost_attributes(attributes.changed)
     expect_same_server(whole.method.server, rest.method.server, "after the resume", cause)
-    _same_kept(whole, rest, "after the resume")
+    _same_kept(whole, rest, "after the resume", cause)
 
 
-def _lost_attributes(bench: Bench, trained: Method) -> str:
-    """Name the plain attributes with tensors that a run has changed, which no checkpoint has; empty
-    if there are none."""
-    new = vars(bench.untrained())
-    usual = vars(FedAvg()).keys()
-    changed = [
-        f"self.{name}"
-        for name, value in vars(trained).items()
-        if name not in usual and _tensors(value) and not _same_tensors(value, new.get(name))
-    ]
-    if not changed:
+def _lost_attributes(changed: Collection[str]) -> str:
+    """Name the attributes of its own that a run has changed, which no checkpoint has; empty if
+    there are none."""
+    usual = {*vars(FedAvg()), *dir(FedAvg)}
+    own = sorted(f"self.{name}" for name in changed if name not in usual)
+    if not own:
         return ""
     return (
-        f"a run changes {', '.join(sorted(changed))}, which no checkpoint has: put what a client keeps into "
+        f"a run changes {', '.join(own)}, which no checkpoint has: put what a client keeps into "
         "client.state, and what the server remembers into self.server"
     )
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _same_tensors(value: Any, other: Any) -> bool:
-    mine, others = _tensors(value), _tensors(other)
-    return len(mine) == len(others) and all(map(torch.equal, mine, others))
-
-
-def _same_kept(expected: FinishedRun, found: FinishedRun, when: str) -> None:
+def _same_kept(expected: FinishedRun, found: FinishedRun, when: str, cause: str = "") -> None:
     for client, kept in found.log.kept.items():
-        expect_same_tensors(expected.log.kept[client], kept, f"the state of client {client}", when)
+        what = f"the state of client {client}"
+        expect_same_tensors(expected.log.kept[client], kept, what, when, cause)
 
 
 def finite(bench: Bench) -> None:

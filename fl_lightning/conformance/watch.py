@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from fl_lightning.client import Assignment, Client
+from fl_lightning.engines.attributes import attributes_of
 from fl_lightning.hooks import Context, Meter, RoundRecord, Stressor
+from fl_lightning.support.appearance import appearance
 from fl_lightning.wire import Payload
 
 
@@ -112,6 +114,26 @@ class AnswerRecorder(Meter):
     @torch.no_grad()
     def on_round_end(self, record: RoundRecord, context: Context) -> None:
         self.seen.append(context.method.deploy(None).eval()(torch.ones(1, 1))[0].clone())
+
+
+class AttributeRecorder(Meter):
+    """Finds the attributes beside tensors, of the method and its modules, that a run changes; their
+    names are in ``changed``."""
+
+    def __init__(self) -> None:
+        self.first: dict[str, str] = {}
+        self.changed: set[str] = set()
+
+    def on_round_start(self, round: int, context: Context) -> None:
+        self.first = self.first or self._seen(context)
+
+    def on_round_end(self, record: RoundRecord, context: Context) -> None:
+        now = self._seen(context).items()
+        self.changed |= {name for name, value in now if value != self.first.get(name)}
+
+    def _seen(self, context: Context) -> dict[str, str]:
+        found = attributes_of(context.method)
+        return {name: appearance(value) for name, value in found.items()}
 
 
 class StateChanger(Stressor):

@@ -385,6 +385,27 @@ def test_what_no_checkpoint_has_is_named():
     assert "client.state" in detail
 
 
+class Decays(FedAvg):
+    """The server's steps fall by a number, and clients' losses by one of the network."""
+
+    calls = 0
+
+    def next_state(self, sums):
+        self.calls, before = self.calls + 1, self.server["weights"]
+        super().next_state(sums)
+        self.server["weights"] = before + 0.9**self.calls * (self.server["weights"] - before)
+
+    def training_step(self, batch, batch_idx=0):
+        outputs, scale = super().training_step(batch, batch_idx), getattr(self.network, "scale", 1)
+        self.network.scale = 0.99 * scale
+        return {**outputs, "loss": scale * outputs["loss"]}
+
+
+def test_so_is_a_number_and_what_a_network_has():
+    detail = failures(Decays, "resume")["resume"]
+    assert "a run changes self.calls, self.network.scale, which no checkpoint has" in detail
+
+
 class Uniform(FedAvg):
     def aggregate(self, uploads):
         self.server["weights"] = torch.stack(
