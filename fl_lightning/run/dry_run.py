@@ -194,10 +194,20 @@ def _lines(found: Forecast, method: Method, data: FederatedData, precision: str)
     yield "These are tensors. Python and torch come on top, about 0.5 GB, and what an allocator wastes."
     if precision != "32-true":
         yield f"With precision {precision} activations take less than that."
-    if own := own_messages_of(method):
+    if own := own_messages_of(method) or _layouts_of(method):
         yield f"{name} has a {own[0]} of its own; what travels is said as if it were weights."
     yield from _traffic(found)
     yield "Clients that are stacked (--trainer.engine batched) have activations each. Nothing was loaded."
+
+
+def _layouts_of(method: Method) -> list[str]:
+    """Return the hooks by which a method of a user's own may choose what travels: nobody knows it
+    before they run."""
+    of = {
+        hook: next(kind for kind in type(method).__mro__ if hook in vars(kind))
+        for hook in ("build", "split_network")
+    }
+    return [hook for hook, kind in of.items() if not kind.__module__.startswith("fl_lightning.")]
 
 
 def _traffic(found: Forecast) -> Iterator[str]:

@@ -25,13 +25,14 @@ from fl_lightning.clock import Clock, FedBuff, OverSelection, SameDevice
 from fl_lightning.conformance.toy import trainer_in
 from fl_lightning.data import FederatedImages, PreferencePairs
 from fl_lightning.errors import InputError
-from fl_lightning.methods import FedAvg
+from fl_lightning.methods import MOON, FedAvg
 from fl_lightning.models.adapters import ADAPTERS, AdapterKind, add_adapter
 from fl_lightning.models.language import Llama
 from fl_lightning.privacy.secure.settings import SecureSum
 from fl_lightning.run.dry_run import forecast, show
 from fl_lightning.sampling import Oort, PowerOfChoice, Sampler
 from fl_lightning.topology import Gossip, Hierarchy
+from fl_lightning.wire import Layout
 
 RULES = [
     None,
@@ -205,6 +206,23 @@ def test_nothing_is_loaded_or_created(tmp_path: Path, monkeypatch: pytest.Monkey
         assert f"A client is sent {values}" in out
         assert ("of its own; what travels" in out) is (config == "vemoe_default")
     assert list(tmp_path.iterdir()) == []
+
+
+class TrainsLess(FedAvg):
+    """Its layout is of what it trains, which nobody knows before it is built."""
+
+    def build(self, data):
+        super().build(data)
+        self.layout = Layout.of(self.network, include=lambda name: name.endswith("bias"))
+        self.start_server()
+
+
+def test_what_travels_is_not_known_where_a_build_of_ones_own_may_choose_it(capsys):
+    for method, said in ((TrainsLess(), True), (MOON(), False)):
+        data = FederatedImages(dataset="digits")
+        show(forecast(method, data, participation=1.0, rounds=1), method, data, "32-true")
+        note = "TrainsLess has a build of its own; what travels is said as if it were weights."
+        assert (note in capsys.readouterr().out) is said
 
 
 def test_a_pair_has_two_sequences_and_a_frozen_base_no_gradients():
