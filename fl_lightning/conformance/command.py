@@ -37,7 +37,7 @@ def check(
 
     Raises:
         InputError: there is no such method, its clients do not train, it learns neither images nor
-            text, or its constructor refuses the settings.
+            text, its constructor refuses the settings, or they are the kit's.
         SystemExit: a check failed; the exit code is 1.
     """
     require(
@@ -46,6 +46,14 @@ def check(
         "a deviation is 0 or more",
         "write --noise 0.01",
     )
+    for name, given in (("settings", settings), ("neutral", neutral)):
+        theirs = [one for one in ("network", "optimizer") if one in (given or {})]
+        require(
+            not theirs,
+            f"--{name} with {' and '.join(theirs)}",
+            "the kit sets network and optimizer, to know the path that a method has to take",
+            "leave them out",
+        )
     given_settings = made_terms(settings)
     given_neutral = made_terms(neutral)
     kind = find_method(model)

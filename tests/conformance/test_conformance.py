@@ -256,13 +256,26 @@ def test_a_bug_in_a_file_of_ones_own_is_no_bad_input(tmp_path, monkeypatch, top,
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--settings", "{muu: 0.1}"], ["--neutral", "{muu: 0.1}"], ["--settings", "{mu: -1}"]],
+    [
+        ["--settings", "{muu: 0.1}"],
+        ["--neutral", "{muu: 0.1}"],
+        ["--settings", "{mu: -1}"],
+    ],
 )
 def test_settings_that_it_does_not_know(arguments, capsys):
     assert main(["check", "--model", "FedProx", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "mu" in error
+
+
+@pytest.mark.parametrize("argument", ["--settings", "--neutral"])
+@pytest.mark.parametrize("name", ["network", "optimizer"])
+def test_what_the_kit_sets_itself(argument, name, capsys):
+    assert main(["check", "--model", "FedProx", argument, f"{{{name}: nothing}}"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert f"{argument} with {name}; the kit sets" in error
 
 
 def test_a_server_that_distils_is_checked_on_one_thread_as_it_runs():
