@@ -25,7 +25,7 @@ from fl_lightning.conformance.verdicts import NotApplicable, Violation, expect, 
 from fl_lightning.conformance.watch import AttributeRecorder, OnlyClients
 from fl_lightning.engines.sequential import upload_of
 from fl_lightning.methods import FedAvg, Method
-from fl_lightning.methods.optimizing import local_optimizer
+from fl_lightning.methods.optimizing import local_optimizer, round_optimizer
 from fl_lightning.wire import Payload
 
 T = TypeVar("T")
@@ -35,6 +35,8 @@ def contract(bench: Bench) -> None:
     """A training step returns losses by name; broadcast and upload return payloads, deploy a
     network and server_metrics numbers by name."""
     method = _attempt(f"it cannot be built on {bench.subject.federation.name}", bench.untrained)
+    early = "its configure_optimizers fails; a run calls it before any client has received anything"
+    _attempt(early, lambda: round_optimizer(method))
     data = bench.data
     client = data.client(0)
     message = _attempt("its broadcast fails", lambda: method.broadcast(client))

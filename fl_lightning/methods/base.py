@@ -309,8 +309,8 @@ class Method(Recorded, Emitter, SummingServer, WithLocalWork, WithPersonal, With
         return self.task.loss(outputs, target)
 
     def configure_optimizers(self) -> Any:
-        """Return a new local optimiser at its own learning rate; as in Lightning, one of your own
-        may come with a scheduler, new too, which steps once a round."""
+        """Return a new local optimiser at its own learning rate, also before a client has received
+        anything; as in Lightning, it may come with a scheduler, new too, which steps once a round."""
         if self.module is not None and self.module_optimizes:
             return self.module.configure_optimizers()
         trainable = self.trainable()

@@ -88,6 +88,17 @@ class WantsTokens(FedAvg):
         return {"loss": self.network(batch["input_ids"])}
 
 
+class StepsByClient(FedAvg):
+    """Its rate is known once a client has received something."""
+
+    def receive(self, message, client):
+        super().receive(message, client)
+        self.rate = 1 / len(client.train)
+
+    def configure_optimizers(self):
+        return SGD(self.trainable(), self.rate)
+
+
 class SendsADictionary(FedAvg):
     def upload(self, client):
         return dict(super().upload(client))
@@ -118,6 +129,7 @@ class TrainsOnNothing(FedAvg):
             WantsTokens,
             "its training_step fails on a tuple of Tensor [16, 3, 16, 16], Tensor [16]: TypeError",
         ),
+        (StepsByClient, "a run calls it before any client has received anything: AttributeError"),
         (SendsADictionary, "SendsADictionary.upload returned dict; it returns a Payload"),
         (DeploysNothing, "deploy gives NoneType; return a network"),
         (MeasuresNothing, "server_metrics gives NoneType; return a dictionary of numbers"),
