@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from typing import Annotated, ClassVar
@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar
 from fl_lightning.clock.availability import Always, Availability
 from fl_lightning.clock.devices import Devices, Line
 from fl_lightning.config.constraints import check_fields, within
-from fl_lightning.config.recorded import require_made
+from fl_lightning.config.recorded import parts_of, require_made
 from fl_lightning.errors import MisuseError
 
 ALWAYS = Always()
@@ -65,8 +65,7 @@ class Clock:
     settings_shown: ClassVar = ("--trainer.clock.{name} {value}",) * 2
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            require_made(one.name, getattr(self, one.name))
+        require_made(parts_of(Clock), vars(self))
 
     @property
     def reached(self) -> Availability:

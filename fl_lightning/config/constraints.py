@@ -155,16 +155,18 @@ def constraints_of(cls: type) -> dict[str, Constraint]:
 
 def own_constraints(cls: type) -> dict[str, Constraint]:
     """Return the constraints that the constructor of a class itself declares, by name."""
+    found = {name: next(_constraints_in(hint), None) for name, hint in own_hints(cls)}
+    return {name: constraint for name, constraint in found.items() if constraint}
+
+
+def own_hints(cls: type) -> Iterator[tuple[str, Any]]:
+    """Yield the types of the arguments that the constructor of a class itself declares, by name."""
     constructor: Any = cls.__init__  # type: ignore[misc]
     constructor = getattr(constructor, "__wrapped__", constructor)
-    found = {}
     for name, annotation in constructor.__annotations__.items():
         with suppress(Exception):  # of a user's class, an annotation that names what is not there
             one = SimpleNamespace(__annotations__={name: annotation})
-            hint = get_type_hints(one, constructor.__globals__, include_extras=True)[name]
-            if constraint := next(_constraints_in(hint), None):
-                found[name] = constraint
-    return found
+            yield name, get_type_hints(one, constructor.__globals__, include_extras=True)[name]
 
 
 def check_fields(made: Any) -> None:
@@ -199,7 +201,7 @@ def _constraints_in(hint: Any) -> Iterator[Constraint]:
     declared: list[Any] = []
     if get_origin(hint) is Annotated:
         hint, *declared = get_args(hint)
-    members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    members = members_of(hint)
     literals = [member for member in members if get_origin(member) is Literal]
     names = tuple(name for member in literals for name in get_args(member))
     whole = int in members and float not in members
@@ -217,6 +219,11 @@ def _constraints_in(hint: Any) -> Iterator[Constraint]:
     )
     if names and {*members} <= {*literals, NoneType}:
         yield replace(one_of(names), optional=optional)
+
+
+def members_of(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union; of another type, the type alone."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
 def _number(text: str) -> float:

@@ -19,7 +19,7 @@ from functools import cache, partial, wraps
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, NoneType
 from typing import Any, ClassVar, SupportsIndex, TypeVar
 from weakref import finalize
 
@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.config.constraints import check_arguments, own_constraints
-from fl_lightning.config.near_names import nearest_or_list
+from fl_lightning.config.constraints import check_arguments, members_of, own_constraints, own_hints
+from fl_lightning.config.near_names import listed, nearest, nearest_or_list
 from fl_lightning.errors import InputError
 from fl_lightning.support.tensor_bytes import raw_bytes
 
@@ -105,7 +105,7 @@ def _recording(cls: type, constructor: Callable[..., None]) -> Callable[..., Non
     takes_any = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
     lists = [name for name, one in signature.parameters.items() if _is_list(one.annotation)]
     # not before the module is read to its end, which defines what annotations name
-    constraints = cache(lambda: own_constraints(cls))
+    constraints, parts = cache(lambda: own_constraints(cls)), cache(lambda: parts_of(cls))
 
     @wraps(constructor)
     def record(self: Any, *arguments: Any, **named: Any) -> None:
@@ -119,8 +119,7 @@ def _recording(cls: type, constructor: Callable[..., None]) -> Callable[..., Non
         for name in lists:
             if bound.get(name) is not None and not isinstance(bound[name], Iterable):
                 bound[name] = [bound[name]]
-        for name, value in bound.items():
-            require_made(name, value)
+        require_made(parts(), bound)
         # the subclass's constructor is called first, and its arguments count
         if id(self) not in _ARGUMENTS:
             _record(self, _Arguments(list(bound.items())[1:]))
@@ -137,14 +136,56 @@ def with_settings(thing: object) -> str:
     return f"{type(thing).__name__}({given})"
 
 
-def require_made(name: str, value: Any) -> None:
-    """Refuse a class where one of its objects is meant; a network's makes one for each run."""
-    for one in value if isinstance(value, list | tuple) else (value,):
-        ours = is_dataclass(one) and getattr(one, "__module__", "").startswith("fl_lightning.")
-        is_part = isinstance(one, type) and (ours or issubclass(one, Recorded))
-        if is_part and not issubclass(one, nn.Module):
-            rule = "it is a class, and an object of it is asked for"
-            raise InputError(f"{name}={one.__name__}", rule, f"write {name}={one.__name__}(...)")
+def require_made(parts: Mapping[str, tuple[type, ...]], given: Mapping[str, Any]) -> None:
+    """Refuse a class where one of its objects is meant, of which a network's is one for each run,
+    and whatever is no such object where a part of the run is meant.
+
+    Args:
+        parts: the classes of the arguments that are parts, as :func:`parts_of` has them.
+        given: the arguments, by name.
+    """
+    for name, value in given.items():
+        for one in value if isinstance(value, list | tuple) else (value,):
+            if _is_part(one) and not issubclass(one, nn.Module):
+                rule = "it is a class, and an object of it is asked for"
+                raise InputError(
+                    f"{name}={one.__name__}", rule, f"write {name}={one.__name__}(...)"
+                )
+        allowed = parts.get(name, (object,))
+        takes_functions = any("__call__" in vars(base) for one in allowed for base in one.__mro__)
+        if isinstance(value, allowed) or (takes_functions and callable(value)):
+            continue
+        wanted = next(one for one in allowed if one is not NoneType)
+        near = nearest(str(value), known := _made_of(wanted))
+        raise InputError(
+            f"{name}={value!r:.60}",
+            f"it is {type(value).__name__}, and an object of {wanted.__name__} is needed",
+            f"write {name}={near}(...)"
+            if near
+            else f"write {name} as an object of {listed(known)}",
+        )
+
+
+def parts_of(cls: type) -> dict[str, tuple[type, ...]]:
+    """Return the classes of those arguments of a constructor that are parts of a run, such as a
+    sampler, by name; ``NoneType`` is among those of an optional one."""
+    hints = {name: members_of(hint) for name, hint in own_hints(cls)}
+    return {
+        name: members
+        for name, members in hints.items()
+        if (parts := {*members} - {NoneType}) and all(map(_is_part, parts))
+    }
+
+
+def _is_part(cls: Any) -> bool:
+    ours = is_dataclass(cls) and getattr(cls, "__module__", "").startswith("fl_lightning.")
+    return isinstance(cls, type) and (ours or issubclass(cls, Recorded))
+
+
+def _made_of(cls: Any) -> list[str]:
+    """Return the names of the classes that a part may be of: this one and those derived from it."""
+    own = [] if inspect.isabstract(cls) or cls.__name__.startswith("_") else [cls.__name__]
+    return own + [name for derived in cls.__subclasses__() for name in _made_of(derived)]
 
 
 def _is_list(annotation: Any) -> bool:

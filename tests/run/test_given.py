@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import numpy as np
@@ -11,12 +12,15 @@ import yaml
 from lightning import LightningDataModule
 from lightning.pytorch import LightningModule
 from torch import nn
+from torch.optim import SGD
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassF1Score
 from toy import ready, sgd
 
 from callbacks import StragglerDropout
+from fl_lightning.clock import Clock
 from fl_lightning.conformance.toy import images, trainer_in
+from fl_lightning.data import FederatedImages
 from fl_lightning.errors import InputError, MisuseError
 from fl_lightning.methods import FedAvg, FedProx
 from fl_lightning.trainer import FederatedTrainer
@@ -105,3 +109,32 @@ def test_one_callback_and_one_metric_need_no_list(tmp_path):
 def test_an_argument_that_there_is_not_is_told_its_nearest(make, said):
     with pytest.raises(TypeError, match=said):
         make()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            partial(FederatedTrainer, sampler="PowerOfChoice"),
+            "sampler='PowerOfChoice'; it is str, and an object of Sampler is needed; "
+            "write sampler=PowerOfChoice(...)",
+        ),
+        (partial(FederatedTrainer, topology="gossip"), "write topology=Gossip(...)"),
+        (partial(FederatedTrainer, privacy=True), "it is bool, and an object of ClientPrivacy"),
+        (partial(FederatedTrainer, clock="phones.csv"), "write clock as an object of Clock"),
+        (partial(Clock, devices="phones.csv"), "write devices as an object of one of SameDevice, "),
+        (partial(FedAvg, average="CoordinateMedian"), "write average=CoordinateMedian(...)"),
+        (partial(FedAvg, server_optimizer=partial(SGD, lr=1.0)), "it is partial, and an object of"),
+        (partial(images, partition="iid"), "write partition=IID(...)"),
+    ],
+)
+def test_a_part_of_a_run_is_an_object(make, said):
+    with pytest.raises(InputError, match=re.escape(said)):
+        make()
+
+
+def test_a_part_that_is_called_may_be_a_function():
+    def halves(labels, num_clients, seed):
+        return np.array_split(np.arange(len(labels)), num_clients)
+
+    assert FederatedImages(partition=halves).partition is halves
