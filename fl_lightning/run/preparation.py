@@ -35,6 +35,7 @@ from fl_lightning.run.round_parts import RoundParts
 from fl_lightning.support.user_code import errors_as_refusals
 from fl_lightning.tasks.base import in_float32
 from fl_lightning.tasks.checks import check_loss, check_sums
+from fl_lightning.tracking.mlflow_store import loggers_of
 
 TRIED_EXAMPLES = 16
 """Examples that metrics are tried out on before a run begins."""
@@ -47,6 +48,7 @@ class FederationSettings(Protocol):
 
     fabric: Fabric
     callbacks: list[Any]
+    logger: Any
     parts: RoundParts
     workers: int | Literal["auto"]
     gradient_clip_val: float | None
@@ -121,6 +123,7 @@ def check_settings(
     run = settings.parts.combined(method, settings.callbacks, deployed=settings.remote is not None)
     check_run(run if data is None else replace(run, task=data.task, own_data=data.apart))
     declared_by((method, *settings.callbacks))
+    loggers_of(settings.logger)
     check_optimizer_settings(method)
 
 

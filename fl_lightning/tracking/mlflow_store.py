@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 from filelock import FileLock
 from lightning.fabric.loggers import Logger
 
+from fl_lightning.errors import require
 from fl_lightning.support.redaction import REDACTING, redact
 from fl_lightning.tracking.writer import POLL_SECONDS, AwakeTimer
 
@@ -459,10 +460,22 @@ def is_mlflow(logger: object) -> bool:
 
 
 def loggers_of(logger: Logger | Sequence[Logger] | bool) -> list[Logger | None]:
-    """Return the loggers that a setting means; None is the default store."""
+    """Return the loggers that a setting means; None is the default store.
+
+    Raises:
+        InputError: it means something else than loggers.
+    """
     if isinstance(logger, bool):
         return [None] if logger else []
-    return [logger] if isinstance(logger, Logger) else [*logger]
+    loggers: list[Any] = [*logger] if isinstance(logger, list | tuple) else [logger]
+    for one in loggers:
+        require(
+            isinstance(one, Logger),
+            f"logger={one!r:.60}",
+            "it is True for MLflow, False for none, or loggers of lightning.pytorch.loggers",
+            "write logger=True, or logger=CSVLogger(...)",
+        )
+    return loggers
 
 
 def call_with_limit(limit: float, function: Callable[[], Any]) -> Any:

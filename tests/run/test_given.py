@@ -11,6 +11,7 @@ import torch
 import yaml
 from lightning import LightningDataModule
 from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader
@@ -79,6 +80,13 @@ def test_it_is_said_what_to_write(command, method, data, seed, says, tmp_path):
 def test_before_the_first_run_there_is_no_directory(tmp_path):
     with pytest.raises(MisuseError, match="it has none before its first fit"):
         _ = trainer_in(tmp_path).run_dir
+
+
+@pytest.mark.parametrize("logger", ["mlflow", 3, None, [CSVLogger("logs"), "csv"], CSVLogger])
+def test_what_is_no_logger_is_refused_before_there_is_a_directory(logger, tmp_path):
+    with pytest.raises(InputError, match="loggers; write logger=True, or"):
+        trainer_in(tmp_path, logger=logger).fit(METHOD, DATA)
+    assert not any(tmp_path.iterdir())
 
 
 def test_numbers_of_numpy_are_numbers(tmp_path):
