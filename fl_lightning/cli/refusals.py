@@ -301,8 +301,9 @@ def unknown_key(
         return InputError(shown, rule, CLOSED)
     if near is not None and owner:
         near = f"{prefix}.{near}"
-    if near is None:
-        near = FOREIGN_NAMES.get(path) or FOREIGN_NAMES.get(leaf)
+    foreign = FOREIGN_NAMES.get(path) or FOREIGN_NAMES.get(leaf, path)
+    if near is None and foreign != path and (not owner or foreign.startswith(f"{prefix}.")):
+        near = foreign
     if near is None:
         names = sorted(option for option in valid if not owner or "." not in option)
         # so far it is a base, which has no settings

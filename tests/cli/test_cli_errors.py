@@ -124,6 +124,19 @@ BAD = [
         "fit --config base.yaml --trainer.callbacks+=LabelNoise --trainer.callbacks.rond 3",
         "write --trainer.callbacks.round 3",
     ),
+    (
+        "fit --config base.yaml --model.optimizer AdamW --model.optimizer.momentum 0.9",
+        "AdamW has no setting momentum; write one of amsgrad, betas, ",
+    ),
+    (
+        "fit --config base.yaml --trainer.callbacks+=StragglerDropout --trainer.callbacks.fraction 0.9",
+        "StragglerDropout has no setting fraction; write ",
+    ),
+    (
+        "fit --config base.yaml --data.partition IID --data.partition.alpha 1",
+        "IID has no setting alpha",
+    ),
+    ("fit --config base.yaml --model.lr 0.1", "write --model.optimizer.lr 0.1"),
     # names of classes
     ("fit --config base.yaml --model FedAvgg", "write --model FedAvg"),
     ("fit --config base.yaml --model no.such.Class", "cannot be imported"),
