@@ -7,7 +7,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from inspect import getclosurevars, isbuiltin, isclass, isfunction, ismethod
+from inspect import getclosurevars, isbuiltin, isfunction, ismethod
 from itertools import chain
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
@@ -201,7 +201,7 @@ def _unwrapped(make: Any) -> Recipe:
     named: dict[str, Any] = {}
     while isinstance(make, partial):
         named = {**make.keywords, **named}
-        if make.args and isclass(make.args[-1]):
+        if str(getattr(make.func, "__module__", "")).startswith("jsonargparse."):
             make = make.args[-1]
         else:
             arguments, make = (*make.args, *arguments), make.func

@@ -214,6 +214,19 @@ def test_every_run_has_tensors_of_its_own(make: Callable[[int], nn.Module]) -> N
     assert recipe_of(first) is not None
 
 
+def test_a_class_that_a_partial_gives_to_a_function_is_its_argument() -> None:
+    def build(
+        activation: type[nn.Module], num_classes: int, example_shape: tuple[int, ...]
+    ) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), activation(), nn.Linear(12, num_classes))
+
+    made = build_network(partial(build, nn.Tanh), 5, (3, 2, 2))
+    assert isinstance(made[1], nn.Tanh)
+    recipe = recipe_of(made)
+    assert recipe is not None
+    assert (recipe.function, recipe.arguments) == (build, (nn.Tanh,))
+
+
 def test_what_needs_no_copy_is_taken_as_it_is() -> None:
     made: list[nn.Module] = []
 
