@@ -85,6 +85,19 @@ def test_all_linear_layers_but_the_head_have_adapters(tmp_path):
     assert all(weight.requires_grad for weight in whole.parameters())
 
 
+def test_a_head_of_its_own_may_have_an_adapter(tmp_path):
+    from fl_lightning.models.language.hf import to_transformers
+
+    saved(tmp_path, tie_word_embeddings=False)
+    network = LlamaPretrained(300, str(tmp_path), rank=2, targets=["o_proj", "lm_head"])
+    ids, plain = torch.randint(0, 300, (3, 20)), LlamaPretrained(300, str(tmp_path), rank=0)
+    assert torch.equal(network(ids), plain(ids))
+    torch.nn.init.normal_(network.lm_head.lora_B.weight)
+    assert not network(ids).allclose(plain(ids), atol=1e-2)
+    merged = to_transformers(network)(input_ids=ids).logits
+    torch.testing.assert_close(merged, network(ids), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("kind", "settings", "says"),
     [

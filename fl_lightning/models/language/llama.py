@@ -173,8 +173,9 @@ class Llama(Generating):
     def logits(self, features: Tensor) -> Tensor:
         """Return logits ``[..., V]`` of features ``[..., width]``, by the weights of the embedding
         where they are tied."""
-        head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return F.linear(features, head.weight)
+        if self.lm_head is None:
+            return F.linear(features, self.embed_tokens.weight)
+        return self.lm_head(features)
 
     def continued(
         self, ids: Tensor, lengths: Tensor, max_new_tokens: int, eos: int | None, filler: int
