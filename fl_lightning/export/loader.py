@@ -56,7 +56,7 @@ def weights_loader(model: TrainedModel, folder: Path) -> tuple[str, str]:
         lines = [
             "from pathlib import Path",
             "",
-            f"import {name.partition('.')[0] if name.startswith('timm.') else name.rpartition('.')[0]}",
+            f"import {name.rpartition('.')[0]}",
             "from safetensors.torch import load_file",
             *([f"from {Seats.__module__} import Seats"] if seats else []),
             "",
@@ -117,8 +117,8 @@ def _call(recipe: Recipe) -> tuple[str, str] | None:
     path = import_path(recipe.function)
     if "<" in path or path.startswith("__main__."):
         return None
-    if path.startswith("timm."):
-        path = "timm.create_model"
+    if path.startswith("timm.") and path.endswith(".create_model"):
+        path = "timm.create_model"  # where it is documented
     parts = [
         *(repr(value) for value in recipe.arguments),
         *(f"{name}={_plain(value)!r}" for name, value in recipe.named.items()),

@@ -123,9 +123,10 @@ class Two(nn.Module):
         ("small_cnn", "SmallCNN(num_classes=4, example_shape=(3, 16, 16))"),
         ("mlp", "MLP(num_classes=4, example_shape=(3, 16, 16))"),
         ("torchvision.models.shufflenet_v2_x0_5", "shufflenet_v2_x0_5(num_classes=4)"),
+        ("timm.models.resnet.resnet10t", "timm.models.resnet.resnet10t(num_classes=4)"),
         (lambda num_classes: Two(num_classes), None),
     ],
-    ids=["user", "own", "shape", "torchvision", "lambda"],
+    ids=["user", "own", "shape", "torchvision", "timm", "lambda"],
 )
 def test_the_loader_makes_the_network_again(network: Any, call: str | None, tmp_path: Path):
     trainer = run(FedAvg(network=network), images(), tmp_path, max_rounds=1, workers=1)
