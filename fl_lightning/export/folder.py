@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from stat import S_IMODE
 from tempfile import TemporaryDirectory
 
 from fl_lightning.errors import as_bad_input, require
@@ -53,10 +54,15 @@ def new_folder(path: Path) -> Iterator[Path]:
         with TemporaryDirectory(prefix=f".{path.name}.", dir=path.absolute().parent) as aside:
             yield Path(aside)
             path.mkdir(exist_ok=True)
+            usual = Path(aside, ".usual")  # safetensors' files can be read by their owner alone
+            usual.touch()
+            mode = S_IMODE(usual.stat().st_mode)
+            usual.unlink()
             for name in read_json(path / SUMMARY).get("files", []):
                 if isinstance(name, str) and (path / name).resolve().is_relative_to(path.resolve()):
                     (path / name).unlink(missing_ok=True)
             for file in [found for found in Path(aside).rglob("*") if found.is_file()]:
                 target = path / file.relative_to(aside)
                 target.parent.mkdir(parents=True, exist_ok=True)
+                file.chmod(mode)
                 shutil.move(file, target)
