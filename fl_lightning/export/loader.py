@@ -3,6 +3,7 @@ can."""
 
 from __future__ import annotations
 
+import os
 from ast import literal_eval
 from pathlib import Path
 from typing import Any
@@ -50,9 +51,8 @@ def weights_loader(model: TrainedModel, folder: Path) -> tuple[str, str]:
         own = [f'network.{name} = weights.pop("{name}")' for name in shares]
         given = [f"weights = {read}", *own, *given]
     recipe = _of_module(network) or recipe_of(network)
-    call = None if recipe is None else _call(recipe)
-    if call is not None:
-        name, arguments = call
+    calls = [] if recipe is None else [_call(recipe, in_full) for in_full in (True, False)]
+    for name, arguments in dict.fromkeys(filter(None, calls)):
         lines = [
             "from pathlib import Path",
             "",
@@ -111,17 +111,23 @@ def _of_module(network: nn.Module) -> Recipe | None:
     return None
 
 
-def _call(recipe: Recipe) -> tuple[str, str] | None:
+def _call(recipe: Recipe, in_full: bool) -> tuple[str, str] | None:
     """Return the path of a recipe's function and its arguments as Python; None where a new process
-    could not import the function, or an argument is no plain value."""
+    could not import the function, or an argument is no plain value.
+
+    Args:
+        recipe: the call that made the network.
+        in_full: whether texts that are names of files here are written as absolute paths, for
+            processes elsewhere.
+    """
     path = import_path(recipe.function)
     if "<" in path or path.startswith("__main__."):
         return None
     if path.startswith("timm.") and path.endswith(".create_model"):
         path = "timm.create_model"  # where it is documented
     parts = [
-        *(repr(value) for value in recipe.arguments),
-        *(f"{name}={_plain(value)!r}" for name, value in recipe.named.items()),
+        *(repr(_plain(value, in_full)) for value in recipe.arguments),
+        *(f"{name}={_plain(value, in_full)!r}" for name, value in recipe.named.items()),
     ]
     try:
         for part in parts:
@@ -131,7 +137,9 @@ def _call(recipe: Recipe) -> tuple[str, str] | None:
     return path, ", ".join(parts)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, in_full: bool) -> Any:
+    if in_full and isinstance(value, str) and os.path.exists(value):
+        return os.path.abspath(value)
     return tuple(value) if isinstance(value, torch.Size) else value
 
 

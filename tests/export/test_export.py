@@ -143,6 +143,34 @@ def test_the_loader_makes_the_network_again(network: Any, call: str | None, tmp_
     assert not made.training
 
 
+class OfFolder(Two):
+    """A network whose width stands in a file of a folder."""
+
+    def __init__(self, num_classes: int, folder: str, kind: str) -> None:
+        assert kind == "plain"
+        super().__init__(num_classes, int((Path(folder) / "width").read_text()))
+
+
+@pytest.mark.parametrize("called", ["relative", "plain"])
+def test_the_loader_finds_a_folder_from_anywhere(
+    called: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A setting stays as it is, also where a folder happens to have its name."""
+    monkeypatch.chdir(tmp_path)
+    for name in (called, "elsewhere"):
+        Path(name).mkdir()
+    Path(called, "width").write_text("5")
+    folder = called if called == "relative" else str(Path(called).absolute())
+    method = FedAvg(network=partial(OfFolder, folder=folder, kind="plain"))
+    trainer = run(method, images(), tmp_path / "runs", max_rounds=1, workers=1)
+    inputs, expected = answers(trainer)
+    fl_lightning.export_model(trainer, "home")
+    monkeypatch.chdir("elsewhere")
+    with torch.no_grad():
+        found = loaded(tmp_path / "home")["network"](inputs)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 class Drawn(Two):
     """It computes with numbers that are drawn anew in each process and are no part of its
     ``state_dict``."""
@@ -296,6 +324,7 @@ def test_files_are_overwritten_when_asked_and_others_stay(local: FederatedTraine
     (to / "export.json").write_text(json.dumps(left))
     fl_lightning.export_model(local, to, client=id, overwrite=True)
     assert {path.name for path in to.iterdir()} == {*OF_TENSORS, "mine.txt"}
+    assert len({path.stat().st_mode for path in to.iterdir()}) == 1, "others may read all of them"
     assert (tmp_path / "outside.txt").exists()
     assert {path.name for path in tmp_path.iterdir()} == {"home", "outside.txt"}, (
         "nothing is left beside it"
