@@ -129,6 +129,7 @@ def _merged(network: TransformersLM) -> Any:
     bits to the whole weights that these stand for, since a sum in 4 bits rounds off most of what
     adapters add."""
     model = deepcopy(network.model)
+    _untie(model.get_base_model())
     if not network.in_4bit:
         return model.merge_and_unload()
     from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
@@ -146,6 +147,16 @@ def _merged(network: TransformersLM) -> Any:
     return merged
 
 
+def _untie(base: Any) -> None:
+    """Give embedding and head of a model of transformers weights of their own, where they share
+    one and a layer of them has an adapter, whose product is not for the other."""
+    layers = [base.get_input_embeddings(), base.get_output_embeddings()]
+    inner, head = (getattr(layer, "base_layer", layer) for layer in layers)
+    if inner.weight is getattr(head, "weight", None) and [inner, head] != layers:
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        base.config.tie_word_embeddings = False
+
+
 def _adapted(network: Any) -> Any:
     """Return peft's model of a network with adapters, ours as LoRA."""
     if isinstance(network, Llama):
@@ -160,7 +171,9 @@ def _adapted(network: Any) -> Any:
 
 def _plain(network: TransformersLM, *, merge: bool) -> Any:
     """Return the model of transformers under adapters of ours, with what they add or without it."""
-    base = network.base
+    base = deepcopy(network.base) if merge else network.base
+    if merge:
+        _untie(base)
     model = type(base)(base.config).to(base.dtype)
     with merged_lora(base) if merge else nullcontext():
         model.load_state_dict(plain_weights(base))

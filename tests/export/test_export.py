@@ -8,6 +8,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,8 @@ from fl_lightning.data import IID, TokenData
 from fl_lightning.data.text.tokens import HuggingFaceTokenizer
 from fl_lightning.errors import InputError
 from fl_lightning.export import formats
+from fl_lightning.export.language import write_transformers
+from fl_lightning.export.trained_model import TrainedModel
 from fl_lightning.methods import (
     HEST,
     FedAvg,
@@ -639,6 +642,39 @@ def test_a_transformers_model_is_loaded_by_from_pretrained(
             found = network(input_ids=inputs["input_ids"]).logits
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert transformers.AutoTokenizer.from_pretrained(out).encode("w3 w7") == [3, 7]
+
+
+@of_peft
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.parametrize(
+    ("kind", "targets", "tied"),
+    [
+        ("lora", ["q_proj", "lm_head"], False),
+        ("lora", ["embed_tokens"], False),
+        ("spectral", ["q_proj", "lm_head"], False),
+        ("lora", ["q_proj"], True),
+    ],
+)
+def test_an_adapter_of_a_tied_head_is_merged_into_it_alone(
+    kind: Any, targets: list[str], tied: bool, folder: Path, tmp_path: Path
+):
+    """Embedding and head have one weight, which the adapter of one of them must not change for the
+    other."""
+    import transformers
+
+    auto, base, out = transformers.AutoModelForCausalLM, tmp_path / "base", tmp_path / "out"
+    config = transformers.AutoConfig.from_pretrained(folder, tie_word_embeddings=True)
+    auto.from_config(config).save_pretrained(base)
+    network = hf.TransformersLM(50, str(base), rank=3, adapter=kind, targets=targets).eval()
+    ids = torch.randint(0, 50, (2, 8))
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight.add_(0.5 * torch.randn_like(weight) if weight.requires_grad else 0)
+        out.mkdir()
+        write_transformers(TrainedModel(network, SimpleNamespace(tokenizer=None)), out)
+        again = auto.from_pretrained(out).eval()
+        torch.testing.assert_close(again(ids).logits, network(ids), rtol=1e-4, atol=1e-4)
+    assert again.config.tie_word_embeddings == tied
 
 
 @pytest.mark.slow
