@@ -3,6 +3,7 @@ and every path of a run."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from adapter_runs import Extreme, deployed_weights, fitted
 from golden_cases import cases_in, differences
 from outcomes import rows_of
 from refusals import refused
-from tiny_language import adam, fit, method_of, records, tiny
+from tiny_language import adam, fit, method_of, records, set_up, tiny
 from torch import nn
 
 from callbacks import GradientNorms
@@ -711,6 +712,28 @@ def test_rules_that_make_both_factors_refuse_a_frozen_one(rule, tmp_path):
     read."""
     with refused(f"--model.adapter_average {rule} with layers.0", "frozen_a"):
         fitted(tmp_path, rule, rank=[1, 2] if rule == "padded" else 2, ffa=True)
+
+
+class Tied(nn.Sequential):
+    """Embedding and head have one weight, and the head has an adapter."""
+
+    reads_tokens = True
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(nn.Embedding(num_classes, 8), nn.Linear(8, num_classes, bias=False))
+        self[1].weight = self[0].weight
+        add_adapter(self, "lora", rank=2)
+
+    def forward(self, inputs):
+        return super().forward(inputs["input_ids"])
+
+
+@pytest.mark.parametrize("rule", ["residual", "stack", "product"])
+def test_an_adapter_of_a_tied_head_moves_no_base(rule, tmp_path):
+    """What a rule adds to the head's weight would be added to the embedding too."""
+    method = FedAvg(network=Tied, optimizer=adam(), adapter_average=rule)
+    with nullcontext() if rule == "product" else refused(f"{rule} with an adapter on 1", "product"):
+        set_up(method, records(generate=False))
 
 
 def test_a_network_without_two_factors_is_refused(tmp_path):

@@ -12,6 +12,7 @@ a round adds to them is therefore not its change, and is measured as it is.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import parent_process
@@ -23,6 +24,7 @@ from fl_lightning.aggregation.adapters.algebra import Pair, joined
 from fl_lightning.aggregation.adapters.base import AdapterAverage
 from fl_lightning.aggregation.adapters.cohort import CohortAdapters
 from fl_lightning.aggregation.adapters.plain_weights import Averaging
+from fl_lightning.errors import require
 from fl_lightning.models.adapters.low_rank import FactorNames
 from fl_lightning.models.tensors import tensors_of
 
@@ -230,6 +232,17 @@ class MovesBase(AdapterAverage):
 
     def bind(self, method: Averaging, clients: int) -> dict[str, Tensor]:
         super().bind(method, clients)
+        modules = method.network.modules()
+        owners = Counter(id(weight) for one in modules for weight in one.parameters(recurse=False))
+        tensors = tensors_of(method.network)
+        for pair in self.pairs:
+            layer = pair.a.partition(".lora_")[0].rpartition(".")[2]
+            require(
+                owners[id(tensors[pair.base])] < 2,
+                f"--model.adapter_average {self.name} with an adapter on {layer}",
+                "it adds what adapters have learnt to a layer's weight, which another layer shares",
+                f"leave {layer} out of targets, or write --model.adapter_average product",
+            )
         self.base = MovingBase(self.pairs, method.network, clients, self.resend)
         self.mover = f"{self.name}, resend: {str(self.resend).lower()}"
         entries = self.base.first_entries()
