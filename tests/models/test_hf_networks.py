@@ -208,6 +208,8 @@ def test_the_byte_model_is_a_folder_for_other_programs(tmp_path: Path):
     assert not ours(ids).allclose(LlamaTiny(BYTE_VOCABULARY)(ids), atol=0.1)
     torch.testing.assert_close(theirs(ids), ours(ids), rtol=1e-4, atol=1e-4)
     assert theirs.generate(ids, None, 24, 257).equal(ours.generate(ids, None, 24, 257))
+    for config in (theirs.base.config, theirs.base.generation_config):
+        assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (256, 257, 258)
 
 
 def test_what_does_not_work_is_refused_in_one_line(folder: Path, tmp_path: Path):

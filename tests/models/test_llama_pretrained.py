@@ -30,10 +30,11 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+SPECIAL = {"bos_token_id": 290, "eos_token_id": [291, 292], "pad_token_id": None}
 FORMS: dict[str, dict[str, Any]] = {
     "SmolLM2": {"num_key_value_heads": 2, "tie_word_embeddings": True},
     "Llama 3": {"num_key_value_heads": 1, "tie_word_embeddings": False, "rope_parameters": LONGER},
-    "wide heads": {"head_dim": 24, "rms_norm_eps": 1e-5, "rope_parameters": YARN},
+    "wide heads": {"head_dim": 24, "rms_norm_eps": 1e-5, "rope_parameters": YARN, **SPECIAL},
 }
 
 
@@ -68,6 +69,9 @@ def test_logits_and_answers_are_those_of_transformers(form, tmp_path):
     assert torch.equal(answers, theirs.generate(ids, attention_mask=mask, **asked)[:, 70:])
     back = to_transformers(ours)
     assert torch.equal(back(input_ids=ids).logits, expected)
+    for name in SPECIAL:
+        for config in ("config", "generation_config"):
+            assert getattr(getattr(back, config), name) == getattr(getattr(theirs, config), name)
 
 
 def test_all_linear_layers_but_the_head_have_adapters(tmp_path):

@@ -49,6 +49,8 @@ class Variant:
             / 2]``; None: ``ROTARY_BASE`` to the power of -2 i / D.
         rotary_scale: what the rotary tables are multiplied by, as some forms of longer contexts
             have it.
+        special_tokens: ids of the tokens that begin, end and fill up a text, by transformers'
+            names; None: there is none, or it is unknown.
     """
 
     key_heads: int | None = None
@@ -61,6 +63,9 @@ class Variant:
     )
     frequencies: Tensor | None = None
     rotary_scale: float = 1.0
+    special_tokens: Mapping[str, int | list[int] | None] = field(
+        default_factory=lambda: dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    )
 
 
 USUAL = Variant()
@@ -446,5 +451,6 @@ def transformers_settings(network: Llama) -> dict[str, Any]:
         "attention_bias": False,
         "mlp_bias": False,
         "rope_parameters": {**variant.positions},
+        **variant.special_tokens,
         **({} if variant.longest is None else {"max_position_embeddings": variant.longest}),
     }

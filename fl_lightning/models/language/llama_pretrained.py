@@ -27,7 +27,7 @@ from fl_lightning.models.adapters import (
     largest_rank,
 )
 from fl_lightning.models.language.hf import check_adapters, check_vocabulary, load
-from fl_lightning.models.language.llama import Llama, Variant
+from fl_lightning.models.language.llama import USUAL, Llama, Variant
 
 FAMILY = ("llama", "mistral")
 """Architectures of transformers whose blocks these are."""
@@ -88,6 +88,7 @@ class LlamaPretrained(Llama):
             positions=dict(config.rope_parameters),
             frequencies=rotary.inv_freq.float(),
             rotary_scale=float(rotary.attention_scaling),
+            special_tokens={name: getattr(config, name) for name in USUAL.special_tokens},
         )
         with torch.device("meta"):
             super().__init__(

@@ -20,10 +20,11 @@ from fl_lightning.models.adapters import (
     add_chosen,
     kind_of,
 )
-from fl_lightning.models.language.llama import Llama
+from fl_lightning.models.language.llama import USUAL, Llama, Variant
 
 BYTE_VOCABULARY = 259
 """The 256 bytes, then BOS (256), EOS (257) and PAD (258)."""
+OF_BYTES = Variant(special_tokens={"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258})
 WEIGHTS_FILE = Path(__file__).with_name("llama_tiny.safetensors")
 
 
@@ -75,7 +76,8 @@ class LlamaTiny(Llama):
             f"its weights are for bytes, {BYTE_VOCABULARY} tokens with BOS, EOS and PAD",
             "write pretrained: false, or a network with the data's tokeniser, as hf:NAME",
         )
-        super().__init__(num_classes, depth=self.depth)
+        variant = OF_BYTES if num_classes == BYTE_VOCABULARY else USUAL
+        super().__init__(num_classes, depth=self.depth, variant=variant)
         if pretrained:
             load_base(self, self.weights_file)
         if blocks is not None:
