@@ -168,7 +168,7 @@ def check_optimizer(method: Method, rounds: int = 1) -> None:
     closure = signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is Parameter.empty:
         raise InputError(given, "a local step has one gradient and no closure", instead)
-    sparse = any(getattr(module, "sparse", False) for module in method.modules())
+    sparse = any(getattr(module, "sparse", False) is True for module in method.modules())
     if _is_torchs(type(optimizer)) and not sparse:
         with as_bad_input(given, "it can make no local step", instead, Exception):
             _step_on_zeros(optimizer)

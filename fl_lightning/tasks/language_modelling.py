@@ -202,7 +202,7 @@ class LanguageModelling(Task):
     ) -> Tensor:
         """Each labelled token of the sequences at ``where`` becomes another one of those that the
         client has as labels, drawn evenly; the last one of several in a row, which ends an answer,
-        stays, and so does a single one that is known to end it."""
+        stays."""
         wrong, index = target.clone(), torch.from_numpy(where).to(target.device)
         labels = target[target != IGNORED].unique()
         if len(labels) < 2:
@@ -212,6 +212,5 @@ class LanguageModelling(Task):
         another = labels[(torch.searchsorted(labels, chosen) + offset) % len(labels)]
         labelled = chosen != IGNORED
         begins, goes_on = ~F.pad(labelled[:, :-1], (1, 0)), F.pad(labelled[:, 1:], (0, 1))
-        ends = chosen == self.decoder.eos if self.decoder else torch.zeros_like(labelled)
-        wrong[index] = torch.where(labelled & (goes_on | begins & ~ends), another, chosen)
+        wrong[index] = torch.where(labelled & (goes_on | begins), another, chosen)
         return wrong

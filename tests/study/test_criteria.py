@@ -157,25 +157,30 @@ def test_joules_by_a_table_may_be_the_same_in_all_seeds(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("late", "decisions"),
-    [  # clients of A and B in three seeds
-        (([3, 4, 2], [4, 5, 40]), ["undecided"] * 3),  # fewer in all seeds, by chance in one of 8
-        (([3, 4, 2], [13, 15, 11]), ["holds", "fails", "undecided"]),
-        (([0, 0, 0], [2, 2, 2]), ["holds", "fails", "holds"]),
-        (([1, 4, 2], [3, 6, 4]), ["holds", "fails", "undecided"]),  # two fewer in all seeds
+    ("metric", "found", "decisions"),
+    [  # of A and B in three seeds
+        # fewer in all seeds, by chance in one of 8
+        ("clients/late", ([3, 4, 2], [4, 5, 40]), ["undecided"] * 3),
+        ("clients/late", ([3, 4, 2], [13, 15, 11]), ["holds", "fails", "undecided"]),
+        ("clients/late", ([0, 0, 0], [2, 2, 2]), ["holds", "fails", "holds"]),
+        # two fewer in all seeds
+        ("clients/late", ([1, 4, 2], [3, 6, 4]), ["holds", "fails", "undecided"]),
+        # what a protocol promises of every run
+        ("privacy/epsilon", ([3, 4, 2], [4, 5, 40]), ["holds", "fails", "undecided"]),
+        ("comm/sent_bytes", ([1, 0, 2], [4, 5, 40]), ["holds", "fails", "holds"]),
     ],
 )
-def test_counts_over_rounds_need_an_interval_where_seeds_differ(tmp_path, late, decisions):
-    a, b = (f'sum("clients/late", {label})' for label in "AB")
+def test_counts_over_rounds_need_an_interval_where_seeds_differ(tmp_path, metric, found, decisions):
+    a, b = (f'sum("{metric}", {label})' for label in "AB")
     folder = make_study(
         tmp_path, {"A": A, "B": B}, criteria=[f"{a} < {b}", f"{a} >= {b}", f"{a} <= 2"]
     )
-    for label, counts in zip("AB", late, strict=True):
+    for label, counts in zip("AB", found, strict=True):
         for seed, count in enumerate(counts):
             path = folder / f"{label}-seed{seed}/metrics.csv"
             header, *rows = path.read_text().splitlines()
             added = [f"{row},{count if n == 0 else 0}" for n, row in enumerate(rows)]
-            path.write_text("\n".join([f"{header},clients/late", *added, ""]))
+            path.write_text("\n".join([f"{header},{metric}", *added, ""]))
     assert [one.decision for one in verdicts(comparison_of(tmp_path))] == decisions
 
 

@@ -281,14 +281,14 @@ def test_all_targets_of_a_small_client_change_that_are_asked_to(asked):
 
 
 @pytest.mark.parametrize("decoder", [None, ByteTokenizer()])
-def test_answers_of_one_token_become_wrong_unless_it_ends_them(decoder):
-    """The letter of a multiple choice, and an answer with no word but its end."""
-    eos = ByteTokenizer.eos
+def test_answers_of_one_token_become_wrong_and_longer_ones_up_to_their_end(decoder):
+    """Whether answers are generated for a metric changes nothing of what is learnt."""
     target = torch.full((9, 6), IGNORED)
     target[:8, 4] = torch.arange(8) % 4 + 10
-    target[8, 2] = eos
+    target[8, 2:5] = torch.tensor([10, 11, ByteTokenizer.eos])
     wrong = LanguageModelling(decoder).corrupt(target, np.arange(9), stream(0, "x"), 300)
-    assert (wrong != target).any(1).tolist() == [True] * 8 + [decoder is None]
+    assert (wrong != target).sum(1).tolist() == [1] * 8 + [2]
+    assert wrong[8, 4] == ByteTokenizer.eos
     assert torch.equal(wrong == IGNORED, target == IGNORED)
 
 

@@ -106,7 +106,11 @@ class Quantity:
     @property
     def is_exact(self) -> bool:
         """Whether it is counted and not estimated, so that one seed is enough to decide on it."""
-        return self.metric is not None and is_exact(self.metric) and not self.is_over_rounds
+        if self.is_over_rounds:
+            of_round = self.arguments[0]
+            counted = of_round == "privacy/epsilon" or of_round.endswith("_bytes")
+            return counted and is_exact(of_round) and OVER not in of_round
+        return self.metric is not None and is_exact(self.metric)
 
     @property
     def is_count(self) -> bool:

@@ -185,18 +185,25 @@ class FinishedRun:
 
 
 def unlike_rounds(metric: str, runs: Iterable[FinishedRun]) -> str:
-    """Return over how many rounds some runs are, as in ``3 to 10``, where a metric cannot be
-    compared because they differ; else empty.
+    """Return over how many or which rounds some runs are, as in ``3 to 10``, where a metric cannot
+    be compared because they differ; else empty.
 
     The area is over the rounds that a run has made. Of asynchronous ones a round is another thing,
-    so that rounds until a target are compared where runs were to make as many.
+    so that rounds until a target are not compared with synchronous ones, nor where runs were to
+    make another number of them.
     """
-    rounds: set[int] = set()
+    found = [*runs]
+    own = [run for run in found if run.published is None]  # the others have one protocol
+    kinds = {run.has_versions for run in own}
     if metric.startswith("final/auc_"):
-        rounds = {run.rounds for run in runs}
-    elif metric == "target/rounds":  # published ones have one protocol, and may have been stopped
-        rounds = {run.asked_rounds for run in runs if run.published is None}
-    return f"{min(rounds)} to {max(rounds)}" if len(rounds) > 1 else ""
+        rounds = {run.rounds for run in found}
+    elif metric == "target/rounds" and True in kinds:
+        rounds = {run.asked_rounds for run in own}
+    else:
+        return ""
+    if len(rounds) > 1:
+        return f"{min(rounds)} to {max(rounds)}"
+    return "synchronous and asynchronous" if len(kinds) > 1 else ""
 
 
 @dataclass(frozen=True)
