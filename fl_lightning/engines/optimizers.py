@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from fl_lightning.errors import InputError, as_bad_input, require
 from fl_lightning.methods import Method
-from fl_lightning.methods.optimizing import round_optimizer, unpack
+from fl_lightning.methods.optimizing import round_optimizer
+from fl_lightning.methods.returned_optimizers import unpack
 from fl_lightning.models.recipe import innermost
 
 ELEMENTWISE = (

@@ -9,16 +9,15 @@ round alone, the same after a resume and in every process.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn, optim
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fl_lightning.errors import InputError, as_bad_input
+from fl_lightning.methods.returned_optimizers import steps_by_rounds, unpack
 
 if TYPE_CHECKING:
     from fl_lightning.methods.base import Method
@@ -41,7 +40,12 @@ def round_optimizer(method: Method) -> Optimizer:
         InputError: ``configure_optimizers`` returns something else than one optimiser, or its
             schedule cannot go by rounds.
     """
-    optimizer, scheduler, every = unpack(method.configure_optimizers(), _name(method))
+    given, where = method.configure_optimizers(), f"configure_optimizers of {_name(method)}"
+    optimizer, scheduler, every = (
+        (given, None, 1) if isinstance(given, Optimizer) else unpack(given, _name(method))
+    )
+    for made in (optimizer, *([] if scheduler is None else [scheduler])):
+        _require_new(made, where)
     if scheduler is not None and method.scheduler_spec is not None:
         raise InputError(
             f"--model.scheduler beside the {type(scheduler).__name__} of "
@@ -63,7 +67,7 @@ def round_optimizer(method: Method) -> Optimizer:
                 instead = "correct it; in Python write scheduler=partial(StepLR, step_size=10)"
                 wrong = NotImplementedError, TypeError, ValueError
                 with as_bad_input("--model.scheduler", "it cannot be built", instead, *wrong):
-                    scheduler = _steps_by_rounds(
+                    scheduler = steps_by_rounds(
                         method.scheduler_spec(optimizer), "--model.scheduler"
                     )
             for _ in range((max(1, method.round) - 1) // every):
@@ -111,66 +115,6 @@ def round_lr(method: Method) -> float:
     return float(round_optimizer(method).param_groups[0]["lr"])
 
 
-def unpack(found: Any, name: str) -> tuple[Optimizer, LRScheduler | None, int]:
-    """Return the optimiser, its scheduler and the rounds between two of the scheduler's steps, from
-    any form that Lightning knows.
-
-    Args:
-        found: what ``configure_optimizers`` returned.
-        name: of the class that did.
-
-    Raises:
-        InputError: it is not one new optimiser, or there is a schedule that cannot go by rounds.
-    """
-    schedulers: Any = []
-    if (
-        isinstance(found, (tuple, list))
-        and len(found) == 2
-        and all(isinstance(part, (tuple, list)) for part in found)
-    ):
-        found, schedulers = found
-    if isinstance(found, (tuple, list)) and len(found) == 1:
-        found = found[0]
-    if isinstance(found, Mapping):
-        schedulers = [found["lr_scheduler"]] if found.get("lr_scheduler") is not None else []
-        found = found.get("optimizer")
-    if not isinstance(found, Optimizer):
-        raise InputError(
-            f"configure_optimizers of {name} returns {_form(found)}",
-            "a client has one local optimiser",
-            "return one, with at most one scheduler",
-        )
-    where = f"configure_optimizers of {name}"
-    _require_new(found, where)
-    if not schedulers:
-        return found, None, 1
-    if len(schedulers) > 1:
-        raise InputError(
-            f"{where} returns {len(schedulers)} schedulers",
-            "a local optimiser has one schedule",
-            "return one",
-        )
-    scheduler, every = schedulers[0], 1
-    if isinstance(scheduler, Mapping):
-        settings, scheduler = scheduler, scheduler.get("scheduler")
-        if settings.get("interval", "epoch") != "epoch":
-            raise InputError(
-                f"{where} steps its scheduler by {settings['interval']!r}",
-                "a client's optimiser lives for one round, so a schedule goes by rounds",
-                "write interval: 'epoch', which is a round here",
-            )
-        every = settings.get("frequency", 1)
-        if not isinstance(every, int) or every < 1:
-            raise InputError(
-                f"{where} has a scheduler of frequency {every!r}",
-                "it is a number of rounds, at least 1",
-                "write 1",
-            )
-    scheduler = _steps_by_rounds(scheduler, where)
-    _require_new(scheduler, where)
-    return found, scheduler, every
-
-
 def _require_new(made: Any, where: str) -> None:
     """Refuse an optimiser or a scheduler that was returned before: it would pass what it keeps from
     one client to the next."""
@@ -181,17 +125,6 @@ def _require_new(made: Any, where: str) -> None:
             "make it inside configure_optimizers",
         )
     made.returned_before = True
-
-
-def _steps_by_rounds(scheduler: Any, where: str) -> LRScheduler:
-    if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
-        raise InputError(
-            f"{where}: {type(scheduler).__name__}",
-            "the learning rate of a round follows from its number, so that a resume is exact, and not "
-            "from a metric",
-            "write one of torch.optim.lr_scheduler, such as CosineAnnealingLR or StepLR",
-        )
-    return scheduler
 
 
 def clip_gradients(optimizer: Optimizer, value: float, algorithm: Literal["norm", "value"]) -> None:
@@ -220,7 +153,3 @@ def _values(optimizer: Optimizer) -> list[dict[str, Any]]:
 def _name(method: Method) -> str:
     own = method.module is not None and method.module_optimizes
     return type(method.module if own else method).__name__
-
-
-def _form(found: Any) -> str:
-    return f"{len(found)} of them" if isinstance(found, (tuple, list)) else type(found).__name__

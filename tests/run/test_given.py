@@ -130,7 +130,7 @@ def test_an_argument_that_there_is_not_is_told_its_nearest(make, said):
         (partial(FederatedTrainer, topology="gossip"), "write topology=Gossip(...)"),
         (partial(FederatedTrainer, privacy=True), "it is bool, and an object of ClientPrivacy"),
         (partial(FederatedTrainer, clock="phones.csv"), "write clock as an object of Clock"),
-        (partial(Clock, devices="phones.csv"), "write devices as an object of one of SameDevice, "),
+        (partial(Clock, devices="table.csv"), "write devices as an object of one of SameDevice, "),
         (partial(FedAvg, average="CoordinateMedian"), "write average=CoordinateMedian(...)"),
         (partial(FedAvg, server_optimizer=partial(SGD, lr=1.0)), "it is partial, and an object of"),
         (partial(images, partition="iid"), "write partition=IID(...)"),
