@@ -36,7 +36,7 @@ from fl_lightning.engines.base import NO_TENSORS, ClientSums
 from fl_lightning.methods import Method
 from fl_lightning.methods.module_steps import ModuleLogs, Split
 from fl_lightning.metrics import client_spread
-from fl_lightning.metrics.states import MetricStates
+from fl_lightning.metrics.states import MetricStates, values_of_all, values_of_clients
 from fl_lightning.models import MeasuredNetwork
 from fl_lightning.tasks import Sums, Task
 
@@ -175,12 +175,14 @@ def on_test_set(
     else:
         tally = Tally(method, data, "test", elsewhere.test, elsewhere.named, elsewhere.test_logs)
     every = collectives.gather_parts(tally.sums)
-    means = averages(_totals(every), method.counted_metrics)
-    metrics = {_metric_name(name): float(value) for name, value in task.finish(means).items()}
+    means = task.finish(averages(_totals(every), method.counted_metrics))
+    # what a network measures of its own passes has a family of its own
+    metrics = {name if "/" in name else f"test/{name}": float(of) for name, of in means.items()}
     named = {} if tally.named is None else collectives.gather_parts(tally.named.tensors)
     if is_test_set_dealt(method, data):
         metrics |= _personal(task, every, named) | _global(fabric, method, data)
-    metrics |= {f"test/{name}": value for name, value in _values_of_all(task, named).items()}
+    if named:
+        metrics |= {f"test/{name}": of for name, of in values_of_all(task.named, named).items()}
     metrics = tally.with_logs(metrics, method)
     if columns is None:
         return metrics, None
@@ -230,12 +232,6 @@ def is_test_set_dealt(method: Method, data: FederatedData) -> bool:
     return method.personalised and not data.apart
 
 
-def _metric_name(name: str) -> str:
-    """Return the name under which a metric of the test set is logged: what a network measures of
-    its own passes has a family of its own."""
-    return name if "/" in name else f"test/{name}"
-
-
 @torch.no_grad()
 def evaluate_batch(
     fabric: Fabric, task: Task, network: nn.Module, inputs: Any, target: Tensor
@@ -277,14 +273,13 @@ def _personal(
     task: Task, sums: Mapping[str, Tensor], named: Mapping[str, Tensor]
 ) -> dict[str, float]:
     """Return the mean over clients of the task's metrics of each client's own model, on the test
-    examples that are dealt to it: every client that has a value counts once, however many they
-    are."""
+    examples that are dealt to it: every client with a value counts once, however many they are."""
     owners = {key: int(key.partition("/")[0]) // MAX_PARTS for key in sums}
     rows = {key: torch.cat([sums[key].new_tensor([id]), sums[key]]) for key, id in owners.items()}
     found = _of_clients(task, by_metric({key: row[None] for key, row in rows.items()}))
     parts = [(key.split("||", 1), state) for key, state in named.items()]
     whose = {f"{at}|{int(at) // MAX_PARTS}|{rest}": state for (at, rest), state in parts}
-    found |= values_of_clients(task, whose)
+    found |= values_of_clients(task.named, whose)
     wanted = [name for name in task.per_client if found.get(name)]
     return {f"personal/{name}": float(np.mean([*found[name].values()])) for name in wanted}
 
@@ -313,7 +308,7 @@ def of_network(
     if shared:
         sums, named = collectives.gather_parts(sums), collectives.gather_parts(named)
     means = data.task.finish(averages(_totals(sums)))
-    return {name: float(value) for name, value in means.items()} | _values_of_all(data.task, named)
+    return {**{n: float(of) for n, of in means.items()}, **values_of_all(data.task.named, named)}
 
 
 def averages(sums: Mapping[str, Any], counted: Collection[str] = ()) -> dict[str, np.ndarray]:
@@ -375,7 +370,7 @@ def validate(
         measured = [name for name in each if "/" in name]
         wanted = dict.fromkeys((*task.per_client, *({"loss"} & each.keys()), *measured))
         if tally.named is not None:
-            each |= values_of_clients(task, collectives.gather_parts(tally.named.tensors))
+            each |= values_of_clients(task.named, collectives.gather_parts(tally.named.tensors))
         values = {name: each[name] for name in wanted}
     return values, tally.with_logs(_spread_over_clients(data, values), method)
 
@@ -397,31 +392,6 @@ def _of_clients(task: Task, sums: Mapping[str, np.ndarray]) -> dict[str, dict[in
         has_one = weighed.get(name, np.logical_and.reduce(of_task))
         values[name] = dict(zip(ids[has_one].tolist(), of[has_one].tolist(), strict=True))
     return values
-
-
-def values_of_clients(task: Task, tensors: Mapping[str, Tensor]) -> dict[str, dict[int, float]]:
-    """Return the metrics that the user has named of each client, by metric and by the client's id.
-    One whose examples are too few for a metric has none, such as of R2 with a single one.
-
-    Args:
-        tensors: states of all ranks, see :class:`fl_lightning.metrics.states.MetricStates`.
-    """
-    by_name = {one.name: one for one in task.named}
-    values: dict[str, dict[int, float]] = {}
-    for (id, name), batches in MetricStates.of_metrics(tensors).items():
-        value = by_name[name].value_if_defined(batches)
-        if value is not None:
-            values.setdefault(name, {})[int(id)] = value
-    return {name: dict(sorted(of.items())) for name, of in sorted(values.items())}
-
-
-def _values_of_all(task: Task, tensors: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the metrics that the user has named over all batches of the test set, given the states
-    of all ranks; none where there are none."""
-    if not tensors:
-        return {}
-    found = MetricStates.of_metrics(tensors)
-    return {one.name: one.value(found["", one.name]) for one in task.named}
 
 
 def tally_validation(

@@ -9,7 +9,7 @@ here.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -157,3 +157,32 @@ class MetricStates:
         return {
             who: [batches[number] for number in sorted(batches)] for who, batches in found.items()
         }
+
+
+def values_of_all(named: Iterable[Any], tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the metrics that the user has named over all batches; none where there are none.
+
+    Args:
+        named: the metrics, of the class :class:`fl_lightning.metrics.named.NamedMetric`.
+        tensors: states of all ranks, of a :class:`MetricStates`.
+    """
+    found = MetricStates.of_metrics(tensors)
+    return {one.name: one.value(found["", one.name]) for one in named if found}
+
+
+def values_of_clients(
+    named: Iterable[Any], tensors: Mapping[str, Tensor]
+) -> dict[str, dict[int, float]]:
+    """Return the metrics that the user has named of each client, by metric and by the client's id.
+    One whose examples are too few for a metric has none, such as of R2 with a single one.
+
+    Args:
+        named, tensors: as of :func:`values_of_all`.
+    """
+    by_name = {one.name: one for one in named}
+    values: dict[str, dict[int, float]] = {}
+    for (id, name), batches in MetricStates.of_metrics(tensors).items():
+        value = by_name[name].value_if_defined(batches)
+        if value is not None:
+            values.setdefault(name, {})[int(id)] = value
+    return {name: dict(sorted(of.items())) for name, of in sorted(values.items())}

@@ -68,7 +68,7 @@ WHY = {
     "metrics/spread.py": "mean and spread over clients",
 }
 """The package's files in which at least one function runs, and what for."""
-MOST_LINES = 7300
+MOST_LINES = 7270
 LENGTHS = {"trainer.py": 450, "loop.py": 232, "methods/base.py": 405}
 
 

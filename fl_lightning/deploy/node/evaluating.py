@@ -21,10 +21,10 @@ from fl_lightning.evaluation import (
     Tally,
     tally_test_set,
     tally_validation,
-    values_of_clients,
 )
 from fl_lightning.federation import Federation
 from fl_lightning.methods import Method
+from fl_lightning.metrics.states import values_of_clients
 
 log = logging.getLogger("fl_lightning")
 
@@ -37,7 +37,7 @@ def _tally_clients(
     of them stays."""
     tally = tally_validation(fed.fabric, fed.method, fed.data, states, holders, clients)
     named = {} if tally.named is None else tally.named.tensors
-    values = values_of_clients(fed.data.task, named)
+    values = values_of_clients(fed.data.task.named, named)
     for one in fed.data.task.named:
         for id in clients:
             value = values.get(one.name, {}).get(id)
