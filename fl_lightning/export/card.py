@@ -7,8 +7,10 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
+from lightning.pytorch import LightningModule
+
 from fl_lightning import __version__
-from fl_lightning.config.recorded import describe
+from fl_lightning.config.recorded import NOT_RECORDED, describe
 from fl_lightning.export.asking import asking_lines
 from fl_lightning.export.folder import SUMMARY
 from fl_lightning.export.formats import FormatName
@@ -29,7 +31,8 @@ def record_of(saved: Checkpoint, network: Any) -> dict[str, Any]:
 
     Args:
         saved: the checkpoint that is exported.
-        network: ``model.network``, where the configuration has no class of it.
+        network: ``model.network``, or ``model.module`` in place of it, where the configuration has
+            no class of it.
     """
     config = saved.progress.get("config", {})
     own = {
@@ -52,18 +55,17 @@ def record_of(saved: Checkpoint, network: Any) -> dict[str, Any]:
         }
         if found:
             evaluated = {"round": int(row["round"]), **found}
+    part = "module" if isinstance(network, LightningModule) else "network"
     given = {
-        name.removeprefix("network.init_args."): value
+        name.removeprefix(f"{part}.init_args."): value
         for name, value in own.items()
-        if name.startswith("network.init_args.")
+        if name.startswith(f"{part}.init_args.")
     }
-    base = (
-        {"class_path": own["network.class_path"], "init_args": given}
-        if "network.class_path" in own
-        else None
-    )
+    base = describe(network)
+    if f"{part}.class_path" in own:
+        base = {"class_path": own[f"{part}.class_path"], "init_args": given}
     return {
-        "base": base or describe(network),
+        "base": base.removeprefix(NOT_RECORDED) if isinstance(base, str) else base,
         "data_sha256": saved.progress.get("content", ""),
         "partition_sha256": saved.progress.get("partition", ""),
         "settings": own,

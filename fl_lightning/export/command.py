@@ -86,6 +86,7 @@ def export_checkpoint(
     fed = prepare()
     probed = load_model(fed, saved, settings, allow_changed)
     network = probed.method.deploy(_client(probed, target.client))
+    (module,) = probed.method.untrained
     about = {
         "method": type(probed.method).__name__,
         "dataset": probed.data.dataset,
@@ -96,7 +97,7 @@ def export_checkpoint(
         "personalised": probed.method.personalised,
         "seed": probed.seed,
         **unfinished(saved, fed.max_rounds),
-        **record_of(saved, probed.method.network_spec),
+        **record_of(saved, probed.method.network_spec if module is None else module),
     }
     if isinstance(network, LadderNetwork):
         about |= {"levels": network.levels_in_words(), "budget": network.on.share}
