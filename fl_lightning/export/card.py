@@ -183,6 +183,9 @@ def card_of(model: TrainedModel, format: FormatName, needs: str, loader: str) ->
         )
     if "columns" in form:
         lines.append(f"Columns are standardised or coded as `{SUMMARY}` says under `columns`.")
+    if "target" in form:
+        name, mean, std = (form["target"][key] for key in ("name", "mean", "std"))
+        lines.append(f"A value of the column `{name}` is an output times {std}, plus {mean}.")
     if form["classes"]:
         lines.append(f"The classes, in the order of the outputs: {', '.join(form['classes'])}.")
     lines += [f"`{LOADER}` loads it; it needs {needs}.", f"```python\n{loader}```"]

@@ -72,5 +72,9 @@ class TrainedModel:
             mean, std = form.moments
             found["pixels"] = {"divided_by": 255, "mean": list(mean), "std": list(std)}
         if form.columns:
-            found["columns"] = dict(form.columns)
+            found["columns"] = columns = dict(form.columns)
+            target = getattr(self.data, "target", None)
+            if target is not None and not self.data.task.has_classes:
+                mean, std = columns.pop(target, (0.0, 1.0))  # as it is, where it has none
+                found["target"] = {"name": target, "mean": mean, "std": std}
         return found
