@@ -12,6 +12,7 @@ from time import sleep
 import pytest
 
 from fl_lightning.__main__ import main
+from fl_lightning.study.execute import fork_server, jobs
 from fl_lightning.study.execute.jobs import Job, Pool
 
 pytestmark = [
@@ -34,6 +35,14 @@ def fit(folder, name, rounds=2):
 
 def metadata(folder, name):
     return json.loads((folder / "one" / name / "metadata.json").read_text())
+
+
+def last_status(folder, name):
+    for _ in range(600):
+        if metadata(folder, name)["status"] != "running":
+            break
+        sleep(0.1)
+    return metadata(folder, name)["status"]
 
 
 def test_forked_jobs_train_as_processes_of_their_own_do(tmp_path):
@@ -86,8 +95,27 @@ def test_jobs_of_a_server_that_is_killed_end_with_their_checkpoints(tmp_path):
     finally:
         pool.stop()
     assert codes == {"long": -signal.SIGKILL, "next": 0}
-    for _ in range(600):
-        if metadata(tmp_path, "long")["status"] != "running":
-            break
-        sleep(0.1)
-    assert metadata(tmp_path, "long")["status"] == "interrupted"
+    assert last_status(tmp_path, "long") == "interrupted"
+
+
+def test_a_server_that_does_not_answer_is_ended_with_the_pool(tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs, "STOP_SECONDS", 0.5)
+    monkeypatch.setattr(fork_server, "ANSWER_SECONDS", 0.5)
+    servers = []
+
+    def look(running):
+        metrics = tmp_path / "one" / "long" / "metrics.csv"
+        if metrics.exists() and len(metrics.read_text().splitlines()) > 2:
+            servers.append(running[0].process.server.process)
+            servers[0].send_signal(signal.SIGSTOP)
+            raise KeyboardInterrupt
+
+    job = Job("long", fit(tmp_path, "long", 100_000), tmp_path / "long.log")
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Pool([{"OMP_NUM_THREADS": "1"}]).run([job], lambda running, code: None, look)
+        assert servers[0].returncode == -signal.SIGKILL
+        assert last_status(tmp_path, "long") == "interrupted"
+    finally:
+        for server in servers:
+            server.kill()

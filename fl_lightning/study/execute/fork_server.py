@@ -30,6 +30,8 @@ from fl_lightning.support.disk import open_own
 from fl_lightning.support.imports import import_quickly
 from fl_lightning.tracking import mlflow_store
 
+ANSWER_SECONDS = 10.0
+"""Seconds that a server has to end, or to end a job."""
 NO_MLFLOW = "--trainer.logger=false"
 
 
@@ -94,12 +96,16 @@ class ForkServer:
             seconds = 0.0
 
     def close(self) -> None:
-        """End the server; jobs that still run stop."""
+        """End the server, one that does not answer too; jobs that still run stop."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with suppress(BrokenPipeError):  # it is gone
             self.process.stdin.close()
-        self.process.wait()
+        try:
+            self.process.wait(ANSWER_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
         self.process.stdout.close()
 
 
@@ -141,8 +147,13 @@ class ForkedJob:
         self.server.tell({"job": self.number, "signal": signal.SIGTERM})
 
     def kill(self) -> None:
-        """End it and all processes of its session."""
+        """End it and all processes of its session; if the server does not answer, end the server,
+        with which its jobs stop."""
         self.server.tell({"job": self.number, "signal": signal.SIGKILL})
+        try:
+            self.wait(ANSWER_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.server.process.kill()
 
 
 def serve() -> list[str] | None:
