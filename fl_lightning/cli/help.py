@@ -6,10 +6,10 @@ import inspect
 import re
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
+from typing import Any, get_origin
 
 from fl_lightning.cli.flags import flags_in
 from fl_lightning.cli.types import (
@@ -36,14 +36,10 @@ def class_help(args: list[str], settings: Mapping[str, Any]) -> str | None:
     """
     for flag, value in flags_in(args):
         path = flag.removeprefix("--").removesuffix(".help")
-        if not flag.endswith(".help") or path not in settings:
+        known = _known_classes(path, settings) if flag.endswith(".help") else {}
+        if not known:
             continue
         name = "" if value.startswith("-") else value
-        known = {
-            cls.__name__: cls
-            for member in _classes(hint_of(settings[path]))
-            for cls in concrete_classes(member)
-        }
         cls = known.get(name) or import_class(name)
         if cls is not None:
             return "\n".join(_class_lines(path, cls)) + "\n"
@@ -58,6 +54,19 @@ def class_help(args: list[str], settings: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _known_classes(path: str, settings: Mapping[str, Any]) -> dict[str, type]:
+    """Return the classes that a setting may be, by name; the setting may be one of a class, as in
+    ``model.optimizer``."""
+    if path in settings:
+        hint = hint_of(settings[path])
+    else:
+        group, _, leaf = path.rpartition(".")
+        owners = _known_classes(group, settings).values() if group else ()
+        hints = (hint_of(own[leaf]) for own in map(settings_of, owners) if leaf in own)
+        hint = next(hints, None)
+    return {cls.__name__: cls for member in _classes(hint) for cls in concrete_classes(member)}
+
+
 def _classes(hint: Any) -> Iterator[type]:
     """Yield the classes that a type names, those inside of lists and unions too."""
     for member in members(hint):
@@ -68,7 +77,10 @@ def _classes(hint: Any) -> Iterator[type]:
         ):
             yield member
         else:
-            yield from (cls for part in getattr(member, "__args__", ()) for cls in _classes(part))
+            parts = getattr(member, "__args__", ())
+            # a function, such as one that makes an optimiser, may be the class that it returns
+            parts = parts[-1:] if get_origin(member) is Callable else parts
+            yield from (cls for part in parts for cls in _classes(part))
 
 
 def _class_lines(path: str, cls: type) -> Iterator[str]:
@@ -76,7 +88,9 @@ def _class_lines(path: str, cls: type) -> Iterator[str]:
     yield f"--{path} {cls.__name__}"
     yield from textwrap.wrap(_first_paragraph(cls), width)
     for name, action in settings_of(cls).items():
-        if "." in name:
+        if "." in name or (
+            name == "optimizer" and action.required
+        ):  # a scheduler's, which is given
             continue
         default = (
             ""

@@ -441,6 +441,10 @@ def test_help_of_a_class_is_one_screen(
     for flag, words in (
         ("--model.help FedAvg", "--model.average"),
         ("--trainer.callbacks.help=LabelNoise", "--trainer.callbacks.round"),
+        ("--data.partition.help Dirichlet", "--data.partition.beta  a number"),
+        ("--model.optimizer.help SGD", "--model.optimizer.lr  a number"),
+        ("--model.server_optimizer.help ServerAdam", "--model.server_optimizer.tau"),
+        ("--model.scheduler.help StepLR", "StepLR\nDecays the learning rate"),
     ):
         assert main(["fit", *flag.split()]) == 0
         text = capsys.readouterr().out
@@ -449,8 +453,11 @@ def test_help_of_a_class_is_one_screen(
         assert max(map(len, text.splitlines())) <= 120
         assert "torch.nn" not in text
         assert "object at 0x" not in text
+        assert "scheduler.optimizer" not in text
     assert main(["fit", "--model.help", "FedMPQKD"]) == 0
     assert capsys.readouterr().out.count("\n") <= 72
+    assert main(["fit", "--model.optimizer.help"]) == 0
+    assert "\nAdamW " in capsys.readouterr().out
     assert main(["fit", "--model.help"]) == 0
     printed = capsys.readouterr().out
     assert "FedProx" in printed
