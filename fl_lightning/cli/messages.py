@@ -68,11 +68,12 @@ REASONS = (
         "it cannot be imported ({})",
     ),
     (re.compile(r"is abstract"), "it {}"),
-    (re.compile(r"Multiple subclasses with name [^.]+"), "there are {}"),
+    (re.compile(r"Multiple subclasses with name"), "several classes have that name"),
 )
 NO_MAPPING = re.compile(
     r"Namespace\(class_path='(?P<name>[^']+)', init_args=(?!Namespace)(?P<given>.+?)\)?$"
 )
+ONE_OF_THEM = re.compile(r"to avoid ambiguity: ([\w.]+\w)")
 NOT_IN_MODULE = re.compile(r"module '(?P<module>[^']+)' has no attribute '(?P<name>[^']+)'")
 UNTYPED = re.compile(r"Parameter '(?P<name>\w+)' from '(?P<owner>[^']+)' does not specify a type")
 
@@ -160,6 +161,7 @@ def _bad_value(
     )
     missing = NOT_IN_MODULE.search(message)
     near = missing and nearest(missing["name"], dir(sys.modules.get(missing["module"])))
+    one_of_them = ONE_OF_THEM.search(message)
     described = {
         name: describe(one) for name, one in settings.items() if name.startswith(f"{path}.")
     }
@@ -170,7 +172,7 @@ def _bad_value(
         reason,
         described,
         given,
-        f"{missing['module']}.{near}" if missing and near else None,
+        f"{missing['module']}.{near}" if missing and near else one_of_them and one_of_them[1],
     )
 
 

@@ -21,7 +21,14 @@ from fl_lightning.cli.configs import beside_class_path, line_of, variable_of
 from fl_lightning.cli.flags import flags_in
 from fl_lightning.config.constraints import Constraint
 from fl_lightning.config.documents import load_yaml
-from fl_lightning.config.near_names import MOST_LISTED, listed, nearest
+from fl_lightning.config.near_names import (
+    EPOCH_NAMES,
+    EPOCHS,
+    FOREIGN_NAMES,
+    MOST_LISTED,
+    listed,
+    nearest,
+)
 from fl_lightning.errors import InputError
 
 FROM_DATA = {"num_classes", "image_size"}  # arguments that users try to set and the data determines
@@ -143,54 +150,11 @@ def _shortened(value: str) -> str:
     return value if len(value) <= 60 else f"{value[:60]}..."
 
 
-FOREIGN_NAMES = {
-    "seed": "seed_everything",
-    "random_seed": "seed_everything",
-    "random_state": "seed_everything",
-    "lr": "model.optimizer.lr",
-    "learning_rate": "model.optimizer.lr",
-    "momentum": "model.optimizer.momentum",
-    "weight_decay": "model.optimizer.weight_decay",
-    "batch": "data.batch_size",
-    "data.alpha": "data.partition.beta",
-    "dirichlet_alpha": "data.partition.beta",
-    "clients": "data.num_clients",
-    "n_clients": "data.num_clients",
-    "num_users": "data.num_clients",
-    "method": "model",
-    "algorithm": "model",
-    "rounds": "trainer.max_rounds",
-    "num_rounds": "trainer.max_rounds",
-    "n_rounds": "trainer.max_rounds",
-    "fraction": "trainer.participation",
-    "fraction_fit": "trainer.participation",
-    "join_ratio": "trainer.participation",
-    "clients_per_round": "trainer.participation",
-    "client_fraction": "trainer.participation",
-    "gpu": "trainer.devices",
-    "gpus": "trainer.devices",
-    "num_gpus": "trainer.devices",
-    "device": "trainer.accelerator",
-    "num_workers": "trainer.workers",
-    "name": "trainer.run_name",
-    "output": "trainer.default_root_dir",
-    "output_dir": "trainer.default_root_dir",
-    "save_dir": "trainer.default_root_dir",
-    "resume": "ckpt_path",
-    "resume_from_checkpoint": "ckpt_path",
-    "checkpoint": "ckpt_path",
-    "study": "config",
-}
-"""The name of a setting here, by the name that other programs give it (the whole or its last
-part)."""
-EPOCH_NAMES = ("epochs", "max_epochs", "num_epochs", "n_epochs", "max_epoch")
-
-
 def intended_setting(name: str, valid: Iterable[str]) -> str | None:
     """Return the setting that ``name`` probably means; None if there is no such setting.
 
     It is what other programs call so or one with the same last part, of the same group if there is
-    one, or else the nearest name.
+    one, or the setting of a group whose own group was left out, or else the nearest name.
 
     >>> intended_setting("trainer.name", ["data.name", "trainer.run_name"])
     'trainer.run_name'
@@ -200,19 +164,19 @@ def intended_setting(name: str, valid: Iterable[str]) -> str | None:
     'trainer.max_rounds'
     >>> intended_setting("batch_size", ["data.batch_size", "data"])
     'data.batch_size'
+    >>> intended_setting("partition.beta", ["data", "data.beta", "data.partition"])
+    'data.partition.beta'
     """
     valid = list(valid)
     leaf = name.rpartition(".")[2]
+    head, dot, rest = name.partition(".")
     if leaf in EPOCH_NAMES:
-        return (
-            "trainer.max_rounds for rounds of the federation, --trainer.local_epochs for a client's "
-            "passes over its data"
-        )
+        return EPOCHS.format(rounds="trainer.max_rounds", epochs="--trainer.local_epochs")
     same = [option for option in valid if option.rpartition(".")[2] == leaf]
     alike = [*filter(None, [FOREIGN_NAMES.get(name), FOREIGN_NAMES.get(leaf)]), *same]
-    group = f"{name.partition('.')[0]}."
-    of_group = [option for option in alike if option.startswith(group)]
-    return next(iter(of_group or alike), None) or nearest(name, valid)
+    of_group = [option for option in alike if option.startswith(f"{head}.")]
+    inner = [f"{option}.{rest}" for option in valid if dot and option.endswith(f".{head}")]
+    return next(iter(of_group or inner or alike), None) or nearest(name, valid)
 
 
 def unknown_flag(token: str, settings: Iterable[str]) -> InputError:

@@ -10,6 +10,13 @@ from fl_lightning.errors import InputError
 from fl_lightning.hooks import Callback, Meter, Stressor
 
 
+IN_PLACE_OF_LIGHTNINGS = {
+    "EarlyStopping": "write callbacks.EarlyStopping, which counts rounds",
+    "ModelCheckpoint": "write checkpoint_every and keep_checkpoints of the trainer",
+}
+"""What to write in place of Lightning's callbacks of these names."""
+
+
 def hooks_of(base: type) -> dict[str, inspect.Signature]:
     """Return the hooks that a base of callbacks defines, with their signatures, in the order of the
     file."""
@@ -28,10 +35,12 @@ def check_signatures(callbacks: Iterable[object]) -> None:
     """
     for callback in callbacks:
         if not isinstance(callback, Callback):
+            name = type(callback).__name__
+            derive = "derive it from fl_lightning.Meter, or fl_lightning.Stressor"
             raise InputError(
-                f"callbacks: {type(callback).__name__}",
+                f"callbacks: {name}",
                 "they are those of fl_lightning, whose rounds Lightning's know nothing of",
-                "derive it from fl_lightning.Meter, or fl_lightning.Stressor",
+                IN_PLACE_OF_LIGHTNINGS.get(name, derive),
             )
         bases = (Callback, Stressor, Meter) if isinstance(callback, Stressor) else (Callback, Meter)
         for hook, right in (

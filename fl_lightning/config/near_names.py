@@ -53,6 +53,50 @@ ALIASES: Mapping[str, str] = {
 valid."""
 
 
+FOREIGN_NAMES = {
+    "seed": "seed_everything",
+    "random_seed": "seed_everything",
+    "random_state": "seed_everything",
+    "lr": "model.optimizer.lr",
+    "learning_rate": "model.optimizer.lr",
+    "momentum": "model.optimizer.momentum",
+    "weight_decay": "model.optimizer.weight_decay",
+    "batch": "data.batch_size",
+    "data.alpha": "data.partition.beta",
+    "dirichlet_alpha": "data.partition.beta",
+    "clients": "data.num_clients",
+    "n_clients": "data.num_clients",
+    "num_users": "data.num_clients",
+    "method": "model",
+    "algorithm": "model",
+    "rounds": "trainer.max_rounds",
+    "num_rounds": "trainer.max_rounds",
+    "n_rounds": "trainer.max_rounds",
+    "fraction": "trainer.participation",
+    "fraction_fit": "trainer.participation",
+    "join_ratio": "trainer.participation",
+    "clients_per_round": "trainer.participation",
+    "client_fraction": "trainer.participation",
+    "gpu": "trainer.devices",
+    "gpus": "trainer.devices",
+    "num_gpus": "trainer.devices",
+    "device": "trainer.accelerator",
+    "num_workers": "trainer.workers",
+    "name": "trainer.run_name",
+    "output": "trainer.default_root_dir",
+    "output_dir": "trainer.default_root_dir",
+    "save_dir": "trainer.default_root_dir",
+    "resume": "ckpt_path",
+    "resume_from_checkpoint": "ckpt_path",
+    "checkpoint": "ckpt_path",
+    "study": "config",
+}
+"""The name of a setting here, by the name that other programs give it (the whole or its last
+part)."""
+EPOCH_NAMES = ("epochs", "max_epochs", "num_epochs", "n_epochs", "max_epoch")
+EPOCHS = "{rounds} for rounds of the federation, {epochs} for a client's passes over its data"
+
+
 def nearest(name: str, valid: Iterable[str]) -> str | None:
     """Return the valid name closest to ``name``; None if none is close.
 
@@ -95,6 +139,21 @@ def nearest_or_list(name: object, valid: Iterable[object]) -> str:
     """
     known = [str(option) for option in valid]
     return nearest(str(name), known) or listed(known)
+
+
+def argument_for(name: str, arguments: Sequence[str]) -> str:
+    """Return what to write in place of an argument that a constructor does not have: what the field
+    calls so, the nearest argument, or the list.
+
+    >>> argument_for("rounds", ["max_rounds", "local_epochs"])
+    'max_rounds'
+    >>> argument_for("lr", ["network", "optimizer"])
+    'optimizer'
+    """
+    if name in EPOCH_NAMES and {"max_rounds", "local_epochs"} <= set(arguments):
+        return EPOCHS.format(rounds="max_rounds", epochs="local_epochs")
+    meant = [part for part in FOREIGN_NAMES.get(name, "").split(".")[::-1] if part in arguments]
+    return meant[0] if meant else nearest_or_list(name, arguments)
 
 
 def nearest_of_listed(name: object, valid: Iterable[object]) -> str:

@@ -56,8 +56,11 @@ def table_text(path: Path | str) -> str:
     """
     path = Path(path)
     make = f"python -m fl_lightning energy --calibrate true --network NAME --out {path.name}"
+    instead = f"correct the path, or make a table: {make}"
+    if str(path) in cost_tables():
+        instead = f"name no file, but the network {path}, whose table comes with the package"
     with (
-        as_bad_input(str(path), "it cannot be read", f"correct the path, or make a table: {make}"),
+        as_bad_input(str(path), "it cannot be read", instead),
         path.open("rb") as file,
     ):
         data = file.read(MAX_TABLE_BYTES + 1)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.config.constraints import check_arguments, members_of, own_constraints, own_hints
-from fl_lightning.config.near_names import listed, nearest, nearest_or_list
+from fl_lightning.config.near_names import FOREIGN_NAMES, argument_for, listed, nearest
 from fl_lightning.errors import InputError
 from fl_lightning.support.tensor_bytes import raw_bytes
 
@@ -110,8 +110,8 @@ def _recording(cls: type, constructor: Callable[..., None]) -> Callable[..., Non
     @wraps(constructor)
     def record(self: Any, *arguments: Any, **named: Any) -> None:
         if unknown := [] if takes_any else [*named.keys() - signature.parameters.keys()]:
-            known = [one.name for one in _parameters(type(self))]
-            near = nearest_or_list(unknown[0], dict.fromkeys(known))
+            known = dict.fromkeys(one.name for one in _parameters(type(self)))
+            near = argument_for(unknown[0], [*known])
             raise TypeError(f"{type(self).__name__} has no argument {unknown[0]!r}; write {near}")
         # a TypeError if they do not fit
         given = signature.bind(self, *arguments, **named)
@@ -155,6 +155,9 @@ def require_made(parts: Mapping[str, tuple[type, ...]], given: Mapping[str, Any]
         takes_functions = any("__call__" in vars(base) for one in allowed for base in one.__mro__)
         if isinstance(value, allowed) or (takes_functions and callable(value)):
             continue
+        foreign = FOREIGN_NAMES.get(name, "").rpartition(".")[2]
+        if foreign and isinstance(value, int | float):
+            raise InputError(f"{name}={value}", "it is no number", f"write {foreign}={value}")
         wanted = next(one for one in allowed if one is not NoneType)
         near = nearest(str(value), known := _made_of(wanted))
         raise InputError(

@@ -84,6 +84,12 @@ BAD = [
     ("fit --config base.yaml --trainer.max_round 3", "write --trainer.max_rounds"),
     ("fit --config base.yaml --max_rounds 3", "write --trainer.max_rounds"),
     ("fit --config base.yaml --num_clients 3", "write --data.num_clients"),
+    ("fit --config base.yaml --partition.beta 3", "write --data.partition.beta"),
+    (
+        "fit --config base.yaml --model.scheduler ReduceLROnPlateau",
+        "several classes have that name, and it must be a class of LRScheduler or null; "
+        "write --model.scheduler torch.optim.lr_scheduler.ReduceLROnPlateau",
+    ),
     ("fit --config base.yaml --trainer.max_rounds", "--trainer.max_rounds without a value"),
     ("fit --config base.yaml --print_config=nonsense", "nonsense"),
     # values
@@ -326,6 +332,7 @@ BAD = [
 
 
 ONLY_BY_THE_PARSER = {
+    "fit --config base.yaml --model.scheduler ReduceLROnPlateau",
     "energy --rank 4",
     "energy --high bfloat16",
     "check --model FedAvg --noise -1",

@@ -56,6 +56,7 @@ SLIPS = [
 OF_OTHER_COMMANDS = {
     "energy --network nope": "no table of costs for nope",
     "energy --table nope.json": "it cannot be read (No such file or directory)",
+    "energy --table llama_tiny": "name no file, but the network llama_tiny",
     "test --config kd_default --ckpt_path nowhere": "it is neither a run directory nor a checkpoint in one",
     "export nowhere --config kd_default --to x": "it is neither a run directory nor a checkpoint in one",
     "sweep --config nowhere": "there is no such file",

@@ -622,7 +622,7 @@ def test_buffers_that_do_not_travel_are_named(tmp_path, caplog):
 
 
 def test_a_callback_of_lightning_is_told_what_it_is_not(tmp_path):
-    with pytest.raises(InputError, match=r"EarlyStopping; .*derive it from fl_lightning.Meter"):
+    with pytest.raises(InputError, match=r"EarlyStopping; .*write callbacks.EarlyStopping"):
         run(FedAvg(module=Lit()), ready(), tmp_path, callbacks=[EarlyStopping("loss")])
 
 

@@ -110,8 +110,13 @@ def test_one_callback_and_one_metric_need_no_list(tmp_path):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (partial(FederatedTrainer, max_epochs=3), "FederatedTrainer has no argument 'max_epochs'"),
+        (
+            partial(FederatedTrainer, max_epochs=3),
+            "no argument 'max_epochs'; write max_rounds for rounds of the federation, local_epochs",
+        ),
+        (partial(FederatedTrainer, num_rounds=3), "no argument 'num_rounds'; write max_rounds"),
         (partial(FedProx, mue=0.1), "FedProx has no argument 'mue'; write mu"),
+        (partial(FedProx, lr=0.1), "FedProx has no argument 'lr'; write optimizer"),
     ],
 )
 def test_an_argument_that_there_is_not_is_told_its_nearest(make, said):
@@ -134,6 +139,8 @@ def test_an_argument_that_there_is_not_is_told_its_nearest(make, said):
         (partial(FedAvg, average="CoordinateMedian"), "write average=CoordinateMedian(...)"),
         (partial(FedAvg, server_optimizer=partial(SGD, lr=1.0)), "it is partial, and an object of"),
         (partial(images, partition="iid"), "write partition=IID(...)"),
+        (partial(FederatedTrainer, rounds=5), "rounds=5; it is no number; write max_rounds=5"),
+        (partial(FedAvg, adapter_average=3), "adapter_average 3; one of factors, frozen_a, "),
     ],
 )
 def test_a_part_of_a_run_is_an_object(make, said):

@@ -20,6 +20,7 @@ from fl_lightning.aggregation.adapters.residual import Residual
 from fl_lightning.aggregation.adapters.share_a import ShareA
 from fl_lightning.aggregation.adapters.solve import Solve
 from fl_lightning.aggregation.adapters.stack import Stack
+from fl_lightning.config.near_names import require_choice
 
 AdapterAverageName: TypeAlias = Literal[
     "factors", "frozen_a", "residual", "stack", "product", "padded", "share_a", "alternate", "solve"
@@ -31,7 +32,14 @@ assert tuple(RULES) == get_args(AdapterAverageName)
 
 def chosen_rule(setting: AdapterAverage | str | None) -> PlainWeights:
     """Return the rule that a setting means: a rule, the name of one with its defaults, or null for
-    none."""
+    none.
+
+    Raises:
+        InputError: it is none of these.
+    """
     if setting is None:
         return AS_THEY_ARE
-    return RULES[setting]() if isinstance(setting, str) else setting
+    if not isinstance(setting, PlainWeights):
+        require_choice(setting, tuple(RULES), "adapter_average")
+        return RULES[setting]()
+    return setting
