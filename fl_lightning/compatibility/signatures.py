@@ -9,7 +9,6 @@ from typing import Any
 from fl_lightning.errors import InputError
 from fl_lightning.hooks import Callback, Meter, Stressor
 
-
 IN_PLACE_OF_LIGHTNINGS = {
     "EarlyStopping": "write callbacks.EarlyStopping, which counts rounds",
     "ModelCheckpoint": "write checkpoint_every and keep_checkpoints of the trainer",
