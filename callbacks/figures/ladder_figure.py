@@ -115,7 +115,7 @@ def ladder_figure(
         right.axvline(budget, color=RED, linestyle="--", linewidth=1.2)
         right.text(budget, -0.58, f"{budget:g}", color=RED, fontsize=8, va="bottom", ha="center")
     right.set_title("budget" if len(different) == 1 else "budgets", color=RED, fontsize=9, pad=14)
-    right.set(xlim=(0, 1.08), xlabel=f"energy of a token,\nof the whole network's\n{source}")
+    right.set(xlim=(0, 1.08), xlabel=f"energy of a token, share\nof the whole network's\n{source}")
     return figure
 
 

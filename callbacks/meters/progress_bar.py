@@ -155,7 +155,7 @@ class ProgressBar(Meter):
             name = primary.replace("_", " ")
             parts.append(f"{name} {shown(primary, value)}, best {shown(primary, best)}")
         if "train/loss" in m:
-            parts.append(f"loss {m['train/loss']:.4g}")
+            parts.append(f"train loss {m['train/loss']:.4g}")
         if "clients/trained" in m:
             rejected = (
                 f", {m['clients/rejected']:.0f} rejected" if m.get("clients/rejected") else ""

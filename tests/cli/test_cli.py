@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import importlib
 import os
 import subprocess
 import sys
@@ -632,6 +633,14 @@ def test_quick_answers_import_nothing_heavy(flags: list[str], code: int, stream:
         assert "python -m fl_lightning fit --config configs/kd_default.yaml" in text
         assert "mlflow ui --backend-store-uri sqlite:///mlflow.db" in text
         assert all(name in text for name in commands.COMMANDS)
+
+
+def test_the_first_line_of_a_commands_help_is_a_sentence() -> None:
+    found = [one.function for one in commands.COMMANDS.values() if one.function and not one.extra]
+    assert len(found) > 5
+    for module, _, name in (function.partition(":") for function in found):
+        first = (getattr(importlib.import_module(module), name).__doc__ or "").splitlines()[0]
+        assert first.endswith((".", ":")), first
 
 
 def test_rejected_uploads_are_one_line_and_their_number(

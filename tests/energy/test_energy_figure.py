@@ -137,4 +137,8 @@ def test_runs_without_energy_have_no_such_figure_and_half_of_it_is_no_fault(tmp_
 def test_the_table_of_results_has_both_scopes_and_what_was_refused():
     measured = ["energy/joules", "energy/joules_model", "energy/refused", "test/perplexity"]
     titles = [column.title for column in headline("energy/joules", [], measured)]
-    assert titles == ["a sequence (mJ)", "a sequence, whole network (mJ)", "sequences refused"]
+    assert titles == [
+        "energy of a sequence (mJ)",
+        "energy of a sequence, whole network (mJ)",
+        "sequences refused",
+    ]

@@ -84,10 +84,10 @@ def rank(
     *,
     resolve: Resolve,
 ) -> None:
-    """Train a method on the partitions, seeds and protocol of a published study, and print its
-    place.
+    """Train a method as a published study trained its own, and print its place.
 
-    Started again, it does what is left; a finished run is not trained twice.
+    Partitions, seeds and protocol are the study's. Started again, it does what is left; a finished
+    run is not trained twice.
 
     Args:
         model: the method's class, such as ``my_package.MyMethod``; network and optimizer are the

@@ -38,11 +38,11 @@ def sweep(
     *,
     resolve: Resolve,
 ) -> None:
-    """Run every cell of a study that is not finished yet; failed cells are listed and do not stop
-    the rest.
+    """Run every cell of a study that is not finished yet.
 
-    With ``until``, or where the study file has it, the seeds that the study lists are run first,
-    and then one after another is added until every criterion is decided by confidence sequences.
+    Failed cells are listed and do not stop the rest. With ``until``, or where the study file has
+    it, the seeds that the study lists are run first, and then one after another is added until
+    every criterion is decided by confidence sequences.
 
     Args:
         config: the study file.

@@ -36,12 +36,11 @@ def tune(
     *,
     resolve: Callable[[list[str]], str],
 ) -> None:
-    """Search for the best settings, then run once with them in the study; started again, it does
-    what is left.
+    """Search for the best settings, then run once with them in the study.
 
-    Where the search file names a study file, every method of the study is tuned with the same
-    number of trials, and a record of what was chosen is written, which the study reads by
-    ``tuned``.
+    Started again, it does what is left. Where the search file names a study file, every method of
+    the study is tuned with the same number of trials, and a record of what was chosen is written,
+    which the study reads by ``tuned``.
 
     Args:
         config: the search file.
