@@ -12,6 +12,7 @@ different arguments. A value that cannot be described becomes a text that begins
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -36,6 +37,7 @@ T = TypeVar("T")
 NOT_RECORDED = "not recorded: "
 # A longer list is replaced by its hash, or the configuration would be too large to be read back.
 MAX_ITEMS = 1000
+LOADS_A_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 
 
 class _Arguments(dict[str, Any]):
@@ -440,7 +442,8 @@ def _globals_of(function: FunctionType) -> dict[str, Any]:
 
 def _names(code: CodeType) -> set[str]:
     nested = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
-    return {*code.co_names}.union(*nested)
+    own = {one.argval for one in dis.get_instructions(code) if one.opname in LOADS_A_GLOBAL}
+    return own.union(*nested)
 
 
 def _hash_of_class(cls: type) -> str:

@@ -213,6 +213,15 @@ def test_classes_made_in_a_function_are_told_apart():
     assert describe(make(1)) == describe(make(1)) != describe(make(2))
 
 
+def test_attributes_are_no_global_values(monkeypatch):
+    def network(classes):
+        return nn.Linear(classes.RATE, 1)
+
+    before = describe(network)
+    monkeypatch.setitem(network.__globals__, "RATE", 0.2)
+    assert describe(network) == before
+
+
 def test_functions_that_refer_to_each_other():
     def even(n):
         return n == 0 or odd(n - 1)
