@@ -124,11 +124,23 @@ def _recording(cls: type, constructor: Callable[..., None]) -> Callable[..., Non
         require_made(parts(), bound)
         # the subclass's constructor is called first, and its arguments count
         if id(self) not in _ARGUMENTS:
-            _record(self, _Arguments(list(bound.items())[1:]))
+            own = list(bound.items())[1:]
+            _record(self, _Arguments((name, _as_given(value)) for name, value in own))
         check_arguments(type(self), constraints(), bound)
         constructor(*given.args, **given.kwargs)
 
     return record
+
+
+def _as_given(value: Any) -> Any:
+    """Return containers as copies and arrays as hashes, since both may be changed afterwards."""
+    if isinstance(value, dict):
+        return {name: _as_given(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_given(item) for item in value]
+    if isinstance(value, set):
+        return frozenset(value)
+    return describe(value) if isinstance(value, (np.ndarray, Tensor)) else value
 
 
 def with_settings(thing: object) -> str:

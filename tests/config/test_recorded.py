@@ -22,13 +22,13 @@ from torch.optim import SGD, Adam
 from toy import run
 
 from callbacks import LabelNoise
-from fl_lightning import methods
+from fl_lightning import FederatedTrainer, methods
 from fl_lightning.cli.parser import resolve
 from fl_lightning.config.recorded import NOT_RECORDED, describe, not_recorded
 from fl_lightning.config.settings import config_of
 from fl_lightning.data import Dirichlet
 from fl_lightning.errors import InputError
-from fl_lightning.hooks import Stressor
+from fl_lightning.hooks import Meter, Stressor
 from fl_lightning.methods import CosineSchedule, FedAvg, FedMPQKD, FedProx, TrimmedMean
 from fl_lightning.models import SmallCNN
 from fl_lightning.study.results.gather import gather
@@ -308,6 +308,25 @@ def test_descriptions():
         1.0,
         "small_cnn",
     )
+
+
+class Remembers(Meter):
+    def __init__(self, kept: list, **others) -> None:
+        self.kept, self.others = kept, others
+
+
+def test_arguments_are_recorded_as_they_were_given(tmp_path):
+    kept, array, callbacks = [[1], {"a": {2}}], np.zeros(2), []
+    source = Dirichlet(beta=0.5)
+    made = Remembers(kept, array=array, source=(source, array))
+    before = describe(Remembers([[1], {"a": {2}}], array=np.zeros(2), source=(source, np.zeros(2))))
+    trainer = FederatedTrainer(callbacks=callbacks)
+    callbacks.append(made)
+    kept.append(3), kept[0].append(3), kept[1]["a"].add(3)
+    array += 1
+    assert describe(made) == describe(copy.deepcopy(made)) == before
+    assert describe(trainer)["init_args"]["callbacks"] == []
+    assert made.kept is kept
 
 
 @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda one: loads(dumps(one))])
