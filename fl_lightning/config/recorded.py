@@ -5,7 +5,7 @@ An argument that its annotation does not allow is refused here (``constraints.py
 
 ``FedProx(mu=0.1, optimizer=lambda p: SGD(p, lr=0.1))`` becomes a class path and its arguments. A
 function that cannot be imported by a name, such as that lambda, becomes a hash of its code and of
-the values that it closes over. Two runs thus differ in their settings if their constructors got
+the values that it uses. Two runs thus differ in their settings if their constructors got
 different arguments. A value that cannot be described becomes a text that begins with
 ``NOT_RECORDED``.
 """
@@ -14,13 +14,17 @@ from __future__ import annotations
 
 import dis
 import inspect
+import re
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from copyreg import dispatch_table
 from dataclasses import fields, is_dataclass
 from functools import cache, partial, wraps
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, NoneType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, NoneType, SimpleNamespace
 from typing import Any, ClassVar, SupportsIndex, TypeVar
 from weakref import finalize
 
@@ -37,6 +41,7 @@ T = TypeVar("T")
 NOT_RECORDED = "not recorded: "
 # A longer list is replaced by its hash, or the configuration would be too large to be read back.
 MAX_ITEMS = 1000
+OF_MODULES = {*vars(nn.Module())}
 LOADS_A_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 
 
@@ -55,7 +60,7 @@ _ARGUMENTS: dict[int, _Arguments] = {}
 not attributes, since those are compared and copied."""
 
 
-_IN_WORK: set[int] = set()  # functions whose hash is being computed
+_IN_WORK: set[int] = set()  # functions whose hash is being computed, and objects that they use
 
 
 class Recorded:
@@ -285,7 +290,8 @@ def describe(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         items = [describe(item) for item in value]
         if len(items) > MAX_ITEMS:
-            return {"sha256": sha256(repr(items).encode()).hexdigest(), "length": len(items)}
+            hashed = sha256(repr(items).encode()).hexdigest()
+            return _unknown(items) or {"sha256": hashed, "length": len(items)}
         return items
     if isinstance(value, (np.ndarray, Tensor)):
         return _described_array(value)
@@ -328,7 +334,54 @@ def describe(value: Any) -> Any:
             if name in vars(value)
         }
         return {"class_path": import_path(type(value)), "init_args": describe(given)}
+    if _IN_WORK and id(value) not in _IN_WORK:
+        with suppress(Exception), _in_work(value):
+            return _described_use(value)
     return f"{NOT_RECORDED}{import_path(type(value))}"
+
+
+def _described_use(value: Any) -> Any:
+    """Return what tells an object that a function uses from others of its class: what a namespace
+    or a network holds, the name of a constant, or the constructor's arguments that a pickle has.
+
+    Raises:
+        ValueError: nothing does.
+    """
+    if isinstance(value, (Namespace, SimpleNamespace)):
+        return describe(vars(value))
+    if isinstance(value, nn.Module):
+        trained = [weights.requires_grad for weights in value.parameters()]
+        return [trained, *([name, *_held(one)] for name, one in value.named_modules())]
+    made = dispatch_table.get(type(value), lambda one: one.__reduce_ex__(2))(value)
+    path = f"{getattr(value, '__module__', type(value).__module__)}.{made}"
+    if isinstance(made, str) and imported(path) is value:
+        return path
+    constructor, arguments = made  # a state would come third, which may change
+    return [import_path(constructor), describe(arguments)]
+
+
+def _held(module: nn.Module) -> list[Any]:
+    """Return the class of a module, its own tensors, and its attributes as far as they can be
+    described."""
+    tensors = [module.training, module._parameters, module._buffers]
+    others = {name: describe(one) for name, one in vars(module).items() if name not in OF_MODULES}
+    known = {name: one for name, one in others.items() if not _unknown(one)}
+    return describe([type(module), tensors, known])
+
+
+def _unknown(described: Any) -> str:
+    """Return the first text that stands for what cannot be described; empty where there is none."""
+    found = re.search(rf"['\"]({NOT_RECORDED}[^'\"]*)", repr(described))
+    return found[1] if found else ""
+
+
+@contextmanager
+def _in_work(value: object) -> Iterator[None]:
+    _IN_WORK.add(id(value))
+    try:
+        yield
+    finally:
+        _IN_WORK.remove(id(value))
 
 
 def not_recorded(settings: Mapping[str, Any]) -> list[str]:
@@ -406,24 +459,23 @@ def imported(path: str) -> Any:
 
 
 def _hash_of_function(function: FunctionType) -> str:
-    """Return the SHA-256 of a function.
+    """Return the SHA-256 of a function, or a text that begins with ``NOT_RECORDED``.
 
     It covers the code, the default values, the values that it closes over, and those of the global
-    names that it uses.
+    names that it uses. There is none if one of them cannot be described.
     """
     if id(function) in _IN_WORK:  # it refers to itself
         return function.__qualname__
     digest = sha256()
     _add_code(digest, function.__code__)
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    closure = [_content(cell) for name, cell in cells if name != "__class__"]
-    _IN_WORK.add(id(function))
-    try:
-        known = describe(
-            [function.__defaults__, function.__kwdefaults__, closure, _globals_of(function)]
-        )
-    finally:
-        _IN_WORK.remove(id(function))
+    closure = {name: _content(cell) for name, cell in cells if name != "__class__"}
+    defaults = [function.__defaults__, function.__kwdefaults__]
+    with _in_work(function):
+        known = describe([*defaults, list(closure.values()), _globals_of(function)])
+    used = dict(zip(closure, known[2], strict=True)) | known[3] | {"its defaults": known[:2]}
+    if unknown := [name for name, one in used.items() if _unknown(one)]:
+        return f"{NOT_RECORDED}{import_path(function)}, which uses {', '.join(unknown)}"
     digest.update(repr(known).encode())
     return digest.hexdigest()
 
@@ -459,14 +511,18 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _hash_of_class(cls: type) -> str:
-    """Return the SHA-256 of the functions and the plain attributes that a class defines."""
+    """Return the SHA-256 of the functions and the plain attributes that a class defines, or a text
+    that begins with ``NOT_RECORDED``."""
     digest = sha256()
     for name, value in sorted(vars(cls).items()):
         function = inspect.unwrap(
             getattr(value, "__func__", getattr(value, "fget", value)) or value
         )
         if isinstance(function, FunctionType):
-            digest.update(f"{name}={_hash_of_function(function)}".encode())
+            known = _hash_of_function(function)
+            if _unknown([known]):
+                return known
+            digest.update(f"{name}={known}".encode())
         elif not name.startswith("__") and isinstance(
             value, (bool, int, float, str, tuple, frozenset)
         ):

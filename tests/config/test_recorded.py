@@ -4,9 +4,12 @@ comparison."""
 from __future__ import annotations
 
 import copy
+import logging
 import os
+import re
 import subprocess
 import sys
+from argparse import Namespace
 from dataclasses import dataclass, field
 from functools import partial
 from pickle import dumps, loads
@@ -220,6 +223,76 @@ def test_attributes_are_no_global_values(monkeypatch):
     before = describe(network)
     monkeypatch.setitem(network.__globals__, "RATE", 0.2)
     assert describe(network) == before
+
+
+def uses(value):
+    return lambda classes: value
+
+
+def linear(bias=0.0, requires_grad=True, part=None):
+    made = nn.Linear(1, 1)
+    for weights, kept in zip(made.parameters(), (1.0, bias), strict=True):
+        nn.init.constant_(weights.requires_grad_(requires_grad), kept)
+    made.parts = [made, part]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("make", "one", "other"),
+    [
+        (lambda lr: Namespace(lr=lr), 0.1, 1e-5),
+        (linear, 0.0, 0.5),
+        (partial(linear, 0.0), True, False),
+        (nn.Dropout, 0.1, 0.5),
+        (re.compile, "a", "b"),
+        (logging.getLogger, "a", "b"),
+        (lambda name: getattr(TrimmedMean(0.3), name), "__init__", "__call__"),
+    ],
+)
+def test_objects_that_a_function_uses_are_part_of_it(make, one, other):
+    given = describe(uses(make(one)))
+    assert given == describe(uses(make(one))) != describe(uses(make(other)))
+    assert not_recorded(given) == []
+
+
+class Experiment:
+    """A script as a class, which keeps what no record tells."""
+
+    def __init__(self, lr: float) -> None:
+        self.lr = lr
+
+    def optimizer(self):
+        return lambda parameters: SGD(parameters, lr=self.lr)
+
+    def method(self):
+        class Own(FedAvg):
+            def task_loss(own, outputs, target):
+                return self.lr * super().task_loss(outputs, target)
+
+        return Own(network=SMALL)
+
+
+def test_what_cannot_be_recorded_is_refused_where_a_function_uses_it(tmp_path):
+    found = f"{NOT_RECORDED}test_recorded.Experiment.optimizer.<locals>.<lambda>, which uses self"
+    optimizer = Experiment(0.1).optimizer()
+    assert describe(optimizer)["code_sha256"] == found
+    assert describe(partial(optimizer, 1))["class_path"]["code_sha256"] == found
+    assert describe(uses(optimizer))["code_sha256"].endswith(
+        "uses.<locals>.<lambda>, which uses value"
+    )
+    assert describe(Experiment(0.1).method())["code_sha256"].endswith(
+        "Own.task_loss, which uses self"
+    )
+    assert describe(uses(nn.LazyLinear(1)))["code_sha256"].startswith(NOT_RECORDED)
+    assert describe([0] * 1000 + [object()]).startswith(NOT_RECORDED)
+    for lr in (0.1, 1e-5):
+        trainer = fit(tmp_path, optimizer=Experiment(lr).optimizer(), experiment="sweep")
+    with pytest.raises(InputError, match="which uses self"):
+        fit(tmp_path, optimizer=optimizer, ckpt_path=str(trainer.run_dir))
+    with pytest.raises(
+        InputError, match=r"optimizer.code_sha256 cannot be recorded .*which uses self"
+    ):
+        gather(str(tmp_path / "sweep"), tmp_path)
 
 
 def test_functions_that_refer_to_each_other():
