@@ -30,27 +30,11 @@ from callbacks.stressors.new_tasks import NewTasks
 from callbacks.stressors.secure_dropout import SecureDropout
 from callbacks.stressors.straggler_dropout import StragglerDropout
 
-for _old, _room in {
-    "accuracy_bytes_figure": "figures",
-    "bit_width_figure": "figures",
-    "byzantine_clients": "stressors",
-    "calibration": "meters",
-    "client_accuracy_figure": "figures",
-    "confusion_matrix": "figures",
-    "drawing": "figures",
-    "early_stopping": "meters",
-    "feature_map": "figures",
-    "gradient_norms": "meters",
-    "label_noise": "stressors",
-    "loss_landscape": "figures",
-    "partition_figure": "figures",
-    "progress_bar": "meters",
-    "relevance_figure": "figures",
-    "straggler_dropout": "stressors",
-    # where the modules lay in version 0.1.0: class paths of saved configurations and imports of
-    # that time
-}.items():
-    sys.modules[f"{__name__}.{_old}"] = globals()[_old] = sys.modules[f"{__name__}.{_room}.{_old}"]
+# where modules lay in version 0.1.0, by which configurations and imports of all versions name them
+for _path in [path for path in sys.modules if path.startswith(f"{__name__}.")]:
+    _module = _path.rpartition(".")[2]
+    if _path.count(".") == 2:
+        sys.modules[f"{__name__}.{_module}"] = globals()[_module] = sys.modules[_path]
 
 __all__ = [
     "AccuracyBytesFigure",

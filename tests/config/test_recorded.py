@@ -24,10 +24,17 @@ from torch import nn
 from torch.optim import SGD, Adam
 from toy import run
 
+import callbacks
 from callbacks import LabelNoise
 from fl_lightning import FederatedTrainer, methods
 from fl_lightning.cli.parser import resolve
-from fl_lightning.config.recorded import NOT_RECORDED, describe, not_recorded
+from fl_lightning.config.recorded import (
+    NOT_RECORDED,
+    describe,
+    import_path,
+    imported,
+    not_recorded,
+)
 from fl_lightning.config.settings import config_of
 from fl_lightning.data import Dirichlet
 from fl_lightning.errors import InputError
@@ -462,3 +469,9 @@ class FrozenStressor(Stressor):
 )
 def test_a_dataclass_is_described_by_its_fields(made, arguments):
     assert describe(made)["init_args"] == arguments
+
+
+@pytest.mark.parametrize("name", callbacks.__all__)
+def test_the_recorded_path_of_a_callback_can_be_imported(name):
+    cls = getattr(callbacks, name)
+    assert imported(import_path(cls)) is cls
