@@ -370,7 +370,7 @@ class FederatedTrainer(RunViews):
             InputError: there is no such checkpoint, client or format, an optional extra is missing,
                 or the folder is not empty.
         """
-        with deterministic(self.deterministic), self.interrupts:
+        with deterministic(self.deterministic), generators_kept(), self.interrupts:
             self._take(method, data, seed, alone="export")
             data.continued = True
             return export_checkpoint(
@@ -390,7 +390,7 @@ class FederatedTrainer(RunViews):
         Raises:
             InputError: the data or the method cannot be used.
         """
-        with deterministic(self.deterministic):
+        with deterministic(self.deterministic), generators_kept():
             self._take(method, data, seed)
             return self._prepare()
 

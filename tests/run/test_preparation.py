@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from ten import SMALL
 from torch import nn
-from toy import run
+from toy import run, trainer_in
 
 from fl_lightning.conformance.toy import images
 from fl_lightning.errors import InputError
@@ -47,3 +49,19 @@ def test_single_examples_that_a_network_cannot_normalise_are_refused(tmp_path):
     several = partial(SmallCNN, width=4, norm="batch")  # a channel has several values of an example
     for network, size in ((normalised, 2), (several, 1)):
         run(FedAvg(network=network), images(batch_size=size), tmp_path, max_rounds=1)
+
+
+def test_what_trains_nothing_leaves_the_users_generators_alone(tmp_path):
+    method, data = FedAvg(network=SMALL), images()
+    trainer = trainer_in(tmp_path, max_rounds=1)
+    trainer.fit(method, data)
+    uses = {
+        "prepare": partial(trainer.prepare, method, data),
+        "export": partial(
+            trainer.export, method, data, ckpt_path=str(trainer.run_dir), to=str(tmp_path / "to")
+        ),
+    }
+    for name, use in uses.items():
+        before = random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+        use()
+        assert before == (random.getstate(), np.random.get_state()[1].tolist()), name  # noqa: NPY002

@@ -32,6 +32,7 @@ __all__ = [
     "run",
     "run_for_nothing",
     "sgd",
+    "trainer_in",
 ]
 
 
