@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from os.path import expanduser
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -261,23 +262,20 @@ class FederatedTrainer(RunViews):
             self.parts.check_start(start, data, deployed=deployed)
             self.parts.check_masks(fed, deployed=deployed)
             every, keep = self.checkpoint_every, self.keep_checkpoints
-            self.progress = Progress(settings, identity_of(fed), data.task, every=every, keep=keep)
-            self.progress.restore(fed, start, self.allow_changed)
-            self.parts.continue_in(start.run, self.progress, self.fabric.device)
-            method.round = self.progress.done.round
+            progress = Progress(settings, identity_of(fed), data.task, every=every, keep=keep)
+            progress.restore(fed, start, self.allow_changed)
+            self.parts.continue_in(start.run, progress, self.fabric.device)
+            method.round = progress.done.round
             place = self.root, self.experiment, str(self._name)
-            self.journal = Journal(start, self.progress, config, *place, logger=self.logger)
-            self.fitted = method, data, self.seed
-            if self.journal.is_finished(self.max_rounds, self._stop_reason):
-                return Results(self.journal.summary)
+            journal = Journal(start, progress, config, *place, logger=self.logger)
             session = RunSession(
                 fed,
-                self.progress,
-                self.journal,
+                journal,
                 self.interrupts,
                 self.log_file,
-                make_engine=self._make_engine,
+                make_engine=partial(self._make_engine, journal),
                 stop_reason=lambda: self._stop_reason,
+                begun=partial(self._show, journal, method, data),
                 command_line=self.command_line,
                 tags=self.tags,
                 keeps=not self.fast_dev_run,
@@ -434,16 +432,16 @@ class FederatedTrainer(RunViews):
         check_name(str(self._name), f"the run's name {str(self._name)!r}")
         return prepare_federation(self, self.method, self.data, self.seed)
 
-    def _make_engine(self, fed: Federation) -> Engine:
+    def _make_engine(self, journal: Journal, fed: Federation) -> Engine:
         if self.remote is not None:
-            return self.remote(fed, self.journal.before)
+            return self.remote(fed, journal.before)
         return make_engine(
             self.fabric,
             self.method,
             self.data,
             engine=self.engine,
             workers=self.workers,
-            before=self.journal.engine,
+            before=journal.engine,
             cohort=fed.cohort_size,
             timeout=self.rank_timeout,
             holders=fed.holders,

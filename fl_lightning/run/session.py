@@ -36,27 +36,32 @@ class RunSession:
 
     Args:
         fed: what the rounds touch.
-        progress: the rounds that are done, and their checkpoints.
-        journal: the run directory and the trackers.
+        journal: the run directory and the trackers, and the rounds that are done.
         interrupts: signals, which end the run between two rounds.
         log_file: the run's log.
         make_engine: makes the engine, which is not started yet.
         stop_reason: returns why the run ends after the rounds that are done; empty: it goes on.
+        begun: is called when the run has its directory, and so is a run that is finished already.
         command_line: the command line of the program; empty where Python code calls.
         tags: names and values that the trackers show.
         keeps: whether the run directory stays.
     """
 
     fed: Federation
-    progress: Progress
     journal: Journal
     interrupts: Interrupts
     log_file: RunLog
     make_engine: Callable[[Federation], Engine]
     stop_reason: Callable[[], str]
+    begun: Callable[[], None]
     command_line: Sequence[str]
     tags: dict[str, str]
     keeps: bool
+
+    @property
+    def progress(self) -> Progress:
+        """The rounds that are done, and their checkpoints."""
+        return self.journal.progress
 
     def run(self, *, launch_as: str | None) -> dict[str, float]:
         """Run the rounds that are left and return the summary.
@@ -70,6 +75,9 @@ class RunSession:
                 upload ever counted.
         """
         fed, max_rounds = self.fed, self.fed.max_rounds
+        if self.journal.is_finished(max_rounds, self.stop_reason()):
+            self.begun()
+            return self.journal.summary
         log.info("%s", stressors_text(fed.callbacks))
         fed.files = self.journal
         with ExitStack() as running:
@@ -82,6 +90,7 @@ class RunSession:
                     engine = self._start_engine(running)
                 with self.interrupts.held(), self.journal.writing():
                     self.journal.open(fed, engine.name, self.command_line, self.tags, self.log_file)
+                    self.begun()
                     self._note(engine)
                 try:
                     tell(fed.callbacks, "on_setup", fed)

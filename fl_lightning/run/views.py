@@ -23,18 +23,24 @@ class RunViews(Recorded):
     """The part of a trainer that shows its run; the other parts make the run.
 
     Attributes:
-        journal: where the run is written; there is none before the first run.
-        fitted: method, data and seed of that run; what a fit was given that was refused is none.
+        journal: where the run is written; there is none before the first run, and a fit that was
+            refused leaves that of the run before.
         progress: its rounds.
-        data: its federation.
+        fitted: its method, data and seed.
+        seed: that a fit was given last.
         max_rounds: rounds that it shall have.
     """
 
     journal: Journal
-    fitted: tuple[Method, FederatedData, int]
     progress: Progress
-    data: FederatedData
+    fitted: tuple[Method, FederatedData, int]
+    seed: int
     max_rounds: int
+
+    def _show(self, journal: Journal, method: Method, data: FederatedData) -> None:
+        """Show this run from here on."""
+        self.journal, self.progress = journal, journal.progress
+        self.fitted = method, data, self.seed
 
     @property
     def run(self) -> RunDirectory:
@@ -70,7 +76,7 @@ class RunViews(Recorded):
     @property
     def _has_run(self) -> bool:
         """Whether there is a run directory: of the run that goes on, or of the last one."""
-        return hasattr(self, "journal") and hasattr(self.journal, "run")
+        return hasattr(self, "journal")
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: where the run is, how far it is, and its last metrics."""
@@ -80,7 +86,7 @@ class RunViews(Recorded):
                 if value != defaults[name].default:
                     rows[name] = str(value)
             return table(rows.items(), "FederatedTrainer, before its first run")
-        done, task = self.progress.done.round, self.data.task
+        done, task = self.progress.done.round, self.progress.task
         rows = {"run directory": str(self.run_dir), "rounds": f"{done} of {self.max_rounds}"}
         last = self.progress.history[-1] if self.progress.history else {}
         for name in (f"test/{task.primary}", f"val/{task.primary}", "test/loss", "train/loss"):

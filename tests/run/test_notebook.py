@@ -15,11 +15,13 @@ import pytest
 import yaml
 from places import ROOT
 from rich.console import Console
+from toy import Points, on_points
 
 from callbacks import PartitionFigure, ProgressBar
 from fl_lightning import FederatedTrainer
 from fl_lightning.conformance.toy import images, on_images, run, trainer_in
-from fl_lightning.methods import FedAvg
+from fl_lightning.errors import InputError
+from fl_lightning.methods import FedAvg, FedProx
 from fl_lightning.run.log import RunLog
 from fl_lightning.support.notebook import KernelDisplay
 
@@ -143,6 +145,29 @@ def test_a_trainer_says_where_its_run_is(trainer: FederatedTrainer, tmp_path: Pa
     assert list(new.figures) == []
 
 
+def test_a_fit_that_is_refused_leaves_what_is_shown_of_the_run_before(tmp_path: Path) -> None:
+    """Where the settings are others, where no directory can be made, and where there is no run."""
+    trainer = trainer_in(tmp_path, max_rounds=1, workers=1)
+    (tmp_path / "file").write_text("")
+    trainer.experiment = "file"
+    with pytest.raises(InputError, match="no run can be created"):
+        trainer.fit(on_images(FedAvg()), images())
+    assert "before its first run" in trainer._repr_html_()
+    assert trainer.history.empty
+    trainer.experiment = "folder"
+    trainer.fit(on_images(FedAvg()), images())
+    before = trainer.run_dir, trainer._repr_html_(), trainer.fitted, len(trainer.history)
+    refusals = {
+        "another configuration": ("folder", str(trainer.run_dir)),
+        "created": ("file", None),
+    }
+    for said, (trainer.experiment, place) in refusals.items():
+        with pytest.raises(InputError, match=said):
+            trainer.fit(on_points(FedProx(mu=1)), Points(), ckpt_path=place)
+        after = trainer.run_dir, trainer._repr_html_(), trainer.fitted, len(trainer.history)
+        assert after == before, said
+
+
 def test_warnings_are_shown_where_nobody_has_set_up_logging(capsys, monkeypatch) -> None:
     """The file's handler would otherwise be the only one, and Python shows warnings where there is
     none; of rejected uploads one is enough."""
@@ -214,7 +239,8 @@ import time
 from callbacks import ProgressBar
 from fl_lightning import FederatedTrainer, Meter
 from fl_lightning.conformance.toy import images
-from fl_lightning.methods import FedAvg
+from fl_lightning.errors import InputError
+from fl_lightning.methods import FedAvg, FedProx
 
 class Waiting(Meter):
     waits = True

@@ -59,13 +59,13 @@ def deploy_over(
 
     def remote(fed: Federation, before: Mapping[str, Any]) -> RemoteEngine:
         deployment = before.get("deployment", {})
-        done = trainer.progress.done.round
+        done = fed.method.round
         privacy = fed.aggregation.privacy
         if privacy is not None and randomness is from_system and before:
             said = deployment.get("privacy", {}).get("noisy_sums", 0)
-            privacy.begun = max(privacy.begun, rounds_in(trainer.run_dir), said)
+            privacy.begun = max(privacy.begun, rounds_in(fed.run_dir), said)
         # clients of a run that was simulated have kept nothing until now, or it would be refused
-        since = last_rounds(trainer.run_dir, done) if done and deployment else {}
+        since = last_rounds(fed.run_dir, done) if done and deployment else {}
         return RemoteEngine(
             transport,
             fed,
