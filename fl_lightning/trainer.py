@@ -311,7 +311,8 @@ class FederatedTrainer(RunViews):
 
         Args:
             ckpt_path: a run directory or one of its checkpoints, whose configuration is used; with
-                --config also ``last``, the last run of the experiment.
+                --config also ``last``, the last run of the experiment. In Python the default is
+                the run that this trainer has fitted last.
             checkpoint: which of the run's checkpoints: ``last`` (the default), ``best`` (of
                 validation), or a name like round_000060.
             probes: which of clean, clients, calibration, corruptions, fgsm, pgd, kinds, cost,
@@ -327,7 +328,7 @@ class FederatedTrainer(RunViews):
             data.continued = True
             found = probing.examine(
                 self._prepare,
-                ckpt_path,
+                ckpt_path or self._own_run,
                 self.root / self.experiment,
                 checkpoint=checkpoint,
                 probes=probes,
@@ -354,7 +355,8 @@ class FederatedTrainer(RunViews):
 
         Args:
             ckpt_path: a run directory or one of its checkpoints, whose configuration is used; with
-                --config also ``last``, the last run of the experiment.
+                --config also ``last``, the last run of the experiment. In Python the default is
+                the run that this trainer has fitted last.
             to: the folder; it is new or empty.
             client: whose model, of a personalised method.
             checkpoint: which of the run's checkpoints: ``last`` (the default), ``best`` (of
@@ -373,7 +375,7 @@ class FederatedTrainer(RunViews):
             data.continued = True
             return export_checkpoint(
                 self._prepare,
-                ckpt_path,
+                ckpt_path or self._own_run,
                 self.root / self.experiment,
                 Target(to or "", client, format, overwrite),
                 checkpoint=checkpoint,

@@ -78,6 +78,11 @@ class RunViews(Recorded):
         """Whether there is a run directory: of the run that goes on, or of the last one."""
         return hasattr(self, "journal")
 
+    @property
+    def _own_run(self) -> str | None:
+        """That directory, as ``ckpt_path`` names it; None: there is none."""
+        return str(self.run_dir) if self._has_run else None
+
     def _repr_html_(self) -> str:
         """Return what a notebook shows: where the run is, how far it is, and its last metrics."""
         if not self._has_run:

@@ -294,8 +294,6 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_created(
         export(of_timm, to, checkpoint="round_000009")
     with refused("export without --to"):
         of_timm.export(of_timm.method, of_timm.data, ckpt_path=str(of_timm.run_dir))
-    with refused("export without a run"):
-        of_timm.export(of_timm.method, of_timm.data, to=str(to))
     monkeypatch.setattr(formats, "find_spec", lambda package: None)
     with refused("--format onnx without onnx, onnxscript", "fl_lightning[export]"):
         export(of_timm, to, format="onnx")

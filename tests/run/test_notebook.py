@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 import yaml
 from places import ROOT
+from refusals import refused
 from rich.console import Console
 from toy import Points, on_points
 
@@ -166,6 +167,24 @@ def test_a_fit_that_is_refused_leaves_what_is_shown_of_the_run_before(tmp_path: 
             trainer.fit(on_points(FedProx(mu=1)), Points(), ckpt_path=place)
         after = trainer.run_dir, trainer._repr_html_(), trainer.fitted, len(trainer.history)
         assert after == before, said
+
+
+def test_a_trainer_tests_and_exports_the_run_that_it_has_fitted(tmp_path: Path) -> None:
+    trainer, given = trainer_in(tmp_path, max_rounds=1), (on_images(FedAvg()), images())
+    with refused("test without --ckpt_path"):
+        trainer.test(*given)
+    with refused("export without a run"):
+        trainer.export(*given, to=str(tmp_path / "model"))
+    trainer.fit(*given)
+    assert (
+        trainer.test(*given, probes="clean")["test/accuracy"] == trainer.history["test/accuracy"][1]
+    )
+    about = json.loads(
+        (trainer.export(*given, to=str(tmp_path / "model")) / "export.json").read_text()
+    )
+    assert about["run"] == trainer.run_dir.name
+    with refused(f"{trainer.run_dir.name}/checkpoints/round_000001"):
+        trainer.test(on_images(FedProx(mu=1)), images())
 
 
 def test_warnings_are_shown_where_nobody_has_set_up_logging(capsys, monkeypatch) -> None:
