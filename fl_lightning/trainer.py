@@ -196,7 +196,7 @@ class FederatedTrainer(RunViews):
         self.checkpoint_every = checkpoint_every
         self.keep_checkpoints = keep_checkpoints
         self.logger = logger
-        self.root = Path(expanduser(default_root_dir))
+        self.root = Path(expanduser(default_root_dir)).absolute()
         self.experiment = experiment
         self.run_name = run_name
         self.deterministic = deterministic

@@ -190,9 +190,10 @@ class Journal:
                 self.root, self.experiment, self.name, files, only=self.start.new_name
             )
         except OSError as error:
+            root = short_path(self.root)
             raise InputError(
-                f"--trainer.default_root_dir {self.root}",
-                f"no run can be created in {self.root / self.experiment} ({error_reason(error)})",
+                f"--trainer.default_root_dir {root}",
+                f"no run can be created in {root / self.experiment} ({error_reason(error)})",
                 "name a folder you may write to",
             ) from error
 
@@ -248,9 +249,9 @@ class Journal:
             yield
         except OSError as error:
             raise RunStopped(
-                f"{self.run.path} cannot be written any more ({error})",
+                f"{short_path(self.run.path)} cannot be written any more ({error})",
                 "a run needs its directory and room in it",
-                f"put that right, then continue with --ckpt_path {quote(str(self.run.path))}",
+                f"put that right, then continue with --ckpt_path {quote(str(short_path(self.run.path)))}",
             ) from error
 
     def track(self) -> None:

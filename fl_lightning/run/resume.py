@@ -18,7 +18,7 @@ from fl_lightning.federation import Federation
 from fl_lightning.models.constants import other_constants, what_never_travels
 from fl_lightning.run.checkpoint import CheckpointError
 from fl_lightning.run.directory import RunName, free_name, numbered
-from fl_lightning.run.paths import checkpoints_in, rounds_kept, run_and_checkpoints
+from fl_lightning.run.paths import checkpoints_in, rounds_kept, run_and_checkpoints, short_path
 from fl_lightning.run.snapshot import IDENTITY, Checkpoint
 
 log = logging.getLogger("fl_lightning")
@@ -122,7 +122,7 @@ def _last_run(experiment: Path, name: str | None) -> Path:
         called = f"called {name} " if name else ""
         raise InputError(
             "--ckpt_path last",
-            f"there is no run {called}under {experiment}",
+            f"there is no run {called}under {short_path(experiment)}",
             "leave --ckpt_path out to start one",
         )
 
@@ -212,7 +212,7 @@ def find_same(experiment: Path, name: RunName, config: Mapping[str, Any]) -> Sta
             try:
                 return find_start(str(run), experiment)
             except InputError as error:
-                given = f"--trainer.auto_resume, which finds {run}"
+                given = f"--trainer.auto_resume, which finds {short_path(run)}"
                 instead = "write another --trainer.run_name to start anew"
                 raise InputError(given, error.rule, instead) from error
     return Start(new_name=new_name)

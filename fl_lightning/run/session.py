@@ -174,7 +174,7 @@ class RunSession:
         if not interrupted:
             self.log_file.add_traceback(error)
             if self.log_file.path is not None and self.keeps:
-                error.run_log = self.log_file.path  # type: ignore[attr-defined]
+                error.run_log = short_path(self.log_file.path)  # type: ignore[attr-defined]
         try:
             self.progress.save(run)
             self.journal.note(status="interrupted" if interrupted else "failed")
@@ -196,9 +196,10 @@ class RunSession:
             again = (
                 f"after round {self.progress.saved}" if self.progress.saved else "from the start"
             )
-            by = f"--ckpt_path {quote(str(short_path(run.path)))}"
+            path = str(short_path(run.path))
+            by = f"--ckpt_path {quote(path)}"
             if not self.command_line:  # it was started from Python
-                by = f"trainer.fit(method, data, seed={self.fed.seed}, ckpt_path={str(run.path)!r})"
+                by = f"trainer.fit(method, data, seed={self.fed.seed}, ckpt_path={path!r})"
             reached = min(done + 1, self.fed.max_rounds)
             log.error("stopped in round %d; continue %s with %s", reached, again, by)
         self.interrupts.release()

@@ -12,6 +12,7 @@ from fl_lightning.errors import MisuseError
 from fl_lightning.methods import Method
 from fl_lightning.run.directory import RunDirectory
 from fl_lightning.run.journal import Journal
+from fl_lightning.run.paths import short_path
 from fl_lightning.run.progress import Progress
 from fl_lightning.support.notebook import Pictures, table
 
@@ -92,7 +93,10 @@ class RunViews(Recorded):
                     rows[name] = str(value)
             return table(rows.items(), "FederatedTrainer, before its first run")
         done, task = self.progress.done.round, self.progress.task
-        rows = {"run directory": str(self.run_dir), "rounds": f"{done} of {self.max_rounds}"}
+        rows = {
+            "run directory": str(short_path(self.run_dir)),
+            "rounds": f"{done} of {self.max_rounds}",
+        }
         last = self.progress.history[-1] if self.progress.history else {}
         for name in (f"test/{task.primary}", f"val/{task.primary}", "test/loss", "train/loss"):
             if name in last:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import logging
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from rich.console import Console
 from toy import Points, on_points
 
 from callbacks import PartitionFigure, ProgressBar
-from fl_lightning import FederatedTrainer
+from fl_lightning import FederatedTrainer, Meter, export_model
 from fl_lightning.conformance.toy import images, on_images, run, trainer_in
 from fl_lightning.errors import InputError
 from fl_lightning.methods import FedAvg, FedProx
@@ -185,6 +186,33 @@ def test_a_trainer_tests_and_exports_the_run_that_it_has_fitted(tmp_path: Path) 
     assert about["run"] == trainer.run_dir.name
     with refused(f"{trainer.run_dir.name}/checkpoints/round_000001"):
         trainer.test(on_images(FedProx(mu=1)), images())
+
+
+class Leaves(Meter):
+    """Changes the working directory in the first round, as a script of the user's may."""
+
+    def on_round_end(self, record, context):
+        os.chdir("elsewhere" if record.round == 1 else ".")
+
+
+def test_a_run_is_found_from_another_working_directory(tmp_path, monkeypatch, caplog) -> None:
+    """What is said and recorded of its folder is as short as before."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level(logging.INFO)
+    meters = [Leaves(), PartitionFigure()]
+    trainer = run(on_images(FedAvg()), images(), "runs", max_rounds=2, workers=1, callbacks=meters)
+    assert list(trainer.figures) == ["partition"]
+    assert export_model(trainer, tmp_path / "model").exists()
+    assert "default_root_dir: runs\n" in (trainer.run_dir / "config.yaml").read_text()
+    monkeypatch.chdir(tmp_path)
+    caplog.clear()
+    trainer = run(on_images(FedAvg()), images(), "runs", max_rounds=1)
+    assert f"run directory  runs/fl_lightning/{trainer.run_dir.name}" in caplog.text
+    assert f"<td>runs/fl_lightning/{trainer.run_dir.name}</td>" in trainer._repr_html_()
+    (tmp_path / "file").write_text("")
+    with refused("--trainer.default_root_dir file"):
+        run(on_images(FedAvg()), images(), "file", max_rounds=1)
 
 
 def test_warnings_are_shown_where_nobody_has_set_up_logging(capsys, monkeypatch) -> None:
