@@ -115,12 +115,7 @@ class Progress:
             MisuseError: one is called ``round``.
             OSError: the run directory cannot be written.
         """
-        odd = {name: value for name, value in record.metrics.items() if not is_number(value)}
-        if odd:
-            raise TypeError(
-                f"metrics {odd} of round {record.round}; a metric of a method or a meter is a "
-                "number; return int or float"
-            )
+        check_numbers(record)
         if "round" in record.metrics:
             rule = "it is the number of the round in metrics.csv"
             raise MisuseError("the metric round", rule, "write another name")
@@ -184,3 +179,17 @@ class Progress:
     def prune(self, run: RunDirectory) -> None:
         """Remove all checkpoints but the ``keep`` newest and the best one."""
         run.prune(self.keep, self.done.best_round)
+
+
+def check_numbers(record: RoundRecord) -> None:
+    """Refuse a metric that is not a number: files would have it as a text.
+
+    Raises:
+        TypeError: there is one.
+    """
+    odd = {name: value for name, value in record.metrics.items() if not is_number(value)}
+    if odd:
+        raise TypeError(
+            f"metrics {odd} of round {record.round}; a metric of a method or a meter is a number; "
+            "return int or float"
+        )

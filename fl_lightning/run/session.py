@@ -22,7 +22,7 @@ from fl_lightning.run.interrupts import Interrupts
 from fl_lightning.run.journal import Journal
 from fl_lightning.run.log import RunLog
 from fl_lightning.run.paths import short_path
-from fl_lightning.run.progress import Progress
+from fl_lightning.run.progress import Progress, check_numbers
 from fl_lightning.run.resume import require_one_identity
 from fl_lightning.run.unsaved import unsaved_state, warn_of_changes
 
@@ -152,6 +152,7 @@ class RunSession:
         for callback in fed.callbacks:
             with record.written_by(callback):
                 tell([callback], "on_fit_end", summary, fed)
+        check_numbers(record)
         self.progress.check_learned()
         early = self.progress.done.round < fed.max_rounds
         reason = self.stop_reason() if early else ""

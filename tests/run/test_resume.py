@@ -388,6 +388,25 @@ def test_a_finished_run_has_the_results_that_it_had(tmp_path):
     assert "final/praise" not in results(2, str(run / "checkpoints" / "round_000002"))
 
 
+class Averages(Meter):
+    def on_fit_end(self, summary, context):
+        summary["final/mine"] = torch.tensor(0.25)
+
+
+def test_what_a_meter_adds_at_the_end_is_a_number(tmp_path):
+    """As in a round: metadata.json would have it as a text, and so a later fit."""
+    with pytest.raises(
+        TypeError, match=r"final/mine.* a metric of a method or a meter is a number"
+    ):
+        toy_run(
+            FedAvg(network=lambda classes: SmallCNN(classes, width=4), optimizer=sgd(0.05)),
+            images(),
+            tmp_path,
+            callbacks=[Averages()],
+            max_rounds=1,
+        )
+
+
 def test_a_finished_run_is_left_alone(tmp_path, caplog):
     run = fit(tmp_path).run
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
