@@ -132,12 +132,22 @@ class Progress:
         if self._is_due():
             self.save(run)
 
-    def check_learned(self) -> None:
+    def check_learned(self, ended: str) -> None:
         """Refuse to finish a run that has learned nothing.
 
+        Args:
+            ended: why it ends early; empty: it does not.
+
         Raises:
-            RunStopped: no upload of any round was averaged.
+            RunStopped: no round was run, or no upload of any round was averaged.
         """
+        if not self.history:
+            raise RunStopped(
+                f"no round was run: {ended}",
+                "a run that ends before its first round has learned nothing",
+                "let the callback that ends it forget the fit before this one in on_check, or change its "
+                "arguments",
+            )
         if any(row["clients/trained"] for row in self.history):
             return
         # those that are late or offline are dropped too

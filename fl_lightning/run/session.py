@@ -153,9 +153,9 @@ class RunSession:
             with record.written_by(callback):
                 tell([callback], "on_fit_end", summary, fed)
         check_numbers(record)
-        self.progress.check_learned()
         early = self.progress.done.round < fed.max_rounds
         reason = self.stop_reason() if early else ""
+        self.progress.check_learned(reason)
         with self.journal.writing():
             self.journal.finish(
                 summary,

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from refusals import refused
 from ten import make
 
 from callbacks import (
@@ -20,6 +21,8 @@ from callbacks import (
     TrainingCost,
 )
 from fl_lightning.conformance.toy import images, run, trainer_in
+from fl_lightning.errors import RunStopped
+from fl_lightning.hooks import Meter
 from fl_lightning.models import SmallCNN
 
 CLASSES = (AccuracyBytesFigure, Calibration, ClientAccuracyFigure, ProgressBar, TrainingCost)
@@ -45,6 +48,25 @@ def test_callbacks_keep_nothing_of_the_fit_before(tmp_path):
     wide = trained(trainer("fresh"), 8)
     assert narrow != wide
     assert trained(used, 8) == wide
+
+
+class Enough(Meter):
+    """Ends its run in the first round, and does not forget it where another begins."""
+
+    rounds = 0
+
+    def on_round_end(self, record, context):
+        self.rounds += 1
+
+    def stop_reason(self):
+        return "one is enough" if self.rounds else ""
+
+
+def test_a_run_that_a_callback_ends_before_its_first_round_names_the_reason(tmp_path):
+    trainer = trainer_in(tmp_path, max_rounds=2, callbacks=[Enough()])
+    trainer.fit(make("FedAvg"), images())
+    with refused("no round was run: one is enough", "on_check", RunStopped):
+        trainer.fit(make("FedAvg"), images(), seed=1)
 
 
 def test_stressors_keep_no_clients_of_the_fit_before(tmp_path):
