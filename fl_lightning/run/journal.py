@@ -35,7 +35,7 @@ from fl_lightning.run.progress import Progress
 from fl_lightning.run.resume import Start, newest_round
 from fl_lightning.run.taken_back import note_drawn_noise
 from fl_lightning.support.redaction import redact_settings
-from fl_lightning.tracking.loggers import Tracking
+from fl_lightning.tracking.loggers import Tracking, begin_records
 from fl_lightning.tracking.mlflow_store import Status
 
 if TYPE_CHECKING:
@@ -56,6 +56,9 @@ class Journal:
         config: text of ``config.yaml``.
         root, experiment, name: a new run goes to ``<root>/<experiment>/<name>``.
         logger: True for MLflow, False for none, or any Lightning loggers.
+
+    Raises:
+        InputError: a logger holds the record of another run.
 
     Attributes:
         run: the run's directory; a new run has one from :meth:`open` on.
@@ -81,6 +84,7 @@ class Journal:
         self.start, self.progress, self.config = start, progress, config
         self.root, self.experiment, self.name, self.logger = root, experiment, name, logger
         self.is_open = False
+        begin_records(logger, start.run)
         if start.run is not None:
             self.run = RunDirectory(start.run)
 

@@ -21,6 +21,7 @@ from typing import Any
 from lightning.fabric.loggers import Logger
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
+from fl_lightning.errors import require
 from fl_lightning.support.redaction import redact, redact_settings
 from fl_lightning.tracking.mlflow_store import (
     CALL_LIMIT,
@@ -53,6 +54,33 @@ MIN_WRITE_INTERVAL_SECONDS = 3.0
 """Time between two transactions, each of which costs as much as 100 metrics; pages are no older
 than this."""
 MAX_ROUNDS_PER_WRITE = 100
+
+
+def begin_records(logger: Logger | Sequence[Logger] | bool, run_dir: Path | None) -> None:
+    """Have loggers that a fit before has used hold the record of one run, with each round once.
+
+    Args:
+        run_dir: the run that is continued; None for a new one.
+
+    Raises:
+        InputError: a logger cannot, whose record would be of two runs.
+    """
+    for one in loggers_of(logger):
+        held = getattr(one, RUN_OF_RECORD, None)
+        if held is not None and held != run_dir:
+            require(
+                is_mlflow(one),
+                f"logger={type(one).__name__} of the run {held}",
+                "its record would be of two runs",
+                "make a logger for each run",
+            )
+            vars(one).update(_run_id=None, _initialized=False)
+        elif held is not None and starts_new_log(one):
+            vars(one).update(_experiment=None)  # it gets the rounds before once more
+
+
+RUN_OF_RECORD = "_run_of_record"
+"""The attribute of a logger that says of which run directory it holds the record."""
 
 
 class Channel:
@@ -177,6 +205,9 @@ class Tracking:
             for each in loggers_of(logger)
             if active
         ]
+        for each in loggers_of(logger):
+            if each is not None:
+                setattr(each, RUN_OF_RECORD, self.run_dir)
         self._resume_id, self._resumes, self._since = run_id, resumes, since
         self._started = _now() if started is None else started
         self._former = former

@@ -8,9 +8,13 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
+from refusals import refused
 from test_redaction import TINY
+from toy import Points, on_points, trainer_in
 
 from fl_lightning.__main__ import main
+from fl_lightning.methods import FedAvg
 
 FIT = [
     "fit",
@@ -96,3 +100,26 @@ def test_without_tensorboard_it_is_one_line(capsys: pytest.CaptureFixture[str]) 
     (line,) = capsys.readouterr().err.splitlines()
     assert "tensorboard" in line
     assert sorted(path.name for path in Path().iterdir()) == ["tiny.yaml"]
+
+
+def test_a_logger_has_one_run_in_a_record() -> None:
+    """A second fit of MLflow's has a run of its own; that of a CSVLogger would be rows of the first
+    run, and is refused before it has a directory. The run of before may go on."""
+    logger = MLFlowLogger(tracking_uri="sqlite:///own.db")
+    trainer = trainer_in("runs", max_rounds=1, logger=logger)
+    for seed in (0, 1):
+        trainer.fit(on_points(FedAvg()), Points(), seed=seed)
+        (found,) = logger.experiment.search_runs([logger.experiment_id], "", max_results=1)
+        assert found.data.tags["run_dir"] == str(trainer.run_dir)
+        assert found.data.params["seed_everything"] == str(seed)
+    assert len(logger.experiment.search_runs([logger.experiment_id])) == 2
+    logger = CSVLogger("logs")
+    trainer = trainer_in("csv", max_rounds=1, logger=logger)
+    trainer.fit(on_points(FedAvg()), Points())
+    with refused("logger=CSVLogger", "a logger for each run"):
+        trainer_in("csv", max_rounds=1, logger=[logger]).fit(on_points(FedAvg()), Points(), seed=1)
+    assert len([*Path("csv/fl_lightning").iterdir()]) == 1
+    longer = trainer_in("csv", max_rounds=2, logger=logger, allow_changed=True)
+    longer.fit(on_points(FedAvg()), Points(), ckpt_path=str(trainer.run_dir))
+    with open("logs/lightning_logs/version_0/metrics.csv") as file:
+        assert [row["step"] for row in csv.DictReader(file) if row["train/loss"]] == ["1", "2"]
