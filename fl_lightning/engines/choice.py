@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import multiprocessing
 import sys
 import time
 from typing import Literal
@@ -20,7 +21,7 @@ from fl_lightning.engines.pool import PoolEngine
 from fl_lightning.engines.ranks import RankedEngine
 from fl_lightning.engines.sequential import SequentialEngine
 from fl_lightning.engines.stacked.batched import MAX_STACK, BatchedEngine
-from fl_lightning.errors import InputError
+from fl_lightning.errors import InputError, require
 from fl_lightning.methods import Method
 from fl_lightning.support.memory import keep_freed_memory
 
@@ -97,7 +98,15 @@ def _engine(
 
 def check_workers(fabric: Fabric, workers: int | Literal["auto"]) -> None:
     """Refuse several workers where a process cannot be forked while it trains."""
-    if workers != "auto" and workers > 1 and not _can_fork(fabric):
+    if workers == "auto" or workers == 1:
+        return
+    require(
+        not multiprocessing.current_process().daemon,
+        f"--trainer.workers {workers} in a process of multiprocessing.Pool",
+        "such a process may not have processes of its own",
+        "leave it out, or use concurrent.futures.ProcessPoolExecutor",
+    )
+    if not _can_fork(fabric):
         raise InputError(
             f"--trainer.workers {workers} on {fabric.device} ({sys.platform})",
             "workers are forks that train on a CPU, on Linux",
@@ -107,12 +116,13 @@ def check_workers(fabric: Fabric, workers: int | Literal["auto"]) -> None:
 
 def most_workers(fabric: Fabric) -> int:
     """Return how many forks pay: one for each thread that torch would use, or one where ranks are
-    the workers."""
+    the workers or a process may not fork."""
     return torch.get_num_threads() if _can_fork(fabric) and collectives.world_size() == 1 else 1
 
 
 def _can_fork(fabric: Fabric) -> bool:
-    return fabric.device.type == "cpu" and sys.platform.startswith("linux")
+    on_cpu = fabric.device.type == "cpu" and sys.platform.startswith("linux")
+    return on_cpu and not multiprocessing.current_process().daemon
 
 
 def _measured(batched: BatchedEngine) -> str:

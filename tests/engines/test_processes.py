@@ -162,3 +162,34 @@ def test_the_first_signal_counts_and_later_ones_are_dropped():
     with Interrupts() as interrupts:
         interrupts.ignore()
         os.kill(os.getpid(), signal.SIGINT)
+
+
+NESTED = """
+import multiprocessing, sys
+from pathlib import Path
+from toy import Points, on_points, run
+from fl_lightning.engines import choice
+from fl_lightning.errors import InputError
+from fl_lightning.methods import FedAvg
+
+choice.torch.get_num_threads = lambda: 2
+
+def fit(workers):
+    try:
+        run(on_points(FedAvg()), Points(), Path(sys.argv[1]) / str(workers), max_rounds=1, workers=workers)
+    except InputError as error:
+        return str(error)
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        print(pool.map(fit, ["auto", 2]))
+"""
+
+
+def test_a_process_of_a_pool_trains_its_clients_itself(tmp_path):
+    """It may not have processes of its own."""
+    program = start(NESTED, tmp_path)
+    said = program.communicate(timeout=120)[0].splitlines()[-1]
+    assert said.startswith("[None, '--trainer.workers 2 in a process of multiprocessing.Pool; "), (
+        said
+    )
