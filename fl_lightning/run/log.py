@@ -24,19 +24,31 @@ class RunLog:
     """A context that keeps the records of the logger ``fl_lightning`` and writes them to
     ``run.log``.
 
-    The records are kept in memory until :meth:`write_to` names the run directory. Where nobody has
-    set up logging, as in a script or a notebook, warnings and errors go to stderr too: Python would
-    write them there by itself, were it not for the handler of the file. Of uploads that are
-    rejected only the first is shown there.
+    The records are kept in memory until :meth:`write_to` names the run directory. They are those
+    from INFO on, unless the logger has a level of its own; handlers that are there already get
+    those that they got before.
+
+    Where nobody has set up logging, as in a script or a notebook, warnings and errors go to stderr
+    too: Python would write them there by itself, were it not for the handler of the file. Of
+    uploads that are rejected only the first is shown there.
     """
 
     def __init__(self) -> None:
         self.path: Path | None = None
         self._handler: logging.Handler = logging.NullHandler()
         self._shown: logging.Handler = logging.NullHandler()
+        self._level = logging.NOTSET
+        self._others: list[logging.Handler] = []
 
     def __enter__(self) -> RunLog:
         self.path = None
+        self._level, self._others = log.level, []
+        if log.level == logging.NOTSET and (least := log.getEffectiveLevel()) > logging.INFO:
+            self._as_before = FromLevel(least)
+            self._others = [*log.handlers, *logging.getLogger().handlers]
+            for handler in self._others:
+                handler.addFilter(self._as_before)
+            log.setLevel(logging.INFO)
         if not log.hasHandlers():
             self._shown = logging.StreamHandler()
             self._shown.setLevel(logging.WARNING)
@@ -49,6 +61,9 @@ class RunLog:
         for handler in (self._handler, self._shown):
             log.removeHandler(handler)
             handler.close()
+        log.setLevel(self._level)
+        for handler in self._others:
+            handler.removeFilter(self._as_before)
 
     def write_to(self, run: Path) -> None:
         """Append to ``run.log`` in this run directory from here on, beginning with the records kept
@@ -82,6 +97,17 @@ class RunLog:
         self._handler.close()
         self._handler = handler
         log.addHandler(handler)
+
+
+class FromLevel(logging.Filter):
+    """A filter of the project's records that are below a level."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__(log.name)
+        self.least = least
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno >= self.least or not super().filter(record)
 
 
 class FirstRejection(logging.Filter):

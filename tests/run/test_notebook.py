@@ -239,6 +239,27 @@ def test_warnings_are_shown_where_nobody_has_set_up_logging(capsys, monkeypatch)
     assert log.handlers == [shown]
 
 
+@pytest.mark.parametrize("set_up", [False, True])
+def test_the_file_has_what_nobody_asked_to_see(set_up, tmp_path, capsys, monkeypatch) -> None:
+    """Whether logging is at its default or at that of ``logging.basicConfig``."""
+    log, root = logging.getLogger("fl_lightning"), logging.getLogger()
+    monkeypatch.setattr(log, "level", logging.NOTSET)
+    monkeypatch.setattr(root, "level", logging.WARNING)
+    monkeypatch.setattr(root, "handlers", [logging.StreamHandler()] if set_up else [])
+    with RunLog() as kept:
+        kept.write_to(tmp_path)
+        logging.getLogger("fl_lightning.data").info("a remark")
+        log.warning("a warning")
+    log.info("later")
+    assert capsys.readouterr().err == "a warning\n"
+    assert (
+        re.sub(r"\S+Z ", "", (tmp_path / "run.log").read_text())
+        == "INFO a remark\nWARNING a warning\n"
+    )
+    assert log.level == logging.NOTSET
+    assert not any(handler.filters for handler in root.handlers)
+
+
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder that a kernel is started in, without settings of the user's."""
