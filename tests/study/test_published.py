@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from compared import GRID, OFF, ON, A, B, C, report_of
+from compared import GRID, OFF, ON, A, B, C, comparison_of, report_of
 from outcomes import rows_of
 from places import ROOT
 from published import CONFIG, publish
@@ -22,7 +22,9 @@ from fl_lightning.study.execute.until import with_flags
 from fl_lightning.study.plan.published import PublishedStudy, find_published
 from fl_lightning.study.plan.study import Study
 from fl_lightning.study.report.compare import compare
-from fl_lightning.study.results.published import CONTENT_BY_NAME
+from fl_lightning.study.report.comparison import Comparison
+from fl_lightning.study.report.figures import figures as figures_of
+from fl_lightning.study.results.published import CONTENT_BY_NAME, add_published
 
 pytestmark = pytest.mark.usefixtures("figures_only_where_looked_at")
 AXIS = {"grid": GRID["grid"]}
@@ -421,3 +423,16 @@ def test_published_seeds_that_were_added_until_it_was_decided_are_judged_by_a_se
         (one,) = (one for one in pairs if (one["a"], one["b"]) == ("A", "B"))
         tests.append([one[name] for name in ("low", "high", "p_t", "p_holm")])
     assert tests[0] == tests[1] == tests[2]
+
+
+def test_a_figure_of_rounds_and_its_report_say_that_published_runs_have_none(tmp_path, figures):
+    published = publish(tmp_path, {"A": A, "B": B})
+    own_study(tmp_path, published, {"Mine": C}, grid={})
+    comparison = Comparison(add_published(comparison_of(tmp_path / "runs", "mine").results))
+    drawn = dict(figures_of(comparison))
+    for unit in ("rounds", "megabytes"):
+        title = drawn[f"accuracy_over_{unit}"].axes[0].get_title()
+        assert title.endswith("\n1 of 3 methods: the others have no such curve")
+    compare("mine", tmp_path / "out", tmp_path / "runs")
+    text = (tmp_path / "out/report.md").read_text()
+    assert "Rounds of published runs are not published: no curve over them shows A, B." in text

@@ -177,7 +177,11 @@ def axis_label(text: str, logarithmic: bool) -> str:
 def _drawn(
     comparison: Comparison, curves: Mapping[str, Curve], title: str, xlabel: str, ylabel: str
 ) -> tuple[Figure, list[Axes]]:
-    """Draw curves in one pair of axes, or in a panel for each method; return the axes too."""
+    """Draw curves in one pair of axes, or in a panel for each method; return the axes too. The
+    title says where methods have no curve."""
+    if len(curves) < len(comparison.labels):
+        of = f"{len(curves)} of {len(comparison.labels)} methods"
+        title += f"\n{of}: the others have no such curve"
     if len(curves) > MOST_CURVES:
         return _panels(comparison, curves, title, xlabel, ylabel)
     figure, axes = new_axes(title, xlabel, ylabel, (6.8, 4.6))

@@ -126,6 +126,9 @@ def _parts(
     yield from _claims(comparison)
     yield "## Figures"
     yield "\n\n".join(f"![{name}](<figures/{name}.png>)" for name in figures)
+    if unseen := list(dict.fromkeys(run.label for run in comparison.results.runs if run.published)):
+        names = ", ".join(unseen)
+        yield f"Rounds of published runs are not published: no curve over them shows {names}."
     if empty:
         yield (
             "Not drawn, since no run, or no pair of runs with one seed, has what they show: "
