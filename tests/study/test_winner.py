@@ -67,6 +67,20 @@ def test_a_method_none_of_whose_runs_counts_is_in_the_family_and_named(tmp_path,
     assert "every other method that has a number (C: none)" in ranking.reason
 
 
+def test_no_winner_beside_an_interval_without_zero_has_the_p_that_decides(tmp_path, capsys):
+    worse = {seed: 0.8 + 0.02 * (-1) ** seed for seed in range(5)}
+    better = {seed: value + 0.01 + 0.0048 * (seed - 2) for seed, value in worse.items()}
+    make_study(tmp_path / "runs", {"A": better, "B": worse, "C": worse}, proposed=["A"])
+    compare("study", tmp_path / "out", tmp_path / "runs")
+    gap = report_of(tmp_path / "out")["gap"]
+    assert gap["low"] > 0 < 0.05 < gap["p_holm"]
+    text = (tmp_path / "out/report.md").read_text()
+    said = "95 % interval [+0.06, +1.94], p (Holm) 0.084, 5 seeds."
+    assert said in text
+    assert said in capsys.readouterr().out
+    assert "p (Holm) is the t-test's, corrected for all pairs of its level, and decides" in text
+
+
 def test_where_nobody_learnt_nobody_wins(tmp_path, capsys):
     """The differences are as sure as can be; the accuracies are around the share of the largest
     class."""

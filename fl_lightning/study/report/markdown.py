@@ -35,10 +35,11 @@ from fl_lightning.study.statistics import POWER
 SAME_CONDITIONS = "both methods met the same partition, cohorts, drop-outs and noise"
 HOW_TO_READ = (
     f"Differences are paired by seed: {SAME_CONDITIONS}. "
-    "The 95 % t interval decides; the bootstrap (BCa) beside it is too narrow below about "
-    "ten seeds. p (Holm) is the t-test's, corrected for all pairs of its level; Wilcoxon's cannot be "
-    "below 2^(1 − n) with n seeds. g_z is the mean in standard deviations of the differences, "
-    "corrected for small samples; detectable: the true difference that so many seeds find with "
+    "The 95 % t interval decides criteria; the bootstrap (BCa) beside it is too narrow below about "
+    "ten seeds. p (Holm) is the t-test's, corrected for all pairs of its level, and decides "
+    "winners and pairs; Wilcoxon's cannot be below 2^(1 − n) with n seeds. g_z is the mean in "
+    "standard deviations of the differences, corrected for small samples; detectable: the true "
+    "difference that so many seeds find with "
     f"{POWER:.0%} probability at the strictest step of the correction; seeds needed: to find an "
     "effect of g_z so. A criterion holds when its whole interval satisfies it and fails when none "
     "of it does. Bytes and epsilon, which are counted, need no interval: all seeds satisfy it, or none; "
@@ -48,10 +49,12 @@ HOW_TO_READ = (
     "`and` or `or`, and each level, keeps its own 95 %."
 )
 IN_A_SEQUENCE = {
-    "The 95 % t interval decides; the bootstrap (BCa) beside it is too narrow below about ten seeds. ": (
-        "Seeds were added until the criteria were decided, so that the interval that decides is that of a "
-        "95 % confidence sequence: with 95 % probability it holds the true mean after every number of seeds, "
-        "however often one looks (Wang & Ramdas 2023, theorem 4.9, for normal differences). The bootstrap "
+    "The 95 % t interval decides criteria; the bootstrap (BCa) beside it is too narrow below about ten "
+    "seeds. ": (
+        "Seeds were added until the criteria were decided, so that the interval that decides them "
+        "is that of a 95 % confidence sequence: with 95 % probability it holds the true mean after "
+        "every number of seeds, however often one looks (Wang & Ramdas 2023, theorem 4.9, for "
+        "normal differences). The bootstrap "
         "(BCa) and Wilcoxon's p beside it are not valid under such looks. "
     ),
     "p (Holm) is the t-test's,": "p (sequence) is valid at every look; p (Holm) is the same,",
@@ -228,7 +231,8 @@ def _gap(gap: Difference | None) -> str:
     size = f"{gap.a} − {gap.b}: {written.number(test.mean, sign=True)}{written.unit}"
     bounds = tables.interval(written, test.low, test.high)
     if bounds != "-":
-        return f"{size}, 95 % interval {bounds}, {test.n} seed{'s' * (test.n > 1)}."
+        p = tables.p_value(test.p_holm)
+        return f"{size}, 95 % interval {bounds}, p (Holm) {p}, {test.n} seed{'s' * (test.n > 1)}."
     return f"{size}, no interval."
 
 
