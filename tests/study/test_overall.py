@@ -127,17 +127,18 @@ def test_the_front_has_who_is_better_than_all_that_cost_no_more():
 def test_a_report_has_fronts_and_their_figure(tmp_path):
     folder = make_study(
         tmp_path,
-        {label: seeds(0.5, 0.5) for label in "ABC"},
-        methods={label: {} for label in "ABCD"},
+        {label: seeds(0.5, 0.5) for label in "ABCDEFGHI"},
+        methods={label: {} for label in "ABCDEFGHIJ"},
     )
     for seed in range(2):
-        make_run(folder, "D", seed, 0.9, upload=5000)
+        make_run(folder, "J", seed, 0.9, upload=5000)
     comparison = comparison_of(tmp_path)
     spent = points_of(comparison, {}, "total/total_bytes")
-    assert spent["D"] == (5 * 3 * 5000, 0.9)
-    assert pareto_table(comparison).rows == [["all", "up and down, all rounds (MB)", "A, B, C, D"]]
+    assert spent["J"] == (5 * 3 * 5000, 0.9)
+    on_front = ", ".join("ABCDEFGHIJ")
+    assert pareto_table(comparison).rows == [["all", "up and down, all rounds (MB)", on_front]]
     (axes,) = pareto(comparison, {}).axes
-    assert len(axes.lines) == 5
+    assert len({(line.get_color(), line.get_marker()) for line in axes.lines}) == 11
     compare("study", tmp_path / "out", tmp_path)
     assert report_of(tmp_path / "out")["overall"] == {}
     assert "## Pareto fronts" in (tmp_path / "out/report.md").read_text()

@@ -59,7 +59,7 @@ def look_of(comparison: Comparison, label: str) -> tuple[str, object, str]:
     order = [*COLOURS[:6], COLOURS[7], COLOURS[6]]  # yellow is pale on white: last
     place = list(comparison.study.methods).index(label)
     style = LINE_STYLES[(place + place // len(order)) % len(LINE_STYLES)]
-    return order[place % len(order)], style, MARKERS[place % len(MARKERS)]
+    return order[place % len(order)], style, MARKERS[(place + place // len(order)) % len(MARKERS)]
 
 
 def marked(colour: str, marker: str, size: float = 6, edge: float = 0.6) -> dict[str, Any]:
