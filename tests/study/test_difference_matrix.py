@@ -30,7 +30,7 @@ def test_more_methods_than_a_page_has_rows_for_are_a_matrix(tmp_path):
     cells = {tuple(map(round, text.get_position())): text.get_text() for text in axes.texts}
     assert len(cells) == 12 * 11
     assert cells[1, 0] == "+2"  # row 0 less column 1
-    assert cells[0, 1] == "-2"
+    assert cells[0, 1] == "−2"
     looks = {}
     for patch in axes.collections:
         if patch.get_paths() and len(patch.get_paths()[0].vertices):
@@ -40,6 +40,14 @@ def test_more_methods_than_a_page_has_rows_for_are_a_matrix(tmp_path):
     assert looks[1, 0] == (BLUE, 1.0)
     assert looks[0, 1] == (ORANGE, 1.0)
     assert looks[11, 10][1] == looks[10, 11][1] == PALE
+
+
+def test_more_seeds_than_there_are_shapes_have_one_shape_that_the_legend_names(tmp_path):
+    for seed in range(9):
+        make_run(tmp_path / "study", "A", seed, 0.8 + 0.01 * seed, rounds=1)
+    drawn = dict(figures(comparison_of(tmp_path)))["final_by_method"]
+    assert {line.get_marker() for line in drawn.axes[0].lines} == {"None", "|", "o"}
+    assert [text.get_text() for text in drawn.legends[0].get_texts()] == ["mean", "one seed"]
 
 
 def test_runs_that_are_evaluated_once_have_no_curve_over_rounds(tmp_path):

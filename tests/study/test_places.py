@@ -41,7 +41,9 @@ def test_the_diagram_has_each_mean_rank_its_interval_and_a_bar_over_those_that_a
     tmp_path,
 ):
     make_study(tmp_path, {"A": A, "B": B, "C": C}, proposed=["C"])
-    (axes,) = critical_difference(comparison_of(tmp_path), {}).axes
+    figure = critical_difference(comparison_of(tmp_path), {})
+    (axes,) = figure.axes
+    assert "mean rank, proposed" in [text.get_text() for text in figure.legends[0].get_texts()]
     drawn = [([float(x) for x in line.get_xdata()], line.get_marker()) for line in axes.lines]
     assert [x for x, marker in drawn if marker == "o" and x] == [[1.0], [2.0], [3.0]]
     assert [x for x, marker in drawn if marker == "None"] == [[1, 2], [1, 2], [3, 3], [1.0, 2.0]]

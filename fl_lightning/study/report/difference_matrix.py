@@ -49,7 +49,7 @@ def difference_matrix(
         }
         axes.fill_between([column - 0.5, column + 0.5], row - 0.5, row + 0.5, linewidth=0, **look)
         if len(labels) <= MOST_NUMBERS:
-            text = f"{one.test.mean * written.scale:+.2g}"
+            text = f"{one.test.mean * written.scale:+.2g}".replace("-", "−")
             strong = "white" if one.winner and better else "black"
             axes.text(column, row, text, ha="center", va="center", fontsize=6.5, color=strong)
     axes.set_xticks(range(len(labels)), labels, rotation=90)

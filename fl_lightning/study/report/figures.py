@@ -122,6 +122,8 @@ def by_method(comparison: Comparison, levels: Levels) -> Figure | None:
         return None
     figure, axes = _rows(title_of("Every seed, and the mean", levels), written.title, labels)
     seeds = comparison.study.seeds
+    few = len(seeds) <= len(MARKERS)
+    markers = MARKERS if few else MARKERS[:1] * len(seeds)
     for row, label in enumerate(labels):
         values = table[label].dropna()
         mean = mean_std(values)[0] * written.scale
@@ -130,12 +132,12 @@ def by_method(comparison: Comparison, levels: Levels) -> Figure | None:
         for seed, value in values.items():
             place = seeds.index(seed)
             height = row + 0.5 * ((place + 0.5) / len(seeds) - 0.5)
-            look = marked(colour, MARKERS[place % len(MARKERS)], 5.5, 0.5)
+            look = marked(colour, markers[place], 5.5, 0.5)
             axes.plot(value * written.scale, height, linestyle="none", **look)
     axes.plot([], [], "|", color=GREY, markersize=12, markeredgewidth=2.5, label="mean")
-    if len(seeds) <= len(MARKERS):
-        for place, seed in enumerate(seeds):
-            axes.plot([], [], MARKERS[place], color=GREY, markersize=5.5, label=f"seed {seed}")
+    for seed, marker in zip(seeds, markers, strict=False):
+        name = f"seed {seed}" if few else "one seed"
+        axes.plot([], [], marker, color=GREY, markersize=5.5, label=name)
     legend_outside(figure)
     return figure
 
@@ -176,9 +178,10 @@ def forest(comparison: Comparison, levels: Levels) -> Figure | None:
             mean = one.test.mean * written.scale
             if abs(mean) > near:
                 side = 1 if mean > 0 else -1
-                text, align = (f"{mean:.3g} →", "right") if side > 0 else (f"← {mean:.3g}", "left")
+                number = f"{mean:.3g}".replace("-", "−")
+                text, align = (f"{number} →", "right") if side > 0 else (f"← {number}", "left")
                 look: dict[str, Any] = {"va": "center", "color": COLOURS[3], "fontsize": "small"}
-                closer.text(side * near, row, text, ha=align, **look)
+                closer.text(side * near, row - 0.25, text, ha=align, **look)
     legend_outside(figure)
     return figure
 

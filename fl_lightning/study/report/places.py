@@ -90,11 +90,10 @@ def diagram(comparison: Comparison, found: Sequence[Place], title: str) -> Figur
     size = (7.2, 1.6 + 0.3 * len(found) + 0.12 * len(bars))
     figure, axes = new_axes(title, "rank, 1 is the best", "", size)
     for row, one in enumerate(found):
-        colour = RED if one.label in comparison.proposed else BLACK
+        colour, whose = (RED, ", proposed") if one.label in comparison.proposed else (BLACK, "")
         first = "95 % interval of the place" if row == 0 else None
         axes.plot([one.first, one.last], [row, row], color=GREY, linewidth=1.2, label=first)
-        axes.plot(one.mean_rank, row, "o", color=colour)
-    axes.plot([], [], "o", color=BLACK, label="mean rank")
+        axes.plot(one.mean_rank, row, "o", color=colour, clip_on=False, label=f"mean rank{whose}")
     for number, (start, end) in enumerate(bars):
         height = -0.8 - 0.35 * number
         ends, label = [found[start].mean_rank, found[end].mean_rank], "cannot be told apart"
