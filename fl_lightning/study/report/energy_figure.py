@@ -202,7 +202,7 @@ def _curves(
 
 
 def _budgets(axes: Axes, comparison: Comparison, scale: float, named: bool) -> None:
-    """Draw a line for each budget, with its level."""
+    """Draw a line for each budget, with its level at the end where perplexities leave room."""
     whose = ", ".join(comparison.proposed) or "all methods"
     for place, (name, joules) in enumerate(budgets(comparison).items()):
         look: dict[str, Any] = {"color": GREY, "linestyle": "--", "linewidth": 1.0, "zorder": 0.5}
@@ -210,13 +210,13 @@ def _budgets(axes: Axes, comparison: Comparison, scale: float, named: bool) -> N
         if named and name:
             axes.annotate(
                 name,
-                (joules / scale, 0.0),
+                (joules / scale, 1.0),
                 xycoords=("data", "axes fraction"),
                 textcoords="offset points",
-                xytext=(-2, 3),
+                xytext=(-2, -3),
                 rotation=90,
                 ha="right",
-                va="bottom",
+                va="top",
                 fontsize="x-small",
                 color=GREY,
             )
