@@ -3,7 +3,9 @@ folders."""
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from compared import GRID, OFF, ON, A, B, comparable, comparison_of, report_of
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from outcomes import rows_of
 from places import ROOT
+from rich.console import Console
 from synthetic_runs import history_of, make_run, make_study
 
 from fl_lightning.__main__ import main
@@ -24,6 +27,7 @@ from fl_lightning.study.report import compare as command
 from fl_lightning.study.report.compare import compare
 from fl_lightning.study.report.comparison import Comparison
 from fl_lightning.study.report.figures import forest
+from fl_lightning.study.report.tables import results as results_of
 from fl_lightning.study.results.gather import gather, with_metric
 
 pytestmark = pytest.mark.usefixtures("figures_only_where_looked_at")
@@ -112,6 +116,14 @@ def test_a_planted_null_has_no_winner(tmp_path):
     raw = sum(any(one.test.p_t < 0.05 for one in family) for family in families)
     corrected = sum(any(one.test.p_holm < 0.05 for one in family) for family in families)
     assert raw >= 10 > 7 >= corrected
+
+
+def test_a_narrow_terminal_has_whole_numbers_and_words(tmp_path):
+    make_study(tmp_path, {"A": A, "B": B})
+    console = Console(width=80, file=io.StringIO())
+    console.print(results_of(comparison_of(tmp_path), {}).rich(console.width))
+    shown = {part.strip() for part in re.split(" {2,}|\n", console.file.getvalue())}
+    assert {"92.00 ± 2.00", "evaluations", "other columns: report.md"} <= shown
 
 
 def test_a_clear_winner_is_named_and_a_baseline_may_lead(tmp_path):

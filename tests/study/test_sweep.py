@@ -550,7 +550,7 @@ def test_names_in_square_brackets_are_shown_in_the_terminal_as_they_are(tmp_path
     console.print(display.table([running]))
     assert console.export_text().count(cell.name) == 2  # of the title, and of the row
     table = ReportTable.of(f"Bits{at(levels)}", ["layer", name], [[name, name]], caption="[C]")
-    console.print(table.rich())
+    console.print(table.rich(console.width))
     said = console.export_text()
     assert said.count(name) == 3
     assert "axis=[red]: [C]" in said

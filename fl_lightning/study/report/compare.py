@@ -216,23 +216,27 @@ def show(
     _print_line(console, registration.line.replace("**", ""))
     for levels in comparison.levels:
         table = tables.results(comparison, levels)
-        console.print(table.without(*table.header[8:]).rich())
+        console.print(table.rich(console.width))
         tested = tables.differences(comparison, levels)
         if tested is not None:
             console.print(
-                tested.without("bootstrap", "p (t)", "p (sequence)", "p (Wilcoxon)", "g_z").rich()
+                tested.without("bootstrap", "p (t)", "p (sequence)", "p (Wilcoxon)", "g_z").rich(
+                    console.width
+                )
             )
     for table in transfer_tables(comparison):
-        console.print(table.without("clients", "bootstrap").rich())
+        console.print(table.without("clients", "bootstrap").rich(console.width))
     if (places := proposed_table(comparison)) is not None:
-        console.print(places.rich())
+        console.print(places.rich(console.width))
     drops = tables.degradation(comparison)
     judged = [tables.premises(comparison, timing) for timing in (False, True)]
     for one, title in criteria_tables(comparison, registration):
         judged += [tables.verdicts(one, timing, title) for timing in (False, True)]
     for found in (drops, *judged):
         if found is not None:
-            console.print(found.without("left", "right", "because", "bootstrap").rich())
+            console.print(
+                found.without("left", "right", "because", "bootstrap").rich(console.width)
+            )
     for line in closing(comparison, out):
         _print_line(console, line)
 

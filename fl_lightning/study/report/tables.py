@@ -50,6 +50,8 @@ BIT_CHANGES = {
 """The sums over rounds below the table of bits."""
 OVER_SEEDS = "mean ± standard deviation over seeds"
 """What a cell of most tables holds."""
+BETWEEN_COLUMNS, LONGEST_WORD = 3, 24
+"""Of a table in the terminal: characters, and those of a word of text that is not split."""
 STYLES = {"holds": "green", "fails": "red", "undecided": "yellow", "not tested": "magenta"}
 """Colours of decisions in the terminal."""
 
@@ -110,18 +112,25 @@ class ReportTable:
         cells = self.cells.drop(columns=[*names], errors="ignore")
         return replace(self, cells=cells, texts=texts)
 
-    def rich(self) -> Table:
-        """Return the table for the terminal, where Markdown's marks are left out."""
+    def rich(self, width: int) -> Table:
+        """Return the columns that fit in a terminal of ``width`` characters, from the left, without
+        Markdown's marks: no number is split, and no heading inside a word."""
         title = Text(self.line, style="bold")  # no text of a report is rich's markup
         table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        plain = self.cells.map(lambda cell: cell.replace("**", "").replace("`", ""))
+        left = width - 2  # the edges
         for i, name in enumerate(self.header):
+            whole = [*name.split(), *plain[name]]
+            words = [min(len(word), LONGEST_WORD) for text in whole for word in text.split()]
+            least = max(words if i < self.texts else map(len, whole))
+            if least > left and i:
+                table.caption, table.caption_justify = "other columns: report.md", "left"
+                break
+            left -= least + BETWEEN_COLUMNS
             side: JustifyMethod = "left" if i < self.texts else "right"
-            table.add_column(Text(name), justify=side, overflow="fold")
-        for row in self.rows:
-            cells = [Text(cell.replace("**", "").replace("`", "")) for cell in row]
-            for cell in cells:
-                cell.stylize(STYLES.get(cell.plain, ""))
-            table.add_row(*cells)
+            table.add_column(Text(name), justify=side, min_width=least, overflow="fold")
+        for row in plain.to_numpy()[:, : len(table.columns)]:
+            table.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
         return table
 
 
