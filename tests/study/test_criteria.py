@@ -422,10 +422,11 @@ def test_a_clock_decides_by_a_premise_and_by_the_metric_too(tmp_path):
     assert [(one.is_timing, is_of_seeds(one)) for one in found] == [(True, False)] * 2 + [
         (False, True)
     ]
-    counted, _, timed_part = markdown(comparison, []).partition("## Time")
+    counted, _, timed_part = markdown(comparison, []).partition("## Time\n")
     assert "Criteria that no clock decides: 1 holds" in counted
     assert "fast" not in counted
     assert "fast: `time(A) <= 0.001`" in timed_part
+    assert "# Time" not in timed_part  # a heading of its own, below it
     told = document(comparison)
     assert [len(told[key]) for key in ("premises", "criteria")] == [0, 1]
     assert [len(told["timings"][key]) for key in ("premises", "criteria")] == [1, 2]

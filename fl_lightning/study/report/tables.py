@@ -235,7 +235,7 @@ def clocks(comparison: Comparison, levels: Levels) -> ReportTable:
     measured = [name for name in comparison.metrics if is_timing(name)]
     names = dict.fromkeys([*(one.metric for one in CLOCKS if one.metric in measured), *measured])
     columns = [column(name) for name in names]
-    return means_of(comparison, levels, columns, f"Time{at(levels)}", OVER_SEEDS)
+    return means_of(comparison, levels, columns, f"Measured times{at(levels)}", OVER_SEEDS)
 
 
 def target(comparison: Comparison, levels: Levels) -> ReportTable | None:
