@@ -45,7 +45,7 @@ LABELS = {
     "memory": "resident memory, MiB",
     "handles": "open files",
     "threads": "Python's threads",
-    "disk": "files of the run but checkpoints, MiB",
+    "disk": "files but checkpoints, MiB",
 }
 
 

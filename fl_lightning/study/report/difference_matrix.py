@@ -13,8 +13,8 @@ from fl_lightning.study.report.curves import title_of
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-CELL = 0.52
-"""Inches of a cell's side."""
+CELL, SMALL_CELL = 0.52, 0.25
+"""Inches of a cell's side, with a number and without one."""
 MOST_NUMBERS = 20
 """Methods up to which each cell has its number."""
 PALE = 0.22
@@ -37,7 +37,9 @@ def difference_matrix(
     paired = {label for one in found for label in (one.a, one.b)}
     labels = [label for label in comparison.order(metric, levels) if label in paired]
     place = {label: position for position, label in enumerate(labels)}
-    width = CELL * len(labels) + 0.09 * max(map(len, labels))
+    numbered = len(labels) <= MOST_NUMBERS
+    cell = CELL if numbered else SMALL_CELL
+    width = cell * len(labels) + 0.09 * max(map(len, labels))
     figure = Figure(figsize=(width + 1.2, width + 1.6), layout="constrained")
     axes = figure.subplots()
     for one in [*found, *(one.flipped() for one in found)]:
@@ -48,8 +50,8 @@ def difference_matrix(
             "alpha": 1.0 if one.winner else PALE,
         }
         axes.fill_between([column - 0.5, column + 0.5], row - 0.5, row + 0.5, linewidth=0, **look)
-        if len(labels) <= MOST_NUMBERS:
-            text = f"{one.test.mean * written.scale:+.2g}".replace("-", "−")
+        if numbered:
+            text = f"{one.test.mean * written.scale + 0.0:+.2g}".replace("-", "−")
             strong = "white" if one.winner and better else "black"
             axes.text(column, row, text, ha="center", va="center", fontsize=6.5, color=strong)
     axes.set_xticks(range(len(labels)), labels, rotation=90)
