@@ -155,6 +155,29 @@ def test_a_client_whose_upload_is_lost_goes_on_from_what_it_kept_before(config, 
     assert (cli.trainer.run_dir / "ledger.csv").read_text().count(",lost,") > 2
 
 
+PARTIAL = [
+    "--trainer.callbacks=[{class_path: StragglerDropout, init_args: {probability: 0.5, mode: partial}}]"
+]
+ARITHMETIC = [
+    "--trainer.precision=bf16-mixed",
+    "--trainer.gradient_clip_val=0.02",
+    "--trainer.gradient_clip_algorithm=value",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+@pytest.mark.parametrize(
+    ("config", "more"), [("fedavg", [*PARTIAL, *ARITHMETIC]), ("scaffold", PARTIAL)]
+)
+def test_what_changes_local_training_does_so_on_nodes(config, more, tmp_path):
+    """Clients that do half of their steps, and the precision and clipping of gradients."""
+    short = "--trainer.max_rounds=2"
+    cli = deployed(config, tmp_path, InProcess(nodes_in(tmp_path)), *more, short)
+    assert weights(cli) == simulated(config, tmp_path, *more, short)
+    assert weights(cli) != simulated(config, tmp_path / "plain", short)
+
+
 class LateInRoundTwo(InProcess):
     """The second node trains in round 2, and its answer comes too late; then it is started
     again."""
@@ -303,11 +326,13 @@ def test_a_node_that_does_not_fit_is_refused_by_name_and_nothing_is_created(tmp_
 
 
 def test_nodes_are_sent_no_callbacks_folders_or_trackers(tmp_path):
-    cli = command_line("kd_default", tmp_path)
-    sent = config_for_nodes(yaml.safe_load(cli.config_text))
+    config = yaml.safe_load(command_line("kd_default", tmp_path, *ARITHMETIC).config_text)
+    sent = config_for_nodes(config)
     assert set(sent) == {"seed_everything", "trainer", "model", "data"}
     assert not {"callbacks", "default_root_dir", "tags"} & set(sent["trainer"])
     assert sent["trainer"]["logger"] is False
+    local = {"precision", "gradient_clip_val", "gradient_clip_algorithm", "local_epochs", "privacy"}
+    assert all(sent["trainer"][name] == config["trainer"][name] for name in local)
 
 
 def test_label_noise_is_refused(tmp_path):
