@@ -42,14 +42,16 @@ def context(start: Tensor) -> SimpleNamespace:
     return SimpleNamespace(seed=0, max_rounds=5, method=method, data=Data())
 
 
-def attacked(attack: str, rows: Tensor, start: Tensor, **settings) -> tuple[Tensor, list[int]]:
-    """What reaches the server of uploads ``rows``, and who attacked."""
+def attacked(
+    attack: str, rows: Tensor, start: Tensor, now: int = 1, **settings
+) -> tuple[Tensor, list[int]]:
+    """What reaches the server of uploads ``rows`` in round ``now``, and who attacked."""
     byzantine = ByzantineClients(clients=0.4, attack=attack, **settings)
     fed = context(start)
     uploads = {
         id: Payload({"examples": torch.tensor(2), "weights": row}) for id, row in enumerate(rows)
     }
-    changed = byzantine.change_uploads(uploads, round=1, context=fed)
+    changed = byzantine.change_uploads(uploads, round=now, context=fed)
     assert list(changed) == list(uploads)
     return torch.stack([one.tensor("weights") for one in changed.values()]), sorted(
         byzantine.attackers(fed)
@@ -111,7 +113,8 @@ def test_equal_honest_updates_leave_min_max_their_mean():
 def test_nobody_attacks_before_the_round_or_where_nobody_is_honest():
     rows, start = torch.randn(CLIENTS, 3), torch.zeros(3)
     assert torch.equal(attacked("ipm", rows, start, round=2)[0], rows)
-    hostile = attacked("ipm", rows, start)[1]
+    changed, hostile = attacked("ipm", rows, start, now=2, round=2)
+    assert not (changed == rows)[hostile].any()
     alone = {id: Payload({"weights": rows[id]}) for id in hostile}
     byzantine = ByzantineClients(clients=0.4, attack="ipm")
     assert byzantine.change_uploads(alone, round=1, context=context(start)) is alone
