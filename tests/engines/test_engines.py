@@ -94,10 +94,11 @@ def test_workers_sit_out_a_round_in_which_nobody_trains(tmp_path):
     assert same(alone, fit(SendsMore(network=SMALL), tmp_path / "pooled", workers=2, **settings)[0])
 
 
-def test_workers_change_no_bit_of_stacks(tmp_path, monkeypatch):
+def test_workers_change_no_bit_of_stacks(tmp_path, monkeypatch, caplog):
     """Stacks are cut before they are dealt."""
     monkeypatch.setattr("fl_lightning.engines.stacked.batched.MAX_STACK", 2)
     expected, _ = fit(make("FedAvg"), tmp_path, engine="batched", workers=1)
+    assert "one by one" not in caplog.text
     assert same(expected, fit(make("FedAvg"), tmp_path, engine="batched", workers=2)[0])
 
 
@@ -115,12 +116,13 @@ def test_workers_change_no_bit_of_stacks(tmp_path, monkeypatch):
 )
 @pytest.mark.quick("batch-AdamW", "group-SGD")
 @pytest.mark.parametrize("norm", ["group", "batch"])
-def test_optimizers_and_statistics_in_stacks(optimizer, norm, tmp_path):
+def test_optimizers_and_statistics_in_stacks(optimizer, norm, tmp_path, caplog):
     network = partial(SmallCNN, width=4, norm=norm)
     servers = [
         fit(FedAvg(network=network, optimizer=optimizer), tmp_path, engine=e)[0]
         for e in ("sequential", "batched")
     ]
+    assert "one by one" not in caplog.text
     torch.testing.assert_close(
         servers[0]["weights"], servers[1]["weights"], rtol=0, atol=2e-4 if norm == "batch" else 2e-5
     )
@@ -441,15 +443,16 @@ class Rescales(FedAvg):
         return {**outputs, "loss": outputs["loss"] * self.network.classifier.scale}
 
 
-MORE = [Counts, Freezes, Shuffles, Perturbs, Personal, Prints, Rescales]
+STACKED = [Freezes, Shuffles, Perturbs, Personal, Prints, Rescales]
 
 
-@pytest.mark.parametrize("method", MORE)
-def test_a_method_that_does_more_is_the_same_in_stacks(method, tmp_path):
+@pytest.mark.parametrize("method", [Counts, *STACKED])
+def test_a_method_that_does_more_is_the_same_in_stacks(method, tmp_path, caplog):
     servers = [
         fit(method(network=SMALL), tmp_path, engine=engine)[0]
         for engine in ("sequential", "batched")
     ]
+    assert ("one by one" not in caplog.text) == (method in STACKED)
     torch.testing.assert_close(servers[0]["weights"], servers[1]["weights"], rtol=0, atol=2e-5)
 
 

@@ -124,10 +124,11 @@ def test_workers_and_stops_change_nothing(form, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["FedMPQKD over Moshpit", "QFedAvg over edges"])
-def test_stacked_clients_leave_the_same(form, tmp_path):
+def test_stacked_clients_leave_the_same(form, tmp_path, caplog):
     name, over = FORMS[form]
     one = fit(name, tmp_path / "one", over).method.server
     stacked = fit(name, tmp_path / "stack", over, engine="batched").method.server
+    assert "one by one" not in caplog.text
     for key, tensor in one.items():
         torch.testing.assert_close(stacked[key], tensor, rtol=1e-3, atol=1e-4)
 
