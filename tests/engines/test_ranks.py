@@ -37,15 +37,17 @@ def is_alive(pid: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.essential
-def test_two_processes_are_one(tmp_path):
+def test_two_processes_are_one(tmp_path, monkeypatch, caplog):
     """Each of the ten methods, kept client state included, clipped steps at a falling lr,
-    optimisers of the server, and topologies of which some take part; only rank 0 leaves
-    anything."""
+    optimisers of the server, stacks of clients, and topologies of which some take part; only rank 0
+    leaves anything."""
+    monkeypatch.setattr("fl_lightning.engines.stacked.batched.MAX_STACK", 2)
     program = started(tmp_path / "two", "all")
     for name in MANY:
         fit(name, tmp_path / "one")
     _, errors = program.communicate(timeout=240)
     assert program.returncode == 0, errors
+    assert "one by one" not in caplog.text
     for name in MANY:
         assert [run.name for run in (tmp_path / "two" / name).iterdir()] == ["run"]
         two, one = tmp_path / "two" / name / "run", tmp_path / "one" / name / "run"

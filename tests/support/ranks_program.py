@@ -30,6 +30,7 @@ from fl_lightning import rng
 from fl_lightning.aggregation import intake
 from fl_lightning.clock import Clock, Diurnal, FedBuff, LogNormalDevices, OverSelection
 from fl_lightning.data import IID, FederatedImages
+from fl_lightning.engines.stacked import batched
 from fl_lightning.hooks import Meter, Stressor
 from fl_lightning.methods import Bulyan, CenteredClipping, FedAvg, FLTrust, Method, WeightedMean
 from fl_lightning.models import SmallCNN
@@ -68,6 +69,7 @@ MANY = (
     "choice",
     "oort",
     "buffered",
+    "stacked",
     *OVER,
 )
 
@@ -88,6 +90,8 @@ class Counts(FedAvg):
 
 
 def method_of(name: str) -> Method:
+    if name == "stacked":
+        return make("SCAFFOLD", optimizer=sgd(0.05))
     if name == "counts":
         return Counts(optimizer=sgd(0.05), network=Dropped)
     if name == "clipped":
@@ -127,6 +131,7 @@ def fit(name: str, root: Path, method: Method | None = None, **settings):
         {"sampler": Oort(explore=0.5), "clock": clock, "max_rounds": 3} if name == "oort" else {}
     )
     late |= {"clock": clock} if name in ("push", "ring") else {}
+    late |= {"engine": "batched", "participation": 1.0} if name == "stacked" else {}
     late |= {"rounds": FedBuff(4, 2), "clock": clock, "max_rounds": 4} if name == "buffered" else {}
     settings = {
         "max_rounds": 2,
@@ -277,6 +282,7 @@ SECURE = {
 if __name__ == "__main__":
     folder, what = Path(sys.argv[1]), sys.argv[2]
     intake.WAITING_UPLOADS, intake.WAITING_BYTES = 1, 0  # one by one, as large ones are
+    batched.MAX_STACK = 2
     if what == "all":
         for method in MANY:
             workers = {"workers": 2} if method == "FedPQ" else {}
