@@ -12,36 +12,52 @@ from ten import make
 
 from callbacks import (
     AccuracyBytesFigure,
+    BitWidthFigure,
     ByzantineClients,
     Calibration,
     ClientAccuracyFigure,
+    EarlyStopping,
     GradientNorms,
     LabelNoise,
     ProgressBar,
+    TimelineFigure,
     TrainingCost,
 )
+from fl_lightning.clock import Clock, LogNormalDevices
 from fl_lightning.conformance.toy import images, run, trainer_in
 from fl_lightning.errors import RunStopped
 from fl_lightning.hooks import Meter
 from fl_lightning.models import SmallCNN
 
-CLASSES = (AccuracyBytesFigure, Calibration, ClientAccuracyFigure, ProgressBar, TrainingCost)
+CLASSES = (
+    AccuracyBytesFigure,
+    BitWidthFigure,
+    Calibration,
+    ClientAccuracyFigure,
+    ProgressBar,
+    TimelineFigure,
+    TrainingCost,
+    partial(EarlyStopping, patience=1, min_delta=1.0),
+    partial(GradientNorms, every=1, clients=1),
+)
 
 
 @pytest.mark.slow
 @pytest.mark.essential
 def test_callbacks_keep_nothing_of_the_fit_before(tmp_path):
     """A second method with a wider network has the states, costs and figures that it has in a
-    trainer of its own."""
+    trainer of its own; both are stopped early."""
 
     def trained(trainer, width):
-        trainer.fit(make("FedAvg", network=partial(SmallCNN, width=width)), images())
+        trainer.fit(make("FedMPQ", network=partial(SmallCNN, width=width)), images())
+        assert len(trainer.progress.history) == 2
         states = [json.dumps(each.state_dict()) for each in trainer.callbacks]
         return states, sorted(path.name for path in (trainer.run_dir / "figures").iterdir())
 
     def trainer(name):
-        callbacks = [*(each() for each in CLASSES), GradientNorms(every=1, clients=1)]
-        return trainer_in(tmp_path / name, max_rounds=2, callbacks=callbacks)
+        settings = {"clock": Clock(devices=LogNormalDevices()), "max_rounds": 3}
+        callbacks = [each() for each in CLASSES]
+        return trainer_in(tmp_path / name, callbacks=callbacks, **settings)
 
     used = trainer("used")
     narrow = trained(used, 4)

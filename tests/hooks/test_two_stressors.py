@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 import torch
 from refusals import refused
-from toy import ready
+from ten import make
+from toy import ready, run
 
 from callbacks import ByzantineClients, LabelNoise, NewTasks, SecureDropout, StragglerDropout
 from fl_lightning.aggregation.masked import _phase_of_leaving
 from fl_lightning.client import Assignment, Client
+from fl_lightning.conformance.toy import images
 from fl_lightning.errors import InputError
-from fl_lightning.hooks import RoundRecord
+from fl_lightning.hooks import Meter, RoundRecord
 from fl_lightning.sampling import PowerOfChoice, Uniform
 from fl_lightning.tasks import Classification
 
@@ -79,6 +81,24 @@ def test_two_changes_that_are_recovered_from_at_once_end_no_run():
             one.on_round_end(record, context(*pair))
     assert record.metrics["tasks/rounds_to_recover"] == 4
     assert [one.changed for one in pair] == [0, 0]
+
+
+class Pure(Meter):
+    """Finds that every group has an expert of its own in round 4."""
+
+    def on_round_end(self, record, context):
+        record.metrics["router/purity"] = float(record.round == 4)
+
+
+def test_a_change_is_recovered_from_after_the_run_was_continued(tmp_path):
+    def fit(rounds: int, **settings):
+        callbacks = [Pure(), NewTasks(group=1, arrives=2)]
+        return run(
+            make("FedAvg"), images(), tmp_path, max_rounds=rounds, callbacks=callbacks, **settings
+        )
+
+    again = fit(4, ckpt_path=str(fit(2).run_dir), allow_changed=True)
+    assert again.progress.history[-1]["tasks/rounds_to_recover"] == 3
 
 
 def flipped(*callbacks: LabelNoise) -> np.ndarray:

@@ -77,7 +77,7 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
         (1e3 / 1e6, 1.0, 1e6, 1e6**-1.1, 8.13),  # the same
     ],
 )
-def test_the_accountant_gives_published_values(sampled, z, steps, delta, published):
+def test_the_library_of_the_accountant_gives_published_values(sampled, z, steps, delta, published):
     """They are of Poisson sampling, of adding or removing one, and of the bound of their day:
     epsilon = min over orders a of rdp(a) + log(1 / delta) / (a - 1). Today's is below it."""
     accountant = dp_accounting.rdp.RdpAccountant(orders=range(2, 65))
