@@ -165,7 +165,7 @@ def test_of_many_pairs_a_report_names_those_with_the_smallest_p(tmp_path):
     table = differences(comparison, {})
     assert (len(tests), len(table.rows)) == (105, 100)
     assert "of 105 pairs the 100 with the smallest p, report.json has all" in table.caption
-    assert "corrected for all pairs of its level;" in how_to_read(comparison)
+    assert "corrected for all pairs of its level, and decides" in how_to_read(comparison)
     largest = {f"{one.a} − {one.b}" for one in sorted(tests, key=lambda one: one.test.p_t)[100:]}
     assert largest.isdisjoint(row[0] for row in table.rows)
     assert any(
