@@ -302,7 +302,7 @@ class FederatedTrainer(RunViews):
         method: Method,
         data: FederatedData,
         *,
-        seed: int = 0,
+        seed: int | None = None,
         ckpt_path: str | None = None,
         checkpoint: str | None = None,
         probes: str | None = None,
@@ -312,7 +312,7 @@ class FederatedTrainer(RunViews):
         Args:
             ckpt_path: a run directory or one of its checkpoints, whose configuration is used; with
                 --config also ``last``, the last run of the experiment. In Python the default is
-                the run that this trainer has fitted last.
+                the run that this trainer has fitted last, with its seed.
             checkpoint: which of the run's checkpoints: ``last`` (the default), ``best`` (of
                 validation), or a name like round_000060.
             probes: which of clean, clients, calibration, corruptions, fgsm, pgd, kinds, cost,
@@ -324,7 +324,7 @@ class FederatedTrainer(RunViews):
                 data or another seed.
         """
         with deterministic(self.deterministic), generators_kept(), self.interrupts:
-            self._take(method, data, seed, alone="test")
+            self._take(method, data, self._seed_of(seed, ckpt_path), alone="test")
             data.continued = True
             found = probing.examine(
                 self._prepare,
@@ -343,7 +343,7 @@ class FederatedTrainer(RunViews):
         method: Method,
         data: FederatedData,
         *,
-        seed: int = 0,
+        seed: int | None = None,
         ckpt_path: str | None = None,
         to: str | None = None,
         client: int | None = None,
@@ -356,7 +356,7 @@ class FederatedTrainer(RunViews):
         Args:
             ckpt_path: a run directory or one of its checkpoints, whose configuration is used; with
                 --config also ``last``, the last run of the experiment. In Python the default is
-                the run that this trainer has fitted last.
+                the run that this trainer has fitted last, with its seed.
             to: the folder; it is new or empty.
             client: whose model, of a personalised method.
             checkpoint: which of the run's checkpoints: ``last`` (the default), ``best`` (of
@@ -371,7 +371,7 @@ class FederatedTrainer(RunViews):
                 or the folder is not empty.
         """
         with deterministic(self.deterministic), generators_kept(), self.interrupts:
-            self._take(method, data, seed, alone="export")
+            self._take(method, data, self._seed_of(seed, ckpt_path), alone="export")
             data.continued = True
             return export_checkpoint(
                 self._prepare,

@@ -175,7 +175,7 @@ def require_made(parts: Mapping[str, tuple[type, ...]], given: Mapping[str, Any]
         if isinstance(value, allowed) or (takes_functions and callable(value)):
             continue
         foreign = FOREIGN_NAMES.get(name, "").rpartition(".")[2]
-        if foreign and isinstance(value, int | float):
+        if foreign and isinstance(value, int | float) and not isinstance(value, bool):
             raise InputError(f"{name}={value}", "it is no number", f"write {foreign}={value}")
         wanted = next(one for one in allowed if one is not NoneType)
         near = nearest(str(value), known := _made_of(wanted))

@@ -67,12 +67,12 @@ def begin_records(logger: Logger | Sequence[Logger] | bool, run_dir: Path | None
     """
     for one in loggers_of(logger):
         held = getattr(one, RUN_OF_RECORD, None)
-        if held is not None and held != run_dir:
+        if held is not None and held.resolve() != (run_dir and run_dir.resolve()):
             require(
                 is_mlflow(one),
                 f"logger={type(one).__name__} of the run {held}",
                 "its record would be of two runs",
-                "make a logger for each run",
+                "make a logger and a trainer for each run, or continue that run with ckpt_path",
             )
             vars(one).update(_run_id=None, _initialized=False)
         elif held is not None and starts_new_log(one):

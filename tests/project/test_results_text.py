@@ -403,6 +403,10 @@ def test_what_is_said_of_the_rest_of_the_leaderboard():
     best = sorted(ranks, key=lambda label: -means[label, "iid"])
     assert best[:2] == ["FedExP", "FedAvg median"]
     assert ("FedExP", "FedAvg median") not in told["iid"]
+    for setting in ("labels2", "attackers"):
+        ends = sorted(ends_of(report, "FedExP", {"setting": setting}))
+        assert ends[3] == pytest.approx(0.1, abs=0.001)
+        assert ends[4] > 0.15
     assert min(means[label, "dirichlet01"] for label in ranks) == means["FedAvgM", "dirichlet01"]
     few = sorted(one_model, key=lambda label: -means[label, "labels2"])
     assert few[:4] == ["MoFedSAM", "FedCM", "FedSpeed", "FedDyn"]

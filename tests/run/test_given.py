@@ -63,7 +63,12 @@ METHOD, DATA = FedAvg(), ready()
             r"its constructor does not call .*begin NoBase.__init__ with super\(\).__init__",
         ),
         (OnlyModule(), DATA, 0, "its constructor does not call that of fl_lightning.Method"),
-        (METHOD, DATA, None, "seed=None; a seed is an int, at least 0 and below 2.63"),
+        (
+            METHOD,
+            DATA,
+            2**63,
+            "seed=9223372036854775808; a seed is an int, at least 0 and below 2.63",
+        ),
         (METHOD, DATA, "1", "seed='1'; it is str, where an int is needed"),
         (METHOD, DATA, 1.5, "seed=1.5; it is float, where an int is needed"),
         (METHOD, DATA, -1, "seed=-1; a seed is an int"),

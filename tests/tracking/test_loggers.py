@@ -116,7 +116,7 @@ def test_a_logger_has_one_run_in_a_record() -> None:
     logger = CSVLogger("logs")
     trainer = trainer_in("csv", max_rounds=1, logger=logger)
     trainer.fit(on_points(FedAvg()), Points())
-    with refused("logger=CSVLogger", "a logger for each run"):
+    with refused("logger=CSVLogger", "a logger and a trainer for each run"):
         trainer_in("csv", max_rounds=1, logger=[logger]).fit(on_points(FedAvg()), Points(), seed=1)
     assert len([*Path("csv/fl_lightning").iterdir()]) == 1
     longer = trainer_in("csv", max_rounds=2, logger=logger, allow_changed=True)
