@@ -35,7 +35,7 @@ from fl_lightning.run.progress import Progress
 from fl_lightning.run.resume import Start, newest_round
 from fl_lightning.run.taken_back import note_drawn_noise
 from fl_lightning.support.redaction import redact_settings
-from fl_lightning.tracking.loggers import Tracking, begin_records
+from fl_lightning.tracking.loggers import Tracking, check_records
 from fl_lightning.tracking.mlflow_store import Status
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Journal:
         self.start, self.progress, self.config = start, progress, config
         self.root, self.experiment, self.name, self.logger = root, experiment, name, logger
         self.is_open = False
-        begin_records(logger, start.run)
+        check_records(logger, start.run)
         if start.run is not None:
             self.run = RunDirectory(start.run)
 

@@ -56,27 +56,37 @@ than this."""
 MAX_ROUNDS_PER_WRITE = 100
 
 
-def begin_records(logger: Logger | Sequence[Logger] | bool, run_dir: Path | None) -> None:
-    """Have loggers that a fit before has used hold the record of one run, with each round once.
+def check_records(logger: Logger | Sequence[Logger] | bool, run_dir: Path | None) -> None:
+    """Refuse loggers that hold the record of another run and cannot begin a new one.
 
     Args:
         run_dir: the run that is continued; None for a new one.
 
     Raises:
-        InputError: a logger cannot, whose record would be of two runs.
+        InputError: a logger does, whose record would be of two runs.
     """
     for one in loggers_of(logger):
-        held = getattr(one, RUN_OF_RECORD, None)
-        if held is not None and held.resolve() != (run_dir and run_dir.resolve()):
-            require(
-                is_mlflow(one),
-                f"logger={type(one).__name__} of the run {held}",
-                "its record would be of two runs",
-                "make a logger and a trainer for each run, or continue that run with ckpt_path",
-            )
-            vars(one).update(_run_id=None, _initialized=False)
-        elif held is not None and starts_new_log(one):
-            vars(one).update(_experiment=None)  # it gets the rounds before once more
+        require(
+            is_mlflow(one) or _holds(one) in (None, run_dir and run_dir.resolve()),
+            f"logger={type(one).__name__} of the run {_holds(one)}",
+            "its record would be of two runs",
+            "make a logger and a trainer for each run, or continue that run with ckpt_path",
+        )
+
+
+def _begin_record(logger: Logger, run_dir: Path) -> None:
+    """Have a logger that a fit before may have used hold the record of this run, with each round
+    once."""
+    held = _holds(logger)
+    if held not in (None, run_dir.resolve()):
+        vars(logger).update(_run_id=None, _initialized=False)
+    elif held is not None and starts_new_log(logger):
+        vars(logger).update(_experiment=None)  # it gets the rounds before once more
+    setattr(logger, RUN_OF_RECORD, run_dir.resolve())
+
+
+def _holds(logger: Logger | None) -> Path | None:
+    return getattr(logger, RUN_OF_RECORD, None)
 
 
 RUN_OF_RECORD = "_run_of_record"
@@ -200,14 +210,14 @@ class Tracking:
     ) -> None:
         active = getattr(rank_zero_only, "rank", 0) == 0
         self.experiment, self.run_name, self.run_dir = experiment, run_name, Path(run_dir)
+        for each in loggers_of(logger):
+            if each is not None:
+                _begin_record(each, self.run_dir)
         self._channels = [
             Channel(each, _name(each), self._failed, self._recovered)
             for each in loggers_of(logger)
             if active
         ]
-        for each in loggers_of(logger):
-            if each is not None:
-                setattr(each, RUN_OF_RECORD, self.run_dir)
         self._resume_id, self._resumes, self._since = run_id, resumes, since
         self._started = _now() if started is None else started
         self._former = former
