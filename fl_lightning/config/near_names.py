@@ -93,8 +93,12 @@ FOREIGN_NAMES = {
 }
 """The name of a setting here, by the name that other programs give it (the whole or its last
 part)."""
+
 EPOCH_NAMES = ("epochs", "max_epochs", "num_epochs", "n_epochs", "max_epoch")
+"""What other programs call the number of epochs, which is two settings here."""
+
 EPOCHS = "{rounds} for rounds of the federation, {epochs} for a client's passes over its data"
+"""What to write in place of one of ``EPOCH_NAMES``, by the names of the two settings."""
 
 
 def nearest(name: str, valid: Iterable[str]) -> str | None:

@@ -345,7 +345,7 @@ def _described_use(value: Any) -> Any:
     or a network holds, the name of a constant, or the constructor's arguments that a pickle has.
 
     Raises:
-        ValueError: nothing does.
+        Exception: nothing does, whatever the object raises when it is asked.
     """
     if isinstance(value, (Namespace, SimpleNamespace)):
         return describe(vars(value))
@@ -520,7 +520,7 @@ def _hash_of_class(cls: type) -> str:
         )
         if isinstance(function, FunctionType):
             known = _hash_of_function(function)
-            if _unknown([known]):
+            if known.startswith(NOT_RECORDED):
                 return known
             digest.update(f"{name}={known}".encode())
         elif not name.startswith("__") and isinstance(

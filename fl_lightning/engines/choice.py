@@ -98,7 +98,7 @@ def _engine(
 
 def check_workers(fabric: Fabric, workers: int | Literal["auto"]) -> None:
     """Refuse several workers where a process cannot be forked while it trains."""
-    if workers == "auto" or workers == 1:
+    if workers == "auto" or workers == 1 or _can_fork(fabric):
         return
     require(
         not multiprocessing.current_process().daemon,
@@ -106,12 +106,11 @@ def check_workers(fabric: Fabric, workers: int | Literal["auto"]) -> None:
         "such a process may not have processes of its own",
         "leave it out, or use concurrent.futures.ProcessPoolExecutor",
     )
-    if not _can_fork(fabric):
-        raise InputError(
-            f"--trainer.workers {workers} on {fabric.device} ({sys.platform})",
-            "workers are forks that train on a CPU, on Linux",
-            "leave it out, or write --trainer.devices for more than one process",
-        )
+    raise InputError(
+        f"--trainer.workers {workers} on {fabric.device} ({sys.platform})",
+        "workers are forks that train on a CPU, on Linux",
+        "leave it out, or write --trainer.devices for more than one process",
+    )
 
 
 def most_workers(fabric: Fabric) -> int:

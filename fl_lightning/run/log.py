@@ -100,7 +100,7 @@ class RunLog:
 
 
 class FromLevel(logging.Filter):
-    """A filter of the project's records that are below a level."""
+    """A filter that lets no record of the project below a level through, and any other record."""
 
     def __init__(self, least: int) -> None:
         super().__init__(log.name)

@@ -81,14 +81,14 @@ class RunViews(Recorded):
 
     @property
     def _own_run(self) -> str | None:
-        """That directory, as ``ckpt_path`` names it; None: there is none."""
+        """The directory of the last run, as ``ckpt_path`` names it; None where it is not there."""
         return str(self.run_dir) if self._has_run and self.run_dir.exists() else None
 
     def _seed_of(self, seed: int | None, ckpt_path: str | None) -> int:
         """Return the seed that was given, or that of the run which is taken without a path, or 0."""
         if seed is not None:
             return seed
-        return self.fitted[2] if ckpt_path is None and self._own_run else 0
+        return 0 if ckpt_path or not self._own_run else self.fitted[2]
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: where the run is, how far it is, and its last metrics."""

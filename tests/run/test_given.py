@@ -82,6 +82,12 @@ def test_it_is_said_what_to_write(command, method, data, seed, says, tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("command", ["fit", "prepare"])
+def test_a_run_that_begins_has_a_seed(command, tmp_path):
+    with pytest.raises(InputError, match=r"seed=None; a seed is an int, at least 0 and below 2.63"):
+        getattr(trainer_in(tmp_path), command)(METHOD, DATA, seed=None)
+
+
 def test_before_the_first_run_there_is_no_directory(tmp_path):
     with pytest.raises(MisuseError, match="it has none before its first fit"):
         _ = trainer_in(tmp_path).run_dir

@@ -50,8 +50,10 @@ BIT_CHANGES = {
 """The sums over rounds below the table of bits."""
 OVER_SEEDS = "mean ± standard deviation over seeds"
 """What a cell of most tables holds."""
-BETWEEN_COLUMNS, LONGEST_WORD = 3, 24
-"""Of a table in the terminal: characters, and those of a word of text that is not split."""
+BETWEEN_COLUMNS = 3
+"""Characters between two columns of a table in the terminal."""
+LONGEST_WORD = 24
+"""Characters of the longest word of text that a table in the terminal does not split."""
 STYLES = {"holds": "green", "fails": "red", "undecided": "yellow", "not tested": "magenta"}
 """Colours of decisions in the terminal."""
 
