@@ -54,6 +54,8 @@ MIN_WRITE_INTERVAL_SECONDS = 3.0
 """Time between two transactions, each of which costs as much as 100 metrics; pages are no older
 than this."""
 MAX_ROUNDS_PER_WRITE = 100
+RUN_OF_RECORD = "_run_of_record"
+"""The attribute of a logger that says of which run directory it holds the record."""
 
 
 def check_records(logger: Logger | Sequence[Logger] | bool, run_dir: Path | None) -> None:
@@ -77,20 +79,16 @@ def check_records(logger: Logger | Sequence[Logger] | bool, run_dir: Path | None
 def _begin_record(logger: Logger, run_dir: Path) -> None:
     """Have a logger that a fit before may have used hold the record of this run, with each round
     once."""
-    held = _holds(logger)
-    if held not in (None, run_dir.resolve()):
+    held, run_dir = _holds(logger), run_dir.resolve()
+    if held not in (None, run_dir):  # only MLflow's, or check_records would have refused it
         vars(logger).update(_run_id=None, _initialized=False)
     elif held is not None and starts_new_log(logger):
         vars(logger).update(_experiment=None)  # it gets the rounds before once more
-    setattr(logger, RUN_OF_RECORD, run_dir.resolve())
+    setattr(logger, RUN_OF_RECORD, run_dir)
 
 
 def _holds(logger: Logger | None) -> Path | None:
     return getattr(logger, RUN_OF_RECORD, None)
-
-
-RUN_OF_RECORD = "_run_of_record"
-"""The attribute of a logger that says of which run directory it holds the record."""
 
 
 class Channel:

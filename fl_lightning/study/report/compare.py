@@ -214,29 +214,27 @@ def show(
     report."""
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120)
     _print_line(console, registration.line.replace("**", ""))
+
+    def print_table(table: tables.ReportTable) -> None:
+        console.print(table.rich(console.width))
+
     for levels in comparison.levels:
         table = tables.results(comparison, levels)
-        console.print(table.rich(console.width))
+        print_table(table)
         tested = tables.differences(comparison, levels)
         if tested is not None:
-            console.print(
-                tested.without("bootstrap", "p (t)", "p (sequence)", "p (Wilcoxon)", "g_z").rich(
-                    console.width
-                )
-            )
+            print_table(tested.without("bootstrap", "p (t)", "p (sequence)", "p (Wilcoxon)", "g_z"))
     for table in transfer_tables(comparison):
-        console.print(table.without("clients", "bootstrap").rich(console.width))
+        print_table(table.without("clients", "bootstrap"))
     if (places := proposed_table(comparison)) is not None:
-        console.print(places.rich(console.width))
+        print_table(places)
     drops = tables.degradation(comparison)
     judged = [tables.premises(comparison, timing) for timing in (False, True)]
     for one, title in criteria_tables(comparison, registration):
         judged += [tables.verdicts(one, timing, title) for timing in (False, True)]
     for found in (drops, *judged):
         if found is not None:
-            console.print(
-                found.without("left", "right", "because", "bootstrap").rich(console.width)
-            )
+            print_table(found.without("left", "right", "because", "bootstrap"))
     for line in closing(comparison, out):
         _print_line(console, line)
 
