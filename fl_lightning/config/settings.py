@@ -4,7 +4,7 @@ continuation."""
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -120,6 +120,7 @@ FORMER_DEFAULTS = {"trainer.callbacks.*.init_args.monitor": "val/accuracy"}
 """Settings that are null since they follow the task, by pattern, with the default that they had
 before. It is also what null means where the task is classification, so hashes have it in place of
 null."""
+MAX_LISTED_CHANGES = 8
 LISTS = ("trainer.callbacks",)
 """Lists of which null and an empty one, which leaves no key, mean the same."""
 SAME_CLASS = {
@@ -290,6 +291,12 @@ def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> lis
         # 4 from Python is 4.0 where the command line has read it for a float
         and not (is_number(before.get(key)) and before.get(key) == after.get(key))
     ]
+
+
+def listed_changes(changed: Sequence[str]) -> str:
+    """Return the first changes as text, and how many more there are."""
+    more = len(changed) - MAX_LISTED_CHANGES
+    return ", ".join([*changed[:MAX_LISTED_CHANGES], *([f"and {more} more"] if more > 0 else [])])
 
 
 def is_number(value: object) -> TypeGuard[int | float]:

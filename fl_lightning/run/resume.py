@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fl_lightning.config.recorded import not_recorded
-from fl_lightning.config.settings import changed_settings, config_of, flatten, is_free
+from fl_lightning.config.settings import (
+    changed_settings,
+    config_of,
+    flatten,
+    is_free,
+    listed_changes,
+)
 from fl_lightning.data.hashes import hashes_of
 from fl_lightning.distributed import collectives
 from fl_lightning.errors import InputError, require
@@ -24,7 +30,6 @@ from fl_lightning.run.snapshot import IDENTITY, Checkpoint
 log = logging.getLogger("fl_lightning")
 
 RUN_NAME = "trainer.run_name"
-MAX_LISTED_CHANGES = 8  # changed settings that a message lists
 
 
 @dataclass(frozen=True)
@@ -307,15 +312,9 @@ def check_same(
     if changed and not allow_changed:
         raise InputError(
             f"--ckpt_path {start.run}",
-            f"it was written with another configuration ({_shown(changed)})",
+            f"it was written with another configuration ({listed_changes(changed)})",
             f"{instead} --trainer.allow_changed true",
         )
     if changed:
         log.warning("resuming with a changed configuration: %s", ", ".join(changed))
     return bool(changed)
-
-
-def _shown(changed: Sequence[str]) -> str:
-    """Return the first changes as text, and how many more there are."""
-    more = len(changed) - MAX_LISTED_CHANGES
-    return ", ".join([*changed[:MAX_LISTED_CHANGES], *([f"and {more} more"] if more > 0 else [])])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -80,10 +81,12 @@ def config_tags(args: list[str]) -> str:
     return tags.partition("=")[2]
 
 
-def sweep(root: Path, shard: Shard = WHOLE, between=lambda: None) -> list[str]:
+def sweep(
+    root: Path, shard: Shard = WHOLE, between=lambda: None, text: str = STUDY, resolve=resolve
+) -> list[str]:
     """One session of a shard, and the names of the cells that it ran."""
     root.mkdir(exist_ok=True)
-    (root / "study.yaml").write_text(STUDY)
+    (root / "study.yaml").write_text(text)
     cells = StudyCells.plan(Study.read(root / "study.yaml"), root, resolve, shard)
     with lock.only_one(cells.folder, shard):
         session = SweepSession(cells, None, False)  # type: ignore[arg-type]
@@ -153,6 +156,35 @@ def test_a_shard_says_what_others_have_left(tmp_path, capsys):
     assert "12 of their 12 cells are not finished in this folder" in said
     sweep(tmp_path, Shard(2, 2))
     assert "not finished in this folder" not in capsys.readouterr().err
+
+
+def test_a_sweep_ends_before_the_next_cell_when_a_configuration_is_edited(tmp_path, monkeypatch):
+    """Also one that another is based on; a comment is no change, and a cell that has trained with
+    the new settings all the same is none of the plan."""
+    text = STUDY.replace(f"{CONFIGS}/fedavg.yaml", "own.yaml")
+    (tmp_path / "own.yaml").write_text("base: shared.yaml\n")
+    shared, done = tmp_path / "shared.yaml", []
+    shared.write_text("data.num_clients: 4\n")
+
+    def read(args: list[str]) -> str:
+        return re.sub(r"'(\d+)'", r"\1", resolve(args)) + shared.read_text()
+
+    def edit() -> None:
+        done.append("a cell")
+        number = 4 if len(done) < 3 else 5
+        shared.write_text(f"data.num_clients: {number}  # edited {len(done)} times\n")
+
+    said = r"study.yaml, cell A-noise=off-seed2.*\(data.num_clients: 4 -> 5\)"
+    with pytest.raises(InputError, match=said):
+        sweep(tmp_path, between=edit, text=text, resolve=read)
+    assert len(done) == 3
+    shared.write_text("data.num_clients: 4\n")
+    monkeypatch.setattr(
+        "test_shards.make_run", lambda *_, **__: shared.write_text("data.num_clients: 6\n")
+    )
+    with pytest.raises(InputError, match=r"4 -> 6"):
+        sweep(tmp_path, text=text, resolve=read)
+    assert len([*(tmp_path / "small").glob("*-seed*")]) == 3
 
 
 def test_who_may_work_beside_whom(tmp_path):

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from dataclasses import replace as replaced
+from hashlib import sha256
+from itertools import pairwise
 from os.path import expanduser
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
-from fl_lightning.config.settings import flatten, is_under, settings_hash
+from fl_lightning.config.packaged import layers
+from fl_lightning.config.settings import (
+    changed_settings,
+    flatten,
+    is_under,
+    listed_changes,
+    settings_hash,
+)
 from fl_lightning.errors import InputError, require
 from fl_lightning.probing import select_probes
 from fl_lightning.run.directory import read_json, to_json
@@ -47,6 +56,7 @@ class CellState:
         changed: modules of the user whose files are others now than when the run, or a part of it,
             was trained.
         content: the hash of the examples on which a finished run was trained, where it has one.
+        files: the SHA-256 of each configuration file that ``config`` was read from.
     """
 
     cell: Cell
@@ -58,6 +68,7 @@ class CellState:
     problem: str = ""
     changed: Sequence[str] = ()
     content: str = ""
+    files: Mapping[Path, str] = field(default_factory=dict)
 
     @property
     def rounds(self) -> int:
@@ -160,14 +171,12 @@ class StudyCells:
         for cell in cells:
             key = (cell.method, *cell.levels.values())
             if key not in self._resolved:
-                try:
-                    self._resolved[key] = resolved_settings(cell.args, self.resolve)
-                except InputError as error:
-                    raise error.within(f"{self.study.path}, cell {cell.name}") from error
-            config = flatten(self._resolved[key] | {"seed_everything": cell.seed})
+                self._resolved[key] = config_files(cell.args), self._resolve(cell)
+            files, settings = self._resolved[key]
+            config = flatten(settings | {"seed_everything": cell.seed})
             threads = self._known.get(cell.name, {}).get("threads")
             threads = threads if isinstance(threads, int) else 0
-            state = CellState(cell, config, settings_hash(config), threads=threads)
+            state = CellState(cell, config, settings_hash(config), threads=threads, files=files)
             self.every.append(state)
             if cell.name in own:
                 state.find_run(self.folder)
@@ -176,6 +185,27 @@ class StudyCells:
                 self.others.add(cell.name)
         self.states += states
         return states
+
+    def check_config(self, state: CellState) -> None:
+        """Check that ``fit`` still makes the configuration of a cell of its arguments.
+
+        Raises:
+            InputError: a configuration file has other settings now.
+        """
+        if config_files(state.cell.args) != state.files:
+            changed = changed_settings(state.config, flatten(self._resolve(state.cell)))
+            require(
+                not changed,
+                f"{self.study.path}, cell {state.cell.name}",
+                f"its configuration has changed since this sweep began ({listed_changes(changed)})",
+                "restore the files, or leave them so, and give the command again",
+            )
+
+    def _resolve(self, cell: Cell) -> dict[str, Any]:
+        try:
+            return resolved_settings(cell.args, self.resolve)
+        except InputError as error:
+            raise error.within(f"{self.study.path}, cell {cell.name}") from error
 
     def of_seed(self, seed: int) -> list[CellState]:
         """Return the cells of a seed; none when the seed was not added."""
@@ -275,3 +305,14 @@ def resolved_settings(args: list[str], resolve: Callable[[list[str]], str]) -> d
     run has it."""
     settings: dict[str, Any] = redact_settings(yaml.safe_load(resolve(args)))
     return settings
+
+
+def config_files(args: Sequence[str]) -> dict[Path, str]:
+    """Return the SHA-256 of each configuration file that arguments of ``fit`` name, and of those
+    that they are based on; of a file that is not there, that of an empty one."""
+    named = (Path(name) for flag, name in pairwise(args) if flag == "--config")
+    return {
+        file: sha256(file.read_bytes() if file.is_file() else b"").hexdigest()
+        for path in named
+        for file in layers(path)
+    }

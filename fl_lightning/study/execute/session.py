@@ -144,8 +144,8 @@ class SweepSession:
         """Do what comes before the first job."""
 
     def jobs(self) -> Iterable[Job]:
-        """Return the first job of each cell, in the order in which they start."""
-        return [job for state in self.cells if (job := self.next_job(state))]
+        """Yield the first job of each cell, in the order in which they start."""
+        return (job for state in self.cells if (job := self.next_job(state)))
 
     def finish(self) -> None:
         """Do what comes after the last job, however the session ended."""
@@ -189,13 +189,18 @@ class SweepSession:
         return state
 
     def next_job(self, state: CellState) -> Job | None:
-        """Return what is left to do for a cell, if it can be done."""
+        """Return what is left to do for a cell, if it can be done.
+
+        Raises:
+            InputError: its configuration is another now than when the sweep began.
+        """
         if state.problem:
             return None
         cell, study, folder = state.cell, self.cells.study, self.cells.folder
         log = folder / "logs" / f"{cell.name}.log"
         environment = {"OMP_NUM_THREADS": str(state.threads)}
         if state.status != "finished":
+            self.cells.check_config(state)
             tags = {
                 "study": study.name,
                 "label": cell.method,
@@ -238,6 +243,8 @@ class SweepSession:
                 self.display.failed(job.name, job, code)
             return None
         state.find_run(self.cells.folder)
+        if code == 0 and state.run is None:  # it has trained with other settings
+            self.cells.check_config(state)
         if code or state.status != "finished":
             state.status = "failed"
             self.display.failed(job.name, job, code)
