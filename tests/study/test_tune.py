@@ -367,6 +367,36 @@ def test_a_search_is_not_continued_when_the_contents_of_its_configuration_have_c
     session(tmp_path, text=text)[0].run()
 
 
+@pytest.mark.parametrize("edited_after", [3, 8])
+def test_a_search_ends_before_the_next_run_when_its_configuration_is_edited(
+    tmp_path, capsys, edited_after
+):
+    """Before the next trial, and before the final run; restored, it goes on as if not edited."""
+    base, text = tmp_path / "base.yaml", SEARCH.replace("{configs}/fedavg.yaml", "base.yaml")
+    base.write_text("lr: 1\n")
+    one, runs = session(tmp_path, text=text)
+    ended = one.ended
+
+    def edit(running, code):
+        if len(runs.jobs) == edited_after:
+            base.write_text("lr: 2\n")
+        return ended(running, code)
+
+    one.ended = edit
+    said = r"(?s)small-tune; .*another configuration \(file: .*1.* -> .*2.*remove that folder"
+    with pytest.raises(InputError, match=said):
+        one.run()
+    assert len(runs.jobs) == edited_after
+    assert "the same command continues" not in capsys.readouterr().err
+    base.write_text("lr: 1\n")
+    session(tmp_path, text=text)[0].run()
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    shutil.copy(base, whole)
+    session(whole, text=text)[0].run()
+    assert tried(tmp_path) == tried(whole)
+
+
 @pytest.mark.parametrize(
     ("first", "second", "several"),
     [

@@ -22,10 +22,17 @@ from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from fl_lightning.config.near_names import nearest_or_list
-from fl_lightning.config.settings import changed_settings, flatten, is_free, is_under, settings_hash
+from fl_lightning.config.settings import (
+    changed_settings,
+    flatten,
+    is_free,
+    is_under,
+    listed_changes,
+    settings_hash,
+)
 from fl_lightning.errors import InputError, require
 from fl_lightning.run.directory import read_json
-from fl_lightning.study.execute.cells import resolved_settings
+from fl_lightning.study.execute.cells import config_files, resolved_settings
 from fl_lightning.study.execute.display import Display
 from fl_lightning.study.execute.jobs import Job, Pool, RunningJob, fit_arguments
 from fl_lightning.study.metric_names import CLASSIFICATION, TaskMetrics, measure_of
@@ -58,7 +65,6 @@ files that it ran."""
 SEED = re.compile(r"-seed(\d+)$")
 """The end of the name of a trial's run at another seed than the first."""
 AGAIN = "the same command tries them again"
-MAX_CHANGES_SHOWN = 4
 
 
 @dataclass
@@ -103,7 +109,7 @@ class SearchRun(ABC):
         finally:
             status: Status = "KILLED" if not done else "FINISHED" if good else "FAILED"
             end_study(self.parent, self.folder, status, files=())
-            if not done:
+            if not done and not isinstance(sys.exc_info()[1], InputError):  # it says what to do
                 self.display.line("stopped; the same command continues")
         if not good:
             sys.exit(1)
@@ -147,6 +153,7 @@ class SearchSession(SearchRun):
         at_work: numbers of trials.
         settings: the settings of each run of this session, by its name, with dotted keys.
         runs: the run directories, by name, once they exist.
+        files: the SHA-256 of each configuration file, when the session began.
     """
 
     task: TaskMetrics = CLASSIFICATION
@@ -154,6 +161,7 @@ class SearchSession(SearchRun):
     at_work: set[int] = field(default_factory=set)
     settings: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     runs: dict[str, Path] = field(default_factory=dict)
+    files: Mapping[Path, str] = field(default_factory=dict)
 
     @property
     def what(self) -> str:
@@ -162,6 +170,7 @@ class SearchSession(SearchRun):
 
     def open(self) -> None:
         """Begin or continue the search, with what its trials have told of their task."""
+        self.files = config_files(self.search.args({}))
         self.study = open_search(self.search, self.folder, self.resolve)
         known = self.study.user_attrs
         self.task, self.knows_task = TaskMetrics.of_run(known), TASK in known
@@ -322,6 +331,8 @@ class SearchSession(SearchRun):
 
     def fit(self, args: list[str], experiment: str, name: str, tags: Mapping[str, str]) -> Job:
         root = self.folder.parent
+        if config_files(args) != self.files:
+            check_asked(self.search, self.study, self.folder, self.resolve)
         self.settings[name] = flatten(resolved_settings(args, self.resolve))
         args = fit_arguments(
             args, root=root, experiment=experiment, name=name, tags=tags, logger=self.logger
@@ -507,6 +518,25 @@ def open_search(search: Search, folder: Path, resolve: Callable[[list[str]], str
     if len(drawn) >= search.wanted and {trial.state for trial in drawn} == {TrialState.FAIL}:
         optuna.delete_study(study_name=name, storage=storage)
         study, drawn = create(), []
+    asked, made = check_asked(search, study, folder, resolve), len(drawn)
+    if made > search.wanted:
+        given = f"{search.path}: trials: {search.wanted}"
+        what = f" of {search.label}" if search.label else ""
+        rule = f"{made}{what} were begun in {folder}, and what is chosen is the best of all"
+        raise InputError(given, rule, f"write trials: {made} or more, or remove that folder")
+    study.set_user_attr("search", asked)
+    return study
+
+
+def check_asked(
+    search: Search, study: optuna.Study, folder: Path, resolve: Callable[[list[str]], str]
+) -> dict[str, Any]:
+    """Return what its trials have in common, and check that earlier ones of Optuna's study have it
+    as well.
+
+    Raises:
+        InputError: they were made with another space, metric or configuration.
+    """
     settings = flatten(resolved_settings(search.args(search.corners()[0]), resolve))
     asked: dict[str, Any] = {
         "space": repr(dict(search.space)),
@@ -529,21 +559,13 @@ def open_search(search: Search, folder: Path, resolve: Callable[[list[str]], str
         else changed_settings(begun["settings"], asked["settings"])
     )
     if changed:
-        shown, more = ", ".join(changed[:MAX_CHANGES_SHOWN]), len(changed) - MAX_CHANGES_SHOWN
-        shown += f" and {more} more" if more > 0 else ""
+        shown = listed_changes(changed)
         rename = f"change 'study: {search.study}' in {search.path} to another name"
         if search.label:
             shown, rename = f"of {search.label}: {shown}", "move it away"
         rule = f"its trials were made with another configuration ({shown})"
         raise InputError(f"{folder}", rule, f"remove that folder to search anew, or {rename}")
-    made = len(drawn)
-    if made > search.wanted:
-        given = f"{search.path}: trials: {search.wanted}"
-        what = f" of {search.label}" if search.label else ""
-        rule = f"{made}{what} were begun in {folder}, and what is chosen is the best of all"
-        raise InputError(given, rule, f"write trials: {made} or more, or remove that folder")
-    study.set_user_attr("search", asked)
-    return study
+    return asked
 
 
 def _drawn(search: Search, study: optuna.Study) -> list[FrozenTrial]:
