@@ -284,29 +284,32 @@ def _repeated_keys(node: yaml.Node) -> Iterator[tuple[str, int]]:
             yield from _repeated_keys(value)
 
 
-def line_of(path: str, text: str) -> int | None:
-    """Return the line, counted from 1, of a dotted setting in a YAML text; None if it is not there.
+def entry_of(path: str, text: str) -> tuple[int, str] | None:
+    """Return the line, counted from 1, of a dotted setting in a YAML text, and what it is given
+    there, empty for a list or a mapping; None if it is not there.
 
     The dotted name leaves out the level ``init_args`` and the positions in lists.
 
-    >>> line_of("trainer.callbacks.round", "trainer:\\n  callbacks:\\n  - init_args:\\n      round: 3")
-    4
+    >>> entry_of("trainer.callbacks.round", "trainer:\\n  callbacks:\\n  - init_args:\\n      round: 3")
+    (4, '3')
     """
     node = yaml.compose(text, Loader=yaml.SafeLoader)
-    return None if node is None else _line_in(path.split("."), node)
+    return None if node is None else _entry_in(path.split("."), node)
 
 
-def _line_in(path: list[str], node: yaml.Node) -> int | None:
-    lines: list[int | None] = []
+def _entry_in(path: list[str], node: yaml.Node) -> tuple[int, str] | None:
+    entries: list[tuple[int, str] | None] = []
     if isinstance(node, yaml.SequenceNode):
-        lines = [_line_in(path, item) for item in node.value]
+        entries = [_entry_in(path, item) for item in node.value]
     elif isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             if key.value == "init_args" != path[0]:
-                lines.append(_line_in(path, value))
+                entries.append(_entry_in(path, value))
             elif isinstance(key.value, str) and key.value.rstrip("+") == path[0]:
-                lines.append(_line_in(path[1:], value) if path[1:] else key.start_mark.line + 1)
-    return next((line for line in lines if line is not None), None)
+                given = value.value if isinstance(value, yaml.ScalarNode) else ""
+                here = (key.start_mark.line + 1, given)
+                entries.append(_entry_in(path[1:], value) if path[1:] else here)
+    return next((entry for entry in entries if entry is not None), None)
 
 
 def variable_of(path: str) -> str:
@@ -346,14 +349,15 @@ PROGRAM = "python -m fl_lightning"
 
 def check_kind(texts: Mapping[str, str], command: str = "fit") -> None:
     """Refuse files of ``sweep`` and of ``tune`` in place of a configuration of ``fit`` or of the
-    arguments of ``compare``.
+    arguments of ``compare``, and groups of settings that are given nothing.
 
     Args:
         texts: the text of each configuration file, by its path.
         command: which the files were given to.
     """
     for path, text in texts.items():
-        keys = {*load_yaml(text)}
+        given = load_yaml(text)
+        keys = {*given}
         for key, what, other in (("methods", "a study", "sweep"), ("space", "a search", "tune")):
             if {"study", key} <= keys:
                 rule, instead = "fit runs one configuration", f"{PROGRAM} {other} --config {path}"
@@ -363,6 +367,14 @@ def check_kind(texts: Mapping[str, str], command: str = "fit") -> None:
                 raise InputError(
                     f"--config {path}", f"it is {what}, and {rule}", f"write {instead}"
                 )
+        for group in ("trainer", "model", "data"):
+            line, _ = entry_of(group, text) or (0, "")
+            require(
+                given.get(group, {}) is not None,
+                f"{group}: null ({path}, line {line})",
+                f"{group} is a group of settings",
+                f"leave it out or write --{group}.NAME VALUE",
+            )
 
 
 def class_in(data: object) -> object:
@@ -372,8 +384,8 @@ def class_in(data: object) -> object:
 
 def named_last(group: str, args: Iterable[str], texts: Iterable[str]) -> object:
     """Return what flags, or else configuration files, name last as the class of a group of
-    settings; empty where they name none."""
-    named: object = ""
+    settings, or else the environment; empty where they name none."""
+    named = class_in(load_yaml(os.environ.get(variable_of(group), ""))) or ""
     for text in texts:
         named = class_in(load_yaml(text).get(group)) or named
     for name, value in flags_in([*args]):
@@ -458,14 +470,19 @@ def kept_federation(args: list[str], texts: Iterable[str]) -> str:
 
 def _plain(node: Any) -> Any:
     """Return a configuration without the levels ``class_path`` and ``init_args``, which may be left
-    out."""
+    out, and with a level for each part of a dotted key."""
     if not isinstance(node, Mapping):
         return node
-    plain = {
-        key: _plain(value)
-        for key, value in node.items()
-        if key not in ("class_path", "init_args", "dict_kwargs")
-    }
+    plain: dict[str, Any] = {}
+    for key, value in node.items():
+        if key in ("class_path", "init_args", "dict_kwargs"):
+            continue
+        first, *inner = str(key).split(".")
+        for name in reversed(inner):
+            value = {name: value}
+        value, before = _plain(value), plain.get(first)
+        both = isinstance(value, dict) and isinstance(before, dict)
+        plain[first] = before | value if both else value
     for level in ("init_args", "dict_kwargs"):
         inner = _plain(node.get(level))
         plain.update(inner if isinstance(inner, dict) else {})

@@ -206,7 +206,7 @@ def explain_null(path: str, action: Action, given: UserInput) -> InputError:
     """Return the error in three parts for a setting that is null against its type."""
     rule = f"it must be {type_in_words(hint_of(action))}"
     return InputError(
-        f"{path}: null{given.in_file(path)}", rule, f"write {path}: {example_of(action)}"
+        f"{path}: null{given.in_file(path, 'null')}", rule, f"write {path}: {example_of(action)}"
     )
 
 

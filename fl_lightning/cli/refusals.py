@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from fl_lightning.cli.commands import COMMANDS
-from fl_lightning.cli.configs import beside_class_path, line_of, variable_of
+from fl_lightning.cli.configs import beside_class_path, entry_of, variable_of
 from fl_lightning.cli.flags import flags_in
 from fl_lightning.config.constraints import Constraint
 from fl_lightning.config.documents import load_yaml
@@ -137,13 +137,20 @@ class UserInput:
             None,
         )
 
-    def in_file(self, path: str) -> str:
-        """Return ``" (FILE, line N)"`` for the last file that has the setting; empty if none has
-        it."""
-        for file, text in reversed(list(self.texts.items())):
-            if line := line_of(path, text):
-                return f" ({file}, line {line})"
-        return ""
+    def in_file(self, path: str, value: str | None = None) -> str:
+        """Return ``" (FILE, line N)"`` for the last file that gives the setting this value, or else
+        for the last that has the setting; empty if none has it."""
+        entries = [(file, entry_of(path, text)) for file, text in self.texts.items()]
+        found = [(file, *entry) for file, entry in entries if entry]
+        alike = [one for one in found if value is not None and _is_written(value, one[2])]
+        return next((f" ({file}, line {line})" for file, line, _ in reversed(alike or found)), "")
+
+
+def _is_written(value: str, text: str) -> bool:
+    """Return whether a file's text gives the value, as 1e2 gives 100.0."""
+    with suppress(ValueError):
+        return float(value) == float(text)
+    return value == text
 
 
 def _shortened(value: str) -> str:
@@ -258,7 +265,7 @@ def unknown_key(
             "beside class_path stands init_args alone",
             f"write {extra} under init_args",
         )
-    valid = list(own if owner else settings)
+    valid = list(() if owner in BASES else own if owner else settings)
     near = nearest(name, valid) if owner else intended_setting(name, valid)
     rule = f"{owner} has no setting {leaf}" if owner else "there is no such setting"
     if prefix == "model" and "network" not in own:
@@ -280,6 +287,8 @@ def unknown_key(
 WORDS = {command.words for command in COMMANDS.values() if command.words}
 """What commands take as words that are no flags."""
 CLOSED = "end its constructor with super().__init__(..., **settings), which gives it those of every method"
+BASES = ("Optimizer", "LRScheduler")
+"""Bases of torch's whose arguments nobody sets, since a class of theirs has to be named."""
 LOGGER = "MLFlowLogger"
 """The class that ``trainer.logger: true`` stands for."""
 
@@ -321,7 +330,7 @@ def bad_value(
     shown = (
         f"--{path} {short or repr(short)}"
         if flagged is not None
-        else f"{path}: {short}{given.in_file(path)}"
+        else f"{path}: {short}{given.in_file(path, value)}"
     )
     if variable:
         shown = f"environment variable {variable}={_shortened(os.environ[variable])}"

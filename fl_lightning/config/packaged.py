@@ -122,13 +122,14 @@ def find_config(
 
 
 def with_found_configs(args: Sequence[str]) -> list[str]:
-    """Return a command line whose ``--config`` and ``-c`` name files, each after the files it is
-    based on.
+    """Return a command line that begins with its configuration files, each after those that it is
+    based on: a flag beats them wherever it was written.
 
     Raises:
         InputError: the base of a file does not exist, or two files are the base of each other.
     """
-    found: list[str] = []
+    files: list[str] = []
+    others: list[str] = []
     left = list(args)
     while left:
         arg = left.pop(0)
@@ -136,16 +137,16 @@ def with_found_configs(args: Sequence[str]) -> list[str]:
         if re.match("-c[^=]", arg):  # glued to its value
             flag, equals, name = "-c", "=", arg[2:]
         if flag not in ("--config", "-c") or not (equals or left):
-            found.append(arg)
+            others.append(arg)
             continue
         name = name if equals else left.pop(0)
         path = find_config(name)
-        found += (
+        files += (
             [part for layer in layers(path) for part in ("--config", str(layer))]
             if path
             else [flag, name]
         )
-    return found
+    return files + others
 
 
 def layers(path: Path) -> list[Path]:

@@ -191,7 +191,7 @@ def test_data_needs_no_class(runs: list[SimpleNamespace], here: Path) -> None:
 
 
 def test_what_a_changed_class_does_not_know_is_dropped_and_said(
-    runs: list[SimpleNamespace], capsys: pytest.CaptureFixture[str]
+    runs: list[SimpleNamespace], capsys: pytest.CaptureFixture[str], here: Path
 ) -> None:
     call(
         runs,
@@ -209,7 +209,8 @@ def test_what_a_changed_class_does_not_know_is_dropped_and_said(
         "data.partition.beta",
     ):
         assert dropped in said
-    call(runs, "--config base.yaml --model.alpha 0.1")
+    (here / "dotted.yaml").write_text("model: {alpha: 0.1, optimizer.lr: 0.5}\n")
+    call(runs, "--config base.yaml --config dotted.yaml")
     assert capsys.readouterr().err == ""
 
 
@@ -244,6 +245,21 @@ def test_a_method_has_its_own_defaults_wherever_its_class_stands(name: str, here
     assert model == {**expected["model"]["init_args"], **({"mu": 0.25} if "mu" in model else {})}
 
 
+def test_a_flag_beats_a_file_that_is_named_after_it(here: Path) -> None:
+    from fl_lightning.cli.parser import resolve
+
+    (here / "more.yaml").write_text("trainer: {participation: 0.5, callbacks: [LabelNoise]}\n")
+    files = ["--config", "base.yaml", "-c", "more.yaml"]
+    flags = [
+        "--trainer.max_rounds=7",
+        "--trainer.callbacks+=StragglerDropout",
+        "--model",
+        "SCAFFOLD",
+    ]
+    assert resolve([*flags, *files]) == resolve([*files, *flags])
+    assert resolve([*flags[:1], *files[:2], *flags[1:], *files[2:]]) == resolve([*files, *flags])
+
+
 def test_a_setting_before_the_class_that_has_it(here: Path) -> None:
     from fl_lightning.cli.parser import resolve
 
@@ -257,7 +273,9 @@ def test_a_setting_before_the_class_that_has_it(here: Path) -> None:
     "flags",
     [["--data", "TextFiles"], ["--data=fl_lightning.data.TextFiles"], ["--config", "text.yaml"]],
 )
-def test_a_class_has_its_own_defaults(flags: list[str], here: Path) -> None:
+def test_a_class_has_its_own_defaults(
+    flags: list[str], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What neither a file nor a flag gives is the class's default, and no other class's; what a
     file gives to another class stays given, wherever the flags stand."""
     from fl_lightning.cli.parser import resolve
@@ -277,6 +295,11 @@ def test_a_class_has_its_own_defaults(flags: list[str], here: Path) -> None:
         assert {name: data[name] for name in own} == own
         assert data["batch_size"] == size
         assert "crop" not in data
+    named = "{class_path: TextFiles, init_args: {train: x.jsonl, batch_size: 3}}"
+    monkeypatch.setenv("FL_LIGHTNING_DATA", named)
+    data = yaml.safe_load(resolve(["--model", "FedAvg"]))["data"]
+    assert {name: data["init_args"][name] for name in own} == own
+    assert data["init_args"]["batch_size"] == 3
 
 
 def test_the_environment_is_beaten_by_files_and_those_by_flags(

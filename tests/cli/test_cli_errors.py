@@ -47,6 +47,8 @@ data:
     "list.yaml": "- a\n- b\n",
     "text.yaml": "hello\n",
     "empty.yaml": "",
+    "four.yaml": "trainer: {max_rounds: 4}",
+    "model_null.yaml": "trainer: {max_rounds: 1}\nmodel:",
     "syntax.yaml": "model: FedAvg\ntrainer:\n  max_rounds: [3\nmodel: FedAvg\n",
     "tab.yaml": "trainer:\n\tmax_rounds: 3\n",
     "no_mapping.yaml": (
@@ -300,6 +302,12 @@ BAD = [
     ),
     ("fit --config seed.yaml", "(seed.yaml, line 2); it must be an int >= 0"),
     ("fit --config null.yaml", "trainer is a group of settings"),
+    ("fit --config model_null.yaml", "model: null (model_null.yaml, line 2); model is a group"),
+    (
+        "fit --config value.yaml --config four.yaml",
+        "trainer.max_rounds: three (value.yaml, line 3)",
+    ),
+    ("fit --model FedAvg --model.optimizer.lr 0.1", "name the class of model.optimizer before it"),
     (
         "fit --config null_value.yaml",
         "trainer.local_epochs: null (null_value.yaml, line 3); it must be an int",
@@ -358,7 +366,7 @@ ONLY_BY_THE_PARSER = {
     "fit --config base.yaml --trainer.participation 0:0.5",
     "fit --config base.yaml --trainer.tags three",
     "fit --config seed.yaml",
-    "fit --config null.yaml",
+    "fit --model FedAvg --model.optimizer.lr 0.1",
     "fit --config null_value.yaml",
     "fit --config null_argument.yaml",
     "fit --config group.yaml",
