@@ -45,7 +45,7 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.figures = path / "figures"
         self.tables = {
-            name: CsvTable(path / f"{name}.csv", self.checkpoints / f"{name}.csv", writes=writes)
+            name: CsvTable(path / f"{name}.csv", self.checkpoints / f"{name}.csv", self.may_write)
             for name in ("metrics", "ledger")
         }
         self._lock: int | None = None
@@ -121,6 +121,16 @@ class RunDirectory:
             os.close(self._lock)
             self._lock = None
 
+    def may_write(self) -> bool:
+        """Return whether this process writes to the directory.
+
+        Raises:
+            OSError: the folder that it has locked is not at this path any more.
+        """
+        if self._lock is not None and not os.path.samestat(os.fstat(self._lock), self.path.stat()):
+            raise OSError(f"{self.path} is another folder, in the place of the one of this run")
+        return self.writes
+
     def rewind(self, round: int, marks: Mapping[str, Mark], *, changed: bool) -> None:
         """Take the tables and the checkpoints back to the end of a round.
 
@@ -133,7 +143,7 @@ class RunDirectory:
             marks: where each table stood at the end of that round, by name.
             changed: whether the configuration has changed.
         """
-        if not self.writes:
+        if not self.may_write():
             return
         self.figures.mkdir(exist_ok=True)
         self.checkpoints.mkdir(exist_ok=True)
@@ -164,12 +174,12 @@ class RunDirectory:
     ) -> None:
         """Write the checkpoint of a round, see
         :func:`fl_lightning.run.checkpoint.save_checkpoint`."""
-        if self.writes:
+        if self.may_write():
             save_checkpoint(self.checkpoints / checkpoint_name(round), tensors, documents)
 
     def prune(self, keep: int, best: int) -> None:
         """Remove all checkpoints but the ``keep`` newest and that of round ``best``."""
-        if not self.writes:
+        if not self.may_write():
             return
         for old in checkpoints_in(self.checkpoints)[keep:]:
             if old.name != checkpoint_name(best):
@@ -177,7 +187,7 @@ class RunDirectory:
 
     def write(self, name: str, text: str) -> None:
         """Write or replace one file of the directory, as a whole."""
-        if self.writes:
+        if self.may_write():
             replace(self.path / name, text.encode())
 
     def write_json(self, name: str, document: object) -> None:
@@ -194,7 +204,7 @@ class RunDirectory:
         Raises:
             InputError: the name leads out of ``figures/``.
         """
-        if not self.writes:
+        if not self.may_write():
             return []
         paths = [self.figure(f"{name}.{suffix}") for suffix in ("png", "pdf")]
         layout = figure.get_layout_engine()

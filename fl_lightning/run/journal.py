@@ -289,7 +289,6 @@ class Journal:
         stopped = now()
         missing = self.tracker.finish(status, {}, milliseconds(stopped))
         with suppress(OSError):  # a full disk or a missing directory has been reported already
-            (self.run.path / "metadata.json").stat()
             self.note(stopped=stopped, **self._tracked(missing))
 
     def _tracked(self, missing: Mapping[str, int]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import csv
 import io
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from math import isnan
@@ -37,11 +37,13 @@ class CsvTable:
     Args:
         path: the file.
         copy: its second copy, which is read where the first one is damaged.
-        writes: False for a table to which nothing is appended, as on ranks other than 0.
+        may_write: returns whether rows are appended, which they are not on ranks other than 0.
     """
 
-    def __init__(self, path: Path, copy: Path, *, writes: bool = True) -> None:
-        self.path, self.paths, self.writes = path, (path, copy), writes
+    def __init__(
+        self, path: Path, copy: Path, may_write: Callable[[], bool] = lambda: True
+    ) -> None:
+        self.path, self.paths, self.may_write = path, (path, copy), may_write
         self._set_length(b"", 0, [])
 
     def _set_length(self, data: bytes, rows: int, columns: Sequence[str]) -> None:
@@ -71,7 +73,7 @@ class CsvTable:
         Raises:
             OSError: the file cannot be written, or another program has shortened it.
         """
-        if not rows or not self.writes:
+        if not rows or not self.may_write():
             return
         columns = list(dict.fromkeys([*self._columns, *(name for row in rows for name in row)]))
         if columns != self._columns:

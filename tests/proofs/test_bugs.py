@@ -241,6 +241,22 @@ def test_a_run_directory_that_is_removed_ends_the_run_and_does_not_come_back(tmp
     assert not (tmp_path / "FedAvg" / "run").exists()
 
 
+def test_another_run_in_the_place_of_a_removed_one_stays_as_it_is(tmp_path):
+    """It has all that the process would need to go on, and is not its run."""
+
+    def put_another(folder):
+        shutil.copytree(folder, tmp_path / "another")
+        shutil.rmtree(folder)
+        shutil.copytree(tmp_path / "another", folder)
+
+    def files(folder):
+        return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+    with pytest.raises(RunStopped, match=r"written any more .*in the place of the one"):
+        fit("FedAvg", tmp_path, callbacks=[Spoils(put_another)], checkpoint_every=1)
+    assert files(tmp_path / "FedAvg" / "run") == files(tmp_path / "another")
+
+
 def test_a_disk_that_becomes_read_only_ends_the_run_with_one_line(tmp_path, monkeypatch):
     def refuse(path, mode):
         raise OSError(errno.EROFS, "Read-only file system", str(path))
