@@ -176,9 +176,10 @@ class RunSession:
             self.log_file.add_traceback(error)
             if self.log_file.path is not None and self.keeps:
                 error.run_log = short_path(self.log_file.path)  # type: ignore[attr-defined]
+        self.journal.metadata["status"] = "interrupted" if interrupted else "failed"
         try:
             self.progress.save(run)
-            self.journal.note(status="interrupted" if interrupted else "failed")
+            self.journal.note()
         except OSError as problem:
             log.error("no checkpoint of round %d could be written (%s)", done, problem)
         try:

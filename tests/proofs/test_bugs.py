@@ -257,6 +257,19 @@ def test_another_run_in_the_place_of_a_removed_one_stays_as_it_is(tmp_path):
     assert files(tmp_path / "FedAvg" / "run") == files(tmp_path / "another")
 
 
+def test_a_run_whose_checkpoint_does_not_fit_on_the_disk_has_failed(tmp_path, monkeypatch):
+    def refuse(*arguments):
+        raise OSError(errno.EFBIG, "File too large")
+
+    def spoil(folder):
+        monkeypatch.setattr("fl_lightning.run.directory.save_checkpoint", refuse)
+
+    with pytest.raises(RunStopped, match=r"cannot be written any more .*too large"):
+        fit("FedAvg", tmp_path, callbacks=[Spoils(spoil)], checkpoint_every=1)
+    metadata = json.loads((tmp_path / "FedAvg" / "run" / "metadata.json").read_text())
+    assert metadata["status"] == "failed"
+
+
 def test_a_disk_that_becomes_read_only_ends_the_run_with_one_line(tmp_path, monkeypatch):
     def refuse(path, mode):
         raise OSError(errno.EROFS, "Read-only file system", str(path))
