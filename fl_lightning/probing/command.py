@@ -28,7 +28,7 @@ from fl_lightning.probing import Finding, ProbedModel, probe, select_probes
 from fl_lightning.probing.probed_model import Protection
 from fl_lightning.run.checkpoint import CheckpointError
 from fl_lightning.run.directory import RunDirectory, checkpoint_name
-from fl_lightning.run.metadata import code_of_model, git_state, now, versions
+from fl_lightning.run.metadata import code_of_model, git_state, is_tracked_elsewhere, now, versions
 from fl_lightning.run.resume import changed_identity, checkpoints_of, identity_of
 from fl_lightning.run.snapshot import Checkpoint, restore
 from fl_lightning.run.tables import numbers
@@ -107,8 +107,12 @@ def examine(
     print_results(results, found)
     written = f"written to {run.path / RESULTS_FILE}"
     Console().print(written, markup=False, highlight=False, soft_wrap=True)
-    tracked = run.read_json("metadata.json").get("tracking_run_id")
-    if tracked and logger:
+    metadata = run.read_json("metadata.json")
+    tracked = logger and metadata.get("tracking_run_id")
+    if tracked and is_tracked_elsewhere(metadata, run.path):
+        original = metadata["tracking_run_dir"]
+        log.info("%s is a copy of %s, whose record it leaves alone", run.path, original)
+    elif tracked:
         # what training has recorded stays, as it was computed there
         metrics, known = results["metrics"], results["recorded"]
         new = {name: value for name, value in metrics.items() if name not in known}

@@ -204,7 +204,7 @@ def is_tracked_elsewhere(metadata: Mapping[str, Any], run: Path) -> bool:
     That is so when ``run`` is a copy and the original still exists.
     """
     original = metadata.get("tracking_run_dir")
-    if not isinstance(original, str) or Path(original) == run.absolute():
+    if not isinstance(original, str) or Path(original).resolve() == run.resolve():
         return False
     return read_json(Path(original) / "metadata.json").get("tracking_run_id") == metadata.get(
         "tracking_run_id"

@@ -414,7 +414,11 @@ def test_the_results_join_the_mlflow_record_of_the_run(monkeypatch, caplog, data
         == found["timings"]["latency/student_batch1_p99"]
     )
     assert "test.json" in {file.path for file in client.list_artifacts(run_id)}
-    run_test(run, "--probes", "clean,fgsm,cost")
+    shutil.copytree(run, "copy")
+    run_test(Path("copy"), "--probes", "cost")
+    assert "cost/flops" not in client.get_run(run_id).data.metrics, "it is the original's record"
+    Path("link").symlink_to("runs")
+    run_test(Path("link", *run.parts[1:]), "--probes", "clean,fgsm,cost")
     assert [m.step for m in client.get_metric_history(run_id, "fgsm/accuracy")] == [3]
     assert found["metrics"]["test/ece"] != trained[-1].value, "that of 15 bins"
     assert client.get_metric_history(run_id, "test/ece") == trained

@@ -316,7 +316,8 @@ def test_bad_input(
 
 
 def test_a_copy_of_a_run_gets_a_record_of_its_own(tmp_path: Path) -> None:
-    """Whether it is tracked or continued; a run that was moved keeps its record."""
+    """Whether it is tracked or continued; a run that was moved, or is named by a link, keeps its
+    record."""
     original = fit(tmp_path / "e", logger=True, experiment="one")
     copy = original.with_name("copy")
     shutil.copytree(original, copy)
@@ -339,6 +340,10 @@ def test_a_copy_of_a_run_gets_a_record_of_its_own(tmp_path: Path) -> None:
         for path in (begun.parent, half)
     )
     assert [len(stored(tmp_path, id)["times"]) for id in (first, second)] == [6, 9]
+    link = tmp_path / "link"
+    link.symlink_to(original.parent)
+    assert main(["track", str(link / original.name)]) == 0
+    assert metadata_of(original)["tracking_run_id"] == ids[0], "the same run by another path"
     moved = original.with_name("moved")
     original.rename(moved)
     assert main(["track", str(moved)]) == 0
